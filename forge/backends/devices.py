@@ -1,0 +1,30 @@
+"""`--device`: from a name to a backend, or to one line that says why not."""
+
+from importlib.util import find_spec
+
+from forge.backends.backend import Backend
+from forge.errors import UsageError
+
+DEVICES = ("cpu", "reference", "cuda")
+DEFAULT_DEVICE = "cpu"
+
+
+def create_backend(device: str) -> Backend:
+    """The backend for `device`. Raises `UsageError` for an unknown one, or one that this machine cannot run."""
+    if device in ("cpu", "reference"):
+        from forge.backends.reference import ReferenceBackend
+
+        return ReferenceBackend()
+    if device == "cuda":
+        raise UsageError(_why_not_cuda())
+    raise UsageError(f"unknown device {device!r}; there are {', '.join(DEVICES)}")
+
+
+def _why_not_cuda() -> str:
+    if find_spec("torch") is None:
+        return "--device cuda needs PyTorch, which is not installed: pip install 'forge-llm[cuda]'"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "--device cuda needs an NVIDIA GPU with its driver, and PyTorch sees none here: use --device cpu"
+    return "--device cuda is not built yet: use --device cpu"

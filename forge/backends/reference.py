@@ -1,0 +1,114 @@
+"""The forward pass in plain NumPy, one row at a time: the meaning that every faster backend must reproduce.
+
+It is written to be read beside `forge/model/qwen3.py`, and it keeps promise 2 (a technique changes the cost, never the
+tokens) in the simplest possible way: whatever else is in the batch, a row is computed alone, from arrays of the same
+shapes. NumPy's matrix-matrix product would not do: it gives a row other bits when other rows lie beside it, and its
+exponential may treat an array's tail differently from its body. So there is a loop over rows wherever either is used.
+
+Weights are dequantized to float32 when they are loaded. A decode step therefore reads four bytes per weight, which is
+what bounds it (see the chapter on kernels for what to do about that).
+"""
+
+import numpy as np
+
+from forge.backends.backend import Backend, Tensor
+from forge.cache.kv_storage import KvLayout, NumpyKvStorage
+from forge.model.forward_batch import ForwardBatch
+
+
+class ReferenceBackend(Backend):
+    name = "reference"
+    description = "NumPy float32, one row at a time"
+
+    def load_matrix(self, tensor: Tensor) -> np.ndarray:
+        return np.ascontiguousarray(tensor.dequantize(), np.float32)
+
+    def load_vector(self, tensor: Tensor) -> np.ndarray:
+        return np.ascontiguousarray(tensor.dequantize(), np.float32)
+
+    def new_storage(self, layout: KvLayout) -> NumpyKvStorage:
+        return NumpyKvStorage(layout)
+
+    def embed(self, table: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        return table[token_ids]
+
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+        mean_square = np.mean(x * x, axis=-1, keepdims=True)
+        return x / np.sqrt(mean_square + np.float32(eps)) * weight
+
+    def linear(self, x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+        out = np.empty((len(x), len(matrix)), np.float32)
+        for row in range(len(x)):
+            np.dot(matrix, x[row], out=out[row])
+        return out
+
+    def head_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+        heads = x.reshape(len(x), -1, len(weight))
+        return self.rms_norm(heads, weight, eps).reshape(x.shape)
+
+    def rope(self, x: np.ndarray, positions: np.ndarray, head_dim: int, theta: float) -> np.ndarray:
+        half = head_dim // 2
+        frequencies = theta ** (-np.arange(half) / half)  # float64 [half]
+        angles = positions[:, None] * frequencies  # float64: position 40,000 keeps its fraction
+        cos = np.cos(angles).astype(np.float32)[:, None, :]
+        sin = np.sin(angles).astype(np.float32)[:, None, :]
+        heads = x.reshape(len(x), -1, head_dim)
+        first, second = heads[..., :half], heads[..., half:]
+        turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return turned.reshape(x.shape)
+
+    def write_kv(
+        self, storage: NumpyKvStorage, layer: int, batch: ForwardBatch, keys: np.ndarray, values: np.ndarray
+    ) -> None:
+        layout = storage.layout
+        written = batch.slot_mapping >= 0
+        slots = batch.slot_mapping[written]
+        token_shape = (layout.num_kv_heads, layout.head_dim)
+        # A view of the layer as one long run of token slots: slot = block * block_size + offset.
+        layer_keys = storage.keys[layer].reshape(-1, *token_shape)
+        layer_values = storage.values[layer].reshape(-1, *token_shape)
+        layer_keys[slots] = keys[written].reshape(-1, *token_shape)
+        layer_values[slots] = values[written].reshape(-1, *token_shape)
+
+    def attention(self, q: np.ndarray, storage: NumpyKvStorage, layer: int, batch: ForwardBatch) -> np.ndarray:
+        head_dim = storage.layout.head_dim
+        out = np.empty_like(q)
+        for sequence in range(batch.num_sequences):
+            keys, values = storage.gather(layer, batch.block_tables[sequence], int(batch.context_lens[sequence]))
+            for row in range(batch.cu_seqlens[sequence], batch.cu_seqlens[sequence + 1]):
+                visible = int(batch.positions[row]) + 1  # causal: itself and everything before it
+                heads = q[row].reshape(-1, head_dim)
+                out[row] = _attend(heads, keys[:visible], values[:visible]).reshape(-1)
+        return out
+
+    def swiglu(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        out = np.empty_like(gate)
+        for row in range(len(gate)):
+            with np.errstate(over="ignore"):  # exp(-g) is infinite for very negative g, and g / inf is the right 0
+                out[row] = gate[row] / (1.0 + np.exp(-gate[row])) * up[row]
+        return out
+
+    def add(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return x + y
+
+    def take_rows(self, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return x[rows]
+
+    def to_numpy(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+
+def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """softmax(q · Kᵀ / sqrt(head_dim)) · V for one row.
+
+    q `[heads, head_dim]`; keys and values `[n, kv_heads, head_dim]` → `[heads, head_dim]`.
+    """
+    num_kv_heads = keys.shape[1]
+    groups = q.reshape(num_kv_heads, -1, q.shape[-1])  # the query heads that read each key/value head
+    out = np.empty_like(groups)
+    for kv_head in range(num_kv_heads):
+        scores = groups[kv_head] @ keys[:, kv_head].T * np.float32(q.shape[-1] ** -0.5)  # [group, n]
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))  # minus the maximum: no overflow
+        weights /= weights.sum(axis=-1, keepdims=True)
+        out[kv_head] = weights @ values[:, kv_head]
+    return out.reshape(q.shape)

@@ -1,0 +1,141 @@
+"""The basic cache: one contiguous run of blocks per sequence, as long as the longest sequence may become.
+
+This is the KV cache of every first implementation. A sequence gets room for `max_model_len` tokens when it begins,
+whether it will use them or not, and no table is needed to find position p: it is p slots after the start of the run.
+What that costs (a pool full of reserved and empty slots) is where the chapter on paging begins.
+
+Runs are blocks here only because all kinds share one storage; they are handed out and taken back whole, never shared.
+So `fork` and `snapshot` copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from forge.cache.kv_cache import CacheStats, KvCache, OutOfBlocks, Snapshot
+from forge.cache.kv_storage import BlockCopy
+
+
+@dataclass
+class _Run:
+    """A contiguous run of blocks and how much of it is in use."""
+
+    index: int
+    """Which run: its first block is `index * blocks_per_run`."""
+    reserved: int = 0
+    computed: int = 0
+
+
+class BasicKvCache(KvCache):
+    kind = "basic"
+
+    def __init__(self, num_runs: int, max_model_len: int, block_size: int):
+        """Room for `num_runs` sequences (or snapshots) of up to `max_model_len` tokens each."""
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.blocks_per_run = -(-max_model_len // block_size)
+        self.num_runs = num_runs
+        self._free_runs = list(reversed(range(num_runs)))  # popped from the end: lowest run first
+        self._sequences: dict[int, _Run] = {}
+        self._snapshots: dict[int, _Run] = {}
+        self._snapshot_ids = count()
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_runs * self.blocks_per_run
+
+    def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
+        assert seq_id not in self._sequences, f"sequence {seq_id} is already there"
+        self._sequences[seq_id] = self._take_run()
+        return 0
+
+    def blocks_needed(self, seq_id: int, num_tokens: int) -> int:
+        """None: the run was taken whole when the sequence began."""
+        self._sequences[seq_id]  # KeyError for an unknown sequence
+        return 0
+
+    def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
+        run = self._sequences[seq_id]
+        if run.reserved + num_tokens > self.max_model_len:
+            beyond = run.reserved + num_tokens - self.blocks_per_run * self.block_size
+            raise OutOfBlocks(needed=max(1, -(-beyond // self.block_size)), free=0)
+        run.reserved += num_tokens
+        return ()
+
+    def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        run = self._sequences[seq_id]
+        assert run.computed + len(token_ids) <= run.reserved, "committed more tokens than were reserved"
+        run.computed += len(token_ids)
+
+    def truncate(self, seq_id: int, length: int) -> None:
+        run = self._sequences[seq_id]
+        run.reserved = min(run.reserved, length)
+        run.computed = min(run.computed, length)
+
+    def fork(self, parent: int, child: int) -> tuple[BlockCopy, ...]:
+        assert child not in self._sequences, f"sequence {child} is already there"
+        source = self._sequences[parent]
+        self._sequences[child] = self._take_run(source.computed)
+        return self._copies(source, self._sequences[child])
+
+    def snapshot(self, seq_id: int) -> tuple[Snapshot, tuple[BlockCopy, ...]]:
+        source = self._sequences[seq_id]
+        kept = self._take_run(source.computed)
+        snapshot = Snapshot(next(self._snapshot_ids), source.computed)
+        self._snapshots[snapshot.snapshot_id] = kept
+        return snapshot, self._copies(source, kept)
+
+    def restore(self, snapshot: Snapshot, seq_id: int) -> tuple[BlockCopy, ...]:
+        assert seq_id not in self._sequences, f"sequence {seq_id} is already there"
+        kept = self._snapshots[snapshot.snapshot_id]
+        self._sequences[seq_id] = self._take_run(kept.computed)
+        return self._copies(kept, self._sequences[seq_id])
+
+    def release(self, snapshot: Snapshot) -> None:
+        self._free_runs.append(self._snapshots.pop(snapshot.snapshot_id).index)
+
+    def remove(self, seq_id: int) -> None:
+        self._free_runs.append(self._sequences.pop(seq_id).index)
+
+    def block_table(self, seq_id: int) -> tuple[int, ...]:
+        run = self._sequences[seq_id]
+        return tuple(self._blocks(run)[: -(-run.reserved // self.block_size)])
+
+    def reserved_length(self, seq_id: int) -> int:
+        return self._sequences[seq_id].reserved
+
+    def computed_length(self, seq_id: int) -> int:
+        return self._sequences[seq_id].computed
+
+    def stats(self) -> CacheStats:
+        runs = self._runs_in_use()
+        return CacheStats(
+            num_blocks=self.num_blocks,
+            used_blocks=len(runs) * self.blocks_per_run,
+            tokens_held=sum(run.computed for run in runs),
+        )
+
+    def check_invariants(self) -> None:
+        runs = self._runs_in_use()
+        assert sorted([run.index for run in runs] + self._free_runs) == list(range(self.num_runs)), (
+            "a run is lost or has two owners"
+        )
+        for run in runs:
+            assert 0 <= run.computed <= run.reserved <= self.max_model_len, f"lengths out of order: {run}"
+
+    def _runs_in_use(self) -> list[_Run]:
+        return [*self._sequences.values(), *self._snapshots.values()]
+
+    def _take_run(self, length: int = 0) -> _Run:
+        if not self._free_runs:
+            raise OutOfBlocks(needed=self.blocks_per_run, free=0)
+        return _Run(self._free_runs.pop(), reserved=length, computed=length)
+
+    def _blocks(self, run: _Run) -> range:
+        first = run.index * self.blocks_per_run
+        return range(first, first + self.blocks_per_run)
+
+    def _copies(self, source: _Run, destination: _Run) -> tuple[BlockCopy, ...]:
+        filled = -(-source.computed // self.block_size)
+        pairs = zip(self._blocks(source)[:filled], self._blocks(destination)[:filled], strict=True)
+        return tuple(BlockCopy(*pair) for pair in pairs)

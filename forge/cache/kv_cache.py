@@ -1,0 +1,124 @@
+"""The policy of the KV cache: which block belongs to which sequence, what may be shared, what may be given up.
+
+A `KvCache` holds no arrays (see `kv_storage`) and runs no model, so every rule in it can be exercised without either.
+Kinds differ in what they promise about blocks; whoever uses one does not know which it is.
+
+Two lengths describe a sequence while a step is in flight. `reserved_length` counts the token slots that it owns;
+`computed_length` counts those whose keys and values have been written. `reserve` moves the first ahead, the forward
+pass writes, `commit` brings the second level. Between steps the two are equal for slots that hold tokens.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forge.cache.kv_storage import BlockCopy
+from forge.errors import ForgeError
+
+
+class OutOfBlocks(ForgeError):
+    """A reservation found too few free blocks. Nothing was changed by the attempt."""
+
+    def __init__(self, needed: int, free: int):
+        super().__init__(f"the KV cache needs {needed} more blocks and has {free} free: raise --num-blocks, or ask for less")
+        self.needed = needed
+        self.free = free
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """The cache at one moment, in blocks and tokens. Bytes follow from the storage's layout."""
+
+    num_blocks: int
+    used_blocks: int
+    """Blocks that belong to some sequence or snapshot, filled or not."""
+    tokens_held: int
+    """Token slots with a computed key and value."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A sequence's cache as it was, kept for `restore`. It holds blocks until it is released."""
+
+    snapshot_id: int
+    length: int
+    """Computed tokens in it."""
+
+
+class KvCache(ABC):
+    """The seam. Sequences are known by integer ids of the caller's choosing.
+
+    Every method raises `KeyError` for a sequence that was never added or has been removed, and changes nothing when it
+    raises.
+    """
+
+    kind: str
+    """What `--kv` calls it."""
+
+    @abstractmethod
+    def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
+        """Begin a sequence; return how many of its first tokens are already cached.
+
+        `salt` keeps sequences apart that must not share (other users, other adapters); `max_cached` caps the answer: at
+        least the last prompt token has to be computed for its logits. Raises `OutOfBlocks` where a kind reserves up
+        front.
+        """
+
+    @abstractmethod
+    def blocks_needed(self, seq_id: int, num_tokens: int) -> int:
+        """Free blocks that `reserve` with the same arguments would take. Changes nothing."""
+
+    @abstractmethod
+    def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
+        """Own slots for `num_tokens` more tokens; return the copies to perform before they are written.
+
+        All or nothing: raises `OutOfBlocks` with everything as it was.
+        """
+
+    @abstractmethod
+    def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        """These tokens' keys and values, which follow the computed ones, have been written."""
+
+    @abstractmethod
+    def truncate(self, seq_id: int, length: int) -> None:
+        """Forget everything past the first `length` tokens, computed or reserved."""
+
+    @abstractmethod
+    def fork(self, parent: int, child: int) -> tuple[BlockCopy, ...]:
+        """Begin `child` with the parent's computed tokens; return the copies that make it so."""
+
+    @abstractmethod
+    def snapshot(self, seq_id: int) -> tuple[Snapshot, tuple[BlockCopy, ...]]:
+        """Keep the sequence's computed tokens for later; return the snapshot and the copies that make it."""
+
+    @abstractmethod
+    def restore(self, snapshot: Snapshot, seq_id: int) -> tuple[BlockCopy, ...]:
+        """Begin `seq_id` from a snapshot, which stays valid; return the copies that make it so."""
+
+    @abstractmethod
+    def release(self, snapshot: Snapshot) -> None:
+        """Give up a snapshot and what it holds."""
+
+    @abstractmethod
+    def remove(self, seq_id: int) -> None:
+        """Forget the sequence and give back its blocks."""
+
+    @abstractmethod
+    def block_table(self, seq_id: int) -> tuple[int, ...]:
+        """Block numbers that cover positions 0 to `reserved_length` - 1, `block_size` positions each."""
+
+    @abstractmethod
+    def reserved_length(self, seq_id: int) -> int:
+        """Token slots that the sequence owns and may write."""
+
+    @abstractmethod
+    def computed_length(self, seq_id: int) -> int:
+        """Tokens whose keys and values are in the cache: the position of the next one to compute."""
+
+    @abstractmethod
+    def stats(self) -> CacheStats:
+        """Where the blocks are."""
+
+    @abstractmethod
+    def check_invariants(self) -> None:
+        """Raise AssertionError, saying which, if any rule of this kind does not hold. For tests and `--check`."""

@@ -1,0 +1,86 @@
+"""The arrays of the KV cache: one key and one value per layer and token slot, in blocks.
+
+Storage knows bytes and nothing else. Who owns a block, what is shared and what may be evicted is `KvCache`'s business;
+every cache kind reads and writes the same storage through the same two indirections, the slot mapping (writing) and the
+block table (reading), so there is one attention kernel for all of them.
+
+Past the blocks that a cache may hand out lies a *scratch range*. It belongs to whoever runs the current step: with the
+cache off it holds the keys and values of the sequence being recomputed, and means nothing once the step is over.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """The shape of a storage: `[num_blocks, block_size, num_kv_heads, head_dim]` for K and for V, in each layer."""
+
+    num_layers: int
+    num_blocks: int
+    """Blocks in all, scratch range included."""
+    block_size: int
+    """Token slots per block."""
+    num_kv_heads: int
+    head_dim: int
+    dtype: np.dtype = np.dtype(np.float32)
+    """What a key or value is rounded to before any attention sees it."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token's keys and values take in all layers together."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """Copy block `source` onto block `destination`, in every layer, before the step writes anything."""
+
+    source: int
+    destination: int
+
+
+class KvStorage(ABC):
+    """One device's arrays. Made by `Backend.new_storage`, which fixes the layout for its life."""
+
+    layout: KvLayout
+
+    @abstractmethod
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Perform the copies of a plan, in order."""
+
+    @abstractmethod
+    def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of positions 0 to `length` - 1, each float32 `[length, num_kv_heads, head_dim]`.
+
+        A copy on the host, for tests and for looking; kernels read the blocks where they lie.
+        """
+
+
+class NumpyKvStorage(KvStorage):
+    """K and V as two NumPy arrays `[num_layers, num_blocks, block_size, num_kv_heads, head_dim]`.
+
+    The pages come from the operating system when they are first written, so a long reservation costs address space
+    and not memory.
+    """
+
+    def __init__(self, layout: KvLayout):
+        self.layout = layout
+        shape = (layout.num_layers, layout.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        self.keys = np.zeros(shape, layout.dtype)
+        self.values = np.zeros(shape, layout.dtype)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            self.keys[:, copy.destination] = self.keys[:, copy.source]
+            self.values[:, copy.destination] = self.values[:, copy.source]
+
+    def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
+        blocks = np.asarray(block_table, np.int64)[: -(-length // self.layout.block_size)]
+        token_shape = (-1, self.layout.num_kv_heads, self.layout.head_dim)
+        keys = self.keys[layer, blocks].reshape(token_shape)[:length]
+        values = self.values[layer, blocks].reshape(token_shape)[:length]
+        return keys.astype(np.float32, copy=False), values.astype(np.float32, copy=False)

@@ -1,0 +1,304 @@
+"""The Python API: a model with an engine around it, in the shape that the ecosystem knows.
+
+    llm = LLM("tales", kv="basic")
+    for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from forge.backends.devices import DEFAULT_DEVICE, create_backend
+from forge.backends.timed import OperationTime, TimedBackend
+from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, create_kv_cache
+from forge.cache.kv_storage import KvStorage
+from forge.engine.engine import Engine
+from forge.engine.outputs import RequestOutput
+from forge.engine.sampling_params import SamplingParams
+from forge.errors import UsageError
+from forge.gguf import GGUFFile
+from forge.model.catalog import DEFAULT_MODEL, resolve_model
+from forge.model.forward_batch import ForwardBatch
+from forge.model.loader import LoadProgress, load_qwen3
+from forge.tokenizer import Tokenizer
+from forge.trace.records import StepRecord
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+DEFAULT_MAX_MODEL_LEN = 4096
+"""The context that is reserved for when nobody says otherwise, where the model has as much."""
+
+
+class LLM:
+    """One model, loaded, with one engine."""
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        kv: str = "off",
+        device: str = DEFAULT_DEVICE,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        num_blocks: int | None = None,
+        threads: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
+        time_operations: bool = False,
+        on_load_progress: LoadProgress | None = None,
+    ):
+        """Load a model.
+
+        model: a bundled name or the path of a GGUF file. kv: `off`, `basic` or `on`. device: `cpu`, `reference` or
+        `cuda`. block_size: tokens per KV block. num_blocks: the KV pool's size. threads: CPU threads, None for all that
+        this process may use. max_model_len: prompt and output tokens of one sequence at most, which bounds what is
+        reserved; None takes the model's context, up to 4,096. max_num_seqs: sequences that may run at once.
+        time_operations: keep time per layer and operation, for `operation_times()`. on_load_progress: called with
+        (bytes loaded, bytes in all).
+
+        Raises `UsageError` for an option that has no meaning, `GGUFError` for a file that is not a sound Qwen3 model.
+        """
+        for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
+            _require_positive(name, value)
+        for name, value in (("num_blocks", num_blocks), ("threads", threads), ("max_model_len", max_model_len)):
+            if value is not None:
+                _require_positive(name, value)
+        started = time.perf_counter()
+        self.path = resolve_model(model)
+        self.model_name = self.path.stem
+        self.device = device
+        backend = create_backend(device)
+        self.device_description = backend.description
+        self._timed = TimedBackend(backend) if time_operations else None
+        with GGUFFile.open(self.path) as file:
+            self.tokenizer = Tokenizer.from_gguf(file)
+            self.model = load_qwen3(file, self._timed or backend, on_load_progress)
+        self.max_model_len = self._usable_context(max_model_len)
+        layout = self.model.kv_layout(num_blocks=0, block_size=block_size)
+        size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks)
+        cache, storage_blocks = create_kv_cache(kv, size)
+        self.kv = cache.kind
+        self.engine = Engine(
+            self.model,
+            self.tokenizer,
+            cache,
+            self._new_storage(storage_blocks, block_size),
+            self.max_model_len,
+            max_num_seqs,
+        )
+        self._request_ids = count()
+        self.load_seconds = time.perf_counter() - started
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """Run all prompts to their ends and return their outputs in the order of the prompts."""
+        run = self.start(prompts, params)
+        for _ in run:
+            pass
+        return run.outputs
+
+    def start(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, keep_logits: bool = False
+    ) -> "Run":
+        """Queue all prompts and return a `Run`, which does the work as it is iterated over.
+
+        `keep_logits` keeps the logits of every token of the first prompt's first sample, for comparing.
+        """
+        params = params or SamplingParams()
+        checked = [self._encode(prompt) for prompt in _as_list(prompts)]
+        requests: list[tuple[str, tuple[int, ...]]] = []
+        try:
+            for text, token_ids in checked:
+                request_id = f"request-{next(self._request_ids)}"
+                requests.append((request_id, self.engine.add_request(request_id, token_ids, params, prompt=text)))
+        except UsageError:
+            for request_id, _ in requests:  # all or none
+                self.engine.abort(request_id)
+                self.engine.forget(request_id)
+            raise
+        return Run(self.engine, requests, keep_logits)
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """The logits after each of `token_ids`: float32 `[len(token_ids), vocab_size]`.
+
+        One prefill in a storage of its own: nothing that is running is touched.
+        """
+        if not len(token_ids) or not all(0 <= token_id < self.model.vocab_size for token_id in token_ids):
+            raise UsageError(f"logits need one or more token ids between 0 and {self.model.vocab_size - 1}")
+        length, block_size = len(token_ids), self.engine.storage.layout.block_size
+        num_blocks = -(-length // block_size)
+        rows = np.arange(length, dtype=np.int32)
+        batch = ForwardBatch(
+            token_ids=np.array(token_ids, np.int32),
+            positions=rows,
+            cu_seqlens=np.array([0, length], np.int32),
+            slot_mapping=rows,
+            block_tables=np.arange(num_blocks, dtype=np.int32)[None],
+            context_lens=np.array([length], np.int32),
+            logit_rows=rows,
+        )
+        return self.model.forward(batch, self._new_storage(num_blocks, block_size))
+
+    def chat_session(self, system: str | None = None) -> "ChatSession":
+        """A conversation that keeps its cache between turns."""
+        return ChatSession(self, system)
+
+    def operation_times(self) -> tuple[OperationTime, ...]:
+        """Time by layer and operation since the model was loaded; empty without `time_operations`."""
+        return self._timed.times() if self._timed else ()
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        return None, prompt
+
+    def _usable_context(self, max_model_len: int | None) -> int:
+        limit = self.model.config.max_position_embeddings
+        if max_model_len is None:
+            return min(limit, DEFAULT_MAX_MODEL_LEN)
+        if max_model_len > limit:
+            raise UsageError(f"--max-model-len {max_model_len} is more than the {limit} tokens of this model's context")
+        return max_model_len
+
+    def _new_storage(self, num_blocks: int, block_size: int) -> KvStorage:
+        layout = self.model.kv_layout(num_blocks, block_size)
+        try:
+            return self.model.backend.new_storage(layout)
+        except MemoryError:
+            gigabytes = num_blocks * block_size * layout.bytes_per_token / 1e9
+            raise UsageError(
+                f"a KV cache of {gigabytes:.1f} GB does not fit in memory: lower --max-model-len or --num-blocks"
+            ) from None
+
+
+class Run:
+    """Requests on their way: iterate to advance them step by step, then read `outputs`."""
+
+    def __init__(self, engine: Engine, requests: list[tuple[str, tuple[int, ...]]], keep_logits: bool = False):
+        self._engine = engine
+        self._request_ids = [request_id for request_id, _ in requests]
+        self._unfinished = {seq_id for _, seq_ids in requests for seq_id in seq_ids}
+        self._outputs: list[RequestOutput] | None = None
+        self._watched = requests[0][1][0] if keep_logits and requests else None
+        self.logits: list[np.ndarray] = []
+        """With `keep_logits`: float32 `[vocab]` for each token of the first sample."""
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        """Advance the engine until every request of this run has ended, yielding what each step did."""
+        while self._unfinished:
+            self._engine.on_logits = self._keep if self._watched is not None else None
+            record = self._engine.step()
+            self._unfinished -= {finish.seq_id for finish in record.finished}
+            yield record
+
+    def abort(self) -> None:
+        """End what has not ended, keeping what it produced."""
+        if self._unfinished:
+            for request_id in self._request_ids:
+                self._engine.abort(request_id)
+            self._unfinished.clear()
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """One per prompt, in order. Complete once the iteration has ended or after `abort()`."""
+        if self._outputs is not None:
+            return self._outputs
+        outputs = [self._engine.output(request_id) for request_id in self._request_ids]
+        if not self._unfinished:
+            self._outputs = outputs
+            for request_id in self._request_ids:
+                self._engine.forget(request_id)
+        return outputs
+
+    @property
+    def seed(self) -> int:
+        """The seed in use, chosen or drawn."""
+        return self.outputs[0].seed
+
+    def _keep(self, seq_id: int, logits: np.ndarray) -> None:
+        if seq_id == self._watched:
+            self.logits.append(logits)
+
+
+class ChatSession:
+    """A conversation: each turn's prompt is the whole conversation, and the cache keeps what was computed of it."""
+
+    def __init__(self, llm: LLM, system: str | None = None):
+        self._llm = llm
+        self._system = system
+        self._kept: int | None = None
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+        if self._kept is not None:
+            self._llm.engine.release(self._kept)
+            self._kept = None
+
+    def send(self, text: str, params: SamplingParams | None = None) -> "ChatTurn":
+        """Begin the assistant's answer to `text`. Raises `UsageError`, with the conversation as it was, if the
+        conversation no longer fits the context."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise UsageError(f"a conversation has one answer per turn, and n is {params.n}")
+        messages = [*self.messages, {"role": "user", "content": text}]
+        tokenizer, engine = self._llm.tokenizer, self._llm.engine
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        request_id = f"chat-{next(self._llm._request_ids)}"
+        seq_ids = engine.add_request(
+            request_id,
+            tokenizer.encode(rendered, allow_special=True),
+            params,
+            prompt=rendered,
+            keep_cache=True,
+            continues=self._kept,
+        )
+        return ChatTurn(self, messages, engine, [(request_id, seq_ids)])
+
+    def _end_turn(self, messages: list[dict[str, str]], output: RequestOutput, seq_id: int) -> None:
+        self.messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]
+        self._kept = seq_id if self._llm.engine.is_kept(seq_id) else None
+
+
+class ChatTurn(Run):
+    """The run of one answer; joins the conversation when it ends, or when it is aborted."""
+
+    def __init__(self, session: ChatSession, messages: list[dict[str, str]], engine: Engine, requests):
+        super().__init__(engine, requests)
+        self._session, self._messages, self._seq_id = session, messages, requests[0][1][0]
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        yield from super().__iter__()
+        self._end()
+
+    def abort(self) -> None:
+        if self._unfinished:
+            super().abort()
+            self._end()
+
+    def _end(self) -> None:
+        self._session._end_turn(self._messages, self.outputs[0], self._seq_id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, (int, np.integer)) for item in items):
+        return [items]
+    if not items:
+        raise UsageError("there is no prompt: give one or more texts or lists of token ids")
+    return items
+
+
+def _require_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {value!r}")

@@ -1,0 +1,68 @@
+"""From sampled tokens to text that may be shown: whole characters, and nothing that a stop string may still swallow."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """Turns tokens into text one at a time, holding back incomplete characters."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class OutputText:
+    """The text of one sequence's output as it grows.
+
+    Text is *released* once it is certain: it is complete UTF-8, and no stop string can begin in it. What has been
+    released is never taken back, so it can be streamed.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()):
+        self._detokenizer = detokenizer
+        self._stop = tuple(stop)
+        self._released: list[str] = []
+        self._held = ""
+        self.stopped_by: str | None = None
+        """The stop string that was found; from then on nothing more is released."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self._released)
+
+    def push(self, token_id: int) -> str:
+        """Take one more token; return the text that it made certain."""
+        return self._take(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        """No token will follow: return what was held back."""
+        released = self._take(self._detokenizer.flush())
+        if self.stopped_by is None:
+            released += self._release(len(self._held))
+        return released
+
+    def _take(self, new_text: str) -> str:
+        if self.stopped_by is not None:
+            return ""
+        self._held += new_text
+        found = [(self._held.index(stop), -len(stop), stop) for stop in self._stop if stop in self._held]
+        if not found:
+            return self._release(len(self._held) - self._possible_beginning())
+        position, _, self.stopped_by = min(found)  # the one that begins first, and of those the longest
+        return self._release(position)
+
+    def _possible_beginning(self) -> int:
+        """Length of the longest end of the held text with which some stop string begins."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def _release(self, length: int) -> str:
+        text, self._held = self._held[:length], self._held[length:]
+        self._released.append(text)
+        return text

@@ -1,0 +1,48 @@
+"""What a caller gets back: the texts of a request, why each ended, and what it cost."""
+
+from dataclasses import dataclass
+
+from forge.trace.records import FinishReason, RequestMetrics
+
+Logprobs = tuple[tuple[int, float], ...]
+"""(token id, natural log probability), likeliest first."""
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One sample of a request's output."""
+
+    index: int
+    """Which of the request's `n` samples this is."""
+    text: str
+    """Without the stop string or the end-of-sequence token that ended it."""
+    token_ids: tuple[int, ...]
+    """Every token sampled, the one that ended it included."""
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    """The stop string, or the end-of-sequence token's id, where `finish_reason` is `stop`."""
+    logprobs: tuple[Logprobs, ...] | None
+    """For each output token its likeliest alternatives, where they were asked for. The token itself is always among
+    them, in last place if it is not one of the likeliest."""
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt's text, or None where it was given as token ids."""
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[Logprobs | None, ...] | None
+    """For each prompt token its log probability and the likeliest alternatives; the first, which nothing precedes, has
+    None. None altogether where they were not asked for."""
+    seed: int
+    """The seed that was used, chosen or drawn."""
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Those of the first sample."""
+        return self.outputs[0].metrics

@@ -1,0 +1,86 @@
+"""What a request asks of the sampler, checked once, before anything is computed."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forge.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How output tokens are chosen and when to stop. The defaults are greedy decoding of up to 16 tokens.
+
+    Raises `UsageError` for a value that has no meaning (NaN and infinities included), naming it.
+    """
+
+    max_tokens: int = 16
+    """Output tokens at most. 0 is valid only where `prompt_logprobs` are asked for."""
+    temperature: float = 0.0
+    """0 takes the likeliest token; otherwise logits are divided by it before anything is filtered."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probabilities reach this sum (Holtzman et al. 2020)."""
+    top_k: int = 0
+    """Keep the k likeliest tokens. 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this times as likely as the likeliest (Nguyen et al. 2024)."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens already in the prompt or output are divided by it if positive, multiplied if negative
+    (Keskar et al. 2019)."""
+    seed: int | None = None
+    """Same seed, same tokens. None draws a fresh one, which the output reports."""
+    stop: str | Sequence[str] = ()
+    """Output ends before the first of these strings, which may span tokens."""
+    ignore_eos: bool = False
+    """Go on past the end-of-sequence token."""
+    n: int = 1
+    """Independent samples of the same prompt."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens to report with each output token; None reports none."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token."""
+
+    def __post_init__(self):
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            _require_number(name, getattr(self, name))
+        for name in ("max_tokens", "top_k", "n"):
+            _require_int(name, getattr(self, name))
+        for name in ("seed", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name))
+        _check(self.max_tokens >= 0, f"max_tokens must not be negative, got {self.max_tokens}")
+        _check(
+            self.max_tokens > 0 or self.prompt_logprobs is not None,
+            "max_tokens is 0: ask for at least 1 token, or for prompt log-probabilities",
+        )
+        _check(self.temperature >= 0, f"temperature must not be negative, got {self.temperature:g}")
+        _check(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p:g}")
+        _check(self.top_k >= 0, f"top_k must not be negative (0 keeps every token), got {self.top_k}")
+        _check(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, got {self.min_p:g}")
+        _check(self.repetition_penalty > 0, f"repetition_penalty must be above 0, got {self.repetition_penalty:g}")
+        _check(self.n >= 1, f"n must be at least 1, got {self.n}")
+        _check(self.seed is None or 0 <= self.seed < 2**64, f"seed must be between 0 and 2^64 - 1, got {self.seed}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(value is None or value >= 0, f"{name} must not be negative, got {value}")
+        _check(all(isinstance(text, str) and text for text in stop), "a stop string must be text and not empty")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _require_number(name: str, value: object) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    _check(is_number and math.isfinite(value), f"{name} must be a finite number, got {value!r}")
+
+
+def _require_int(name: str, value: object) -> None:
+    _check(isinstance(value, int) and not isinstance(value, bool), f"{name} must be a whole number, got {value!r}")
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise UsageError(message)

@@ -1,0 +1,42 @@
+"""One sample of one request on its way through the engine: its tokens, and what is needed to extend them."""
+
+from dataclasses import dataclass, field
+
+from forge.engine.output_text import OutputText
+from forge.engine.sampling_params import SamplingParams
+from forge.trace.records import FinishReason
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A sequence of tokens. Its state (waiting, running, finished) is the container that holds it, and no field here."""
+
+    seq_id: int
+    request_id: str
+    sample_index: int
+    """Which of the request's `n` samples this is."""
+    token_ids: list[int]
+    """Prompt and output so far."""
+    num_prompt_tokens: int
+    max_output_tokens: int
+    """What the request asked for, or what the context leaves, whichever is less."""
+    params: SamplingParams
+    seed: int
+    output_text: OutputText
+    keep_cache: bool = False
+    """Keep the cache when the sequence ends, for another to continue from."""
+    continues: int | None = None
+    """The kept sequence whose cache this one takes over."""
+    finish_reason: FinishReason | None = None
+    """Why it ended; set once, when it ends."""
+    stop_reason: str | int | None = None
+    logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[tuple[int, float], ...] | None] = field(default_factory=list)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens

@@ -1,0 +1,180 @@
+"""An open GGUF file: its metadata by key, with the checks that a consumer needs, and its tensors by name.
+
+The file is memory-mapped. Opening it parses the header (`forge.gguf.header`); a tensor's bytes are read when used. A
+file opens, or raises a `GGUFError`; so does every typed read of its metadata. What stays outside of that promise is a
+file that another process cuts short while it is open: the operating system then ends the process with SIGBUS.
+"""
+
+import mmap
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from forge.gguf import block_formats
+from forge.gguf.errors import WHOLE_FILE, GGUFError, printable
+from forge.gguf.header import Header, MetadataField, TensorEntry, parse_header
+
+Scalar = TypeVar("Scalar", int, float, bool, str)
+_KIND_NAMES = {int: "an integer", float: "a number", bool: "a bool", str: "a string"}
+
+
+@dataclass(frozen=True)
+class GGUFTensor(TensorEntry):
+    """A tensor of an open file: `name`, `shape`, `ggml_type`, `offset`, `nbytes`; its data is read when asked for."""
+
+    _buffer: mmap.mmap = field(repr=False, compare=False)
+
+    def raw(self) -> np.ndarray:
+        """The tensor's bytes, uint8 [nbytes]: a read-only view of the file, which keeps the mapping alive."""
+        return np.frombuffer(self._buffer, dtype=np.uint8, count=self.nbytes, offset=self.offset)
+
+    def dequantize(self) -> np.ndarray:
+        """The values, a new float32 array of `shape`. ValueError for a type outside of `SUPPORTED_TYPES`."""
+        return block_formats.dequantize(self.ggml_type, self.raw(), self.shape)
+
+
+class GGUFFile:
+    """An open GGUF file: its metadata, and its tensors by name. Made by `GGUFFile.open`; a context manager.
+
+    path         as given
+    version      2 or 3
+    metadata     key -> int, float, bool, str; numpy array (numbers and bools, read-only); list[str]; list of arrays
+    fields       key -> `MetadataField`, the same with type and position
+    tensors      name -> `GGUFTensor`, in the file's order
+    alignment    bytes
+    data_offset  where the tensor data begins
+    size         of the file, bytes
+    """
+
+    def __init__(self, path: Path, header: Header, buffer: mmap.mmap):
+        self.path = path
+        self.version = header.version
+        self.fields: Mapping[str, MetadataField] = MappingProxyType(header.fields)
+        self.metadata: Mapping[str, Any] = MappingProxyType({key: entry.value for key, entry in header.fields.items()})
+        self.tensors: Mapping[str, GGUFTensor] = MappingProxyType(
+            {name: GGUFTensor(**vars(entry), _buffer=buffer) for name, entry in header.tensors.items()}
+        )
+        self.alignment = header.alignment
+        self.data_offset = header.data_offset
+        self.size = len(buffer)
+        self._buffer = buffer
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "GGUFFile":
+        """Map the file and read its header. GGUFError for whatever is wrong with it, a missing file included."""
+        path = Path(path)
+        buffer = _map(path)
+        try:
+            return cls(path, parse_header(path, buffer), buffer)
+        except BaseException:
+            buffer.close()
+            raise
+
+    def close(self) -> None:
+        """Give up the mapping. Arrays from `raw()` stay valid: the file is unmapped when the last of them goes."""
+        try:
+            self._buffer.close()
+        except BufferError:  # views are still in use
+            pass
+
+    def __enter__(self) -> "GGUFFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"GGUFFile({str(self.path)!r}, {len(self.metadata)} metadata entries, {len(self.tensors)} tensors)"
+
+    def require(self, key: str, kind: type[Scalar]) -> Scalar:
+        """The value of `key`, an `int`, `float`, `bool` or `str` as `kind` says. GGUFError if absent or something else.
+
+        An integer serves for a float; a bool is no integer; a float must be finite.
+        """
+        entry = self._entry(key)
+        if kind is float and type(entry.value) in (int, float):
+            value = float(entry.value)
+            if not isfinite(value):
+                raise self.error(key, f"must be a finite number, not {entry.value}")
+            return value
+        if type(entry.value) is not kind:
+            raise self._wrong_type(entry, _KIND_NAMES[kind])
+        return entry.value
+
+    def get(self, key: str, kind: type[Scalar], default: Scalar | None = None) -> Scalar | None:
+        """As `require`, but `default` where the file does not have `key`."""
+        return self.require(key, kind) if key in self.fields else default
+
+    def string_array(self, key: str) -> list[str]:
+        """The strings of `key`. GGUFError if it is absent or not an array of strings."""
+        entry = self._entry(key)
+        if entry.type_name != "array of string":
+            raise self._wrong_type(entry, "an array of strings")
+        return entry.value
+
+    def int_array(self, key: str) -> np.ndarray:
+        """The integers of `key`, read-only, in the file's own width. GGUFError if it is absent or something else."""
+        entry = self._entry(key)
+        if not isinstance(entry.value, np.ndarray) or entry.value.dtype.kind not in "iu":
+            raise self._wrong_type(entry, "an array of integers")
+        return entry.value
+
+    def float_array(self, key: str) -> np.ndarray:
+        """The floats of `key`, read-only, in the file's own width. GGUFError if it is absent or not finite floats."""
+        entry = self._entry(key)
+        if not isinstance(entry.value, np.ndarray) or entry.value.dtype.kind != "f":
+            raise self._wrong_type(entry, "an array of floats")
+        finite = np.isfinite(entry.value)
+        if not finite.all():
+            index = int(np.argmin(finite))
+            raise self.error(key, f"element {index} must be a finite number, not {entry.value[index]}")
+        return entry.value
+
+    def error(self, key: str, problem: str) -> GGUFError:
+        """A GGUFError about the metadata value of `key`, for the caller to raise."""
+        entry = self.fields.get(key)
+        return GGUFError(self.path, f"metadata {printable(key)}", problem, entry.offset if entry else None)
+
+    def tensor_error(self, name: str, what: str, problem: str) -> GGUFError:
+        """A GGUFError about `what` (`shape`, `type` or '') of the tensor called `name`, for the caller to raise."""
+        tensor = self.tensors.get(name)
+        subject = f"tensor {printable(name)} {what}".rstrip()
+        return GGUFError(self.path, subject, problem, tensor.entry_offset if tensor else None)
+
+    def _entry(self, key: str) -> MetadataField:
+        entry = self.fields.get(key)
+        if entry is None:
+            raise self.error(key, "the file does not have this entry, and forge needs it")
+        return entry
+
+    def _wrong_type(self, entry: MetadataField, wanted: str) -> GGUFError:
+        return self.error(entry.key, f"must be {wanted}, not {entry.type_name}")
+
+
+def _map(path: Path) -> mmap.mmap:
+    """The whole file, read-only. What is not an ordinary file is refused before it is opened: a pipe would block."""
+    try:
+        status = os.stat(path)
+        if stat.S_ISDIR(status.st_mode):
+            raise GGUFError(path, WHOLE_FILE, "is a directory; name the .gguf file in it")
+        if not stat.S_ISREG(status.st_mode):
+            raise GGUFError(path, WHOLE_FILE, "is not an ordinary file")
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                raise GGUFError(path, WHOLE_FILE, "is empty; the download or conversion did not finish")
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise GGUFError(path, WHOLE_FILE, "does not exist") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise GGUFError(path, WHOLE_FILE, f"cannot be read: {reason}") from None

@@ -1,0 +1,92 @@
+"""The models that come with forge, and how a name or a path on the command line becomes a file.
+
+In a checkout the files lie in `models/`; in an installed wheel the same folder is package data. A name is never looked
+up anywhere else: what runs is a bundled model or a file that the user pointed at.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from forge.errors import UsageError
+
+DEFAULT_MODEL = "tales"
+
+
+@dataclass(frozen=True)
+class BundledModel:
+    name: str
+    aliases: tuple[str, ...]
+    file_name: str
+    description: str
+
+    @property
+    def path(self) -> Path:
+        return models_folder() / self.file_name
+
+    @property
+    def present(self) -> bool:
+        return self.path.is_file()
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file, 0 where it is missing."""
+        return self.path.stat().st_size if self.present else 0
+
+
+BUNDLED = (
+    BundledModel("tales-q8_0", ("tales",), "tales-q8_0.gguf", "tells short stories and answers questions about them"),
+    BundledModel("tales-q4_0", (), "tales-q4_0.gguf", "the same model in 4 bits"),
+    BundledModel("tales-draft-q8_0", ("tales-draft",), "tales-draft-q8_0.gguf", "a small model that guesses ahead"),
+)
+
+
+def models_folder() -> Path:
+    """Where the bundled models are: `models/` of a checkout, or the package data of an installation."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "_data" / "models"
+    return installed if installed.is_dir() else package.parent / "models"
+
+
+def bundled_models() -> tuple[BundledModel, ...]:
+    return BUNDLED
+
+
+def resolve_model(name_or_path: str | Path) -> Path:
+    """The file that `name_or_path` means.
+
+    A bundled name or alias means that model; anything else is a path. Raises `UsageError`, naming the nearest bundled
+    model, when it is neither.
+    """
+    text = str(name_or_path)
+    for model in BUNDLED:
+        if text in (model.name, *model.aliases):
+            if not model.present:
+                raise UsageError(f"{model.path}: the bundled model is missing; `make models` trains it again")
+            return model.path
+    path = Path(text).expanduser()
+    if path.is_dir():
+        raise UsageError(f"{text}: is a folder; give a .gguf file in it, or a bundled model: {_names()}")
+    if not path.exists():
+        raise UsageError(f"{text}: no such file. Bundled models: {_names()}{_nearest(text)}")
+    return path
+
+
+def sha256(path: Path) -> str:
+    """The file's digest in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _known_names() -> list[str]:
+    return [name for model in BUNDLED for name in (*model.aliases, model.name)]
+
+
+def _names() -> str:
+    return ", ".join(model.aliases[0] if model.aliases else model.name for model in BUNDLED)
+
+
+def _nearest(text: str) -> str:
+    close = get_close_matches(Path(text).stem, _known_names(), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,244 @@
+"""What a Qwen3 model is, as numbers, and whether a GGUF file really holds one.
+
+`Qwen3Config.from_gguf` reads the hyper-parameters and refuses what the forward pass does not compute: another
+architecture, RoPE scaling, a split file, experts. `check_tensors` then holds the file's tensors against them. A file
+that passes both has every weight the model needs, in the shape that it needs, and nothing besides that could change the
+output.
+
+Refused rather than ignored: every tensor that is not in `expected_tensors`. A bias or a `rope_freqs.weight` that nobody
+adds would leave a model that runs and says something else; and no tensor of a Qwen3 file is without effect.
+
+Names and defaults are llama.cpp's (`load_hparams` in src/llama-model.cpp).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from forge.gguf import SUPPORTED_TYPES, GGUFError, GGUFFile, printable
+
+ARCHITECTURE = "qwen3"
+DEFAULT_ROPE_THETA = 10_000.0
+
+MAX_WIDTH = 1 << 20
+MAX_HEADS = 1 << 16
+MAX_CONTEXT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Qwen3Config:
+    """The hyper-parameters of a Qwen3 model; names as in Hugging Face's `config.json`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together: `num_attention_heads * head_dim`, which need not be `hidden_size`."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key heads together, and of all value heads: `num_key_value_heads * head_dim`."""
+        return self.num_key_value_heads * self.head_dim
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> "Qwen3Config":
+        """The hyper-parameters that `file` states. GGUFError for one that is missing, senseless or not supported."""
+        _check_kind(file)
+        _check_rope(file)
+        hidden_size = _integer(file, "embedding_length", MAX_WIDTH)
+        num_attention_heads = _integer(file, "attention.head_count", MAX_HEADS)
+        num_key_value_heads = _integer(file, "attention.head_count_kv", MAX_HEADS, default=num_attention_heads)
+        if num_attention_heads % num_key_value_heads:
+            problem = f"{num_key_value_heads} key and value heads cannot be shared by {num_attention_heads} query heads"
+            raise _error(file, "attention.head_count_kv", problem)
+        return cls(
+            vocab_size=_vocab_size(file),
+            hidden_size=hidden_size,
+            intermediate_size=_integer(file, "feed_forward_length", MAX_WIDTH),
+            num_layers=_num_layers(file),
+            num_attention_heads=num_attention_heads,
+            num_key_value_heads=num_key_value_heads,
+            head_dim=_head_dim(file, hidden_size, num_attention_heads),
+            rms_norm_eps=_rms_norm_eps(file),
+            rope_theta=_rope_theta(file),
+            max_position_embeddings=_integer(file, "context_length", MAX_CONTEXT),
+            tie_word_embeddings="output.weight" not in file.tensors,
+        )
+
+
+def expected_tensors(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
+    """The name and shape ([rows, columns]; [columns] for a norm) of every tensor of such a model, in order of use."""
+    return {name: tuple(side.size for side in sides) for name, sides in _tensor_sides(config)}
+
+
+def check_tensors(file: GGUFFile, config: Qwen3Config) -> None:
+    """GGUFError unless the tensors of `file` are exactly those of `config`, each of a type that forge computes with."""
+    expected = set()
+    for name, sides in _tensor_sides(config):
+        expected.add(name)
+        if name not in file.tensors:
+            raise file.tensor_error(name, "", "the model needs this tensor, and the file does not have it")
+        _check_tensor(file, name, sides)
+    for name in file.tensors:
+        if name not in expected:
+            problem = f"a {ARCHITECTURE} model has no such tensor, and leaving it out could change what the model says"
+            raise file.tensor_error(name, "", problem)
+
+
+class _Side(NamedTuple):
+    """The length of one axis of a tensor, and the hyper-parameters that say so."""
+
+    size: int
+    reason: str
+
+
+def _tensor_sides(config: Qwen3Config) -> Iterator[tuple[str, tuple[_Side, ...]]]:
+    vocabulary = _Side(config.vocab_size, "the number of tokens in tokenizer.ggml.tokens")
+    hidden = _Side(config.hidden_size, "qwen3.embedding_length")
+    intermediate = _Side(config.intermediate_size, "qwen3.feed_forward_length")
+    head = _Side(config.head_dim, "qwen3.attention.key_length")
+    queries = _Side(config.query_size, "qwen3.attention.head_count times qwen3.attention.key_length")
+    keys = _Side(config.key_value_size, "qwen3.attention.head_count_kv times qwen3.attention.key_length")
+
+    yield "token_embd.weight", (vocabulary, hidden)
+    for layer in range(config.num_layers):
+        yield f"blk.{layer}.attn_norm.weight", (hidden,)
+        yield f"blk.{layer}.attn_q.weight", (queries, hidden)
+        yield f"blk.{layer}.attn_k.weight", (keys, hidden)
+        yield f"blk.{layer}.attn_v.weight", (keys, hidden)
+        yield f"blk.{layer}.attn_q_norm.weight", (head,)
+        yield f"blk.{layer}.attn_k_norm.weight", (head,)
+        yield f"blk.{layer}.attn_output.weight", (hidden, queries)
+        yield f"blk.{layer}.ffn_norm.weight", (hidden,)
+        yield f"blk.{layer}.ffn_gate.weight", (intermediate, hidden)
+        yield f"blk.{layer}.ffn_up.weight", (intermediate, hidden)
+        yield f"blk.{layer}.ffn_down.weight", (hidden, intermediate)
+    yield "output_norm.weight", (hidden,)
+    if not config.tie_word_embeddings:
+        yield "output.weight", (vocabulary, hidden)
+
+
+def _check_tensor(file: GGUFFile, name: str, sides: tuple[_Side, ...]) -> None:
+    tensor = file.tensors[name]
+    if tensor.ggml_type not in SUPPORTED_TYPES:
+        supported = ", ".join(ggml_type.name for ggml_type in sorted(SUPPORTED_TYPES))
+        problem = f"forge does not compute with {tensor.ggml_type.name}; it does with {supported}"
+        raise file.tensor_error(name, "type", problem)
+    if len(tensor.shape) != len(sides):
+        problem = f"{list(tensor.shape)} has {len(tensor.shape)} dimensions where the model has {len(sides)}"
+        raise file.tensor_error(name, "shape", problem)
+    for length, side in zip(tensor.shape, sides, strict=True):
+        if length != side.size:
+            problem = f"{list(tensor.shape)} has {length} where {side.reason} says {side.size}"
+            raise file.tensor_error(name, "shape", problem)
+
+
+def _check_kind(file: GGUFFile) -> None:
+    """Refuse the files that are not one whole dense Qwen3 model."""
+    split_count = file.get("split.count", int, 1)
+    if split_count > 1:
+        problem = (
+            f"the model is split into {split_count} files; forge reads one file (llama-gguf-split --merge joins them)"
+        )
+        raise file.error("split.count", problem)
+    architecture = file.require("general.architecture", str)
+    if architecture != ARCHITECTURE:
+        problem = f"this file holds {printable(architecture)}; forge runs {ARCHITECTURE!r}"
+        raise file.error("general.architecture", problem)
+    if file.get(_key("expert_count"), int, 0) > 0:
+        raise _error(file, "expert_count", "forge does not run mixtures of experts")
+    if not file.get(_key("attention.causal"), bool, True):
+        raise _error(file, "attention.causal", "forge runs causal attention only")
+
+
+def _check_rope(file: GGUFFile) -> None:
+    """Refuse RoPE scaling. 'linear' by a factor of 1 (llama.cpp's default; it reads 0 as 1) scales nothing."""
+    scaling = file.get(_key("rope.scaling.type"), str, "none")
+    if scaling not in ("none", "linear"):
+        raise _error(file, "rope.scaling.type", f"RoPE scaling {printable(scaling)} is not supported")
+    for name in ("rope.scaling.factor", "rope.scale_linear"):
+        factor = file.get(_key(name), float, 1.0)
+        if factor not in (0.0, 1.0):
+            raise _error(file, name, f"RoPE scaling by {factor} is not supported")
+
+
+def _num_layers(file: GGUFFile) -> int:
+    """At most as many as the file has tensors, so that nobody lists the tensors of four thousand million layers."""
+    num_layers = _integer(file, "block_count", 2**32)
+    if num_layers > len(file.tensors):
+        problem = f"{num_layers} layers cannot be in a file of {len(file.tensors)} tensors"
+        raise _error(file, "block_count", problem)
+    return num_layers
+
+
+def _head_dim(file: GGUFFile, hidden_size: int, num_attention_heads: int) -> int:
+    if _key("attention.key_length") not in file.fields and hidden_size % num_attention_heads:
+        problem = f"{num_attention_heads} heads do not divide the width {hidden_size}, and key_length is not given"
+        raise _error(file, "attention.head_count", problem)
+    head_dim = _integer(file, "attention.key_length", MAX_WIDTH, default=hidden_size // num_attention_heads)
+    if head_dim % 2:
+        raise _error(file, "attention.key_length", f"{head_dim} is odd; RoPE turns pairs")
+    for name in ("attention.value_length", "rope.dimension_count"):
+        other = _integer(file, name, MAX_WIDTH, default=head_dim)
+        if other != head_dim:
+            raise _error(file, name, f"{other} is not the {head_dim} of qwen3.attention.key_length")
+    return head_dim
+
+
+def _rms_norm_eps(file: GGUFFile) -> float:
+    name = "attention.layer_norm_rms_epsilon"
+    epsilon = file.require(_key(name), float)
+    if not 0 < epsilon < 1:
+        raise _error(file, name, f"{epsilon} is not between 0 and 1")
+    return epsilon
+
+
+def _rope_theta(file: GGUFFile) -> float:
+    theta = file.get(_key("rope.freq_base"), float, DEFAULT_ROPE_THETA)
+    if theta < 1:
+        raise _error(file, "rope.freq_base", f"{theta} is less than 1")
+    return theta
+
+
+def _vocab_size(file: GGUFFile) -> int:
+    """The number of tokens. `check_tensors` holds the embedding's rows against it, and refuses more as well as fewer
+    rows: an id without a token could be sampled but not written."""
+    vocab_size = len(file.string_array("tokenizer.ggml.tokens"))
+    if vocab_size == 0:
+        raise file.error("tokenizer.ggml.tokens", "the vocabulary is empty")
+    stated = _integer(file, "vocab_size", MAX_CONTEXT, default=vocab_size)
+    if stated != vocab_size:
+        raise _error(file, "vocab_size", f"{stated} is not the number of tokens in tokenizer.ggml.tokens, {vocab_size}")
+    return vocab_size
+
+
+def _integer(file: GGUFFile, name: str, maximum: int, default: int | None = None) -> int:
+    """The hyper-parameter `qwen3.<name>`, from 1 to `maximum`; without a default it must be there."""
+    key = _key(name)
+    if default is not None and key not in file.fields:
+        return default
+    if file.fields.get(key) is not None and file.fields[key].type_name.startswith("array"):
+        raise file.error(key, "is an array; forge does not run models whose layers differ")
+    value = file.require(key, int)
+    if not 1 <= value <= maximum:
+        raise file.error(key, f"{value} is not from 1 to {maximum}")
+    return value
+
+
+def _key(name: str) -> str:
+    return f"{ARCHITECTURE}.{name}"
+
+
+def _error(file: GGUFFile, name: str, problem: str) -> GGUFError:
+    return file.error(_key(name), problem)

@@ -1,0 +1,106 @@
+"""Qwen3's forward pass, once, for every backend, cache kind and batch.
+
+The shape of the network (Qwen3 technical report, 2025) in one breath: token embeddings; in each layer RMSNorm,
+grouped-query attention with a norm on every query and key head and rotary positions, a residual, RMSNorm, a SwiGLU
+feed-forward, a residual; a last RMSNorm and the output head, which is the embedding matrix again where the file ties
+the two.
+
+There is one function for prefill and decode. What differs is how many rows a sequence brings, and where they start.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from forge.backends.backend import Array, Backend
+from forge.cache.kv_storage import KvLayout, KvStorage
+from forge.model.config import Qwen3Config
+from forge.model.forward_batch import ForwardBatch
+
+
+class Model(Protocol):
+    """What the engine needs of a model."""
+
+    vocab_size: int
+    num_layers: int
+
+    def forward(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
+        """Write this batch's keys and values into `storage`; return logits, float32 `[R, vocab_size]`."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's weights in the backend's layout. Matrices are `[out, in]`."""
+
+    attention_norm: Array  # [hidden]
+    q: Array  # [heads * head_dim, hidden]
+    k: Array  # [kv_heads * head_dim, hidden]
+    v: Array  # [kv_heads * head_dim, hidden]
+    q_norm: Array  # [head_dim]
+    k_norm: Array  # [head_dim]
+    attention_output: Array  # [hidden, heads * head_dim]
+    ffn_norm: Array  # [hidden]
+    gate: Array  # [ffn, hidden]
+    up: Array  # [ffn, hidden]
+    down: Array  # [hidden, ffn]
+
+
+@dataclass(frozen=True)
+class Qwen3Weights:
+    embedding: Array  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    output_norm: Array  # [hidden]
+    head: Array  # [vocab, hidden]; the embedding itself where the two are tied
+
+
+class Qwen3:
+    """The model: hyper-parameters, weights and the backend that they were loaded for."""
+
+    def __init__(self, config: Qwen3Config, weights: Qwen3Weights, backend: Backend):
+        self.config = config
+        self.weights = weights
+        self.backend = backend
+        self.vocab_size = config.vocab_size
+        self.num_layers = config.num_layers
+
+    def kv_layout(self, num_blocks: int, block_size: int) -> KvLayout:
+        """The layout of a storage that fits this model."""
+        config = self.config
+        return KvLayout(config.num_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+
+    def forward(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
+        """One pass over all rows of `batch`.
+
+        Keys and values of every row are written to `storage` first and attention reads them back from there, in every
+        layer, so that a row sees the same rounded keys whether they were computed now or a thousand steps ago.
+
+        Returns logits float32 `[R, vocab_size]` for `batch.logit_rows`, in that order.
+        """
+        ops, config, weights = self.backend, self.config, self.weights
+        x = ops.embed(weights.embedding, batch.token_ids)
+        for index, layer in enumerate(weights.layers):
+            ops.begin_layer(index)
+            x = ops.add(x, self._attention(index, layer, x, batch, storage))
+            x = ops.add(x, self._feed_forward(layer, x))
+        ops.begin_layer(-1)
+        x = ops.take_rows(x, batch.logit_rows)  # only rows whose logits are wanted pay for the head
+        x = ops.rms_norm(x, weights.output_norm, config.rms_norm_eps)
+        return ops.to_numpy(ops.linear(x, weights.head))
+
+    def _attention(self, index: int, layer: LayerWeights, x: Array, batch: ForwardBatch, storage: KvStorage) -> Array:
+        ops, config = self.backend, self.config
+        x = ops.rms_norm(x, layer.attention_norm, config.rms_norm_eps)
+        q = ops.head_norm(ops.linear(x, layer.q), layer.q_norm, config.rms_norm_eps)
+        k = ops.head_norm(ops.linear(x, layer.k), layer.k_norm, config.rms_norm_eps)
+        v = ops.linear(x, layer.v)
+        q = ops.rope(q, batch.positions, config.head_dim, config.rope_theta)
+        k = ops.rope(k, batch.positions, config.head_dim, config.rope_theta)
+        ops.write_kv(storage, index, batch, k, v)
+        return ops.linear(ops.attention(q, storage, index, batch), layer.attention_output)
+
+    def _feed_forward(self, layer: LayerWeights, x: Array) -> Array:
+        ops = self.backend
+        x = ops.rms_norm(x, layer.ffn_norm, self.config.rms_norm_eps)
+        return ops.linear(ops.swiglu(ops.linear(x, layer.gate), ops.linear(x, layer.up)), layer.down)

@@ -1,0 +1,234 @@
+"""A tokenizer as plain data: the vocabulary, the merges and the few switches beside them, checked.
+
+`TokenizerSpec` is what every implementation is built from, whatever file it came from. It owns the checks that a file's
+tokenizer is one that forge supports (byte-level BPE with Qwen's pre-tokenizer), and never encodes anything.
+
+What is checked when: structure (kinds, lengths, ids in range, the byte alphabet) always; that each merge is well formed
+and stays inside the vocabulary at once for a small vocabulary, and for a large one by whoever loads the merges, because
+at 151,936 tokens that check alone costs several times what a short prompt needs (`check_vocabulary` does it on request).
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from numbers import Integral
+from typing import Any, Protocol
+
+import numpy as np
+
+from forge.errors import ForgeError
+from forge.tokenizer.byte_level import BYTE_ALPHABET
+
+SUPPORTED_MODEL = "gpt2"
+"""`tokenizer.ggml.model` of byte-level BPE."""
+
+SUPPORTED_PRE = "qwen2"
+"""`tokenizer.ggml.pre`: how text is split before BPE. Qwen2, Qwen2.5 and Qwen3 share it."""
+
+SMALL_VOCABULARY = 32_768
+"""Tokens up to which checking and loading everything costs less than being clever about it (a few milliseconds)."""
+
+MAX_MATCHED_TOKENS = 8_192
+"""Control and user-defined tokens are looked for in the text one by one; Qwen3 has 26."""
+
+_END_OF_GENERATION_NAMES = ("<|endoftext|>", "<|im_end|>")
+_END_OF_GENERATION_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_BYTE_ALPHABET_SET = frozenset(BYTE_ALPHABET)
+
+
+class TokenizerError(ForgeError):
+    """A file's tokenizer is malformed or of a kind that forge does not support; the message names the file's key."""
+
+
+class TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`, with GGUF's numbers."""
+
+    NORMAL = 1
+    """Text in the byte alphabet, made by merges."""
+    UNKNOWN = 2
+    CONTROL = 3
+    """Structure, such as `<|im_end|>`: matched in text only where the caller allows it, hidden by `skip_special`."""
+    USER_DEFINED = 4
+    """Matched in any text and shown as text, such as Qwen3's `<think>`."""
+    UNUSED = 5
+    """Padding of the vocabulary: never made, stands for no text."""
+    BYTE = 6
+
+
+class TokenizerMetadata(Protocol):
+    """What `spec_from_gguf` needs of a GGUF file."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+
+    def string_array(self, key: str) -> Sequence[str]: ...
+
+    def int_array(self, key: str) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizerSpec:
+    """A byte-level BPE tokenizer as data; token id = index into `tokens`.
+
+    `tokens` are in the byte alphabet (`byte_level`) for NORMAL tokens and plain text for the others; `token_types` is
+    int32 `[len(tokens)]`; `merges` are `"left right"`, the most important first. `special_ids` are what the file names:
+    `eos_token_id`, `eot_token_id`, `eom_token_id`. `key_prefix` is what error messages call the entries by.
+    Raises `TokenizerError` on construction for anything that the checks above find.
+    """
+
+    tokens: Sequence[str]
+    token_types: np.ndarray
+    merges: Sequence[str]
+    pre: str = SUPPORTED_PRE
+    bos_token_id: int | None = None
+    special_ids: Mapping[str, int] | None = None
+    add_bos: bool = False
+    chat_template: str | None = None
+    key_prefix: str = "tokenizer.ggml."
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_types", np.asarray(self.token_types, dtype=np.int32))
+        self._check_structure()
+        if len(self.tokens) <= SMALL_VOCABULARY:
+            self.check_vocabulary()
+
+    def error(self, key: str, problem: str) -> TokenizerError:
+        """The error to raise for what is wrong with `key`; keeps one wording for all of them."""
+        return TokenizerError(f"{self.key_prefix}{key}: {problem}")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return (self.special_ids or {}).get("eos_token_id")
+
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every id that ends a generation: those the file names, and the control tokens that Qwen ends a turn with."""
+        named = [self.tokens[i] for i in self.control_ids]
+        by_name = (i for i, token in zip(self.control_ids, named, strict=True) if token in _END_OF_GENERATION_NAMES)
+        return frozenset(by_name) | frozenset((self.special_ids or {}).values())
+
+    @cached_property
+    def control_ids(self) -> list[int]:
+        return self._ids_of_type(TokenType.CONTROL)
+
+    @cached_property
+    def user_defined_ids(self) -> list[int]:
+        return self._ids_of_type(TokenType.USER_DEFINED)
+
+    @cached_property
+    def unmergeable_ids(self) -> list[int]:
+        """Ids that BPE must never produce: everything that is not text made by merges."""
+        return np.flatnonzero(self.token_types != TokenType.NORMAL).tolist()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of what the ids mean: tokens, merges and pre-tokenizer, without padding at the end of the vocabulary.
+
+        Two models whose fingerprints are equal can share token ids, so one may draft for the other."""
+        used = np.flatnonzero(self.token_types != TokenType.UNUSED)
+        num_used = int(used[-1]) + 1 if len(used) else 0
+        digest = hashlib.blake2b(self.pre.encode(), digest_size=16)
+        for strings in (self.tokens[:num_used], self.merges):
+            digest.update(f"\0{len(strings)}\0".encode())
+            digest.update("\0".join(strings).encode("utf-8", errors="surrogatepass"))
+        return digest.hexdigest()
+
+    def check_vocabulary(self) -> None:
+        """Raises `TokenizerError` unless tokens are distinct and every merge joins two tokens into a third."""
+        vocabulary = set(self.tokens)
+        if len(vocabulary) != len(self.tokens):
+            raise self.error("tokens", f"{self._first_duplicate()!r} is there twice, and a token must have one id")
+        vocabulary.difference_update(self.tokens[token_id] for token_id in self.unmergeable_ids)
+        for rank, merge in enumerate(self.merges):
+            parts = merge.split(" ")
+            if len(parts) != 2 or not all(parts):
+                raise self.error("merges", f"entry {rank} is {merge!r}, which is not 'left right'")
+            for part in (*parts, "".join(parts)):
+                if part not in vocabulary:
+                    raise self.error("merges", f"entry {rank} is {merge!r}, but {part!r} is not a normal token")
+
+    def _check_every_byte_has_a_token(self) -> None:
+        missing = _BYTE_ALPHABET_SET.difference(self.tokens[:512])  # where every known vocabulary has them
+        missing = missing and missing.difference(self.tokens)
+        missing |= _BYTE_ALPHABET_SET.intersection(self.tokens[token_id] for token_id in self.unmergeable_ids)
+        if missing:
+            byte = BYTE_ALPHABET.index(min(missing))
+            raise self.error("tokens", f"no normal token for {len(missing)} of the 256 bytes, such as 0x{byte:02x}")
+
+    def _ids_of_type(self, token_type: TokenType) -> list[int]:
+        return np.flatnonzero(self.token_types == token_type).tolist()
+
+    def _first_duplicate(self) -> str:
+        seen: set[str] = set()
+        return next(token for token in self.tokens if token in seen or seen.add(token))
+
+    def _check_structure(self) -> None:
+        if self.pre != SUPPORTED_PRE:
+            raise self.error("pre", f"{self.pre!r} is not supported; forge splits text as {SUPPORTED_PRE!r} only")
+        if not len(self.tokens):
+            raise self.error("tokens", "the vocabulary is empty")
+        if self.token_types.shape != (len(self.tokens),):
+            raise self.error("token_type", f"{self.token_types.size} entries for {len(self.tokens)} tokens")
+        valid_type = (self.token_types >= min(TokenType)) & (self.token_types <= max(TokenType))
+        if not valid_type.all():
+            wrong = int(np.flatnonzero(~valid_type)[0])
+            raise self.error("token_type", f"entry {wrong} is {int(self.token_types[wrong])}, not one of 1 to 6")
+        num_matched = len(self.control_ids) + len(self.user_defined_ids)
+        if num_matched > MAX_MATCHED_TOKENS:
+            raise self.error("token_type", f"{num_matched} control and user-defined tokens, over {MAX_MATCHED_TOKENS}")
+        self._check_every_byte_has_a_token()
+        named = {"bos_token_id": self.bos_token_id, **(self.special_ids or {})}
+        for key, token_id in named.items():
+            if token_id is not None and not 0 <= token_id < len(self.tokens):
+                raise self.error(key, f"{token_id} is not an id of the {len(self.tokens)} tokens")
+        if self.add_bos and self.bos_token_id is None:
+            raise self.error("add_bos_token", "is true, but there is no bos_token_id")
+
+
+def spec_from_gguf(file: TokenizerMetadata) -> TokenizerSpec:
+    """The tokenizer that a GGUF file carries in `tokenizer.ggml.*` and `tokenizer.chat_template`.
+
+    Raises `TokenizerError` when it is absent, malformed, or not byte-level BPE split as Qwen2."""
+    metadata = file.metadata
+    model = _value(metadata, "tokenizer.ggml.model", str)
+    if model is None:
+        raise TokenizerError("tokenizer.ggml.model: missing; this GGUF file carries no tokenizer")
+    if model != SUPPORTED_MODEL:
+        raise TokenizerError(
+            f"tokenizer.ggml.model: {model!r} is not supported; forge reads {SUPPORTED_MODEL!r} (byte-level BPE) only"
+        )
+    pre = _value(metadata, "tokenizer.ggml.pre", str)
+    if pre is None:
+        raise TokenizerError(f"tokenizer.ggml.pre: missing; forge splits text as {SUPPORTED_PRE!r} only")
+    for key in ("tokens", "token_type", "merges"):
+        if f"tokenizer.ggml.{key}" not in metadata:
+            raise TokenizerError(f"tokenizer.ggml.{key}: missing")
+    named = {key: _value(metadata, f"tokenizer.ggml.{key}", int) for key in _END_OF_GENERATION_KEYS}
+    return TokenizerSpec(
+        tokens=_as_list(file.string_array("tokenizer.ggml.tokens")),
+        token_types=file.int_array("tokenizer.ggml.token_type"),
+        merges=_as_list(file.string_array("tokenizer.ggml.merges")),
+        pre=pre,
+        bos_token_id=_value(metadata, "tokenizer.ggml.bos_token_id", int),
+        special_ids={key: token_id for key, token_id in named.items() if token_id is not None},
+        add_bos=bool(_value(metadata, "tokenizer.ggml.add_bos_token", bool)),
+        chat_template=_value(metadata, "tokenizer.chat_template", str),
+    )
+
+
+def _as_list(strings: Sequence[str]) -> Sequence[str]:
+    return strings if isinstance(strings, (list, tuple)) else list(strings)
+
+
+def _value(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
+    """`metadata[key]` as `kind` (str, int or bool), None when absent; raises `TokenizerError` for another kind."""
+    value = metadata.get(key)
+    if value is None:
+        return None
+    is_bool = isinstance(value, (bool, np.bool_))
+    fits = is_bool if kind is bool else isinstance(value, Integral) and not is_bool if kind is int else False
+    if not (fits or (kind is str and isinstance(value, str))):
+        raise TokenizerError(f"{key}: expected {kind.__name__}, found {type(value).__name__}")
+    return kind(value)

@@ -1,0 +1,215 @@
+"""Text to token ids and back, for byte-level BPE as Qwen has it.
+
+`Tokenizer` owns what Qwen's tokenizer does around BPE: control and user-defined tokens are found in the raw text first,
+and what lies between them is brought to NFC and encoded. Ids of plain text come from `encoders`; decoding is a lookup of
+each token's bytes and belongs to no implementation.
+
+The order matters in one corner. A user-defined token's text keeps its id even where a combining mark follows it, as Qwen
+has it (`<think>` and then U+0338), so there `decode(encode(s))` is NFC piece by piece, not of the whole. For every other
+string `decode(encode(s)) == NFC(s)`, with the NFC of Python's own `unicodedata`. (llama.cpp does not normalize at all;
+Hugging Face's normalizer knows an older Unicode and leaves some recent combining marks in the order they came.)
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+from unicodedata import normalize
+
+from forge.errors import UsageError
+from forge.tokenizer.byte_level import from_byte_alphabet
+from forge.tokenizer.encoders import Encoders, Preference
+from forge.tokenizer.equality_gate import PlainEncoder
+from forge.tokenizer.fast import FastEncoder
+from forge.tokenizer.spec import TokenizerMetadata, TokenizerSpec, TokenType, spec_from_gguf
+
+_HIDDEN_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """A vocabulary, ready to encode and decode; loads nothing heavy before the first text to encode.
+
+    `prefer` says which implementation to load (`encoders`): a server `"fast"`, a single command `"auto"`. Encoding and
+    decoding may be called from several threads."""
+
+    def __init__(
+        self,
+        spec: TokenizerSpec,
+        *,
+        prefer: Preference = "auto",
+        build_fast: Callable[[TokenizerSpec], PlainEncoder] = FastEncoder,
+    ) -> None:
+        self.spec = spec
+        self._encoders = Encoders(spec, prefer, build_fast)
+        self._bytes_of: dict[int, bytes] = {}
+
+    @classmethod
+    def from_gguf(cls, file: TokenizerMetadata, *, prefer: Preference = "auto") -> "Tokenizer":
+        """The tokenizer of an open GGUF file. Raises `TokenizerError` when the file has none that forge supports."""
+        return cls(spec_from_gguf(file), prefer=prefer)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, padding included."""
+        return len(self.spec.tokens)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.spec.bos_token_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.spec.eos_token_id
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a generation."""
+        return self.spec.eos_token_ids
+
+    @property
+    def add_bos(self) -> bool:
+        return self.spec.add_bos
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers whose ids mean the same (`TokenizerSpec.fingerprint`)."""
+        return self.spec.fingerprint
+
+    @property
+    def implementation(self) -> str:
+        """What encoded the last text: "fast", "reference" or "prompt-cut reference"; "not loaded" before the first."""
+        return self._encoders.last_used or "not loaded"
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why the fast path is not used although it was wanted; None when it is, or nobody asked."""
+        return self._encoders.fallback_reason
+
+    def prepare(self) -> str:
+        """Loads now what the first text would load, and returns that implementation's name (see `implementation`)."""
+        return self._encoders.prepare()
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """Token ids of `text`.
+
+        The text of a control token becomes that token only with `allow_special`, which is for prompts that a chat
+        template rendered; in what a user typed it stays text. Raises `UsageError` for text that is not Unicode."""
+        _check_unicode(text)
+        ids = [self.spec.bos_token_id] if self.spec.add_bos and self.spec.bos_token_id is not None else []
+        for part in self._split(text, allow_special):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += self._encoders.encode(normalize("NFC", part))
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves control tokens out.
+
+        Raises `UsageError` for an id outside the vocabulary."""
+        return b"".join(self._pieces(ids, skip_special)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, often only part of a character; none for padding."""
+        found = self._bytes_of.get(token_id)
+        if found is None:
+            found = self._bytes_of[token_id] = self._find_bytes(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """One token as a person should see it: its text, `\\xe2` for a byte that is no character by itself, padding by
+        its name."""
+        if self.token_type(token_id) == TokenType.UNUSED:
+            return self.spec.tokens[token_id]
+        return self.token_bytes(token_id).decode("utf-8", errors="backslashreplace")
+
+    def token_type(self, token_id: int) -> TokenType:
+        if not 0 <= token_id < self.vocab_size:
+            raise UsageError(f"token id {token_id} is not in the vocabulary of {self.vocab_size} tokens")
+        return TokenType(self.spec.token_types[token_id])
+
+    def is_hidden(self, token_id: int) -> bool:
+        """Whether `skip_special` leaves this token out."""
+        return self.token_type(token_id) in _HIDDEN_TYPES
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a conversation, to be encoded with `allow_special=True`.
+
+        `messages` are mappings with `role` and `content`. `enable_thinking=False` asks a Qwen3 template for an answer
+        without thinking; None leaves it to the template. Raises `ForgeError` when the template or a message is bad."""
+        if enable_thinking is not None:
+            variables["enable_thinking"] = enable_thinking
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    @cached_property
+    def _chat_template(self):
+        from forge.tokenizer.chat_template import QWEN3_CHAT_TEMPLATE, ChatTemplate
+
+        tokens = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
+        variables = {name: self.spec.tokens[i] if i is not None else "" for name, i in tokens.items()}
+        return ChatTemplate(self.spec.chat_template or QWEN3_CHAT_TEMPLATE, variables)
+
+    @cached_property
+    def _id_of_matched(self) -> dict[str, int]:
+        matched = (*self.spec.control_ids, *self.spec.user_defined_ids)
+        return {self.spec.tokens[token_id]: token_id for token_id in matched if self.spec.tokens[token_id]}
+
+    @cached_property
+    def _user_defined_pattern(self) -> re.Pattern[str] | None:
+        return _any_of(self.spec.tokens[token_id] for token_id in self.spec.user_defined_ids)
+
+    @cached_property
+    def _every_matched_pattern(self) -> re.Pattern[str] | None:
+        return _any_of(self._id_of_matched)
+
+    def _split(self, text: str, allow_special: bool) -> Iterable[str | int]:
+        """`text` as alternating plain text and ids of tokens matched whole; empty text is left out."""
+        pattern = self._every_matched_pattern if allow_special else self._user_defined_pattern
+        start = 0
+        for match in pattern.finditer(text) if pattern else ():
+            if match.start() > start:
+                yield text[start : match.start()]
+            yield self._id_of_matched[match.group()]
+            start = match.end()
+        if start < len(text):
+            yield text[start:]
+
+    def _pieces(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
+        if skip_special:
+            return [self.token_bytes(token_id) for token_id in ids if not self.is_hidden(token_id)]
+        return [self.token_bytes(token_id) for token_id in ids]
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token_type, token = self.token_type(token_id), self.spec.tokens[token_id]
+        if token_type == TokenType.NORMAL:
+            return from_byte_alphabet(token)
+        if token_type == TokenType.UNUSED:
+            return b""
+        byte = _BYTE_TOKEN.fullmatch(token) if token_type == TokenType.BYTE else None
+        return bytes([int(byte[1], 16)]) if byte else token.encode("utf-8", errors="replace")
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Matches any of `tokens`, the longest where several fit; None when there is none to match."""
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _check_unicode(text: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"character {error.start} of the text is U+{ord(text[error.start]):04X}, half of a surrogate pair, which is "
+            "not a character: read the input as UTF-8, or remove it"
+        ) from None

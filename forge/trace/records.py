@@ -1,0 +1,150 @@
+"""What happened, as plain data: one `StepRecord` per engine step, and the metrics that follow from them.
+
+Everything that is shown, recorded, replayed or served is made from these values. They hold no arrays, no objects of the
+engine and no text for people, so anyone may import them, and writing one as JSON loses nothing.
+"""
+
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Literal
+
+Phase = Literal["prefill", "decode"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class ItemRecord:
+    """One sequence's share of a step: `num_tokens` rows starting at position `start`."""
+
+    seq_id: int
+    phase: Phase
+    """`prefill` until the sequence has produced its first token, `decode` after."""
+    start: int
+    """The position of the first row: how many tokens the cache already held."""
+    num_tokens: int
+    """Rows computed."""
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """One sampled token."""
+
+    seq_id: int
+    position: int
+    """Where the token stands in its sequence, prompt included, counted from 0."""
+    token_id: int
+    text: str
+    """What this token made certain of the output text: empty while a character is incomplete or a stop string may
+    be beginning, longer than the token's own text once one turns out not to."""
+    probability: float
+    """The model's own probability of this token: softmax of the raw logits, before temperature and filters."""
+    logprobs: tuple[tuple[int, float], ...] | None = None
+    """The likeliest tokens and their natural log probabilities, likeliest first, where they were asked for."""
+
+
+@dataclass(frozen=True)
+class FinishRecord:
+    """A sequence ended."""
+
+    seq_id: int
+    reason: FinishReason
+    text: str = ""
+    """Output text that was held back until the end."""
+    stop: str | int | None = None
+    """Which stop string, or which token id, ended it."""
+
+
+@dataclass(frozen=True)
+class CacheRecord:
+    """The cache after a step."""
+
+    kind: str
+    """`off`, `basic`, `paged` or `prefix`."""
+    block_size: int
+    num_blocks: int
+    used_blocks: int
+    """Blocks that belong to some sequence, whether filled or merely reserved."""
+    tokens_held: int
+    """Token slots that hold a computed key and value."""
+    bytes_held: int
+    """Bytes of those slots, all layers."""
+    bytes_reserved: int
+    """Bytes of the used blocks, all layers."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One turn of the engine's loop."""
+
+    step: int
+    """Counted from 1."""
+    items: tuple[ItemRecord, ...]
+    tokens: tuple[TokenRecord, ...]
+    finished: tuple[FinishRecord, ...]
+    cache: CacheRecord
+    schedule_ms: float
+    forward_ms: float
+    """The model's forward pass alone, logits on the host included."""
+    sample_ms: float
+    started: float
+    """Seconds on the engine's monotonic clock when the step began."""
+    ended: float
+    """The same clock when the step's tokens existed."""
+
+    @property
+    def tokens_computed(self) -> int:
+        """Rows that went through the model."""
+        return sum(item.num_tokens for item in self.items)
+
+    @property
+    def phase(self) -> Phase:
+        """`decode` if every sequence in the step was decoding."""
+        return "decode" if all(item.phase == "decode" for item in self.items) else "prefill"
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """One request's times and work. Milliseconds throughout."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    arrived: float
+    """Seconds on the engine's monotonic clock, as for the two below."""
+    first_token: float | None
+    last_token: float | None
+    forward_ms: tuple[float, ...] = field(default=())
+    """Each forward pass that this request took part in."""
+    forward_tokens: tuple[int, ...] = field(default=())
+    """Rows that this request had in each of them."""
+
+    @property
+    def time_to_first_token_ms(self) -> float | None:
+        """From the request's arrival to its first token; None if it produced none."""
+        return None if self.first_token is None else (self.first_token - self.arrived) * 1e3
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Tokens after the first per second between the first and the last; None with fewer than two."""
+        if self.first_token is None or self.num_output_tokens < 2 or self.last_token == self.first_token:
+            return None
+        return (self.num_output_tokens - 1) / (self.last_token - self.first_token)
+
+    @property
+    def tokens_computed(self) -> int:
+        return sum(self.forward_tokens)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Five numbers that describe a list of milliseconds."""
+
+    minimum: float
+    median: float
+    maximum: float
+    mean: float
+    count: int
+
+    @classmethod
+    def of(cls, values: tuple[float, ...] | list[float]) -> "Spread":
+        """Raises ValueError for an empty list."""
+        return cls(min(values), median(values), max(values), fmean(values), len(values))

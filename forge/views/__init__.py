@@ -1,0 +1,1 @@
+"""Rich renderings of records. A view takes plain data and draws it; it never touches the engine."""

@@ -1,0 +1,106 @@
+"""Pictures made of characters: a bar, a sparkline, and a line plot of several curves. They know numbers and nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_LEVELS = "▁▂▃▄▅▆▇█"
+CUT = "»"
+"""Ends a bar that is longer than the scale."""
+
+# Braille cells hold 2 x 4 dots; _DOTS[row][column] is the bit of a dot in the character's code.
+_BRAILLE = 0x2800
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+
+
+def bar(value: float, scale: float, width: int) -> str:
+    """A bar of eighths of a column, `width` columns long where `value` is `scale`; cut there with `»` if it is more."""
+    if scale <= 0 or width <= 0:
+        return ""
+    if value > scale * 1.0001:
+        return "█" * (width - 1) + CUT
+    eighths = max(1, round(value / scale * width * 8)) if value > 0 else 0
+    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip()
+
+
+def sparkline(values: Sequence[float], scale: float, width: int) -> str:
+    """One character per value, or per group of neighbours (their mean) where there are more values than columns."""
+    return "".join(_level(value, scale) for value in _grouped(values, width))
+
+
+def _level(value: float, scale: float) -> str:
+    if scale <= 0:
+        return _LEVELS[0]
+    return _LEVELS[min(max(int(value / scale * len(_LEVELS)), 0), len(_LEVELS) - 1)]
+
+
+def _grouped(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    edges = [index * len(values) // width for index in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a plot. Its i-th value stands at x = i."""
+
+    values: Sequence[float]
+    style: str
+
+
+def line_plot(curves: Sequence[Curve], scale: float, num_points: int, width: int, height: int) -> list[Text]:
+    """`height` lines of `width` columns with all curves on the axes x 0 to `num_points` - 1, y 0 to `scale`.
+
+    A later curve lies over an earlier one. Values above the scale run along the upper edge.
+    """
+    canvas = _Canvas(width, height)
+    for curve in curves:
+        canvas.draw(curve, scale, num_points)
+    return canvas.lines()
+
+
+class _Canvas:
+    """`width` x `height` braille cells, each with its dots and the style of the curve drawn there last."""
+
+    def __init__(self, width: int, height: int):
+        self.width, self.height = width, height
+        self._dots = [[0] * width for _ in range(height)]
+        self._styles: list[list[str]] = [[""] * width for _ in range(height)]
+
+    def draw(self, curve: Curve, scale: float, num_points: int) -> None:
+        points = [self._place(x, y, scale, num_points) for x, y in enumerate(curve.values)]
+        for start, end in zip(points, points[1:] or points, strict=False):
+            for column, row in _segment(start, end):
+                self._set(column, row, curve.style)
+
+    def lines(self) -> list[Text]:
+        return [self._line(row) for row in range(self.height)]
+
+    def _line(self, row: int) -> Text:
+        text = Text(no_wrap=True)
+        for dots, style in zip(self._dots[row], self._styles[row], strict=True):
+            text.append(chr(_BRAILLE + dots) if dots else " ", style)
+        return text
+
+    def _place(self, x: float, y: float, scale: float, num_points: int) -> tuple[int, int]:
+        """The dot (column, row), counted from the upper left."""
+        columns, rows = self.width * 2, self.height * 4
+        column = round(x * (columns - 1) / max(num_points - 1, 1))
+        level = min(max(y / scale, 0.0), 1.0) if scale > 0 else 0.0
+        return column, round((1 - level) * (rows - 1))
+
+    def _set(self, column: int, row: int, style: str) -> None:
+        self._dots[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
+        self._styles[row // 4][column // 2] = style
+
+
+def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    """The dots of a straight line, both ends included."""
+    steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
+    return [
+        (round(start[0] + (end[0] - start[0]) * i / steps), round(start[1] + (end[1] - start[1]) * i / steps))
+        for i in range(steps + 1)
+    ]

@@ -1,0 +1,64 @@
+"""How numbers look, everywhere: one place so that two screens never disagree about a millisecond.
+
+Milliseconds have one decimal (two below 0.1, where one would say nothing), counts have thousands separators, sizes are
+in powers of 1000.
+"""
+
+NOTHING = "–"
+"""Stands where there is no figure: a run without a first token has no time to it."""
+
+
+def ms(value: float | None) -> str:
+    """`2.1`, without the unit."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.2f}" if 0 < value < 0.1 else f"{value:,.1f}"
+
+
+def count(value: int) -> str:
+    return f"{value:,}"
+
+
+def rate(value: float | None) -> str:
+    """Tokens per second: `1,540`, `24.6`."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def size(num_bytes: int | None) -> str:
+    """`0`, `812 B`, `34.8 kB`, `1.1 MB`."""
+    if num_bytes is None:
+        return NOTHING
+    if num_bytes == 0:
+        return "0"
+    if num_bytes < 1000:
+        return f"{num_bytes} B"
+    value = float(num_bytes)
+    for unit in ("kB", "MB", "GB"):
+        value /= 1000
+        if value < 999.95:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1000:,.1f} TB"
+
+
+def times(value: float | None) -> str:
+    """A ratio: `3.8 x`."""
+    return NOTHING if value is None else f"{value:,.1f} x"
+
+
+def percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def parameters(value: int) -> str:
+    """`7.1 M`, `596.0 M`, `1.7 B`."""
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f} {unit}"
+    return str(value)
+
+
+def plural(value: int, noun: str) -> str:
+    """`1 token`, `32 tokens`."""
+    return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {noun}s"

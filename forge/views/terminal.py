@@ -1,0 +1,37 @@
+"""The consoles that views draw on: where colour, width and the closed pipe are decided, once.
+
+Nothing printed through here is read as markup, so brackets in a prompt stay brackets.
+"""
+
+import sys
+from typing import IO
+
+from rich.console import Console
+
+
+class ClosedPipe(Exception):
+    """Whoever was reading the output has gone (`forge … | head -1`). Not an error: there is nothing left to say."""
+
+
+class ForgeConsole(Console):
+    """A console that reports a closed pipe as `ClosedPipe`, instead of ending the process from inside a view."""
+
+    def on_broken_pipe(self) -> None:
+        raise ClosedPipe
+
+
+def open_console(file: IO[str] | None = None, width: int | None = None) -> ForgeConsole:
+    """A console on `file`, by default standard output as it is now. `width` is for tests and pictures."""
+    return ForgeConsole(
+        file=file or sys.stdout, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False
+    )
+
+
+def open_error_console() -> ForgeConsole:
+    """A console on standard error, for what must not end up in a pipe: progress and trouble."""
+    return open_console(sys.stderr)
+
+
+def can_redraw(console: Console) -> bool:
+    """Whether a live view has a terminal under it that can move its cursor."""
+    return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal

@@ -1,0 +1,42 @@
+"""Text that came out of a model or a file, made fit for a terminal.
+
+A generated token or a string in a GGUF file may hold anything: escape sequences that repaint the screen, characters
+that turn the line around. Whatever a view prints that forge did not write itself passes through here first.
+"""
+
+import re
+
+# C0 without tab and newline, DEL and C1, the bidirectional overrides, and halves of surrogate pairs.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_ESCAPED = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t"}
+
+
+def neutralise(text: str) -> str:
+    """`text` with every control character but newline and tab replaced by a visible sign: ESC becomes ␛."""
+    return _UNSAFE.sub(lambda match: _visible(match[0]), text)
+
+
+def quoted(text: str) -> str:
+    """`text` in double quotes on one line, as it is shown for a single token."""
+    return f'"{neutralise("".join(_ESCAPED.get(character, character) for character in text))}"'
+
+
+def one_line(text: str) -> str:
+    """`text` neutralised, with each run of white space as one space: for a cell of a table."""
+    return " ".join(neutralise(text).split())
+
+
+def tail(text: str, limit: int) -> str:
+    """The last `limit` characters, cut at a word where one begins nearby and marked with an ellipsis if cut."""
+    if len(text) <= limit:
+        return text
+    kept = text[-limit:]
+    space = kept.find(" ", 0, limit // 3)
+    return "…" + kept[max(space, 0) :]
+
+
+def _visible(character: str) -> str:
+    code = ord(character)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else "\ufffd"

@@ -1,0 +1,21 @@
+"""The stream of training documents: which kinds there are, in what shares, and which seeds are held out.
+
+A document is a pure function of its number, so the corpus has no files: number n is always the same text. Training counts up from
+zero; validation documents have numbers from `HELD_OUT` on, which training never reaches.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from .conversations import plain_story, question_chat, story_chat
+
+HELD_OUT = 1_000_000_000
+_SHARES = {plain_story: 0.50, story_chat: 0.17, question_chat: 0.33}
+
+
+def document(number: int) -> str:
+    """The text of one document, control tokens in it as text."""
+    rng = Random(f"tales-{number}")
+    write = rng.choices(list(_SHARES), weights=list(_SHARES.values()))[0]
+    return write(rng)

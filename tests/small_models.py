@@ -1,0 +1,124 @@
+"""Small, valid Qwen3 GGUF files with random weights, for every test that needs a model file."""
+
+from pathlib import Path
+
+import numpy as np
+
+from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType
+from forge.gguf.writer import NewTensor, TypedValue, random_weights, write_gguf
+from forge.model.config import Qwen3Config, expected_tensors
+
+CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MERGES = ("Ġ t", "h e", "i n", "Ġ a", "e r", "Ġt he", "o n", "Ġ s", "r e", "a t")
+NORMAL, CONTROL = 1, 3
+
+
+def byte_alphabet() -> list[str]:
+    """GPT-2's stand-in for each byte, by byte: itself where printable, otherwise the next one from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def small_tokenizer(vocab_size: int | None = None) -> dict[str, object]:
+    """Metadata of a byte-level BPE tokenizer: bytes, merged pairs, control tokens, unused filler to `vocab_size`."""
+    tokens = byte_alphabet() + [merge.replace(" ", "") for merge in MERGES] + list(CONTROL_TOKENS)
+    types = [NORMAL] * (256 + len(MERGES)) + [CONTROL] * len(CONTROL_TOKENS)
+    if vocab_size is not None and vocab_size < len(tokens):
+        raise ValueError(f"the tokenizer has {len(tokens)} tokens; a vocabulary of {vocab_size} is too small")
+    for index in range(len(tokens), vocab_size or 0):
+        tokens.append(f"[PAD{index}]")
+        types.append(5)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": TypedValue(types, GGUFValueType.ARRAY, GGUFValueType.INT32),
+        "tokenizer.ggml.merges": list(MERGES),
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
+        "tokenizer.ggml.bos_token_id": tokens.index("<|endoftext|>"),
+        "tokenizer.ggml.padding_token_id": tokens.index("<|endoftext|>"),
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+
+def small_metadata(config: Qwen3Config) -> dict[str, object]:
+    """The metadata of a whole file for `config`, as llama.cpp's converter writes it."""
+    return {
+        "general.architecture": "qwen3",
+        "general.name": "small random qwen3",
+        "general.quantization_version": 2,
+        "qwen3.block_count": config.num_layers,
+        "qwen3.context_length": config.max_position_embeddings,
+        "qwen3.embedding_length": config.hidden_size,
+        "qwen3.feed_forward_length": config.intermediate_size,
+        "qwen3.attention.head_count": config.num_attention_heads,
+        "qwen3.attention.head_count_kv": config.num_key_value_heads,
+        "qwen3.attention.key_length": config.head_dim,
+        "qwen3.attention.value_length": config.head_dim,
+        "qwen3.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "qwen3.rope.freq_base": config.rope_theta,
+        **small_tokenizer(config.vocab_size),
+    }
+
+
+def small_config(
+    *,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 2,
+    head_dim: int = 32,
+    intermediate_size: int = 96,
+    vocab_size: int = 288,
+    tie: bool = True,
+    rope_theta: float = 1e6,
+    max_position_embeddings: int = 1024,
+) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
+        rms_norm_eps=1e-6,
+        rope_theta=rope_theta,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tie,
+    )
+
+
+def small_tensors(config: Qwen3Config, tensor_type: GGMLType, seed: int = 0) -> list[NewTensor]:
+    """Random weights for `config`. Norms are F32 near 1; a matrix whose rows are not whole blocks is F32 too."""
+    rng = np.random.default_rng(seed)
+    tensors = []
+    for name, shape in expected_tensors(config).items():
+        if len(shape) == 1:
+            norm = 1 + 0.1 * rng.standard_normal(shape, dtype=np.float32)
+            tensors.append(NewTensor(name, GGMLType.F32, norm))
+            continue
+        ggml_type = tensor_type if shape[1] % BLOCK_SIZES[tensor_type].elements == 0 else GGMLType.F32
+        std = 0.1 if name in ("token_embd.weight", "output.weight") else 1 / shape[1] ** 0.5
+        tensors.append(NewTensor(name, ggml_type, random_weights(ggml_type, shape, std, rng)))
+    return tensors
+
+
+def write_small_qwen3(
+    path: Path,
+    *,
+    tensor_type: GGMLType | str = "F32",
+    seed: int = 0,
+    metadata: dict[str, object] | None = None,
+    **sizes,
+) -> Path:
+    """Write a small random Qwen3 model to `path`, in the sizes of `small_config`'s keywords.
+
+    `metadata` adds or replaces entries. The same arguments give the same file. Q4_K, Q5_K and Q6_K need sizes in
+    multiples of 256 to be used at all.
+    """
+    config = small_config(**sizes)
+    ggml_type = GGMLType[tensor_type] if isinstance(tensor_type, str) else GGMLType(tensor_type)
+    entries = small_metadata(config) | (metadata or {})
+    return write_gguf(path, entries, small_tensors(config, ggml_type, seed))
