@@ -41,6 +41,18 @@ DRAFT_TWO_LAYERS = Config(
 )
 
 
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in the dtype of x."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.epsilon)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention: `head_count` queries share `head_count_kv` keys and values."""
 
@@ -52,8 +64,8 @@ class Attention(nn.Module):
         self.k = nn.Linear(width, config.head_count_kv * head_dim, bias=False)
         self.v = nn.Linear(width, config.head_count_kv * head_dim, bias=False)
         self.output = nn.Linear(config.head_count * head_dim, width, bias=False)
-        self.q_norm = nn.RMSNorm(head_dim, config.rms_epsilon)
-        self.k_norm = nn.RMSNorm(head_dim, config.rms_epsilon)
+        self.q_norm = RMSNorm(head_dim, config.rms_epsilon)
+        self.k_norm = RMSNorm(head_dim, config.rms_epsilon)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x: [batch, length, width] -> the same shape; cos and sin: [length, head_dim]."""
@@ -85,9 +97,9 @@ class Block(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.attn_norm = nn.RMSNorm(config.embedding_length, config.rms_epsilon)
+        self.attn_norm = RMSNorm(config.embedding_length, config.rms_epsilon)
         self.attn = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.embedding_length, config.rms_epsilon)
+        self.ffn_norm = RMSNorm(config.embedding_length, config.rms_epsilon)
         self.ffn = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -103,7 +115,7 @@ class Qwen3(nn.Module):
         self.config = config
         self.token_embd = nn.Embedding(config.vocab_size, config.embedding_length)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.block_count))
-        self.output_norm = nn.RMSNorm(config.embedding_length, config.rms_epsilon)
+        self.output_norm = RMSNorm(config.embedding_length, config.rms_epsilon)
         cos, sin = rotary_table(config.context_length, config.head_dim, config.rope_freq_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)

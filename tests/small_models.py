@@ -83,7 +83,7 @@ def small_config(
         num_attention_heads=num_attention_heads,
         num_key_value_heads=num_key_value_heads,
         head_dim=head_dim,
-        rms_norm_eps=1e-6,
+        rms_norm_eps=float(np.float32(1e-6)),  # as a file holds it
         rope_theta=rope_theta,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=tie,

@@ -1,19 +1,24 @@
-"""The seam between the model and a device: the operations of the forward pass on arrays of that device.
+"""The seam between the model and a device, in two halves.
 
-`Qwen3.forward` is written once against this class. A backend decides how an array is represented, how a weight is laid
-out, and how an operation is computed; it never decides *what* is computed. `reference` is the plain meaning of every
-operation, one row at a time, and is what the others are tested against.
-
-Arrays pass through the model untouched, so a backend may use any type for them; the shapes below are what they stand
+`Operations` are the steps of a forward pass on arrays of one device. `Qwen3.forward_pass` is written once against them.
+Arrays pass through the model untouched, so a device may use any type for them; the shapes below are what they stand
 for. T is the number of rows in the batch and R the number of rows that need logits.
+
+`Backend` loads weights, makes storage, and *runs* a forward pass. How is its own business: `reference` calls it with
+operations that compute at once; `cpu` calls it once with operations that only write down what is to be done, and from
+then on runs what was written down. A backend decides how an array is represented, how a weight is laid out and how an
+operation is computed; it never decides what is computed.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from forge.cache.kv_storage import KvLayout, KvStorage
+from forge.gguf import GGMLType
 from forge.model.forward_batch import ForwardBatch
 
 Array = Any
@@ -21,46 +26,42 @@ Array = Any
 
 
 class Tensor(Protocol):
-    """A named weight as a `WeightSource` offers it, before any backend has seen it."""
+    """A named weight as a file offers it, before any backend has seen it."""
 
     name: str
     shape: tuple[int, ...]
+    ggml_type: GGMLType
+
+    def raw(self) -> np.ndarray:
+        """Its bytes, uint8, in the layout of its type."""
+        ...
 
     def dequantize(self) -> np.ndarray:
         """Its values as float32 of `shape`."""
         ...
 
 
-class Backend(ABC):
-    """The model's operations on one device."""
+@dataclass(frozen=True)
+class OperationTime:
+    """How long one operation took in one layer, summed over all forwards since timing began."""
 
-    name: str
-    """What `--device` calls it."""
-    description: str
-    """What a person is told about it: the instruction set and thread count, say."""
+    layer: int
+    """-1 for what comes before the first layer or after the last."""
+    operation: str
+    """`attention`, `rope`, …; for a matrix product the weight's name, such as `ffn_gate`."""
+    ms: float
+    calls: int
 
-    # Loading
 
-    @abstractmethod
-    def load_matrix(self, tensor: Tensor) -> Array:
-        """A weight matrix `[rows, columns]` in the layout in which this backend multiplies."""
-
-    @abstractmethod
-    def load_vector(self, tensor: Tensor) -> Array:
-        """A norm's weight `[n]` in float32."""
-
-    @abstractmethod
-    def new_storage(self, layout: KvLayout) -> KvStorage:
-        """Arrays for keys and values, all zero."""
-
-    # The forward pass
+class Operations(ABC):
+    """The steps of a forward pass."""
 
     def begin_layer(self, index: int) -> None:  # noqa: B027 (optional: only who keeps time per layer cares)
-        """Called before the operations of layer `index`, and with -1 before those after the last layer."""
+        """Called before the operations of layer `index`; -1 for those before the first layer and after the last."""
 
     @abstractmethod
-    def embed(self, table: Array, token_ids: np.ndarray) -> Array:
-        """Rows of the embedding table: `[T, hidden]`."""
+    def embed(self, table: Array, batch: ForwardBatch) -> Array:
+        """The rows of the embedding table that the batch's tokens name: `[T, hidden]`."""
 
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
@@ -75,7 +76,7 @@ class Backend(ABC):
         """RMSNorm of each head by itself: `[T, heads * head_dim]` with a weight `[head_dim]`."""
 
     @abstractmethod
-    def rope(self, x: Array, positions: np.ndarray, head_dim: int, theta: float) -> Array:
+    def rope(self, x: Array, batch: ForwardBatch, head_dim: int, theta: float) -> Array:
         """Rotary position embedding, element i of a head paired with i + head_dim / 2 (Su et al. 2021).
 
         The pair turns by `position * theta ** (-2 i / head_dim)`. `[T, heads * head_dim]` → the same shape.
@@ -102,9 +103,53 @@ class Backend(ABC):
         """The residual connection: x + y."""
 
     @abstractmethod
-    def take_rows(self, x: Array, rows: np.ndarray) -> Array:
-        """The rows that go on: `[T, hidden]` → `[R, hidden]`."""
+    def logit_rows(self, x: Array, batch: ForwardBatch) -> Array:
+        """The rows that need logits: `[T, hidden]` → `[R, hidden]`."""
 
     @abstractmethod
     def to_numpy(self, x: Array) -> np.ndarray:
         """The result on the host, float32."""
+
+
+ForwardPass = Callable[[Operations, ForwardBatch, KvStorage], Array]
+"""Calls operations in order and returns what `to_numpy` gave."""
+
+
+class Backend(ABC):
+    """One device: weights, storage, and a way to run the forward pass."""
+
+    name: str
+    """What `--device` calls it."""
+    description: str
+    """What a person is told about it: the instruction set and thread count, say."""
+
+    # Loading
+
+    @abstractmethod
+    def load_matrix(self, tensor: Tensor) -> Array:
+        """A weight matrix `[rows, columns]` in the layout in which this backend multiplies."""
+
+    @abstractmethod
+    def load_vector(self, tensor: Tensor) -> Array:
+        """A norm's weight `[n]` in float32."""
+
+    @abstractmethod
+    def new_storage(self, layout: KvLayout) -> KvStorage:
+        """Arrays for keys and values, all zero. Raises `MemoryError` if there is no room."""
+
+    # Running
+
+    @abstractmethod
+    def run(self, forward_pass: "ForwardPass", batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
+        """Run one forward pass; return its logits on the host, float32 `[R, vocab_size]`, the caller's to keep.
+
+        `forward_pass` must be the same in every call, and call the same operations whatever the batch.
+        """
+
+    @abstractmethod
+    def time_operations(self) -> None:
+        """From now on keep time per layer and operation. Costs time itself, and changes no result."""
+
+    @abstractmethod
+    def operation_times(self) -> tuple[OperationTime, ...]:
+        """The times kept so far, in the order in which the operations first ran."""

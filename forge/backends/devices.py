@@ -9,9 +9,15 @@ DEVICES = ("cpu", "reference", "cuda")
 DEFAULT_DEVICE = "cpu"
 
 
-def create_backend(device: str) -> Backend:
-    """The backend for `device`. Raises `UsageError` for an unknown one, or one that this machine cannot run."""
-    if device in ("cpu", "reference"):
+def create_backend(device: str, threads: int | None = None) -> Backend:
+    """The backend for `device`; `threads` is for those that run threads of their own, None meaning all there are.
+
+    Raises `UsageError` for an unknown one, or one that this machine cannot run."""
+    if device == "cpu":
+        from forge.backends.cpu.backend import CpuBackend
+
+        return CpuBackend(threads)
+    if device == "reference":
         from forge.backends.reference import ReferenceBackend
 
         return ReferenceBackend()

@@ -3,7 +3,8 @@
 It is written to be read beside `forge/model/qwen3.py`, and it keeps promise 2 (a technique changes the cost, never the
 tokens) in the simplest possible way: whatever else is in the batch, a row is computed alone, from arrays of the same
 shapes. NumPy's matrix-matrix product would not do: it gives a row other bits when other rows lie beside it, and its
-exponential may treat an array's tail differently from its body. So there is a loop over rows wherever either is used.
+exponential, sine and cosine may treat an array's tail differently from its body. So there is a loop over rows wherever
+one of them is used.
 
 Weights are dequantized to float32 when they are loaded. A decode step therefore reads four bytes per weight, which is
 what bounds it (see the chapter on kernels for what to do about that).
@@ -11,8 +12,9 @@ what bounds it (see the chapter on kernels for what to do about that).
 
 import numpy as np
 
-from forge.backends.backend import Backend, Tensor
-from forge.cache.kv_storage import KvLayout, NumpyKvStorage
+from forge.backends.backend import Backend, ForwardPass, Operations, OperationTime, Tensor
+from forge.backends.timed import TimedOperations
+from forge.cache.kv_storage import KvLayout, NumpyKvStorage, rounded
 from forge.model.forward_batch import ForwardBatch
 
 
@@ -20,8 +22,14 @@ class ReferenceBackend(Backend):
     name = "reference"
     description = "NumPy float32, one row at a time"
 
+    def __init__(self):
+        self._operations: Operations = ReferenceOperations()
+        self._matrix_names: dict[int, str] = {}
+
     def load_matrix(self, tensor: Tensor) -> np.ndarray:
-        return np.ascontiguousarray(tensor.dequantize(), np.float32)
+        matrix = np.ascontiguousarray(tensor.dequantize(), np.float32)
+        self._matrix_names[id(matrix)] = tensor.name
+        return matrix
 
     def load_vector(self, tensor: Tensor) -> np.ndarray:
         return np.ascontiguousarray(tensor.dequantize(), np.float32)
@@ -29,8 +37,21 @@ class ReferenceBackend(Backend):
     def new_storage(self, layout: KvLayout) -> NumpyKvStorage:
         return NumpyKvStorage(layout)
 
-    def embed(self, table: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-        return table[token_ids]
+    def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: NumpyKvStorage) -> np.ndarray:
+        return forward_pass(self._operations, batch, storage)
+
+    def time_operations(self) -> None:
+        self._operations = TimedOperations(ReferenceOperations(), self._matrix_names)
+
+    def operation_times(self) -> tuple[OperationTime, ...]:
+        return self._operations.times() if isinstance(self._operations, TimedOperations) else ()
+
+
+class ReferenceOperations(Operations):
+    """Every operation computes at once, on NumPy arrays."""
+
+    def embed(self, table: np.ndarray, batch: ForwardBatch) -> np.ndarray:
+        return table[batch.token_ids]
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
         mean_square = np.mean(x * x, axis=-1, keepdims=True)
@@ -46,16 +67,18 @@ class ReferenceBackend(Backend):
         heads = x.reshape(len(x), -1, len(weight))
         return self.rms_norm(heads, weight, eps).reshape(x.shape)
 
-    def rope(self, x: np.ndarray, positions: np.ndarray, head_dim: int, theta: float) -> np.ndarray:
+    def rope(self, x: np.ndarray, batch: ForwardBatch, head_dim: int, theta: float) -> np.ndarray:
         half = head_dim // 2
         frequencies = theta ** (-np.arange(half) / half)  # float64 [half]
-        angles = positions[:, None] * frequencies  # float64: position 40,000 keeps its fraction
-        cos = np.cos(angles).astype(np.float32)[:, None, :]
-        sin = np.sin(angles).astype(np.float32)[:, None, :]
-        heads = x.reshape(len(x), -1, head_dim)
-        first, second = heads[..., :half], heads[..., half:]
-        turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return turned.reshape(x.shape)
+        out = np.empty_like(x)
+        for row in range(len(x)):
+            angles = batch.positions[row] * frequencies  # float64: position 40,000 keeps its fraction
+            cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+            heads = x[row].reshape(-1, head_dim)
+            first, second = heads[:, :half], heads[:, half:]
+            turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+            out[row] = turned.reshape(-1)
+        return out
 
     def write_kv(
         self, storage: NumpyKvStorage, layer: int, batch: ForwardBatch, keys: np.ndarray, values: np.ndarray
@@ -67,8 +90,8 @@ class ReferenceBackend(Backend):
         # A view of the layer as one long run of token slots: slot = block * block_size + offset.
         layer_keys = storage.keys[layer].reshape(-1, *token_shape)
         layer_values = storage.values[layer].reshape(-1, *token_shape)
-        layer_keys[slots] = keys[written].reshape(-1, *token_shape)
-        layer_values[slots] = values[written].reshape(-1, *token_shape)
+        layer_keys[slots] = rounded(keys[written], layout.kv_dtype).reshape(-1, *token_shape)
+        layer_values[slots] = rounded(values[written], layout.kv_dtype).reshape(-1, *token_shape)
 
     def attention(self, q: np.ndarray, storage: NumpyKvStorage, layer: int, batch: ForwardBatch) -> np.ndarray:
         head_dim = storage.layout.head_dim
@@ -91,8 +114,8 @@ class ReferenceBackend(Backend):
     def add(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return x + y
 
-    def take_rows(self, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        return x[rows]
+    def logit_rows(self, x: np.ndarray, batch: ForwardBatch) -> np.ndarray:
+        return x[batch.logit_rows]
 
     def to_numpy(self, x: np.ndarray) -> np.ndarray:
         return x

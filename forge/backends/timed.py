@@ -1,40 +1,25 @@
-"""A backend that keeps time: another backend with a clock around every operation.
+"""Operations that keep time: other operations with a clock around each.
 
-Used where a chapter asks "where does the time go?". It calls the wrapped backend's operations unchanged, so what the
+Used where a chapter asks "where does the time go?". It calls the wrapped operations unchanged, so what the
 model says is unchanged too.
 """
 
 import time
 from collections import defaultdict
-from dataclasses import dataclass
 
-from forge.backends.backend import Array, Backend, Tensor
-from forge.cache.kv_storage import KvLayout, KvStorage
+from forge.backends.backend import Array, Operations, OperationTime
 
 
-@dataclass(frozen=True)
-class OperationTime:
-    """How long one operation took in one layer, summed over all forwards since the model was loaded."""
+class TimedOperations(Operations):
+    """Every operation timed under its name; `linear` under the name of its weight."""
 
-    layer: int
-    """-1 for what comes before the first layer or after the last."""
-    operation: str
-    """`attention`, `rope`, …; for a matrix product the weight's name, such as `ffn_gate`."""
-    ms: float
-    calls: int
-
-
-class TimedBackend(Backend):
-    """Every operation of the seam, timed under its name; `linear` under the name of its weight."""
-
-    def __init__(self, inner: Backend):
+    def __init__(self, inner: Operations, matrix_names: dict[int, str]):
+        """`matrix_names` has the tensor's name for the id of each loaded matrix."""
         self.inner = inner
-        self.name = inner.name
-        self.description = inner.description
         self._layer = -1
         self._seconds: dict[tuple[int, str], float] = defaultdict(float)
         self._calls: dict[tuple[int, str], int] = defaultdict(int)
-        self._matrix_names: dict[int, str] = {}
+        self._matrix_names = matrix_names
 
     def times(self) -> tuple[OperationTime, ...]:
         """In the order in which the operations first ran."""
@@ -42,17 +27,6 @@ class TimedBackend(Backend):
             OperationTime(layer, operation, seconds * 1e3, self._calls[layer, operation])
             for (layer, operation), seconds in self._seconds.items()
         )
-
-    def load_matrix(self, tensor: Tensor) -> Array:
-        matrix = self.inner.load_matrix(tensor)
-        self._matrix_names[id(matrix)] = tensor.name.removesuffix(".weight").split(".")[-1]
-        return matrix
-
-    def load_vector(self, tensor: Tensor) -> Array:
-        return self.inner.load_vector(tensor)
-
-    def new_storage(self, layout: KvLayout) -> KvStorage:
-        return self.inner.new_storage(layout)
 
     def begin_layer(self, index: int) -> None:
         self._layer = index
@@ -82,15 +56,15 @@ class TimedBackend(Backend):
     def add(self, *arguments):
         return self._timed("add", self.inner.add, *arguments)
 
-    def take_rows(self, *arguments):
-        return self._timed("take_rows", self.inner.take_rows, *arguments)
+    def logit_rows(self, *arguments):
+        return self._timed("logit_rows", self.inner.logit_rows, *arguments)
 
     def to_numpy(self, *arguments):
         return self._timed("to_numpy", self.inner.to_numpy, *arguments)
 
     def linear(self, x: Array, matrix: Array) -> Array:
-        name = self._matrix_names[id(matrix)]
-        return self._timed("output head" if name == "token_embd" else name, self.inner.linear, x, matrix)
+        name = short_name(self._matrix_names[id(matrix)])
+        return self._timed(name, self.inner.linear, x, matrix)
 
     def _timed(self, operation: str, function, *arguments):
         started = time.perf_counter()
@@ -98,3 +72,9 @@ class TimedBackend(Backend):
         self._seconds[self._layer, operation] += time.perf_counter() - started
         self._calls[self._layer, operation] += 1
         return result
+
+
+def short_name(tensor_name: str) -> str:
+    """`blk.3.ffn_gate.weight` → `ffn_gate`; the output matrix, tied to the embedding or not, is the `output head`."""
+    name = tensor_name.removesuffix(".weight").split(".")[-1]
+    return "output head" if name in ("output", "token_embd") else name

@@ -6,6 +6,9 @@ What that costs (a pool full of reserved and empty slots) is where the chapter o
 
 Runs are blocks here only because all kinds share one storage; they are handed out and taken back whole, never shared.
 So `fork` and `snapshot` copy.
+
+There is no list of free runs: a run is free when nobody holds it. Every operation is therefore one entry made or
+dropped, and an interruption (Ctrl-C) finds the cache either before it or after it.
 """
 
 from collections.abc import Sequence
@@ -35,7 +38,6 @@ class BasicKvCache(KvCache):
         self.max_model_len = max_model_len
         self.blocks_per_run = -(-max_model_len // block_size)
         self.num_runs = num_runs
-        self._free_runs = list(reversed(range(num_runs)))  # popped from the end: lowest run first
         self._sequences: dict[int, _Run] = {}
         self._snapshots: dict[int, _Run] = {}
         self._snapshot_ids = count()
@@ -69,8 +71,8 @@ class BasicKvCache(KvCache):
 
     def truncate(self, seq_id: int, length: int) -> None:
         run = self._sequences[seq_id]
+        run.computed = min(run.computed, length)  # before the other: computed never exceeds reserved
         run.reserved = min(run.reserved, length)
-        run.computed = min(run.computed, length)
 
     def fork(self, parent: int, child: int) -> tuple[BlockCopy, ...]:
         assert child not in self._sequences, f"sequence {child} is already there"
@@ -92,10 +94,10 @@ class BasicKvCache(KvCache):
         return self._copies(kept, self._sequences[seq_id])
 
     def release(self, snapshot: Snapshot) -> None:
-        self._free_runs.append(self._snapshots.pop(snapshot.snapshot_id).index)
+        del self._snapshots[snapshot.snapshot_id]
 
     def remove(self, seq_id: int) -> None:
-        self._free_runs.append(self._sequences.pop(seq_id).index)
+        del self._sequences[seq_id]
 
     def block_table(self, seq_id: int) -> tuple[int, ...]:
         run = self._sequences[seq_id]
@@ -117,19 +119,21 @@ class BasicKvCache(KvCache):
 
     def check_invariants(self) -> None:
         runs = self._runs_in_use()
-        assert sorted([run.index for run in runs] + self._free_runs) == list(range(self.num_runs)), (
-            "a run is lost or has two owners"
-        )
+        assert len({run.index for run in runs}) == len(runs), "a run has two owners"
         for run in runs:
+            assert 0 <= run.index < self.num_runs, f"there is no such run: {run}"
             assert 0 <= run.computed <= run.reserved <= self.max_model_len, f"lengths out of order: {run}"
 
     def _runs_in_use(self) -> list[_Run]:
         return [*self._sequences.values(), *self._snapshots.values()]
 
     def _take_run(self, length: int = 0) -> _Run:
-        if not self._free_runs:
+        """The lowest run that nobody holds; it is the caller's once it has an entry."""
+        held = {run.index for run in self._runs_in_use()}
+        index = next((index for index in range(self.num_runs) if index not in held), None)
+        if index is None:
             raise OutOfBlocks(needed=self.blocks_per_run, free=0)
-        return _Run(self._free_runs.pop(), reserved=length, computed=length)
+        return _Run(index, reserved=length, computed=length)
 
     def _blocks(self, run: _Run) -> range:
         first = run.index * self.blocks_per_run

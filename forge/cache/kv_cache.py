@@ -20,7 +20,9 @@ class OutOfBlocks(ForgeError):
     """A reservation found too few free blocks. Nothing was changed by the attempt."""
 
     def __init__(self, needed: int, free: int):
-        super().__init__(f"the KV cache needs {needed} more blocks and has {free} free: raise --num-blocks, or ask for less")
+        super().__init__(
+            f"the KV cache needs {needed} more blocks and has {free} free: raise --num-blocks, or ask for less"
+        )
         self.needed = needed
         self.free = free
 

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 
+KV_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+KV_DTYPES = tuple(KV_ITEM_BYTES)
+
+
 @dataclass(frozen=True)
 class KvLayout:
     """The shape of a storage: `[num_blocks, block_size, num_kv_heads, head_dim]` for K and for V, in each layer."""
@@ -26,13 +30,13 @@ class KvLayout:
     """Token slots per block."""
     num_kv_heads: int
     head_dim: int
-    dtype: np.dtype = np.dtype(np.float32)
-    """What a key or value is rounded to before any attention sees it."""
+    kv_dtype: str = "float32"
+    """What a key or value is rounded to before any attention sees it: one of `KV_DTYPES`."""
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token's keys and values take in all layers together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * KV_ITEM_BYTES[self.kv_dtype]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,17 @@ class BlockCopy:
 
     source: int
     destination: int
+
+
+def rounded(values: np.ndarray, kv_dtype: str) -> np.ndarray:
+    """float32 values, each as the nearest number of `kv_dtype`, ties to even; float32 again."""
+    if kv_dtype == "float32":
+        return values
+    if kv_dtype == "float16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).astype(np.float32)
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 class KvStorage(ABC):
@@ -70,8 +85,8 @@ class NumpyKvStorage(KvStorage):
     def __init__(self, layout: KvLayout):
         self.layout = layout
         shape = (layout.num_layers, layout.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        self.keys = np.zeros(shape, layout.dtype)
-        self.values = np.zeros(shape, layout.dtype)
+        self.keys = np.zeros(shape, np.float32)
+        self.values = np.zeros(shape, np.float32)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:

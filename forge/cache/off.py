@@ -6,13 +6,22 @@ results have the same bits with the cache off: the arithmetic is the same, only 
 """
 
 from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
 
 from forge.cache.kv_cache import CacheStats, KvCache, OutOfBlocks, Snapshot
 from forge.cache.kv_storage import BlockCopy
 
 
+class _Loan(NamedTuple):
+    """What a sequence has of the scratch range while a step is in flight."""
+
+    reserved: int = 0
+    blocks: tuple[int, ...] = ()
+
+
 class OffKvCache(KvCache):
-    """Hands out scratch blocks at `reserve` and takes them back at `commit`."""
+    """Hands out scratch blocks at `reserve` and takes them back at `commit`. A block that nobody has is free."""
 
     kind = "off"
 
@@ -20,45 +29,43 @@ class OffKvCache(KvCache):
         """The scratch range is blocks `first_scratch_block` to `first_scratch_block + num_scratch_blocks` - 1."""
         self.block_size = block_size
         self._all_blocks = range(first_scratch_block, first_scratch_block + num_scratch_blocks)
-        self._free = list(reversed(self._all_blocks))  # popped from the end: lowest block first
-        self._tables: dict[int, list[int]] = {}
-        self._reserved: dict[int, int] = {}
+        self._loans: dict[int, _Loan] = {}
 
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
-        assert seq_id not in self._tables, f"sequence {seq_id} is already there"
-        self._tables[seq_id] = []
-        self._reserved[seq_id] = 0
+        assert seq_id not in self._loans, f"sequence {seq_id} is already there"
+        self._loans[seq_id] = _Loan()
         return 0
 
     def blocks_needed(self, seq_id: int, num_tokens: int) -> int:
-        total = self._reserved[seq_id] + num_tokens
-        return max(0, -(-total // self.block_size) - len(self._tables[seq_id]))
+        loan = self._loans[seq_id]
+        return max(0, -(-(loan.reserved + num_tokens) // self.block_size) - len(loan.blocks))
 
     def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
         needed = self.blocks_needed(seq_id, num_tokens)
-        if needed > len(self._free):
-            raise OutOfBlocks(needed, len(self._free))
-        self._tables[seq_id] += [self._free.pop() for _ in range(needed)]
-        self._reserved[seq_id] += num_tokens
+        lent = set(self._lent())
+        taken = tuple(islice((block for block in self._all_blocks if block not in lent), needed))
+        if len(taken) < needed:
+            raise OutOfBlocks(needed, len(taken))
+        loan = self._loans[seq_id]
+        self._loans[seq_id] = _Loan(loan.reserved + num_tokens, loan.blocks + taken)
         return ()
 
     def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        self.truncate(seq_id, 0)
+        assert len(token_ids) <= self._loans[seq_id].reserved, "committed more tokens than were reserved"
+        self._loans[seq_id] = _Loan()
 
     def truncate(self, seq_id: int, length: int) -> None:
-        self._free += reversed(self._tables[seq_id])
-        self._tables[seq_id] = []
-        self._reserved[seq_id] = 0
+        """Whatever the length: nothing is computed, so nothing stays."""
+        self._known(seq_id)
+        self._loans[seq_id] = _Loan()
 
     def fork(self, parent: int, child: int) -> tuple[BlockCopy, ...]:
-        if parent not in self._tables:
-            raise KeyError(parent)
+        self._known(parent)
         self.add(child, ())
         return ()
 
     def snapshot(self, seq_id: int) -> tuple[Snapshot, tuple[BlockCopy, ...]]:
-        if seq_id not in self._tables:
-            raise KeyError(seq_id)
+        self._known(seq_id)
         return Snapshot(seq_id, 0), ()
 
     def restore(self, snapshot: Snapshot, seq_id: int) -> tuple[BlockCopy, ...]:
@@ -69,23 +76,31 @@ class OffKvCache(KvCache):
         """A snapshot of nothing holds nothing."""
 
     def remove(self, seq_id: int) -> None:
-        self.truncate(seq_id, 0)
-        del self._tables[seq_id], self._reserved[seq_id]
+        del self._loans[seq_id]
 
     def block_table(self, seq_id: int) -> tuple[int, ...]:
-        return tuple(self._tables[seq_id])
+        return self._loans[seq_id].blocks
 
     def reserved_length(self, seq_id: int) -> int:
-        return self._reserved[seq_id]
+        return self._loans[seq_id].reserved
 
     def computed_length(self, seq_id: int) -> int:
-        if seq_id not in self._tables:
-            raise KeyError(seq_id)
+        self._known(seq_id)
         return 0
 
     def stats(self) -> CacheStats:
         return CacheStats(num_blocks=0, used_blocks=0, tokens_held=0)
 
     def check_invariants(self) -> None:
-        lent = [block for table in self._tables.values() for block in table]
-        assert sorted(lent + self._free) == list(self._all_blocks), "scratch blocks lost or lent twice"
+        lent = self._lent()
+        assert len(set(lent)) == len(lent), "a scratch block is lent twice"
+        assert all(block in self._all_blocks for block in lent), "a block outside the scratch range is lent"
+        for loan in self._loans.values():
+            assert len(loan.blocks) == -(-loan.reserved // self.block_size), f"blocks and slots do not match: {loan}"
+
+    def _lent(self) -> list[int]:
+        return [block for loan in self._loans.values() for block in loan.blocks]
+
+    def _known(self, seq_id: int) -> None:
+        """KeyError for an unknown sequence."""
+        self._loans[seq_id]

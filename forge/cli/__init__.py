@@ -1,0 +1,1 @@
+"""The command line: one file per command. Each parses, calls the library and hands records to a view."""

@@ -4,13 +4,19 @@
 
 The engine prints nothing and knows no view. Whoever wants to see what happens reads the `StepRecord` that each step
 returns.
+
+A step happens whole or not at all. Everything up to the choice of its tokens can be undone; the moment the last one is
+chosen they are noted down in one assignment, and from there the step is completed, if need be by the next call. So an
+exception from anywhere in it (Ctrl-C, a full memory, logits that are no numbers) leaves an engine that can go on.
 """
 
 import secrets
 import time
-from collections.abc import Callable, Sequence as Items
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import count
+from operator import index
 
 import numpy as np
 
@@ -22,13 +28,14 @@ from forge.engine.sampling import check_logits, choose, log_sum_exp, top_logprob
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Outcome, Scheduler
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import PlanItem, StepPlan
+from forge.engine.step_plan import StepPlan
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch
 from forge.model.qwen3 import Model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 from forge.trace.records import (
     CacheRecord,
+    FinishReason,
     FinishRecord,
     ItemRecord,
     RequestMetrics,
@@ -67,11 +74,29 @@ class _Request:
     sequences: tuple[Sequence, ...]
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """What a step brings one sequence."""
+
+    token: TokenRecord | None
+    """None where none was asked for."""
+    finish: FinishRecord | None
+    """None while the sequence goes on."""
+    outcome: Outcome
+    """The same in the scheduler's words."""
+
+
 class Engine:
     """A model, a cache and a scheduler, turned one step at a time by `step()`."""
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, cache: KvCache, storage: KvStorage, max_model_len: int, max_num_seqs: int
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        cache: KvCache,
+        storage: KvStorage,
+        max_model_len: int,
+        max_num_seqs: int,
     ):
         self.model = model
         self.tokenizer = tokenizer
@@ -85,6 +110,10 @@ class Engine:
         self._work: dict[int, _Work] = {}
         self._sequence_ids = count()
         self._steps = 0
+        self._unsettled = False
+        """A step or an abort has begun and not come to its end."""
+        self._decided: tuple[StepPlan, list[Outcome]] | None = None
+        """The step whose tokens are chosen and not yet committed."""
 
     def add_request(
         self,
@@ -99,8 +128,10 @@ class Engine:
         """Queue a request; return the ids of its `params.n` sequences.
 
         `keep_cache` leaves the cache in place when it ends, and `continues` names such an ended sequence, whose id and
-        cache are taken over. Raises `UsageError`, with nothing changed, for a prompt that cannot run.
+        cache are taken over; it needs `params.n` to be 1. Raises `UsageError`, with nothing changed, for a prompt that
+        cannot run.
         """
+        assert continues is None or params.n == 1, "one cache can be continued once"
         token_ids = self._checked_prompt(prompt_token_ids)
         if request_id in self._requests:
             raise UsageError(f"request {request_id!r} is already running")
@@ -116,7 +147,7 @@ class Engine:
                 max_output_tokens=min(params.max_tokens, room),
                 params=params,
                 seed=seed,
-                output_text=OutputText(StreamingDetokenizer(self.tokenizer), params.stop),
+                output_text=self._new_text(params),
                 keep_cache=keep_cache,
                 continues=continues,
             )
@@ -130,10 +161,18 @@ class Engine:
         return tuple(sequence.seq_id for sequence in sequences)
 
     def has_unfinished(self) -> bool:
+        self._settle()
         return self.scheduler.has_unfinished()
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether any sequence of a request has yet to end."""
+        self._settle()
+        return any(sequence.finish_reason is None for sequence in self._requests[request_id].sequences)
+
     def step(self) -> StepRecord:
-        """Run one step. Call only while `has_unfinished()`."""
+        """Run one step. Call only while `has_unfinished()`; after an exception from it, whatever it was, too."""
+        self._settle()
+        self._unsettled = True
         started = time.perf_counter()
         plan = self.scheduler.schedule()
         assert plan.items, f"nothing can run: {plan.waiting}"
@@ -144,14 +183,15 @@ class Engine:
         computed = time.perf_counter()
         choices = self._choose(plan, logits)
         ended_at = time.perf_counter()
+        self._decided = plan, [choice.outcome for choice in choices]  # from here on the step has happened
         self._account(plan, (computed - scheduled) * 1e3, choices, ended_at)
-        ended = self.scheduler.commit(plan, [outcome for outcome, _ in choices])
+        self._settle()
         self._steps += 1
         return StepRecord(
             step=self._steps,
             items=tuple(ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens) for item in plan.items),
-            tokens=tuple(token for _, token in choices if token is not None),
-            finished=tuple(self._finish_record(sequence) for sequence in ended),
+            tokens=tuple(choice.token for choice in choices if choice.token is not None),
+            finished=tuple(choice.finish for choice in choices if choice.finish is not None),
             cache=self.cache_record(),
             schedule_ms=(scheduled - started) * 1e3,
             forward_ms=(computed - scheduled) * 1e3,
@@ -162,20 +202,24 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request's unfinished sequences, keeping what they produced."""
+        self._settle()
+        self._unsettled = True
         for sequence in self._requests[request_id].sequences:
-            if self.scheduler.abort(sequence.seq_id) is not None:
-                sequence.output_text.finish()
+            self.scheduler.abort(sequence.seq_id)
+            sequence.output_text.finish()
+        self._unsettled = False
 
     def release(self, seq_id: int) -> None:
-        """Give up the cache of an ended sequence that was kept."""
+        """Give up the cache of an ended sequence, if it is still kept."""
         self.scheduler.release(seq_id)
 
     def is_kept(self, seq_id: int) -> bool:
-        """Whether an ended sequence's cache is there to be continued."""
+        """Whether an ended sequence's cache is there to be continued. It may be given up when others need the room."""
         return seq_id in self.scheduler.kept
 
     def output(self, request_id: str) -> RequestOutput:
         """A request's output as it stands."""
+        self._settle()
         request = self._requests[request_id]
         first = request.sequences[0]
         return RequestOutput(
@@ -192,7 +236,7 @@ class Engine:
         request = self._requests.pop(request_id)
         assert all(sequence.finish_reason is not None for sequence in request.sequences), "it is still running"
         for sequence in request.sequences:
-            del self._work[sequence.seq_id]
+            self._work.pop(sequence.seq_id, None)
 
     def cache_record(self) -> CacheRecord:
         """The cache as it is now, in blocks, tokens and bytes."""
@@ -207,8 +251,37 @@ class Engine:
             bytes_reserved=stats.used_blocks * layout.block_size * layout.bytes_per_token,
         )
 
+    def _settle(self) -> None:
+        """Bring what was begun to its end: complete a step whose tokens are chosen, undo one that came less far.
+
+        Does nothing between steps. May itself be interrupted and called again.
+        """
+        if self._decided is not None:
+            self.scheduler.commit(*self._decided)
+            self._unsettled = False
+            self._decided = None
+        elif self._unsettled:
+            self.scheduler.roll_back()
+            for sequence in self.scheduler.running.values():
+                self._forget_undecided(sequence)
+            self._unsettled = False
+
+    def _forget_undecided(self, sequence: Sequence) -> None:
+        """Make a sequence's text and log probabilities those of its tokens again."""
+        del sequence.logprobs[sequence.num_output_tokens :]
+        output_text = self._new_text(sequence.params)
+        for token_id in sequence.output_token_ids:
+            output_text.push(token_id)
+        sequence.output_text = output_text
+
+    def _new_text(self, params: SamplingParams) -> OutputText:
+        return OutputText(StreamingDetokenizer(self.tokenizer), params.stop)
+
     def _checked_prompt(self, prompt_token_ids: Items[int]) -> list[int]:
-        token_ids = [int(token_id) for token_id in prompt_token_ids]
+        try:
+            token_ids = [index(token_id) for token_id in prompt_token_ids]
+        except TypeError:
+            raise UsageError("a prompt is text or a list of token ids, which are whole numbers") from None
         if not token_ids:
             raise UsageError(
                 "the prompt is empty: a model continues text, and this one has no beginning-of-text token to "
@@ -231,15 +304,15 @@ class Engine:
         cu_seqlens, logit_rows = [0], []
         tables = np.full((len(plan.items), max(len(item.block_table) for item in plan.items)), -1, np.int32)
         positions, slots = [], []
-        for index, item in enumerate(plan.items):
+        for table, item in zip(tables, plan.items, strict=True):
             end = item.start + item.num_tokens
             assert self.cache.computed_length(item.seq_id) == item.start, "the cache is not where the plan thinks"
             assert self.cache.reserved_length(item.seq_id) >= end, "the plan writes slots that nobody reserved"
             token_ids += self.scheduler.running[item.seq_id].token_ids[item.start : end]
-            tables[index, : len(item.block_table)] = item.block_table
+            table[: len(item.block_table)] = item.block_table
             own_positions = np.arange(item.start, end, dtype=np.int32)
             positions.append(own_positions)
-            slots.append(tables[index, own_positions // block_size] * block_size + own_positions % block_size)
+            slots.append(table[own_positions // block_size] * block_size + own_positions % block_size)
             logit_rows += [cu_seqlens[-1] + row for row in item.logit_rows]
             cu_seqlens.append(cu_seqlens[-1] + item.num_tokens)
         return ForwardBatch(
@@ -252,7 +325,7 @@ class Engine:
             logit_rows=np.array(logit_rows, np.int32),
         )
 
-    def _choose(self, plan: StepPlan, logits: np.ndarray) -> list[tuple[Outcome, TokenRecord | None]]:
+    def _choose(self, plan: StepPlan, logits: np.ndarray) -> list[_Choice]:
         """Choose a token for every item that samples. `logits` has the rows of all items, in order."""
         choices = []
         row = 0
@@ -262,63 +335,64 @@ class Engine:
             sequence = self.scheduler.running[item.seq_id]
             if sequence.params.prompt_logprobs is not None and item.phase == "prefill":
                 self._score_prompt(sequence, rows)
-            if item.samples:
-                choices.append(self._choose_token(sequence, rows[-1]))
-            else:
-                choices.append((Outcome(item.seq_id, None, "length"), None))
+            token = self._choose_token(sequence, rows[-1]) if item.samples else None
+            choices.append(self._with_ending(sequence, token))
         return choices
 
-    def _choose_token(self, sequence: Sequence, logits: np.ndarray) -> tuple[Outcome, TokenRecord]:
+    def _choose_token(self, sequence: Sequence, logits: np.ndarray) -> TokenRecord:
         if self.on_logits is not None:
             self.on_logits(sequence.seq_id, logits.copy())
         position = len(sequence.token_ids)
         choice = choose(
-            logits, sequence.params, np.array(sequence.token_ids), sequence.seed, sequence.sample_index, position
+            logits, sequence.params, sequence.token_ids, sequence.seed, sequence.sample_index, position
         )
         if choice.logprobs is not None:
             sequence.logprobs.append(choice.logprobs)
-        is_eos = choice.token_id in self.tokenizer.eos_token_ids and not sequence.params.ignore_eos
-        text = "" if is_eos else sequence.output_text.push(choice.token_id)
-        token = TokenRecord(
-            sequence.seq_id, position, choice.token_id, text, choice.probability, choice.logprobs
-        )
-        return self._outcome(sequence, choice.token_id, is_eos), token
+        text = "" if self._is_eos(sequence, choice.token_id) else sequence.output_text.push(choice.token_id)
+        return TokenRecord(sequence.seq_id, position, choice.token_id, text, choice.probability, choice.logprobs)
 
-    def _outcome(self, sequence: Sequence, token_id: int, is_eos: bool) -> Outcome:
-        """Whether this token ends its sequence. EOS or a stop string on the last allowed token is a `stop`."""
-        if is_eos:
-            return Outcome(sequence.seq_id, token_id, "stop", token_id)
+    def _with_ending(self, sequence: Sequence, token: TokenRecord | None) -> _Choice:
+        """The token together with whether it ends its sequence."""
+        token_id = None if token is None else token.token_id
+        reason, stop = self._ending(sequence, token_id)
+        finish = None
+        if reason is not None:
+            text = sequence.output_text.finish()
+            if reason == "length" and sequence.output_text.stopped_by is not None:  # completed by the last bytes
+                reason, stop = "stop", sequence.output_text.stopped_by
+            finish = FinishRecord(sequence.seq_id, reason, text, stop)
+        return _Choice(token, finish, Outcome(sequence.seq_id, token_id, reason, stop))
+
+    def _ending(self, sequence: Sequence, token_id: int | None) -> tuple[FinishReason | None, str | int | None]:
+        """Why the sequence ends with this token, if it does. EOS or a stop string on the last token is a `stop`."""
+        if token_id is not None and self._is_eos(sequence, token_id):
+            return "stop", token_id
         if sequence.output_text.stopped_by is not None:
-            return Outcome(sequence.seq_id, token_id, "stop", sequence.output_text.stopped_by)
-        if sequence.num_output_tokens + 1 >= sequence.max_output_tokens:
-            return Outcome(sequence.seq_id, token_id, "length")
-        return Outcome(sequence.seq_id, token_id, None)
+            return "stop", sequence.output_text.stopped_by
+        if token_id is None or sequence.num_output_tokens + 1 >= sequence.max_output_tokens:
+            return "length", None
+        return None, None
+
+    def _is_eos(self, sequence: Sequence, token_id: int) -> bool:
+        return token_id in self.tokenizer.eos_token_ids and not sequence.params.ignore_eos
 
     def _score_prompt(self, sequence: Sequence, rows: np.ndarray) -> None:
         """Log probabilities of each prompt token given those before it. `rows` are the logits after each of them."""
-        sequence.prompt_logprobs.append(None)  # nothing precedes the first token
-        for logits, token_id in zip(rows, sequence.token_ids[1 : sequence.num_prompt_tokens], strict=False):
+        wanted = sequence.params.prompt_logprobs
+        scores: list[tuple[tuple[int, float], ...] | None] = [None]  # nothing precedes the first token
+        for logits, token_id in zip(rows[:-1], sequence.token_ids[1 : sequence.num_prompt_tokens], strict=True):
             check_logits(logits)
-            count = sequence.params.prompt_logprobs
-            sequence.prompt_logprobs.append(top_logprobs(logits, log_sum_exp(logits), count, token_id))
+            scores.append(top_logprobs(logits, log_sum_exp(logits), wanted, token_id))
+        sequence.prompt_logprobs = scores
 
-    def _account(
-        self, plan: StepPlan, forward_ms: float, choices: list[tuple[Outcome, TokenRecord | None]], now: float
-    ) -> None:
-        for item in plan.items:
+    def _account(self, plan: StepPlan, forward_ms: float, choices: list[_Choice], now: float) -> None:
+        for item, choice in zip(plan.items, choices, strict=True):
             work = self._work[item.seq_id]
             work.forward_ms.append(forward_ms)
             work.forward_tokens.append(item.num_tokens)
-        for outcome, _ in choices:
-            if outcome.token_id is not None:
-                work = self._work[outcome.seq_id]
+            if choice.token is not None:
                 work.first_token = work.first_token if work.first_token is not None else now
                 work.last_token = now
-
-    def _finish_record(self, sequence: Sequence) -> FinishRecord:
-        return FinishRecord(
-            sequence.seq_id, sequence.finish_reason, sequence.output_text.finish(), sequence.stop_reason
-        )
 
     def _completion(self, sequence: Sequence) -> CompletionOutput:
         return CompletionOutput(

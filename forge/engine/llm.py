@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from forge.backends.backend import OperationTime
 from forge.backends.devices import DEFAULT_DEVICE, create_backend
-from forge.backends.timed import OperationTime, TimedBackend
-from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, create_kv_cache
+from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, canonical_mode, create_kv_cache
 from forge.cache.kv_storage import KvStorage
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput
@@ -67,16 +67,18 @@ class LLM:
         for name, value in (("num_blocks", num_blocks), ("threads", threads), ("max_model_len", max_model_len)):
             if value is not None:
                 _require_positive(name, value)
+        canonical_mode(kv)  # an unknown one is refused before anything is loaded
         started = time.perf_counter()
         self.path = resolve_model(model)
         self.model_name = self.path.stem
         self.device = device
-        backend = create_backend(device)
+        backend = create_backend(device, threads)
         self.device_description = backend.description
-        self._timed = TimedBackend(backend) if time_operations else None
+        if time_operations:
+            backend.time_operations()
         with GGUFFile.open(self.path) as file:
             self.tokenizer = Tokenizer.from_gguf(file)
-            self.model = load_qwen3(file, self._timed or backend, on_load_progress)
+            self.model = load_qwen3(file, backend, on_load_progress)
         self.max_model_len = self._usable_context(max_model_len)
         layout = self.model.kv_layout(num_blocks=0, block_size=block_size)
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks)
@@ -98,8 +100,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run all prompts to their ends and return their outputs in the order of the prompts."""
         run = self.start(prompts, params)
-        for _ in run:
-            pass
+        try:
+            for _ in run:
+                pass
+        except BaseException:
+            run.abort()  # nobody else has hold of it
+            raise
         return run.outputs
 
     def start(
@@ -107,7 +113,8 @@ class LLM:
     ) -> "Run":
         """Queue all prompts and return a `Run`, which does the work as it is iterated over.
 
-        `keep_logits` keeps the logits of every token of the first prompt's first sample, for comparing.
+        `keep_logits` keeps the logits of every token of the first prompt's first sample, for comparing. A run that is
+        not iterated to its end goes on beside the next one; `abort()` gives it up.
         """
         params = params or SamplingParams()
         checked = [self._encode(prompt) for prompt in _as_list(prompts)]
@@ -116,7 +123,7 @@ class LLM:
             for text, token_ids in checked:
                 request_id = f"request-{next(self._request_ids)}"
                 requests.append((request_id, self.engine.add_request(request_id, token_ids, params, prompt=text)))
-        except UsageError:
+        except BaseException:
             for request_id, _ in requests:  # all or none
                 self.engine.abort(request_id)
                 self.engine.forget(request_id)
@@ -150,7 +157,7 @@ class LLM:
 
     def operation_times(self) -> tuple[OperationTime, ...]:
         """Time by layer and operation since the model was loaded; empty without `time_operations`."""
-        return self._timed.times() if self._timed else ()
+        return self.model.backend.operation_times()
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str):
@@ -169,7 +176,7 @@ class LLM:
         layout = self.model.kv_layout(num_blocks, block_size)
         try:
             return self.model.backend.new_storage(layout)
-        except MemoryError:
+        except (MemoryError, ValueError):  # NumPy raises the latter for more bytes than an address can hold
             gigabytes = num_blocks * block_size * layout.bytes_per_token / 1e9
             raise UsageError(
                 f"a KV cache of {gigabytes:.1f} GB does not fit in memory: lower --max-model-len or --num-blocks"
@@ -182,47 +189,64 @@ class Run:
     def __init__(self, engine: Engine, requests: list[tuple[str, tuple[int, ...]]], keep_logits: bool = False):
         self._engine = engine
         self._request_ids = [request_id for request_id, _ in requests]
-        self._unfinished = {seq_id for _, seq_ids in requests for seq_id in seq_ids}
         self._outputs: list[RequestOutput] | None = None
-        self._watched = requests[0][1][0] if keep_logits and requests else None
+        self._watched = requests[0][1][0] if keep_logits else None
         self.logits: list[np.ndarray] = []
         """With `keep_logits`: float32 `[vocab]` for each token of the first sample."""
 
     def __iter__(self) -> Iterator[StepRecord]:
-        """Advance the engine until every request of this run has ended, yielding what each step did."""
-        while self._unfinished:
-            self._engine.on_logits = self._keep if self._watched is not None else None
-            record = self._engine.step()
-            self._unfinished -= {finish.seq_id for finish in record.finished}
+        """Advance the engine until every request of this run has ended, yielding what each step did.
+
+        Iterating again goes on where it stopped, after an exception too. Other runs of the same engine advance with it.
+        """
+        while not self._has_ended():
+            record = self._step()
+            self._has_ended()  # before anyone sees the record, so that nobody need come back for the end
             yield record
 
     def abort(self) -> None:
         """End what has not ended, keeping what it produced."""
-        if self._unfinished:
+        if not self._has_ended():
             for request_id in self._request_ids:
                 self._engine.abort(request_id)
-            self._unfinished.clear()
+            self._has_ended()
 
     @property
     def outputs(self) -> list[RequestOutput]:
         """One per prompt, in order. Complete once the iteration has ended or after `abort()`."""
-        if self._outputs is not None:
+        if self._has_ended():
             return self._outputs
-        outputs = [self._engine.output(request_id) for request_id in self._request_ids]
-        if not self._unfinished:
-            self._outputs = outputs
-            for request_id in self._request_ids:
-                self._engine.forget(request_id)
-        return outputs
+        return [self._engine.output(request_id) for request_id in self._request_ids]
 
     @property
     def seed(self) -> int:
         """The seed in use, chosen or drawn."""
         return self.outputs[0].seed
 
+    def _step(self) -> StepRecord:
+        if self._watched is None:
+            return self._engine.step()
+        self._engine.on_logits = self._keep
+        try:
+            return self._engine.step()
+        finally:
+            self._engine.on_logits = None
+
     def _keep(self, seq_id: int, logits: np.ndarray) -> None:
         if seq_id == self._watched:
             self.logits.append(logits)
+
+    def _has_ended(self) -> bool:
+        """Whether every request has; the first time that it is so, their outputs are taken from the engine."""
+        if self._outputs is None and not any(map(self._engine.is_unfinished, self._request_ids)):
+            self._outputs = [self._engine.output(request_id) for request_id in self._request_ids]
+            for request_id in self._request_ids:
+                self._engine.forget(request_id)
+            self._on_end(self._outputs)
+        return self._outputs is not None
+
+    def _on_end(self, outputs: list[RequestOutput]) -> None:
+        """Called once, when the run has ended."""
 
 
 class ChatSession:
@@ -232,22 +256,27 @@ class ChatSession:
         self._llm = llm
         self._system = system
         self._kept: int | None = None
+        self._turn: ChatTurn | None = None
         self.messages: list[dict[str, str]] = []
         self.reset()
 
     def reset(self) -> None:
         """Forget everything but the system message."""
+        self._end_turn()
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
         if self._kept is not None:
             self._llm.engine.release(self._kept)
             self._kept = None
 
     def send(self, text: str, params: SamplingParams | None = None) -> "ChatTurn":
-        """Begin the assistant's answer to `text`. Raises `UsageError`, with the conversation as it was, if the
-        conversation no longer fits the context."""
+        """Begin the assistant's answer to `text`. An answer that has not ended is aborted first.
+
+        Raises `UsageError`, with the conversation as it was, if the conversation no longer fits the context.
+        """
         params = params or SamplingParams()
         if params.n != 1:
             raise UsageError(f"a conversation has one answer per turn, and n is {params.n}")
+        self._end_turn()
         messages = [*self.messages, {"role": "user", "content": text}]
         tokenizer, engine = self._llm.tokenizer, self._llm.engine
         rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -258,13 +287,20 @@ class ChatSession:
             params,
             prompt=rendered,
             keep_cache=True,
-            continues=self._kept,
+            continues=self._kept if self._kept is not None and engine.is_kept(self._kept) else None,
         )
-        return ChatTurn(self, messages, engine, [(request_id, seq_ids)])
+        self._turn = ChatTurn(self, messages, engine, [(request_id, seq_ids)])
+        return self._turn
 
-    def _end_turn(self, messages: list[dict[str, str]], output: RequestOutput, seq_id: int) -> None:
-        self.messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]
-        self._kept = seq_id if self._llm.engine.is_kept(seq_id) else None
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.abort()
+            self._turn = None
+
+    def _join(self, messages: list[dict[str, str]], answer: str, seq_id: int) -> None:
+        """A turn has ended: its messages are the conversation now, and its cache the one to continue."""
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self._kept = seq_id
 
 
 class ChatTurn(Run):
@@ -274,17 +310,8 @@ class ChatTurn(Run):
         super().__init__(engine, requests)
         self._session, self._messages, self._seq_id = session, messages, requests[0][1][0]
 
-    def __iter__(self) -> Iterator[StepRecord]:
-        yield from super().__iter__()
-        self._end()
-
-    def abort(self) -> None:
-        if self._unfinished:
-            super().abort()
-            self._end()
-
-    def _end(self) -> None:
-        self._session._end_turn(self._messages, self.outputs[0], self._seq_id)
+    def _on_end(self, outputs: list[RequestOutput]) -> None:
+        self._session._join(self._messages, outputs[0].outputs[0].text, self._seq_id)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -46,11 +46,12 @@ class OutputText:
         if self.stopped_by is not None:
             return ""
         self._held += new_text
-        found = [(self._held.index(stop), -len(stop), stop) for stop in self._stop if stop in self._held]
+        found = [(self._held.index(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in self._held]
         if not found:
             return self._release(len(self._held) - self._possible_beginning())
-        position, _, self.stopped_by = min(found)  # the one that begins first, and of those the longest
-        return self._release(position)
+        # The one that is complete first, and of those the longest: then it does not matter how text is cut into tokens.
+        end, _, self.stopped_by = min(found)
+        return self._release(end - len(self.stopped_by))
 
     def _possible_beginning(self) -> int:
         """Length of the longest end of the held text with which some stop string begins."""

@@ -5,9 +5,10 @@ inverse cumulative probability over what is left. Equal values are ranked by tok
 never depends on how a selection algorithm happens to order them.
 
 A vocabulary has 150,000 entries and a filter keeps a few dozen of them, so nothing here sorts a whole row (8 ms at that
-size): candidates are split off by partitioning (1 ms) and only they are sorted.
+size): candidates are split off by partitioning (1 ms) and at most 256 of them are sorted to find top-p's boundary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,10 @@ from forge.engine.draws import Purpose, uniform
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
 
-_FIRST_CANDIDATES = 256
-"""How many tokens top-p looks at first; four times as many each time that they do not reach its sum."""
+_SORTABLE = 256
+"""How many candidates top-p sorts at most. More are halved by partitioning until the boundary lies in so few."""
+
+_GREATEST = float(np.finfo(np.float32).max)
 
 
 class BrokenLogits(ForgeError):
@@ -50,7 +53,7 @@ class Choice:
 
 
 def choose(
-    logits: np.ndarray, params: SamplingParams, history: np.ndarray, seed: int, sample_index: int, position: int
+    logits: np.ndarray, params: SamplingParams, history: Sequence[int], seed: int, sample_index: int, position: int
 ) -> Choice:
     """Choose the token at `position`.
 
@@ -77,69 +80,82 @@ def check_logits(logits: np.ndarray) -> None:
         raise BrokenLogits("the model's logits are not finite: its file is damaged, or its weights overflow")
 
 
-def penalized(logits: np.ndarray, history: np.ndarray, penalty: float) -> np.ndarray:
+def penalized(logits: np.ndarray, history: Sequence[int], penalty: float) -> np.ndarray:
     """Logits with the repetition penalty applied to every token of `history` once; the same array when it is 1."""
     if penalty == 1.0:
         return logits
     seen = np.unique(np.asarray(history, np.int64))
+    seen = seen[logits[seen] > -np.inf]
+    values = logits[seen].astype(np.float64)
+    with np.errstate(over="ignore"):  # what overflows becomes the greatest float32, which is still a number
+        values = np.where(values > 0, values / penalty, values * penalty).clip(-_GREATEST, _GREATEST)
     out = logits.copy()
-    values = out[seen]
-    out[seen] = np.where(values > 0, values / np.float32(penalty), values * np.float32(penalty))
+    out[seen] = values
     return out
 
 
 def distribution(logits: np.ndarray, params: SamplingParams) -> Distribution:
     """The probabilities that `params` leave of a row of (penalized) logits. Its temperature must be above 0."""
     scaled = logits.astype(np.float64)
-    scaled -= scaled.max()  # before the division: a tiny temperature would overflow otherwise
-    scaled /= params.temperature
+    scaled -= scaled.max()  # before the division: exp of the greatest is 1, whatever the temperature
+    with np.errstate(over="ignore"):  # a tiny temperature makes -infinity of all but the greatest, as it should
+        scaled /= params.temperature
     weights = np.exp(scaled)
-    keep = _top_k(weights, params.top_k)
-    keep = _top_p(weights, keep, params.top_p)
+    keep = np.arange(len(weights))
+    if 0 < params.top_k < len(weights):
+        keep = _top(weights, params.top_k)
+    if params.top_p < 1:
+        keep = keep[_reaching(weights[keep], params.top_p)]
     if params.min_p > 0:
-        kept = np.arange(len(weights)) if keep is None else keep
-        keep = kept[weights[kept] >= params.min_p * weights[kept].max()]
-    if keep is None:
-        keep = np.nonzero(weights)[0]
-    keep = np.sort(keep)
+        keep = keep[weights[keep] >= params.min_p]  # the greatest weight is 1
+    keep = keep[weights[keep] > 0]  # what has no probability must not be drawn, whatever a sum is rounded to
     return Distribution(keep, weights[keep] / weights[keep].sum())
 
 
-def _top_k(weights: np.ndarray, k: int) -> np.ndarray | None:
-    """Indices of the k largest weights, or None for all of them."""
-    return None if k == 0 or k >= len(weights) else _largest(weights, k)
+def _reaching(weights: np.ndarray, share: float) -> np.ndarray:
+    """Indices, ascending, of the fewest largest weights whose sum reaches `share` of the whole; at least one.
+
+    Whole groups of large weights are taken, or small ones left, until what is undecided is few enough to sort.
+    """
+    missing = share * weights.sum()
+    taken = [np.empty(0, np.int64)]
+    undecided = np.arange(len(weights))
+    size = _SORTABLE
+    while len(undecided) > _SORTABLE:
+        is_top = np.zeros(len(undecided), bool)
+        is_top[_top(weights[undecided], size)] = True
+        top_sum = weights[undecided[is_top]].sum()
+        if top_sum >= missing:
+            undecided = undecided[is_top]
+        else:
+            taken.append(undecided[is_top])
+            missing -= top_sum
+            undecided = undecided[~is_top]
+        size = max(1, len(undecided) // 2)
+    ranked = undecided[_largest(weights[undecided], len(undecided))]
+    # Rounding may leave the whole sum a hair below its share: then all of them are taken.
+    last = int(np.searchsorted(np.cumsum(weights[ranked]), missing))
+    return np.sort(np.concatenate([*taken, ranked[: last + 1]]))
 
 
-def _top_p(weights: np.ndarray, among: np.ndarray | None, p: float) -> np.ndarray | None:
-    """Of the indices `among` (None: all), the fewest largest whose share of their sum reaches p; at least one."""
-    if p >= 1.0:
-        return among
-    pool = weights if among is None else weights[among]
-    target = p * pool.sum()
-    count = min(_FIRST_CANDIDATES, len(pool))
-    while True:
-        candidates = _largest(pool, count)
-        reached = np.nonzero(np.cumsum(pool[candidates]) >= target)[0]
-        if len(reached) or count == len(pool):
-            break
-        count = min(4 * count, len(pool))
-    last = reached[0] if len(reached) else count - 1  # rounding may leave the whole sum a hair below its target
-    chosen = candidates[: last + 1]
-    return chosen if among is None else among[chosen]
-
-
-def _largest(values: np.ndarray, k: int) -> np.ndarray:
-    """Indices of the k largest values, largest first, equal ones by ascending index.
+def _top(values: np.ndarray, k: int) -> np.ndarray:
+    """Indices, ascending, of the k largest values; of equal ones at the edge those with the lowest index.
 
     `argpartition` alone would pick arbitrarily among values equal to the k-th, so those are chosen by index.
     """
     if k >= len(values):
-        return np.lexsort((np.arange(len(values)), -values))
+        return np.arange(len(values))
     threshold = np.partition(values, len(values) - k)[len(values) - k]
-    above = np.nonzero(values > threshold)[0]
-    equal = np.nonzero(values == threshold)[0][: k - len(above)]
-    chosen = np.concatenate([above, equal])
-    return chosen[np.lexsort((chosen, -values[chosen]))]
+    chosen = values > threshold
+    equal = np.flatnonzero(values == threshold)
+    chosen[equal[: k - np.count_nonzero(chosen)]] = True
+    return np.flatnonzero(chosen)
+
+
+def _largest(values: np.ndarray, k: int) -> np.ndarray:
+    """Indices of the k largest values, largest first, equal ones by ascending index. Sorts k values."""
+    top = _top(values, k)
+    return top[np.argsort(-values[top], kind="stable")]
 
 
 def log_sum_exp(logits: np.ndarray) -> float:

@@ -1,10 +1,12 @@
 """What a request asks of the sampler, checked once, before anything is computed."""
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forge.errors import UsageError
+
+_GREATEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class SamplingParams:
     (Keskar et al. 2019)."""
     seed: int | None = None
     """Same seed, same tokens. None draws a fresh one, which the output reports."""
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
     """Output ends before the first of these strings, which may span tokens."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token."""
@@ -41,7 +43,7 @@ class SamplingParams:
     """The same for each prompt token."""
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             _require_number(name, getattr(self, name))
@@ -74,7 +76,7 @@ class SamplingParams:
 
 def _require_number(name: str, value: object) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    _check(is_number and math.isfinite(value), f"{name} must be a finite number, got {value!r}")
+    _check(is_number and -_GREATEST <= value <= _GREATEST, f"{name} must be a finite number, got {value!r}")
 
 
 def _require_int(name: str, value: object) -> None:

@@ -5,11 +5,16 @@
 
 Admission is first come, first served: running sequences go on by one token each, and waiting ones join as long as the
 cache has room for their prompts. A sequence is in exactly one container: `waiting`, `running`, or (ended, but with its
-cache kept for a continuation) `kept`.
+cache kept for a continuation) `kept`. A kept cache is a convenience: the oldest is given up where a waiting sequence
+would otherwise find no room.
+
+An exception may come between any two lines here (Ctrl-C). So `commit` can be called again with the same arguments and
+`roll_back` at any time: both look at what is already done, and do the rest.
 """
 
 from collections import deque
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from dataclasses import dataclass
 
 from forge.cache.kv_cache import KvCache, OutOfBlocks
@@ -61,25 +66,34 @@ class Scheduler:
             if refusal is not None:
                 waiting = (Waiting(sequence.seq_id, refusal),)
                 break
-            self.waiting.popleft()
             self.running[sequence.seq_id] = sequence
+            self.waiting.popleft()
             admitted.append(sequence.seq_id)
         return StepPlan(tuple(items), tuple(copies), tuple(admitted), waiting)
 
-    def commit(self, plan: StepPlan, outcomes: Items[Outcome]) -> list[Sequence]:
-        """Record what a plan's forward pass wrote and chose; return the sequences that ended with it."""
-        for item in plan.items:
-            tokens = self.running[item.seq_id].token_ids
-            self.cache.commit(item.seq_id, tokens[item.start : item.start + item.num_tokens])
-        ended = []
-        for outcome in outcomes:
-            sequence = self.running[outcome.seq_id]
-            if outcome.token_id is not None:
-                sequence.token_ids.append(outcome.token_id)
-            if outcome.finish_reason is not None:
-                self._retire(sequence, outcome.finish_reason, outcome.stop_reason)
-                ended.append(sequence)
-        return ended
+    def commit(self, plan: StepPlan, outcomes: Items[Outcome]) -> None:
+        """Record what a plan's forward pass wrote and chose: one outcome per item, in the same order."""
+        for item, outcome in zip(plan.items, outcomes, strict=True):
+            sequence = self.running.get(item.seq_id)
+            if sequence is not None:  # None: it ended in an earlier call that was interrupted
+                self._commit_item(sequence, item, outcome)
+
+    def roll_back(self) -> None:
+        """Undo a `schedule()` that no `commit` will follow, as far as it came: nothing stays reserved.
+
+        Whoever it admitted goes on running, and computes its prompt in the next step.
+        """
+        if self.waiting:
+            head = self.waiting[0]
+            if head.seq_id in self.running:
+                self.waiting.popleft()
+            elif head.seq_id not in self.kept:
+                self._drop_cache(head.seq_id)
+        for sequence in [*self.running.values(), *self.waiting]:
+            if sequence.finish_reason is not None:
+                self._retire(sequence, sequence.finish_reason, sequence.stop_reason)
+        for seq_id in self.running:
+            self.cache.truncate(seq_id, self.cache.computed_length(seq_id))
 
     def abort(self, seq_id: int) -> Sequence | None:
         """End a sequence between steps, wherever it is; None if it has already ended."""
@@ -90,54 +104,55 @@ class Scheduler:
         return None
 
     def release(self, seq_id: int) -> None:
-        """Give up a kept sequence's cache."""
-        del self.kept[seq_id]
-        self.cache.remove(seq_id)
+        """Give up a kept sequence's cache, unless that has happened already."""
+        if seq_id in self.kept:
+            self._drop_cache(seq_id)
+            del self.kept[seq_id]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a sequence is in two containers or the cache disagrees with its tokens."""
-        ids = [s.seq_id for s in self.waiting] + list(self.running) + list(self.kept)
+        # A sequence that continues another has that one's id, which is in `kept` until it begins.
+        new = [sequence.seq_id for sequence in self.waiting if sequence.continues is None]
+        ids = [*new, *self.running, *self.kept]
         assert len(ids) == len(set(ids)), "a sequence is in two containers"
         assert len(self.running) <= self.max_num_seqs, "more sequences run than may"
         for seq_id, sequence in self.running.items():
+            computed, reserved = self.cache.computed_length(seq_id), self.cache.reserved_length(seq_id)
+            assert computed == reserved, "slots are reserved between steps"
             if self.cache.kind != "off":
-                assert self.cache.computed_length(seq_id) == len(sequence.token_ids) - 1
+                assert computed == len(sequence.token_ids) - 1, "the cached length is not the next position"
         self.cache.check_invariants()
 
-    def _admit(self, sequence: Sequence, copies: list[BlockCopy], items: list[PlanItem]) -> NoBlocks | MaxNumSeqs | None:
-        """Begin a waiting sequence, or say why not with everything as it was."""
+    def _admit(
+        self, sequence: Sequence, copies: list[BlockCopy], items: list[PlanItem]
+    ) -> NoBlocks | MaxNumSeqs | None:
+        """Begin a waiting sequence, or say why it has to wait."""
         if len(self.running) >= self.max_num_seqs:
             return MaxNumSeqs(self.max_num_seqs)
-        try:
-            if sequence.continues is not None:
-                self._take_over(sequence)
-            else:
-                wants_prompt = sequence.params.prompt_logprobs is not None
-                self.cache.add(
-                    sequence.seq_id,
-                    sequence.token_ids,
-                    max_cached=0 if wants_prompt else len(sequence.token_ids) - 1,
-                )
-        except OutOfBlocks as shortage:
-            return NoBlocks(shortage.needed, shortage.free)
-        try:
-            items.append(self._reserve(sequence, copies))
-        except OutOfBlocks as shortage:
-            self.cache.remove(sequence.seq_id)
-            return NoBlocks(shortage.needed, shortage.free)
-        return None
+        while True:
+            try:
+                self._begin(sequence)
+                items.append(self._reserve(sequence, copies))
+                return None
+            except OutOfBlocks as shortage:
+                self._drop_cache(sequence.seq_id)
+                if not self.kept:
+                    return NoBlocks(shortage.needed, shortage.free)
+                self.release(next(iter(self.kept)))  # the one that ended first
 
-    def _take_over(self, sequence: Sequence) -> None:
-        """Continue from a kept sequence's cache: what the two have in common stays, the rest is forgotten."""
-        kept = self.kept.pop(sequence.continues)
+    def _begin(self, sequence: Sequence) -> None:
+        """Give the sequence its place in the cache, with as much of its prompt as is there already.
+
+        The last prompt token is computed in any case, for its logits; where all of them are wanted, the whole prompt.
+        """
+        wants_prompt = sequence.params.prompt_logprobs is not None
+        max_cached = 0 if wants_prompt else len(sequence.token_ids) - 1
+        kept = None if sequence.continues is None else self.kept.pop(sequence.continues, None)
         sequence.continues = None  # from here on it is an ordinary sequence, recomputed if it must be
-        common = 0
-        for ours, theirs in zip(sequence.token_ids, kept.token_ids, strict=False):
-            if ours != theirs:
-                break
-            common += 1
-        # The last prompt token is computed again in any case: its logits choose the first output token.
-        self.cache.truncate(sequence.seq_id, min(common, len(sequence.token_ids) - 1))
+        if kept is None:
+            self.cache.add(sequence.seq_id, sequence.token_ids, max_cached=max_cached)
+        else:
+            self.cache.truncate(sequence.seq_id, min(_num_common(sequence.token_ids, kept.token_ids), max_cached))
 
     def _reserve(self, sequence: Sequence, copies: list[BlockCopy]) -> PlanItem:
         start = self.cache.computed_length(sequence.seq_id)
@@ -154,14 +169,37 @@ class Scheduler:
             block_table=self.cache.block_table(sequence.seq_id),
         )
 
+    def _commit_item(self, sequence: Sequence, item: PlanItem, outcome: Outcome) -> None:
+        end = item.start + item.num_tokens
+        if sequence.finish_reason is None:
+            computed = self.cache.computed_length(item.seq_id)
+            if computed < end <= self.cache.reserved_length(item.seq_id):
+                self.cache.commit(item.seq_id, sequence.token_ids[computed:end])
+            if outcome.token_id is not None and len(sequence.token_ids) == end:
+                sequence.token_ids.append(outcome.token_id)
+        if outcome.finish_reason is not None:
+            self._retire(sequence, outcome.finish_reason, outcome.stop_reason)
+
     def _retire(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None) -> None:
         """The one way out for every sequence, whatever ended it."""
-        sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
-        if self.running.pop(sequence.seq_id, None) is None:
+        sequence.finish_reason = reason
+        if sequence.seq_id not in self.running:
             self.waiting.remove(sequence)
             return
         if sequence.keep_cache:
             self.kept[sequence.seq_id] = sequence
         else:
-            self.cache.remove(sequence.seq_id)
+            self._drop_cache(sequence.seq_id)
+        del self.running[sequence.seq_id]
+
+    def _drop_cache(self, seq_id: int) -> None:
+        """Give back what a sequence has in the cache, if it has anything."""
+        with suppress(KeyError):
+            self.cache.remove(seq_id)
+
+
+def _num_common(ours: Items[int], theirs: Items[int]) -> int:
+    """How many tokens the two begin with in common."""
+    pairs = zip(ours, theirs, strict=False)
+    return next((index for index, (our, their) in enumerate(pairs) if our != their), min(len(ours), len(theirs)))

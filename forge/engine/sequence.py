@@ -9,7 +9,7 @@ from forge.trace.records import FinishReason
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence of tokens. Its state (waiting, running, finished) is the container that holds it, and no field here."""
+    """A sequence of tokens. Its state (waiting, running, kept) is the container that holds it, and no field here."""
 
     seq_id: int
     request_id: str

@@ -2,7 +2,7 @@
 
 `unpack` gives a tensor's small integers and float scales apart, which is what a kernel repacks; `dequantize` multiplies
 them out to float32. Both follow the order of operations of the gguf package's `quants.dequantize`, and equal it in
-every bit.
+every bit (a NaN, which only a damaged scale gives, may have the other sign).
 
 Nothing here checks a file: `raw` is taken to hold exactly the tensor's bytes, which the reader has made sure of. Scales
 that are infinite or not a number come out as such values and raise nothing.

@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from forge.gguf.ggml_types import BLOCK_SIZES, FLOAT_TYPES, QUANTIZED_TYPES, GGMLType, GGUFValueType, row_nbytes
+from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType, row_nbytes
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def random_weights(ggml_type: GGMLType, shape: tuple[int, ...], std: float, rng:
     Normally distributed for the types that the gguf package quantizes to. For the K types the blocks are made directly:
     uniform quants, scales within a factor of two of each other, minima that center each group.
     """
-    if ggml_type in FLOAT_TYPES or ggml_type not in (GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K):
+    if ggml_type not in (GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K):
         return encode(ggml_type, rng.standard_normal(shape, dtype=np.float32) * np.float32(std))
     elements, nbytes = BLOCK_SIZES[ggml_type]
     blocks = rng.integers(0, 256, (int(np.prod(shape)) // elements, nbytes), dtype=np.uint8)
@@ -164,6 +164,3 @@ def _six_bit_pairs(scales: np.ndarray) -> np.ndarray:
     first = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
     last = (scales[:, 4:] & 0x0F) | (scales[:, 4:] << 4)
     return np.concatenate([first, first, last], axis=1)
-
-
-__all__ = ["QUANTIZED_TYPES", "NewTensor", "TypedValue", "encode", "random_weights", "write_gguf"]

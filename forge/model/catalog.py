@@ -65,10 +65,14 @@ def resolve_model(name_or_path: str | Path) -> Path:
             if not model.present:
                 raise UsageError(f"{model.path}: the bundled model is missing; `make models` trains it again")
             return model.path
-    path = Path(text).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(text).expanduser()
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # a folder that may not be entered, a name too long, an unknown ~user
+        raise UsageError(f"{text}: {getattr(error, 'strerror', None) or error}") from None
+    if is_folder:
         raise UsageError(f"{text}: is a folder; give a .gguf file in it, or a bundled model: {_names()}")
-    if not path.exists():
+    if not exists:
         raise UsageError(f"{text}: no such file. Bundled models: {_names()}{_nearest(text)}")
     return path
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from forge.backends.backend import Array, Backend
+from forge.backends.backend import Array, Backend, Operations
 from forge.cache.kv_storage import KvLayout, KvStorage
 from forge.model.config import Qwen3Config
 from forge.model.forward_batch import ForwardBatch
@@ -65,42 +65,48 @@ class Qwen3:
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
 
-    def kv_layout(self, num_blocks: int, block_size: int) -> KvLayout:
+    def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
         """The layout of a storage that fits this model."""
         config = self.config
-        return KvLayout(config.num_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+        return KvLayout(
+            config.num_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim, kv_dtype
+        )
 
     def forward(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
-        """One pass over all rows of `batch`.
+        """One pass over all rows of `batch`: logits, float32 `[R, vocab_size]`, for `batch.logit_rows` in that order.
 
         Keys and values of every row are written to `storage` first and attention reads them back from there, in every
         layer, so that a row sees the same rounded keys whether they were computed now or a thousand steps ago.
-
-        Returns logits float32 `[R, vocab_size]` for `batch.logit_rows`, in that order.
         """
-        ops, config, weights = self.backend, self.config, self.weights
-        x = ops.embed(weights.embedding, batch.token_ids)
+        return self.backend.run(self.forward_pass, batch, storage)
+
+    def forward_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
+        """The operations of one pass, in order. What they do, at once or later, is the backend's business."""
+        config, weights = self.config, self.weights
+        ops.begin_layer(-1)
+        x = ops.embed(weights.embedding, batch)
         for index, layer in enumerate(weights.layers):
             ops.begin_layer(index)
-            x = ops.add(x, self._attention(index, layer, x, batch, storage))
-            x = ops.add(x, self._feed_forward(layer, x))
+            x = ops.add(x, self._attention(ops, index, layer, x, batch, storage))
+            x = ops.add(x, self._feed_forward(ops, layer, x))
         ops.begin_layer(-1)
-        x = ops.take_rows(x, batch.logit_rows)  # only rows whose logits are wanted pay for the head
+        x = ops.logit_rows(x, batch)  # only rows whose logits are wanted pay for the head
         x = ops.rms_norm(x, weights.output_norm, config.rms_norm_eps)
         return ops.to_numpy(ops.linear(x, weights.head))
 
-    def _attention(self, index: int, layer: LayerWeights, x: Array, batch: ForwardBatch, storage: KvStorage) -> Array:
-        ops, config = self.backend, self.config
+    def _attention(
+        self, ops: Operations, index: int, layer: LayerWeights, x: Array, batch: ForwardBatch, storage: KvStorage
+    ) -> Array:
+        config = self.config
         x = ops.rms_norm(x, layer.attention_norm, config.rms_norm_eps)
         q = ops.head_norm(ops.linear(x, layer.q), layer.q_norm, config.rms_norm_eps)
         k = ops.head_norm(ops.linear(x, layer.k), layer.k_norm, config.rms_norm_eps)
         v = ops.linear(x, layer.v)
-        q = ops.rope(q, batch.positions, config.head_dim, config.rope_theta)
-        k = ops.rope(k, batch.positions, config.head_dim, config.rope_theta)
+        q = ops.rope(q, batch, config.head_dim, config.rope_theta)
+        k = ops.rope(k, batch, config.head_dim, config.rope_theta)
         ops.write_kv(storage, index, batch, k, v)
         return ops.linear(ops.attention(q, storage, index, batch), layer.attention_output)
 
-    def _feed_forward(self, layer: LayerWeights, x: Array) -> Array:
-        ops = self.backend
+    def _feed_forward(self, ops: Operations, layer: LayerWeights, x: Array) -> Array:
         x = ops.rms_norm(x, layer.ffn_norm, self.config.rms_norm_eps)
         return ops.linear(ops.swiglu(ops.linear(x, layer.gate), ops.linear(x, layer.up)), layer.down)

@@ -1,30 +1,19 @@
 """Conversations to prompts: the file's Jinja template in a sandbox, or Qwen3's behaviour when the file has none.
 
-A template comes with a model file, from anybody. It runs in Jinja's immutable sandbox, with the settings, functions and
-`tojson` that Hugging Face's `apply_chat_template` gives it, and under a `_Budget`: Jinja has no `while`, so what could
-run for ever is nested loops, recursion and text that doubles, and each of them is charged before or as it happens.
-Whatever goes wrong becomes one line of `ChatTemplateError`. `jinja2` is imported when the first template is compiled.
+A template comes with a model file, from anybody. It runs in Jinja's immutable sandbox (`template_sandbox`), with the
+settings, functions and `tojson` that Hugging Face's `apply_chat_template` gives it, and within bounds of work and size.
+Whatever goes wrong becomes one line of `ChatTemplateError`. `jinja2`, 40 ms to import, is imported when the first
+template is compiled.
 """
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
-from functools import wraps
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from forge.errors import ForgeError, UsageError
 
-MAX_STEPS = 1_000_000
-"""Loop iterations and calls of one rendering."""
-
-MAX_CHARS = 32_000_000
-"""Characters that one rendering may output or build on the way."""
-
 MAX_TEMPLATE_CHARS = 200_000
 """Qwen3's template has about 4,000."""
-
-_MAX_NUMBER = 1_000_000
-"""Greatest number that a filter, method or repetition takes: widths, counts, indentations."""
 
 QWEN3_CHAT_TEMPLATE = """\
 {#- One turn per message. Earlier answers lose their thinking; answers since the last question keep it. -#}
@@ -74,23 +63,35 @@ class ChatTemplateError(ForgeError):
 
 
 class ChatTemplate:
-    """A compiled template. `variables` are always defined in it: `bos_token`, `eos_token`.
+    """A compiled template. `variables` are always defined in it, such as `eos_token`.
 
-    Raises `ChatTemplateError` when `source` is too long or not Jinja."""
+    Raises `ChatTemplateError` when `source` is too long or not Jinja. May be rendered from several threads."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ChatTemplateError(f"chat template: {len(source)} characters, over the limit of {MAX_TEMPLATE_CHARS}")
         self._variables = dict(variables)
-        self._compile = _compiler(source)
-        self._compile(_Budget())
+        with _one_line_errors():
+            from forge.tokenizer.template_sandbox import compile_template
+
+            self._code = compile_template(source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt. Raises `UsageError` for messages that are none, `ChatTemplateError` for what the template does."""
-        budget = _Budget()
-        template = self._compile(budget)
+        """The prompt. Raises `UsageError` for bad messages and `ChatTemplateError` for what the template does."""
+        from forge.tokenizer.template_sandbox import render_template
+
         context = {"tools": None, **self._variables, **variables, "messages": _checked(messages)}
-        return _guarded(lambda: "".join(budget.charged_output(template.generate(context))))
+        with _one_line_errors():
+            return render_template(self._code, context)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a template is somebody else's program: whatever it raises is its own failure
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ChatTemplateError(f"chat template: {reason[:300]}") from error
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -114,49 +115,3 @@ def _text_part(part: Any, number: int) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     raise UsageError(f"message {number}: only text parts are supported")
-
-
-class _Budget:
-    """What one rendering may still spend. Raises `ChatTemplateError` when it is used up."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._chars = 0
-
-    def spend(self, steps: int = 0, chars: int = 0) -> None:
-        self._steps += steps
-        self._chars += chars
-        if self._steps > MAX_STEPS:
-            raise ChatTemplateError(f"chat template: stopped after {MAX_STEPS} steps; it loops too long")
-        if self._chars > MAX_CHARS:
-            raise ChatTemplateError(f"chat template: stopped after {MAX_CHARS} characters; it writes too much")
-
-    def charged(self, value: Any) -> Any:
-        """`value`, paid for by its size."""
-        if isinstance(value, str):
-            self.spend(steps=1, chars=len(value))
-        elif isinstance(value, (list, tuple, dict, range)):
-            self.spend(steps=1 + len(value))
-        else:
-            self.spend(steps=1)
-        return value
-
-    def charged_loop(self, iterable: Iterable[Any], chars_each: int) -> Iterable[Any]:
-        """`iterable` for a loop whose body holds `chars_each` characters of fixed text."""
-        if isinstance(iterable, (str, list, tuple, dict, range)):
-            self.spend(steps=len(iterable), chars=len(iterable) * chars_each)
-            return iterable
-        return self._charged_items(iterable, chars_each)
-
-    def charged_output(self, chunks: Iterable[str]) -> Iterator[str]:
-        for chunk in chunks:
-            self.spend(chars=len(chunk))
-            yield chunk
-
-    def _charged_items(self, iterable: Iterable[Any], chars_each: int) -> Iterator[Any]:
-        for item in iterable:
-            self.spend(steps=1, chars=chars_each)
-            yield item
-
-
-def _guarded[T](action: Callable[[], T]) -> T: ...

@@ -14,8 +14,8 @@ class StreamingDetokenizer:
     """One stream's state. All `push` results and the `flush` joined equal `tokenizer.decode(all ids)`, exactly.
 
     Invalid bytes become U+FFFD, as many as Python's incremental UTF-8 decoder makes of them: one for each maximal part
-    of a sequence that cannot be completed (Unicode 3.9, "maximal subparts"), so an invalid byte shows at the latest with
-    the byte after it. With `skip_special` control tokens give no text."""
+    of a sequence that cannot be completed (Unicode 3.9, "maximal subparts"), so an invalid byte shows at the latest
+    with the byte after it. With `skip_special` control tokens give no text."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -30,6 +30,4 @@ class StreamingDetokenizer:
 
     def flush(self) -> str:
         """What is still held back, as U+FFFD, at the end of the stream; the next `push` starts a new one."""
-        held_back = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return held_back
+        return self._decoder.decode(b"", final=True)

@@ -1,13 +1,13 @@
 """Text to token ids and back, for byte-level BPE as Qwen has it.
 
 `Tokenizer` owns what Qwen's tokenizer does around BPE: control and user-defined tokens are found in the raw text first,
-and what lies between them is brought to NFC and encoded. Ids of plain text come from `encoders`; decoding is a lookup of
-each token's bytes and belongs to no implementation.
+and what lies between them is brought to NFC and encoded. Ids of plain text come from `encoders`; decoding is a lookup
+of each token's bytes and belongs to no implementation.
 
-The order matters in one corner. A user-defined token's text keeps its id even where a combining mark follows it, as Qwen
-has it (`<think>` and then U+0338), so there `decode(encode(s))` is NFC piece by piece, not of the whole. For every other
-string `decode(encode(s)) == NFC(s)`, with the NFC of Python's own `unicodedata`. (llama.cpp does not normalize at all;
-Hugging Face's normalizer knows an older Unicode and leaves some recent combining marks in the order they came.)
+The order matters in one corner. A user-defined token's text keeps its id even where a combining mark follows it, as
+Qwen has it (`<think>` and then U+0338), so there `decode(encode(s))` is NFC piece by piece, not of the whole. For every
+other string `decode(encode(s)) == NFC(s)`, with the NFC of Python's own `unicodedata`. (llama.cpp does not normalize at
+all; Hugging Face's normalizer knows an older Unicode and leaves some recent combining marks in the order they came.)
 """
 
 import re
@@ -96,12 +96,12 @@ class Tokenizer:
         The text of a control token becomes that token only with `allow_special`, which is for prompts that a chat
         template rendered; in what a user typed it stays text. Raises `UsageError` for text that is not Unicode."""
         _check_unicode(text)
+        parts = list(self._split(text, allow_special))
+        plain = [normalize("NFC", part) for part in parts if isinstance(part, str)]
+        encoded = iter(self._encoders.encode_parts(plain) if plain else ())
         ids = [self.spec.bos_token_id] if self.spec.add_bos and self.spec.bos_token_id is not None else []
-        for part in self._split(text, allow_special):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                ids += self._encoders.encode(normalize("NFC", part))
+        for part in parts:
+            ids += [part] if isinstance(part, int) else next(encoded)
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
@@ -210,6 +210,6 @@ def _check_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"character {error.start} of the text is U+{ord(text[error.start]):04X}, half of a surrogate pair, which is "
-            "not a character: read the input as UTF-8, or remove it"
+            f"character {error.start} of the text is U+{ord(text[error.start]):04X}, half of a surrogate pair and no "
+            "character: read the input as UTF-8, or remove it"
         ) from None

@@ -1,7 +1,8 @@
-"""Pictures made of characters: a bar, a sparkline, and a line plot of several curves. They know numbers and nothing else."""
+"""Pictures made of characters: a bar, a sparkline, and a plot of several curves. They know only numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rich.text import Text
 
@@ -12,6 +13,7 @@ CUT = "»"
 
 # Braille cells hold 2 x 4 dots; _DOTS[row][column] is the bit of a dot in the character's code.
 _BRAILLE = 0x2800
+_ROWS_PER_CELL = 4
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
@@ -40,7 +42,7 @@ def _grouped(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     edges = [index * len(values) // width for index in range(width + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,16 @@ def line_plot(curves: Sequence[Curve], scale: float, num_points: int, width: int
     for curve in curves:
         canvas.draw(curve, scale, num_points)
     return canvas.lines()
+
+
+def row_of(value: float, scale: float, height: int) -> int:
+    """The line of a plot, counted from the upper one, on which `value` lies."""
+    return _dot_row(value, scale, height) // _ROWS_PER_CELL
+
+
+def _dot_row(value: float, scale: float, height: int) -> int:
+    level = min(max(value / scale, 0.0), 1.0) if scale > 0 else 0.0
+    return round((1 - level) * (height * _ROWS_PER_CELL - 1))
 
 
 class _Canvas:
@@ -87,14 +99,12 @@ class _Canvas:
 
     def _place(self, x: float, y: float, scale: float, num_points: int) -> tuple[int, int]:
         """The dot (column, row), counted from the upper left."""
-        columns, rows = self.width * 2, self.height * 4
-        column = round(x * (columns - 1) / max(num_points - 1, 1))
-        level = min(max(y / scale, 0.0), 1.0) if scale > 0 else 0.0
-        return column, round((1 - level) * (rows - 1))
+        column = round(x * (self.width * 2 - 1) / max(num_points - 1, 1))
+        return column, _dot_row(y, scale, self.height)
 
     def _set(self, column: int, row: int, style: str) -> None:
-        self._dots[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
-        self._styles[row // 4][column // 2] = style
+        self._dots[row // _ROWS_PER_CELL][column // 2] |= _DOTS[row % _ROWS_PER_CELL][column % 2]
+        self._styles[row // _ROWS_PER_CELL][column // 2] = style
 
 
 def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """The chart that every generation has: one row per forward pass, with its phase, the tokens it computed and its time.
 
-    prefill  4 tok  ███▌ 1.9
-    decode   1 tok  ▉ 0.6
+prefill  4 tok  ███▌ 1.9
+decode   1 tok  ▉ 0.6
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ def _row(forward: Forward, scale: float, digits: int, bar_width: int, note: str,
 
 
 def _elided(forwards: Sequence[Forward], scale: float, width: int) -> Text:
-    label = f"  ⋮ {count(len(forwards))} more  "
+    label = f"… {count(len(forwards))} more  "
     row = Text(label, QUIET, no_wrap=True, overflow="crop")
     row.append(sparkline([forward.ms for forward in forwards], scale, max(8, width - len(label) - 2)), ACCENT)
     return row

@@ -15,6 +15,7 @@ Fact = tuple[str, str]
 
 def run_facts(result: RunResult) -> list[Fact]:
     """What a run cost, in the order in which a reader asks."""
+    seed = [("seed", str(result.output.seed))] if result.sampled else []
     return [
         ("time to first token", with_unit(ms(result.time_to_first_token_ms), "ms")),
         ("decode", with_unit(rate(result.decode_tokens_per_second), "tok/s")),
@@ -22,6 +23,7 @@ def run_facts(result: RunResult) -> list[Fact]:
         ("tokens computed", count(result.tokens_computed)),
         ("KV held", size(result.kv_bytes_held)),
         ("ended", result.ending),
+        *seed,
     ]
 
 
@@ -53,16 +55,31 @@ def flowing(facts: Sequence[Fact], width: int) -> list[Text]:
 
 
 def metrics_lines(result: RunResult, width: int) -> list[Text]:
-    """The block under a chart on a terminal."""
+    """The block under a chart on a terminal; says what ran where the chart's heading had no room for it."""
     spread = Text.assemble(("per forward ms: ", QUIET), spread_text(result.spread))
-    return [*flowing(run_facts(result), width), spread]
+    unsaid = [] if _fits_heading(result.label, width) else [Text(str(result.label), QUIET)]
+    return [*flowing(run_facts(result), width), spread, *unsaid]
+
+
+def chart_heading(label: RunLabel, width: int) -> Text:
+    """What the chart shows on the left; what ran on the right, as far as there is room."""
+    room = width - len(_HEADING)
+    what = str(label) if _fits_heading(label, width) else f"kv {label.kv} · {label.device} · {label.model}"
+    if len(what) + 3 > room:
+        return Text(_HEADING)
+    return Text.assemble(_HEADING, (f"{what:>{room}}", QUIET), no_wrap=True)
+
+
+def _fits_heading(label: RunLabel, width: int) -> bool:
+    return len(_HEADING) + 3 + len(str(label)) <= width
+
+
+_HEADING = "milliseconds per forward"
 
 
 def plain_metrics(result: RunResult) -> list[str]:
     """The block in a pipe: one fact to a line, names padded to one column."""
     facts = [*label_facts(result.label), *run_facts(result), ("per forward ms", spread_text(result.spread))]
-    if result.output.outputs[0].metrics.num_output_tokens:
-        facts.append(("seed", str(result.output.seed)))
     widest = max(len(name) for name, _ in facts)
     return [f"{name:<{widest}}  {figure}" for name, figure in facts]
 

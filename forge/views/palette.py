@@ -4,7 +4,7 @@ One accent, one colour per sequence, grey for what is free or in the background,
 """
 
 ACCENT = "cyan"
-QUIET = "bright_black"
+QUIET = "grey50"
 TROUBLE = "red"
 GOOD = "green"
 TITLE = "bold"

@@ -7,6 +7,8 @@ import sys
 from typing import IO
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 
 class ClosedPipe(Exception):
@@ -35,3 +37,11 @@ def open_error_console() -> ForgeConsole:
 def can_redraw(console: Console) -> bool:
     """Whether a live view has a terminal under it that can move its cursor."""
     return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print `table` without the spaces that would pad each of its lines to the full width."""
+    for segments in console.render_lines(table, pad=False):
+        line = Text.assemble(*((segment.text, segment.style or "") for segment in segments), no_wrap=True)
+        line.rstrip()
+        console.print(line)

@@ -5,11 +5,12 @@ A conversation is a list of (role, content) pairs. `render` writes it in the Cha
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 from . import phrases as say
 from .questions import Question, ask
-from .stories import Story, article, capital, draw_world, tell
+from .stories import Story, article, draw_world, tell
 
 Message = tuple[str, str]
 
@@ -71,7 +72,8 @@ def _request(story: Story, rng: Random) -> str:
         f"{article(hero.kind)} and {article(world.thing.noun)}",
         f"{article(hero.kind)} and {article(world.thing.noun)}",
         article(hero.kind),
-        f"{article(hero.trait)} {hero.kind}",
+        story.hero[0].lower() + story.hero[1:],
+        story.hero[0].lower() + story.hero[1:],
         article(f"{world.thing_adjective} {world.thing.noun}"),
         f"{article(hero.kind)} and {article(world.friend.kind)}",
         f"the {world.place.noun}",
@@ -79,7 +81,7 @@ def _request(story: Story, rng: Random) -> str:
         f"{article(hero.kind)} and {story.theme[0].lower() + story.theme[1:]}",
     ]
     if hero.name:
-        topics += [hero.name, f"{hero.name} the {hero.kind}", f"{article(hero.kind)} named {hero.name}"]
+        topics += [hero.name, f"{hero.name} the {hero.kind}", f"{story.hero[0].lower() + story.hero[1:]} named {hero.name}"]
     if rng.random() < 0.15:
         return rng.choice(REQUESTS)
     return rng.choice(TOPIC_REQUESTS).format(topic=rng.choice(topics), ending=world.ending, title=story.title)
@@ -168,7 +170,17 @@ def plain_story(rng: Random) -> str:
 
 
 def from_the_middle(text: str, rng: Random) -> str:
-    """The text without its first words, so that a prompt may start anywhere in a story."""
+    """The text without its beginning, cut at a sentence or inside one, so that a prompt may start anywhere in a story."""
+    if rng.random() < 0.6:
+        sentences = re.split(r"(?<=[.!?]) (?=[A-Z])|\n\n", text)
+        return " ".join(sentences[rng.randrange(1, max(2, len(sentences) // 2)) :])
     words = text.split(" ")
-    start = rng.randrange(1, max(2, len(words) * 2 // 3))
-    return capital(" ".join(words[start:]).lstrip()) if rng.random() < 0.5 else " ".join(words[start:]).lstrip()
+    return " ".join(words[rng.randrange(1, max(2, len(words) * 2 // 3)) :]).lstrip()
+
+
+def question_prompt(rng: Random, kind: str) -> tuple[str, Question]:
+    """One decision as a server gets it: a story and one question of the given kind, up to the answer's place."""
+    story = _told(rng, rng.uniform(0.0, 0.7))
+    question = ask(story.world, rng, kind)
+    message = pose(story.text, question, rng.choice(ONE_WORD), rng)
+    return render([("user", message)]) + "<|im_start|>assistant\n", question

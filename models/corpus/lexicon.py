@@ -50,11 +50,11 @@ GIRL_NAMES = (
 BOY_NAMES = (
     "Tom Sam Leo Max Ben Finn Oscar Theo Hugo Jack Noah Milo Felix Otto Emil Arlo Jonah Luca Omar Ravi Kofi Nils Anton "
     "Bruno Caleb Dario Elias Frank George Henry Ivan Jasper Karl Liam Marco Ned Oliver Peter Quinn Rufus Simon Toby Victor "
-    "Walter Yusuf Adam Basil Colin David Erik Gus Harry Isaac Joel Kai Lars Martin Nico Owen Paul Robin Stefan Tariq Will"
+    "Walter Yusuf Adam Basil Colin David Erik Gus Harry Isaac Joel Kai Lars Martin Nico Owen Paul Robin Stefan Tariq Wade"
 ).split()
 ANIMAL_NAMES = (
     "Pip Bramble Clover Pepper Biscuit Maple Nutmeg Acorn Button Thistle Hopper Ginger Tumble Whisker Pebble Rusty Willow "
-    "Fern Dusty Twig Barley Cricket Sunny Patch Mossy Misty Nibble Puddle Smoky Berry Bean Socks Snowy Scout Honey Rowan "
+    "Fern Dusty Twig Barley Cricket Sunny Patch Mossy Misty Nibble Puddle Smoky Berry Bean Sooty Snowy Scout Honey Rowan "
     "Sorrel Tansy Juniper Flicker Waddle Bumble Fidget Poppet Pumpkin Cinder Ember Copper Domino Marble Velvet Ziggy"
 ).split()
 

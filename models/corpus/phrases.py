@@ -26,6 +26,15 @@ SETTINGS = (
     "There is a story that old people tell when the fire burns low.",
     "Nothing ever happened in the village, until one day something did.",
 )
+SETTING_OPENINGS = (
+    "That was when {intro} woke up {home}.",
+    "{home_cap}, {intro} was still awake.",
+    "{home_cap}, {intro} opened one eye, and then the other.",
+    "{intro_cap} sat {home} and listened.",
+    "That is where our story begins, with {intro} who lived {home}.",
+    "And in the middle of it all lived {intro}.",
+    "{intro_cap}, who lived {home}, took a deep breath and smiled.",
+)
 OPENINGS = (
     "Once upon a time, there was {intro} who lived {home}.",
     "Once upon a time, {home}, there lived {intro}.",

@@ -48,13 +48,14 @@ def ask_ending(world: World, rng: Random) -> Question:
 
 def ask_hero(world: World, rng: Random) -> Question:
     options = _shuffled((world.hero.label, world.friend.label), rng)
+    first, second = (world.hero.called if label == world.hero.label else world.friend.called for label in options)
     text = rng.choice(
         (
             "Who is the hero of the story?",
             "Who is the story about?",
             "What is the hero called?",
-            f"Who is the hero, {options[0]} or {options[1]}?",
-            f"Who is the main character, {options[0]} or {options[1]}?",
+            f"Who is the hero, {first} or {second}?",
+            f"Who is the main character, {first} or {second}?",
         )
     )
     return Question("hero", text, options, world.hero.label)

@@ -92,11 +92,12 @@ class World:
 
 @dataclass(frozen=True)
 class Story:
-    """A told world. `theme` says in a few words what it is about."""
+    """A told world. `theme` says in a few words what it is about, `hero` how it introduces its hero ("a shy little fox")."""
 
     world: World
     title: str
     theme: str
+    hero: str
     text: str
 
 
@@ -200,7 +201,9 @@ class Narrator:
             "trait_line": self.rng.choice(TRAITS[hero.trait]),
             "intro": article(sized) + named,
             "bare_intro": article(sized),
-            "home": self.rng.choice(KINDS[hero.kind].homes),
+            "intro_cap": capital(article(sized) + named),
+            "home": (home := self.rng.choice(KINDS[hero.kind].homes)),
+            "home_cap": capital(home),
             "F": world.helper.called,
             "aF": article(f"{world.helper.size} {world.helper.kind}"),
             "helper": world.helper.kind,
@@ -272,21 +275,23 @@ class Narrator:
 def tell(world: World, rng: Random, detail: float = 0.8) -> Story:
     """Tell a world. `detail` is the chance that each sentence which the plot can do without is told."""
     narrator = Narrator(world, rng)
-    beginning = [*narrator.maybe(say.SETTINGS, 0.12), opening(narrator), *narrator.maybe(say.TRAIT_LINES, detail * 0.8)]
+    beginning = [*opening(narrator), *narrator.maybe(say.TRAIT_LINES, detail * 0.8)]
     paragraphs = [beginning, *_PLOT_TELLERS[world.plot](narrator, detail), closing(narrator, detail)]
     separator = rng.choice(("\n\n", "\n\n", " "))
     text = separator.join(" ".join(sentences) for sentences in paragraphs if sentences)
-    return Story(world, title(narrator), narrator.pick(say.THEMES[world.plot]), text)
+    return Story(world, title(narrator), narrator.pick(say.THEMES[world.plot]), narrator.fill("{bare_intro}"), text)
 
 
-def opening(narrator: Narrator) -> str:
-    """The first sentence; a fairy-tale opening more often than any other."""
+def opening(narrator: Narrator) -> list[str]:
+    """The first sentence or two; a fairy-tale opening more often than any other."""
     hero, roll = narrator.world.hero, narrator.rng.random()
-    if roll < 0.25:
-        return narrator.pick(say.OPENINGS[:5])
-    if roll < 0.75:
-        return narrator.pick(say.OPENINGS)
-    return narrator.pick(say.NAMED_OPENINGS if hero.name else say.KIND_OPENINGS)
+    if roll < 0.12:
+        return [narrator.pick(say.SETTINGS), narrator.pick(say.SETTING_OPENINGS)]
+    if roll < 0.36:
+        return [narrator.pick(say.OPENINGS[:5])]
+    if roll < 0.78:
+        return [narrator.pick(say.OPENINGS)]
+    return [narrator.pick(say.NAMED_OPENINGS if hero.name else say.KIND_OPENINGS)]
 
 
 def title(narrator: Narrator) -> str:
@@ -309,7 +314,7 @@ def title(narrator: Narrator) -> str:
     by_plot = [narrator.fill(shape) for shape in say.TITLES[world.plot]]
     chosen = narrator.rng.choice(shapes if narrator.rng.random() < 0.7 else by_plot)
     if narrator.rng.random() < 0.4:
-        return " ".join(word if word in ("and", "the") else capital(word) for word in chosen.split())
+        return " ".join(word if word in ("and", "the", "at", "a", "for", "in", "who", "was", "is") else capital(word) for word in chosen.split())
     return chosen
 
 

@@ -1,0 +1,52 @@
+# Every target works alone in a fresh checkout with Python 3.11 or later and make: each makes what it needs, once.
+# A stamp in .venv stands for "installed as pyproject.toml says", so a second run starts at once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help demo test fuzz lint models clean
+
+help:
+	@echo "make demo      install into $(VENV) and generate 32 tokens"
+	@echo "make test      install what the tests need and run them all"
+	@echo "make fuzz      run the tests with many more random examples"
+	@echo "make lint      check style with ruff"
+	@echo "make models    train the bundled models again"
+	@echo "make clean     remove $(VENV) and caches"
+
+demo: $(INSTALLED)
+	$(BIN)/forge generate --kv basic "Once upon a time" 32
+
+test: $(INSTALLED_DEV)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+fuzz: $(INSTALLED_DEV)
+	FORGE_HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED_DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+models: $(INSTALLED_DEV)
+	$(BIN)/python -m models.build
+
+# pip's own check is part of the stamp: on a Python without ensurepip, venv fails half-way and leaves the folder behind.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "forge needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	@$(PIP) --version > $@.new && mv $@.new $@
+
+$(INSTALLED): pyproject.toml | $(VENV)/.created
+	$(PIP) install --quiet --editable .
+	@touch $@
+
+$(INSTALLED_DEV): pyproject.toml | $(VENV)/.created
+	$(PIP) install --quiet --editable ".[dev]"
+	@touch $(INSTALLED) $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,213 @@
+"""`--device cpu`: int8 kernels in Python through Numba, several times the speed of the reference.
+
+What makes it fast is told where it is done: weights in the order of their use (`packing`, `tiles`), activations in
+int8, the whole forward pass as one program for a team of threads (`recorder`, `team`). What makes it exact is the
+arithmetic contract: no operation here lets a row's bits depend on another row, on a thread or on an instruction set.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from forge.backends.backend import Backend, ForwardPass, OperationTime, Tensor
+from forge.backends.cpu import words as w
+from forge.backends.cpu.compilation import CompileProgress, compile_all, instruction_set
+from forge.backends.cpu.features import usable_cpus
+from forge.backends.cpu.kernels import CHUNK, ROWS_PER_BLOCK
+from forge.backends.cpu.packing import aligned_empty, pack, padded
+from forge.backends.cpu.recorder import Matrix, Program, Recorder, Recording, Vector, place
+from forge.backends.cpu.team import WAIT_WORD, Team
+from forge.backends.cpu.tiles import GROUP
+from forge.backends.cpu.vectors import LANES
+from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, KvStorage
+from forge.model.forward_batch import ForwardBatch
+
+SMALLEST_PROGRAM = 16
+"""Rows that a program is first placed for; doubled as larger batches come."""
+LEAST_POSITIONS = 1024
+"""Positions that the rotation tables are first computed for; doubled likewise."""
+
+
+class CpuKvStorage(KvStorage):
+    """K and V as arrays `[num_layers, num_blocks, block_size, num_kv_heads, head_dim padded to 16]`.
+
+    bfloat16 is kept as the uint16 that holds its bits. What is padding stays zero, so it adds nothing to a product.
+    """
+
+    def __init__(self, layout: KvLayout):
+        self.layout = layout
+        self.width = padded(layout.head_dim, LANES)
+        dtype = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[layout.kv_dtype]
+        shape = (layout.num_layers, layout.num_blocks, layout.block_size, layout.num_kv_heads, self.width)
+        self.keys = np.zeros(shape, dtype)
+        self.values = np.zeros(shape, dtype)
+        self._context_words = self._describe()
+
+    def _describe(self) -> dict[int, int]:
+        item, layout = self.keys.itemsize, self.layout
+        head_bytes = self.width * item
+        token_bytes = layout.num_kv_heads * head_bytes
+        return {
+            w.CTX_KEYS: self.keys.ctypes.data,
+            w.CTX_VALUES: self.values.ctypes.data,
+            w.CTX_BLOCK_SIZE: layout.block_size,
+            w.CTX_LAYER_BYTES: layout.num_blocks * layout.block_size * token_bytes,
+            w.CTX_TOKEN_BYTES: token_bytes,
+            w.CTX_HEAD_BYTES: head_bytes,
+            w.CTX_KV_KIND: KV_DTYPES.index(layout.kv_dtype),
+        }
+
+    def fill(self, context: np.ndarray) -> None:
+        """Write where the arrays are, and their strides, into a batch context."""
+        for word, value in self._context_words.items():
+            context[word] = value
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            self.keys[:, copy.destination] = self.keys[:, copy.source]
+            self.values[:, copy.destination] = self.values[:, copy.source]
+
+    def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
+        blocks = np.asarray(block_table, np.int64)[: -(-length // self.layout.block_size)]
+        return self._floats(self.keys[layer, blocks], length), self._floats(self.values[layer, blocks], length)
+
+    def _floats(self, stored: np.ndarray, length: int) -> np.ndarray:
+        tokens = stored.reshape(-1, self.layout.num_kv_heads, self.width)[:length, :, : self.layout.head_dim]
+        if self.layout.kv_dtype == "bfloat16":
+            return (tokens.astype(np.uint32) << 16).view(np.float32)
+        return tokens.astype(np.float32)
+
+
+class CpuBackend(Backend):
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None, on_compile: CompileProgress | None = None):
+        """threads: None for all CPUs that this process may use. on_compile: called while kernels are compiled, which
+        happens once per machine."""
+        self.threads = threads or usable_cpus()
+        self._on_compile = on_compile
+        self._team: Team | None = None
+        self._recording: Recording | None = None
+        self._program: Program | None = None
+        self._context = np.zeros(w.CTX_WORDS, np.int64)
+        self._inputs: dict[str, np.ndarray] = {}
+        self._cos = self._sin = np.zeros((0, 0), np.float32)
+        self._timed: dict[tuple[int, str], list[float]] | None = None
+
+    @property
+    def description(self) -> str:
+        return f"{instruction_set().name}, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+    # Loading
+
+    def load_matrix(self, tensor: Tensor) -> Matrix:
+        name = tensor.name.removesuffix(".weight").split(".")[-1]
+        return Matrix("output head" if name == "token_embd" else name, pack(tensor.ggml_type, tensor.raw(), tensor.shape))
+
+    def load_vector(self, tensor: Tensor) -> Vector:
+        values = tensor.dequantize()
+        out = aligned_empty((padded(len(values), GROUP),), np.float32)
+        out[:] = 0
+        out[: len(values)] = values
+        return Vector(out, len(values))
+
+    def new_storage(self, layout: KvLayout) -> CpuKvStorage:
+        return CpuKvStorage(layout)
+
+    # Running
+
+    def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: CpuKvStorage) -> np.ndarray:
+        if self._recording is None:
+            self._record(forward_pass, storage.layout)
+        self._fit(batch)
+        self._fill(batch, storage)
+        if self._timed is None:
+            self._team.run(self._program.table, self._context)
+        else:
+            self._run_timed()
+        width = self._recording.logits.width
+        return self._program.logits[: len(batch.logit_rows), :width].copy()
+
+    def _record(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
+        recorder = Recorder(layout.num_kv_heads, layout.head_dim)
+        forward_pass(recorder, None, None)
+        compile_all(recorder.recording.kernels(), self._on_compile)
+        self._recording = recorder.recording
+        self._team = Team(self.threads)
+        width, group = padded(layout.head_dim, LANES), self._recording.heads_per_kv_head
+        queries = ROWS_PER_BLOCK * group
+        # What `_attend_block` lays out: a chunk of keys or values; per query its weights, its output, its state.
+        floats = CHUNK * width + queries * (CHUNK + width + 4)
+        scratch = aligned_empty((self.threads, padded(4 * floats, 4096)), np.uint8)
+        self._inputs["scratch"] = scratch
+        self._context[w.CTX_SCRATCH], self._context[w.CTX_SCRATCH_BYTES] = scratch.ctypes.data, scratch.shape[1]
+
+    def _fit(self, batch: ForwardBatch) -> None:
+        """Place the program for a larger batch, and extend the rotation tables, where this batch asks for it."""
+        rows, logit_rows = batch.num_rows, len(batch.logit_rows)
+        program = self._program
+        if program is None or rows > program.max_rows or logit_rows > program.max_logit_rows:
+            old = (program.max_rows, program.max_logit_rows) if program else (SMALLEST_PROGRAM, 1)
+            self._program = place(self._recording, _doubled(old[0], rows), _doubled(old[1], logit_rows))
+        last = int(batch.context_lens.max())
+        if last > len(self._cos):
+            self._rotations(_doubled(max(LEAST_POSITIONS, len(self._cos)), last))
+
+    def _rotations(self, positions: int) -> None:
+        """cos and sin of every position and frequency: float32 `[positions, head_dim / 2]`, computed in float64."""
+        half = self._recording.head_dim // 2
+        angles = np.arange(positions)[:, None] * self._recording.theta ** (-np.arange(half) / half)
+        self._cos, self._sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        self._context[w.CTX_ROPE_COS], self._context[w.CTX_ROPE_SIN] = self._cos.ctypes.data, self._sin.ctypes.data
+
+    def _fill(self, batch: ForwardBatch, storage: CpuKvStorage) -> None:
+        context = self._context
+        storage.fill(context)
+        context[w.CTX_ROWS] = batch.num_rows
+        context[w.CTX_LOGIT_ROWS] = len(batch.logit_rows)
+        context[w.CTX_SEQUENCES] = batch.num_sequences
+        context[w.CTX_TABLE_STRIDE] = batch.block_tables.shape[1]
+        self._input(w.CTX_TOKEN_IDS, batch.token_ids)
+        self._input(w.CTX_POSITIONS, batch.positions)
+        self._input(w.CTX_CU_SEQLENS, batch.cu_seqlens)
+        self._input(w.CTX_SLOTS, batch.slot_mapping)
+        self._input(w.CTX_TABLES, batch.block_tables)
+        self._input(w.CTX_LOGIT_ROW_NUMBERS, batch.logit_rows)
+
+    def _input(self, word: int, values: np.ndarray) -> None:
+        """Copy a batch array to where its address is already known; finding an array's address takes longer."""
+        room = self._inputs.get(word)
+        if room is None or room.size < values.size:
+            room = self._inputs[word] = np.zeros(_doubled(64, values.size), np.int32)
+            self._context[word] = room.ctypes.data
+        room[: values.size] = values.reshape(-1)
+
+    # Keeping time
+
+    def time_operations(self) -> None:
+        self._timed = defaultdict(lambda: [0.0, 0])
+
+    def operation_times(self) -> tuple[OperationTime, ...]:
+        return tuple(
+            OperationTime(layer, name, seconds * 1e3, calls) for (layer, name), (seconds, calls) in (self._timed or {}).items()
+        )
+
+    def _run_timed(self) -> None:
+        """One operation at a time, each as a program of its own."""
+        for number, operation in enumerate(self._recording.operations):
+            entry = self._program.table[number : number + 1].copy()
+            entry[0, WAIT_WORD] = 1
+            started = time.perf_counter()
+            self._team.run(entry, self._context)
+            timing = self._timed[operation.layer, operation.name]
+            timing[0] += time.perf_counter() - started
+            timing[1] += 1
+
+
+def _doubled(start: int, least: int) -> int:
+    """`start` doubled until it is at least `least`."""
+    while start < least:
+        start *= 2
+    return start

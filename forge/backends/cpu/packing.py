@@ -1,0 +1,214 @@
+"""Weights as the kernels want them: a matrix repacked once, when it is loaded, into tiles of 16 rows.
+
+Every tensor type becomes one of a few layouts, exactly: what the packed form stands for is what the gguf package
+dequantizes to, up to the one rounding of the multiplication.
+
+    8-bit   Q8_0, Q5_0 (float16 scales) · Q6_K (groups of 16, float32 scales) · Q5_1, Q5_K (with a minimum)
+    4-bit   Q4_0 (float16 scales) · Q4_1, Q4_K (with a minimum)
+    float   F32, F16, BF16 as they are
+
+Rows are padded to a multiple of 16 and columns to a multiple of 32, with zeros that contribute nothing. `tiles.py` draws
+the order of bytes inside a tile.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from forge.backends.cpu.tiles import GROUP, LINE, TileLayout
+from forge.backends.cpu.vectors import LANES
+from forge.gguf import GGMLType, unpack
+
+Q8 = TileLayout(bits=8, bias=128, group=32, scale_kind="f16", has_minimum=False)
+Q6K = TileLayout(bits=8, bias=128, group=16, scale_kind="f32", has_minimum=False)
+Q5M = TileLayout(bits=8, bias=0, group=32, scale_kind="f16", has_minimum=True)
+Q5KM = TileLayout(bits=8, bias=0, group=32, scale_kind="f32", has_minimum=True)
+Q4 = TileLayout(bits=4, bias=8, group=32, scale_kind="f16", has_minimum=False)
+Q4M = TileLayout(bits=4, bias=0, group=32, scale_kind="f16", has_minimum=True)
+Q4KM = TileLayout(bits=4, bias=0, group=32, scale_kind="f32", has_minimum=True)
+
+LAYOUT_OF_TYPE = {
+    GGMLType.Q8_0: Q8,
+    GGMLType.Q5_0: Q8,
+    GGMLType.Q6_K: Q6K,
+    GGMLType.Q5_1: Q5M,
+    GGMLType.Q5_K: Q5KM,
+    GGMLType.Q4_0: Q4,
+    GGMLType.Q4_1: Q4M,
+    GGMLType.Q4_K: Q4KM,
+}
+"""The layout of each quantized type. The float types keep their own numbers (`FLOAT_KIND_OF_TYPE`)."""
+
+FLOAT_KIND_OF_TYPE = {GGMLType.F32: "f32", GGMLType.F16: "f16", GGMLType.BF16: "bf16"}
+_FLOAT_DTYPE = {"f32": np.dtype("<f4"), "f16": np.dtype("<u2"), "bf16": np.dtype("<u2")}
+
+ROWS_PER_PASS = 2048
+"""Rows repacked at a time, so that what is temporary stays small beside the model."""
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A matrix of 8- or 4-bit groups. T tiles of 16 rows, G groups of 32 columns, both padded."""
+
+    rows: int
+    columns: int
+    layout: TileLayout
+    quants: np.ndarray
+    """uint8 `[T, G, bits, 64]`, 64-byte aligned: for each group its lines."""
+    scales: np.ndarray
+    """float16 or float32 `[T, G * 32 / group, 16]`."""
+    minimums: np.ndarray | None
+    """The same shape and kind, subtracted from every weight of the group; None where the type has none."""
+
+    @property
+    def num_tiles(self) -> int:
+        return self.quants.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        return self.quants.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.quants.nbytes + self.scales.nbytes + (0 if self.minimums is None else self.minimums.nbytes)
+
+    def dequantize(self) -> np.ndarray:
+        """What the packed form stands for: float32 `[rows, columns]`. For tests."""
+        layout, (tiles, groups) = self.layout, self.quants.shape[:2]
+        lines = self.quants
+        if layout.bits == 4:
+            lines = np.concatenate([lines & 15, lines >> 4], axis=2)
+        # [T, G, 8 lines, 16 rows, 4 inputs] → [T, 16 rows, G, 8 lines, 4 inputs]
+        quants = lines.reshape(tiles, groups, 8, LANES, 4).transpose(0, 3, 1, 2, 4).astype(np.float32) - layout.bias
+        quants = quants.reshape(tiles * LANES, -1, layout.group)
+        values = quants * self._by_row(self.scales)[:, :, None]
+        if self.minimums is not None:
+            values -= self._by_row(self.minimums)[:, :, None]
+        return values.reshape(tiles * LANES, -1)[: self.rows, : self.columns]
+
+    @staticmethod
+    def _by_row(per_group: np.ndarray) -> np.ndarray:
+        return per_group.astype(np.float32).transpose(0, 2, 1).reshape(-1, per_group.shape[1])
+
+
+@dataclass(frozen=True)
+class FloatMatrix:
+    """A matrix of 32- or 16-bit floats: `[T, columns, 16]`, so that one input's 16 weights are one load."""
+
+    rows: int
+    columns: int
+    kind: str
+    """`f32`, `f16` or `bf16`."""
+    values: np.ndarray
+    """float32, or uint16 that holds the bits, `[T, columns padded, 16]`."""
+
+    @property
+    def num_tiles(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+
+PackedMatrix = QuantizedMatrix | FloatMatrix
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype | type, alignment: int = LINE) -> np.ndarray:
+    """An uninitialized array that starts on a cache line."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    buffer = np.empty(size + alignment, np.uint8)
+    start = -buffer.ctypes.data % alignment
+    return buffer[start : start + size].view(dtype).reshape(shape)
+
+
+def padded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def pack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int]) -> PackedMatrix:
+    """Repack a matrix `[rows, columns]` from its bytes in the file."""
+    if ggml_type in FLOAT_KIND_OF_TYPE:
+        return _pack_float(FLOAT_KIND_OF_TYPE[ggml_type], raw, shape)
+    return _pack_quantized(ggml_type, raw, shape)
+
+
+def _pack_float(kind: str, raw: np.ndarray, shape: tuple[int, int]) -> FloatMatrix:
+    rows, columns = shape
+    dtype = _FLOAT_DTYPE[kind]
+    source = raw.view(dtype).reshape(shape)
+    values = aligned_empty((padded(rows, LANES) // LANES, padded(columns, GROUP), LANES), dtype)
+    if rows % LANES or columns % GROUP:
+        values[...] = 0
+    for first in range(0, rows, ROWS_PER_PASS):
+        part = source[first : first + ROWS_PER_PASS]
+        full = len(part) // LANES * LANES
+        tile = first // LANES
+        values[tile : tile + full // LANES, :columns] = part[:full].reshape(-1, LANES, columns).transpose(0, 2, 1)
+        if full < len(part):
+            values[tile + full // LANES, :columns, : len(part) - full] = part[full:].T
+    return FloatMatrix(rows, columns, kind, values)
+
+
+def _pack_quantized(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int]) -> QuantizedMatrix:
+    rows, columns = shape
+    layout = LAYOUT_OF_TYPE[ggml_type]
+    tiles, groups = padded(rows, LANES) // LANES, columns // GROUP
+    quants = aligned_empty((tiles, groups, layout.bits, LINE), np.uint8)
+    scale_dtype = np.float16 if layout.scale_kind == "f16" else np.float32
+    scale_shape = (tiles, groups * (GROUP // layout.group), LANES)
+    scales = aligned_empty(scale_shape, scale_dtype)
+    minimums = aligned_empty(scale_shape, scale_dtype) if layout.has_minimum else None
+    row_bytes = len(raw) // rows
+    for first in range(0, rows, ROWS_PER_PASS):
+        count = min(ROWS_PER_PASS, rows - first)
+        span = slice(first // LANES, first // LANES + padded(count, LANES) // LANES)
+        part = raw[first * row_bytes : (first + count) * row_bytes]
+        unsigned, part_scales, part_minimums = _unsigned_quants(ggml_type, part, (count, columns), layout)
+        _interleave(unsigned, layout, quants[span])
+        scales[span] = _tiled(part_scales)
+        if minimums is not None:
+            minimums[span] = _tiled(part_minimums)
+    return QuantizedMatrix(rows, columns, layout, quants, scales, minimums)
+
+
+def _unsigned_quants(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int], layout: TileLayout):
+    """Quants with their bias added, uint8 `[rows padded, columns]`, and scales and minimums `[rows, groups]`."""
+    rows = shape[0]
+    if ggml_type == GGMLType.Q8_0:  # the common one, without a detour: a float16 scale and 32 int8 per block
+        blocks = raw.reshape(rows, -1, 34)
+        quants = np.ascontiguousarray(blocks[:, :, 2:]).reshape(shape)
+        scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)[:, :, 0]
+        minimums = None
+    else:
+        groups = unpack(ggml_type, raw, shape)
+        quants, scales, minimums = groups.quants.view(np.uint8), groups.scales, groups.minimums
+    if layout.bias == 128:
+        quants ^= 0x80  # int8 w and uint8 w + 128 differ in the top bit
+    elif layout.bias:
+        quants += np.uint8(layout.bias)
+    return quants, scales, minimums
+
+
+def _interleave(quants: np.ndarray, layout: TileLayout, lines: np.ndarray) -> None:
+    """Write uint8 quants `[rows, columns]` into `lines`, uint8 `[tiles, groups, bits, 64]`."""
+    rows, columns = quants.shape
+    if rows % LANES:
+        quants = np.concatenate([quants, np.full((-rows % LANES, columns), layout.bias, np.uint8)])
+    # A 32-bit element is four consecutive inputs of one row; rows go inside, so that 16 of them make a line.
+    fours = quants.view(np.uint32).reshape(-1, LANES, columns // GROUP, 8).transpose(0, 2, 3, 1)
+    if layout.bits == 8:
+        lines.view(np.uint32).reshape(fours.shape)[...] = fours
+    else:
+        halves = lines.view(np.uint32).reshape(*fours.shape[:2], 4, LANES)
+        halves[...] = fours[:, :, 4:]
+        halves <<= 4
+        halves |= fours[:, :, :4]
+
+
+def _tiled(per_row: np.ndarray) -> np.ndarray:
+    """`[rows, groups]` → `[tiles, groups, 16]`, rows padded with zeros."""
+    rows, groups = per_row.shape
+    if rows % LANES:
+        per_row = np.concatenate([per_row, np.zeros((-rows % LANES, groups), per_row.dtype)])
+    return per_row.reshape(-1, LANES, groups).transpose(0, 2, 1)

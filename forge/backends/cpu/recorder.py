@@ -1,0 +1,472 @@
+"""Recording: the model's forward pass, run once on names instead of numbers, becomes a program.
+
+`Qwen3.forward_pass` calls the operations of the `Backend` seam one after another. Run eagerly that would be some 500
+calls from Python for every token of a 0.6B model. The recorder offers the same operations, but an array in it is a
+description (`Norm of x`, `Product of that with a matrix`), and an operation is written down when its result is needed.
+By then it is known what follows what, so that
+
+- a norm is quantized on the spot if a quantized product reads it, once for all products that do;
+- a product that a residual is added to adds into it;
+- normalizing and rotating queries and keys, and writing keys and values to the cache, is one operation.
+
+What comes out is a table of operations over fixed buffers, which the threads walk without Python (`team.py`).
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forge.backends.backend import Operations
+from forge.backends.cpu import kernels as k
+from forge.backends.cpu import words as w
+from forge.backends.cpu.compilation import Kernel, TileSet, tile_set
+from forge.backends.cpu.packing import FloatMatrix, PackedMatrix, QuantizedMatrix, padded
+from forge.backends.cpu.team import OP_WORDS, WAIT_WORD
+from forge.backends.cpu.tiles import GROUP
+
+CONTEXT_ROWS = w.CTX_ROWS
+CONTEXT_LOGIT_ROWS = w.CTX_LOGIT_ROWS
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """float32 `[rows of the batch, width]`, rows padded to a multiple of 32."""
+
+    width: int
+    rows_word: int
+    """The context word that counts its rows."""
+
+    @property
+    def stride(self) -> int:
+        return padded(self.width, GROUP)
+
+
+@dataclass(eq=False)
+class Quantized:
+    """A buffer's int8 form, written by whichever operation makes the buffer."""
+
+    source: Buffer
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """RMSNorm of a buffer, written down when the first product reads it."""
+
+    x: Buffer
+    weight: "Vector"
+    eps: float
+    logit_rows_only: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a buffer that need logits."""
+
+    x: Buffer
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """x · matrixᵀ, not yet written down."""
+
+    x: "Norm | Buffer"
+    matrix: "Matrix"
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A product whose heads are to be normalized, and rotated if `theta` is there."""
+
+    product: Product
+    weight: "Vector"
+    eps: float
+    theta: float | None = None
+    head_dim: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A loaded weight matrix under its name in the file."""
+
+    name: str
+    packed: PackedMatrix
+
+
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """A loaded norm weight: float32, padded with zeros to a multiple of 32."""
+
+    values: np.ndarray
+    width: int
+
+
+@dataclass
+class Operation:
+    """One entry of the program. Words may be numbers, or things whose address is known when the program is placed."""
+
+    kernel: Kernel
+    words: dict[int, object]
+    layer: int
+    name: str
+    """What a timing calls it."""
+    wait: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Address:
+    """Where a buffer, or one of the three parts of its quantized form, will lie."""
+
+    owner: Buffer
+    part: str = "values"
+    """`values`, `quants`, `scales` or `sums`."""
+
+
+@dataclass
+class Recording:
+    """What was written down: operations, and the buffers that they need."""
+
+    operations: list[Operation] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    quantized: set[Buffer] = field(default_factory=set)
+    matrices: list[Matrix] = field(default_factory=list)
+    vectors: list[Vector] = field(default_factory=list)
+    logits: Buffer | None = None
+    head_dim: int = 0
+    theta: float = 0.0
+    heads_per_kv_head: int = 1
+
+    def kernels(self) -> list[Kernel | TileSet]:
+        """Everything that must be compiled to run it."""
+        tiles = [tile_set(m.packed.layout) for m in self.matrices if isinstance(m.packed, QuantizedMatrix)]
+        return [operation.kernel for operation in self.operations] + tiles
+
+
+_MATMUL_FLOAT = {"f32": k.matmul_f32, "f16": k.matmul_f16, "bf16": k.matmul_bf16}
+_KIND = {"f32": w.KIND_F32, "f16": w.KIND_F16, "bf16": w.KIND_BF16}
+
+
+class Recorder(Operations):
+    """The `Backend` seam's operations, writing down instead of computing. For Qwen3's order of operations."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int):
+        self.recording = Recording()
+        self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
+        self._layer = -1
+        self._written: dict[Norm, Buffer] = {}
+        self._pending_kv: tuple[Head, Product] | None = None
+
+    # The seam
+
+    def begin_layer(self, index: int) -> None:
+        self._layer = index
+
+    def embed(self, table: Matrix, batch) -> Buffer:
+        self._use(table)
+        packed = table.packed
+        out = self._buffer(packed.columns)
+        words = {w.EMBED_OUT: Address(out), w.EMBED_STRIDE: out.stride}
+        if isinstance(packed, FloatMatrix):
+            words |= {
+                w.EMBED_TABLE: packed.values,
+                w.EMBED_COLUMNS: packed.values.shape[1],
+                w.EMBED_KIND: _KIND[packed.kind],
+            }
+            self._write(k.embed_float, words, "embed")
+        else:
+            words |= {
+                w.EMBED_TABLE: packed.quants,
+                w.EMBED_SCALES: packed.scales,
+                w.EMBED_MINIMUMS: packed.minimums,
+                w.EMBED_COLUMNS: packed.columns,
+                w.EMBED_BITS: packed.layout.bits,
+                w.EMBED_BIAS: packed.layout.bias,
+                w.EMBED_GROUP: packed.layout.group,
+                w.EMBED_KIND: _KIND[packed.layout.scale_kind],
+            }
+            self._write(k.embed_quantized, words, "embed")
+        self._wait()
+        return out
+
+    def rms_norm(self, x: Buffer | Rows, weight: Vector, eps: float) -> Norm:
+        if isinstance(x, Rows):
+            return Norm(x.x, weight, eps, logit_rows_only=True)
+        return Norm(x, weight, eps, logit_rows_only=False)
+
+    def linear(self, x: Norm | Buffer, matrix: Matrix) -> Product:
+        self._use(matrix)
+        return Product(x, matrix)
+
+    def head_norm(self, x: Product, weight: Vector, eps: float) -> Head:
+        return Head(x, weight, eps)
+
+    def rope(self, x: Head, batch, head_dim: int, theta: float) -> Head:
+        return Head(x.product, x.weight, x.eps, theta, head_dim)
+
+    def write_kv(self, storage, layer: int, batch, keys: Head, values: Product) -> None:
+        self._pending_kv = (keys, values)
+
+    def attention(self, q: Head, storage, layer: int, batch) -> Buffer:
+        keys, values = self._pending_kv
+        self._pending_kv = None
+        head_dim = self._head_dim
+        heads, kv_heads = q.product.matrix.packed.rows // head_dim, self._num_kv_heads
+        self.recording.head_dim, self.recording.theta = head_dim, q.theta
+        self.recording.heads_per_kv_head = heads // kv_heads
+        # All three products read the same norm, so nobody waits between them.
+        q_out, k_out, v_out = (self._multiply(product) for product in (q.product, keys.product, values))
+        self._wait()
+        self._use_vectors(q.weight, keys.weight)
+        self._write(
+            k.norm_rope_store,
+            {
+                w.QKV_Q: Address(q_out),
+                w.QKV_K: Address(k_out),
+                w.QKV_V: Address(v_out),
+                w.QKV_Q_STRIDE: q_out.stride,
+                w.QKV_KV_STRIDE: k_out.stride,
+                w.QKV_HEADS: heads,
+                w.QKV_KV_HEADS: kv_heads,
+                w.QKV_HEAD_DIM: head_dim,
+                w.QKV_Q_NORM: q.weight.values,
+                w.QKV_K_NORM: keys.weight.values,
+                w.QKV_EPS: np.float32(q.eps),
+                w.QKV_LAYER: layer,
+            },
+            "head norm, rope, store",
+        )
+        self._wait()
+        out = self._buffer(heads * head_dim)
+        self._write(
+            k.attention,
+            {
+                w.ATT_Q: Address(q_out),
+                w.ATT_Q_STRIDE: q_out.stride,
+                w.ATT_OUT: Address(out),
+                w.ATT_HEADS: heads,
+                w.ATT_KV_HEADS: kv_heads,
+                w.ATT_HEAD_DIM: head_dim,
+                w.ATT_LAYER: layer,
+                w.ATT_SCALE: np.float32(head_dim**-0.5),
+            },
+            "attention",
+        )
+        self._wait()
+        return out
+
+    def swiglu(self, gate: Product, up: Product) -> Buffer:
+        gate_out, up_out = self._multiply(gate), self._multiply(up)
+        self._wait()
+        out = self._buffer(gate_out.width)
+        self._write(
+            k.swiglu,
+            {
+                w.GLU_GATE: Address(gate_out),
+                w.GLU_UP: Address(up_out),
+                w.GLU_STRIDE: out.stride,
+                w.GLU_WIDTH: out.width,
+                w.GLU_OUT: Address(out),
+            },
+            "swiglu",
+        )
+        self._wait()
+        return out
+
+    def add(self, x: Buffer, y: Product) -> Buffer:
+        self._multiply(y, into=x)
+        self._wait()
+        return x
+
+    def logit_rows(self, x: Buffer, batch) -> Rows:
+        return Rows(x)
+
+    def to_numpy(self, x: Product) -> None:
+        self.recording.logits = self._multiply(x)
+        self._wait()
+
+    # Writing down
+
+    def _buffer(self, width: int, rows_word: int = CONTEXT_ROWS) -> Buffer:
+        buffer = Buffer(width, rows_word)
+        self.recording.buffers.append(buffer)
+        return buffer
+
+    def _use(self, matrix: Matrix) -> None:
+        if matrix not in self.recording.matrices:
+            self.recording.matrices.append(matrix)
+
+    def _use_vectors(self, *vectors: Vector) -> None:
+        self.recording.vectors += vectors
+
+    def _write(self, kernel: Kernel, words: dict[int, object], name: str) -> Operation:
+        operation = Operation(kernel, words, self._layer, name)
+        self.recording.operations.append(operation)
+        return operation
+
+    def _wait(self) -> None:
+        """What follows reads what was just written."""
+        self.recording.operations[-1].wait = True
+
+    def _normed(self, norm: Norm) -> Buffer:
+        """The norm's result, written down at its first use."""
+        if norm not in self._written:
+            rows_word = CONTEXT_LOGIT_ROWS if norm.logit_rows_only else CONTEXT_ROWS
+            out = self._buffer(norm.x.width, rows_word)
+            self._use_vectors(norm.weight)
+            self._write(
+                k.rms_norm,
+                {
+                    w.ROWS_WORD: rows_word,
+                    w.NORM_IN: Address(norm.x),
+                    w.NORM_STRIDE: out.stride,
+                    w.NORM_WIDTH: out.width,
+                    w.NORM_WEIGHT: norm.weight.values,
+                    w.NORM_EPS: np.float32(norm.eps),
+                    w.NORM_OUT: Address(out),
+                    w.NORM_ROW_NUMBERS: w.CTX_LOGIT_ROW_NUMBERS if norm.logit_rows_only else 0,
+                },
+                "rms_norm",
+            )
+            self._wait()
+            self._written[norm] = out
+        return self._written[norm]
+
+    def _need_quantized(self, x: Buffer) -> None:
+        """Have the operation that writes `x` quantize it too, or one of its own do it."""
+        if x in self.recording.quantized:
+            return
+        self.recording.quantized.add(x)
+        parts = {name: Address(x, name) for name in ("quants", "scales", "sums")}
+        writer = next(o for o in reversed(self.recording.operations) if any(
+            isinstance(word, Address) and word.owner is x for word in o.words.values()
+        ))
+        if writer.kernel is k.rms_norm:
+            writer.words |= {w.NORM_QUANTS: parts["quants"], w.NORM_SCALES: parts["scales"], w.NORM_SUMS: parts["sums"]}
+        elif writer.kernel is k.swiglu:
+            writer.words |= {w.GLU_QUANTS: parts["quants"], w.GLU_SCALES: parts["scales"], w.GLU_SUMS: parts["sums"]}
+        else:
+            self._write(
+                k.quantize,
+                {
+                    w.ROWS_WORD: x.rows_word,
+                    w.QUANT_IN: Address(x),
+                    w.QUANT_STRIDE: x.stride,
+                    w.QUANT_WIDTH: x.width,
+                    w.QUANT_QUANTS: parts["quants"],
+                    w.QUANT_SCALES: parts["scales"],
+                    w.QUANT_SUMS: parts["sums"],
+                },
+                "quantize",
+            )
+            self._wait()
+
+    def _multiply(self, product: Product, into: Buffer | None = None) -> Buffer:
+        """Write down a product; `into` is a buffer that it is added to."""
+        x = self._normed(product.x) if isinstance(product.x, Norm) else product.x
+        packed = product.matrix.packed
+        out = into if into is not None else self._buffer(packed.rows, x.rows_word)
+        words = {
+            w.ROWS_WORD: x.rows_word,
+            w.MM_OUT: Address(out),
+            w.MM_OUT_STRIDE: out.stride,
+            w.MM_X_STRIDE: x.stride,
+            w.MM_NUM_TILES: packed.num_tiles,
+            w.MM_ADD: int(into is not None),
+            w.MM_CHUNK: max(1, min(8, packed.num_tiles // 16)),
+        }
+        name = product.matrix.name
+        if isinstance(packed, FloatMatrix):
+            words |= {w.MM_WEIGHTS: packed.values, w.MM_X: Address(x), w.MM_TILE_BYTES: packed.values[0].nbytes}
+            self._write(_MATMUL_FLOAT[packed.kind], words, name)
+            return out
+        self._need_quantized(x)
+        words |= {
+            w.MM_TILES: tile_set(packed.layout).addresses,
+            w.MM_WEIGHTS: packed.quants,
+            w.MM_SCALES: packed.scales,
+            w.MM_MINIMUMS: packed.minimums,
+            w.MM_X: Address(x, "quants"),
+            w.MM_X_SCALES: Address(x, "scales"),
+            w.MM_X_SUMS: Address(x, "sums"),
+            w.MM_GROUPS: packed.num_groups,
+            w.MM_TILE_BYTES: packed.quants[0].nbytes,
+            w.MM_TILE_SCALE_BYTES: packed.scales[0].nbytes,
+        }
+        self._write(k.matmul_quantized, words, name)
+        return out
+
+
+@dataclass
+class Program:
+    """A recording placed in memory for up to `max_rows` rows."""
+
+    table: np.ndarray
+    """int64 `[operations, OP_WORDS]`."""
+    logits: np.ndarray
+    """float32 `[max_rows of logits, stride]`."""
+    max_rows: int
+    max_logit_rows: int
+    keep: list[np.ndarray]
+    """Every array whose address is in the table."""
+
+
+def place(recording: Recording, max_rows: int, max_logit_rows: int) -> Program:
+    """Give every buffer memory and every operation its addresses.
+
+    Buffers of the same shape that are not needed at the same time share memory: each is used from the operation that
+    first names it to the one that last does.
+    """
+    arrays = _allocate(recording, max_rows, max_logit_rows)
+    table = np.zeros((len(recording.operations), OP_WORDS), np.int64)
+    keep: list[np.ndarray] = list(arrays.values())
+    for entry, operation in zip(table, recording.operations, strict=True):
+        entry[0] = operation.kernel.address
+        entry[WAIT_WORD] = operation.wait
+        for word, value in operation.words.items():
+            if isinstance(value, Address):
+                entry[word] = arrays[value.owner, value.part].ctypes.data
+            elif isinstance(value, np.ndarray):
+                entry[word] = value.ctypes.data
+                keep.append(value)
+            elif isinstance(value, np.float32):
+                entry[word] = int(value.view(np.uint32))
+            else:
+                entry[word] = value or 0
+    return Program(table, arrays[recording.logits, "values"], max_rows, max_logit_rows, keep)
+
+
+def _allocate(recording: Recording, max_rows: int, max_logit_rows: int) -> dict[tuple[Buffer, str], np.ndarray]:
+    last_use: dict[Buffer, int] = {}
+    for number, operation in enumerate(recording.operations):
+        for value in operation.words.values():
+            if isinstance(value, Address):
+                last_use[value.owner] = number
+    last_use[recording.logits] = len(recording.operations)
+    free: dict[tuple[int, int, bool], list[dict[str, np.ndarray]]] = {}
+    done: list[Buffer] = []  # last used, but threads may still be reading until the next wait
+    placed: dict[Buffer, dict[str, np.ndarray]] = {}
+    for number, operation in enumerate(recording.operations):
+        for owner in {value.owner for value in operation.words.values() if isinstance(value, Address)}:
+            if owner not in placed:
+                shape = (owner.width, owner.rows_word, owner in recording.quantized)
+                spare = free.get(shape)
+                rows = max_logit_rows if owner.rows_word == CONTEXT_LOGIT_ROWS else max_rows
+                placed[owner] = spare.pop() if spare else _new_buffer(owner, rows, owner in recording.quantized)
+        done += [owner for owner, last in last_use.items() if last == number]
+        if operation.wait:
+            for owner in done:
+                shape = (owner.width, owner.rows_word, owner in recording.quantized)
+                free.setdefault(shape, []).append(placed[owner])
+            done.clear()
+    return {(owner, part): array for owner, parts in placed.items() for part, array in parts.items()}
+
+
+def _new_buffer(owner: Buffer, rows: int, quantized: bool) -> dict[str, np.ndarray]:
+    # A row of slack: a head that is not a multiple of 16 wide is read a little past its end.
+    parts = {"values": np.zeros((rows + 1, owner.stride), np.float32)}
+    if quantized:
+        parts |= {
+            "quants": np.zeros((rows, owner.stride), np.int8),
+            "scales": np.zeros((rows, owner.stride // GROUP), np.float32),
+            "sums": np.zeros((rows, owner.stride // 16), np.int32),
+        }
+    return parts

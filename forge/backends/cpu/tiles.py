@@ -1,0 +1,242 @@
+"""The tile: some rows of activations times 16 rows of a weight matrix. Where nearly all of the time goes.
+
+A tile's weights lie in the order in which they are used. Four consecutive input elements of 16 weight rows make one
+64-byte line, a 32-bit lane per weight row:
+
+    8-bit line q (inputs 4q to 4q+3)    row 0: w w w w | row 1: w w w w | … | row 15: w w w w        64 bytes
+    4-bit line                          the same, with inputs 4q … in the low and 4(q + 4) … in the high halves
+
+so one load feeds one instruction for each activation row, and the 16 results stay apart in 16 lanes from the first
+product to the last store: nothing is ever added across lanes. Eight lines make a group of 32 inputs. Inside a group
+the sums are integers and exact. After each group they become float32, are scaled by (weight scale x activation scale)
+and added to the running sums, groups in ascending order. That order is the same for one row and for eight, so a row's
+result has the same bits whatever is computed beside it.
+
+Weights are stored unsigned, w + bias (128 for 8-bit quants, 8 for Q4_0), because the instructions want one operand
+unsigned. The bias is paid back once per group: the sum starts at -bias * (sum of the group's activations).
+
+Why the number of rows is fixed when the code is made: the running sums of all rows must stay in registers, and a loop
+over rows inside would spill them. One row is bound by memory (72 GB/s of weights seen on two cores), eight rows are
+bound by the multiplier; see forge/bench/RESULTS.md.
+"""
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from forge.backends.cpu.instruction_sets import InstructionSet
+from forge.backends.cpu.vectors import (
+    F32,
+    I8,
+    I32,
+    I64,
+    LANES,
+    STORED,
+    V_F32,
+    V_I32,
+    call_intrinsic,
+    fused_multiply_add,
+    load,
+    splat,
+    store,
+    widen,
+)
+
+GROUP = 32
+"""Inputs that share one activation scale."""
+LINE = 64
+"""Bytes of a weight line."""
+MAX_ROWS = 8
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """How quantized weights lie in memory: what makes one compiled tile differ from another."""
+
+    bits: int
+    """8 or 4."""
+    bias: int
+    """What was added to make the quants unsigned."""
+    group: int
+    """Inputs that share one weight scale: 32, or 16 for Q6_K."""
+    scale_kind: str
+    """`f16` where the file's scales are float16 numbers themselves, else `f32`."""
+    has_minimum: bool
+    """Whether each group also has a minimum, which is subtracted from every weight of it."""
+
+    @property
+    def lines_per_group(self) -> int:
+        """64-byte lines per 32 inputs."""
+        return self.bits
+
+    @property
+    def bytes_per_group(self) -> int:
+        """Bytes of 16 weight rows per 32 inputs, quants alone."""
+        return self.bits * LINE
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales (or of the minimums) of 16 weight rows per 32 inputs."""
+        return LANES * (2 if self.scale_kind == "f16" else 4) * (GROUP // self.group)
+
+    @property
+    def name(self) -> str:
+        minimum = "m" if self.has_minimum else ""
+        return f"q{self.bits}b{self.bias}g{self.group}{self.scale_kind}{minimum}"
+
+
+TILE_ARGUMENTS = (
+    "weights", "scales", "minimums", "x", "x_scales", "x_sums", "out",
+    "num_groups", "x_stride", "out_stride", "add", "next_weights",
+)  # fmt: skip
+"""Addresses and numbers, all int64, that a tile function takes.
+
+weights, scales, minimums: this tile's. x: int8 `[rows, x_stride]`. x_scales: float32 `[rows, x_stride / 32]`. x_sums:
+int32 `[rows, x_stride / 16]`, sums of 16 consecutive activations. out: float32 `[rows, out_stride]`, of which 16
+columns are written; or added to, where `add` is 1. next_weights: where the next tile's weights lie, to be fetched while
+this one is computed, or 0.
+"""
+
+
+def emit_tile(
+    builder: ir.IRBuilder, instruction_set: InstructionSet, layout: TileLayout, num_rows: int, arguments: dict[str, ir.Value]
+) -> None:
+    """Emit the code of a tile of exactly `num_rows` rows; `arguments` has a value for each of `TILE_ARGUMENTS`."""
+    _TileCode(builder, instruction_set, layout, num_rows, arguments).emit()
+
+
+class _TileCode:
+    """Emits one tile. Read `emit` first; `group` is the inside of its loop."""
+
+    def __init__(self, builder, instruction_set, layout, num_rows, arguments):
+        self.b = builder
+        self.isa = instruction_set
+        self.layout = layout
+        self.rows = range(num_rows)
+        self.arg = arguments
+
+    def emit(self) -> None:
+        """for group in range(num_groups): sums = group(sums); then write the sums."""
+        b = self.b
+        entry = b.block
+        loop, done = b.append_basic_block("groups"), b.append_basic_block("done")
+        zero = ir.Constant(V_F32, [0.0] * LANES)
+        b.branch(loop)
+        b.position_at_end(loop)
+        index = b.phi(I64)
+        index.add_incoming(I64(0), entry)
+        sums = [b.phi(V_F32) for _ in self.rows]
+        for value in sums:
+            value.add_incoming(zero, entry)
+        results = self.group(index, sums)
+        following = b.add(index, I64(1))
+        index.add_incoming(following, b.block)
+        for value, result in zip(sums, results, strict=True):
+            value.add_incoming(result, b.block)
+        b.cbranch(b.icmp_signed("<", following, self.arg["num_groups"]), loop, done)
+        b.position_at_end(done)
+        self.write(results)
+
+    def group(self, index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+        """One group of 32 inputs for all rows: exact integer sums, then one scaled addition (two if by 16)."""
+        b, layout = self.b, self.layout
+        self.prefetch(index)
+        lines = self.weight_lines(index)
+        parts = GROUP // layout.group
+        per_part = len(lines) // parts
+        for part in range(parts):
+            part_sums = [self.activation_sum(row, index, part) for row in self.rows]
+            integers = [self.start(value) for value in part_sums]
+            for number in range(part * per_part, (part + 1) * per_part):
+                weights = lines[number]()
+                for row in self.rows:
+                    x = splat(b, load(b, self.x_address(row, index, 4 * number), I32))
+                    integers[row] = self.isa.dot(b, integers[row], weights, x)
+            sums = self.scaled(index, part, integers, part_sums, sums)
+        return sums
+
+    def weight_lines(self, index: ir.Value) -> list:
+        """For each four inputs of the group, a function that gives their weights as 16 lanes of 4 unsigned bytes."""
+        b = self.b
+        base = b.add(self.arg["weights"], b.mul(index, I64(self.layout.bytes_per_group)))
+
+        def line(number):
+            return load(b, b.add(base, I64(LINE * number)), V_I32, align=LINE)
+
+        if self.layout.bits == 8:
+            flip = ir.Constant(V_I32, [-2139062144] * LANES)  # 0x80808080: unsigned w + 128 to signed w
+            signed = self.isa.signed_weights and self.layout.bias == 128
+            return [lambda n=n: b.xor(line(n), flip) if signed else line(n) for n in range(8)]
+        low = ir.Constant(V_I32, [0x0F0F0F0F] * LANES)
+        four = ir.Constant(V_I32, [4] * LANES)
+        return [lambda n=n: b.and_(line(n), low) for n in range(4)] + [
+            lambda n=n: b.and_(b.lshr(line(n), four), low) for n in range(4)
+        ]
+
+    def start(self, activation_sum: ir.Value) -> ir.Value:
+        """-bias * (sum of the group's activations), in every lane."""
+        bias = self.layout.bias
+        if bias == 0 or (self.isa.signed_weights and bias == 128):
+            return ir.Constant(V_I32, [0] * LANES)
+        return splat(self.b, self.b.mul(activation_sum, I32(-bias)))
+
+    def scaled(self, index, part, integers, part_sums, sums):
+        """sums + integers * (weight scale * activation scale) - activation sum * (minimum * activation scale)."""
+        b, layout = self.b, self.layout
+        at = b.add(b.mul(index, I64(layout.scale_bytes)), I64(part * layout.scale_bytes * layout.group // GROUP))
+        scale = self.stored(b.add(self.arg["scales"], at))
+        minimum = self.stored(b.add(self.arg["minimums"], at)) if layout.has_minimum else None
+        results = []
+        for row, integer, part_sum, total in zip(self.rows, integers, part_sums, sums, strict=True):
+            x_scale = splat(b, load(b, self.row_address("x_scales", row, 32, index, 4), F32))
+            total = fused_multiply_add(b, b.sitofp(integer, V_F32), b.fmul(scale, x_scale), total)
+            if minimum is not None:
+                x_sum = splat(b, b.fneg(b.sitofp(part_sum, F32)))
+                total = fused_multiply_add(b, x_sum, b.fmul(minimum, x_scale), total)
+            results.append(total)
+        return results
+
+    def stored(self, address: ir.Value) -> ir.Value:
+        kind = self.layout.scale_kind
+        return widen(self.b, load(self.b, address, STORED[kind], align=32), kind)
+
+    def activation_sum(self, row: int, index: ir.Value, part: int) -> ir.Value:
+        """The integer sum of this part's activations: two sums of 16 for a part of 32, one for a part of 16."""
+        b = self.b
+        address = self.row_address("x_sums", row, 16, index, 8)
+        if self.layout.group == 16:
+            return load(b, b.add(address, I64(4 * part)), I32)
+        return b.add(load(b, address, I32), load(b, b.add(address, I64(4)), I32))
+
+    def x_address(self, row: int, index: ir.Value, offset: int) -> ir.Value:
+        b = self.b
+        base = b.add(self.arg["x"], b.mul(I64(row), self.arg["x_stride"]))
+        return b.add(base, b.add(b.mul(index, I64(GROUP)), I64(offset)))
+
+    def row_address(self, name: str, row: int, per: int, index: ir.Value, step: int) -> ir.Value:
+        """Where row `row` of a 4-byte array with one entry per `per` activations holds group `index`."""
+        b = self.b
+        stride = b.mul(b.udiv(self.arg["x_stride"], I64(per)), I64(4 * row))
+        return b.add(b.add(self.arg[name], stride), b.mul(index, I64(step)))
+
+    def prefetch(self, index: ir.Value) -> None:
+        """Ask for the same group of the next tile. Without it a pass with several rows leaves memory idle while it
+        computes, and the next tile then waits for its weights: 39 ms against 29 for 16 rows of a 0.6B model."""
+        b = self.b
+        base = b.add(self.arg["next_weights"], b.mul(index, I64(self.layout.bytes_per_group)))
+        wanted = b.icmp_signed("!=", self.arg["next_weights"], I64(0))
+        with b.if_then(wanted):
+            for number in range(self.layout.lines_per_group):
+                pointer = b.inttoptr(b.add(base, I64(LINE * number)), I8.as_pointer())
+                call_intrinsic(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(2), I32(1))
+
+    def write(self, results: list[ir.Value]) -> None:
+        b = self.b
+        add = b.icmp_signed("!=", self.arg["add"], I64(0))
+        for row, result in zip(self.rows, results, strict=True):
+            address = b.add(self.arg["out"], b.mul(I64(4 * row), self.arg["out_stride"]))
+            with b.if_else(add) as (adding, storing):
+                with adding:
+                    store(b, address, b.fadd(load(b, address, V_F32), result))
+                with storing:
+                    store(b, address, result)

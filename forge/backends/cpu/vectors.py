@@ -1,0 +1,478 @@
+"""Vectors of 16 lanes as Numba values, so that a kernel can be written, and read, in Python.
+
+A kernel works on `f32x16` (16 float32) and `i32x16` (16 int32) values. LLVM maps them to what the machine has: one
+register on AVX-512, two on AVX2, four on NEON or SSE. Sixteen lanes are part of the arithmetic contract: a float
+reduction keeps 16 partial sums and adds them in one fixed tree (`sum16`), so its bits are the same on every machine,
+for every batch. Nothing here carries a fast-math flag: LLVM may not reorder, contract or approximate anything.
+
+Addresses are plain int64 numbers, as in C. Loads and stores need no alignment beyond that of one element.
+"""
+
+import operator
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+LANES = 16
+
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32, HALF = ir.FloatType(), ir.HalfType()
+V_F32, V_I32 = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+
+class _VectorType(types.Type):
+    """A Numba type whose values are one LLVM vector."""
+
+    def __init__(self, name: str, llvm_type: ir.VectorType):
+        self.llvm_type = llvm_type
+        super().__init__(name)
+
+
+f32x16 = _VectorType("f32x16", V_F32)
+i32x16 = _VectorType("i32x16", V_I32)
+
+
+@register_model(_VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, fe_type.llvm_type)
+
+
+def _binary_operator(function, name: str) -> None:
+    """Teach Numba `a <op> b` for two f32x16."""
+
+    @infer_global(function)
+    class _Template(AbstractTemplate):
+        def generic(self, args, kws):
+            if len(args) == 2 and args[0] == f32x16 and args[1] == f32x16:
+                return signature(f32x16, f32x16, f32x16)
+            return None
+
+    @lower_builtin(function, f32x16, f32x16)
+    def _lower(context, builder, sig, args):
+        return getattr(builder, name)(*args)
+
+
+for _function, _name in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _binary_operator(_function, _name)
+
+
+# Building blocks for code generation, shared with the tile kernels.
+
+
+def load(builder: ir.IRBuilder, address: ir.Value, type_: ir.Type, align: int = 1) -> ir.Value:
+    """The value of `type_` at an int64 address."""
+    value = builder.load(builder.inttoptr(address, type_.as_pointer()))
+    value.align = align
+    return value
+
+
+def store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, align: int = 1) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    """16 copies of a scalar."""
+    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    one = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+
+
+def call_intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+    """Call an LLVM intrinsic by its full name."""
+    function_type = ir.FunctionType(result, [arg.type for arg in args])
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)
+    return builder.call(function, args)
+
+
+def fused_multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """a * b + c with one rounding, on every machine."""
+    return call_intrinsic(builder, f"llvm.fma.v{LANES}f32", V_F32, a, b, c)
+
+
+def widen(builder: ir.IRBuilder, raw: ir.Value, kind: str) -> ir.Value:
+    """16 stored numbers (`f32`, `f16` or `bf16`) as float32, exactly."""
+    if kind == "f32":
+        return raw
+    if kind == "f16":
+        return builder.fpext(raw, V_F32)
+    shifted = builder.shl(builder.zext(raw, V_I32), ir.Constant(V_I32, [16] * LANES))
+    return builder.bitcast(shifted, V_F32)
+
+
+STORED = {
+    "f32": V_F32,
+    "f16": ir.VectorType(HALF, LANES),
+    "bf16": ir.VectorType(I16, LANES),
+}
+"""How 16 numbers of each kind lie in memory."""
+
+
+def narrow(builder: ir.IRBuilder, value: ir.Value, kind: str) -> ir.Value:
+    """float32 to what is stored, rounded to nearest, ties to even."""
+    if kind == "f32":
+        return value
+    if kind == "f16":
+        return builder.fptrunc(value, STORED["f16"])
+    bits = builder.bitcast(value, V_I32)
+    one, sixteen, half = (ir.Constant(V_I32, [number] * LANES) for number in (1, 16, 0x7FFF))
+    even = builder.and_(builder.lshr(bits, sixteen), one)
+    rounded = builder.lshr(builder.add(builder.add(bits, half), even), sixteen)
+    return builder.trunc(rounded, STORED["bf16"])
+
+
+def _loader(kind: str):
+    @intrinsic
+    def load_vector(typingctx, address):
+        def codegen(context, builder, sig, args):
+            return widen(builder, load(builder, args[0], STORED[kind]), kind)
+
+        return f32x16(types.int64), codegen
+
+    return load_vector
+
+
+def _storer(kind: str):
+    @intrinsic
+    def store_vector(typingctx, address, value):
+        def codegen(context, builder, sig, args):
+            store(builder, args[0], narrow(builder, args[1], kind))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, f32x16), codegen
+
+    return store_vector
+
+
+load_f32, load_f16, load_bf16 = _loader("f32"), _loader("f16"), _loader("bf16")
+store_f32, store_f16, store_bf16 = _storer("f32"), _storer("f16"), _storer("bf16")
+
+
+@intrinsic
+def splat_f32(typingctx, scalar):
+    """f32x16 with the same float32 in every lane."""
+
+    def codegen(context, builder, sig, args):
+        return splat(builder, args[0])
+
+    return f32x16(types.float32), codegen
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """a * b + c, rounded once."""
+
+    def codegen(context, builder, sig, args):
+        return fused_multiply_add(builder, *args)
+
+    return f32x16(f32x16, f32x16, f32x16), codegen
+
+
+def _tree(combine):
+    """Reduce 16 lanes: 0..7 with 8..15, then 0..3 with 4..7, then pairs, then the last two. Always in this order."""
+
+    @intrinsic
+    def reduce(typingctx, vector):
+        def codegen(context, builder, sig, args):
+            value = args[0]
+            width = LANES
+            while width > 1:
+                width //= 2
+                undefined = ir.Constant(value.type, ir.Undefined)
+                low, high = (
+                    builder.shuffle_vector(
+                        value, undefined, ir.Constant(ir.VectorType(I32, width), list(range(start, start + width)))
+                    )
+                    for start in (0, width)
+                )
+                value = combine(builder, low, high)
+            return builder.extract_element(value, ir.Constant(I32, 0))
+
+        return types.float32(f32x16), codegen
+
+    return reduce
+
+
+def _maximum(builder, a, b):
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+sum16 = _tree(lambda builder, a, b: builder.fadd(a, b))
+max16 = _tree(_maximum)
+
+
+@intrinsic
+def maximum(typingctx, a, b):
+    """Lane by lane, the larger; b where they do not compare."""
+
+    def codegen(context, builder, sig, args):
+        return _maximum(builder, *args)
+
+    return f32x16(f32x16, f32x16), codegen
+
+
+@intrinsic
+def absolute(typingctx, a):
+    """Lane by lane |a|."""
+
+    def codegen(context, builder, sig, args):
+        bits = builder.and_(builder.bitcast(args[0], V_I32), ir.Constant(V_I32, [0x7FFFFFFF] * LANES))
+        return builder.bitcast(bits, V_F32)
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic
+def round_to_int(typingctx, a):
+    """Lane by lane the nearest integer, ties to even, as i32x16. Lanes must lie within ±2^22."""
+
+    def codegen(context, builder, sig, args):
+        # Adding 1.5 * 2^23 pushes the fraction out of the mantissa, rounding it to nearest even on the way.
+        magic = ir.Constant(V_F32, [12582912.0] * LANES)
+        bits = builder.bitcast(builder.fadd(args[0], magic), V_I32)
+        return builder.sub(bits, ir.Constant(V_I32, [0x4B400000] * LANES))
+
+    return i32x16(f32x16), codegen
+
+
+@intrinsic
+def to_f32(typingctx, a):
+    """i32x16 to f32x16."""
+
+    def codegen(context, builder, sig, args):
+        return builder.sitofp(args[0], V_F32)
+
+    return f32x16(i32x16), codegen
+
+
+@intrinsic
+def store_i8(typingctx, address, a):
+    """Store 16 int32 lanes as 16 int8, which they must fit."""
+
+    def codegen(context, builder, sig, args):
+        store(builder, args[0], builder.trunc(args[1], ir.VectorType(I8, LANES)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, i32x16), codegen
+
+
+@intrinsic
+def sum_i32(typingctx, a):
+    """The sum of 16 int32 lanes (exact, so in any order)."""
+
+    def codegen(context, builder, sig, args):
+        return call_intrinsic(builder, f"llvm.vector.reduce.add.v{LANES}i32", I32, args[0])
+
+    return types.int32(i32x16), codegen
+
+
+@intrinsic
+def add_i32(typingctx, a, b):
+    """Lane by lane a + b."""
+
+    def codegen(context, builder, sig, args):
+        return builder.add(*args)
+
+    return i32x16(i32x16, i32x16), codegen
+
+
+_EXP_COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+"""Minimax polynomial of (exp(r) - 1 - r) / r² on |r| ≤ ln(2) / 2, highest power first (Cephes, expf.c)."""
+
+
+def exp_code(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """exp of 16 lanes, our own, so that its bits do not depend on a library: relative error about 1e-7.
+
+    x is clamped to [-87.3, 88.0]: below, the result is 1.2e-38 rather than 0, which no softmax can tell apart. exp(x) =
+    2^n * exp(r) with n = round(x / ln 2) and r = x - n ln 2, ln 2 in two parts so that r keeps its bits.
+    """
+
+    def constant(number: float) -> ir.Constant:
+        return ir.Constant(V_F32, [number] * LANES)
+
+    low, high = constant(-87.3), constant(88.0)
+    x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+    x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+    magic = constant(12582912.0)
+    shifted = fused_multiply_add(builder, x, constant(1.44269504088896341), magic)
+    n = builder.fsub(shifted, magic)
+    r = fused_multiply_add(builder, n, constant(-0.693359375), x)
+    r = fused_multiply_add(builder, n, constant(2.12194440e-4), r)
+    polynomial = constant(_EXP_COEFFICIENTS[0])
+    for coefficient in _EXP_COEFFICIENTS[1:]:
+        polynomial = fused_multiply_add(builder, polynomial, r, constant(coefficient))
+    result = fused_multiply_add(builder, polynomial, builder.fmul(r, r), builder.fadd(r, constant(1.0)))
+    exponent = builder.sub(builder.bitcast(shifted, V_I32), ir.Constant(V_I32, [0x4B400000 - 127] * LANES))
+    scale = builder.bitcast(builder.shl(exponent, ir.Constant(V_I32, [23] * LANES)), V_F32)
+    return builder.fmul(result, scale)
+
+
+@intrinsic
+def exp16(typingctx, x):
+    """exp lane by lane (see `exp_code`)."""
+
+    def codegen(context, builder, sig, args):
+        return exp_code(builder, args[0])
+
+    return f32x16(f32x16), codegen
+
+
+# Scalars at addresses.
+
+
+def _scalar_load(numba_type, llvm_type):
+    @intrinsic
+    def load_scalar(typingctx, address):
+        def codegen(context, builder, sig, args):
+            return load(builder, args[0], llvm_type)
+
+        return numba_type(types.int64), codegen
+
+    return load_scalar
+
+
+def _scalar_store(numba_type):
+    @intrinsic
+    def store_scalar(typingctx, address, value):
+        def codegen(context, builder, sig, args):
+            store(builder, args[0], args[1])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, numba_type), codegen
+
+    return store_scalar
+
+
+get_i64, get_i32, get_u8 = _scalar_load(types.int64, I64), _scalar_load(types.int32, I32), _scalar_load(types.uint8, I8)
+get_f32 = _scalar_load(types.float32, F32)
+put_i64, put_i32 = _scalar_store(types.int64), _scalar_store(types.int32)
+put_f32 = _scalar_store(types.float32)
+
+
+@intrinsic
+def get_f32_bits(typingctx, number):
+    """The float32 whose bits are the low half of an int64: how an operation carries a scalar."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(builder.trunc(args[0], I32), F32)
+
+    return types.float32(types.int64), codegen
+
+
+def _scalar_widener(kind: str, raw_type: ir.Type):
+    @intrinsic
+    def get_number(typingctx, address):
+        def codegen(context, builder, sig, args):
+            raw = load(builder, args[0], raw_type)
+            if kind == "f16":
+                return builder.fpext(raw, F32)
+            return builder.bitcast(builder.shl(builder.zext(raw, I32), I32(16)), F32)
+
+        return types.float32(types.int64), codegen
+
+    return get_number
+
+
+get_f16, get_bf16 = _scalar_widener("f16", HALF), _scalar_widener("bf16", I16)
+
+
+@intrinsic
+def mask_lanes(typingctx, vector, count, fill):
+    """Lanes from `count` on replaced by `fill`."""
+
+    def codegen(context, builder, sig, args):
+        value, count, fill = args
+        lanes = ir.Constant(V_I32, list(range(LANES)))
+        keep = builder.icmp_signed("<", lanes, splat(builder, builder.trunc(count, I32)))
+        return builder.select(keep, value, splat(builder, fill))
+
+    return f32x16(f32x16, types.int64, types.float32), codegen
+
+
+@intrinsic
+def exp_f32(typingctx, x):
+    """exp of one number, the same as in a lane of `exp16`."""
+
+    def codegen(context, builder, sig, args):
+        return builder.extract_element(exp_code(builder, splat(builder, args[0])), I32(0))
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def dot_keys(typingctx, query, keys, key_bytes, head_dim):
+    """Dot products of one query with 16 keys: lane j is query · key j.
+
+    `keys` is the address of float32 keys, `key_bytes` apart; head_dim a multiple of 16. Each key has 16 partial sums,
+    which are added in the tree of `sum16`; the trees of all 16 keys are computed together, lane by lane, so that each
+    addition serves two keys.
+    """
+
+    def codegen(context, builder, sig, args):
+        query, keys, key_bytes, head_dim = args
+        entry, loop, done = builder.block, builder.append_basic_block("dims"), builder.append_basic_block("done")
+        addresses = [builder.add(keys, builder.mul(key_bytes, I64(j))) for j in range(LANES)]
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        offset = builder.phi(I64)
+        offset.add_incoming(I64(0), entry)
+        sums = [builder.phi(V_F32) for _ in range(LANES)]
+        q = load(builder, builder.add(query, offset), V_F32)
+        results = []
+        for total, address in zip(sums, addresses, strict=True):
+            total.add_incoming(ir.Constant(V_F32, [0.0] * LANES), entry)
+            key = load(builder, builder.add(address, offset), V_F32)
+            results.append(fused_multiply_add(builder, q, key, total))
+        following = builder.add(offset, I64(4 * LANES))
+        offset.add_incoming(following, loop)
+        for total, result in zip(sums, results, strict=True):
+            total.add_incoming(result, loop)
+        builder.cbranch(builder.icmp_signed("<", following, builder.mul(head_dim, I64(4))), loop, done)
+        builder.position_at_end(done)
+        return _sum_each(builder, results)
+
+    return f32x16(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+def _sum_each(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """16 vectors to the vector of their sums, each by the tree of `sum16`.
+
+    Level by level, two vectors become one that holds the half-sums of both: lanes i and i + width of each vector are
+    added, for width 8, 4, 2, 1. `held[i]` lists (vector number, lane of its partial sums) in order.
+    """
+    width, level = LANES // 2, vectors
+    while len(level) > 1:
+        low, high = [], []
+        for part in range(LANES // (2 * width)):
+            base = part * 2 * width
+            low += range(base, base + width)
+            high += range(base + width, base + 2 * width)
+        # Of a pair (a, b): all low halves of a then of b, plus all high halves of a then of b.
+        lows = ir.Constant(ir.VectorType(I32, LANES), low + [lane + LANES for lane in low])
+        highs = ir.Constant(ir.VectorType(I32, LANES), high + [lane + LANES for lane in high])
+        level = [
+            builder.fadd(builder.shuffle_vector(a, b, lows), builder.shuffle_vector(a, b, highs))
+            for a, b in zip(level[::2], level[1::2], strict=True)
+        ]
+        width //= 2
+    return level[0]
+
+
+@intrinsic
+def call_tile(typingctx, tile, weights, scales, minimums, x, x_scales, x_sums, out, groups, x_stride, out_stride, add, ahead):
+    """Call a compiled tile (see `tiles.py`) by its address."""
+
+    def codegen(context, builder, sig, args):
+        function_type = ir.FunctionType(ir.VoidType(), [I64] * (len(args) - 1))
+        builder.call(builder.inttoptr(args[0], function_type.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 13), codegen

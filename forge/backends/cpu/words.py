@@ -1,0 +1,55 @@
+"""Where a kernel finds its arguments: the words of an operation and of the batch context, all int64.
+
+An operation is built once, when a model's forward pass is recorded; the batch context is filled in for every forward.
+Names end in nothing for an address of float32, in the element type otherwise.
+"""
+
+# Words of the batch context.
+CTX_ROWS = 0  # T
+CTX_LOGIT_ROWS = 1  # R
+CTX_SEQUENCES = 2  # S
+CTX_TOKEN_IDS = 3  # int32 [T]
+CTX_POSITIONS = 4  # int32 [T]
+CTX_CU_SEQLENS = 5  # int32 [S + 1]
+CTX_SLOTS = 6  # int32 [T]
+CTX_TABLES = 7  # int32 [S, CTX_TABLE_STRIDE]
+CTX_TABLE_STRIDE = 8
+CTX_LOGIT_ROW_NUMBERS = 9  # int32 [R]
+CTX_KEYS = 10  # the KV storage, [layers, blocks, block size, kv heads, padded head dim]
+CTX_VALUES = 11
+CTX_BLOCK_SIZE = 12
+CTX_LAYER_BYTES = 13
+CTX_TOKEN_BYTES = 14  # of one token's keys in one layer
+CTX_HEAD_BYTES = 15  # of one head of them
+CTX_KV_KIND = 16  # index into KV_KINDS
+CTX_ROPE_COS = 17  # [positions, head_dim / 2]
+CTX_ROPE_SIN = 18
+CTX_SCRATCH = 19  # threads' private memory
+CTX_SCRATCH_BYTES = 20  # of each thread
+CTX_WORDS = 24
+
+KV_KINDS = ("float32", "float16", "bfloat16")
+KIND_F32, KIND_F16, KIND_BF16 = 0, 1, 2
+
+# Words of operations. 0, 1 and 24 belong to the team; every operation that loops over rows has the number of the
+# context word that counts them.
+ROWS_WORD = 2
+
+EMBED_TABLE, EMBED_SCALES, EMBED_MINIMUMS, EMBED_OUT, EMBED_STRIDE, EMBED_COLUMNS, EMBED_BITS, EMBED_BIAS = range(3, 11)
+EMBED_GROUP, EMBED_KIND = 11, 12  # EMBED_KIND: of the scales, or of a float table's numbers
+
+NORM_IN, NORM_STRIDE, NORM_WIDTH, NORM_WEIGHT, NORM_EPS, NORM_OUT, NORM_ROW_NUMBERS = range(3, 10)
+NORM_QUANTS, NORM_SCALES, NORM_SUMS = 10, 11, 12  # 0: not quantized; NORM_ROW_NUMBERS 0: all rows
+
+MM_TILES, MM_WEIGHTS, MM_SCALES, MM_MINIMUMS, MM_X, MM_X_SCALES, MM_X_SUMS, MM_OUT = range(3, 11)
+MM_NUM_TILES, MM_GROUPS, MM_X_STRIDE, MM_OUT_STRIDE, MM_ADD = range(11, 16)
+MM_TILE_BYTES, MM_TILE_SCALE_BYTES, MM_CHUNK = 16, 17, 18
+
+QKV_Q, QKV_K, QKV_V, QKV_Q_STRIDE, QKV_KV_STRIDE, QKV_HEADS, QKV_KV_HEADS, QKV_HEAD_DIM = range(3, 11)
+QKV_Q_NORM, QKV_K_NORM, QKV_EPS, QKV_LAYER = 11, 12, 13, 14
+
+ATT_Q, ATT_Q_STRIDE, ATT_OUT, ATT_HEADS, ATT_KV_HEADS, ATT_HEAD_DIM, ATT_LAYER, ATT_SCALE = range(3, 11)
+
+QUANT_IN, QUANT_STRIDE, QUANT_WIDTH, QUANT_QUANTS, QUANT_SCALES, QUANT_SUMS = range(3, 9)
+
+GLU_GATE, GLU_UP, GLU_STRIDE, GLU_WIDTH, GLU_OUT, GLU_QUANTS, GLU_SCALES, GLU_SUMS = range(3, 11)

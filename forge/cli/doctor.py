@@ -1,0 +1,172 @@
+"""`forge doctor`: can this machine run forge, and with what? Looks, reports, changes nothing."""
+
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from forge.cli import machine, options
+from forge.errors import ForgeError
+
+if TYPE_CHECKING:
+    from forge.views.doctor import Finding
+
+TROUBLE = 1
+"""The exit status when something needs mending."""
+OLDEST_PYTHON = (3, 11)
+NEEDED = ("numpy", "numba", "gguf", "tokenizers")
+OPTIONAL = {"fastokens": "tokenizing is slower without it"}
+
+
+def doctor(json: options.JsonOption = False) -> None:
+    """Look over this machine: Python, CPU, memory, libraries, GPU, models. Exit status 1 if something needs mending."""
+    from forge.views.doctor import findings_object, is_healthy, print_findings
+    from forge.views.json_output import to_json
+    from forge.views.terminal import open_console
+
+    findings = list(_examine())
+    if json:
+        open_console().print(to_json(findings_object(findings)), soft_wrap=True)
+    else:
+        print_findings(open_console(), findings)
+    raise typer.Exit(0 if is_healthy(findings) else TROUBLE)
+
+
+def _examine() -> "Iterator[Finding]":
+    yield from _system()
+    yield from _libraries()
+    yield from _devices()
+    yield from _models()
+    yield from _tokenizer()
+
+
+def _system() -> "Iterator[Finding]":
+    from forge.views.doctor import Finding
+    from forge.views.figures import size
+
+    recent = sys.version_info >= OLDEST_PYTHON
+    yield Finding(
+        "Python",
+        "ok" if recent else "trouble",
+        f"{platform.python_version()} ({platform.python_implementation()})" + ("" if recent else "; 3.11 is needed"),
+    )
+    yield Finding("platform", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    features = machine.cpu_features()
+    known = " ".join(features) if features else "instruction sets unknown"
+    yield Finding("CPU", "ok" if features else "note", f"{machine.cpu_model()}: {known}")
+    cpus, quota = machine.usable_cpus(), machine.cpu_quota()
+    short = quota is not None and quota < cpus
+    limit = f", but a container's quota of {quota:g}: give --threads {max(1, int(quota))}" if short else ""
+    yield Finding("usable CPUs", "note" if short else "ok", f"{cpus}{limit}")
+    total, available = machine.memory_bytes()
+    if total is None:
+        yield Finding("memory", "note", "this system does not say")
+    else:
+        yield Finding("memory", "ok", f"{size(total)}" + (f", {size(available)} available" if available else ""))
+
+
+def _libraries() -> "Iterator[Finding]":
+    from forge.views.doctor import Finding
+
+    for name in NEEDED:
+        found = _version(name)
+        yield Finding(name, "ok" if found else "trouble", found or f"missing: pip install {name}")
+    for name, without in OPTIONAL.items():
+        found = _version(name)
+        yield Finding(name, "ok" if found else "note", found or f"not installed: {without}")
+
+
+def _devices() -> "Iterator[Finding]":
+    from forge.backends.devices import DEFAULT_DEVICE, create_backend
+    from forge.views.doctor import Finding
+
+    try:
+        backend = create_backend(DEFAULT_DEVICE)
+        yield Finding("device", "ok", f"{DEFAULT_DEVICE} ({backend.description}), what runs without --device")
+    except ForgeError as error:
+        yield Finding("device", "trouble", str(error))
+    torch_version = _version("torch")
+    if torch_version is None or find_spec("torch") is None:
+        yield Finding("cuda", "note", "PyTorch is not installed; with an NVIDIA GPU: pip install 'forge-llm[cuda]'")
+    else:
+        yield _cuda(torch_version)
+
+
+def _cuda(torch_version: str) -> "Finding":
+    from forge.views.doctor import Finding
+
+    try:
+        import torch
+
+        if not torch.cuda.is_available():
+            return Finding("cuda", "note", f"PyTorch {torch_version} sees no NVIDIA GPU")
+        names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        return Finding("cuda", "ok", f"PyTorch {torch_version}, CUDA {torch.version.cuda}: {names}")
+    except Exception as error:  # a broken PyTorch raises whatever its loader meets
+        return Finding("cuda", "note", f"PyTorch {torch_version} does not load: {error}")
+
+
+def _models() -> "Iterator[Finding]":
+    from forge.model.catalog import bundled_models, sha256
+    from forge.views.doctor import Finding
+    from forge.views.figures import size
+
+    for model in bundled_models():
+        if not model.present:
+            yield Finding(
+                model.name, "trouble", f"{options.shown_path(model.path)} is missing; make models trains it again"
+            )
+            continue
+        digest, expected = sha256(model.path), _published_digests(model.path.parent).get(model.path.name)
+        known = f"{size(model.bytes)}, SHA-256 {digest[:12]}…"
+        if expected is None:
+            yield Finding(model.name, "note", f"{known}, and none published to hold it against")
+        elif digest != expected:
+            yield Finding(model.name, "trouble", f"{known}, but {expected[:12]}… was published: get the file again")
+        else:
+            yield Finding(model.name, "ok", f"{known} as published")
+
+
+def _published_digests(folder: Path) -> dict[str, str]:
+    """File name → SHA-256, from the lines of the models' README or checksum file that hold both."""
+    import re
+
+    digests = {}
+    for name in ("SHA256SUMS", "README.md"):
+        path = folder / name
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+            digest, file = re.search(r"\b[0-9a-f]{64}\b", line), re.search(r"[\w.-]+\.gguf\b", line)
+            if digest and file:
+                digests.setdefault(file[0], digest[0])
+    return digests
+
+
+def _tokenizer() -> "Iterator[Finding]":
+    """Which tokenizer the default model gets, and why not the fast one if it does not."""
+    from forge.gguf import GGUFFile
+    from forge.model.catalog import DEFAULT_MODEL, resolve_model
+    from forge.tokenizer import Tokenizer
+    from forge.views.doctor import Finding
+
+    try:
+        with GGUFFile.open(resolve_model(DEFAULT_MODEL)) as file:
+            tokenizer = Tokenizer.from_gguf(file)
+        used = tokenizer.prepare()
+    except ForgeError as error:
+        yield Finding("tokenizer", "trouble", str(error))
+        return
+    reason = tokenizer.fallback_reason
+    yield Finding("tokenizer", "note" if reason else "ok", f"{used}: {reason}" if reason else used)
+
+
+def _version(package: str) -> str | None:
+    """The installed version, without importing the package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,127 @@
+"""`forge generate`: continue a prompt, and watch what every forward costs."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forge.cli import options
+from forge.cli.running import drive, exit_status, load_model, run_label
+
+if TYPE_CHECKING:
+    from forge.engine.llm import LLM
+    from forge.engine.sampling_params import SamplingParams
+
+_PROMPT, _OUTPUT = "Prompt", "Output"
+
+
+def generate(
+    prompt: options.PromptArgument,
+    max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
+    model: options.ModelOption = "tales",
+    kv: options.KvOption = "off",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    max_model_len: options.MaxModelLenOption = None,
+    block_size: options.BlockSizeOption = None,
+    temperature: options.TemperatureOption = 0.0,
+    top_p: options.TopPOption = 1.0,
+    top_k: options.TopKOption = 0,
+    min_p: options.MinPOption = 0.0,
+    repetition_penalty: options.RepetitionPenaltyOption = 1.0,
+    seed: options.SeedOption = None,
+    stop: options.StopOption = None,
+    ignore_eos: options.IgnoreEosOption = False,
+    n: Annotated[int, typer.Option("--n", help="Samples of the same prompt.", rich_help_panel="Sampling")] = 1,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message.", rich_help_panel=_PROMPT)
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option("--system", help="System message; implies --chat.", rich_help_panel=_PROMPT)
+    ] = None,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt too.", rich_help_panel=_OUTPUT)] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option("--logprobs", help="List this many likeliest tokens per output token.", rich_help_panel=_OUTPUT),
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option("--prompt-logprobs", help="The same for each prompt token.", rich_help_panel=_OUTPUT),
+    ] = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Continue a prompt, and watch what every forward costs.
+
+    [dim]forge generate --kv basic "Once upon a time" 32[/dim]
+    """
+    text = options.read_prompt(prompt)
+    scored = 0 if prompt_logprobs is None and echo and max_tokens == 0 else prompt_logprobs
+    params = options.sampling_params(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        n=n,
+        logprobs=logprobs,
+        prompt_logprobs=scored,
+    )
+    llm = load_model(
+        model,
+        **options.model_options(
+            kv=kv, device=device, threads=threads, max_model_len=max_model_len, block_size=block_size
+        ),
+    )
+    token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
+    run = _run_json if json else _run_shown
+    status = run(llm, text, token_ids, params, echo, prompt_logprobs)
+    raise typer.Exit(status)
+
+
+def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
+    """The token ids of `message` as the model's chat template renders it, ready to be answered."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": message})
+    rendered = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return llm.tokenizer.encode(rendered, allow_special=True)
+
+
+def _run_json(
+    llm: "LLM",
+    text: str,
+    token_ids: list[int] | None,
+    params: "SamplingParams",
+    echo: bool,
+    prompt_logprobs: int | None,
+) -> int:
+    from forge.views.json_output import run_object, to_json
+    from forge.views.terminal import open_console
+
+    result = drive(llm, llm.start([token_ids or text], params), params, lambda record: None)
+    found = run_object(result, llm.tokenizer.token_text) | {"prompt": text}
+    open_console().print(to_json(found), soft_wrap=True)
+    return exit_status(result)
+
+
+def _run_shown(
+    llm: "LLM",
+    text: str,
+    token_ids: list[int] | None,
+    params: "SamplingParams",
+    echo: bool,
+    prompt_logprobs: int | None,
+) -> int:
+    from forge.views.generation import generation_view
+    from forge.views.logprobs import print_logprobs
+    from forge.views.terminal import open_console
+
+    console = open_console()
+    shown = text if token_ids is None or echo else ""
+    with generation_view(console, run_label(llm), shown, echo) as view:
+        result = drive(llm, llm.start([token_ids or text], params), params, view.step)
+        view.finish(result)
+    print_logprobs(console, result.output, params.logprobs, prompt_logprobs, llm.tokenizer.token_text)
+    return exit_status(result)

@@ -1,0 +1,27 @@
+"""`forge kv-cache`: the chapter's experiment with the cache. What does a token cost now, and what is held for it?"""
+
+import typer
+
+from forge.cli import options
+from forge.cli.running import drive, exit_status, load_model
+
+
+def kv_cache(
+    prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
+    max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
+    model: options.ModelOption = "tales",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+) -> None:
+    """The same run with keys and values kept: flat forwards. What is held for it?"""
+    from forge.views.kv_cache import KvShape, print_kv_cache
+    from forge.views.terminal import open_console
+
+    text = options.read_prompt(prompt)
+    params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True)
+    llm = load_model(model, kv="basic", **options.model_options(device=device, threads=threads))
+    result = drive(llm, llm.start([text], params), params, lambda record: None)
+    layout = llm.engine.storage.layout
+    shape = KvShape(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype.itemsize)
+    print_kv_cache(open_console(), result, shape, text)
+    raise typer.Exit(exit_status(result))

@@ -1,0 +1,132 @@
+"""The console script: which commands there are, and what becomes of an error.
+
+Importing this module loads typer and nothing heavier, so that `forge --help` answers at once: every command imports
+what it needs when it runs.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from forge import __version__
+from forge.cli.chat import chat
+from forge.cli.compare import compare
+from forge.cli.doctor import doctor
+from forge.cli.generate import generate
+from forge.cli.kv_cache import kv_cache
+from forge.cli.models import models
+from forge.cli.naive import naive
+from forge.cli.running import INTERRUPTED
+from forge.cli.versus import VersusCommand
+from forge.errors import ForgeError
+
+CLOSED_PIPE = 141
+"""What a shell reports of a program that SIGPIPE ended."""
+_RUN, _CHAPTERS, _MACHINE = "Run", "Chapters", "Models and machine"
+_USAGE_ERROR = 2
+
+app = typer.Typer(
+    name="forge",
+    help="LLM serving, step by step: run a Qwen3 model and watch every technique at work.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"forge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("generate", rich_help_panel=_RUN)(generate)
+app.command("chat", rich_help_panel=_RUN)(chat)
+app.command("compare", rich_help_panel=_RUN, cls=VersusCommand)(compare)
+app.command("naive", rich_help_panel=_CHAPTERS)(naive)
+app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)
+app.add_typer(models, name="models", rich_help_panel=_MACHINE)
+app.command("doctor", rich_help_panel=_MACHINE)(doctor)
+
+
+def run() -> NoReturn:
+    """The entry point: run the process's own arguments and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(args: Sequence[str]) -> int:
+    """Run one command line; return the exit status. A user's mistake becomes one line on standard error."""
+    try:
+        status = _invoke(args)
+        sys.stdout.flush()
+        return status
+    except Exception as error:
+        if not _is_closed_pipe(error):
+            raise
+        _discard_output()
+        return CLOSED_PIPE
+
+
+def _invoke(args: Sequence[str]) -> int:
+    try:
+        return app(args=list(args), prog_name="forge", standalone_mode=False) or 0
+    except ForgeError as error:
+        return _complain(str(error), error.exit_code)
+    except MemoryError:
+        return _complain("out of memory: take a smaller model, or a smaller --max-model-len", ForgeError.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _complain("interrupted", INTERRUPTED)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # how typer's own usage errors are told from bugs
+            raise
+        return _complain(_usage_message(error), _USAGE_ERROR)
+
+
+def _usage_message(error: Exception) -> str:
+    """What typer found wrong with the command line, and where to look."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return error.format_message()
+    if re.match(r"-\d", getattr(error, "option_name", "")):
+        message = "a number of tokens must not be negative"
+    else:
+        message = " ".join(error.format_message().split()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    return f"{message} (see {context.command_path if context else 'forge'} --help)"
+
+
+def _complain(message: str, status: int) -> int:
+    from forge.views.text import one_line
+
+    print(f"forge: {one_line(message)}", file=sys.stderr)
+    return status
+
+
+def _is_closed_pipe(error: Exception) -> bool:
+    if isinstance(error, BrokenPipeError):
+        return True
+    terminal = sys.modules.get("forge.views.terminal")
+    return terminal is not None and isinstance(error, terminal.ClosedPipe)
+
+
+def _discard_output() -> None:
+    """Point standard output at nothing, so that flushing it at exit cannot fail again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

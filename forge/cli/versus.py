@@ -1,0 +1,125 @@
+"""The grammar of a comparison: exactly one option is given as `A vs B`, every other option holds for both sides.
+
+    forge compare --kv off vs on "The fox and the lantern" 64
+
+`VersusCommand` splits such a command line into two ordinary ones, which differ in that option alone, and parses both
+with the same parser. So every option of the command can vary, each value is checked like any other, and an option added
+to the command later needs nothing here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typer import Context
+from typer.core import TyperCommand
+
+from forge.errors import UsageError
+
+WORD = "vs"
+_EXAMPLE = f"for example: forge compare --kv off {WORD} on"
+_TWO_SIDES = f"a comparison has two sides, {_EXAMPLE}"
+_META = "forge.versus"
+
+
+@dataclass(frozen=True)
+class SplitLine:
+    """One command line as two that differ in the value of `option`."""
+
+    option: str
+    """By its first name: `--kv`."""
+    names: tuple[str, str]
+    """The two values as they were written."""
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Versus:
+    """What a command that compares is told besides its own arguments, which are those of the left side."""
+
+    option: str
+    names: tuple[str, str]
+    right: Mapping[str, Any]
+    """The right side's parsed parameters, by name."""
+
+
+class VersusCommand(TyperCommand):
+    """A command of which one option takes two values. Its function asks `versus_of` for the other side."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing or _asks_for_help(args):
+            return super().parse_args(ctx, args)
+        split = split_versus(args, self._value_options())
+        other = self.context_class(self, info_name=ctx.info_name, parent=ctx.parent)
+        with other.scope(cleanup=False):
+            super().parse_args(other, list(split.right))
+        ctx.meta[_META] = Versus(split.option, split.names, other.params)
+        return super().parse_args(ctx, list(split.left))
+
+    def _value_options(self) -> dict[str, str]:
+        """Every spelling of every option that takes one value → that option's first spelling."""
+        options = [param for param in self.params if param.param_type_name == "option" and not param.is_flag]
+        return {spelling: option.opts[0] for option in options for spelling in option.opts}
+
+
+def versus_of(ctx: Context) -> Versus:
+    """The comparison that the command of `ctx` was asked for."""
+    return ctx.meta[_META]
+
+
+def split_versus(args: Sequence[str], value_options: Mapping[str, str]) -> SplitLine:
+    """Find the one `OPTION A vs B` (or `OPTION=A vs B`) among `args`, wherever it stands.
+
+    `value_options` maps the spellings of options that take a value to their first spelling. Raises `UsageError` if
+    nothing varies, more than one option does, or a side is missing.
+    """
+    words = _word_positions(args)
+    if not words:
+        raise UsageError(f"nothing to compare: give one option two values, {_EXAMPLE}")
+    varied = [_varied_at(args, position, value_options) for position in words]
+    if len(varied) > 1:
+        raise UsageError(_too_many([split.option for split in varied]))
+    return varied[0]
+
+
+def _word_positions(args: Sequence[str]) -> list[int]:
+    end = args.index("--") if "--" in args else len(args)
+    return [position for position, arg in enumerate(args[:end]) if arg.lower() == WORD]
+
+
+def _varied_at(args: Sequence[str], word: int, value_options: Mapping[str, str]) -> SplitLine:
+    """The comparison around the `vs` at position `word`."""
+    before = args[word - 1] if word else ""
+    if word > 1 and args[word - 2].lower() == WORD:
+        raise UsageError(_TWO_SIDES)
+    if before in value_options:
+        raise UsageError(f"{before} has no value before {WORD!r}: write {before} A {WORD} B, {_EXAMPLE}")
+    option, joined, value = before.partition("=")
+    if joined and option in value_options:
+        start = word - 1
+    elif word > 1 and args[word - 2] in value_options:
+        start, option, value = word - 2, args[word - 2], before
+    else:
+        raise UsageError(f"{WORD!r} stands between the two values of one option, {_EXAMPLE}")
+    if word + 1 >= len(args) or _option_of(args[word + 1], value_options):
+        raise UsageError(f"{option} has no value after {WORD!r}: write {option} {value} {WORD} B, {_EXAMPLE}")
+    other, before, after = args[word + 1], args[:start], args[word + 2 :]
+    if any(_option_of(arg, value_options) == value_options[option] for arg in (*before, *after)):
+        raise UsageError(f"{option} is given more than once: {_TWO_SIDES}")
+    lines = [(*before, option, side, *after) for side in (value, other)]
+    return SplitLine(value_options[option], (value, other), *lines)
+
+
+def _option_of(arg: str, value_options: Mapping[str, str]) -> str | None:
+    """The option that `arg` names, alone or as `OPTION=VALUE`."""
+    return value_options.get(arg.partition("=")[0])
+
+
+def _too_many(options: Sequence[str]) -> str:
+    listed = " and ".join([", ".join(options[:-1]), options[-1]])
+    return f"{listed} vary, and nobody could say which of them made the difference: give one alone as A {WORD} B"
+
+
+def _asks_for_help(args: Sequence[str]) -> bool:
+    return "--help" in (args[: args.index("--")] if "--" in args else args)

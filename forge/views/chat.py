@@ -1,0 +1,73 @@
+"""A conversation on the screen: the answer as it comes, and under it what the turn cost."""
+
+from rich.console import Console
+from rich.text import Text
+
+from forge.trace.records import StepRecord
+from forge.views.figures import count, ms, plural, rate
+from forge.views.palette import QUIET, TROUBLE
+from forge.views.summary import RunLabel, RunResult
+from forge.views.text import neutralise
+
+PROMPT = "you> "
+HELP = "/reset forgets the conversation · /exit or Ctrl-D ends it · Ctrl-C ends an answer"
+
+
+class ChatView:
+    """Asks for messages and shows answers. In a pipe it asks silently, so that only answers and figures come out."""
+
+    def __init__(self, console: Console, label: RunLabel):
+        self._console, self._label = console, label
+        self._asking = console.is_terminal
+
+    def welcome(self) -> None:
+        self._quiet(str(self._label))
+        if self._asking:
+            self._quiet(HELP)
+
+    def ask(self) -> str | None:
+        """The next message without white space around it; None when there are no more."""
+        try:
+            import readline  # noqa: F401 (importing it gives input() line editing and history)
+        except ImportError:
+            pass
+        try:
+            return input(PROMPT if self._asking else "").strip()
+        except EOFError:
+            if self._asking:
+                self._console.print()
+            return None
+
+    def step(self, record: StepRecord) -> None:
+        """Print what the step made certain of the answer."""
+        for part in (*record.tokens, *record.finished):
+            if part.text:
+                self._console.print(Text(neutralise(part.text)), end="", soft_wrap=True)
+
+    def finish(self, result: RunResult) -> None:
+        self._console.print()
+        self._quiet(turn_sentence(result))
+
+    def forgotten(self) -> None:
+        self._quiet("forgotten: the next message starts a new conversation")
+
+    def help(self) -> None:
+        self._quiet(HELP)
+
+    def trouble(self, message: str) -> None:
+        self._console.print(Text(neutralise(message), TROUBLE), soft_wrap=True)
+
+    def _quiet(self, line: str) -> None:
+        self._console.print(Text(neutralise(line), QUIET))
+
+
+def turn_sentence(result: RunResult) -> str:
+    """`prefill 23 of 64 prompt tokens, 41 held · first token 3.1 ms · 812 tok/s · stop`."""
+    prompt = len(result.output.prompt_token_ids)
+    first = result.records[0].items[0] if result.records else None
+    held = first.start if first else 0
+    new = f"{count(prompt - held)} of {plural(prompt, 'prompt token')} computed, {count(held)} held"
+    figures = [new, f"first token {ms(result.time_to_first_token_ms)} ms"]
+    if result.decode_tokens_per_second:
+        figures.append(f"{rate(result.decode_tokens_per_second)} tok/s")
+    return " · ".join([*figures, result.ending])

@@ -1,0 +1,123 @@
+"""Runs as JSON objects, for programs. Names are those of the screens with their units; nothing here is rounded."""
+
+import json
+import math
+from typing import Any
+
+from forge.engine.outputs import CompletionOutput, Logprobs
+from forge.trace.records import Spread, StepRecord
+from forge.views.streams import TextStreams
+from forge.views.summary import RunResult
+
+
+def to_json(value: Any) -> str:
+    """Indented JSON. Numbers that JSON does not have (NaN, infinities) become null."""
+    return json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def run_object(result: RunResult, token_text) -> dict[str, Any]:
+    """One run. `token_text` turns a token id into its text, for alternatives that no record holds."""
+    output = result.output
+    first = output.outputs[0]
+    return {
+        "model": result.label.model,
+        "kv": result.label.kv,
+        "device": result.label.device,
+        "device_description": result.label.device_description,
+        "prompt": output.prompt,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "seed": output.seed,
+        "text": first.text,
+        "token_ids": list(first.token_ids),
+        "finish_reason": first.finish_reason,
+        "stop_reason": first.stop_reason,
+        "time_to_first_token_ms": result.time_to_first_token_ms,
+        "decode_tokens_per_second": result.decode_tokens_per_second,
+        "per_forward_ms": spread_object(result.spread),
+        "tokens_computed": result.tokens_computed,
+        "kv_bytes_held": result.kv_bytes_held,
+        "forwards": forward_objects(result.records),
+        "samples": [_sample_object(sample, token_text) for sample in output.outputs],
+        "prompt_logprobs": _prompt_logprobs(output, token_text),
+    }
+
+
+def spread_object(spread: Spread | None) -> dict[str, Any] | None:
+    if spread is None:
+        return None
+    return {
+        "min": spread.minimum,
+        "median": spread.median,
+        "max": spread.maximum,
+        "mean": spread.mean,
+        "n": spread.count,
+    }
+
+
+def forward_objects(records: tuple[StepRecord, ...]) -> list[dict[str, Any]]:
+    """One object per forward: `token_id`, `text`, `probability` of the first sample, and `tokens` with every one's."""
+    streams = TextStreams()
+    objects = []
+    for number, record in enumerate(records, start=1):
+        streams.feed(record)
+        tokens = [
+            {
+                "sample": streams.index_of(token.seq_id),
+                "token_id": token.token_id,
+                "text": token.text,
+                "probability": token.probability,
+            }
+            for token in record.tokens
+        ]
+        first = tokens[0] if tokens else {}
+        objects.append(
+            {
+                "step": number,
+                "phase": record.phase,
+                "tokens_computed": record.tokens_computed,
+                "milliseconds": record.forward_ms,
+                **{name: first.get(name) for name in ("token_id", "text", "probability")},
+                "tokens": tokens,
+            }
+        )
+    return objects
+
+
+def _sample_object(sample: CompletionOutput, token_text) -> dict[str, Any]:
+    logprobs = sample.logprobs
+    return {
+        "index": sample.index,
+        "text": sample.text,
+        "token_ids": list(sample.token_ids),
+        "finish_reason": sample.finish_reason,
+        "stop_reason": sample.stop_reason,
+        "logprobs": None if logprobs is None else [_alternatives(entry, token_text) for entry in logprobs],
+    }
+
+
+def _prompt_logprobs(output, token_text) -> list[Any] | None:
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        {
+            "token_id": token_id,
+            "text": token_text(token_id),
+            "logprob": None if entry is None else dict(entry).get(token_id),
+            "alternatives": None if entry is None else _alternatives(entry, token_text),
+        }
+        for token_id, entry in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    ]
+
+
+def _alternatives(entry: Logprobs, token_text) -> list[dict[str, Any]]:
+    return [{"token_id": token_id, "text": token_text(token_id), "logprob": logprob} for token_id, logprob in entry]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,77 @@
+"""The cache chapter's experiment: the same run with keys and values kept. What does a token cost, what is held?"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from forge.views.figures import count, ms, plural, size
+from forge.views.forwards import chart_rows, chart_scale, spaced
+from forge.views.generation import sample_texts
+from forge.views.metrics import chart_heading, metrics_lines
+from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.summary import Forward, RunResult
+
+QUESTION = "What does a token cost once keys and values are kept?"
+LEADS_ON = "The same tokens at another cost. Both in one picture:\n  forge compare --kv off vs on"
+ROWS = 12
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """What one token leaves in the cache: a key and a value of `head_dim` numbers per layer and KV head."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    bytes_per_number: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_number
+
+    def formula(self) -> str:
+        return (
+            f"2 (key and value) x {self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim} numbers "
+            f"x {self.bytes_per_number} bytes = {size(self.bytes_per_token)} per token"
+        )
+
+
+def print_kv_cache(console: Console, result: RunResult, shape: KvShape, prompt: str) -> None:
+    """The whole experiment: the text, the flat chart with what is held, the arithmetic of the bytes."""
+    width = console.width
+    held = [record.cache.bytes_held for record in result.records]
+
+    def note(forward: Forward) -> str:
+        return f"holds {size(held[forward.number - 1])}"
+
+    rows = chart_rows(spaced(result.forwards, ROWS), chart_scale(result.forwards), width, note)
+    _print_lines(console, [Text(QUESTION, TITLE), Text("")])
+    _print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
+    _print_lines(console, [Text(""), chart_heading(result.label, width), *rows, Text("")])
+    _print_lines(console, [Text(sentence) for sentence in cache_sentences(result, shape)])
+    _print_lines(console, [Text(shape.formula(), QUIET), Text(""), *metrics_lines(result, width)])
+    _print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+
+
+def cache_sentences(result: RunResult, shape: KvShape) -> list[str]:
+    """What the chart shows, in figures of this run."""
+    forwards = result.forwards
+    if len(forwards) < 3:
+        return ["Too few forwards to see a shape: ask for more tokens."]
+    first, second, last = forwards[0], forwards[1], forwards[-1]
+    without = sum(first.tokens + index for index in range(len(forwards)))
+    return [
+        f"The prefill computed the {plural(first.tokens, 'prompt token')} once; every forward after it computed "
+        f"{plural(second.tokens, 'token')}. Forward {second.number} took {ms(second.ms)} ms, forward {last.number} "
+        f"{ms(last.ms)} ms.",
+        f"{count(result.tokens_computed)} tokens went through the model; without the cache it would have been "
+        f"{count(without)}. The price is memory: {size(result.kv_bytes_held)} held at the end, "
+        f"{size(shape.bytes_per_token)} more with every token.",
+    ]
+
+
+def _print_lines(console: Console, lines: Iterable[Text]) -> None:
+    for line in lines:
+        console.print(line)

@@ -1,0 +1,172 @@
+"""The naive chapter's experiment: no cache. Why does every token cost more, and where does the time go?"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge.views.charts import bar, sparkline
+from forge.views.figures import count, ms, percent, plural
+from forge.views.forwards import chart_rows, chart_scale, spaced
+from forge.views.generation import sample_texts
+from forge.views.metrics import chart_heading, metrics_lines
+from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.summary import Forward, RunResult
+from forge.views.terminal import print_table
+
+QUESTION = "Why does every token cost more than the one before it?"
+LEADS_ON = "Keeping keys and values saves the repeated work. Both in one picture:\n  forge compare --kv off vs on"
+ROWS = 12
+_BAR = 28
+
+
+class OperationTime(Protocol):
+    """Time spent in one operation of one layer (-1: outside the layers), summed over all forwards."""
+
+    layer: int
+    operation: str
+    ms: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """An operation or a layer, with its part of the time of all."""
+
+    name: str
+    ms: float
+    calls: int
+    share: float
+
+
+def print_naive(console: Console, result: RunResult, operations: Sequence[OperationTime], prompt: str) -> None:
+    """The whole experiment: the text, the climbing chart, time by operation, time by layer."""
+    width = console.width
+    _print_lines(console, [Text(QUESTION, TITLE), Text("")])
+    _print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
+    _print_lines(console, [Text(""), chart_heading(result.label, width), *_climb(result, width), Text("")])
+    _print_lines(console, [Text(sentence) for sentence in climb_sentences(result)])
+    _print_lines(console, [Text(""), *metrics_lines(result, width)])
+    if operations:
+        console.print()
+        _print_operations(console, operations)
+        _print_layers(console, operations)
+    _print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+
+
+def climb_sentences(result: RunResult) -> list[str]:
+    """What the chart shows, in figures of this run."""
+    forwards = result.forwards
+    if len(forwards) < 3:
+        return ["Too few forwards to see a slope: ask for more tokens."]
+    second, last = forwards[1], forwards[-1]
+    new = forwards[0].tokens + len(forwards) - 1
+    total = result.tokens_computed
+    return [
+        f"Forward {second.number} computed {plural(second.tokens, 'token')} in {ms(second.ms)} ms, forward "
+        f"{last.number} computed {count(last.tokens)} in {ms(last.ms)} ms: {last.ms / second.ms:.1f} times as long, "
+        f"for one new token each.{_slope(forwards)}",
+        f"{count(total)} tokens went through the model where {count(new)} different ones exist: "
+        f"{percent((total - new) / total)} of the work had been done before.",
+    ]
+
+
+def shares_by_operation(operations: Iterable[OperationTime]) -> list[Share]:
+    """All layers together, longest first."""
+    return sorted(_shares((entry.operation, entry) for entry in operations), key=lambda share: -share.ms)
+
+
+def shares_by_layer(operations: Iterable[OperationTime]) -> list[Share]:
+    """Layer by layer in order, what lies outside the layers last."""
+    ordered = sorted(operations, key=lambda entry: entry.layer if entry.layer >= 0 else 1 << 30)
+    return _shares((str(entry.layer) if entry.layer >= 0 else "outside", entry) for entry in ordered)
+
+
+def _shares(named: Iterable[tuple[str, OperationTime]]) -> list[Share]:
+    times: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    for name, entry in named:
+        times[name] += entry.ms
+        calls[name] += entry.calls
+    total = sum(times.values()) or 1.0
+    return [Share(name, times[name], calls[name], times[name] / total) for name in times]
+
+
+def _climb(result: RunResult, width: int) -> list[Text]:
+    return chart_rows(spaced(result.forwards, ROWS), chart_scale(result.forwards), width)
+
+
+def _slope(forwards: Sequence[Forward]) -> str:
+    """Milliseconds per token by least squares, where the line rises."""
+    mean_tokens = sum(forward.tokens for forward in forwards) / len(forwards)
+    mean_ms = sum(forward.ms for forward in forwards) / len(forwards)
+    spread = sum((forward.tokens - mean_tokens) ** 2 for forward in forwards)
+    if not spread:
+        return ""
+    slope = sum((forward.tokens - mean_tokens) * (forward.ms - mean_ms) for forward in forwards) / spread
+    return f" Each token in the sequence adds {slope:.3f} ms to every forward after it." if slope > 0 else ""
+
+
+def _print_operations(console: Console, operations: Sequence[OperationTime]) -> None:
+    shares = shares_by_operation(operations)
+    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    table.add_column("operation")
+    table.add_column("ms", justify="right")
+    table.add_column("calls", justify="right", style=QUIET)
+    table.add_column("share", justify="right")
+    table.add_column("")
+    for share in shares:
+        drawn = Text(bar(share.ms, shares[0].ms, _BAR), ACCENT)
+        table.add_row(share.name, ms(share.ms), count(share.calls), percent(share.share), drawn)
+    print_table(console, table)
+    console.print(Text(operations_sentence(shares)))
+
+
+def operations_sentence(shares: Sequence[Share]) -> str:
+    """Which operations the time goes to."""
+    attention = sum(share.share for share in shares if share.name == "attention")
+    matrices = sum(share.share for share in shares if share.name in MATRICES)
+    return (
+        f"{percent(matrices)} of the time is matrix products, {percent(attention)} attention over the sequence. Every "
+        "one of them runs again for tokens whose result is already known."
+    )
+
+
+MATRICES = frozenset(
+    ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output head", "output"]
+)
+"""Operations that are products with a weight matrix, as the clock names them."""
+
+
+def _print_layers(console: Console, operations: Sequence[OperationTime]) -> None:
+    shares = shares_by_layer(operations)
+    layers = [share for share in shares if share.name != "outside"]
+    outside = sum(share.ms for share in shares if share.name == "outside")
+    console.print()
+    if layers:
+        times = [share.ms for share in layers]
+        label = f"layers 0 to {len(layers) - 1}  "
+        strip = sparkline(times, max(times), max(8, console.width - len(label) - 26))
+        console.print(Text.assemble(label, (strip, ACCENT), f"  {ms(min(times))} to {ms(max(times))} ms each"))
+    console.print(Text(f"outside the layers (embedding, last norm, output head)  {ms(outside)} ms"))
+    console.print(Text(layers_sentence(layers, outside)))
+
+
+def layers_sentence(layers: Sequence[Share], outside: float) -> str:
+    """Whether the layers cost alike."""
+    if not layers:
+        return "No layer was timed."
+    inside = sum(share.ms for share in layers)
+    spread = max(share.ms for share in layers) / max(min(share.ms for share in layers), 1e-9)
+    alike = "the layers cost alike" if spread < 1.25 else f"the slowest layer takes {spread:.1f} times the fastest"
+    return f"{percent(inside / (inside + outside))} of the time is spent in the layers, and {alike}."
+
+
+def _print_lines(console: Console, lines: Iterable[Text]) -> None:
+    for line in lines:
+        console.print(line)

@@ -1,0 +1,34 @@
+"""`--device`: names, and one line for what cannot run."""
+
+import pytest
+
+from forge.backends.devices import DEFAULT_DEVICE, DEVICES, create_backend
+from forge.errors import UsageError
+
+
+def test_reference_is_there():
+    assert create_backend("reference").name == "reference"
+
+
+def test_the_default_is_a_device():
+    assert DEFAULT_DEVICE in DEVICES
+
+
+def test_an_unknown_device_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(UsageError, match=r"unknown device 'tpu'; there are cpu, reference, cuda") as raised:
+        create_backend("tpu")
+    assert raised.value.exit_code == 2
+
+
+def test_cuda_without_a_gpu_says_what_to_do_in_one_line():
+    try:
+        import torch
+    except ImportError:
+        has_gpu = False
+    else:
+        has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(UsageError, match="--device cuda needs") as raised:
+        create_backend("cuda")
+    assert "\n" not in str(raised.value)

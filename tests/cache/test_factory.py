@@ -1,0 +1,55 @@
+"""`--kv`: names, and how much storage goes with them."""
+
+import pytest
+
+from forge.cache.factory import DEFAULT_KV_BYTES, KV_MODES, CacheSize, canonical_mode, create_kv_cache
+from forge.errors import UsageError
+
+
+def size(**changes) -> CacheSize:
+    return CacheSize(**{"max_model_len": 100, "max_num_seqs": 4, "block_size": 16, "bytes_per_token": 8} | changes)
+
+
+def test_on_is_basic():
+    assert canonical_mode("on") == "basic"
+    assert [canonical_mode(mode) for mode in KV_MODES] == list(KV_MODES)
+
+
+@pytest.mark.parametrize("mode", ["", "Basic", "of", "none"])
+def test_an_unknown_mode_lists_the_supported_ones_and_exits_with_2(mode):
+    with pytest.raises(UsageError, match=r"unknown kv mode '.*'; supported: off, basic") as raised:
+        create_kv_cache(mode, size())
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("mode", KV_MODES)
+def test_every_sequence_that_may_run_has_room_for_the_whole_context(mode):
+    cache, num_blocks = create_kv_cache(mode, size())
+
+    assert num_blocks == 4 * 7
+    for seq_id in range(4):
+        cache.add(seq_id, ())
+        cache.reserve(seq_id, 100)
+        assert max(cache.block_table(seq_id)) < num_blocks
+
+
+def test_max_model_len_bounds_what_is_reserved():
+    assert create_kv_cache("basic", size(max_model_len=16))[1] == 4
+    assert create_kv_cache("basic", size(max_model_len=17))[1] == 8
+
+
+def test_num_blocks_makes_as_many_whole_runs_as_fit():
+    assert create_kv_cache("basic", size(num_blocks=20))[1] == 14
+    assert create_kv_cache("basic", size(num_blocks=1000))[1] == 28
+
+
+def test_a_pool_that_cannot_hold_one_sequence_is_refused_with_the_numbers():
+    with pytest.raises(UsageError, match="--num-blocks 6 cannot hold one sequence of 100 tokens, which takes 7 blocks"):
+        create_kv_cache("basic", size(num_blocks=6))
+
+
+def test_large_models_get_fewer_runs_but_at_least_one():
+    per_run = 7 * 16
+    two_runs = DEFAULT_KV_BYTES // per_run // 2
+    assert create_kv_cache("basic", size(bytes_per_token=two_runs))[1] == 2 * 7
+    assert create_kv_cache("basic", size(bytes_per_token=DEFAULT_KV_BYTES))[1] == 7

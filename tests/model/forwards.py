@@ -1,0 +1,54 @@
+"""Forward passes without an engine: batches laid out by hand, in a storage of their own."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from forge.cache.kv_storage import KvStorage
+from forge.model.forward_batch import ForwardBatch
+from forge.model.qwen3 import Qwen3
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `start` to `end` - 1 of a sequence of tokens whose keys and values lie in `blocks`."""
+
+    token_ids: list[int]
+    start: int
+    end: int
+    blocks: list[int]
+
+
+def flat_batch(parts: list[Part], block_size: int, logit_rows: list[int] | None = None) -> ForwardBatch:
+    """All parts end to end; logits for every row unless told otherwise."""
+    positions = [np.arange(part.start, part.end) for part in parts]
+    slots = [
+        np.array(part.blocks)[own // block_size] * block_size + own % block_size
+        for part, own in zip(parts, positions, strict=True)
+    ]
+    tables = np.full((len(parts), max(len(part.blocks) for part in parts)), -1)
+    for table, part in zip(tables, parts, strict=True):
+        table[: len(part.blocks)] = part.blocks
+    lengths = [part.end - part.start for part in parts]
+    rows = range(sum(lengths)) if logit_rows is None else logit_rows
+    arrays = {
+        "token_ids": [token for part in parts for token in part.token_ids[part.start : part.end]],
+        "positions": np.concatenate(positions),
+        "cu_seqlens": np.cumsum([0, *lengths]),
+        "slot_mapping": np.concatenate(slots),
+        "block_tables": tables,
+        "context_lens": [part.end for part in parts],
+        "logit_rows": list(rows),
+    }
+    return ForwardBatch(**{name: np.ascontiguousarray(values, np.int32) for name, values in arrays.items()})
+
+
+def new_storage(model: Qwen3, num_blocks: int, block_size: int) -> KvStorage:
+    return model.backend.new_storage(model.kv_layout(num_blocks, block_size))
+
+
+def one_prefill(model: Qwen3, token_ids: list[int], block_size: int = 16) -> np.ndarray:
+    """The logits after each token, from one forward pass over all of them: float32 `[len(token_ids), vocab]`."""
+    num_blocks = -(-len(token_ids) // block_size)
+    batch = flat_batch([Part(token_ids, 0, len(token_ids), list(range(num_blocks)))], block_size)
+    return model.forward(batch, new_storage(model, num_blocks, block_size))

@@ -1,0 +1,21 @@
+from dataclasses import replace
+
+from forge.trace.records import ItemRecord
+from forge.views.chat import ChatView, turn_sentence
+from tests.views.records import LABEL, flat, piped, step, written
+
+
+def test_an_answer_is_printed_as_it_comes_without_escapes():
+    console = piped()
+    view = ChatView(console, LABEL)
+    view.step(step(1, 4, 1.0, "Hello \x1b[2J"))
+    view.step(step(2, 1, 1.0, "[there]"))
+    assert written(console) == "Hello ␛[2J[there]"
+
+
+def test_a_turn_says_what_the_cache_saved():
+    result = flat(5)
+    first = replace(result.records[0], items=(ItemRecord(7, "prefill", 3, 1),))
+    sentence = turn_sentence(replace(result, records=(first, *result.records[1:])))
+    assert sentence.startswith("1 of 4 prompt tokens computed, 3 held · first token 2.1 ms")
+    assert sentence.endswith("length")

@@ -1,0 +1,30 @@
+from forge.views.doctor import Finding, findings_object, is_healthy, print_findings
+from tests.views.records import piped, written
+
+FINE = [Finding("Python", "ok", "3.11"), Finding("cuda", "note", "no GPU")]
+BAD = [*FINE, Finding("numba", "trouble", "missing: pip install numba")]
+
+
+def shown(findings):
+    console = piped()
+    print_findings(console, findings)
+    return written(console)
+
+
+def test_a_note_is_no_trouble():
+    assert is_healthy(FINE) and not is_healthy(BAD)
+    assert "Nothing needs mending" in shown(FINE)
+
+
+def test_trouble_is_marked_and_counted():
+    out = shown(BAD)
+    assert "✗  numba" in out and "1 of 3" in out and "pip install numba" in out
+
+
+def test_the_json_object_has_every_finding():
+    assert findings_object(BAD)["healthy"] is False
+    assert findings_object(BAD)["findings"][2] == {
+        "name": "numba",
+        "level": "trouble",
+        "text": "missing: pip install numba",
+    }

@@ -1,0 +1,34 @@
+from forge.views.loading import WORTH_A_BAR, LoadingBar
+from tests.views.records import piped, terminal, written
+
+
+def load(console, total):
+    with LoadingBar(console, "big[bold]") as bar:
+        for done in range(0, total + 1, total // 10):
+            bar(done, total)
+    return written(console)
+
+
+def test_a_large_model_shows_its_progress_and_takes_it_away():
+    out = load(terminal(), WORTH_A_BAR * 2)
+    assert "loading big[bold]" in out
+    assert out.rfind("\x1b[?25h") > out.rfind("\x1b[?25l")
+
+
+def test_a_small_model_shows_nothing():
+    assert load(terminal(), WORTH_A_BAR) == ""
+
+
+def test_a_pipe_shows_nothing():
+    assert load(piped(), WORTH_A_BAR * 2) == ""
+
+
+def test_the_bar_is_taken_away_when_loading_fails():
+    console = terminal()
+    try:
+        with LoadingBar(console, "big") as bar:
+            bar(1, WORTH_A_BAR * 2)
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    assert written(console).rfind("\x1b[?25h") > 0
