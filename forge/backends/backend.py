@@ -122,6 +122,8 @@ class Backend(ABC):
     """What `--device` calls it."""
     description: str
     """What a person is told about it: the instruction set and thread count, say."""
+    default_kv_dtype: str = "float32"
+    """What keys and values are rounded to when nobody says otherwise."""
 
     # Loading
 
@@ -138,6 +140,9 @@ class Backend(ABC):
         """Arrays for keys and values, all zero. Raises `MemoryError` if there is no room."""
 
     # Running
+
+    def prepare(self, forward_pass: "ForwardPass", layout: KvLayout) -> None:  # noqa: B027 (optional)
+        """Do now what the first `run` would otherwise do before it computes, such as compiling."""
 
     @abstractmethod
     def run(self, forward_pass: "ForwardPass", batch: ForwardBatch, storage: KvStorage) -> np.ndarray:

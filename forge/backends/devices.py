@@ -1,5 +1,6 @@
 """`--device`: from a name to a backend, or to one line that says why not."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from forge.backends.backend import Backend
@@ -9,14 +10,16 @@ DEVICES = ("cpu", "reference", "cuda")
 DEFAULT_DEVICE = "cpu"
 
 
-def create_backend(device: str, threads: int | None = None) -> Backend:
+def create_backend(
+    device: str, threads: int | None = None, on_compile: Callable[[int, int], None] | None = None
+) -> Backend:
     """The backend for `device`; `threads` is for those that run threads of their own, None meaning all there are.
 
     Raises `UsageError` for an unknown one, or one that this machine cannot run."""
     if device == "cpu":
         from forge.backends.cpu.backend import CpuBackend
 
-        return CpuBackend(threads)
+        return CpuBackend(threads, on_compile)
     if device == "reference":
         from forge.backends.reference import ReferenceBackend
 

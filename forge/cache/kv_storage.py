@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-
 KV_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 KV_DTYPES = tuple(KV_ITEM_BYTES)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from forge.cli import options
-from forge.cli.running import drive, exit_status, load_model, warm_up
+from forge.cli.running import drive, exit_status, load_model
 from forge.cli.versus import versus_of
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 """The exit status when the two sides' tokens differ."""
 
-_LOADING = ("kv", "device", "threads", "max_model_len", "block_size")
+_LOADING = ("kv", "device", "threads", "max_model_len", "block_size", "kv_dtype")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 
 
@@ -31,6 +31,7 @@ def compare(
     threads: options.ThreadsOption = None,
     max_model_len: options.MaxModelLenOption = None,
     block_size: options.BlockSizeOption = None,
+    kv_dtype: options.KvDtypeOption = None,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,
@@ -95,7 +96,6 @@ def _run_side(
     if earlier and params.seed is None:
         params = replace(params, seed=earlier[0].result.output.seed)
     llm = load_model(given["model"], **options.model_options(**{option: given[option] for option in _LOADING}))
-    warm_up(llm)
     run = llm.start([prompt], params, keep_logits=True)
     result = drive(llm, run, params, lambda record: on_step(len(earlier), record))
     return Side(name, result, run.logits)

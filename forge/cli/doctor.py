@@ -3,8 +3,6 @@
 import platform
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,7 +89,7 @@ def _devices() -> "Iterator[Finding]":
     except ForgeError as error:
         yield Finding("device", "trouble", str(error))
     torch_version = _version("torch")
-    if torch_version is None or find_spec("torch") is None:
+    if torch_version is None:
         yield Finding("cuda", "note", "PyTorch is not installed; with an NVIDIA GPU: pip install 'forge-llm[cuda]'")
     else:
         yield _cuda(torch_version)
@@ -166,6 +164,8 @@ def _tokenizer() -> "Iterator[Finding]":
 
 def _version(package: str) -> str | None:
     """The installed version, without importing the package."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -23,6 +23,7 @@ def generate(
     threads: options.ThreadsOption = None,
     max_model_len: options.MaxModelLenOption = None,
     block_size: options.BlockSizeOption = None,
+    kv_dtype: options.KvDtypeOption = None,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,
@@ -69,12 +70,10 @@ def generate(
         logprobs=logprobs,
         prompt_logprobs=scored,
     )
-    llm = load_model(
-        model,
-        **options.model_options(
-            kv=kv, device=device, threads=threads, max_model_len=max_model_len, block_size=block_size
-        ),
+    loading = options.model_options(
+        kv=kv, device=device, threads=threads, max_model_len=max_model_len, block_size=block_size, kv_dtype=kv_dtype
     )
+    llm = load_model(model, **loading)
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
     run = _run_json if json else _run_shown
     status = run(llm, text, token_ids, params, echo, prompt_logprobs)

@@ -3,7 +3,7 @@
 import typer
 
 from forge.cli import options
-from forge.cli.running import drive, exit_status, load_model
+from forge.cli.running import drive, exit_status, load_model, run_label
 
 
 def kv_cache(
@@ -14,14 +14,18 @@ def kv_cache(
     threads: options.ThreadsOption = None,
 ) -> None:
     """The same run with keys and values kept: flat forwards. What is held for it?"""
+    from forge.cache.kv_storage import KV_ITEM_BYTES
+    from forge.views.generation import watching
     from forge.views.kv_cache import KvShape, print_kv_cache
     from forge.views.terminal import open_console
 
     text = options.read_prompt(prompt)
     params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True)
     llm = load_model(model, kv="basic", **options.model_options(device=device, threads=threads))
-    result = drive(llm, llm.start([text], params), params, lambda record: None)
+    console = open_console()
+    with watching(console, run_label(llm), text) as view:
+        result = drive(llm, llm.start([text], params), params, view.step)
     layout = llm.engine.storage.layout
-    shape = KvShape(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype.itemsize)
-    print_kv_cache(open_console(), result, shape, text)
+    shape = KvShape(layout.num_layers, layout.num_kv_heads, layout.head_dim, KV_ITEM_BYTES[layout.kv_dtype])
+    print_kv_cache(console, result, shape, text)
     raise typer.Exit(exit_status(result))

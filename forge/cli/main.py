@@ -92,7 +92,7 @@ def _invoke(args: Sequence[str]) -> int:
     except MemoryError:
         return _complain("out of memory: take a smaller model, or a smaller --max-model-len", ForgeError.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return _complain("interrupted", INTERRUPTED)
+        return INTERRUPTED
     except Exception as error:
         if not hasattr(error, "format_message"):  # how typer's own usage errors are told from bugs
             raise

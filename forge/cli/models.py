@@ -31,7 +31,9 @@ def list_models(json: options.JsonOption = False) -> None:
 
 @models.command("inspect")
 def inspect_model(
-    model: Annotated[str, typer.Argument(help="A GGUF file, or a bundled model's name.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A GGUF file, or a bundled model's name.", show_default=False)
+    ],
     everything: Annotated[bool, typer.Option("--all", help="List every tensor, not one line per layer kind.")] = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -39,7 +41,8 @@ def inspect_model(
     from forge.gguf import GGUFFile
     from forge.model.catalog import resolve_model
     from forge.views.json_output import to_json
-    from forge.views.models import print_inspection, summarise, summary_object
+    from forge.views.model_files import summarise, summary_object
+    from forge.views.models import print_inspection
     from forge.views.terminal import open_console
 
     with GGUFFile.open(resolve_model(model)) as file:
@@ -61,7 +64,8 @@ def _bundled() -> "list[ListedModel]":
     """The bundled models, with what the headers of those that are present say."""
     from forge.gguf import GGUFError, GGUFFile
     from forge.model.catalog import bundled_models
-    from forge.views.models import ListedModel, main_type, parameter_count
+    from forge.views.model_files import main_type, parameter_count
+    from forge.views.models import ListedModel
 
     listed = []
     for model in bundled_models():

@@ -17,9 +17,11 @@ _MODEL, _SAMPLING, _OUTPUT = "Model", "Sampling", "Output"
 DEFAULT_PROMPT = "Once upon a time"
 DEFAULT_MAX_TOKENS = 32
 
-PromptArgument = Annotated[str, typer.Argument(help="Text to continue; - reads standard input.", show_default=False)]
-DefaultedPrompt = Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")]
-MaxTokens = Annotated[int, typer.Argument(help="Output tokens at most.")]
+PromptArgument = Annotated[
+    str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.", show_default=False)
+]
+DefaultedPrompt = Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.")]
+MaxTokens = Annotated[int, typer.Argument(metavar="MAX_TOKENS", help="Output tokens at most.")]
 
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="A bundled model's name, or a GGUF file.", rich_help_panel=_MODEL)
@@ -48,7 +50,17 @@ MaxModelLenOption = Annotated[
 ]
 BlockSizeOption = Annotated[
     int | None,
-    typer.Option("--block-size", help="Tokens per KV block.", show_default="16", rich_help_panel=_MODEL),
+    typer.Option("--block-size", help="Tokens per KV block; 16 if not given.", rich_help_panel=_MODEL),
+]
+
+KvDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-dtype",
+        help="What keys and values are rounded to: float32, float16 or bfloat16.",
+        show_default="the device's own",
+        rich_help_panel=_MODEL,
+    ),
 ]
 
 TemperatureOption = Annotated[

@@ -111,7 +111,7 @@ class Engine:
         self._sequence_ids = count()
         self._steps = 0
         self._unsettled = False
-        """A step or an abort has begun and not come to its end."""
+        """A step or an abort ended in an exception, and nobody has cleared up after it yet."""
         self._decided: tuple[StepPlan, list[Outcome]] | None = None
         """The step whose tokens are chosen and not yet committed."""
 
@@ -172,7 +172,13 @@ class Engine:
     def step(self) -> StepRecord:
         """Run one step. Call only while `has_unfinished()`; after an exception from it, whatever it was, too."""
         self._settle()
-        self._unsettled = True
+        try:
+            return self._step()
+        except BaseException:
+            self._unsettled = True
+            raise
+
+    def _step(self) -> StepRecord:
         started = time.perf_counter()
         plan = self.scheduler.schedule()
         assert plan.items, f"nothing can run: {plan.waiting}"
@@ -203,11 +209,13 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request's unfinished sequences, keeping what they produced."""
         self._settle()
-        self._unsettled = True
-        for sequence in self._requests[request_id].sequences:
-            self.scheduler.abort(sequence.seq_id)
-            sequence.output_text.finish()
-        self._unsettled = False
+        try:
+            for sequence in self._requests[request_id].sequences:
+                self.scheduler.abort(sequence.seq_id)
+                sequence.output_text.finish()
+        except BaseException:
+            self._unsettled = True
+            raise
 
     def release(self, seq_id: int) -> None:
         """Give up the cache of an ended sequence, if it is still kept."""
@@ -233,9 +241,10 @@ class Engine:
 
     def forget(self, request_id: str) -> None:
         """Drop what is remembered of a request whose sequences have all ended."""
-        request = self._requests.pop(request_id)
-        assert all(sequence.finish_reason is not None for sequence in request.sequences), "it is still running"
-        for sequence in request.sequences:
+        sequences = self._requests[request_id].sequences
+        assert all(sequence.finish_reason is not None for sequence in sequences), "it is still running"
+        del self._requests[request_id]
+        for sequence in sequences:
             self._work.pop(sequence.seq_id, None)
 
     def cache_record(self) -> CacheRecord:
@@ -252,13 +261,12 @@ class Engine:
         )
 
     def _settle(self) -> None:
-        """Bring what was begun to its end: complete a step whose tokens are chosen, undo one that came less far.
+        """Commit a step whose tokens are chosen, or undo one that an exception ended before that.
 
-        Does nothing between steps. May itself be interrupted and called again.
+        Does nothing where neither is the case. May itself be interrupted and called again.
         """
         if self._decided is not None:
             self.scheduler.commit(*self._decided)
-            self._unsettled = False
             self._decided = None
         elif self._unsettled:
             self.scheduler.roll_back()

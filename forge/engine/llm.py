@@ -6,7 +6,7 @@
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -15,15 +15,15 @@ import numpy as np
 from forge.backends.backend import OperationTime
 from forge.backends.devices import DEFAULT_DEVICE, create_backend
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, canonical_mode, create_kv_cache
-from forge.cache.kv_storage import KvStorage
+from forge.cache.kv_storage import KV_DTYPES, KvStorage
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
-from forge.gguf import GGUFFile
-from forge.model.catalog import DEFAULT_MODEL, resolve_model
+from forge.model.catalog import DEFAULT_MODEL, model_name, resolve_model
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadProgress, load_qwen3
+from forge.model.weight_source import open_weights
 from forge.tokenizer import Tokenizer
 from forge.trace.records import StepRecord
 
@@ -43,6 +43,7 @@ class LLM:
         *,
         kv: str = "off",
         device: str = DEFAULT_DEVICE,
+        kv_dtype: str | None = None,
         block_size: int = DEFAULT_BLOCK_SIZE,
         num_blocks: int | None = None,
         threads: int | None = None,
@@ -50,38 +51,46 @@ class LLM:
         max_num_seqs: int = 16,
         time_operations: bool = False,
         on_load_progress: LoadProgress | None = None,
+        on_compile_progress: Callable[[int, int], None] | None = None,
     ):
         """Load a model.
 
-        model: a bundled name or the path of a GGUF file. kv: `off`, `basic` or `on`. device: `cpu`, `reference` or
-        `cuda`. block_size: tokens per KV block. num_blocks: the KV pool's size. threads: CPU threads, None for all that
-        this process may use. max_model_len: prompt and output tokens of one sequence at most, which bounds what is
-        reserved; None takes the model's context, up to 4,096. max_num_seqs: sequences that may run at once.
+        model: a bundled or pulled model's name, or the path of a GGUF file or a Hugging Face folder.
+        kv: `off`, `basic` or `on`. device: `cpu`, `reference` or `cuda`. kv_dtype: what keys and values are rounded to, `float32`, `float16` or `bfloat16`; None takes the
+        device's own. block_size: tokens per KV block. num_blocks: the KV pool's size. threads: CPU threads, None for
+        all that this process may use. max_model_len: prompt and output tokens of one sequence at most, which bounds
+        what is reserved; None takes the model's context, up to 4,096. max_num_seqs: sequences that may run at once.
         time_operations: keep time per layer and operation, for `operation_times()`. on_load_progress: called with
-        (bytes loaded, bytes in all).
+        (bytes loaded, bytes in all). on_compile_progress: called with (kernels compiled, kernels in all) if any have to be,
+        which happens once per machine.
 
-        Raises `UsageError` for an option that has no meaning, `GGUFError` for a file that is not a sound Qwen3 model.
+        Raises `UsageError` for an option that has no meaning, the `ForgeError` of its format for a file that is not a
+        sound Qwen3 model.
         """
         for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
             _require_positive(name, value)
         for name, value in (("num_blocks", num_blocks), ("threads", threads), ("max_model_len", max_model_len)):
             if value is not None:
                 _require_positive(name, value)
+        if kv_dtype not in (None, *KV_DTYPES):
+            raise UsageError(f"unknown kv dtype {kv_dtype!r}; supported: {', '.join(KV_DTYPES)}")
         canonical_mode(kv)  # an unknown one is refused before anything is loaded
         started = time.perf_counter()
         self.path = resolve_model(model)
-        self.model_name = self.path.stem
+        self.model_name = model_name(self.path)
         self.device = device
-        backend = create_backend(device, threads)
+        backend = create_backend(device, threads, on_compile_progress)
         self.device_description = backend.description
+        self.kv_dtype = kv_dtype or backend.default_kv_dtype
         if time_operations:
             backend.time_operations()
-        with GGUFFile.open(self.path) as file:
-            self.tokenizer = Tokenizer.from_gguf(file)
-            self.model = load_qwen3(file, backend, on_load_progress)
+        with open_weights(self.path) as weights:
+            self.tokenizer = Tokenizer(weights.tokenizer_spec())
+            self.model = load_qwen3(weights, backend, on_load_progress)
         self.max_model_len = self._usable_context(max_model_len)
-        layout = self.model.kv_layout(num_blocks=0, block_size=block_size)
+        layout = self.model.kv_layout(0, block_size, self.kv_dtype)
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks)
+        backend.prepare(self.model.forward_pass, layout)
         cache, storage_blocks = create_kv_cache(kv, size)
         self.kv = cache.kind
         self.engine = Engine(
@@ -173,7 +182,7 @@ class LLM:
         return max_model_len
 
     def _new_storage(self, num_blocks: int, block_size: int) -> KvStorage:
-        layout = self.model.kv_layout(num_blocks, block_size)
+        layout = self.model.kv_layout(num_blocks, block_size, self.kv_dtype)
         try:
             return self.model.backend.new_storage(layout)
         except (MemoryError, ValueError):  # NumPy raises the latter for more bytes than an address can hold
@@ -239,14 +248,15 @@ class Run:
     def _has_ended(self) -> bool:
         """Whether every request has; the first time that it is so, their outputs are taken from the engine."""
         if self._outputs is None and not any(map(self._engine.is_unfinished, self._request_ids)):
-            self._outputs = [self._engine.output(request_id) for request_id in self._request_ids]
+            outputs = [self._engine.output(request_id) for request_id in self._request_ids]
+            self._on_end(outputs)
+            self._outputs = outputs
             for request_id in self._request_ids:
                 self._engine.forget(request_id)
-            self._on_end(self._outputs)
         return self._outputs is not None
 
     def _on_end(self, outputs: list[RequestOutput]) -> None:
-        """Called once, when the run has ended."""
+        """Called when the run has ended."""
 
 
 class ChatSession:

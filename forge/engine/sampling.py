@@ -18,7 +18,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
 
 _SORTABLE = 256
-"""How many candidates top-p sorts at most. More are halved by partitioning until the boundary lies in so few."""
+"""How many weights top-p sorts at most. More are halved by partitioning until its boundary lies in so few."""
 
 _GREATEST = float(np.finfo(np.float32).max)
 
@@ -105,37 +105,32 @@ def distribution(logits: np.ndarray, params: SamplingParams) -> Distribution:
     if 0 < params.top_k < len(weights):
         keep = _top(weights, params.top_k)
     if params.top_p < 1:
-        keep = keep[_reaching(weights[keep], params.top_p)]
+        keep = keep[_top(weights[keep], _num_reaching(weights[keep], params.top_p))]
     if params.min_p > 0:
         keep = keep[weights[keep] >= params.min_p]  # the greatest weight is 1
     keep = keep[weights[keep] > 0]  # what has no probability must not be drawn, whatever a sum is rounded to
     return Distribution(keep, weights[keep] / weights[keep].sum())
 
 
-def _reaching(weights: np.ndarray, share: float) -> np.ndarray:
-    """Indices, ascending, of the fewest largest weights whose sum reaches `share` of the whole; at least one.
+def _num_reaching(weights: np.ndarray, share: float) -> int:
+    """How many of the largest weights it takes for their sum to reach `share` of the whole; at least one.
 
-    Whole groups of large weights are taken, or small ones left, until what is undecided is few enough to sort.
+    The larger half is taken or the smaller one left, again and again, until what is undecided is few enough to sort.
     """
     missing = share * weights.sum()
-    taken = [np.empty(0, np.int64)]
-    undecided = np.arange(len(weights))
-    size = _SORTABLE
+    num_taken, undecided, num_larger = 0, weights, _SORTABLE
     while len(undecided) > _SORTABLE:
-        is_top = np.zeros(len(undecided), bool)
-        is_top[_top(weights[undecided], size)] = True
-        top_sum = weights[undecided[is_top]].sum()
-        if top_sum >= missing:
-            undecided = undecided[is_top]
+        parted = np.partition(undecided, len(undecided) - num_larger)
+        smaller, larger = parted[:-num_larger], parted[-num_larger:]
+        if larger.sum() >= missing:
+            undecided = larger
         else:
-            taken.append(undecided[is_top])
-            missing -= top_sum
-            undecided = undecided[~is_top]
-        size = max(1, len(undecided) // 2)
-    ranked = undecided[_largest(weights[undecided], len(undecided))]
-    # Rounding may leave the whole sum a hair below its share: then all of them are taken.
-    last = int(np.searchsorted(np.cumsum(weights[ranked]), missing))
-    return np.sort(np.concatenate([*taken, ranked[: last + 1]]))
+            num_taken += num_larger
+            missing -= larger.sum()
+            undecided = smaller
+        num_larger = max(1, len(undecided) // 2)
+    needed = int(np.searchsorted(np.cumsum(np.sort(undecided)[::-1]), missing)) + 1
+    return min(num_taken + needed, len(weights))  # rounding may leave the whole sum a hair below its share
 
 
 def _top(values: np.ndarray, k: int) -> np.ndarray:

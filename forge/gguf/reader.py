@@ -7,7 +7,6 @@ file that another process cuts short while it is open: the operating system then
 
 import mmap
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
@@ -20,6 +19,7 @@ import numpy as np
 from forge.gguf import block_formats
 from forge.gguf.errors import WHOLE_FILE, GGUFError, printable
 from forge.gguf.header import Header, MetadataField, TensorEntry, parse_header
+from forge.mapped_file import drop_pages, map_file
 
 Scalar = TypeVar("Scalar", int, float, bool, str)
 _KIND_NAMES = {int: "an integer", float: "a number", bool: "a bool", str: "a string"}
@@ -83,6 +83,11 @@ class GGUFFile:
             self._buffer.close()
         except BufferError:  # views are still in use
             pass
+
+    def release(self, name: str) -> None:
+        """Give back the memory of the pages that hold the tensor called `name`; it can be read again all the same."""
+        tensor = self.tensors[name]
+        drop_pages(self._buffer, tensor.offset, tensor.nbytes)
 
     def __enter__(self) -> "GGUFFile":
         return self
@@ -161,20 +166,7 @@ class GGUFFile:
 
 
 def _map(path: Path) -> mmap.mmap:
-    """The whole file, read-only. What is not an ordinary file is refused before it is opened: a pipe would block."""
-    try:
-        status = os.stat(path)
-        if stat.S_ISDIR(status.st_mode):
-            raise GGUFError(path, WHOLE_FILE, "is a directory; name the .gguf file in it")
-        if not stat.S_ISREG(status.st_mode):
-            raise GGUFError(path, WHOLE_FILE, "is not an ordinary file")
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == 0:
-                raise GGUFError(path, WHOLE_FILE, "is empty; the download or conversion did not finish")
-            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise GGUFError(path, WHOLE_FILE, "does not exist") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise GGUFError(path, WHOLE_FILE, f"cannot be read: {reason}") from None
+    """The whole file, read-only."""
+    if os.path.isdir(path):
+        raise GGUFError(path, WHOLE_FILE, "is a directory; name the .gguf file in it")
+    return map_file(path, lambda problem: GGUFError(path, WHOLE_FILE, problem))

@@ -1,7 +1,8 @@
-"""The models that come with forge, and how a name or a path on the command line becomes a file.
+"""The models that come with forge, and how a name or a path on the command line becomes a model on disk.
 
-In a checkout the files lie in `models/`; in an installed wheel the same folder is package data. A name is never looked
-up anywhere else: what runs is a bundled model or a file that the user pointed at.
+In a checkout the bundled files lie in `models/`; in an installed wheel the same folder is package data. Nothing is ever
+downloaded here: what runs is a bundled model, a file or folder that the user pointed at, or what `forge models pull`
+brought before, under the name that it was pulled by.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from forge.errors import UsageError
+from forge.model.pulled import find_pulled, is_pull_name
 
 DEFAULT_MODEL = "tales"
 
@@ -54,10 +56,10 @@ def bundled_models() -> tuple[BundledModel, ...]:
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """The file that `name_or_path` means.
+    """The file, or the Hugging Face folder, that `name_or_path` means.
 
-    A bundled name or alias means that model; anything else is a path. Raises `UsageError`, naming the nearest bundled
-    model, when it is neither.
+    A bundled name or alias means that model; otherwise a path that exists is taken; otherwise the name of a pulled
+    model (`owner/name:Q8_0`). Raises `UsageError`, naming the nearest bundled model, when it is none of them.
     """
     text = str(name_or_path)
     for model in BUNDLED:
@@ -68,13 +70,23 @@ def resolve_model(name_or_path: str | Path) -> Path:
     try:
         path = Path(text).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
+        is_model_folder = is_folder and (path / "config.json").is_file()
     except (OSError, RuntimeError) as error:  # a folder that may not be entered, a name too long, an unknown ~user
         raise UsageError(f"{text}: {getattr(error, 'strerror', None) or error}") from None
+    if exists and (is_model_folder or not is_folder):
+        return path
+    pulled = find_pulled(text)
+    if pulled is not None:
+        return pulled
     if is_folder:
         raise UsageError(f"{text}: is a folder; give a .gguf file in it, or a bundled model: {_names()}")
-    if not exists:
-        raise UsageError(f"{text}: no such file. Bundled models: {_names()}{_nearest(text)}")
-    return path
+    hint = f" (`forge models pull {text}` downloads it)" if is_pull_name(text) else _nearest(text)
+    raise UsageError(f"{text}: no such file. Bundled models: {_names()}{hint}")
+
+
+def model_name(path: Path) -> str:
+    """What a model at `path` is called: the file's name without its ending, or the folder's name."""
+    return path.resolve().name if path.is_dir() else path.stem
 
 
 def sha256(path: Path) -> str:

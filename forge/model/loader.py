@@ -1,11 +1,10 @@
-"""From a file on disk to a model on a device."""
+"""From weights on disk to a model on a device."""
 
 from collections.abc import Callable
 
 from forge.backends.backend import Array, Backend
-from forge.gguf import GGUFFile, GGUFTensor
-from forge.model.config import Qwen3Config, check_tensors, expected_tensors
 from forge.model.qwen3 import LayerWeights, Qwen3, Qwen3Weights
+from forge.model.weight_source import WeightSource
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) after each tensor."""
@@ -23,26 +22,24 @@ LAYER_TENSORS = {
     "up": "ffn_up",
     "down": "ffn_down",
 }
-"""`LayerWeights` field → the tensor's name in the file, between `blk.N.` and `.weight`."""
+"""`LayerWeights` field → the tensor's name in its source, between `blk.N.` and `.weight`."""
 
 
-def load_qwen3(file: GGUFFile, backend: Backend, on_progress: LoadProgress | None = None) -> Qwen3:
-    """Check the file whole, then load every tensor once.
+def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress | None = None) -> Qwen3:
+    """Load every tensor once, giving back each one's pages of the file before the next is read.
 
-    Raises `GGUFError` before anything is loaded if a hyper-parameter or a tensor is missing or contradicts another.
+    So the peak of memory is what the backend keeps, with one tensor of the file beside it.
     """
-    config = Qwen3Config.from_gguf(file)
-    check_tensors(file, config)
-    total = sum(file.tensors[name].nbytes for name in expected_tensors(config))
-    done = 0
+    config, done = source.config, 0
 
     def load(name: str) -> Array:
         nonlocal done
-        tensor: GGUFTensor = file.tensors[f"{name}.weight"]
+        tensor = source.tensor(f"{name}.weight")
         loaded = backend.load_matrix(tensor) if len(tensor.shape) == 2 else backend.load_vector(tensor)
+        source.release(f"{name}.weight")
         done += tensor.nbytes
         if on_progress is not None:
-            on_progress(done, total)
+            on_progress(done, source.nbytes)
         return loaded
 
     embedding = load("token_embd")

@@ -7,7 +7,7 @@ from forge.trace.records import StepRecord
 from forge.views.figures import count, ms, plural, rate
 from forge.views.palette import QUIET, TROUBLE
 from forge.views.summary import RunLabel, RunResult
-from forge.views.text import neutralise
+from forge.views.text import WordWrap, neutralise
 
 PROMPT = "you> "
 HELP = "/reset forgets the conversation · /exit or Ctrl-D ends it · Ctrl-C ends an answer"
@@ -19,6 +19,7 @@ class ChatView:
     def __init__(self, console: Console, label: RunLabel):
         self._console, self._label = console, label
         self._asking = console.is_terminal
+        self._wrap = WordWrap(console.width - 1 if console.is_terminal else None)
 
     def welcome(self) -> None:
         self._quiet(str(self._label))
@@ -41,10 +42,10 @@ class ChatView:
     def step(self, record: StepRecord) -> None:
         """Print what the step made certain of the answer."""
         for part in (*record.tokens, *record.finished):
-            if part.text:
-                self._console.print(Text(neutralise(part.text)), end="", soft_wrap=True)
+            self._say(self._wrap.feed(neutralise(part.text)))
 
     def finish(self, result: RunResult) -> None:
+        self._say(self._wrap.flush())
         self._console.print()
         self._quiet(turn_sentence(result))
 
@@ -56,6 +57,10 @@ class ChatView:
 
     def trouble(self, message: str) -> None:
         self._console.print(Text(neutralise(message), TROUBLE), soft_wrap=True)
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._console.print(Text(text), end="", soft_wrap=True)
 
     def _quiet(self, line: str) -> None:
         self._console.print(Text(neutralise(line), QUIET))

@@ -5,7 +5,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.trace.records import StepRecord, TokenRecord
-from forge.views.charts import Curve, line_plot, row_of
+from forge.views.curves import curve_plot, shape_sentence, short_name
 from forge.views.figures import count, ms, plural, rate, size, times
 from forge.views.generation import sample_texts
 from forge.views.json_output import run_object
@@ -27,14 +26,6 @@ from forge.views.text import one_line, quoted, tail
 
 if TYPE_CHECKING:
     import numpy as np
-
-PLOT_HEIGHT = 6
-_MAX_PLOT_WIDTH = 64
-_LONGEST_NAME = 24
-_OUTLIER = 2.0
-"""A first forward that takes longer than this many of the longest later one is cut, so that the rest can be seen."""
-_CLIMB = 1.25
-"""From this ratio on, of the last quarter's median to the first quarter's, a curve is said to climb."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +89,7 @@ _QUESTIONS = {
     "--model": "What does another model say, and what does it cost?",
     "--device": "Does the device change what the model says, and which is faster?",
     "--threads": "What do more threads buy?",
+    "--kv-dtype": "What does rounding keys and values change, and what does it save?",
 }
 
 
@@ -190,74 +182,12 @@ def verdict(comparison: Comparison) -> list[Text]:
     return [*lines, *(_continuation(side, index, first) for index, side in enumerate(comparison.sides))]
 
 
-def shape_sentence(forwards: Sequence[Forward]) -> str:
-    """What a curve does, as measured, and why, from the tokens that its forwards computed. The prefill is left out."""
-    later = forwards[1:]
-    if len(later) < 2:
-        return f"{plural(len(forwards), 'forward')}: too few to have a shape"
-    quarter = max(1, len(later) // 4)
-    before, after = (median(forward.ms for forward in part) for part in (later[:quarter], later[-quarter:]))
-    climbs = after > before * _CLIMB
-    if later[-1].tokens > later[0].tokens:
-        work = "every forward recomputes the whole sequence"
-        return f"climbs: {work}" if climbs else f"about flat, although {work}: it grew by little"
-    computed = later[-1].tokens
-    work = f"every forward computes {'one token' if computed == 1 else plural(computed, 'token')}"
-    return f"climbs, although {work}: a busy machine, or attention over much" if climbs else f"flat: {work}"
-
-
-def curve_plot(names: Sequence[str], forwards: Sequence[Sequence[Forward]], num_points: int, width: int) -> list[Text]:
-    """All curves on one pair of axes, each with its name where it ends, so that colour is not needed to tell them."""
-    scale, cut = _plot_scale(forwards)
-    axis = max(len(ms(scale)), 2)
-    ends = _names_at_ends(names, forwards, scale)
-    room = max(10, min(_MAX_PLOT_WIDTH, width - axis - 3 - max((text.cell_len for text in ends.values()), default=0)))
-    curves = [Curve([forward.ms for forward in side], sequence_style(index)) for index, side in enumerate(forwards)]
-    marks = [ms(scale), *[""] * (PLOT_HEIGHT - 2), "0"]
-    plot = [
-        Text.assemble((f"{mark:>{axis}} ┤" if mark else " " * axis + " │", QUIET), line, ends.get(row, ""))
-        for row, (mark, line) in enumerate(
-            zip(marks, line_plot(curves, scale, num_points, room, PLOT_HEIGHT), strict=True)
-        )
-    ]
-    plot.append(Text(f"{'ms':>{axis}}  forward 1{num_points:>{max(1, room - 9)}}", QUIET))
-    if cut:
-        plot.append(Text(f"{'':{axis}}  first forward cut: {cut}", QUIET))
-    return plot
-
-
 def legend(comparison: Comparison) -> list[Text]:
     """One line per curve: what it does, and why."""
     return [
-        Text.assemble((f"━━ {_short(side.name)}  ", sequence_style(index)), shape_sentence(side.result.forwards))
+        Text.assemble((f"━━ {short_name(side.name)}  ", sequence_style(index)), shape_sentence(side.result.forwards))
         for index, side in enumerate(comparison.sides)
     ]
-
-
-def _names_at_ends(names: Sequence[str], forwards: Sequence[Sequence[Forward]], scale: float) -> dict[int, Text]:
-    """Row of the plot → the names of the curves that end there."""
-    ends: dict[int, Text] = {}
-    for index, (name, side) in enumerate(zip(names, forwards, strict=True)):
-        if side:
-            row = row_of(side[-1].ms, scale, PLOT_HEIGHT)
-            ends.setdefault(row, Text()).append(f" {_short(name)}", sequence_style(index))
-    return ends
-
-
-def _short(name: str) -> str:
-    """A side's name, short enough to stand in a picture: of a path, its end."""
-    line = one_line(name)
-    return line if len(line) <= _LONGEST_NAME else "…" + line[-_LONGEST_NAME + 1 :]
-
-
-def _plot_scale(forwards: Sequence[Sequence[Forward]]) -> tuple[float, str]:
-    """The top of the plot, and what was cut off there: a first forward far above all later ones."""
-    later = [forward.ms for side in forwards for forward in side[1:]]
-    first = [side[0].ms for side in forwards if side]
-    longest = max([*later, *first], default=0.0)
-    if not later or longest <= _OUTLIER * max(later):
-        return longest, ""
-    return max(later), ", ".join(f"{ms(value)} ms" for value in first if value > max(later))
 
 
 def _num_points(sides: Sequence[Side]) -> int:
@@ -269,7 +199,7 @@ def _table(comparison: Comparison) -> Table:
     table.add_column("")
     for index, side in enumerate(comparison.sides):
         style = sequence_style(index)
-        table.add_column(Text(_short(side.name), style), header_style=f"{TITLE} {style}", min_width=10)
+        table.add_column(Text(short_name(side.name), style), header_style=f"{TITLE} {style}", min_width=10)
     table.add_column("")
     for name, show, value in _ROWS:
         left, right = (value(side.result) for side in comparison.sides)

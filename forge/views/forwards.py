@@ -15,17 +15,17 @@ from forge.views.summary import Forward
 
 MAX_BAR = 48
 _OUTLIER = 6.0
-"""A forward that takes longer than this many of the longest decode is cut at the edge of the chart."""
+"""A forward that takes longer than this many of the decodes' ninth decile is cut at the edge of the chart."""
 
 Note = Callable[[Forward], str]
 """What is said after a row's time, or an empty string."""
 
 
 def chart_scale(forwards: Sequence[Forward]) -> float:
-    """The time at which a bar reaches the edge: the longest, unless a long prefill would flatten all the others."""
+    """The time at which a bar reaches the edge: the longest, unless a long prefill or a spike flattens the rest."""
     longest = max((forward.ms for forward in forwards), default=0.0)
-    decodes = [forward.ms for forward in forwards if forward.phase == "decode"]
-    return min(longest, max(decodes) * _OUTLIER) if decodes else longest
+    decodes = sorted(forward.ms for forward in forwards if forward.phase == "decode")
+    return min(longest, decodes[(len(decodes) - 1) * 9 // 10] * _OUTLIER) if decodes else longest
 
 
 def chart_rows(forwards: Sequence[Forward], scale: float, width: int, note: Note | None = None) -> list[Text]:

@@ -53,6 +53,27 @@ def generation_view(console: Console, label: RunLabel, prompt: str, echo: bool =
     return view(console, label, prompt, echo)
 
 
+def watching(console: Console, label: RunLabel, prompt: str) -> "GenerationView":
+    """A view of a run on its way that leaves nothing behind, for commands that draw their own picture of the result."""
+    return LiveGeneration(console, label, prompt) if can_redraw(console) else Unwatched()
+
+
+class Unwatched:
+    """A view that shows nothing."""
+
+    def __enter__(self) -> "Unwatched":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        pass
+
+    def step(self, record: StepRecord) -> None:
+        pass
+
+    def finish(self, result: RunResult) -> None:
+        pass
+
+
 class PlainGeneration:
     """One line per forward as it happens, then the text, then the figures, one to a line. No escape codes."""
 

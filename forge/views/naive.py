@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
@@ -26,7 +26,7 @@ _BAR = 28
 
 
 class OperationTime(Protocol):
-    """Time spent in one operation of one layer (-1: outside the layers), summed over all forwards."""
+    """A dataclass: time spent in one operation of one layer (-1: outside the layers), summed over forwards."""
 
     layer: int
     operation: str
@@ -57,6 +57,16 @@ def print_naive(console: Console, result: RunResult, operations: Sequence[Operat
         _print_operations(console, operations)
         _print_layers(console, operations)
     _print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+
+
+def since(before: Iterable[OperationTime], after: Iterable[OperationTime]) -> list[OperationTime]:
+    """What was spent between two readings of the same clock."""
+    earlier = {(entry.layer, entry.operation): entry for entry in before}
+    spent = []
+    for entry in after:
+        known = earlier.get((entry.layer, entry.operation))
+        spent.append(replace(entry, ms=entry.ms - known.ms, calls=entry.calls - known.calls) if known else entry)
+    return [entry for entry in spent if entry.calls]
 
 
 def climb_sentences(result: RunResult) -> list[str]:

@@ -4,7 +4,7 @@ Nothing printed through here is read as markup, so brackets in a prompt stay bra
 """
 
 import sys
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +17,12 @@ class ClosedPipe(Exception):
 
 class ForgeConsole(Console):
     """A console that reports a closed pipe as `ClosedPipe`, instead of ending the process from inside a view."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except BrokenPipeError:  # older releases of rich let it through; newer ones call `on_broken_pipe`
+            raise ClosedPipe from None
 
     def on_broken_pipe(self) -> None:
         raise ClosedPipe

@@ -6,6 +6,8 @@ that turn the line around. Whatever a view prints that forge did not write itsel
 
 import re
 
+from rich.cells import cell_len
+
 # C0 without tab and newline, DEL and C1, the bidirectional overrides, and halves of surrogate pairs.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _ESCAPED = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t"}
@@ -33,6 +35,39 @@ def tail(text: str, limit: int) -> str:
     kept = text[-limit:]
     space = kept.find(" ", 0, limit // 3)
     return "…" + kept[max(space, 0) :]
+
+
+class WordWrap:
+    """Breaks a text that comes in pieces at spaces, so that no word is cut at the edge of a screen `width` wide.
+    Without a width nothing is broken and nothing held back.
+
+    The last word is held back until it is known to be whole; `flush` gives it out.
+    """
+
+    def __init__(self, width: int | None):
+        self._width = width
+        self._column = 0
+        self._pending = ""
+
+    def feed(self, text: str) -> str:
+        """What can be shown now that `text` has come."""
+        if self._width is None:
+            return text
+        *whole, self._pending = re.split(r"(?<=\s)(?=\S)", self._pending + text)
+        return "".join(map(self._place, whole))
+
+    def flush(self) -> str:
+        """What is left. The next text begins a new line of its own."""
+        rest, self._pending = self._place(self._pending), ""
+        self._column = 0
+        return rest
+
+    def _place(self, word: str) -> str:
+        """`word`, with the white space after it, on this line or on the next."""
+        before = "\n" if self._column and self._column + cell_len(word.rstrip()) > self._width else ""
+        line = word.rpartition("\n")[2]
+        self._column = cell_len(line) + (self._column if not before and "\n" not in word else 0)
+        return before + word
 
 
 def _visible(character: str) -> str:

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from forge.backends.devices import create_backend
+from forge.backends.reference import ReferenceOperations
+from forge.cache.kv_storage import rounded
 from forge.gguf import GGUFFile
 from forge.model.loader import load_qwen3
 from forge.model.qwen3 import Qwen3
+from forge.model.weight_source import GGUFWeights
 from tests.model.forwards import Part, flat_batch, new_storage, one_prefill
 from tests.small_models import write_small_qwen3
 
@@ -29,7 +32,7 @@ SIZES = [
 def model(request, tmp_path_factory) -> Qwen3:
     path = write_small_qwen3(tmp_path_factory.mktemp("model") / "m.gguf", tie=False, seed=7, **request.param)
     with GGUFFile.open(path) as file:
-        return load_qwen3(file, create_backend("reference"))
+        return load_qwen3(GGUFWeights(file), create_backend("reference"))
 
 
 def random_tokens(model: Qwen3, length: int, rng: np.random.Generator) -> list[int]:
@@ -118,15 +121,33 @@ def test_a_row_with_slot_minus_one_writes_nothing(model):
     assert not storage.keys[:, 0].any()
 
 
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+def test_rounded_keys_are_what_attention_sees_in_a_prefill_and_in_decodes_alike(model, kv_dtype):
+    tokens = random_tokens(model, 40, np.random.default_rng(5))
+    exact = one_prefill(model, tokens)
+    whole, stepwise = (new_storage(model, 3, 16, kv_dtype) for _ in range(2))
+
+    prefill = model.forward(flat_batch([Part(tokens, 0, 40, [0, 1, 2])], 16), whole)
+    parts = [Part(tokens, position, position + 1, [0, 1, 2]) for position in range(40)]
+    decodes = np.concatenate([model.forward(flat_batch([part], 16), stepwise) for part in parts])
+
+    assert np.array_equal(prefill, decodes)
+    for stored, again in ((whole.keys, stepwise.keys), (whole.values, stepwise.values)):
+        assert np.array_equal(stored, again)
+        assert np.array_equal(stored, rounded(stored, kv_dtype))
+    assert not np.array_equal(prefill, exact)
+    assert np.allclose(prefill, exact, atol=0.1)
+
+
 @pytest.mark.parametrize("hidden", [1, 2, 7, 8, 9, 31, 130, 1024])
 def test_the_norms_of_many_rows_are_the_norms_of_each(hidden):
     rng = np.random.default_rng(hidden)
-    backend = create_backend("reference")
+    operations = ReferenceOperations()
     x = rng.standard_normal((9, hidden), dtype=np.float32)
     weight = rng.standard_normal(hidden, dtype=np.float32)
 
-    together = backend.rms_norm(x, weight, 1e-6)
-    alone = np.concatenate([backend.rms_norm(x[row : row + 1].copy(), weight, 1e-6) for row in range(9)])
+    together = operations.rms_norm(x, weight, 1e-6)
+    alone = np.concatenate([operations.rms_norm(x[row : row + 1].copy(), weight, 1e-6) for row in range(9)])
 
     assert np.array_equal(together, alone)
 
@@ -135,6 +156,6 @@ def test_swiglu_of_extreme_values_is_finite_and_right():
     gate = np.array([[-200.0, -90.0, 0.0, 90.0, 200.0]], np.float32)
     up = np.ones_like(gate)
 
-    out = create_backend("reference").swiglu(gate, up)
+    out = ReferenceOperations().swiglu(gate, up)
 
     assert np.allclose(out, [[0.0, 0.0, 0.0, 90.0, 200.0]])

@@ -1,22 +1,21 @@
 """The arrays: blocks copied whole, read back through a table."""
 
 import numpy as np
+import pytest
 
-from forge.cache.kv_storage import BlockCopy, KvLayout, NumpyKvStorage
+from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, NumpyKvStorage, rounded
 
 
-def filled(dtype=np.float32, num_blocks=4, block_size=3) -> NumpyKvStorage:
-    storage = NumpyKvStorage(KvLayout(2, num_blocks, block_size, 2, 2, np.dtype(dtype)))
+def filled() -> NumpyKvStorage:
+    storage = NumpyKvStorage(KvLayout(num_layers=2, num_blocks=4, block_size=3, num_kv_heads=2, head_dim=2))
     storage.keys[:] = np.arange(storage.keys.size).reshape(storage.keys.shape)
     storage.values[:] = -storage.keys
     return storage
 
 
-def test_bytes_per_token_are_those_of_the_arrays():
-    for dtype in (np.float32, np.float16):
-        storage = filled(dtype)
-        slots = storage.layout.num_blocks * storage.layout.block_size
-        assert storage.layout.bytes_per_token * slots == storage.keys.nbytes + storage.values.nbytes
+@pytest.mark.parametrize(("kv_dtype", "item"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
+def test_bytes_per_token_count_keys_and_values_of_every_layer(kv_dtype, item):
+    assert KvLayout(3, 10, 16, 2, 8, kv_dtype).bytes_per_token == 2 * 3 * 2 * 8 * item
 
 
 def test_gather_reads_positions_in_the_order_of_the_table():
@@ -39,7 +38,7 @@ def test_gather_ignores_what_a_padded_table_has_beyond_the_length():
 
 
 def test_gather_is_a_float32_copy():
-    storage = filled(np.float16)
+    storage = filled()
     before = storage.keys.copy()
 
     keys, _ = storage.gather(0, (0,), 3)
@@ -59,3 +58,19 @@ def test_copies_are_performed_in_order_in_every_layer():
         assert np.array_equal(storage.keys[:, block], original[:, 0])
     assert np.array_equal(storage.keys[:, 3], original[:, 3])
     assert np.array_equal(storage.values, -storage.keys)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_values_are_rounded_to_the_nearest_ties_to_even(kv_dtype):
+    torch = pytest.importorskip("torch", reason="the oracle needs PyTorch: pip install torch")
+    rng = np.random.default_rng(0)
+    values = (rng.standard_normal(20_000) * 10.0 ** rng.integers(-9, 5, 20_000)).astype(np.float32)
+    ties = np.float32(1) + np.arange(64, dtype=np.float32) / 2**11
+    values = np.concatenate([values, ties, -ties, [0.0, -0.0, 1e-8, 65504.0, 70000.0]]).astype(np.float32)
+
+    expected = torch.from_numpy(values).to(getattr(torch, kv_dtype)).float().numpy()
+
+    actual = rounded(values, kv_dtype)
+    assert actual.dtype == np.float32
+    assert np.array_equal(actual, expected)
+    assert np.array_equal(rounded(actual, kv_dtype), actual)

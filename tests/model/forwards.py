@@ -43,8 +43,8 @@ def flat_batch(parts: list[Part], block_size: int, logit_rows: list[int] | None 
     return ForwardBatch(**{name: np.ascontiguousarray(values, np.int32) for name, values in arrays.items()})
 
 
-def new_storage(model: Qwen3, num_blocks: int, block_size: int) -> KvStorage:
-    return model.backend.new_storage(model.kv_layout(num_blocks, block_size))
+def new_storage(model: Qwen3, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvStorage:
+    return model.backend.new_storage(model.kv_layout(num_blocks, block_size, kv_dtype))
 
 
 def one_prefill(model: Qwen3, token_ids: list[int], block_size: int = 16) -> np.ndarray:

@@ -5,6 +5,7 @@ import pytest
 
 from forge.gguf import GGUFFile
 from forge.model.loader import load_qwen3
+from forge.model.weight_source import GGUFWeights
 from tests.backends.counting import CountingBackend
 from tests.model.forwards import Part, flat_batch, new_storage
 from tests.small_models import write_small_qwen3
@@ -14,7 +15,7 @@ from tests.small_models import write_small_qwen3
 def model(tmp_path_factory):
     path = write_small_qwen3(tmp_path_factory.mktemp("model") / "m.gguf", vocab_size=300)
     with GGUFFile.open(path) as file:
-        return load_qwen3(file, CountingBackend())
+        return load_qwen3(GGUFWeights(file), CountingBackend())
 
 
 @pytest.mark.parametrize("wanted", [[], [19], [0, 5, 12], list(range(20))], ids=len)

@@ -6,11 +6,13 @@ import pytest
 from forge.backends.reference import ReferenceBackend
 from forge.gguf import GGUFError, GGUFFile
 from forge.model.loader import load_qwen3
+from forge.model.weight_source import GGUFWeights
 from tests.small_models import write_small_qwen3
 
 
 class RecordingBackend(ReferenceBackend):
     def __init__(self):
+        super().__init__()
         self.loaded = []
 
     def load_matrix(self, tensor):
@@ -28,7 +30,7 @@ def test_progress_rises_to_the_total_which_is_the_tensors_bytes(tmp_path, tie, t
     path = write_small_qwen3(tmp_path / "m.gguf", tie=tie, tensor_type=tensor_type)
     calls = []
     with GGUFFile.open(path) as file:
-        load_qwen3(file, ReferenceBackend(), lambda done, total: calls.append((done, total)))
+        load_qwen3(GGUFWeights(file), ReferenceBackend(), lambda done, total: calls.append((done, total)))
         nbytes = sum(tensor.nbytes for tensor in file.tensors.values())
         num_tensors = len(file.tensors)
 
@@ -43,7 +45,7 @@ def test_progress_rises_to_the_total_which_is_the_tensors_bytes(tmp_path, tie, t
 def test_every_tensor_is_loaded_once_and_a_tied_head_is_the_embedding_itself(tmp_path, tie):
     backend = RecordingBackend()
     with GGUFFile.open(write_small_qwen3(tmp_path / "m.gguf", tie=tie)) as file:
-        model = load_qwen3(file, backend)
+        model = load_qwen3(GGUFWeights(file), backend)
         assert sorted(backend.loaded) == sorted(file.tensors)
 
     assert (model.weights.head is model.weights.embedding) == tie
@@ -51,7 +53,7 @@ def test_every_tensor_is_loaded_once_and_a_tied_head_is_the_embedding_itself(tmp
 
 def test_each_weight_lands_in_its_own_field(tmp_path):
     with GGUFFile.open(write_small_qwen3(tmp_path / "m.gguf", tie=False)) as file:
-        model = load_qwen3(file, ReferenceBackend())
+        model = load_qwen3(GGUFWeights(file), ReferenceBackend())
         for index, layer in enumerate(model.weights.layers):
             for field, tensor in {
                 "attention_norm": "attn_norm",
@@ -73,7 +75,7 @@ def test_each_weight_lands_in_its_own_field(tmp_path):
 def test_the_weights_outlive_the_file(tmp_path):
     path = write_small_qwen3(tmp_path / "m.gguf")
     with GGUFFile.open(path) as file:
-        model = load_qwen3(file, ReferenceBackend())
+        model = load_qwen3(GGUFWeights(file), ReferenceBackend())
     path.unlink()
 
     assert np.isfinite(model.weights.embedding).all()
@@ -84,5 +86,5 @@ def test_nothing_is_loaded_from_a_file_that_contradicts_itself(tmp_path):
     backend = RecordingBackend()
 
     with GGUFFile.open(path) as file, pytest.raises(GGUFError, match="ffn_gate"):
-        load_qwen3(file, backend)
+        load_qwen3(GGUFWeights(file), backend)
     assert backend.loaded == []

@@ -7,6 +7,7 @@ from forge.backends.devices import create_backend
 from forge.gguf import GGUFFile
 from forge.model.config import Qwen3Config
 from forge.model.loader import load_qwen3
+from forge.model.weight_source import GGUFWeights
 from tests.model.forwards import one_prefill
 from tests.small_models import write_small_qwen3
 
@@ -40,7 +41,7 @@ def test_logits_are_those_of_transformers(tmp_path, sizes, tie, theta):
     seed = hash((sizes["head_dim"], tie, theta)) % 1000
     path = write_small_qwen3(tmp_path / "m.gguf", seed=seed, tie=tie, rope_theta=theta, **sizes)
     with GGUFFile.open(path) as file:
-        ours = load_qwen3(file, create_backend("reference"))
+        ours = load_qwen3(GGUFWeights(file), create_backend("reference"))
         theirs = hugging_face_model(ours.config, file)
     token_ids = np.random.default_rng(seed).integers(0, ours.vocab_size, 70).tolist()
 

@@ -8,12 +8,11 @@ from forge.views.comparison import (
     Side,
     compare_runs,
     comparison_object,
-    curve_plot,
     print_comparison,
     question_for,
-    shape_sentence,
     verdict,
 )
+from forge.views.curves import curve_plot, shape_sentence
 from tests.views.records import climbing, flat, piped, run_of, step, terminal, written
 
 
@@ -117,7 +116,18 @@ def test_a_slow_prefill_does_not_make_a_curve_flat_or_steep():
     assert shape_sentence(slow.forwards).startswith("flat")
     plot = [line.plain for line in curve_plot(["on"], [slow.forwards], 21, 80)]
     assert plot[0].lstrip().startswith("1.0")
-    assert "first forward cut: 100.0 ms" in plot[-1]
+    assert "1 forward cut off, the longest 100.0 ms" in plot[-1]
+
+
+def test_a_climbing_curve_is_not_cut():
+    plot = [line.plain for line in curve_plot(["a", "b"], [climbing(32).forwards, flat(32).forwards], 32, 80)]
+    assert plot[0].lstrip().startswith("16.5") and "cut" not in plot[-1]
+
+
+def test_a_spike_is_cut_and_counted():
+    spiky = run_of([(4, 1.0), *[(1, 50.0 if index % 15 == 7 else 1.0) for index in range(30)]])
+    plot = [line.plain for line in curve_plot(["on"], [spiky.forwards], 31, 80)]
+    assert plot[0].lstrip().startswith("1.0") and "2 forwards cut off, the longest 50.0 ms" in plot[-1]
 
 
 def test_a_busy_machine_is_not_mistaken_for_a_technique():

@@ -1,6 +1,6 @@
 import pytest
 
-from forge.views.text import neutralise, one_line, quoted, tail
+from forge.views.text import WordWrap, neutralise, one_line, quoted, tail
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,30 @@ def test_tail_keeps_the_end_and_says_that_it_cut():
     assert tail("short", 10) == "short"
     cut = tail("word " * 100, 50)
     assert cut.startswith("…") and cut.endswith("word ") and len(cut) <= 51
+
+
+def wrapped(width, *pieces):
+    wrap = WordWrap(width)
+    return "".join([*map(wrap.feed, pieces), wrap.flush()])
+
+
+def test_wrapping_breaks_at_spaces_wherever_the_pieces_end():
+    text = "the quick brown fox jumps over the lazy dog"
+    expected = "the quick \nbrown fox \njumps over \nthe lazy \ndog"
+    assert wrapped(10, text) == expected
+    assert wrapped(10, *text) == expected
+    assert wrapped(10, "the qu", "ick brown f", "ox jumps over the lazy dog") == expected
+
+
+def test_wrapping_keeps_line_breaks_and_starts_anew_after_them():
+    assert wrapped(10, "one two\n", "three four") == "one two\nthree four"
+
+
+def test_a_word_longer_than_the_line_is_left_to_the_terminal():
+    assert wrapped(4, "a ", "bcdefghijkl", " m") == "a \nbcdefghijkl \nm"
+
+
+def test_wrapping_only_adds_line_breaks():
+    text = '狐 is a  fox.\n\nIt said:\t"hello there", and ran '
+    assert wrapped(12, *text).replace("\n", "") == text.replace("\n", "")
+    assert wrapped(None, *text) == text

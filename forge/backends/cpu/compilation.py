@@ -1,14 +1,17 @@
 """Kernels become machine code here, once per machine: where compiled code is kept, and how stale code is never run.
 
-Two compilers share one cache folder. Numba compiles the kernels that are written in Python (`@kernel`); llvmlite, which
-is Numba's own back end, compiles the tiles that `tiles.py` generates.
+Two front ends, one back end. Numba turns the kernels that are written in Python (`@kernel`) into LLVM's intermediate code,
+`tiles.py` generates that of the tiles itself, and from there on both go the same way: llvmlite, which is Numba's own back
+end, makes an object file of each for the processor in use (or for the one that a forced instruction set stands for).
 
-Numba's on-disk cache looks at one function's own file and at nothing that the function uses. A changed helper, another
-instruction set or another version would silently run old code. So the folder's *name* holds a digest of everything that
-code depends on: all source files of this package, the versions of Python, NumPy, Numba and llvmlite, the processor, and
-the instruction set. Anything different is another folder. If no folder can be written, code is kept in memory.
+Object files are kept in a folder whose *name* holds a digest of everything that code depends on: all source files of this
+package, the versions of Python, NumPy, Numba and llvmlite, the processor, and the instruction set. Anything different is
+another folder. (Numba's own cache would not do for kernels: it looks at one function's file and at nothing that the
+function uses.) Each file starts with the digest of its contents; what does not fit its digest is compiled again. If no
+folder can be written, code is kept in memory.
 """
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -35,15 +38,15 @@ CompileProgress = Callable[[int, int], None]
 KERNEL_SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
 """Every kernel: (address of its operation, address of the batch context, thread number, number of threads)."""
 
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
 
 @cache
 def instruction_set() -> InstructionSet:
-    """The instruction set of this process. Chosen once, before anything is compiled."""
+    """The instruction set of this process. Chosen once, before anything is compiled; `UsageError` as in `features`."""
     chosen = choose_instruction_set()
-    if is_forced() and chosen.target_cpu is not None:
-        # Compile everything as that machine would, not only the dot product.
-        numba.config.CPU_NAME = chosen.target_cpu
-        numba.config.CPU_FEATURES = ""
+    if chosen.converts_half_by_call:
+        _provide_half_conversions()
     return chosen
 
 
@@ -72,34 +75,65 @@ def _digest() -> str:
     return digest.hexdigest()[:16]
 
 
-class Kernel:
-    """A Python function that Numba compiles to a C function on first use."""
+class MachineCode:
+    """Functions compiled into one object file, which the cache folder keeps."""
 
-    def __init__(self, function):
-        self.function = function
-        self.name = function.__name__
-        self._compiled = None
+    def __init__(self, name: str):
+        self.name = name
+        self._code: bytes | None = None
+        self._engine: llvm.ExecutionEngine | None = None
 
     @property
     def is_cached(self) -> bool:
         """Whether using it needs no compiling."""
-        return self._compiled is not None or _marked(self.name)
+        self._code = self._code or _read_object(self.name)
+        return self._code is not None
 
     def compile(self) -> None:
-        if self._compiled is None:
-            self._compiled = numba.cfunc(KERNEL_SIGNATURE, cache=cache_folder() is not None)(self.function)
-            _mark(self.name)
+        """Make it ready to run: from the cache folder, or by compiling it now and keeping it there."""
+        if self._engine is not None:
+            return
+        machine = target_machine(instruction_set())
+        if not self.is_cached:
+            self._code = machine.emit_object(self._module(machine))
+            _write_object(self.name, self._code)
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(self._code))
+        self._engine.finalize_object()
+
+    def symbol(self, name: str) -> int:
+        """Where the machine code of one of its functions starts."""
+        self.compile()
+        return self._engine.get_function_address(name)
+
+    @property
+    def assembly(self) -> str:
+        """What it was compiled to, to be read."""
+        machine = target_machine(instruction_set())
+        return machine.emit_assembly(self._module(machine))
+
+    def _module(self, machine: llvm.TargetMachine) -> llvm.ModuleRef:
+        """Its optimized intermediate code."""
+        raise NotImplementedError
+
+
+class Kernel(MachineCode):
+    """A Python function that becomes a C function on first use."""
+
+    def __init__(self, function):
+        super().__init__(function.__name__)
+        self.function = function
 
     @property
     def address(self) -> int:
         """Where the machine code starts."""
-        self.compile()
-        return self._compiled.address
+        return self.symbol(self.name)
 
-    @property
-    def assembly(self) -> str:
-        self.compile()
-        return self._compiled._library.get_asm_str()
+    def _module(self, machine):
+        compiled = numba.cfunc(KERNEL_SIGNATURE)(self.function)
+        module = llvm.parse_assembly(compiled.inspect_llvm())
+        module.get_function(compiled.native_name).name = self.name  # Numba's own name counts up from process to process
+        return module
 
 
 def kernel(function) -> Kernel:
@@ -107,52 +141,22 @@ def kernel(function) -> Kernel:
     return Kernel(function)
 
 
-class TileSet:
+class TileSet(MachineCode):
     """The tiles of one layout, for 1 to `MAX_ROWS` rows, compiled as one object file."""
 
     def __init__(self, layout: TileLayout):
+        super().__init__(f"tiles_{layout.name}")
         self.layout = layout
-        self.name = f"tiles_{layout.name}"
-        self._engine = None
         self.addresses = np.zeros(MAX_ROWS + 1, np.int64)
-        """`addresses[rows]` is the tile function for that many rows; entry 0 is unused."""
-
-    @property
-    def is_cached(self) -> bool:
-        return self._engine is not None or _marked(self.name)
+        """`addresses[rows]` is the tile function for that many rows, once compiled; entry 0 is unused."""
 
     def compile(self) -> None:
-        if self._engine is not None:
-            return
-        code = self._cached_object() or self._compile_object()
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine(instruction_set()))
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        engine.finalize_object()
+        super().compile()
         for rows in range(1, MAX_ROWS + 1):
-            self.addresses[rows] = engine.get_function_address(f"tile_{rows}")
-        self._engine = engine
+            self.addresses[rows] = self._engine.get_function_address(f"tile_{rows}")
 
-    def _cached_object(self) -> bytes | None:
-        folder = cache_folder()
-        try:
-            return (folder / f"{self.name}.o").read_bytes() if folder and _marked(self.name) else None
-        except OSError:
-            return None
-
-    def _compile_object(self) -> bytes:
-        machine = target_machine(instruction_set())
-        code = machine.emit_object(optimized_tiles(instruction_set(), self.layout, machine))
-        folder = cache_folder()
-        if folder is not None:
-            temporary = folder / f"{self.name}.{os.getpid()}.tmp"
-            temporary.write_bytes(code)
-            temporary.replace(folder / f"{self.name}.o")
-            _mark(self.name)
-        return code
-
-    @property
-    def assembly(self) -> str:
-        return tile_assembly(instruction_set(), self.layout)
+    def _module(self, machine):
+        return optimized_tiles(instruction_set(), self.layout, machine)
 
 
 def target_machine(isa: InstructionSet, triple: str | None = None) -> llvm.TargetMachine:
@@ -160,10 +164,13 @@ def target_machine(isa: InstructionSet, triple: str | None = None) -> llvm.Targe
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     own = triple is None and not (is_forced() and isa.target_cpu)
-    cpu = llvm.get_host_cpu_name() if own else isa.target_cpu or ""
+    foreign_cpu = isa.target_cpu if triple is None or triple.startswith("x86_64") else None
+    cpu = llvm.get_host_cpu_name() if own else foreign_cpu or ""
     features = llvm.get_host_cpu_features().flatten() if own else isa.target_features
     target = llvm.Target.from_triple(triple or llvm.get_process_triple())
-    return target.create_target_machine(cpu=cpu, features=features, opt=3, reloc="pic", codemodel="default", jit=triple is None)
+    return target.create_target_machine(
+        cpu=cpu, features=features, opt=3, reloc="pic", codemodel="default", jit=triple is None
+    )
 
 
 def optimized_tiles(isa: InstructionSet, layout: TileLayout, machine: llvm.TargetMachine) -> llvm.ModuleRef:
@@ -210,12 +217,111 @@ def compile_all(wanted: Iterable[Kernel | TileSet], on_progress: CompileProgress
         item.compile()
 
 
-def _marked(name: str) -> bool:
+def _read_object(name: str) -> bytes | None:
+    """A kept object file, if there is one and it is whole."""
     folder = cache_folder()
-    return folder is not None and (folder / f"{name}.ready").exists()
+    if folder is None:
+        return None
+    try:
+        kept = (folder / f"{name}.o").read_bytes()
+    except OSError:
+        return None
+    digest, code = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
+    return code if hashlib.sha256(code).digest() == digest else None
 
 
-def _mark(name: str) -> None:
+def _write_object(name: str, code: bytes) -> None:
+    """Keep an object file, whole or not at all, whoever else writes it; if the disk is full, do without."""
     folder = cache_folder()
-    if folder is not None:
-        (folder / f"{name}.ready").touch()
+    if folder is None:
+        return
+    with contextlib.suppress(OSError):
+        handle, temporary = tempfile.mkstemp(prefix=name, suffix=".tmp", dir=folder)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+            os.replace(temporary, folder / f"{name}.o")
+        except OSError:
+            os.unlink(temporary)
+            raise
+
+
+_HALF_CONVERSIONS = """
+define float @forge_half_to_float(half %half) {
+  %narrow = bitcast half %half to i16
+  %bits = zext i16 %narrow to i32
+  %magnitude = and i32 %bits, 32767
+  %negative = and i32 %bits, 32768
+  %sign = shl i32 %negative, 16
+  ; subnormal: an integer times 2^-24
+  %integer = uitofp i32 %magnitude to float
+  %small_float = fmul float %integer, 0x3E70000000000000
+  %small = bitcast float %small_float to i32
+  ; normal: the exponent's bias grows from 15 to 127
+  %shifted = shl i32 %magnitude, 13
+  %normal = add i32 %shifted, 939524096
+  ; infinite, or not a number, which becomes a quiet one
+  %special = or i32 %shifted, 2139095040
+  %quiet = or i32 %special, 4194304
+  %is_small = icmp ult i32 %magnitude, 1024
+  %is_special = icmp uge i32 %magnitude, 31744
+  %is_nan = icmp ugt i32 %magnitude, 31744
+  %finite = select i1 %is_small, i32 %small, i32 %normal
+  %not_finite = select i1 %is_nan, i32 %quiet, i32 %special
+  %unsigned = select i1 %is_special, i32 %not_finite, i32 %finite
+  %result = or i32 %unsigned, %sign
+  %float = bitcast i32 %result to float
+  ret float %float
+}
+
+define half @forge_float_to_half(float %float) {
+  %bits = bitcast float %float to i32
+  %magnitude = and i32 %bits, 2147483647
+  %high = lshr i32 %bits, 16
+  %sign = and i32 %high, 32768
+  ; normal: the exponent's bias shrinks from 127 to 15, and 13 bits are rounded away, ties to even; a carry may give infinity
+  %lowest = lshr i32 %magnitude, 13
+  %odd = and i32 %lowest, 1
+  %rebiased = sub i32 %magnitude, 939520001
+  %rounded = add i32 %rebiased, %odd
+  %normal = lshr i32 %rounded, 13
+  ; subnormal: adding 0.5 leaves multiples of 2^-24 in the mantissa, rounded to nearest even
+  %positive = bitcast i32 %magnitude to float
+  %aligned = fadd float %positive, 5.000000e-01
+  %aligned_bits = bitcast float %aligned to i32
+  %small = sub i32 %aligned_bits, 1056964608
+  ; infinite, or not a number, which becomes a quiet one
+  %mantissa = lshr i32 %magnitude, 13
+  %payload = and i32 %mantissa, 1023
+  %nan = or i32 %payload, 32256
+  %is_small = icmp ult i32 %magnitude, 947912704
+  %is_large = icmp uge i32 %magnitude, 1199570944
+  %is_nan = icmp ugt i32 %magnitude, 2139095040
+  %finite = select i1 %is_small, i32 %small, i32 %normal
+  %not_finite = select i1 %is_nan, i32 %nan, i32 31744
+  %unsigned = select i1 %is_large, i32 %not_finite, i32 %finite
+  %signed = or i32 %unsigned, %sign
+  %narrow = trunc i32 %signed to i16
+  %half = bitcast i16 %narrow to half
+  ret half %half
+}
+"""
+"""float16 to float32 and back in integers, rounded as the IEEE 754 instructions round."""
+
+_LIBRARY_NAMES = {"__extendhfsf2": "forge_half_to_float", "__truncsfhf2": "forge_float_to_half"}
+"""What LLVM calls for a conversion that the processor has no instruction for, and few C libraries have."""
+
+
+@cache
+def _provide_half_conversions() -> llvm.ExecutionEngine:
+    """Let compiled code find `_LIBRARY_NAMES`. Returns what must stay alive."""
+    module = llvm.parse_assembly(_HALF_CONVERSIONS)
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    # For the least of processors: how a float16 is passed must not depend on what this one has.
+    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(reloc="pic", jit=True)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    for wanted, name in _LIBRARY_NAMES.items():
+        llvm.add_symbol(wanted, engine.get_function_address(name))
+    return engine

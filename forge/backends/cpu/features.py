@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,7 @@ _NEEDS = {
     "portable": (),
 }
 """The processor features (LLVM's names) without which an instruction set cannot run; best set first."""
+_X86, _ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
 
 
 @cache
@@ -30,14 +32,16 @@ def host_features() -> frozenset[str]:
 
 def runnable() -> tuple[str, ...]:
     """The instruction sets that this machine can run, best first."""
-    machine = platform.machine().lower()
-    x86, arm = machine in ("x86_64", "amd64"), machine in ("aarch64", "arm64")
+    return runnable_with(host_features(), platform.machine())
+
+
+def runnable_with(features: Collection[str], machine: str) -> tuple[str, ...]:
+    """The instruction sets that a machine (`platform.machine()`'s name for it) with these features can run, best first."""
+    machines = {"avx512-vnni": _X86, "avx-vnni": _X86, "avx2": _X86, "neon-dot": _ARM}
     return tuple(
         name
         for name, needs in _NEEDS.items()
-        if host_features().issuperset(needs)
-        and (x86 or not name.startswith("avx"))
-        and (arm or not name.startswith("neon"))
+        if set(needs) <= set(features) and machine.lower() in machines.get(name, (machine.lower(),))
     )
 
 
@@ -57,22 +61,50 @@ def is_forced() -> bool:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity mask, cut by the control group's quota where there is one."""
+    """CPUs that this process may use: its affinity mask, cut by the control group's quota where there is one.
+
+    A quota of 2.5 CPUs gives 2: a third thread would be stopped now and then, and the others would wait for it.
+    """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_quota()
+    quota = cgroup_quota()
     return max(1, count if quota is None else min(count, int(quota)))
 
 
-def _cgroup_quota() -> float | None:
-    """CPUs' worth of time that the control group grants (version 2, then 1); None without a limit."""
+def cgroup_quota(root: Path = Path("/")) -> float | None:
+    """CPUs' worth of time that the control groups grant (version 2, then 1); None without a limit.
+
+    This process's group and all that it lies in; where a container hides their names, the one that it shows as the root.
+    """
+    groups = root / "sys/fs/cgroup"
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        own = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        own = []
+    lines = [line.split(":", 2) for line in own if line.count(":") >= 2]
+    unified = next((path for _, controllers, path in lines if controllers == ""), "/")
+    version_1 = next((path for _, controllers, path in lines if "cpu" in controllers.split(",")), "/")
+    quotas = [_quota_v2(folder) for folder in _with_parents(groups, unified)]
+    quotas += [_quota_v1(folder) for folder in _with_parents(groups / "cpu", version_1)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _with_parents(root: Path, path: str) -> list[Path]:
+    """The folder of the group `path` and of every group above it, up to `root`."""
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    return [root.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _quota_v2(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _quota_v1(folder: Path) -> float | None:
     try:
-        quota = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text())
-        period = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text())
-        return None if quota <= 0 else quota / period
-    except (OSError, ValueError):
+        quota = int((folder / "cpu.cfs_quota_us").read_text())
+        return None if quota <= 0 else quota / int((folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError, ZeroDivisionError):
         return None

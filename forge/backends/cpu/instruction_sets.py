@@ -8,6 +8,8 @@ is the one operation for which processors have grown instructions, each a little
 exactly, in integers, so a result cannot depend on which one ran. Weights are unsigned bytes, activations signed.
 """
 
+import platform
+
 from llvmlite import ir
 
 from forge.backends.cpu.vectors import I8, I16, I32, LANES, V_I32, call_intrinsic
@@ -42,6 +44,8 @@ class InstructionSet:
     target_cpu: str | None = None
     """The LLVM processor model to compile for when this set is forced; None compiles for the machine in use."""
     target_features: str = ""
+    converts_half_by_call = False
+    """Whether LLVM may have to call a library to convert float16, because the processor cannot."""
     signed_weights = False
     """Whether `dot` wants weights as signed bytes (w - 128) instead of unsigned ones."""
 
@@ -144,10 +148,15 @@ class NeonDot(InstructionSet):
 
 
 class Portable(InstructionSet):
-    """Shifts and 32-bit multiplications of LLVM's own vectors: slow, and right on every machine."""
+    """Shifts and 32-bit multiplications of LLVM's own vectors: slow, and right on every machine.
+
+    When forced on x86, code is made for the oldest 64-bit processor: no AVX, no fused multiplication, no float16.
+    """
 
     name = "portable"
     instruction = "mul"
+    target_cpu = "x86-64" if platform.machine().lower() in ("x86_64", "amd64") else None
+    converts_half_by_call = True
 
     def dot(self, builder, acc, weights, x):
         for byte in range(4):

@@ -35,6 +35,7 @@ from forge.backends.cpu.vectors import (
     mask_lanes,
     max16,
     maximum,
+    prefetch,
     put_f32,
     put_i32,
     round_to_int,
@@ -214,9 +215,10 @@ def matmul_quantized(op, ctx, thread, threads):
         first = take(op, chunk)
         if first >= num_tiles:
             break
-        for tile in range(first, min(first + chunk, num_tiles)):
+        last = min(first + chunk, num_tiles)
+        for tile in range(first, last):
             weights = word(op, w.MM_WEIGHTS) + tile * tile_bytes
-            ahead = weights + tile_bytes if tile + 1 < num_tiles else 0
+            ahead = weights + tile_bytes if tile + 1 < last else 0
             row = 0
             while row < rows:
                 count = min(8, rows - row)
@@ -303,11 +305,8 @@ def _store_kind(address, index, vector, kind):
 
 
 @numba.njit
-def _norm_rope_head(x, width, weight, eps, cos, sin, out):
-    """One query or key head: RMSNorm, then rotation of element i with i + width / 2.
-
-    Works in `out`, float32 with room for `width` rounded up to 16. Element by element, so it needs no layout.
-    """
+def _norm_rope_head(x, width, weight, eps, cos, sin):
+    """One query or key head, in place: RMSNorm, then rotation of element i with i + width / 2."""
     total = splat_f32(ZERO)
     for offset in range(0, width, 16):
         value = mask_lanes(load_f32(x + 4 * offset), width - offset, ZERO)
@@ -320,14 +319,14 @@ def _norm_rope_head(x, width, weight, eps, cos, sin, out):
             j = i + 4 * half
             first, second = load_f32(x + i) * scale * load_f32(weight + i), load_f32(x + j) * scale * load_f32(weight + j)
             c, s = load_f32(cos + i), load_f32(sin + i)
-            store_f32(out + i, first * c - second * s)
-            store_f32(out + j, second * c + first * s)
+            store_f32(x + i, first * c - second * s)
+            store_f32(x + j, second * c + first * s)
         return
     for i in range(0, 4 * half, 4):
         j = i + 4 * half
         a, b = get_f32(x + i) * factor * get_f32(weight + i), get_f32(x + j) * factor * get_f32(weight + j)
-        put_f32(out + i, a * get_f32(cos + i) - b * get_f32(sin + i))
-        put_f32(out + j, b * get_f32(cos + i) + a * get_f32(sin + i))
+        put_f32(x + i, a * get_f32(cos + i) - b * get_f32(sin + i))
+        put_f32(x + j, b * get_f32(cos + i) + a * get_f32(sin + i))
 
 
 @numba.njit
@@ -336,8 +335,9 @@ def _store_head(ctx, address, layer, row, head, source, width):
     slot = np.int64(get_i32(word(ctx, w.CTX_SLOTS) + 4 * row))
     if slot < 0:
         return
-    place = address + layer * word(ctx, w.CTX_LAYER_BYTES) + slot * word(ctx, w.CTX_TOKEN_BYTES)
-    place += head * word(ctx, w.CTX_HEAD_BYTES)
+    block_size = word(ctx, w.CTX_BLOCK_SIZE)
+    place = address + layer * word(ctx, w.CTX_LAYER_BYTES) + slot // block_size * word(ctx, w.CTX_BLOCK_BYTES)
+    place += head * word(ctx, w.CTX_HEAD_BYTES) + slot % block_size * word(ctx, w.CTX_ROW_BYTES)
     for offset in range(0, width, 16):
         vector = mask_lanes(load_f32(source + 4 * offset), width - offset, ZERO)
         _store_kind(place, offset, vector, word(ctx, w.CTX_KV_KIND))
@@ -345,13 +345,12 @@ def _store_head(ctx, address, layer, row, head, source, width):
 
 @kernel
 def norm_rope_store(op, ctx, thread, threads):
-    """Normalize and rotate queries in place; normalize and rotate keys, and write keys and values to their slots.
+    """Normalize and rotate queries and keys in place, and write keys and values to their slots.
 
     One item per head of a row: first its query heads, then key heads, then value heads.
     """
     heads, kv_heads, width = word(op, w.QKV_HEADS), word(op, w.QKV_KV_HEADS), word(op, w.QKV_HEAD_DIM)
     per_row, layer, eps = heads + 2 * kv_heads, word(op, w.QKV_LAYER), number(op, w.QKV_EPS)
-    scratch = word(ctx, w.CTX_SCRATCH) + thread * word(ctx, w.CTX_SCRATCH_BYTES)
     while True:
         first = take(op, 4)
         if first >= word(ctx, w.CTX_ROWS) * per_row:
@@ -363,16 +362,14 @@ def norm_rope_store(op, ctx, thread, threads):
             sin = word(ctx, w.CTX_ROPE_SIN) + 4 * position * (width // 2)
             if head < heads:
                 q = word(op, w.QKV_Q) + 4 * (row * word(op, w.QKV_Q_STRIDE) + head * width)
-                _norm_rope_head(q, width, word(op, w.QKV_Q_NORM), eps, cos, sin, scratch)
-                for i in range(0, 4 * width, 4):
-                    put_f32(q + i, get_f32(scratch + i))
+                _norm_rope_head(q, width, word(op, w.QKV_Q_NORM), eps, cos, sin)
                 continue
             head -= heads
             of_row = row * word(op, w.QKV_KV_STRIDE)
             if head < kv_heads:
                 k = word(op, w.QKV_K) + 4 * (of_row + head * width)
-                _norm_rope_head(k, width, word(op, w.QKV_K_NORM), eps, cos, sin, scratch)
-                _store_head(ctx, word(ctx, w.CTX_KEYS), layer, row, head, scratch, width)
+                _norm_rope_head(k, width, word(op, w.QKV_K_NORM), eps, cos, sin)
+                _store_head(ctx, word(ctx, w.CTX_KEYS), layer, row, head, k, width)
             else:
                 head -= kv_heads
                 v = word(op, w.QKV_V) + 4 * (of_row + head * width)
@@ -380,49 +377,83 @@ def norm_rope_store(op, ctx, thread, threads):
 
 
 @numba.njit
-def _gather_chunk(ctx, heads_of_layer, table, start, count, out, width):
+def _gather_chunk(ctx, head, table, start, count, out, width):
     """Copy one head's keys or values of positions `start` to `start + count` - 1 into float32 `[count, width]`.
 
-    `heads_of_layer` is the address of that head in slot 0 of the layer. Goes block by block: positions of one block are
-    `CTX_TOKEN_BYTES` apart.
+    `head` is the address of that head in block 0 of the layer. Goes block by block through the table; in a block the
+    head's tokens lie side by side.
     """
-    block_size, kind = word(ctx, w.CTX_BLOCK_SIZE), word(ctx, w.CTX_KV_KIND)
-    token_bytes = word(ctx, w.CTX_TOKEN_BYTES)
-    for index in range(count):
-        position = start + index
-        block = np.int64(get_i32(table + 4 * (position // block_size)))
-        source = heads_of_layer + (block * block_size + position % block_size) * token_bytes
-        target = out + 4 * index * width
+    block_size, kind, row_bytes = word(ctx, w.CTX_BLOCK_SIZE), word(ctx, w.CTX_KV_KIND), word(ctx, w.CTX_ROW_BYTES)
+    end = start + count
+    while start < end:
+        inside = start % block_size
+        run = min(block_size - inside, end - start)
+        block = np.int64(get_i32(table + 4 * (start // block_size)))
+        source = head + block * word(ctx, w.CTX_BLOCK_BYTES) + inside * row_bytes
         if kind == w.KIND_F32:
-            for offset in range(0, width, 16):
-                store_f32(target + 4 * offset, load_f32(source + 4 * offset))
+            for element in range(0, run * width, 16):
+                store_f32(out + 4 * element, load_f32(source + 4 * element))
         elif kind == w.KIND_F16:
-            for offset in range(0, width, 16):
-                store_f32(target + 4 * offset, load_f16(source + 2 * offset))
+            for element in range(0, run * width, 16):
+                store_f32(out + 4 * element, load_f16(source + 2 * element))
         else:
-            for offset in range(0, width, 16):
-                store_f32(target + 4 * offset, load_bf16(source + 2 * offset))
+            for element in range(0, run * width, 16):
+                store_f32(out + 4 * element, load_bf16(source + 2 * element))
+        start += run
+        out += 4 * run * width
 
 
 @numba.njit
-def _chunk_weights(query, keys, width, count, scale, weights):
-    """softmax numerators of one query over a chunk's first `count` keys; returns (their maximum score, their sum)."""
+def _fetch_chunk(ctx, head, table, start, count):
+    """Ask for the keys or values that `_gather_chunk` will read with the same arguments.
+
+    A block of a head is a page of its own, at whose end the processor stops fetching ahead by itself.
+    """
+    block_size, row_bytes = word(ctx, w.CTX_BLOCK_SIZE), word(ctx, w.CTX_ROW_BYTES)
+    end = start + count
+    while start < end:
+        inside = start % block_size
+        run = min(block_size - inside, end - start)
+        block = np.int64(get_i32(table + 4 * (start // block_size)))
+        source = head + block * word(ctx, w.CTX_BLOCK_BYTES) + inside * row_bytes
+        for line in range(0, run * row_bytes, 64):
+            prefetch(source + line)
+        start += run
+
+
+@numba.njit
+def _chunk_weights(query, keys, width, count, scale, weights, state):
+    """softmax numerators of one query over a chunk's first `count` keys, into `weights`.
+
+    The chunk's largest score and the numerators' sum go to the third and fourth number of the query's state.
+    """
     factor = splat_f32(scale)
     top = splat_f32(LOWEST)
-    for block in range(0, CHUNK, 16):
-        if block < count:
-            scores = dot_keys(query, keys + 4 * block * width, 4 * width, width) * factor
-            scores = mask_lanes(scores, count - block, LOWEST)
-            store_f32(weights + 4 * block, scores)
-            top = maximum(top, scores)
+    for block in range(0, count, 16):
+        scores = dot_keys(query, keys + 4 * block * width, 4 * width, width) * factor
+        scores = mask_lanes(scores, count - block, LOWEST)
+        store_f32(weights + 4 * block, scores)
+        top = maximum(top, scores)
     largest = max16(top)
     total = splat_f32(ZERO)
-    for block in range(0, CHUNK, 16):
-        if block < count:
-            value = mask_lanes(exp16(load_f32(weights + 4 * block) - splat_f32(largest)), count - block, ZERO)
-            store_f32(weights + 4 * block, value)
-            total = total + value
-    return largest, sum16(total)
+    for block in range(0, count, 16):
+        value = mask_lanes(exp16(load_f32(weights + 4 * block) - splat_f32(largest)), count - block, ZERO)
+        store_f32(weights + 4 * block, value)
+        total = total + value
+    put_f32(state + 8, largest)
+    put_f32(state + 12, sum16(total))
+
+
+@numba.njit
+def _merge_chunk(state, weights, values, width, count, out):
+    """Merge a chunk into what a query has so far: its state is (maximum, sum) of all, then of this chunk."""
+    old, new = get_f32(state), get_f32(state + 8)
+    top = max(old, new)
+    # The first chunk meets the lowest maximum there is, and exp's smallest value times nothing.
+    keep, gain = exp_f32(old - top), exp_f32(new - top)
+    put_f32(state, top)
+    put_f32(state + 4, get_f32(state + 4) * keep + get_f32(state + 12) * gain)
+    _merge_values(weights, values, width, count, out, keep, gain)
 
 
 @numba.njit
@@ -496,47 +527,49 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch):
     scale = number(op, w.ATT_SCALE)
     queries = (last_row - first_row) * group
     chunk = scratch
-    weights = chunk + 4 * CHUNK * width
-    outs = weights + 4 * CHUNK * ROWS_PER_BLOCK * group
-    state = outs + 4 * width * ROWS_PER_BLOCK * group  # per query: maximum and sum so far, the chunk's maximum and sum
+    all_weights = chunk + 4 * CHUNK * width
+    outs = all_weights + 4 * CHUNK * ROWS_PER_BLOCK * group
+    states = outs + 4 * width * ROWS_PER_BLOCK * group
     for i in range(queries):
-        put_f32(state + 16 * i, LOWEST)
-        put_f32(state + 16 * i + 4, ZERO)
+        put_f32(states + 16 * i, LOWEST)
+        put_f32(states + 16 * i + 4, ZERO)
         for offset in range(0, 4 * width, VECTOR):
             store_f32(outs + 4 * i * width + offset, splat_f32(ZERO))
     layer = word(op, w.ATT_LAYER) * word(ctx, w.CTX_LAYER_BYTES) + kv_head * word(ctx, w.CTX_HEAD_BYTES)
+    keys, values = word(ctx, w.CTX_KEYS) + layer, word(ctx, w.CTX_VALUES) + layer
     table = word(ctx, w.CTX_TABLES) + 4 * sequence * word(ctx, w.CTX_TABLE_STRIDE)
-    positions = word(ctx, w.CTX_POSITIONS)
+    positions, q_stride, head_bytes = word(ctx, w.CTX_POSITIONS), word(op, w.ATT_Q_STRIDE), 4 * head_dim
     end = np.int64(get_i32(positions + 4 * (last_row - 1))) + 1
+    _fetch_chunk(ctx, keys, table, 0, min(CHUNK, end))
     for start in range(0, end, CHUNK):
         present = min(CHUNK, end - start)
-        _gather_chunk(ctx, word(ctx, w.CTX_KEYS) + layer, table, start, present, chunk, width)
-        for i in range(queries):
-            row = first_row + i // group
+        _fetch_chunk(ctx, values, table, start, present)
+        _gather_chunk(ctx, keys, table, start, present, chunk, width)
+        weights, state = all_weights, states
+        for row in range(first_row, last_row):
             count = min(CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
-            if count > 0:
-                head = kv_head * group + i % group
-                query = word(op, w.ATT_Q) + 4 * (row * word(op, w.ATT_Q_STRIDE) + head * head_dim)
-                largest, total = _chunk_weights(query, chunk, width, count, scale, weights + 4 * CHUNK * i)
-                put_f32(state + 16 * i + 8, largest)
-                put_f32(state + 16 * i + 12, total)
-        _gather_chunk(ctx, word(ctx, w.CTX_VALUES) + layer, table, start, present, chunk, width)
-        for i in range(queries):
-            row = first_row + i // group
+            query = word(op, w.ATT_Q) + 4 * row * q_stride + kv_head * group * head_bytes
+            for _ in range(group):
+                if count > 0:
+                    _chunk_weights(query, chunk, width, count, scale, weights, state)
+                query += head_bytes
+                weights += 4 * CHUNK
+                state += 16
+        _fetch_chunk(ctx, keys, table, start + CHUNK, min(CHUNK, end - start - present))
+        _gather_chunk(ctx, values, table, start, present, chunk, width)
+        weights, state, out = all_weights, states, outs
+        for row in range(first_row, last_row):
             count = min(CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
-            if count > 0:
-                old, new = get_f32(state + 16 * i), get_f32(state + 16 * i + 8)
-                top = max(old, new)
-                keep, gain = exp_f32(old - top), exp_f32(new - top)
-                if start == 0:
-                    keep = ZERO
-                put_f32(state + 16 * i, top)
-                put_f32(state + 16 * i + 4, get_f32(state + 16 * i + 4) * keep + get_f32(state + 16 * i + 12) * gain)
-                _merge_values(weights + 4 * CHUNK * i, chunk, width, count, outs + 4 * i * width, keep, gain)
+            for _ in range(group):
+                if count > 0:
+                    _merge_chunk(state, weights, chunk, width, count, out)
+                weights += 4 * CHUNK
+                state += 16
+                out += 4 * width
     for i in range(queries):
-        row, head = first_row + i // group, kv_head * group + i % group
-        inverse = ONE / get_f32(state + 16 * i + 4)
-        out = word(op, w.ATT_OUT) + 4 * (row * word(op, w.ATT_Q_STRIDE) + head * head_dim)
+        inverse = ONE / get_f32(states + 16 * i + 4)
+        out = word(op, w.ATT_OUT) + 4 * (first_row + i // group) * q_stride
+        out += (kv_head * group + i % group) * head_bytes
         for element in range(head_dim):
             put_f32(out + 4 * element, get_f32(outs + 4 * (i * width + element)) * inverse)
 
@@ -567,6 +600,12 @@ def attention(op, ctx, thread, threads):
 # Feed-forward
 
 
+@numba.njit(inline="always")
+def _silu(gate):
+    """gate / (1 + exp(-gate)), lane by lane."""
+    return gate / (splat_f32(ONE) + exp16(splat_f32(ZERO) - gate))
+
+
 @kernel
 def swiglu(op, ctx, thread, threads):
     """silu(gate) * up, quantized too where a quantized product follows. One item per 256 columns of a row."""
@@ -580,8 +619,7 @@ def swiglu(op, ctx, thread, threads):
         for column in range(first, min(first + 256, stride), 32):
             at = 4 * (row * stride + column)
             for offset in (at, at + 64):
-                gate = load_f32(word(op, w.GLU_GATE) + offset)
-                silu = gate / (splat_f32(ONE) + exp16(splat_f32(ZERO) - gate))
+                silu = _silu(load_f32(word(op, w.GLU_GATE) + offset))
                 store_f32(word(op, w.GLU_OUT) + offset, silu * load_f32(word(op, w.GLU_UP) + offset))
             if word(op, w.GLU_QUANTS) != 0:
                 group = row * (stride // 32) + column // 32
@@ -590,4 +628,71 @@ def swiglu(op, ctx, thread, threads):
                     word(op, w.GLU_QUANTS) + 32 * group,
                     word(op, w.GLU_SCALES) + 4 * group,
                     word(op, w.GLU_SUMS) + 8 * group,
+                )
+
+
+GLU_SCRATCH_FLOATS = 8 * 2 * 32
+"""What `gate_up_swiglu` needs of a thread's scratch: eight rows of 32 gates and 32 ups."""
+
+
+@numba.njit
+def _two_tiles(op, matrix, pair, first, count, out, ahead):
+    """Rows `first` to `first + count` - 1 times 32 weight rows, float32 `[count, 64]` of which 32 columns are written.
+
+    `matrix` is the first of the six words that describe it (`PAIR_TILES` and on).
+    """
+    tile_bytes, scale_bytes = word(op, matrix + w.PAIR_TILE_BYTES), word(op, matrix + w.PAIR_SCALE_BYTES)
+    x_stride = word(op, w.FFN_X_STRIDE)
+    for half in range(2):
+        tile = 2 * pair + half
+        weights = word(op, matrix + w.PAIR_WEIGHTS) + tile * tile_bytes
+        call_tile(
+            word(word(op, matrix + w.PAIR_TILES), count),
+            weights,
+            word(op, matrix + w.PAIR_SCALES) + tile * scale_bytes,
+            word(op, matrix + w.PAIR_MINIMUMS) + tile * scale_bytes,
+            word(op, w.FFN_X) + first * x_stride,
+            word(op, w.FFN_X_SCALES) + first * (x_stride // 8),
+            word(op, w.FFN_X_SUMS) + first * (x_stride // 4),
+            out + 64 * half,
+            word(op, w.FFN_GROUPS),
+            x_stride,
+            64,
+            0,
+            weights + 2 * tile_bytes if ahead else 0,
+        )
+
+
+@kernel
+def gate_up_swiglu(op, ctx, thread, threads):
+    """silu(x · gateᵀ) * (x · upᵀ), quantized on the spot. One item per 32 results, which share one scale.
+
+    The two products never reach memory: eight rows at a time they wait in the thread's scratch. For a prefill of 512
+    tokens that saves a third of a gigabyte of traffic.
+    """
+    rows, pairs, stride = word(ctx, w.CTX_ROWS), word(op, w.FFN_PAIRS), word(op, w.FFN_OUT_STRIDE)
+    gates = word(ctx, w.CTX_SCRATCH) + thread * word(ctx, w.CTX_SCRATCH_BYTES)
+    ups = gates + 128
+    row_blocks, chunk = (rows + 7) // 8, word(op, w.FFN_CHUNK)
+    while True:
+        first = take(op, chunk)
+        if first >= pairs:
+            break
+        last = min(first + chunk, pairs)
+        for item in range(first * row_blocks, last * row_blocks):
+            pair, row = item // row_blocks, 8 * (item % row_blocks)
+            count = min(8, rows - row)
+            ahead = row == 0 and pair + 1 < last
+            _two_tiles(op, w.FFN_GATE, pair, row, count, gates, ahead)
+            _two_tiles(op, w.FFN_UP, pair, row, count, ups, ahead)
+            for index in range(count):
+                gate, up = gates + 256 * index, ups + 256 * index
+                store_f32(gate, _silu(load_f32(gate)) * load_f32(up))
+                store_f32(gate + 64, _silu(load_f32(gate + 64)) * load_f32(up + 64))
+                group = (row + index) * (stride // 32) + pair
+                _quantize_32(
+                    gate,
+                    word(op, w.FFN_QUANTS) + 32 * group,
+                    word(op, w.FFN_SCALES) + 4 * group,
+                    word(op, w.FFN_SUMS) + 8 * group,
                 )

@@ -11,6 +11,8 @@ Rows are padded to a multiple of 16 and columns to a multiple of 32, with zeros 
 the order of bytes inside a tile.
 """
 
+import contextlib
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,11 +116,44 @@ class FloatMatrix:
 PackedMatrix = QuantizedMatrix | FloatMatrix
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype | type, alignment: int = LINE) -> np.ndarray:
-    """An uninitialized array that starts on a cache line."""
+class Arena:
+    """Large pieces of memory from which arrays are cut.
+
+    The operating system gives huge pages (2 MB) to large allocations only, and how fast weights stream from memory
+    depends on them: with 4 KB pages a decode step reads at about half the speed. So arrays share pieces of 64 MB.
+    """
+
+    PIECE = 64 << 20
+
+    def __init__(self):
+        self._piece = np.empty(0, np.uint8)
+        self._used = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype | type, alignment: int = LINE) -> np.ndarray:
+        """An uninitialized array that starts on a cache line."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        start = self._used + -(self._piece.ctypes.data + self._used) % alignment
+        if start + size > len(self._piece):
+            self._piece = huge_pages(max(size, self.PIECE) + alignment)
+            start = -self._piece.ctypes.data % alignment
+        self._used = start + size
+        return self._piece[start : start + size].view(dtype).reshape(shape)
+
+
+def huge_pages(size: int) -> np.ndarray:
+    """`size` bytes of zeros that take up memory as they are written, in huge pages where the system has them."""
+    piece = mmap.mmap(-1, padded(size, 2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            piece.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(piece, np.uint8)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
+    """An uninitialized array of its own that starts on a cache line."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    buffer = np.empty(size + alignment, np.uint8)
-    start = -buffer.ctypes.data % alignment
+    buffer = np.empty(size + LINE, np.uint8)
+    start = -buffer.ctypes.data % LINE
     return buffer[start : start + size].view(dtype).reshape(shape)
 
 
@@ -126,18 +161,18 @@ def padded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def pack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int]) -> PackedMatrix:
-    """Repack a matrix `[rows, columns]` from its bytes in the file."""
+def pack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int], arena: Arena) -> PackedMatrix:
+    """Repack a matrix `[rows, columns]` from its bytes in the file into memory of `arena`."""
     if ggml_type in FLOAT_KIND_OF_TYPE:
-        return _pack_float(FLOAT_KIND_OF_TYPE[ggml_type], raw, shape)
-    return _pack_quantized(ggml_type, raw, shape)
+        return _pack_float(FLOAT_KIND_OF_TYPE[ggml_type], raw, shape, arena)
+    return _pack_quantized(ggml_type, raw, shape, arena)
 
 
-def _pack_float(kind: str, raw: np.ndarray, shape: tuple[int, int]) -> FloatMatrix:
+def _pack_float(kind: str, raw: np.ndarray, shape: tuple[int, int], arena: Arena) -> FloatMatrix:
     rows, columns = shape
     dtype = _FLOAT_DTYPE[kind]
     source = raw.view(dtype).reshape(shape)
-    values = aligned_empty((padded(rows, LANES) // LANES, padded(columns, GROUP), LANES), dtype)
+    values = arena.empty((padded(rows, LANES) // LANES, padded(columns, GROUP), LANES), dtype)
     if rows % LANES or columns % GROUP:
         values[...] = 0
     for first in range(0, rows, ROWS_PER_PASS):
@@ -150,15 +185,15 @@ def _pack_float(kind: str, raw: np.ndarray, shape: tuple[int, int]) -> FloatMatr
     return FloatMatrix(rows, columns, kind, values)
 
 
-def _pack_quantized(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int]) -> QuantizedMatrix:
+def _pack_quantized(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int], arena: Arena) -> QuantizedMatrix:
     rows, columns = shape
     layout = LAYOUT_OF_TYPE[ggml_type]
     tiles, groups = padded(rows, LANES) // LANES, columns // GROUP
-    quants = aligned_empty((tiles, groups, layout.bits, LINE), np.uint8)
+    quants = arena.empty((tiles, groups, layout.bits, LINE), np.uint8)
     scale_dtype = np.float16 if layout.scale_kind == "f16" else np.float32
     scale_shape = (tiles, groups * (GROUP // layout.group), LANES)
-    scales = aligned_empty(scale_shape, scale_dtype)
-    minimums = aligned_empty(scale_shape, scale_dtype) if layout.has_minimum else None
+    scales = arena.empty(scale_shape, scale_dtype)
+    minimums = arena.empty(scale_shape, scale_dtype) if layout.has_minimum else None
     row_bytes = len(raw) // rows
     for first in range(0, rows, ROWS_PER_PASS):
         count = min(ROWS_PER_PASS, rows - first)

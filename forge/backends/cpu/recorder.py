@@ -69,8 +69,22 @@ class Rows:
 class Product:
     """x · matrixᵀ, not yet written down."""
 
-    x: "Norm | Buffer"
+    x: "Norm | Gated | Buffer"
     matrix: "Matrix"
+
+
+@dataclass(frozen=True, eq=False)
+class Gated:
+    """silu(gate) * up, written down when a product reads it."""
+
+    gate: Product
+    up: Product
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether both are quantized and whole groups wide, so that one operation can do all of it."""
+        packed = self.gate.matrix.packed, self.up.matrix.packed
+        return all(isinstance(m, QuantizedMatrix) and m.rows % GROUP == 0 for m in packed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +206,7 @@ class Recorder(Operations):
             return Norm(x.x, weight, eps, logit_rows_only=True)
         return Norm(x, weight, eps, logit_rows_only=False)
 
-    def linear(self, x: Norm | Buffer, matrix: Matrix) -> Product:
+    def linear(self, x: Norm | Gated | Buffer, matrix: Matrix) -> Product:
         self._use(matrix)
         return Product(x, matrix)
 
@@ -253,23 +267,8 @@ class Recorder(Operations):
         self._wait()
         return out
 
-    def swiglu(self, gate: Product, up: Product) -> Buffer:
-        gate_out, up_out = self._multiply(gate), self._multiply(up)
-        self._wait()
-        out = self._buffer(gate_out.width)
-        self._write(
-            k.swiglu,
-            {
-                w.GLU_GATE: Address(gate_out),
-                w.GLU_UP: Address(up_out),
-                w.GLU_STRIDE: out.stride,
-                w.GLU_WIDTH: out.width,
-                w.GLU_OUT: Address(out),
-            },
-            "swiglu",
-        )
-        self._wait()
-        return out
+    def swiglu(self, gate: Product, up: Product) -> Gated:
+        return Gated(gate, up)
 
     def add(self, x: Buffer, y: Product) -> Buffer:
         self._multiply(y, into=x)
@@ -330,6 +329,64 @@ class Recorder(Operations):
             self._written[norm] = out
         return self._written[norm]
 
+    def _input(self, x: Norm | Gated | Buffer, quantized: bool) -> Buffer:
+        """What a product reads, written down if it is not yet."""
+        if isinstance(x, Norm):
+            return self._normed(x)
+        if isinstance(x, Gated):
+            return self._gated_quantized(x) if quantized and x.is_quantized else self._gated(x)
+        return x
+
+    def _gated_quantized(self, gated: Gated) -> Buffer:
+        """Both products, the gate and its quantization as one operation."""
+        x = self._input(gated.gate.x, quantized=True)
+        self._need_quantized(x)
+        packed = gated.gate.matrix.packed
+        out = self._buffer(packed.rows)
+        self.recording.quantized.add(out)
+        words = {
+            w.FFN_X: Address(x, "quants"),
+            w.FFN_X_SCALES: Address(x, "scales"),
+            w.FFN_X_SUMS: Address(x, "sums"),
+            w.FFN_X_STRIDE: x.stride,
+            w.FFN_GROUPS: packed.num_groups,
+            w.FFN_PAIRS: packed.rows // GROUP,
+            w.FFN_CHUNK: max(1, min(4, packed.rows // GROUP // 8)),
+            w.FFN_OUT_STRIDE: out.stride,
+            w.FFN_QUANTS: Address(out, "quants"),
+            w.FFN_SCALES: Address(out, "scales"),
+            w.FFN_SUMS: Address(out, "sums"),
+        }
+        for first, product in ((w.FFN_GATE, gated.gate), (w.FFN_UP, gated.up)):
+            matrix = product.matrix.packed
+            words |= {
+                first + w.PAIR_TILES: tile_set(matrix.layout).addresses,
+                first + w.PAIR_WEIGHTS: matrix.quants,
+                first + w.PAIR_SCALES: matrix.scales,
+                first + w.PAIR_MINIMUMS: matrix.minimums,
+                first + w.PAIR_TILE_BYTES: matrix.quants[0].nbytes,
+                first + w.PAIR_SCALE_BYTES: matrix.scales[0].nbytes,
+            }
+        self._write(k.gate_up_swiglu, words, "ffn_gate, ffn_up, swiglu")
+        self._wait()
+        return out
+
+    def _gated(self, gated: Gated) -> Buffer:
+        """Two products and an operation for what comes after them."""
+        gate_out, up_out = self._multiply(gated.gate), self._multiply(gated.up)
+        self._wait()
+        out = self._buffer(gate_out.width)
+        words = {
+            w.GLU_GATE: Address(gate_out),
+            w.GLU_UP: Address(up_out),
+            w.GLU_STRIDE: out.stride,
+            w.GLU_WIDTH: out.width,
+            w.GLU_OUT: Address(out),
+        }
+        self._write(k.swiglu, words, "swiglu")
+        self._wait()
+        return out
+
     def _need_quantized(self, x: Buffer) -> None:
         """Have the operation that writes `x` quantize it too, or one of its own do it."""
         if x in self.recording.quantized:
@@ -361,8 +418,8 @@ class Recorder(Operations):
 
     def _multiply(self, product: Product, into: Buffer | None = None) -> Buffer:
         """Write down a product; `into` is a buffer that it is added to."""
-        x = self._normed(product.x) if isinstance(product.x, Norm) else product.x
         packed = product.matrix.packed
+        x = self._input(product.x, quantized=isinstance(packed, QuantizedMatrix))
         out = into if into is not None else self._buffer(packed.rows, x.rows_word)
         words = {
             w.ROWS_WORD: x.rows_word,

@@ -476,3 +476,15 @@ def call_tile(typingctx, tile, weights, scales, minimums, x, x_scales, x_sums, o
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 13), codegen
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Ask for the cache line at an address, to be near (in the second-level cache) when it is read."""
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.inttoptr(args[0], I8.as_pointer())
+        call_intrinsic(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(2), I32(1))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen

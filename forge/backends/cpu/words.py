@@ -15,17 +15,18 @@ CTX_SLOTS = 6  # int32 [T]
 CTX_TABLES = 7  # int32 [S, CTX_TABLE_STRIDE]
 CTX_TABLE_STRIDE = 8
 CTX_LOGIT_ROW_NUMBERS = 9  # int32 [R]
-CTX_KEYS = 10  # the KV storage, [layers, blocks, block size, kv heads, padded head dim]
+CTX_KEYS = 10  # the KV storage, [layers, blocks, kv heads, block size, padded head dim]
 CTX_VALUES = 11
 CTX_BLOCK_SIZE = 12
 CTX_LAYER_BYTES = 13
-CTX_TOKEN_BYTES = 14  # of one token's keys in one layer
+CTX_BLOCK_BYTES = 14  # of all heads' keys of one block in one layer
 CTX_HEAD_BYTES = 15  # of one head of them
-CTX_KV_KIND = 16  # index into KV_KINDS
-CTX_ROPE_COS = 17  # [positions, head_dim / 2]
-CTX_ROPE_SIN = 18
-CTX_SCRATCH = 19  # threads' private memory
-CTX_SCRATCH_BYTES = 20  # of each thread
+CTX_ROW_BYTES = 16  # of one token of that
+CTX_KV_KIND = 17  # index into KV_KINDS
+CTX_ROPE_COS = 18  # [positions, head_dim / 2]
+CTX_ROPE_SIN = 19
+CTX_SCRATCH = 20  # threads' private memory
+CTX_SCRATCH_BYTES = 21  # of each thread
 CTX_WORDS = 24
 
 KV_KINDS = ("float32", "float16", "bfloat16")
@@ -53,3 +54,8 @@ ATT_Q, ATT_Q_STRIDE, ATT_OUT, ATT_HEADS, ATT_KV_HEADS, ATT_HEAD_DIM, ATT_LAYER, 
 QUANT_IN, QUANT_STRIDE, QUANT_WIDTH, QUANT_QUANTS, QUANT_SCALES, QUANT_SUMS = range(3, 9)
 
 GLU_GATE, GLU_UP, GLU_STRIDE, GLU_WIDTH, GLU_OUT, GLU_QUANTS, GLU_SCALES, GLU_SUMS = range(3, 11)
+
+FFN_X, FFN_X_SCALES, FFN_X_SUMS, FFN_X_STRIDE, FFN_GROUPS, FFN_PAIRS, FFN_OUT_STRIDE = range(2, 9)
+FFN_QUANTS, FFN_SCALES, FFN_SUMS, FFN_CHUNK = 9, 10, 11, 12
+FFN_GATE, FFN_UP = 13, 25  # the first of the six words that describe each matrix:
+PAIR_TILES, PAIR_WEIGHTS, PAIR_SCALES, PAIR_MINIMUMS, PAIR_TILE_BYTES, PAIR_SCALE_BYTES = range(6)

@@ -1,0 +1,98 @@
+"""Where a model's weights come from: named tensors and hyper-parameters, whatever the files look like.
+
+Tensors go by the names of llama.cpp (`blk.0.attn_q.weight`) in every source. Opening a source checks it whole: its
+hyper-parameters make sense, and it holds exactly the tensors of `forge.model.config.expected_tensors`, each in its
+shape and of a type that forge computes with. So a loader has nothing left to check, and nothing is loaded from files
+that contradict each other.
+"""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from forge.backends.backend import Tensor
+from forge.gguf import GGUFFile, GGUFTensor
+from forge.model.config import Qwen3Config, check_tensors, expected_tensors
+from forge.tokenizer.spec import TokenizerSpec, spec_from_gguf
+
+
+class SizedTensor(Tensor, Protocol):
+    """A tensor that knows how much of a file it takes."""
+
+    nbytes: int
+
+
+class WeightSource(Protocol):
+    """One sound Qwen3 model on disk. A context manager: leaving it gives up the files."""
+
+    path: Path
+    config: Qwen3Config
+    nbytes: int
+    """Of all tensors that the model uses, as stored."""
+
+    def tensor(self, name: str) -> SizedTensor:
+        """The tensor that llama.cpp calls `name`, `.weight` included; one of `expected_tensors(config)`."""
+        ...
+
+    def release(self, name: str) -> None:
+        """Give back the memory of the mapped pages that hold this tensor, which whoever loaded it no longer needs."""
+        ...
+
+    def tokenizer_spec(self) -> TokenizerSpec:
+        """The tokenizer beside the weights. Raises `TokenizerError` if there is none that forge supports."""
+        ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> "WeightSource": ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+def open_weights(path: Path) -> WeightSource:
+    """The model at `path`: a GGUF file, or a Hugging Face folder.
+
+    Raises the `ForgeError` of that format (`GGUFError`, `SafetensorsError`, `ModelFolderError`) if it is not sound."""
+    if path.is_dir():
+        from forge.model.hf_directory import HuggingFaceDirectory
+
+        return HuggingFaceDirectory.open(path)
+    file = GGUFFile.open(path)
+    try:
+        return GGUFWeights(file)
+    except BaseException:
+        file.close()
+        raise
+
+
+class GGUFWeights:
+    """The weights of an open GGUF file, which it closes with itself. Raises `GGUFError` unless they are sound."""
+
+    def __init__(self, file: GGUFFile):
+        self.config = Qwen3Config.from_gguf(file)
+        check_tensors(file, self.config)
+        self.path = file.path
+        self.nbytes = sum(file.tensors[name].nbytes for name in expected_tensors(self.config))
+        self._file = file
+
+    def tensor(self, name: str) -> GGUFTensor:
+        return self._file.tensors[name]
+
+    def release(self, name: str) -> None:
+        self._file.release(name)
+
+    def tokenizer_spec(self) -> TokenizerSpec:
+        return spec_from_gguf(self._file)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "GGUFWeights":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

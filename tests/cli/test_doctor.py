@@ -1,0 +1,69 @@
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from forge.cli import doctor
+from forge.model import catalog
+
+
+@pytest.fixture
+def no_torch(monkeypatch):
+    """Importing torch takes seconds, and whether it is there is not what these tests are about."""
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "torch" else "1.0")
+
+
+@pytest.fixture
+def bundled(monkeypatch, tmp_path, model):
+    """One bundled model, the small one, in a folder of its own."""
+    path = tmp_path / "tales-q8_0.gguf"
+    shutil.copy(model, path)
+    entry = replace(catalog.BUNDLED[0], file_name=path.name)
+    monkeypatch.setattr(catalog, "models_folder", lambda: tmp_path)
+    monkeypatch.setattr(catalog, "BUNDLED", (entry,))
+    return path
+
+
+def findings(forge):
+    found = forge("doctor", "--json")
+    return found.status, {entry["name"]: entry for entry in json.loads(found.out)["findings"]}
+
+
+def test_a_sound_machine_exits_0(forge, no_torch, bundled):
+    status, found = findings(forge)
+    assert status == 0
+    assert found["Python"]["level"] == "ok" and found["tales-q8_0"]["level"] == "note"
+    assert "torch" not in found and found["cuda"]["level"] == "note" and "pip install" in found["cuda"]["text"]
+    assert {"CPU", "usable CPUs", "memory", "numpy", "numba", "device", "tokenizer"} <= set(found)
+
+
+def test_a_missing_model_is_trouble(forge, no_torch, bundled):
+    bundled.unlink()
+    status, found = findings(forge)
+    assert status == 1 and found["tales-q8_0"]["level"] == "trouble"
+    assert "make models" in found["tales-q8_0"]["text"]
+
+
+def test_a_published_digest_is_held_against_the_file(forge, no_torch, bundled):
+    readme = bundled.parent / "README.md"
+    readme.write_text(f"| `tales-q8_0.gguf` | 7 MB | `{catalog.sha256(bundled)}` |\n")
+    assert findings(forge)[1]["tales-q8_0"]["level"] == "ok"
+    readme.write_text(f"| `tales-q8_0.gguf` | 7 MB | `{'0' * 64}` |\n")
+    status, found = findings(forge)
+    assert status == 1 and found["tales-q8_0"]["level"] == "trouble"
+
+
+def test_a_missing_library_is_trouble(forge, bundled, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package in ("torch", "numba") else "1.0")
+    status, found = findings(forge)
+    assert status == 1 and found["numba"] == {"name": "numba", "level": "trouble", "text": "missing: pip install numba"}
+
+
+def test_the_tokenizer_in_use_is_named(forge, no_torch, bundled):
+    assert findings(forge)[1]["tokenizer"]["text"]
+
+
+def test_a_person_gets_a_table(forge, no_torch, bundled):
+    out = forge("doctor").out
+    assert out.startswith("Can this machine run forge") and "Nothing needs mending" in out

@@ -1,0 +1,114 @@
+"""A user's mistake is one line on standard error and an exit status. Never a traceback."""
+
+import io
+
+import pytest
+
+from forge.errors import ForgeError
+
+
+def complaint(found):
+    """The one line that was complained."""
+    assert found.out == ""
+    lines = found.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("forge: "), found.err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "expected"),
+    [
+        (("generate",), 2, "'PROMPT'"),
+        (("generate", "x", "many"), 2, "MAX_TOKENS"),
+        (("generate", "x", "-5"), 2, "negative"),
+        (("generate", "x", "--wrong"), 2, "--wrong"),
+        (("generat", "x"), 2, "generat"),
+        (("generate", "x", "-m", "tale"), 2, "did you mean tales?"),
+        (("generate", "x", "-m", "no/such.gguf"), 2, "no such file"),
+        (("generate", "x", "--temperature", "-1"), 2, "temperature"),
+        (("generate", "x", "--temperature", "nan"), 2, "temperature"),
+        (("generate", "x", "--top-p", "2"), 2, "top_p"),
+        (("generate", "x", "0"), 2, "max_tokens is 0"),
+        (("models", "inspect"), 2, "'MODEL'"),
+        (("models", "inspect", "nothing"), 2, "no such file"),
+        (("compare", "x"), 2, "forge compare --kv off vs on"),
+    ],
+)
+def test_a_mistake_is_one_line(forge, args, status, expected):
+    found = forge(*args)
+    assert found.status == status and expected in complaint(found)
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "expected"),
+    [
+        (("",), 2, "prompt is empty"),
+        (("x", "--kv", "magic"), 2, "off"),
+        (("x", "--device", "toaster"), 2, "cuda"),
+        (("x", "--max-model-len", "0"), 2, "--max-model-len"),
+        (("x" * 3000,), 2, "context"),
+        (("x", "3", "--block-size", "0"), 2, "--block-size"),
+        (("\udcff", "3"), 2, "U+DCFF"),
+    ],
+)
+def test_a_mistake_that_only_the_model_can_see(forge, small, args, status, expected):
+    found = forge("generate", *small, *args)
+    assert found.status == status and expected in complaint(found)
+
+
+def test_json_does_not_turn_an_error_into_json(forge, small):
+    assert "prompt is empty" in complaint(forge("generate", "", *small, "--json"))
+
+
+def test_a_folder_and_a_file_of_another_kind(forge, tmp_path):
+    assert "folder" in complaint(forge("generate", "x", "-m", str(tmp_path)))
+    other = tmp_path / "notes.gguf"
+    other.write_text("not a model")
+    found = forge("generate", "x", "-m", str(other))
+    assert found.status == 1 and "not a GGUF" in complaint(found)
+
+
+def test_escape_codes_in_an_argument_are_not_written_back(forge):
+    assert "\x1b" not in complaint(forge("generate", "x", "-m", "\x1b[2Jmodel"))
+
+
+def test_standard_input_that_is_not_text(forge, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    found = forge("generate", "-")
+    assert found.status == 2 and "byte 3" in complaint(found)
+
+
+def test_the_prompt_may_come_from_standard_input(forge, small, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Once upon")))
+    found = forge("generate", "-", "0", "--echo", *small)
+    assert found.status == 0 and "Once upon" in found.out
+
+
+def test_running_out_of_memory_is_said_in_a_line(forge, small, monkeypatch):
+    def too_much(*args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr("forge.cli.generate.load_model", too_much)
+    found = forge("generate", "x", *small)
+    assert found.status == 1 and "out of memory" in complaint(found)
+
+
+def test_a_bug_keeps_its_traceback(forge, small, monkeypatch):
+    def broken(*args, **options):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("forge.cli.generate.load_model", broken)
+    with pytest.raises(ZeroDivisionError):
+        forge("generate", "x", *small)
+
+
+def test_an_error_of_the_library_keeps_its_exit_status(forge, small, monkeypatch):
+    class Odd(ForgeError):
+        exit_code = 7
+
+    def refuse(*args, **options):
+        raise Odd("two\nlines")
+
+    monkeypatch.setattr("forge.cli.generate.load_model", refuse)
+    found = forge("generate", "x", *small)
+    assert found.status == 7 and complaint(found) == "forge: two lines"

@@ -1,0 +1,144 @@
+"""What only a process of its own shows: pipes that close, Ctrl-C, a real terminal."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.cli.conftest import environment, start
+from tests.small_models import write_small_qwen3
+
+LONG = "400"
+PATIENCE = 60
+"""Seconds after which a hanging child is given up."""
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory) -> tuple[str, ...]:
+    """The options that run a model that needs some milliseconds per token, so that there is a middle to interrupt."""
+    path = tmp_path_factory.mktemp("models") / "slow.gguf"
+    write_small_qwen3(path, hidden_size=256, num_layers=6, intermediate_size=512)
+    return ("-m", str(path), "--device", "reference")
+
+
+def test_a_closed_pipe_is_no_error(small):
+    process = start("generate", "Once", LONG, *small, "--ignore-eos")
+    first = process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    process.wait(PATIENCE)
+    assert first.startswith(b"forward   1")
+    assert err == b"" and process.returncode == 141
+
+
+def test_a_pipe_closed_before_anything_is_written(small):
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = start("generate", "Once", "2", *small, "--json", stdout=writing)
+    os.close(writing)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert err == b"" and process.returncode == 141
+
+
+def test_ctrl_c_keeps_what_was_generated(slow):
+    process = start("generate", "Once", LONG, *slow, "--ignore-eos")
+    for _ in range(3):
+        assert process.stdout.readline().startswith(b"forward")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130 and err == b""
+    assert b"abort" in out and b"tokens computed" in out and b"per forward ms" in out
+
+
+def test_ctrl_c_leaves_valid_json(slow):
+    import json
+
+    process = start("generate", "Once", LONG, *slow, "--ignore-eos", "--json")
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    if not err:  # it was heard while the run went on, not while the model loaded
+        run = json.loads(out)
+        assert run["finish_reason"] == "abort" and len(run["forwards"]) == len(run["token_ids"])
+
+
+def test_ctrl_c_before_the_run_ends_quietly(forge, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("forge.cli.generate.load_model", interrupted)
+    found = forge("generate", "x")
+    assert found.status == 130 and found.out == found.err == ""
+
+
+def on_a_terminal(*args, interrupt_after: bytes | None = None, **variables) -> tuple[int, str]:
+    """Run forge on a terminal of 80 x 24; press Ctrl-C once `interrupt_after` has been written."""
+    ours, theirs = pty.openpty()
+    extra = {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"} | variables
+    process = start(*args, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(**extra))
+    os.close(theirs)
+    written, deadline = b"", time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if select.select([ours], [], [], 0.1)[0]:
+            try:
+                written += os.read(ours, 65536)
+            except OSError:  # Linux says EIO once the other side has closed
+                break
+        elif process.poll() is not None:
+            break
+        if interrupt_after and interrupt_after in written:
+            process.send_signal(signal.SIGINT)
+            interrupt_after = None
+    status = process.wait(PATIENCE)
+    os.close(ours)
+    return status, written.decode()
+
+
+def test_a_terminal_gets_the_live_view_and_its_cursor_back(small):
+    status, out = on_a_terminal("generate", "Once upon a time", "12", *small, "--ignore-eos", "--kv", "on")
+    assert status == 0
+    assert "milliseconds per forward" in out and "█" in out
+    assert out.rfind("\x1b[?25h") > out.rfind("\x1b[?25l") >= 0
+
+
+def test_ctrl_c_on_a_terminal_restores_it_and_prints_the_figures(slow):
+    status, out = on_a_terminal("generate", "Once", LONG, *slow, "--ignore-eos", interrupt_after=b"tokens computed")
+    assert status == 130
+    assert out.rfind("\x1b[?25h") > out.rfind("\x1b[?25l")
+    assert "abort" in out.split("\x1b[?25h")[-1]
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(small):
+    status, out = on_a_terminal("generate", "Once", "3", *small, "--ignore-eos", TERM="dumb")
+    assert status == 0 and "\x1b" not in out and "forward   1" in out
+
+
+def test_no_color_is_honoured(small):
+    status, out = on_a_terminal("compare", "--kv", "off", "vs", "on", "Once", "4", *small, NO_COLOR="1")
+    assert status == 0 and "identical" in out
+    assert "\x1b[36m" not in out and "\x1b[32m" not in out
+
+
+def test_a_conversation_on_standard_input(tmp_path):
+    model = str(write_chat_model(tmp_path))
+    process = start("chat", "-m", model, "--device", "reference", "--max-tokens", "4", stdin=subprocess.PIPE)
+    out, err = process.communicate(b"hello\nagain\n/reset\nhello\n/what\n/exit\nnever read\n", timeout=PATIENCE)
+    text = out.decode()
+    assert process.returncode == 0 and err == b""
+    assert text.count("first token") == 3 and "you>" not in text
+    figures = [line for line in text.splitlines() if "first token" in line]
+    assert ", 0 held" in figures[0] and ", 0 held" not in figures[1] and ", 0 held" in figures[2]
+    assert "forgotten" in text and "/reset" in text
+
+
+def write_chat_model(folder):
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return write_small_qwen3(folder / "chat.gguf", metadata={"tokenizer.chat_template": template})

@@ -1,0 +1,406 @@
+"""The loop: how a request begins, goes on beside others, and ends exactly once."""
+
+import numpy as np
+import pytest
+
+from forge.engine.sampling import BrokenLogits
+from forge.engine.sampling_params import SamplingParams
+from forge.errors import UsageError
+from tests.engine.scripted import (
+    EOS,
+    PIECES,
+    assert_nothing_held,
+    complete,
+    letters,
+    muddled,
+    new_engine,
+    run_all,
+    saying,
+)
+
+KV = pytest.mark.parametrize("kv", ["off", "basic"])
+
+
+def engine_saying(text: str, prompt_length: int = 2, **options):
+    return new_engine(saying(letters(text), prompt_length), **options)
+
+
+# How a request ends
+
+
+@KV
+def test_eos_ends_a_request_and_is_a_token_without_text(kv):
+    output = complete(engine_saying("abc", kv=kv), "xy", max_tokens=10)
+
+    assert (output.text, output.finish_reason, output.stop_reason) == ("abc", "stop", EOS)
+    assert output.token_ids == (*letters("abc"), EOS)
+
+
+@KV
+def test_max_tokens_ends_as_length(kv):
+    output = complete(engine_saying("abcdef", kv=kv), "xy", max_tokens=3)
+
+    assert (output.text, output.finish_reason, output.stop_reason) == ("abc", "length", None)
+
+
+def test_eos_on_the_last_allowed_token_ends_as_stop():
+    output = complete(engine_saying("ab"), "xy", max_tokens=3)
+
+    assert (output.finish_reason, len(output.token_ids)) == ("stop", 3)
+
+
+def test_a_stop_string_on_the_last_allowed_token_ends_as_stop():
+    output = complete(engine_saying("abcd"), "xy", max_tokens=3, stop=["bc"])
+
+    assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", "bc")
+    assert output.token_ids == tuple(letters("abc"))
+
+
+def test_ignore_eos_goes_on_to_the_length():
+    output = complete(engine_saying("ab"), "xy", max_tokens=5, ignore_eos=True)
+
+    assert (output.text, output.finish_reason) == ("ab", "length")
+    assert output.token_ids == (*letters("ab"), EOS, EOS, EOS)
+
+
+@KV
+def test_a_prompt_that_fills_the_context_gets_its_one_token(kv):
+    output = complete(engine_saying("abc", 8, kv=kv, max_model_len=8), "x" * 8, max_tokens=5)
+
+    assert (output.text, output.finish_reason) == ("a", "length")
+
+
+@KV
+@pytest.mark.parametrize("length", range(1, 9))
+def test_the_context_limit_ends_as_length_with_one_token_more_than_there_are_slots(kv, length):
+    output = complete(engine_saying("abcdefghijkl", length, kv=kv, max_model_len=8), "x" * length, max_tokens=50)
+
+    assert (len(output.token_ids), output.finish_reason) == (9 - length, "length")
+
+
+def test_eos_on_the_token_that_fills_the_context_ends_as_stop():
+    assert complete(engine_saying("ab", 6, max_model_len=8), "x" * 6, max_tokens=9).finish_reason == "stop"
+
+
+@KV
+def test_no_tokens_but_prompt_logprobs_takes_one_forward(kv):
+    engine = engine_saying("abc", kv=kv)
+    output = complete(engine, "xyz", max_tokens=0, prompt_logprobs=1)
+
+    assert (output.token_ids, output.text, output.finish_reason) == ((), "", "length")
+    assert engine.model.forwards == [[3]]
+
+
+# Requests that cannot run
+
+
+def test_an_empty_prompt_is_refused_with_what_that_means():
+    engine = new_engine(muddled)
+    with pytest.raises(UsageError, match=r"the prompt is empty: a model continues text.*give it at least one word"):
+        engine.add_request("r", [], SamplingParams())
+    assert_nothing_held(engine)
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers():
+    engine = new_engine(muddled, max_model_len=8)
+    with pytest.raises(UsageError, match="the prompt has 9 tokens and the context holds 8"):
+        engine.add_request("r", [1] * 9, SamplingParams())
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("bad", [-1, len(PIECES), 10**12])
+def test_a_token_outside_the_vocabulary_is_refused(bad):
+    engine = new_engine(muddled)
+    with pytest.raises(UsageError, match=f"token id {bad} is outside the vocabulary of {len(PIECES)} tokens"):
+        engine.add_request("r", [1, bad], SamplingParams())
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("bad", [[1.5], ["a"], [None]])
+def test_what_is_no_token_id_is_refused(bad):
+    with pytest.raises(UsageError, match="whole numbers"):
+        new_engine(muddled).add_request("r", bad, SamplingParams())
+
+
+def test_numpy_token_ids_are_token_ids():
+    engine = new_engine(muddled)
+    engine.add_request("r", np.array([1, 2], np.int32), SamplingParams())
+    run_all(engine)
+
+    assert engine.output("r").prompt_token_ids == (1, 2)
+
+
+def test_a_request_id_in_use_is_refused_and_the_first_goes_on():
+    engine = new_engine(muddled)
+    engine.add_request("r", [1], SamplingParams())
+    with pytest.raises(UsageError, match="'r' is already running"):
+        engine.add_request("r", [2], SamplingParams())
+    run_all(engine)
+
+    assert engine.output("r").prompt_token_ids == (1,)
+
+
+# What a step computes
+
+
+def test_off_computes_the_whole_sequence_at_every_step():
+    engine = engine_saying("abcd", 3, kv="off")
+    complete(engine, "xyz", max_tokens=4)
+
+    assert engine.model.forwards == [[3], [4], [5], [6]]
+
+
+def test_basic_prefills_once_and_then_decodes_one_token_at_a_time():
+    engine = engine_saying("abcd", 3)
+    complete(engine, "xyz", max_tokens=4)
+
+    assert engine.model.forwards == [[3], [1], [1], [1]]
+
+
+def test_records_say_what_was_computed_and_chosen():
+    engine = engine_saying("ab", 3)
+    engine.add_request("r", letters("xyz"), SamplingParams(max_tokens=5))
+
+    first, second, third = run_all(engine)
+
+    assert [(item.phase, item.start, item.num_tokens) for item in first.items] == [("prefill", 0, 3)]
+    assert [(item.phase, item.start, item.num_tokens) for item in second.items] == [("decode", 3, 1)]
+    assert [record.step for record in (first, second, third)] == [1, 2, 3]
+    assert [token.position for token in (*first.tokens, *second.tokens, *third.tokens)] == [3, 4, 5]
+    assert first.tokens[0].token_id == letters("a")[0]
+    assert first.tokens[0].probability == pytest.approx(1.0, abs=1e-6)
+    assert (first.cache.tokens_held, second.cache.tokens_held, third.cache.tokens_held) == (3, 4, 0)
+    assert first.cache.bytes_held == 3 * 8
+    assert [finish.reason for finish in third.finished] == ["stop"]
+    assert first.tokens_computed == 3
+
+
+def test_metrics_count_the_tokens_that_were_computed():
+    for kv, computed in (("off", (3, 4, 5)), ("basic", (3, 1, 1))):
+        output = complete(engine_saying("abcdef", 3, kv=kv), "xyz", max_tokens=3)
+        assert output.metrics.forward_tokens == computed
+        assert len(output.metrics.forward_ms) == 3
+        assert (output.metrics.num_prompt_tokens, output.metrics.num_output_tokens) == (3, 3)
+        assert output.metrics.arrived <= output.metrics.first_token <= output.metrics.last_token
+
+
+# Many at once
+
+
+@KV
+def test_requests_beside_others_give_the_tokens_that_they_give_alone(kv):
+    prompts = ["a", "hello", "the quick brown", "zz", "q w", "hello"]
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
+    alone = [complete(new_engine(muddled, kv=kv), prompt, max_tokens=12, temperature=1.0, seed=3) for prompt in prompts]
+
+    engine = new_engine(muddled, kv=kv, max_num_seqs=3)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"r{index}", letters(prompt), params)
+    run_all(engine)
+
+    for index, expected in enumerate(alone):
+        output = engine.output(f"r{index}").outputs[0]
+        assert (output.token_ids, output.text) == (expected.token_ids, expected.text)
+        engine.forget(f"r{index}")
+    assert_nothing_held(engine)
+
+
+@KV
+def test_samples_are_independent_and_each_can_be_reproduced(kv):
+    params = SamplingParams(max_tokens=10, temperature=1.5, seed=11, n=6, ignore_eos=True)
+    engine = new_engine(muddled, kv=kv, max_num_seqs=4)  # fewer than there are samples
+    engine.add_request("r", letters("hello"), params)
+    engine.add_request("beside", letters("a b"), SamplingParams(max_tokens=9, temperature=1.0))
+    run_all(engine)
+    outputs = engine.output("r").outputs
+
+    again = new_engine(muddled, kv=kv, max_num_seqs=8)
+    again.add_request("r", letters("hello"), params)
+    run_all(again)
+
+    assert [output.index for output in outputs] == list(range(6))
+    assert len({output.token_ids for output in outputs}) == 6
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in again.output("r").outputs]
+    alone = complete(new_engine(muddled), "hello", max_tokens=10, temperature=1.5, seed=11, ignore_eos=True)
+    assert alone.token_ids == outputs[0].token_ids
+
+
+def test_a_drawn_seed_is_reported_and_gives_the_same_tokens_again():
+    engine = new_engine(muddled)
+    engine.add_request("r", letters("abc"), SamplingParams(max_tokens=12, temperature=2.0))
+    run_all(engine)
+    output = engine.output("r")
+
+    again = complete(new_engine(muddled), "abc", max_tokens=12, temperature=2.0, seed=output.seed)
+
+    assert again.token_ids == output.outputs[0].token_ids
+
+
+def test_a_cache_with_fewer_runs_than_sequences_serves_them_in_order():
+    engine = new_engine(muddled, max_num_seqs=4, num_blocks=16)  # two runs of eight blocks
+    for index in range(5):
+        engine.add_request(f"r{index}", letters("ab"), SamplingParams(max_tokens=3, ignore_eos=True))
+    records = run_all(engine)
+
+    assert max(len(record.items) for record in records) == 2
+    first_steps = {}
+    for record in records:
+        for item in record.items:
+            first_steps.setdefault(item.seq_id, record.step)
+    assert list(first_steps) == [0, 1, 2, 3, 4]
+
+
+@KV
+def test_requests_that_arrive_later_join_and_change_nothing(kv):
+    expected = complete(new_engine(muddled, kv=kv), "early", max_tokens=10, ignore_eos=True).token_ids
+    engine = new_engine(muddled, kv=kv)
+    engine.add_request("early", letters("early"), SamplingParams(max_tokens=10, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    engine.add_request("late", letters("late one"), SamplingParams(max_tokens=3, ignore_eos=True))
+    records = run_all(engine)
+
+    assert engine.output("early").outputs[0].token_ids == expected
+    assert [item.phase for item in records[0].items] == ["decode", "prefill"]
+    assert records[0].phase == "prefill"
+
+
+# Text as it is streamed
+
+
+HALVES = ("<eos>", "a", b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", "END", "E", "N", "ND ", "x")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_streamed_pieces_join_to_the_text_exactly(seed):
+    rng = np.random.default_rng(seed)
+    said = rng.integers(1, len(HALVES), 15).tolist()
+    stop = [["END"], ["E", "ND"], ["é", "€"], ["\ufffd", "NN"], [], ["xE", "Ex"]][seed % 6]
+    engine = new_engine(saying(said, 1), pieces=HALVES)
+    (seq_id,) = engine.add_request("r", [1], SamplingParams(max_tokens=14, stop=stop))
+    records = run_all(engine)
+    output = engine.output("r").outputs[0]
+
+    streamed = "".join(token.text for record in records for token in record.tokens)
+    finishes = [finish for record in records for finish in record.finished]
+    assert [finish.seq_id for finish in finishes] == [seq_id]
+    assert streamed + finishes[0].text == output.text
+    whole = b"".join(engine.tokenizer.pieces[token] for token in output.token_ids).decode("utf-8", "replace")
+    assert whole.startswith(output.text)
+    assert not any(text in output.text for text in stop)
+    assert (finishes[0].reason, finishes[0].stop) == (output.finish_reason, output.stop_reason)
+    if output.finish_reason == "length":
+        assert output.text == whole
+    else:
+        assert whole[len(output.text) :].startswith(output.stop_reason)
+
+
+def test_a_half_character_at_the_end_shows_as_a_replacement():
+    output = complete(new_engine(saying([1, 2], 1), pieces=HALVES), [1], max_tokens=2)
+
+    assert output.text == "a\ufffd"
+
+
+def test_a_stop_string_completed_by_the_end_of_the_text_ends_as_stop():
+    output = complete(new_engine(saying([1, 2], 1), pieces=HALVES), [1], max_tokens=2, stop=["\ufffd"])
+
+    assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", "\ufffd")
+
+
+# Aborting
+
+
+@KV
+@pytest.mark.parametrize("steps", range(4))
+def test_an_abort_keeps_the_text_and_frees_the_cache(kv, steps):
+    engine = engine_saying("abcdef", kv=kv)
+    engine.add_request("r", letters("xy"), SamplingParams(max_tokens=9))
+    for _ in range(steps):
+        engine.step()
+
+    engine.abort("r")
+
+    output = engine.output("r").outputs[0]
+    assert (output.text, output.finish_reason, output.stop_reason) == ("abcdef"[:steps], "abort", None)
+    engine.forget("r")
+    assert_nothing_held(engine)
+
+
+def test_an_abort_shows_what_was_held_back():
+    engine = engine_saying("abc")
+    engine.add_request("r", letters("xy"), SamplingParams(max_tokens=9, stop=["bcd"]))
+    for _ in range(3):
+        engine.step()
+    engine.abort("r")
+
+    assert engine.output("r").outputs[0].text == "abc"
+
+
+def test_an_abort_ends_running_and_waiting_samples_and_leaves_other_requests_alone():
+    expected = complete(new_engine(muddled), "other", max_tokens=8, ignore_eos=True).token_ids
+    engine = new_engine(muddled, max_num_seqs=3)
+    engine.add_request("r", letters("ab"), SamplingParams(max_tokens=20, n=5, temperature=1.0, ignore_eos=True))
+    engine.add_request("other", letters("other"), SamplingParams(max_tokens=8, ignore_eos=True))
+    engine.step()
+    engine.abort("r")
+    engine.scheduler.check_invariants()
+    run_all(engine)
+
+    assert {output.finish_reason for output in engine.output("r").outputs} == {"abort"}
+    assert [len(output.token_ids) for output in engine.output("r").outputs] == [1, 1, 1, 0, 0]
+    assert engine.output("other").outputs[0].token_ids == expected
+    engine.forget("r")
+    engine.forget("other")
+    assert_nothing_held(engine)
+
+
+def test_aborting_what_has_ended_changes_nothing():
+    engine = engine_saying("ab")
+    engine.add_request("r", letters("xy"), SamplingParams(max_tokens=9))
+    run_all(engine)
+    before = engine.output("r")
+    engine.abort("r")
+
+    assert engine.output("r") == before
+    assert before.outputs[0].finish_reason == "stop"
+
+
+# Logits that are no numbers
+
+
+def test_broken_logits_are_an_error_and_leave_an_engine_that_can_go_on():
+    def script(tokens):
+        return np.full(len(PIECES), np.nan, np.float32) if len(tokens) == 4 else muddled(tokens)
+
+    engine = new_engine(script)
+    engine.add_request("r", letters("ab"), SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    engine.step()
+    with pytest.raises(BrokenLogits):
+        engine.step()
+    assert len(engine.output("r").outputs[0].token_ids) == 2
+    engine.abort("r")
+    engine.forget("r")
+    assert_nothing_held(engine)
+    assert complete(engine, "abcde", max_tokens=3, ignore_eos=True).finish_reason == "length"
+
+
+# Log probabilities
+
+
+@KV
+def test_logprobs_come_with_every_token_also_beside_others(kv):
+    engine = new_engine(muddled, kv=kv)
+    engine.add_request("r", letters("ab"), SamplingParams(max_tokens=6, logprobs=3, ignore_eos=True))
+    engine.add_request("plain", letters("cd"), SamplingParams(max_tokens=6, ignore_eos=True))
+    records = run_all(engine)
+
+    output = engine.output("r").outputs[0]
+    assert len(output.logprobs) == len(output.token_ids) == 6
+    for row, token_id in zip(output.logprobs, output.token_ids, strict=True):
+        assert row[0][0] == token_id  # greedy: the likeliest
+        assert [value for _, value in row] == sorted((value for _, value in row), reverse=True)
+    recorded = [token.logprobs for record in records for token in record.tokens if token.seq_id == 0]
+    assert recorded == list(output.logprobs)
+    assert engine.output("plain").outputs[0].logprobs is None
+    assert engine.output("plain").prompt_logprobs is None

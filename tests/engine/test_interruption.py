@@ -1,0 +1,198 @@
+"""Ctrl-C anywhere: an exception between any two lines of a step leaves an engine that can abort, answer and go on.
+
+`interrupted_at(n, call)` raises KeyboardInterrupt before the n-th line that `call` executes in forge's engine or cache,
+by way of Python's own tracing, so every place is tried and not only those that somebody thought of.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import forge
+from forge.engine.engine import Engine
+from forge.engine.llm import Run
+from forge.engine.sampling_params import SamplingParams
+from tests.engine.scripted import assert_nothing_held, complete, letters, muddled, new_engine, run_all
+
+PACKAGES = tuple(str(Path(forge.__file__).parent / name) for name in ("engine", "cache"))
+
+REQUESTS = {
+    "ends first": ("ab", SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=2, logprobs=1)),
+    "samples": ("hello", SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=2, stop=["e", "qa"])),
+    "joins": ("cd", SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)),
+}
+STEPS_BEFORE = {"admits all that fit": 0, "only decodes": 1, "ends one": 2, "admits the one that waited": 3}
+
+
+def interrupted_at(line: int, call: Callable[[], object]) -> bool:
+    """Whether `call` came as far as that line, where KeyboardInterrupt then ended it."""
+    left = line
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(PACKAGES):
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """How many lines there are to be interrupted at."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(PACKAGES):
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def busy_engine(kv: str, steps: int) -> tuple[Engine, Run]:
+    """Three requests, four sequences, room for three; `steps` steps done."""
+    engine = new_engine(muddled, kv=kv, max_num_seqs=3)
+    ids = {name: engine.add_request(name, letters(text), params) for name, (text, params) in REQUESTS.items()}
+    run = Run(engine, list(ids.items()))
+    for _ in range(steps):
+        engine.step()
+    return engine, run
+
+
+def results(run: Run) -> list:
+    """All that a caller sees of each sample."""
+    return [
+        (one.token_ids, one.text, one.finish_reason, one.stop_reason, one.logprobs, output.prompt_logprobs)
+        for output in run.outputs
+        for one in output.outputs
+    ]
+
+
+def uninterrupted(kv: str) -> list:
+    _, run = busy_engine(kv, 0)
+    assert len(list(run)) > max(STEPS_BEFORE.values()) + 1
+    return results(run)
+
+
+def is_beginning(shorter: tuple, whole: tuple) -> bool:
+    tokens, text, reason, _, logprobs, _ = shorter
+    return (
+        whole[0][: len(tokens)] == tokens
+        and (whole[1].startswith(text) or reason == "abort")  # an abort shows what a stop string would have swallowed
+        and (logprobs is None or whole[4][: len(tokens)] == logprobs)
+    )
+
+
+@pytest.mark.parametrize("kv", ["off", "basic"])
+@pytest.mark.parametrize("steps", STEPS_BEFORE.values(), ids=STEPS_BEFORE)
+def test_an_interrupted_step_can_be_aborted_and_the_engine_used_again(kv, steps):
+    expected = uninterrupted(kv)
+    after = complete(new_engine(muddled, kv=kv), "again", max_tokens=5, ignore_eos=True)
+    lines = lines_of(busy_engine(kv, steps)[0].step)
+    for line in range(0, lines, 5 if kv == "off" else 2):
+        engine, run = busy_engine(kv, steps)
+        assert interrupted_at(line, engine.step), f"line {line}"
+
+        run.abort()
+
+        for sample, whole in zip(results(run), expected, strict=True):
+            assert is_beginning(sample, whole), f"line {line}: {sample} {whole}"
+            assert sample[2] is not None
+        assert_nothing_held(engine)
+        again = complete(engine, "again", max_tokens=5, ignore_eos=True)
+        assert (again.token_ids, again.text) == (after.token_ids, after.text), f"line {line}"
+
+
+@pytest.mark.parametrize("kv", ["off", "basic"])
+@pytest.mark.parametrize("steps", STEPS_BEFORE.values(), ids=STEPS_BEFORE)
+def test_an_interrupted_step_can_be_gone_on_from_as_if_nothing_had_happened(kv, steps):
+    expected = uninterrupted(kv)
+    lines = lines_of(busy_engine(kv, steps)[0].step)
+    for line in range(1, lines, 5 if kv == "off" else 2):
+        engine, run = busy_engine(kv, steps)
+        assert interrupted_at(line, engine.step)
+
+        assert not engine._requests or run.outputs
+        engine.scheduler.check_invariants()
+        for _ in run:
+            engine.scheduler.check_invariants()
+
+        assert results(run) == expected, f"line {line}"
+        assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kv", ["off", "basic"])
+def test_interrupted_again_and_again_it_still_comes_to_the_same_end(kv):
+    expected = uninterrupted(kv)
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        engine, run = busy_engine(kv, 0)
+        while engine.has_unfinished():
+            while interrupted_at(int(rng.integers(900)), engine.step) and engine.has_unfinished():
+                interrupted_at(int(rng.integers(100)), engine.has_unfinished)  # while it recovers
+            engine.scheduler.check_invariants()
+
+        assert results(run) == expected, f"seed {seed}"
+        assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kv", ["off", "basic"])
+def test_an_interrupted_abort_can_be_repeated(kv):
+    def abort_all(engine: Engine) -> None:
+        for name in REQUESTS:
+            engine.abort(name)
+
+    lines = lines_of(partial(abort_all, busy_engine(kv, 2)[0]))
+    for line in range(lines):
+        engine, run = busy_engine(kv, 2)
+        assert interrupted_at(line, partial(abort_all, engine))
+
+        run.abort()
+
+        assert all(sample[2] in ("abort", "stop", "length") for sample in results(run))
+        assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("place", ["forward", "copy_blocks", "on_logits"])
+def test_what_was_reserved_is_given_back_when_the_forward_is_interrupted(place):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    engine, _ = busy_engine("basic", 1)
+    held = engine.cache.stats().tokens_held
+    owner = {"forward": engine.model, "copy_blocks": engine.storage, "on_logits": engine}[place]
+    original = getattr(owner, place)
+    setattr(owner, place, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    setattr(owner, place, original)
+
+    assert engine.has_unfinished()
+    engine.scheduler.check_invariants()
+    assert engine.cache.stats().tokens_held == held
+    run_all(engine)

@@ -1,0 +1,310 @@
+"""From a row of logits to a token, against `transformers`' own processors and against the distribution itself."""
+
+import numpy as np
+import pytest
+
+from forge.engine import sampling
+from forge.engine.draws import Purpose, uniform
+from forge.engine.sampling import (
+    BrokenLogits,
+    Distribution,
+    check_logits,
+    choose,
+    distribution,
+    log_sum_exp,
+    penalized,
+    top_logprobs,
+)
+from forge.engine.sampling_params import SamplingParams
+
+torch = pytest.importorskip("torch", reason="the oracle needs PyTorch: pip install torch")
+processors = pytest.importorskip(
+    "transformers.generation.logits_process", reason="the oracle needs transformers: pip install transformers"
+)
+
+QWEN_VOCABULARY = 151_936
+
+
+def row(seed: int, size: int = 1000, spread: float = 3.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(size) * spread).astype(np.float32)
+
+
+def token(logits, history=(), seed=0, position=0, **params) -> int:
+    return choose(np.asarray(logits, np.float32), SamplingParams(**params), history, seed, 0, position).token_id
+
+
+def transformers_probabilities(logits: np.ndarray, history: list[int], params: SamplingParams) -> np.ndarray:
+    """What `generate` would draw from: its processors in its order, in float64."""
+    steps = [processors.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)]
+    steps.append(processors.TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        steps.append(processors.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        steps.append(processors.TopPLogitsWarper(params.top_p))
+    if params.min_p > 0:
+        steps.append(processors.MinPLogitsWarper(params.min_p))
+    scores = torch.from_numpy(logits.astype(np.float64))[None]
+    for step in steps:
+        scores = step(torch.tensor([history]), scores)
+    return scores.softmax(-1)[0].numpy()
+
+
+def ours(logits: np.ndarray, history: list[int], params: SamplingParams) -> np.ndarray:
+    found = distribution(penalized(logits, history, params.repetition_penalty), params)
+    assert (np.diff(found.token_ids) > 0).all()
+    out = np.zeros(len(logits))
+    out[found.token_ids] = found.probabilities
+    return out
+
+
+FILTERS = [
+    {},
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_p": 0.9},
+    {"top_p": 0.05},
+    {"top_p": 0.999},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.7},
+    {"top_k": 50, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.1},
+    {"top_k": 700, "top_p": 0.99},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_probabilities_are_those_of_transformers(filters, temperature):
+    params = SamplingParams(temperature=temperature, **filters)
+    for seed in range(5):
+        logits = row(seed, spread=(0.1, 1.0, 3.0, 8.0, 30.0)[seed])
+        history = np.random.default_rng(seed).integers(0, len(logits), 60).tolist()
+
+        expected = transformers_probabilities(logits, history, params)
+        actual = ours(logits, history, params)
+
+        assert np.array_equal(actual > 1e-300, expected > 1e-300), f"other tokens are kept, seed {seed}"
+        assert np.allclose(actual, expected, rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_greedy_takes_the_likeliest_of_transformers_whatever_the_filters(filters):
+    logits, history = row(3), [5, 6, 7]
+    expected = transformers_probabilities(logits, history, SamplingParams(temperature=1.0, **filters)).argmax()
+
+    assert token(logits, history, temperature=0.0, **filters) == expected
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5, "top_k": 7},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.2, "repetition_penalty": 1.5},
+    ],
+    ids=str,
+)
+def test_draws_follow_the_distribution(params):
+    logits, history, count = row(11, size=20, spread=1.5), [0, 3, 4], 20_000
+    expected = transformers_probabilities(logits, history, SamplingParams(**params)) * count
+
+    drawn = np.bincount([token(logits, history, 7, position, **params) for position in range(count)], minlength=20)
+
+    assert not drawn[expected == 0].any(), "a token was drawn that the filters had taken out"
+    kept = expected > 0
+    chi_squared = ((drawn[kept] - expected[kept]) ** 2 / expected[kept]).sum()
+    assert chi_squared < 45, "19 degrees of freedom at most: 99.9 % lie below 44"
+
+
+def test_a_draw_is_the_token_at_which_the_cumulative_probability_passes_it():
+    found = Distribution(np.array([3, 8, 9]), np.array([0.25, 0.5, 0.25]))
+
+    drawn = [found.draw(u) for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53)]
+
+    assert drawn == [3, 3, 8, 8, 9, 9]
+
+
+def test_the_draw_is_named_by_seed_sample_and_position():
+    logits = row(1)
+    params = SamplingParams(temperature=1.0)
+
+    chosen = choose(logits, params, (), 4, 2, 31).token_id
+
+    assert chosen == distribution(logits, params).draw(uniform(4, 2, 31, Purpose.SAMPLE))
+
+
+def test_equal_logits_are_ranked_by_token_id_lower_first():
+    logits = np.zeros(1000, np.float32)
+    logits[[7, 400, 900]] = 1.0
+
+    def kept(**filters):
+        return distribution(logits, SamplingParams(temperature=1.0, **filters)).token_ids.tolist()
+
+    assert token(logits) == 7
+    assert kept(top_k=1) == [7]
+    assert kept(top_k=2) == [7, 400]
+    assert kept(top_k=5) == [0, 1, 7, 400, 900]
+    assert kept(top_p=0.005) == [7, 400]
+    assert kept(min_p=1.0) == [7, 400, 900]
+    assert [i for i, _ in choose(logits, SamplingParams(logprobs=5), (), 0, 0, 0).logprobs] == [7, 400, 900, 0, 1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 1000, 5000])
+@pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.999, 1 - 1e-12])
+def test_all_equal_logits_keep_the_fewest_that_reach_top_p(size, top_p):
+    found = distribution(np.full(size, -3.5, np.float32), SamplingParams(temperature=1.0, top_p=top_p))
+
+    needed = max(1, int(np.ceil(top_p * size - 1e-6)))
+    assert found.token_ids.tolist() == list(range(needed))
+    assert np.allclose(found.probabilities, 1 / needed)
+
+
+@pytest.mark.parametrize("top_k", [999, 1000, 1001, 10**9])
+def test_top_k_of_the_whole_vocabulary_keeps_it(top_k):
+    logits = row(2)
+    found = distribution(logits, SamplingParams(temperature=1.0, top_k=top_k))
+
+    assert len(found.token_ids) == min(top_k, 1000)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-30])
+def test_a_tiny_temperature_is_greedy(temperature):
+    for seed in range(5):
+        logits = row(seed)
+        assert token(logits, temperature=temperature, seed=seed) == logits.argmax()
+
+
+@pytest.mark.parametrize("temperature", [1e6, 1e300, 1.7e308])
+def test_a_huge_temperature_is_uniform_over_what_is_possible(temperature):
+    logits = row(4)
+    logits[::2] = -np.inf
+    found = distribution(logits, SamplingParams(temperature=temperature))
+
+    assert found.token_ids.tolist() == list(range(1, 1000, 2))
+    assert np.allclose(found.probabilities, 1 / 500, rtol=1e-4)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 10}, {"top_p": 0.9999999}, {"min_p": 0.0001}], ids=str)
+def test_minus_infinity_is_never_drawn(filters):
+    logits = np.full(600, -np.inf, np.float32)
+    logits[[5, 300]] = [1.0, 1.1]
+    params = SamplingParams(temperature=2.0, repetition_penalty=1.2, **filters)
+
+    found = distribution(penalized(logits, [0, 5], 1.2), params)
+
+    assert found.token_ids.tolist() == [5, 300]
+    drawn = {choose(logits, params, [0, 5], 1, 0, position).token_id for position in range(50)}
+    assert drawn == {5, 300}
+
+
+def test_what_has_no_probability_is_not_drawn_even_by_the_last_of_all_draws(monkeypatch):
+    monkeypatch.setattr(sampling, "uniform", lambda *name: 1 - 2**-53)
+    logits = np.array([0.0, 1.0, 0.5, -1e4, -1e5], np.float32)
+
+    assert token(logits, temperature=1.0, top_k=5) == 2
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_an_error(broken, temperature):
+    logits = row(1)
+    logits[77] = broken
+
+    with pytest.raises(BrokenLogits, match="not finite"):
+        token(logits, temperature=temperature)
+
+
+def test_a_row_that_forbids_everything_is_an_error():
+    with pytest.raises(BrokenLogits):
+        check_logits(np.full(10, -np.inf, np.float32))
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-46, 1e-40, 1e39, 1e300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_absurd_penalty_still_gives_numbers(penalty, temperature):
+    logits = np.array([0.0, 2.0, -2.0, 1.0, -np.inf], np.float32)
+    scores = penalized(logits, [0, 1, 2, 4], penalty)
+
+    assert np.isfinite(scores[:4]).all()
+    assert scores[0] == 0.0
+    assert scores[4] == -np.inf
+    expected = 1 if penalty < 1 else 3
+    assert token(logits, [0, 1, 2, 4], temperature=temperature, top_k=1, repetition_penalty=penalty) == expected
+
+
+def test_a_repeated_token_is_penalized_once():
+    logits = np.array([3.0, -3.0, 3.0], np.float32)
+
+    assert penalized(logits, [0, 0, 1, 1, 1], 2.0).tolist() == [1.5, -6.0, 3.0]
+    assert logits.tolist() == [3.0, -3.0, 3.0], "the logits themselves are left alone"
+
+
+def test_the_probability_reported_is_the_models_own():
+    logits = row(6, size=50)
+    expected = torch.from_numpy(logits.astype(np.float64)).softmax(-1).numpy()
+
+    choice = choose(logits, SamplingParams(temperature=0.2, top_k=3, repetition_penalty=2.0), [1, 2], 0, 0, 0)
+
+    assert choice.probability == pytest.approx(expected[choice.token_id], rel=1e-5)
+
+
+def test_logprobs_are_the_likeliest_in_order_and_the_chosen_one():
+    logits = row(8, size=50)
+    expected = torch.from_numpy(logits.astype(np.float64)).log_softmax(-1).numpy()
+    order = np.argsort(-logits, kind="stable").tolist()
+
+    inside = top_logprobs(logits, log_sum_exp(logits), 5, order[2])
+    outside = top_logprobs(logits, log_sum_exp(logits), 5, order[20])
+    alone = top_logprobs(logits, log_sum_exp(logits), 0, order[3])
+    everything = top_logprobs(logits, log_sum_exp(logits), 99, order[3])
+
+    assert [i for i, _ in inside] == order[:5]
+    assert [i for i, _ in outside] == [*order[:5], order[20]]
+    assert [i for i, _ in alone] == [order[3]]
+    assert [i for i, _ in everything] == order
+    assert [value for _, value in everything] == pytest.approx(expected[order].tolist(), rel=1e-5)
+    assert top_logprobs(logits, log_sum_exp(logits), None, 0) is None
+
+
+def test_log_sum_exp_of_extreme_rows_is_finite():
+    for values in ([3e38, 3e38], [-3e38, -3e38], [1e4, -1e4], [0.0, -np.inf]):
+        found = log_sum_exp(np.array(values, np.float32))
+        assert found == pytest.approx(float(torch.tensor(values, dtype=torch.float64).logsumexp(0)), rel=1e-6)
+
+
+SHAPES = {"peaked": 3.0, "flat": 0.01, "equal": 0.0}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_of_a_whole_vocabulary_is_partitioned_and_never_sorted(monkeypatch, shape):
+    sorted_sizes = []
+    for name in ("sort", "argsort", "lexsort"):
+
+        def spy(values, *args, original=getattr(np, name), **kwargs):
+            if np.asarray(values).dtype.kind == "f":
+                sorted_sizes.append(np.asarray(values).shape[-1])
+            return original(values, *args, **kwargs)
+
+        monkeypatch.setattr(np, name, spy)
+    logits = row(0, QWEN_VOCABULARY, SHAPES[shape])
+
+    for params in ({"top_k": 50_000}, {"top_p": 0.95}, {"top_p": 0.999999, "top_k": 100_000}, {"min_p": 0.01}):
+        token(logits, temperature=1.0, logprobs=20, **params)
+    token(logits, logprobs=20)
+
+    assert max(sorted_sizes) <= 256
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.99, 0.999999])
+def test_top_p_of_a_flat_row_of_a_whole_vocabulary_is_that_of_a_full_sort(top_p):
+    logits = row(0, 40_000, 1.0)
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    order = np.argsort(-weights, kind="stable")
+    count = np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum()) + 1
+
+    found = distribution(logits, SamplingParams(temperature=1.0, top_p=top_p))
+
+    assert abs(len(found.token_ids) - count) <= 1, "sums in another order may round to the neighbour"
+    assert set(order[: count - 1]) <= set(found.token_ids.tolist())

@@ -1,0 +1,75 @@
+"""What a request may ask for, and the one line that refuses the rest."""
+
+import pytest
+
+from forge.engine.sampling_params import SamplingParams
+from forge.errors import UsageError
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_the_defaults_are_greedy():
+    assert SamplingParams().greedy
+    assert not SamplingParams(temperature=1e-9).greedy
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("value", [NAN, INF, -INF, True, "1", None, 10**400], ids=str)
+def test_nan_infinities_and_what_is_no_number_are_refused_by_name(name, value):
+    with pytest.raises(UsageError, match=f"{name} must be a finite number") as raised:
+        SamplingParams(**{name: value})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_p", -1),
+        ("top_k", -1),
+        ("top_k", 2.0),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("n", 0),
+        ("n", 1.0),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", 0.5),
+        ("logprobs", -1),
+        ("prompt_logprobs", -1),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [7]),
+    ],
+)
+def test_values_without_a_meaning_are_refused_by_name(name, value):
+    with pytest.raises(UsageError, match=name.replace("stop", "stop string")) as raised:
+        SamplingParams(**{name: value})
+    assert raised.value.exit_code == 2
+
+
+def test_no_tokens_are_valid_only_with_prompt_logprobs():
+    with pytest.raises(UsageError, match="max_tokens is 0"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(UsageError, match="max_tokens is 0"):
+        SamplingParams(max_tokens=0, logprobs=3)
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("ab", ("ab",)), (["a", "b"], ("a", "b")), (("a",), ("a",)), ([], ()), (None, ())]
+)
+def test_stop_is_one_string_or_several(given, kept):
+    assert SamplingParams(stop=given).stop == kept
+
+
+def test_values_at_the_edges_are_accepted():
+    SamplingParams(top_p=1, min_p=1, top_k=0, seed=0, temperature=0, n=1, logprobs=0)
+    SamplingParams(top_p=1e-300, min_p=0, seed=2**64 - 1, repetition_penalty=1e-300)

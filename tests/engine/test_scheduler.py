@@ -1,0 +1,282 @@
+"""Who runs in a step, with no model: plans, the reasons to wait, what is kept and what is given up."""
+
+import pytest
+
+from forge.cache.basic import BasicKvCache
+from forge.cache.kv_cache import KvCache
+from forge.cache.off import OffKvCache
+from forge.engine.output_text import OutputText
+from forge.engine.sampling_params import SamplingParams
+from forge.engine.scheduler import Outcome, Scheduler
+from forge.engine.sequence import Sequence
+from forge.engine.step_plan import MaxNumSeqs, NoBlocks, StepPlan, Waiting
+
+
+def sequence(seq_id: int, tokens: int = 3, max_tokens: int = 9, **options) -> Sequence:
+    params = options.pop("params", SamplingParams())
+    return Sequence(
+        seq_id=seq_id,
+        request_id=str(seq_id),
+        sample_index=0,
+        token_ids=options.pop("token_ids", list(range(100, 100 + tokens))),
+        num_prompt_tokens=tokens,
+        max_output_tokens=max_tokens,
+        params=params,
+        seed=0,
+        output_text=OutputText(None),
+        **options,
+    )
+
+
+def step(scheduler: Scheduler, ending: tuple[int, ...] = ()) -> StepPlan:
+    """Schedule and commit one step in which every item gets token 7."""
+    plan = scheduler.schedule()
+    outcomes = [Outcome(item.seq_id, 7, "length" if item.seq_id in ending else None) for item in plan.items]
+    scheduler.commit(plan, outcomes)
+    scheduler.check_invariants()
+    return plan
+
+
+def basic(num_runs: int = 4, max_num_seqs: int = 4) -> Scheduler:
+    return Scheduler(BasicKvCache(num_runs, 32, 4), max_num_seqs)
+
+
+def test_a_plan_says_what_is_computed_and_which_rows_need_logits():
+    scheduler = basic()
+    scheduler.add(sequence(0, tokens=6))
+
+    (prefill,) = step(scheduler).items
+    (decode,) = step(scheduler).items
+
+    assert (prefill.start, prefill.num_tokens, prefill.logit_rows, prefill.phase) == (0, 6, range(5, 6), "prefill")
+    assert (decode.start, decode.num_tokens, decode.logit_rows, decode.phase) == (6, 1, range(1), "decode")
+    assert prefill.samples
+    assert decode.samples
+    assert prefill.block_table == decode.block_table == (0, 1)
+
+
+def test_with_the_cache_off_every_plan_computes_all_tokens():
+    scheduler = Scheduler(OffKvCache(0, 32, 4), 4)
+    scheduler.add(sequence(0, tokens=6))
+
+    items = [step(scheduler).items[0] for _ in range(3)]
+
+    assert [(item.start, item.num_tokens, item.phase) for item in items] == [
+        (0, 6, "prefill"),
+        (0, 7, "decode"),
+        (0, 8, "decode"),
+    ]
+    assert [list(item.logit_rows) for item in items] == [[5], [6], [7]]
+
+
+def test_prompt_logprobs_need_the_logits_of_every_prompt_row_once():
+    scheduler = basic()
+    scheduler.add(sequence(0, tokens=6, params=SamplingParams(prompt_logprobs=0)))
+
+    assert step(scheduler).items[0].logit_rows == range(6)
+    assert step(scheduler).items[0].logit_rows == range(1)
+
+
+def test_admission_is_first_come_first_served_and_says_who_waits_and_why():
+    scheduler = basic(num_runs=4, max_num_seqs=2)
+    for seq_id in range(4):
+        scheduler.add(sequence(seq_id))
+
+    plan = step(scheduler)
+
+    assert plan.admitted == (0, 1)
+    assert plan.waiting == (Waiting(2, MaxNumSeqs(limit=2)),)
+    plan = step(scheduler, ending=(0,))
+    assert (plan.admitted, plan.waiting) == ((), (Waiting(2, MaxNumSeqs(limit=2)),))
+    plan = step(scheduler)
+    assert [item.seq_id for item in plan.items] == [1, 2]
+    assert plan.admitted == (2,)
+
+
+def test_without_room_a_sequence_waits_with_the_numbers():
+    scheduler = basic(num_runs=1)
+    scheduler.add(sequence(0))
+    scheduler.add(sequence(1))
+
+    plan = step(scheduler)
+
+    assert plan.waiting == (Waiting(1, NoBlocks(needed=8, free=0)),)
+    step(scheduler, ending=(0,))
+    assert step(scheduler).admitted == (1,)
+
+
+def test_a_sequence_that_ended_leaves_nothing():
+    scheduler = basic()
+    for seq_id in range(3):
+        scheduler.add(sequence(seq_id))
+    step(scheduler, ending=(0, 1, 2))
+
+    assert not scheduler.has_unfinished()
+    assert scheduler.cache.stats().used_blocks == 0
+
+
+def test_aborting_finds_a_sequence_wherever_it_is():
+    scheduler = basic(max_num_seqs=1)
+    running, waiting = sequence(0), sequence(1)
+    scheduler.add(running)
+    scheduler.add(waiting)
+    step(scheduler)
+
+    assert scheduler.abort(1) is waiting
+    assert scheduler.abort(0) is running
+    assert scheduler.abort(0) is None
+    assert (running.finish_reason, waiting.finish_reason) == ("abort", "abort")
+    scheduler.check_invariants()
+    assert not scheduler.has_unfinished()
+    assert scheduler.cache.stats().used_blocks == 0
+
+
+# Kept caches
+
+
+def kept_scheduler(num_runs: int = 1) -> Scheduler:
+    """Sequence 0 has ended after 3 + 2 tokens, 4 of them computed, and its cache is kept."""
+    scheduler = basic(num_runs)
+    scheduler.add(sequence(0, keep_cache=True))
+    step(scheduler)
+    step(scheduler, ending=(0,))
+    assert list(scheduler.kept) == [0]
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "start"),
+    [
+        ([100, 101, 102, 7, 7, 50], 4),  # all that was computed
+        ([100, 101, 102, 7, 8, 50], 4),
+        ([100, 101, 99, 7, 7, 50], 2),
+        ([99, 101, 102, 7], 0),
+        ([100, 101, 102], 2),  # the last prompt token is computed for its logits
+        ([100], 0),
+    ],
+)
+def test_a_continuation_computes_what_is_not_in_common(token_ids, start):
+    scheduler = kept_scheduler()
+    scheduler.add(sequence(0, tokens=len(token_ids), token_ids=list(token_ids), continues=0))
+    scheduler.check_invariants()
+
+    (item,) = step(scheduler).items
+
+    assert (item.start, item.num_tokens, item.phase) == (start, len(token_ids) - start, "prefill")
+    assert not scheduler.kept
+
+
+def test_a_continuation_that_wants_prompt_logprobs_computes_the_whole_prompt():
+    scheduler = kept_scheduler()
+    wants = SamplingParams(prompt_logprobs=1)
+    scheduler.add(sequence(0, tokens=5, token_ids=[100, 101, 102, 7, 7], continues=0, params=wants))
+
+    assert step(scheduler).items[0].start == 0
+
+
+def test_a_kept_cache_gives_way_when_a_sequence_would_find_no_room():
+    scheduler = kept_scheduler(num_runs=1)
+    scheduler.add(sequence(1))
+
+    plan = step(scheduler)
+
+    assert plan.admitted == (1,)
+    assert not scheduler.kept
+    scheduler.release(0)  # whoever kept it need not know
+    scheduler.check_invariants()
+
+
+def test_the_one_that_ended_first_gives_way_first_and_no_more_than_needed():
+    scheduler = basic(num_runs=3)
+    for seq_id in (5, 4, 3):
+        scheduler.add(sequence(seq_id, keep_cache=True))
+    step(scheduler, ending=(4,))
+    step(scheduler, ending=(5, 3))
+    scheduler.add(sequence(9))
+    step(scheduler)
+
+    assert list(scheduler.kept) == [5, 3]
+
+
+def test_a_continuation_whose_cache_gave_way_starts_from_nothing():
+    scheduler = kept_scheduler(num_runs=1)
+    scheduler.add(sequence(1))
+    scheduler.add(sequence(0, tokens=5, token_ids=[100, 101, 102, 7, 7], continues=0))
+    scheduler.check_invariants()
+    step(scheduler, ending=(1,))
+
+    (item,) = step(scheduler).items
+
+    assert (item.seq_id, item.start) == (0, 0)
+
+
+def test_aborting_a_waiting_continuation_leaves_the_kept_cache():
+    scheduler = kept_scheduler()
+    continuation = sequence(0, tokens=4, continues=0)
+    scheduler.add(continuation)
+
+    assert scheduler.abort(0) is continuation
+    assert list(scheduler.kept) == [0]
+    scheduler.check_invariants()
+
+
+def test_releasing_a_kept_cache_frees_it():
+    scheduler = kept_scheduler()
+    scheduler.release(0)
+
+    assert scheduler.cache.stats().used_blocks == 0
+
+
+# Undoing
+
+
+@pytest.mark.parametrize("make_cache", [lambda: BasicKvCache(2, 32, 4), lambda: OffKvCache(0, 32, 4)])
+def test_a_plan_that_is_rolled_back_leaves_nothing_reserved_and_can_be_made_again(make_cache):
+    scheduler = Scheduler(make_cache(), 4)
+    scheduler.add(sequence(0))
+    step(scheduler)
+    scheduler.add(sequence(1))
+    plan = scheduler.schedule()
+
+    scheduler.roll_back()
+    scheduler.check_invariants()
+
+    assert scheduler.schedule().items == plan.items
+
+
+def test_committing_twice_is_committing_once():
+    scheduler = basic()
+    one, other = sequence(0), sequence(1)
+    scheduler.add(one)
+    scheduler.add(other)
+    plan = scheduler.schedule()
+    outcomes = [Outcome(0, 7, None), Outcome(1, 8, "stop", 8)]
+
+    scheduler.commit(plan, outcomes)
+    scheduler.commit(plan, outcomes)
+
+    assert (one.token_ids[-2:], other.token_ids[-2:]) == ([102, 7], [102, 8])
+    assert (other.finish_reason, other.stop_reason) == ("stop", 8)
+    scheduler.check_invariants()
+
+
+def test_check_invariants_sees_a_sequence_in_two_places():
+    scheduler = basic()
+    twice = sequence(0)
+    scheduler.add(twice)
+    step(scheduler)
+    scheduler.waiting.append(twice)
+
+    with pytest.raises(AssertionError, match="two containers"):
+        scheduler.check_invariants()
+
+
+def test_check_invariants_sees_a_cache_that_is_not_at_the_next_position():
+    scheduler = basic()
+    scheduler.add(sequence(0))
+    step(scheduler)
+    cache: KvCache = scheduler.cache
+    cache.truncate(0, 2)
+
+    with pytest.raises(AssertionError, match="not the next position"):
+        scheduler.check_invariants()
