@@ -96,20 +96,23 @@ def penalized(logits: np.ndarray, history: Sequence[int], penalty: float) -> np.
 
 def distribution(logits: np.ndarray, params: SamplingParams) -> Distribution:
     """The probabilities that `params` leave of a row of (penalized) logits. Its temperature must be above 0."""
-    scaled = logits.astype(np.float64)
-    scaled -= scaled.max()  # before the division: exp of the greatest is 1, whatever the temperature
+    weights = logits.astype(np.float64)
+    weights -= weights.max()  # before the division: exp of the greatest is 1, whatever the temperature
     with np.errstate(over="ignore"):  # a tiny temperature makes -infinity of all but the greatest, as it should
-        scaled /= params.temperature
-    weights = np.exp(scaled)
-    keep = np.arange(len(weights))
+        weights /= params.temperature
+    np.exp(weights, out=weights)
+    token_ids = np.flatnonzero(weights)  # what has no probability must not be drawn, whatever a sum is rounded to
+    weights = weights[token_ids]
     if 0 < params.top_k < len(weights):
-        keep = _top(weights, params.top_k)
+        kept = _top(weights, params.top_k)
+        token_ids, weights = token_ids[kept], weights[kept]
     if params.top_p < 1:
-        keep = keep[_top(weights[keep], _num_reaching(weights[keep], params.top_p))]
+        kept = _top(weights, _num_reaching(weights, params.top_p))
+        token_ids, weights = token_ids[kept], weights[kept]
     if params.min_p > 0:
-        keep = keep[weights[keep] >= params.min_p]  # the greatest weight is 1
-    keep = keep[weights[keep] > 0]  # what has no probability must not be drawn, whatever a sum is rounded to
-    return Distribution(keep, weights[keep] / weights[keep].sum())
+        kept = weights >= params.min_p  # the greatest weight is 1
+        token_ids, weights = token_ids[kept], weights[kept]
+    return Distribution(token_ids, weights / weights.sum())
 
 
 def _num_reaching(weights: np.ndarray, share: float) -> int:

@@ -15,7 +15,7 @@ from forge.errors import UsageError
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<quant>[\w.-]+))?", re.ASCII)
 _SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}$")
-_QUANT_LABEL = re.compile(r"[.-]([A-Za-z]*\d\w*|[bB]?[fF]\d+)$")
+_QUANT_LABEL = re.compile(r"(?:^|[.-])((?:UD-)?(?:[IT]?Q\d\w*|B?F16|F32|MXFP4\w*))$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
+from forge.trace.records import StepRecord
 from forge.views.figures import count, ms, plural, size
 from forge.views.forwards import chart_rows, chart_scale, spaced
 from forge.views.generation import sample_texts
@@ -41,18 +42,23 @@ class KvShape:
 def print_kv_cache(console: Console, result: RunResult, shape: KvShape, prompt: str) -> None:
     """The whole experiment: the text, the flat chart with what is held, the arithmetic of the bytes."""
     width = console.width
-    held = [record.cache.bytes_held for record in result.records]
 
     def note(forward: Forward) -> str:
-        return f"holds {size(held[forward.number - 1])}"
+        return f"holds {size(held_bytes(result.records[forward.number - 1], shape))}"
 
-    rows = chart_rows(spaced(result.forwards, ROWS), chart_scale(result.forwards), width, note)
+    shown = spaced(result.forwards, ROWS)
+    rows = chart_rows(shown, chart_scale(shown), width, note)
     _print_lines(console, [Text(QUESTION, TITLE), Text("")])
     _print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
     _print_lines(console, [Text(""), chart_heading(result.label, width), *rows, Text("")])
     _print_lines(console, [Text(sentence) for sentence in cache_sentences(result, shape)])
     _print_lines(console, [Text(shape.formula(), QUIET), Text(""), *metrics_lines(result, width)])
     _print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+
+
+def held_bytes(record: StepRecord, shape: KvShape) -> int:
+    """What the step's sequences hold once its rows are written, before an ended one gives it back."""
+    return sum(item.start + item.num_tokens for item in record.items) * shape.bytes_per_token
 
 
 def cache_sentences(result: RunResult, shape: KvShape) -> list[str]:
@@ -67,7 +73,7 @@ def cache_sentences(result: RunResult, shape: KvShape) -> list[str]:
         f"{plural(second.tokens, 'token')}. Forward {second.number} took {ms(second.ms)} ms, forward {last.number} "
         f"{ms(last.ms)} ms.",
         f"{count(result.tokens_computed)} tokens went through the model; without the cache it would have been "
-        f"{count(without)}. The price is memory: {size(result.kv_bytes_held)} held at the end, "
+        f"{count(without)}. The price is memory: {size(held_bytes(result.records[-1], shape))} held at the end, "
         f"{size(shape.bytes_per_token)} more with every token.",
     ]
 

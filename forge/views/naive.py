@@ -108,7 +108,8 @@ def _shares(named: Iterable[tuple[str, OperationTime]]) -> list[Share]:
 
 
 def _climb(result: RunResult, width: int) -> list[Text]:
-    return chart_rows(spaced(result.forwards, ROWS), chart_scale(result.forwards), width)
+    shown = spaced(result.forwards, ROWS)
+    return chart_rows(shown, chart_scale(shown), width)
 
 
 def _slope(forwards: Sequence[Forward]) -> str:
@@ -140,7 +141,7 @@ def _print_operations(console: Console, operations: Sequence[OperationTime]) -> 
 def operations_sentence(shares: Sequence[Share]) -> str:
     """Which operations the time goes to."""
     attention = sum(share.share for share in shares if share.name == "attention")
-    matrices = sum(share.share for share in shares if share.name in MATRICES)
+    matrices = sum(share.share for share in shares if MATRICES.intersection(share.name.split(", ")))
     return (
         f"{percent(matrices)} of the time is matrix products, {percent(attention)} attention over the sequence. Every "
         "one of them runs again for tokens whose result is already known."
@@ -150,7 +151,7 @@ def operations_sentence(shares: Sequence[Share]) -> str:
 MATRICES = frozenset(
     ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output head", "output"]
 )
-"""Operations that are products with a weight matrix, as the clock names them."""
+"""Operations that are products with a weight matrix, as the clock names them; fused ones are named `a, b`."""
 
 
 def _print_layers(console: Console, operations: Sequence[OperationTime]) -> None:

@@ -50,12 +50,13 @@ def step(
     samples: int = 1,
     finish: str | None = None,
     held: int = 0,
+    start: int = 0,
 ) -> StepRecord:
     """One step in which every one of `samples` sequences computes `tokens` rows and says `text`."""
     phase = "prefill" if number == 1 else "decode"
     return StepRecord(
         step=number,
-        items=tuple(ItemRecord(7 + sample, phase, 0, tokens) for sample in range(samples)),
+        items=tuple(ItemRecord(7 + sample, phase, start, tokens) for sample in range(samples)),
         tokens=tuple(TokenRecord(7 + sample, 4 + number, 100 + number, text, 0.5) for sample in range(samples)),
         finished=tuple(FinishRecord(7 + sample, finish) for sample in range(samples)) if finish else (),
         cache=CacheRecord("basic", 16, 64, 1, held, held * BYTES_PER_TOKEN, 0),
@@ -86,6 +87,7 @@ def run_of(
             samples=samples,
             finish=finish if number == len(forwards) else None,
             held=3 + number,
+            start=3 + number - tokens,
         )
         for number, (tokens, ms) in enumerate(forwards, start=1)
     )

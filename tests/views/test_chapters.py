@@ -50,6 +50,11 @@ def test_time_by_operation_is_summed_over_layers_and_sorted():
     assert "52 % of the time is matrix products, 45 % attention" in operations_sentence(shares)
 
 
+def test_a_fused_operation_counts_as_the_product_in_it():
+    shares = shares_by_operation([Time(0, "ffn_gate, ffn_up, swiglu", 3.0, 1), Time(0, "rms_norm", 1.0, 1)])
+    assert operations_sentence(shares).startswith("75 % of the time is matrix products")
+
+
 def test_time_by_layer_is_in_order_with_the_outside_last():
     shares = shares_by_layer(TIMES)
     assert [(share.name, share.ms) for share in shares] == [("0", 10.0), ("1", 10.0), ("2", 10.0), ("outside", 10.0)]
@@ -78,7 +83,7 @@ def test_the_cache_page_does_the_arithmetic_of_the_bytes():
     print_kv_cache(console, flat(32), shape, "Once upon a time")
     out = written(console)
     assert "12 layers x 2 KV heads x 64 numbers x 4 bytes = 12.3 kB per" in out
-    assert "holds 4.0 kB" in out and "holds 35.0 kB" in out
+    assert "holds 49.2 kB" in out and "holds 430.1 kB" in out and "430.1 kB held at the end" in out
     assert "forge compare --kv off vs on" in out
     assert max(map(len, out.splitlines())) <= 80
 

@@ -71,7 +71,8 @@ def _digest() -> str:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     host = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
     versions = (sys.version, np.__version__, numba.__version__, llvmlite.__version__, platform.machine())
-    digest.update(repr((versions, host, instruction_set().name, is_forced())).encode())
+    target = instruction_set().target_cpu if is_forced() else None
+    digest.update(repr((versions, host, instruction_set().name, target)).encode())
     return digest.hexdigest()[:16]
 
 

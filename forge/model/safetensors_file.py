@@ -1,0 +1,298 @@
+"""A safetensors file that nobody vouches for: its header checked before it is used, its tensors by name.
+
+The format, little-endian (https://github.com/huggingface/safetensors#format):
+
+    length of the header u64 | header, JSON in UTF-8, spaces at its end as padding | data
+
+    header   {"name": {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [begin, end]}, ...,
+              "__metadata__": {"text": "text", ...}}
+
+Offsets count from the start of the data. As in the format's own implementation, the tensors cover the data without gap
+or overlap, and no name is there twice. The file is memory-mapped: opening it reads the header only.
+
+What is wrong raises a `SafetensorsError` that names the file, the field and its byte, as a `GGUFError` does. Every
+length is held against the bytes that are there before anything is allocated for it, and the header against
+`MAX_HEADER_BYTES`, so a hostile file costs bounded time and memory.
+"""
+
+import json
+import mmap
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from forge.errors import ForgeError
+from forge.gguf import GGMLType, block_formats, printable
+from forge.mapped_file import drop_pages, map_file
+
+MAX_HEADER_BYTES = 4 << 20
+"""Some thirty thousand tensors; the largest Qwen3 has under a thousand in a file."""
+
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 2**63 - 1
+WHOLE_FILE = "file"
+"""The `field` of an error that is not about a place in the file."""
+
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+_ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+
+_DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+GGML_TYPES = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16}
+"""The dtypes that forge computes with. The reader knows the sizes of the others, so that a file that uses one can be
+read and then refused by the dtype's name."""
+
+_OTHER_KINDS_OF_FILE = {
+    b"GGUF": "this is a GGUF file",
+    b"PK\x03\x04": "a zip archive (a PyTorch checkpoint?), not a safetensors file",
+    b"vers": "perhaps a Git LFS pointer in place of the file; fetch the file itself",
+    b"<!do": "a web page, not a safetensors file; the download went wrong",
+    b"<!DO": "a web page, not a safetensors file; the download went wrong",
+}
+
+
+class SafetensorsError(ForgeError):
+    """A safetensors file that is missing, malformed, or of a kind that forge does not run.
+
+    `path` is the file, `field` what in it is wrong, `offset` the byte at which that field begins, or None where no
+    position applies.
+    """
+
+    def __init__(self, path: Path | str, field: str, problem: str, offset: int | None = None):
+        self.path = Path(path)
+        self.field = field
+        self.offset = offset
+        self.problem = problem
+        where = "" if offset is None else f"at byte {offset}, "
+        what = "" if field == WHOLE_FILE else f"{field}: "
+        super().__init__(f"{shown_path(path)}: {where}{what}{problem}")
+
+
+@dataclass(frozen=True)
+class SafetensorsTensor:
+    """A tensor of an open file; its data is read when asked for.
+
+    dtype         as the file names it
+    offset        of the data, from the start of the file
+    entry_offset  of its entry in the header, for messages
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    entry_offset: int
+    _buffer: mmap.mmap = field(repr=False, compare=False)
+
+    @property
+    def ggml_type(self) -> GGMLType:
+        """The same type by ggml's name. KeyError for one that forge does not compute with (see `GGML_TYPES`)."""
+        return GGML_TYPES[self.dtype]
+
+    def raw(self) -> np.ndarray:
+        """The tensor's bytes, uint8 [nbytes]: a read-only view of the file, which keeps the mapping alive.
+
+        A copy where the file does not align the numbers, which the format does not promise."""
+        view = np.frombuffer(self._buffer, dtype=np.uint8, count=self.nbytes, offset=self.offset)
+        return view if self.offset % _DTYPE_BYTES[self.dtype] == 0 else view.copy()
+
+    def dequantize(self) -> np.ndarray:
+        """The values, a new float32 array of `shape`."""
+        return block_formats.dequantize(self.ggml_type, self.raw(), self.shape)
+
+    def renamed(self, name: str) -> "SafetensorsTensor":
+        """The same data under another name."""
+        return replace(self, name=name)
+
+
+class SafetensorsFile:
+    """An open safetensors file: `tensors` by name in the order of the header, `size` in bytes. Made by `open`."""
+
+    def __init__(self, path: Path, buffer: mmap.mmap):
+        self.path = path
+        self.size = len(buffer)
+        self._buffer = buffer
+        self.tensors: Mapping[str, SafetensorsTensor] = MappingProxyType(_Header(path, buffer).read_tensors())
+
+    @classmethod
+    def open(cls, path: Path) -> "SafetensorsFile":
+        """Map the file and read its header. SafetensorsError for whatever is wrong with it, a missing file included."""
+        buffer = map_file(path, lambda problem: SafetensorsError(path, WHOLE_FILE, problem))
+        try:
+            return cls(path, buffer)
+        except BaseException:
+            buffer.close()
+            raise
+
+    def release(self, name: str) -> None:
+        """Give back the memory of the pages that hold the tensor called `name`; it can be read again all the same."""
+        tensor = self.tensors[name]
+        drop_pages(self._buffer, tensor.offset, tensor.nbytes)
+
+    def tensor_error(self, name: str, what: str, problem: str) -> SafetensorsError:
+        """A SafetensorsError about `what` (`shape`, `dtype` or '') of the tensor called `name`, for the caller."""
+        tensor = self.tensors.get(name)
+        subject = f"tensor {printable(name)} {what}".rstrip()
+        return SafetensorsError(self.path, subject, problem, tensor.entry_offset if tensor else None)
+
+    def close(self) -> None:
+        """Give up the mapping. Arrays from `raw()` stay valid: the file is unmapped when the last of them goes."""
+        try:
+            self._buffer.close()
+        except BufferError:  # views are still in use
+            pass
+
+
+def shown_path(path: Path | str) -> str:
+    """`path` fit for one line of a terminal."""
+    text = str(path)
+    return text if text.isprintable() else repr(text)
+
+
+class _DuplicateKey(ValueError):
+    """Raised from inside the JSON parser."""
+
+
+class _Header:
+    """The header of a mapped file on its way to being tensors."""
+
+    def __init__(self, path: Path, buffer: mmap.mmap):
+        self.path = path
+        self.buffer = buffer
+        self.bytes = self._read_bytes()
+        self.data_offset = _LENGTH_BYTES + len(self.bytes)
+        self.data_bytes = len(buffer) - self.data_offset
+
+    def read_tensors(self) -> dict[str, SafetensorsTensor]:
+        entries = self._parse()
+        self._check_metadata(entries.pop(_METADATA, {}))
+        tensors = {name: self._tensor(name, entry) for name, entry in entries.items()}
+        if not tensors:
+            raise self._error("header", "the file holds no tensors", 0)
+        self._check_cover(list(tensors.values()))
+        return tensors
+
+    def _read_bytes(self) -> bytes:
+        size = len(self.buffer)
+        if size < _LENGTH_BYTES:
+            raise SafetensorsError(self.path, "header length", f"the file has only {size} bytes; it is cut short", 0)
+        (length,) = struct.unpack_from("<Q", self.buffer)
+        hint = _OTHER_KINDS_OF_FILE.get(self.buffer[:4])
+        if hint is not None:
+            raise SafetensorsError(self.path, "header length", hint, 0)
+        if length > size - _LENGTH_BYTES:
+            problem = f"{length} bytes cannot fit in the {size - _LENGTH_BYTES} that remain; the file is cut short"
+            raise SafetensorsError(self.path, "header length", f"{problem} or is no safetensors file", 0)
+        if length > MAX_HEADER_BYTES:
+            problem = f"{length} bytes; at most {MAX_HEADER_BYTES} are allowed"
+            raise SafetensorsError(self.path, "header length", problem, 0)
+        return self.buffer[_LENGTH_BYTES : _LENGTH_BYTES + length]
+
+    def _parse(self) -> dict[str, Any]:
+        if not self.bytes.startswith(b"{"):
+            raise self._error("header", f"begins with {printable(self.bytes[:8])} where a JSON object belongs", 0)
+        try:
+            text = self.bytes.decode("utf-8")
+            return json.loads(text, object_pairs_hook=_without_duplicates)
+        except UnicodeDecodeError as error:
+            raise self._error("header", f"is not UTF-8: {printable(self.bytes[error.start :][:8])}", error.start) from None
+        except json.JSONDecodeError as error:
+            at = len(text[: error.pos].encode("utf-8"))
+            raise self._error("header", f"is not JSON: {error.msg}", at) from None
+        except _DuplicateKey as error:
+            key = str(error)
+            raise self._error(f"key {printable(key)}", "is there twice", self._position(key)) from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
+            problem = "nests too deep" if isinstance(error, RecursionError) else "holds a number that is too long"
+            raise self._error("header", problem, 0) from None
+
+    def _check_metadata(self, metadata: Any) -> None:
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self._error(_METADATA, "must be an object of strings", self._position(_METADATA))
+
+    def _tensor(self, name: str, entry: Any) -> SafetensorsTensor:
+        at, subject = self._position(name), f"tensor {printable(name)}"
+        if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
+            raise self._error(subject, "must have dtype, shape and data_offsets, and nothing else", at)
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
+            raise self._error(f"{subject} dtype", f"{printable(str(dtype))} is unknown", at)
+        if not _is_counts(shape) or len(shape) > MAX_DIMENSIONS:
+            problem = f"must be a list of at most {MAX_DIMENSIONS} whole numbers"
+            raise self._error(f"{subject} shape", problem, at)
+        if prod(shape) > MAX_ELEMENTS:
+            raise self._error(f"{subject} shape", "has more than 2^63 - 1 elements", at)
+        nbytes = prod(shape) * _DTYPE_BYTES[dtype]
+        self._check_offsets(f"{subject} data_offsets", offsets, nbytes, at)
+        return SafetensorsTensor(
+            name, dtype, tuple(shape), self.data_offset + offsets[0], nbytes, _LENGTH_BYTES + at, self.buffer
+        )
+
+    def _check_offsets(self, subject: str, offsets: Any, nbytes: int, at: int) -> None:
+        if not _is_counts(offsets) or len(offsets) != 2:
+            raise self._error(subject, "must be two whole numbers, where the data begins and ends", at)
+        begin, end = offsets
+        if begin > end:
+            raise self._error(subject, f"{begin} is past its end, {end}", at)
+        if end > self.data_bytes:
+            problem = f"the data ends at {end}, and the file has {self.data_bytes} bytes of data"
+            raise self._error(subject, f"{problem}; it is cut short or damaged", at)
+        if end - begin != nbytes:
+            raise self._error(subject, f"{end - begin} bytes where dtype and shape take {nbytes}", at)
+
+    def _check_cover(self, tensors: list[SafetensorsTensor]) -> None:
+        """The tensors lie end to end from the first byte of the data to the last."""
+        tensors = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes))
+        first, last = tensors[0], tensors[-1]
+        if first.offset != self.data_offset:
+            raise self._gap(first, f"the {first.offset - self.data_offset} bytes before its data belong to no tensor")
+        for previous, tensor in pairwise(tensors):
+            distance = tensor.offset - (previous.offset + previous.nbytes)
+            if distance < 0:
+                raise self._gap(tensor, f"its data overlaps that of tensor {printable(previous.name)}")
+            if distance > 0:
+                raise self._gap(tensor, f"the {distance} bytes before its data belong to no tensor")
+        rest = len(self.buffer) - (last.offset + last.nbytes)
+        if rest:
+            raise self._gap(last, f"the {rest} bytes after its data, to the end of the file, belong to no tensor")
+
+    def _gap(self, tensor: SafetensorsTensor, problem: str) -> SafetensorsError:
+        return SafetensorsError(self.path, f"tensor {printable(tensor.name)} data_offsets", problem, tensor.entry_offset)
+
+    def _error(self, subject: str, problem: str, at: int) -> SafetensorsError:
+        """About byte `at` of the header."""
+        return SafetensorsError(self.path, subject, problem, _LENGTH_BYTES + at)
+
+    def _position(self, key: str) -> int:
+        """Where in the header `key` is, as nearly as can be told: escapes in it may be written in other ways."""
+        quoted = re.escape(json.dumps(key, ensure_ascii=False).encode("utf-8", errors="replace"))
+        match = re.search(quoted + rb"\s*:", self.bytes)
+        return match.start() if match else 0
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _DuplicateKey(key)
+        found[key] = value
+    return found
+
+
+def _is_counts(value: Any) -> bool:
+    """Whether it is a list of whole numbers from 0 on; True is none."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= MAX_ELEMENTS for item in value)

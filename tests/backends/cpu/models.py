@@ -1,0 +1,115 @@
+"""Small random models on the `cpu` backend, without a file, and forward passes of one operation."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from forge.backends.backend import Backend
+from forge.gguf import GGMLType, dequantize, row_nbytes
+from forge.gguf.writer import NewTensor
+from forge.model.config import Qwen3Config
+from forge.model.loader import load_qwen3
+from forge.model.qwen3 import Qwen3
+from tests.model.forwards import Part, flat_batch, new_storage
+from tests.small_models import small_config, small_tensors
+
+ROOT = Path(__file__).parents[3]
+
+K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
+QUANTIZED = ("Q8_0", "Q5_0", "Q5_1", "Q6_K", "Q5_K", "Q4_0", "Q4_1", "Q4_K")
+FLOATS = ("F32", "F16", "BF16")
+WHOLE_BLOCKS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64} | {
+    "intermediate_size": 512
+}
+"""Sizes whose every matrix has rows of whole blocks of 256, as the K types want them."""
+
+
+@dataclass(frozen=True)
+class MemoryTensor:
+    """A tensor as a file would offer it."""
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: GGMLType
+    bytes_: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes_.size
+
+    def raw(self) -> np.ndarray:
+        return self.bytes_.reshape(-1)
+
+    def dequantize(self) -> np.ndarray:
+        return dequantize(self.ggml_type, self.raw(), self.shape)
+
+
+def memory_tensor(name: str, ggml_type: GGMLType | str, data: np.ndarray) -> MemoryTensor:
+    """A float array, encoded; or raw blocks, uint8 `[rows, bytes of a row]`."""
+    ggml_type = GGMLType[ggml_type] if isinstance(ggml_type, str) else ggml_type
+    new = NewTensor(name, ggml_type, data)
+    return MemoryTensor(name, tuple(new.element_shape()), ggml_type, new.encoded())
+
+
+class MemorySource:
+    """A `WeightSource` in memory."""
+
+    def __init__(self, config: Qwen3Config, tensors: list[NewTensor]):
+        self.config = config
+        self.tensors = {tensor.name: memory_tensor(tensor.name, tensor.ggml_type, tensor.data) for tensor in tensors}
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def tensor(self, name: str) -> MemoryTensor:
+        return self.tensors[name]
+
+    def release(self, name: str) -> None:
+        pass
+
+
+def small_model(backend: Backend, tensor_type: str, seed: int = 0, **sizes) -> Qwen3:
+    """The model that `write_small_qwen3` would write, on `backend`."""
+    if tensor_type in K_TYPES:
+        sizes = WHOLE_BLOCKS | sizes
+    config = small_config(**sizes)
+    return load_qwen3(MemorySource(config, small_tensors(config, GGMLType[tensor_type], seed)), backend)
+
+
+def random_bytes(tensor_type: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+    """Blocks of random bytes, uint8 `[rows, bytes of a row]`, whose scales are finite."""
+    rows, columns = shape
+    raw = rng.integers(0, 256, (rows, row_nbytes(GGMLType[tensor_type], columns)), dtype=np.uint8)
+    for offset in range(0, raw.shape[1], 2) if tensor_type in FLOATS else ():
+        raw[:, offset + 1] &= 0xBF  # magnitudes below 2, so that no exponent is all ones
+    return raw
+
+
+def run_python(code_or_file: list[str], **environment: str) -> subprocess.CompletedProcess:
+    """Another Python process in the repository's root, with its output captured."""
+    import os
+
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
+    return subprocess.run(
+        [sys.executable, *code_or_file],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=inherited | environment,
+        timeout=240,
+    )
+
+
+ForwardPass = Callable
+
+
+def run_rows(backend: Backend, forward_pass, rows: int, storage=None) -> np.ndarray:
+    """One forward of a single sequence of `rows` rows whose tokens are 0, 1, 2, …"""
+    part = Part(list(range(rows)), 0, rows, [0])
+    batch = flat_batch([part], block_size=rows)
+    return backend.run(forward_pass, batch, storage)
+
+
+__all__ = ["Part", "flat_batch", "new_storage"]
