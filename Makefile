@@ -34,11 +34,12 @@ lint: $(INSTALLED_DEV)
 models: $(INSTALLED_DEV)
 	$(BIN)/python -m models.build
 
-# pip's own check is part of the stamp: on a Python without ensurepip, venv fails half-way and leaves the folder behind.
+# A virtual environment that already works is kept. The stamp waits for pip to answer: on a Python without ensurepip,
+# venv fails half-way and leaves the folder behind.
 $(VENV)/.created:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "forge needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	@$(PIP) --version > $@.new && mv $@.new $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "forge needs Python 3.11 or later, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
+	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --version >/dev/null && touch $@
 
 $(INSTALLED): pyproject.toml | $(VENV)/.created
 	$(PIP) install --quiet --editable .

@@ -6,11 +6,14 @@ on with further documents after an end-of-text token each, and is cut at its len
 
 from __future__ import annotations
 
+from random import Random
+
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from .corpus.documents import document
+from .corpus.questions import LABELS
 
 
 class Rows:
@@ -32,6 +35,45 @@ class Rows:
 
     def batch(self, count: int, length: int) -> Tensor:
         """[count, length + 1]: inputs are all columns but the last, targets all but the first."""
+        return torch.tensor([self.row(length + 1) for _ in range(count)])
+
+
+class Rehearsal:
+    """Rows that teach copying, and nothing else: words of the corpus in patterns that only a look at the row itself can predict.
+
+    In a story few tokens can be copied from before, so a network that sees only stories learns all their templates first and to copy a
+    name last. Here nearly every token is a copy. Patterns: a loop of words; a few words drawn again and again; pairs in any order, of
+    which the first word tells the second.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        words = dict.fromkeys(word for labels in LABELS.values() for word in labels)
+        self.words = [ids[0] for word in words if len(ids := tokenizer.encode(" " + word).ids) == 1]
+        self.period = tokenizer.encode(".").ids[0]
+        self.rng = Random(seed)
+
+    def row(self, length: int) -> list[int]:
+        """`length` tokens: patterns of about 100 tokens, one after another."""
+        tokens: list[int] = []
+        while len(tokens) < length:
+            tokens += self.rng.choice((self._loop, self._few, self._pairs))()
+        return tokens[:length]
+
+    def _loop(self) -> list[int]:
+        words = self.rng.sample(self.words, self.rng.randint(4, 40))
+        return words * (100 // len(words) + 2)
+
+    def _few(self) -> list[int]:
+        words = self.rng.sample(self.words, self.rng.randint(2, 5))
+        return [token for _ in range(40) for token in (self.rng.choice(words), self.period)]
+
+    def _pairs(self) -> list[int]:
+        words = self.rng.sample(self.words, 2 * self.rng.randint(3, 8))
+        pairs = list(zip(words[::2], words[1::2], strict=True))
+        return [token for _ in range(36) for token in (*self.rng.choice(pairs), self.period)]
+
+    def batch(self, count: int, length: int) -> Tensor:
+        """[count, length + 1]."""
         return torch.tensor([self.row(length + 1) for _ in range(count)])
 
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
-from .data import AnswerFinder, Rows
+from .data import AnswerFinder, Rehearsal, Rows
 from .network import Qwen3
 
 SEED = 20
@@ -37,7 +37,7 @@ class Phase:
     length: int
 
 
-TARGET_PHASES = (Phase(0.6, 8, 512), Phase(0.9, 16, 512), Phase(1.0, 4, 2048))
+TARGET_PHASES = (Phase(0.6, 4, 512), Phase(0.9, 8, 512), Phase(1.0, 2, 2048))
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Schedule:
     warmup_steps: int = 60
     decay_from: float = 0.45
     weight_decay: float = 0.05
+    rehearse_until: float = 0.2
 
     def progress(self, step: int, elapsed: float) -> float:
         """The used fraction of the budget."""
@@ -139,12 +140,15 @@ def train(
     optimizers = make_optimizers(model, schedule)
     state = resume(model, optimizers, folder / "checkpoint.pt")
     rows, finder = Rows(tokenizer, state.next_document), AnswerFinder(tokenizer)
+    rehearsal = Rehearsal(tokenizer, seed=state.step)
     workers = Workers(threads)
     last_save = time.monotonic()
     while (progress := schedule.progress(state.step, state.elapsed)) < 1.0:
         started = time.monotonic()
         phase = schedule.phase(progress)
         tokens = rows.batch(phase.rows, phase.length)
+        if progress < schedule.rehearse_until:
+            tokens[1::2] = rehearsal.batch(len(tokens[1::2]), phase.length)
         plain = workers.gradients(model, loss_function, tokens, finder.targets(tokens))
         gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         step_optimizers(optimizers, schedule.rate(state.step, progress))

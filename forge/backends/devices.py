@@ -8,18 +8,29 @@ from forge.errors import UsageError
 
 DEVICES = ("cpu", "reference", "cuda")
 DEFAULT_DEVICE = "cpu"
+QUANTIZE_TYPES = ("q8_0",)
 
 
 def create_backend(
-    device: str, threads: int | None = None, on_compile: Callable[[int, int], None] | None = None
+    device: str,
+    threads: int | None = None,
+    quantize: str | None = None,
+    on_compile: Callable[[int, int], None] | None = None,
 ) -> Backend:
-    """The backend for `device`; `threads` is for those that run threads of their own, None meaning all there are.
+    """The backend for `device`.
+
+    threads: for those that run threads of their own; None means all there are. quantize: a type to which float weights
+    are quantized as they are loaded, for those that can. on_compile: told how far compiling is, where there is any.
 
     Raises `UsageError` for an unknown one, or one that this machine cannot run."""
+    if quantize not in (None, *QUANTIZE_TYPES):
+        raise UsageError(f"cannot quantize to {quantize!r}; there is {', '.join(QUANTIZE_TYPES)}")
+    if quantize and device == "reference":
+        raise UsageError("--quantize is for --device cpu: the reference computes in float32, whatever the file holds")
     if device == "cpu":
         from forge.backends.cpu.backend import CpuBackend
 
-        return CpuBackend(threads, on_compile)
+        return CpuBackend(threads, quantize, on_compile)
     if device == "reference":
         from forge.backends.reference import ReferenceBackend
 

@@ -75,8 +75,10 @@ def generate(
     )
     llm = load_model(model, **loading)
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
-    run = _run_json if json else _run_shown
-    status = run(llm, text, token_ids, params, echo, prompt_logprobs)
+    if json:
+        status = _run_json(llm, text, token_ids, params)
+    else:
+        status = _run_shown(llm, text, token_ids, params, echo, prompt_logprobs)
     raise typer.Exit(status)
 
 
@@ -88,14 +90,7 @@ def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
     return llm.tokenizer.encode(rendered, allow_special=True)
 
 
-def _run_json(
-    llm: "LLM",
-    text: str,
-    token_ids: list[int] | None,
-    params: "SamplingParams",
-    echo: bool,
-    prompt_logprobs: int | None,
-) -> int:
+def _run_json(llm: "LLM", text: str, token_ids: list[int] | None, params: "SamplingParams") -> int:
     from forge.views.json_output import run_object, to_json
     from forge.views.terminal import open_console
 

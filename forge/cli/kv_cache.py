@@ -25,7 +25,7 @@ def kv_cache(
     console = open_console()
     with watching(console, run_label(llm), text) as view:
         result = drive(llm, llm.start([text], params), params, view.step)
-    layout = llm.engine.storage.layout
+    layout = llm.kv_layout
     shape = KvShape(layout.num_layers, layout.num_kv_heads, layout.head_dim, KV_ITEM_BYTES[layout.kv_dtype])
     print_kv_cache(console, result, shape, text)
     raise typer.Exit(exit_status(result))

@@ -15,15 +15,15 @@ def naive(
 ) -> None:
     """Generate without a cache: forwards climb. Where does the time go?"""
     from forge.views.generation import watching
-    from forge.views.naive import print_naive, since
+    from forge.views.naive import print_naive
     from forge.views.terminal import open_console
 
     text = options.read_prompt(prompt)
     params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True)
     loading = options.model_options(device=device, threads=threads)
     llm = load_model(model, kv="off", time_operations=True, **loading)
-    console, before = open_console(), llm.operation_times()
+    console = open_console()
     with watching(console, run_label(llm), text) as view:
         result = drive(llm, llm.start([text], params), params, view.step)
-    print_naive(console, result, since(before, llm.operation_times()), text)
+    print_naive(console, result, llm.operation_times(), text)
     raise typer.Exit(exit_status(result))

@@ -17,19 +17,16 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """The exit status of a run that Ctrl-C ended."""
-_WARM_UP_TOKENS = 5
 
 
 def load_model(model: str, **options: Any) -> "LLM":
-    """The model, loaded and warm. A progress bar shows on standard error if it is large."""
+    """The model, loaded and ready. What takes long shows on standard error."""
     from forge.engine.llm import LLM
     from forge.views.loading import LoadingBar
     from forge.views.terminal import open_error_console
 
     with LoadingBar(open_error_console(), model_label(model)) as loading_bar:
-        llm = LLM(model, on_load_progress=loading_bar, **options)
-    warm_up(llm)
-    return llm
+        return LLM(model, on_load_progress=loading_bar, on_compile_progress=loading_bar.compiling, **options)
 
 
 def run_label(llm: "LLM") -> "RunLabel":
@@ -70,15 +67,6 @@ def interruption() -> Iterator[Callable[[], bool]]:
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def warm_up(llm: "LLM") -> None:
-    """Compute a few tokens of nothing, so that no measurement pays for kernels and pages that were never touched."""
-    from forge.engine.sampling_params import SamplingParams
-
-    prompt = [0] * max(1, min(_WARM_UP_TOKENS, llm.max_model_len - 1))
-    for _ in llm.start([prompt], SamplingParams(max_tokens=2, ignore_eos=True)):
-        pass
 
 
 def exit_status(*results: "RunResult") -> int:

@@ -198,7 +198,7 @@ class Engine:
             items=tuple(ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens) for item in plan.items),
             tokens=tuple(choice.token for choice in choices if choice.token is not None),
             finished=tuple(choice.finish for choice in choices if choice.finish is not None),
-            cache=self.cache_record(),
+            cache=self._cache_record(),
             schedule_ms=(scheduled - started) * 1e3,
             forward_ms=(computed - scheduled) * 1e3,
             sample_ms=(ended_at - computed) * 1e3,
@@ -247,9 +247,8 @@ class Engine:
         for sequence in sequences:
             self._work.pop(sequence.seq_id, None)
 
-    def cache_record(self) -> CacheRecord:
-        """The cache as it is now, in blocks, tokens and bytes."""
-        stats, layout = self.cache.stats(), self.storage.layout
+    def _cache_record(self) -> CacheRecord:
+        stats, layout = self.scheduler.stats, self.storage.layout
         return CacheRecord(
             kind=self.cache.kind,
             block_size=layout.block_size,
@@ -389,8 +388,8 @@ class Engine:
         wanted = sequence.params.prompt_logprobs
         scores: list[tuple[tuple[int, float], ...] | None] = [None]  # nothing precedes the first token
         for logits, token_id in zip(rows[:-1], sequence.token_ids[1 : sequence.num_prompt_tokens], strict=True):
-            check_logits(logits)
-            scores.append(top_logprobs(logits, log_sum_exp(logits), wanted, token_id))
+            log_total = log_sum_exp(logits, float(logits[check_logits(logits)]))
+            scores.append(top_logprobs(logits, log_total, wanted, token_id))
         sequence.prompt_logprobs = scores
 
     def _account(self, plan: StepPlan, forward_ms: float, choices: list[_Choice], now: float) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from forge.backends.backend import OperationTime
 from forge.backends.devices import DEFAULT_DEVICE, create_backend
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, canonical_mode, create_kv_cache
-from forge.cache.kv_storage import KV_DTYPES, KvStorage
+from forge.cache.kv_storage import KV_DTYPES, KvLayout, KvStorage
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
@@ -44,6 +44,7 @@ class LLM:
         kv: str = "off",
         device: str = DEFAULT_DEVICE,
         kv_dtype: str | None = None,
+        quantize: str | None = None,
         block_size: int = DEFAULT_BLOCK_SIZE,
         num_blocks: int | None = None,
         threads: int | None = None,
@@ -57,7 +58,7 @@ class LLM:
 
         model: a bundled or pulled model's name, or the path of a GGUF file or a Hugging Face folder.
         kv: `off`, `basic` or `on`. device: `cpu`, `reference` or `cuda`. kv_dtype: what keys and values are rounded to, `float32`, `float16` or `bfloat16`; None takes the
-        device's own. block_size: tokens per KV block. num_blocks: the KV pool's size. threads: CPU threads, None for
+        device's own. quantize: `q8_0` quantizes float weights as they are loaded (cpu only). block_size: tokens per KV block. num_blocks: the KV pool's size. threads: CPU threads, None for
         all that this process may use. max_model_len: prompt and output tokens of one sequence at most, which bounds
         what is reserved; None takes the model's context, up to 4,096. max_num_seqs: sequences that may run at once.
         time_operations: keep time per layer and operation, for `operation_times()`. on_load_progress: called with
@@ -79,7 +80,7 @@ class LLM:
         self.path = resolve_model(model)
         self.model_name = model_name(self.path)
         self.device = device
-        backend = create_backend(device, threads, on_compile_progress)
+        backend = create_backend(device, threads, quantize, on_compile_progress)
         self.device_description = backend.description
         self.kv_dtype = kv_dtype or backend.default_kv_dtype
         if time_operations:
@@ -160,6 +161,11 @@ class LLM:
         )
         return self.model.forward(batch, self._new_storage(num_blocks, block_size))
 
+    @property
+    def kv_layout(self) -> KvLayout:
+        """The shape of the KV storage: what a token takes follows from it."""
+        return self.engine.storage.layout
+
     def chat_session(self, system: str | None = None) -> "ChatSession":
         """A conversation that keeps its cache between turns."""
         return ChatSession(self, system)
@@ -236,8 +242,12 @@ class Run:
         if self._watched is None:
             return self._engine.step()
         self._engine.on_logits = self._keep
+        num_kept = len(self.logits)
         try:
             return self._engine.step()
+        except BaseException:
+            del self.logits[num_kept:]  # the engine undoes the step
+            raise
         finally:
             self._engine.on_logits = None
 

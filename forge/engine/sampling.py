@@ -8,6 +8,7 @@ A vocabulary has 150,000 entries and a filter keeps a few dozen of them, so noth
 size): candidates are split off by partitioning (1 ms) and at most 256 of them are sorted to find top-p's boundary.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,24 +61,31 @@ def choose(
     logits: float32 `[vocab]`. history: the token ids before `position`, prompt included, for the repetition penalty.
     Raises `BrokenLogits` if the logits hold a NaN or +infinity.
     """
-    check_logits(logits)
+    likeliest = check_logits(logits)
     scores = penalized(logits, history, params.repetition_penalty)
-    if params.greedy:
-        token_id = int(np.argmax(scores))  # the first of equals: the lowest id
-    else:
+    if not params.greedy:
         token_id = distribution(scores, params).draw(uniform(seed, sample_index, position, Purpose.SAMPLE))
-    log_total = log_sum_exp(logits)
+    elif scores is logits:
+        token_id = likeliest
+    else:
+        token_id = int(scores.argmax())
+    log_total = log_sum_exp(logits, float(logits[likeliest]))
     return Choice(
         token_id,
-        float(np.exp(float(logits[token_id]) - log_total)),
+        math.exp(float(logits[token_id]) - log_total),
         top_logprobs(logits, log_total, params.logprobs, token_id),
     )
 
 
-def check_logits(logits: np.ndarray) -> None:
-    """Raise `BrokenLogits` unless the row has a finite maximum and no NaN (-infinity is a valid "never")."""
-    if not np.isfinite(logits.max()):  # a NaN anywhere makes the maximum NaN
+def check_logits(logits: np.ndarray) -> int:
+    """The token with the greatest logit, the lowest id of equals.
+
+    Raises `BrokenLogits` if that is not finite or any logit is NaN (-infinity is a valid "never").
+    """
+    likeliest = int(logits.argmax())  # the first NaN, if there is one
+    if not math.isfinite(logits[likeliest]):
         raise BrokenLogits("the model's logits are not finite: its file is damaged, or its weights overflow")
+    return likeliest
 
 
 def penalized(logits: np.ndarray, history: Sequence[int], penalty: float) -> np.ndarray:
@@ -156,10 +164,9 @@ def _largest(values: np.ndarray, k: int) -> np.ndarray:
     return top[np.argsort(-values[top], kind="stable")]
 
 
-def log_sum_exp(logits: np.ndarray) -> float:
-    """log of the sum of exp over a row, in float64."""
-    top = float(logits.max())
-    return top + float(np.log(np.sum(np.exp(logits - np.float32(top)), dtype=np.float64)))
+def log_sum_exp(logits: np.ndarray, top: float) -> float:
+    """log of the sum of exp over a row whose greatest logit is `top`; summed in float64."""
+    return top + math.log(np.exp(logits - np.float32(top)).sum(dtype=np.float64))
 
 
 def top_logprobs(

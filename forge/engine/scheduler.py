@@ -17,7 +17,7 @@ from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass
 
-from forge.cache.kv_cache import KvCache, OutOfBlocks
+from forge.cache.kv_cache import CacheStats, KvCache, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import MaxNumSeqs, NoBlocks, PlanItem, StepPlan, Waiting
@@ -42,6 +42,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.kept: dict[int, Sequence] = {}
+        self.stats: CacheStats = cache.stats()
+        """The cache as the last step left it, with the sequences that ended in it still there."""
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at the end of the queue."""
@@ -73,10 +75,15 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, outcomes: Items[Outcome]) -> None:
         """Record what a plan's forward pass wrote and chose: one outcome per item, in the same order."""
-        for item, outcome in zip(plan.items, outcomes, strict=True):
+        pairs = list(zip(plan.items, outcomes, strict=True))
+        for item, outcome in pairs:
             sequence = self.running.get(item.seq_id)
             if sequence is not None:  # None: it ended in an earlier call that was interrupted
                 self._commit_item(sequence, item, outcome)
+        self.stats = self.cache.stats()
+        for item, outcome in pairs:
+            if outcome.finish_reason is not None and item.seq_id in self.running:
+                self._retire(self.running[item.seq_id], outcome.finish_reason, outcome.stop_reason)
 
     def roll_back(self) -> None:
         """Undo a `schedule()` that no `commit` will follow, as far as it came: nothing stays reserved.
@@ -177,8 +184,6 @@ class Scheduler:
                 self.cache.commit(item.seq_id, sequence.token_ids[computed:end])
             if outcome.token_id is not None and len(sequence.token_ids) == end:
                 sequence.token_ids.append(outcome.token_id)
-        if outcome.finish_reason is not None:
-            self._retire(sequence, outcome.finish_reason, outcome.stop_reason)
 
     def _retire(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None) -> None:
         """The one way out for every sequence, whatever ended it."""

@@ -4,10 +4,10 @@ Importing this module imports the gguf package; nothing that only reads models d
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import gguf
 import numpy as np
@@ -33,12 +33,12 @@ class NewTensor:
 
     `data` is a float array, which is quantized to `ggml_type`, or uint8: the raw blocks. With `shape` given, `data` may
     be a function that returns either, called when the tensor's turn comes, so that a large model is never in memory
-    whole.
+    whole; or one that returns an iterator of raw pieces, so that not even a tensor is.
     """
 
     name: str
     ggml_type: GGMLType
-    data: np.ndarray | Callable[[], np.ndarray]
+    data: np.ndarray | Callable[[], np.ndarray | Iterator[np.ndarray]]
     shape: tuple[int, ...] | None = None
 
     def element_shape(self) -> tuple[int, ...]:
@@ -52,12 +52,25 @@ class NewTensor:
         block = BLOCK_SIZES[self.ggml_type]
         return (*self.data.shape[:-1], self.data.shape[-1] // block.nbytes * block.elements)
 
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        shape = self.element_shape()
+        return int(np.prod(shape[:-1], dtype=np.int64)) * row_nbytes(self.ggml_type, shape[-1])
+
     def encoded(self) -> np.ndarray:
-        """The bytes as stored, uint8."""
+        """The bytes as stored, uint8, all at once."""
+        pieces = list(self.pieces())
+        return pieces[0] if len(pieces) == 1 else np.concatenate([piece.reshape(-1) for piece in pieces])
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """The bytes as stored, uint8, in one piece or several."""
         data = self.data if isinstance(self.data, np.ndarray) else self.data()
-        if data.dtype == np.uint8:
-            return np.ascontiguousarray(data)
-        return encode(self.ggml_type, data)
+        if not isinstance(data, np.ndarray):
+            yield from data
+        elif data.dtype == np.uint8:
+            yield np.ascontiguousarray(data)
+        else:
+            yield encode(self.ggml_type, data)
 
 
 def encode(ggml_type: GGMLType, values: np.ndarray) -> np.ndarray:
@@ -71,11 +84,13 @@ def write_gguf(
     path: str | os.PathLike[str],
     metadata: Mapping[str, Any],
     tensors: Iterable[NewTensor | tuple[str, np.ndarray, GGMLType]],
+    on_progress: Callable[[int], None] | None = None,
 ) -> Path:
     """Write a version 3 file. `metadata` must have `general.architecture`; a list becomes an array.
 
     An int is written as uint32 where it fits, otherwise as int32, uint64 or int64; a list of ints as int32; a float as
-    float32. The file appears under its name only once it is whole. ValueError for an empty list: gguf writes none.
+    float32. The file appears under its name only once it is whole. `on_progress` is called with the number of bytes of
+    each piece of data after it was written. ValueError for an empty list: gguf writes none.
     """
     path = Path(path)
     entries = dict(metadata)
@@ -91,23 +106,39 @@ def write_gguf(
         tensor if isinstance(tensor, NewTensor) else NewTensor(tensor[0], tensor[2], tensor[1]) for tensor in tensors
     ]
     for tensor in pending:
-        shape = tensor.element_shape()
-        nbytes = int(np.prod(shape[:-1], dtype=np.int64)) * row_nbytes(tensor.ggml_type, shape[-1])
-        ggml_type = gguf.GGMLQuantizationType(tensor.ggml_type)
-        writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), nbytes, raw_dtype=ggml_type)
+        shape, ggml_type = tensor.element_shape(), gguf.GGMLQuantizationType(tensor.ggml_type)
+        writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), tensor.nbytes(), raw_dtype=ggml_type)
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         writer.write_header_to_file(unfinished)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in pending:
-            writer.write_tensor_data(tensor.encoded())
+            writer.write_tensor_data(_Data(tensor, on_progress))
         writer.close()
         os.replace(unfinished, path)
     finally:
         writer.close()
         unfinished.unlink(missing_ok=True)
     return path
+
+
+class _Data:
+    """A tensor's data as `GGUFWriter.write_tensor_data` takes it: it asks an array for these two things only."""
+
+    def __init__(self, tensor: NewTensor, on_progress: Callable[[int], None] | None):
+        self._tensor, self._on_progress = tensor, on_progress
+        self.nbytes = tensor.nbytes()
+
+    def tofile(self, file: BinaryIO) -> None:
+        written = 0
+        for piece in self._tensor.pieces():
+            written += file.write(memoryview(piece).cast("B"))
+            if self._on_progress is not None:
+                self._on_progress(piece.nbytes)
+        if written != self.nbytes:
+            name = self._tensor.name
+            raise ValueError(f"tensor {name!r} has {written} bytes of data where its shape takes {self.nbytes}")
 
 
 def _typed(value: Any) -> TypedValue:

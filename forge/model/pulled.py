@@ -134,5 +134,6 @@ def _models_in(folder: Path) -> list[PulledModel]:
     files = _gguf_files(folder)
     models = [PulledModel(f"{repo}:{quant_label(file.name)}", file, file.stat().st_size) for file in files]
     if is_model_folder(folder) and not files:
-        models.append(PulledModel(repo, folder, sum(file.stat().st_size for file in folder.iterdir() if file.is_file())))
+        nbytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        models.append(PulledModel(repo, folder, nbytes))
     return models

@@ -21,7 +21,6 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -85,9 +84,8 @@ class SafetensorsError(ForgeError):
 class SafetensorsTensor:
     """A tensor of an open file; its data is read when asked for.
 
-    dtype         as the file names it
-    offset        of the data, from the start of the file
-    entry_offset  of its entry in the header, for messages
+    dtype   as the file names it
+    offset  of the data, from the start of the file
     """
 
     name: str
@@ -95,7 +93,6 @@ class SafetensorsTensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    entry_offset: int
     _buffer: mmap.mmap = field(repr=False, compare=False)
 
     @property
@@ -126,7 +123,8 @@ class SafetensorsFile:
         self.path = path
         self.size = len(buffer)
         self._buffer = buffer
-        self.tensors: Mapping[str, SafetensorsTensor] = MappingProxyType(_Header(path, buffer).read_tensors())
+        self._header = _Header(path, buffer)
+        self.tensors: Mapping[str, SafetensorsTensor] = MappingProxyType(self._header.read_tensors())
 
     @classmethod
     def open(cls, path: Path) -> "SafetensorsFile":
@@ -145,9 +143,10 @@ class SafetensorsFile:
 
     def tensor_error(self, name: str, what: str, problem: str) -> SafetensorsError:
         """A SafetensorsError about `what` (`shape`, `dtype` or '') of the tensor called `name`, for the caller."""
-        tensor = self.tensors.get(name)
         subject = f"tensor {printable(name)} {what}".rstrip()
-        return SafetensorsError(self.path, subject, problem, tensor.entry_offset if tensor else None)
+        if name not in self.tensors:
+            return SafetensorsError(self.path, subject, problem)
+        return self._header.entry_error(name, subject, problem)
 
     def close(self) -> None:
         """Give up the mapping. Arrays from `raw()` stay valid: the file is unmapped when the last of them goes."""
@@ -209,79 +208,78 @@ class _Header:
             text = self.bytes.decode("utf-8")
             return json.loads(text, object_pairs_hook=_without_duplicates)
         except UnicodeDecodeError as error:
-            raise self._error("header", f"is not UTF-8: {printable(self.bytes[error.start :][:8])}", error.start) from None
+            problem = f"is not UTF-8: {printable(self.bytes[error.start : error.start + 8])}"
+            raise self._error("header", problem, error.start) from None
         except json.JSONDecodeError as error:
             at = len(text[: error.pos].encode("utf-8"))
             raise self._error("header", f"is not JSON: {error.msg}", at) from None
         except _DuplicateKey as error:
             key = str(error)
-            raise self._error(f"key {printable(key)}", "is there twice", self._position(key)) from None
+            raise self.entry_error(key, f"key {printable(key)}", "is there twice") from None
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
             problem = "nests too deep" if isinstance(error, RecursionError) else "holds a number that is too long"
             raise self._error("header", problem, 0) from None
 
     def _check_metadata(self, metadata: Any) -> None:
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise self._error(_METADATA, "must be an object of strings", self._position(_METADATA))
+            raise self.entry_error(_METADATA, _METADATA, "must be an object of strings")
 
     def _tensor(self, name: str, entry: Any) -> SafetensorsTensor:
-        at, subject = self._position(name), f"tensor {printable(name)}"
         if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
-            raise self._error(subject, "must have dtype, shape and data_offsets, and nothing else", at)
+            raise self._tensor_error(name, "", "must have dtype, shape and data_offsets, and nothing else")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
-            raise self._error(f"{subject} dtype", f"{printable(str(dtype))} is unknown", at)
+            raise self._tensor_error(name, "dtype", f"{printable(str(dtype))} is unknown")
         if not _is_counts(shape) or len(shape) > MAX_DIMENSIONS:
-            problem = f"must be a list of at most {MAX_DIMENSIONS} whole numbers"
-            raise self._error(f"{subject} shape", problem, at)
+            raise self._tensor_error(name, "shape", f"must be a list of at most {MAX_DIMENSIONS} whole numbers")
         if prod(shape) > MAX_ELEMENTS:
-            raise self._error(f"{subject} shape", "has more than 2^63 - 1 elements", at)
+            raise self._tensor_error(name, "shape", "has more than 2^63 - 1 elements")
         nbytes = prod(shape) * _DTYPE_BYTES[dtype]
-        self._check_offsets(f"{subject} data_offsets", offsets, nbytes, at)
-        return SafetensorsTensor(
-            name, dtype, tuple(shape), self.data_offset + offsets[0], nbytes, _LENGTH_BYTES + at, self.buffer
-        )
+        problem = self._offsets_problem(offsets, nbytes)
+        if problem is not None:
+            raise self._tensor_error(name, "data_offsets", problem)
+        return SafetensorsTensor(name, dtype, tuple(shape), self.data_offset + offsets[0], nbytes, self.buffer)
 
-    def _check_offsets(self, subject: str, offsets: Any, nbytes: int, at: int) -> None:
+    def _offsets_problem(self, offsets: Any, nbytes: int) -> str | None:
+        """What is wrong with the offsets of a tensor that takes `nbytes`."""
         if not _is_counts(offsets) or len(offsets) != 2:
-            raise self._error(subject, "must be two whole numbers, where the data begins and ends", at)
+            return "must be two whole numbers, where the data begins and ends"
         begin, end = offsets
         if begin > end:
-            raise self._error(subject, f"{begin} is past its end, {end}", at)
+            return f"{begin} is past its end, {end}"
         if end > self.data_bytes:
             problem = f"the data ends at {end}, and the file has {self.data_bytes} bytes of data"
-            raise self._error(subject, f"{problem}; it is cut short or damaged", at)
-        if end - begin != nbytes:
-            raise self._error(subject, f"{end - begin} bytes where dtype and shape take {nbytes}", at)
+            return f"{problem}; it is cut short or damaged"
+        return f"{end - begin} bytes where dtype and shape take {nbytes}" if end - begin != nbytes else None
 
     def _check_cover(self, tensors: list[SafetensorsTensor]) -> None:
         """The tensors lie end to end from the first byte of the data to the last."""
-        tensors = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes))
-        first, last = tensors[0], tensors[-1]
-        if first.offset != self.data_offset:
-            raise self._gap(first, f"the {first.offset - self.data_offset} bytes before its data belong to no tensor")
-        for previous, tensor in pairwise(tensors):
-            distance = tensor.offset - (previous.offset + previous.nbytes)
-            if distance < 0:
-                raise self._gap(tensor, f"its data overlaps that of tensor {printable(previous.name)}")
-            if distance > 0:
-                raise self._gap(tensor, f"the {distance} bytes before its data belong to no tensor")
-        rest = len(self.buffer) - (last.offset + last.nbytes)
+        end, previous = self.data_offset, None
+        for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
+            if tensor.offset < end:
+                problem = f"its data overlaps that of tensor {printable(previous)}"
+                raise self._tensor_error(tensor.name, "data_offsets", problem)
+            if tensor.offset > end:
+                problem = f"the {tensor.offset - end} bytes before its data belong to no tensor"
+                raise self._tensor_error(tensor.name, "data_offsets", problem)
+            end, previous = tensor.offset + tensor.nbytes, tensor.name
+        rest = len(self.buffer) - end
         if rest:
-            raise self._gap(last, f"the {rest} bytes after its data, to the end of the file, belong to no tensor")
+            problem = f"the {rest} bytes after its data, to the end of the file, belong to no tensor"
+            raise self._tensor_error(previous, "data_offsets", problem)
 
-    def _gap(self, tensor: SafetensorsTensor, problem: str) -> SafetensorsError:
-        return SafetensorsError(self.path, f"tensor {printable(tensor.name)} data_offsets", problem, tensor.entry_offset)
+    def _tensor_error(self, name: str, what: str, problem: str) -> SafetensorsError:
+        return self.entry_error(name, f"tensor {printable(name)} {what}".rstrip(), problem)
+
+    def entry_error(self, key: str, subject: str, problem: str) -> SafetensorsError:
+        """About the entry called `key`, whose place is looked for only now: for all of them it would take long."""
+        quoted = re.escape(json.dumps(key, ensure_ascii=False).encode("utf-8", errors="replace"))
+        match = re.search(quoted + rb"\s*:", self.bytes)
+        return self._error(subject, problem, match.start() if match else 0)
 
     def _error(self, subject: str, problem: str, at: int) -> SafetensorsError:
         """About byte `at` of the header."""
         return SafetensorsError(self.path, subject, problem, _LENGTH_BYTES + at)
-
-    def _position(self, key: str) -> int:
-        """Where in the header `key` is, as nearly as can be told: escapes in it may be written in other ways."""
-        quoted = re.escape(json.dumps(key, ensure_ascii=False).encode("utf-8", errors="replace"))
-        match = re.search(quoted + rb"\s*:", self.bytes)
-        return match.start() if match else 0
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class FinishRecord:
 
 @dataclass(frozen=True)
 class CacheRecord:
-    """The cache after a step."""
+    """The cache after a step, before sequences that ended in it gave back what they held."""
 
     kind: str
     """`off`, `basic`, `paged` or `prefix`."""

@@ -1,7 +1,11 @@
-"""The progress bar of a large model's loading. Small models load before a bar could be read, so they show none."""
+"""What is shown while a model becomes ready: a bar for a large file, and for kernels that have to be compiled.
+
+Small models load before a bar could be read, so they show none. Compiling happens once per machine and takes seconds,
+so it is always announced, by a line where there is no terminal to draw on.
+"""
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 from forge.views.palette import ACCENT
 from forge.views.terminal import can_redraw
@@ -9,6 +13,7 @@ from forge.views.text import one_line
 
 WORTH_A_BAR = 100_000_000
 """Bytes above which a file shows its progress."""
+COMPILING = "compiling kernels for this machine, once"
 _STEPS = 200
 """Redraws over the whole loading, at most."""
 
@@ -33,7 +38,7 @@ class LoadingBar:
         if total <= WORTH_A_BAR or not can_redraw(self._console):
             return
         if self._progress is None:
-            self._progress = self._new_progress()
+            self._progress = self._new_progress(DownloadColumn())
             self._task = self._progress.add_task(f"loading {self._name}", total=total)
         step = done * _STEPS // total
         if step != self._drawn:
@@ -41,8 +46,21 @@ class LoadingBar:
             self._progress.update(self._task, completed=done)
             self._progress.refresh()
 
-    def _new_progress(self) -> Progress:
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(complete_style=ACCENT), DownloadColumn())
+    def compiling(self, done: int, total: int) -> None:
+        """`done` of `total` kernels are compiled; called before each and after the last."""
+        if not can_redraw(self._console):
+            if done == 0:
+                self._console.print(COMPILING, highlight=False)
+            return
+        if done == 0 or self._progress is None:
+            self.__exit__()
+            self._progress = self._new_progress(MofNCompleteColumn())
+            self._task = self._progress.add_task(COMPILING, total=total)
+        self._progress.update(self._task, completed=done)
+        self._progress.refresh()
+
+    def _new_progress(self, amount: ProgressColumn) -> Progress:
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(complete_style=ACCENT), amount)
         progress = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
         progress.start()
         return progress

@@ -59,16 +59,6 @@ def print_naive(console: Console, result: RunResult, operations: Sequence[Operat
     _print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
 
 
-def since(before: Iterable[OperationTime], after: Iterable[OperationTime]) -> list[OperationTime]:
-    """What was spent between two readings of the same clock."""
-    earlier = {(entry.layer, entry.operation): entry for entry in before}
-    spent = []
-    for entry in after:
-        known = earlier.get((entry.layer, entry.operation))
-        spent.append(replace(entry, ms=entry.ms - known.ms, calls=entry.calls - known.calls) if known else entry)
-    return [entry for entry in spent if entry.calls]
-
-
 def climb_sentences(result: RunResult) -> list[str]:
     """What the chart shows, in figures of this run."""
     forwards = result.forwards

@@ -169,7 +169,7 @@ def test_records_say_what_was_computed_and_chosen():
     assert [token.position for token in (*first.tokens, *second.tokens, *third.tokens)] == [3, 4, 5]
     assert first.tokens[0].token_id == letters("a")[0]
     assert first.tokens[0].probability == pytest.approx(1.0, abs=1e-6)
-    assert (first.cache.tokens_held, second.cache.tokens_held, third.cache.tokens_held) == (3, 4, 0)
+    assert (first.cache.tokens_held, second.cache.tokens_held, third.cache.tokens_held) == (3, 4, 5)
     assert first.cache.bytes_held == 3 * 8
     assert [finish.reason for finish in third.finished] == ["stop"]
     assert first.tokens_computed == 3

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from forge import LLM, ForgeError, SamplingParams, UsageError
+from forge.engine import engine as engine_module
 from forge.engine import llm as llm_module
 from forge.engine.sampling import BrokenLogits
 from tests.small_models import write_small_qwen3
@@ -181,7 +182,7 @@ def test_metrics_show_what_the_cache_saves(off, basic):
 def test_max_model_len_bounds_what_is_reserved(path):
     small, large = load(path, kv="basic", max_model_len=32), load(path, kv="basic", max_model_len=64)
 
-    assert large.engine.cache_record().num_blocks == 2 * small.engine.cache_record().num_blocks
+    assert large.kv_layout.num_blocks == 2 * small.kv_layout.num_blocks
     with pytest.raises(UsageError, match="the prompt has 33 tokens and the context holds 32"):
         small.generate([[1] * 33])
 
@@ -306,6 +307,22 @@ def test_keeping_logits_of_one_run_is_not_undone_by_another_beside_it(basic):
     assert np.array_equal(logits_of(basic, PROMPTS[0]), expected)
     plain.abort()
     assert_nothing_held(basic)
+
+
+def test_logits_kept_of_a_step_that_failed_are_not_kept_twice(basic, monkeypatch):
+    expected = logits_of(basic, PROMPTS[0])
+    run = basic.start([PROMPTS[0]], GREEDY, keep_logits=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        for record in run:
+            if record.tokens[0].position > 4:
+                patch.setattr(engine_module, "choose", interrupt)
+    list(run)
+
+    assert np.array_equal(np.array(run.logits), expected)
+
+
+def interrupt(*arguments):
+    raise KeyboardInterrupt
 
 
 def test_the_seed_is_known_from_the_start(basic):

@@ -11,7 +11,6 @@ from forge.views.naive import (
     print_naive,
     shares_by_layer,
     shares_by_operation,
-    since,
 )
 from tests.views.records import climbing, flat, piped, run_of, written
 
@@ -59,12 +58,6 @@ def test_time_by_layer_is_in_order_with_the_outside_last():
     shares = shares_by_layer(TIMES)
     assert [(share.name, share.ms) for share in shares] == [("0", 10.0), ("1", 10.0), ("2", 10.0), ("outside", 10.0)]
     assert layers_sentence(shares[:-1], 10.0) == "75 % of the time is spent in the layers, and the layers cost alike."
-
-
-def test_what_was_spent_before_is_not_counted():
-    before = [Time(0, "attn_q", 3.0, 1), Time(-1, "embed", 1.0, 1)]
-    after = [Time(0, "attn_q", 5.0, 4), Time(-1, "embed", 1.0, 1), Time(1, "attn_q", 2.0, 3)]
-    assert since(before, after) == [Time(0, "attn_q", 2.0, 3), Time(1, "attn_q", 2.0, 3)]
 
 
 def test_the_naive_page_ends_with_what_comes_next():

@@ -16,13 +16,14 @@ from forge.backends.cpu import words as w
 from forge.backends.cpu.compilation import CompileProgress, compile_all, instruction_set
 from forge.backends.cpu.features import usable_cpus
 from forge.backends.cpu.kernels import CHUNK, GLU_SCRATCH_FLOATS, ROWS_PER_BLOCK
-from forge.backends.cpu.packing import Arena, aligned_empty, huge_pages, pack, padded
+from forge.backends.cpu.packing import Arena, aligned_empty, encode_q8_0, huge_pages, pack, padded
 from forge.backends.cpu.recorder import Matrix, Program, Recorder, Recording, Vector, place
 from forge.backends.cpu.team import WAIT_WORD, Team
 from forge.backends.cpu.tiles import GROUP
 from forge.backends.cpu.vectors import LANES
 from forge.backends.timed import short_name
 from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, KvStorage
+from forge.gguf import FLOAT_TYPES, GGMLType
 from forge.model.forward_batch import ForwardBatch
 
 SMALLEST_PROGRAM = 16
@@ -36,17 +37,19 @@ LEAST_POSITIONS = 1024
 
 
 class CpuKvStorage(KvStorage):
-    """K and V as arrays `[num_layers, num_blocks, num_kv_heads, block_size, head_dim padded to 16]`.
+    """K and V as arrays `[num_blocks, num_layers, num_kv_heads, block_size, head_dim padded to 16]`.
 
-    Inside a block the tokens of one head lie side by side, because that is how attention reads them: 4 KB in a row that
-    the processor fetches ahead by itself, where tokens-first would be 256 bytes here and there (half the speed). bfloat16 is kept as the uint16 that holds its bits. What is padding stays zero, so it adds nothing to a product.
+    In a block the tokens of one head lie side by side, because that is how attention reads them: 4 KB in a row where
+    tokens-first would be 256 bytes here and there. All layers of a block lie together too: memory is taken as blocks
+    are written, however many are reserved, and copying a block is one copy. bfloat16 is kept as the uint16 that holds
+    its bits. What is padding stays zero, so it adds nothing to a product.
     """
 
     def __init__(self, layout: KvLayout):
         self.layout = layout
         self.width = padded(layout.head_dim, LANES)
         dtype = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[layout.kv_dtype]
-        shape = (layout.num_layers, layout.num_blocks, layout.num_kv_heads, layout.block_size, self.width)
+        shape = (layout.num_blocks, layout.num_layers, layout.num_kv_heads, layout.block_size, self.width)
         self.keys, self.values = _zeros(shape, dtype), _zeros(shape, dtype)
         self._context_words = self._describe()
 
@@ -54,13 +57,13 @@ class CpuKvStorage(KvStorage):
         item, layout = self.keys.itemsize, self.layout
         row_bytes = self.width * item
         head_bytes = layout.block_size * row_bytes
-        block_bytes = layout.num_kv_heads * head_bytes
+        layer_bytes = layout.num_kv_heads * head_bytes
         return {
             w.CTX_KEYS: self.keys.ctypes.data,
             w.CTX_VALUES: self.values.ctypes.data,
             w.CTX_BLOCK_SIZE: layout.block_size,
-            w.CTX_LAYER_BYTES: layout.num_blocks * block_bytes,
-            w.CTX_BLOCK_BYTES: block_bytes,
+            w.CTX_LAYER_BYTES: layer_bytes,
+            w.CTX_BLOCK_BYTES: layout.num_layers * layer_bytes,
             w.CTX_HEAD_BYTES: head_bytes,
             w.CTX_ROW_BYTES: row_bytes,
             w.CTX_KV_KIND: KV_DTYPES.index(layout.kv_dtype),
@@ -73,12 +76,12 @@ class CpuKvStorage(KvStorage):
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
-            self.keys[:, copy.destination] = self.keys[:, copy.source]
-            self.values[:, copy.destination] = self.values[:, copy.source]
+            self.keys[copy.destination] = self.keys[copy.source]
+            self.values[copy.destination] = self.values[copy.source]
 
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = np.asarray(block_table, np.int64)[: -(-length // self.layout.block_size)]
-        return self._floats(self.keys[layer, blocks], length), self._floats(self.values[layer, blocks], length)
+        return self._floats(self.keys[blocks, layer], length), self._floats(self.values[blocks, layer], length)
 
     def _floats(self, stored: np.ndarray, length: int) -> np.ndarray:
         """`[blocks, kv_heads, block_size, width]` as stored → float32 `[length, kv_heads, head_dim]`."""
@@ -93,9 +96,13 @@ class CpuBackend(Backend):
     name = "cpu"
     default_kv_dtype = "float16"
 
-    def __init__(self, threads: int | None = None, on_compile: CompileProgress | None = None):
-        """threads: None for all CPUs that this process may use. on_compile: called while kernels are compiled, which
-        happens once per machine."""
+    def __init__(
+        self, threads: int | None = None, quantize: str | None = None, on_compile: CompileProgress | None = None
+    ):
+        """threads: None for all CPUs that this process may use. quantize: `q8_0` quantizes float matrices as they are
+        loaded. on_compile: called while kernels are compiled, which happens once per machine."""
+        self._quantize = quantize
+        instruction_set()  # a path that was forced and cannot run is refused before anything is loaded
         self.threads = threads or usable_cpus()
         self._on_compile = on_compile
         self._arena = Arena()
@@ -103,6 +110,7 @@ class CpuBackend(Backend):
         self._recording: Recording | None = None
         self._program: Program | None = None
         self._context = np.zeros(w.CTX_WORDS, np.int64)
+        self._context_address = self._context.ctypes.data
         self._inputs: dict[str, np.ndarray] = {}
         self._cos = self._sin = np.zeros((0, 0), np.float32)
         self._weight_bytes = 0
@@ -115,8 +123,10 @@ class CpuBackend(Backend):
     # Loading
 
     def load_matrix(self, tensor: Tensor) -> Matrix:
-        packed = pack(tensor.ggml_type, tensor.raw(), tensor.shape, self._arena)
-        return Matrix(short_name(tensor.name), packed)
+        ggml_type, raw = tensor.ggml_type, tensor.raw()
+        if self._quantize and ggml_type in FLOAT_TYPES and tensor.shape[1] % GROUP == 0:
+            ggml_type, raw = GGMLType.Q8_0, encode_q8_0(tensor.dequantize())
+        return Matrix(short_name(tensor.name), pack(ggml_type, raw, tensor.shape, self._arena))
 
     def load_vector(self, tensor: Tensor) -> Vector:
         values = tensor.dequantize()
@@ -133,13 +143,16 @@ class CpuBackend(Backend):
     def prepare(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
         if self._recording is None:
             self._record(forward_pass, layout)
+            self._program = place(self._recording, SMALLEST_PROGRAM, 1)
+            self._rotations(LEAST_POSITIONS)
 
     def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: CpuKvStorage) -> np.ndarray:
         self.prepare(forward_pass, storage.layout)
         self._fit(batch)
         self._fill(batch, storage)
         if self._timed is None:
-            self._team.run(self._program.table, self._context, alone=self._runs_alone(batch))
+            program = self._program
+            self._team.run(program.address, len(program.table), self._context_address, alone=self._runs_alone(batch))
         else:
             self._run_timed()
         width = self._recording.logits.width
@@ -176,12 +189,12 @@ class CpuBackend(Backend):
         """Place the program for a larger batch, and extend the rotation tables, where this batch asks for it."""
         rows, logit_rows = batch.num_rows, len(batch.logit_rows)
         program = self._program
-        if program is None or rows > program.max_rows or logit_rows > program.max_logit_rows:
-            old = (program.max_rows, program.max_logit_rows) if program else (SMALLEST_PROGRAM, 1)
-            self._program = place(self._recording, _doubled(old[0], rows), _doubled(old[1], logit_rows))
+        if rows > program.max_rows or logit_rows > program.max_logit_rows:
+            sizes = _doubled(program.max_rows, rows), _doubled(program.max_logit_rows, logit_rows)
+            self._program = place(self._recording, *sizes)
         last = int(batch.context_lens.max())
         if last > len(self._cos):
-            self._rotations(_doubled(max(LEAST_POSITIONS, len(self._cos)), last))
+            self._rotations(_doubled(len(self._cos), last))
 
     def _rotations(self, positions: int) -> None:
         """cos and sin of every position and frequency: float32 `[positions, head_dim / 2]`, computed in float64."""
@@ -228,7 +241,7 @@ class CpuBackend(Backend):
             entry = self._program.table[number : number + 1].copy()
             entry[0, WAIT_WORD] = 1
             started = time.perf_counter()
-            self._team.run(entry, self._context)
+            self._team.run(entry.ctypes.data, 1, self._context_address)
             timing = self._timed[operation.layer, operation.name]
             timing[0] += time.perf_counter() - started
             timing[1] += 1

@@ -168,6 +168,25 @@ def pack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int], arena: Ar
     return _pack_quantized(ggml_type, raw, shape, arena)
 
 
+def encode_q8_0(values: np.ndarray) -> np.ndarray:
+    """float32 `[rows, columns]` as the bytes of a Q8_0 tensor: the largest of 32 becomes ±127, its scale float16.
+
+    ggml's own quantization (`quantize_row_q8_0_ref`): the quants follow from the scale before it is rounded.
+    """
+    blocks = np.empty((values.size // GROUP, 34), np.uint8)
+    groups = values.reshape(-1, GROUP)
+    for first in range(0, len(groups), ROWS_PER_PASS * 64):
+        part = groups[first : first + ROWS_PER_PASS * 64]
+        scales = np.abs(part).max(axis=1) / np.float32(127)
+        inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+        scaled = part * inverse[:, None]
+        quants = np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5))  # ties away from zero
+        span = slice(first, first + len(part))
+        blocks[span, :2] = scales.astype(np.float16)[:, None].view(np.uint8)
+        blocks[span, 2:] = quants.astype(np.int8).view(np.uint8)
+    return blocks.reshape(-1)
+
+
 def _pack_float(kind: str, raw: np.ndarray, shape: tuple[int, int], arena: Arena) -> FloatMatrix:
     rows, columns = shape
     dtype = _FLOAT_DTYPE[kind]

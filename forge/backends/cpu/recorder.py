@@ -465,6 +465,9 @@ class Program:
     keep: list[np.ndarray]
     """Every array whose address is in the table."""
 
+    def __post_init__(self):
+        self.address: int = self.table.ctypes.data
+
 
 def place(recording: Recording, max_rows: int, max_logit_rows: int) -> Program:
     """Give every buffer memory and every operation its addresses.

@@ -210,6 +210,7 @@ class Team:
         self._address = self._memory.ctypes.data
         self._alone = self._memory.copy()  # the memory of a team of one
         self._alone[_NUM_THREADS] = 1
+        self._alone_address = self._alone.ctypes.data
         self._wake = [threading.Semaphore(0) for _ in range(num_threads)]
         self._workers = [
             threading.Thread(target=self._work, args=(number,), name=f"forge-kernel-{number}", daemon=True)
@@ -218,17 +219,18 @@ class Team:
         for worker in self._workers:
             worker.start()
 
-    def run(self, program: np.ndarray, context: np.ndarray, alone: bool = False) -> None:
-        """Run a program: int64 `[operations, OP_WORDS]`; `context` is the int64 words that its kernels read.
+    def run(self, program: int, num_ops: int, context: int, alone: bool = False) -> None:
+        """Run a program of `num_ops` operations. `program` and `context` are the addresses of int64 arrays: the
+        operations, `[num_ops, OP_WORDS]`, and the words that their kernels read.
 
         `alone` runs it on the calling thread only, which is faster for a program shorter than its barriers.
         """
         if os.getpid() != self._process:
             raise RuntimeError("forge's kernels cannot run in a forked process: start it with spawn")
         if alone:
-            start(self._alone.ctypes.data, program.ctypes.data, len(program), context.ctypes.data)
+            start(self._alone_address, program, num_ops, context)
         else:
-            self._start(program.ctypes.data, len(program), context.ctypes.data)
+            self._start(program, num_ops, context)
 
     def close(self) -> None:
         """End the workers."""

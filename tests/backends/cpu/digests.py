@@ -1,6 +1,6 @@
 """Run as a script: the digest of the logits of a small model of each type named on the command line.
 
-Prints the instruction set in use, then a line `type digest` each.
+Prints the instruction set in use and the folder of compiled code, then a line `type digest` each.
 """
 
 import hashlib
@@ -26,9 +26,10 @@ def logits_of(tensor_type: str, kv_dtype: str = "float16") -> np.ndarray:
 
 
 if __name__ == "__main__":
-    from forge.backends.cpu.compilation import instruction_set
+    from forge.backends.cpu.compilation import cache_folder, instruction_set
 
     print(instruction_set().name)
+    print(cache_folder())
     for argument in sys.argv[1:]:
         name, _, kind = argument.partition("/")
         logits = logits_of(name, kind or "float16")

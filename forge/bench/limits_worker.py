@@ -1,0 +1,144 @@
+"""What this machine can do at most: bytes per second from memory, int8 multiplications per second.
+
+Reading: every usable CPU sums its share of an array that is far larger than any cache and lies in huge pages. Two ways
+of walking it (one stream per thread, or four), because machines differ in which they like; the faster one counts.
+
+Multiplying: forge's own tile of eight rows over weights and activations that never leave the first-level cache. It is
+what the dot-product instruction gives in this form when memory costs nothing, so it is the limit of forge's kernels and
+a close one of the processor's.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numba
+import numpy as np
+
+from forge.backends.cpu.compilation import compile_all, tile_set
+from forge.backends.cpu.features import usable_cpus
+from forge.backends.cpu.packing import Q8, aligned_empty, huge_pages
+from forge.backends.cpu.tiles import GROUP, LINE, MAX_ROWS
+from forge.backends.cpu.vectors import LANES, call_tile
+from forge.bench.worker import peak_memory, serve
+
+TILE_COLUMNS = 512
+"""Inputs of the tile: 8 kB of weights and 4 kB of activations, far less than any first-level data cache."""
+_SHORT = 2_000
+
+
+@numba.njit(nogil=True)
+def _sum_one_stream(values):
+    total = 0
+    for index in range(values.size):
+        total += values[index]
+    return total
+
+
+@numba.njit(nogil=True)
+def _sum_four_streams(values):
+    quarter = values.size // 4
+    first, second, third, fourth = 0, 0, 0, 0
+    for index in range(quarter):
+        first += values[index]
+        second += values[quarter + index]
+        third += values[2 * quarter + index]
+        fourth += values[3 * quarter + index]
+    return first + second + third + fourth
+
+
+@numba.njit(nogil=True)
+def _repeat_tile(times, tile, weights, scales, x, x_scales, x_sums, out, groups, x_stride, out_stride):
+    for _ in range(times):
+        call_tile(tile, weights, scales, 0, x, x_scales, x_sums, out, groups, x_stride, out_stride, 0, 0)
+
+
+def measure(array_bytes: int, seconds: float) -> Mapping[str, Any]:
+    """Both limits, each the median of passes over about `seconds`."""
+    threads = usable_cpus()
+    return {
+        "threads": threads,
+        "bytes_per_second": read_bandwidth(array_bytes, seconds, threads),
+        "products_per_second": product_rate(seconds, threads),
+    }
+
+
+def read_bandwidth(array_bytes: int, seconds: float, threads: int) -> float:
+    """Bytes per second that `threads` threads read together."""
+    values = huge_pages(array_bytes).view(np.int64)
+    shares = np.array_split(values, threads)
+    _at_once([lambda share=share: share.fill(1) for share in shares])  # untouched memory would not be read at all
+    rates = []
+    for walk in (_sum_one_stream, _sum_four_streams):
+        walk(values[:64])  # compiled
+        taken = _passes([lambda share=share, walk=walk: walk(share) for share in shares], seconds / 2)
+        rates.append(values.nbytes / float(np.median(taken)))
+    return max(rates)
+
+
+def product_rate(seconds: float, threads: int) -> float:
+    """int8 multiplications (each with its addition) per second that `threads` threads do together."""
+    tiles = tile_set(Q8)
+    compile_all([tiles])
+    work = [_Tile(int(tiles.addresses[MAX_ROWS])) for _ in range(threads)]
+    work[0].run(1)
+    times = _SHORT
+    while (taken := _seconds(lambda: work[0].run(times))) < seconds / 20:
+        times *= 2 if taken < seconds / 100 else 4
+    taken = _passes([lambda tile=tile: tile.run(times) for tile in work], seconds)
+    return threads * times * MAX_ROWS * LANES * TILE_COLUMNS / float(np.median(taken))
+
+
+class _Tile:
+    """The operands of one tile of `MAX_ROWS` rows, one thread's own."""
+
+    def __init__(self, address: int):
+        groups = TILE_COLUMNS // GROUP
+        rng = np.random.default_rng(1)
+
+        def filled(shape, dtype, values):
+            array = aligned_empty(shape, dtype)
+            array[...] = values
+            return array
+
+        self._arrays = (
+            filled((groups, 8, LINE), np.uint8, rng.integers(1, 255, (groups, 8, LINE))),
+            filled((groups, LANES), np.float16, 0.01),
+            filled((MAX_ROWS, TILE_COLUMNS), np.int8, rng.integers(-127, 127, (MAX_ROWS, TILE_COLUMNS))),
+            filled((MAX_ROWS, groups), np.float32, 0.01),
+            filled((MAX_ROWS, groups * 2), np.int32, 0),
+            filled((MAX_ROWS, LANES), np.float32, 0),
+        )
+        self._arguments = (address, *(array.ctypes.data for array in self._arrays), groups, TILE_COLUMNS, LANES)
+
+    def run(self, times: int) -> None:
+        _repeat_tile(times, *self._arguments)
+
+
+def _passes(work: list[Callable[[], object]], seconds: float) -> list[float]:
+    """How long it takes to do all of `work` at once, again and again for about `seconds`, at least three times."""
+    taken: list[float] = []
+    while len(taken) < 3 or sum(taken) < seconds:
+        taken.append(_seconds(lambda: _at_once(work)))
+    return taken
+
+
+def _at_once(work: list[Callable[[], object]]) -> None:
+    """Each in a thread of its own; the first in this one."""
+    others = [threading.Thread(target=item) for item in work[1:]]
+    for thread in others:
+        thread.start()
+    work[0]()
+    for thread in others:
+        thread.join()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    serve({"measure": measure, "memory": peak_memory})

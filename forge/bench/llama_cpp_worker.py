@@ -1,0 +1,163 @@
+"""llama.cpp as a contender, through llama-cpp-python: `llama_decode` and nothing above it.
+
+Runs with any interpreter that has `llama_cpp`; imports nothing of forge. Its best setting: flash attention on auto, a
+ubatch of 512, weights repacked as llama.cpp likes; with several sequences, one KV buffer for all or one for each,
+whichever is faster on this machine (tried before every such figure).
+"""
+
+import ctypes
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+if __package__:
+    from forge.bench.worker import Missing, peak_memory, serve, take_turn, timed
+else:
+    from worker import Missing, peak_memory, serve, take_turn, timed
+
+    sys.path.pop(0)  # this folder's modules are not for others to find
+
+UBATCH = 512
+TRIAL_STEPS = 4
+"""Steps of each setting when the faster one is chosen."""
+
+
+class LlamaCppContender:
+    """One loaded model, and a context for the case at hand."""
+
+    def __init__(self):
+        self._lib = self._model = self._context = None
+        self._expected = 0.0
+
+    def load(self, model: str, threads: int, max_context: int) -> Mapping[str, Any]:
+        if not model.endswith(".gguf"):
+            raise Missing("llama.cpp reads GGUF files only")
+        lib = self._lib = _library()
+        self._threads = threads
+
+        def ready():
+            self._model = lib.llama_model_load_from_file(model.encode(), lib.llama_model_default_params())
+            if not self._model:
+                raise RuntimeError(f"llama.cpp does not load {model}")
+            self._open_context(sequences=1, length=max_context, unified=True)
+
+        _, seconds = timed(ready)
+        self._close_context()
+        return {
+            "description": f"llama-cpp-python {lib.__version__}, {_instructions(lib)}, {threads} threads, KV float16",
+            "seconds": seconds,
+            "first_time": False,
+        }
+
+    def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
+        self._past, self._token_ids = context, token_ids
+        found = {}
+        for unified in (True, False) if len(token_ids) > 1 else (True,):
+            self._set_up(unified)
+            found[unified] = min(self._step() for _ in range(TRIAL_STEPS if len(token_ids) > 1 else 1))
+        best = min(found, key=found.get)
+        if best != unified:
+            self._set_up(best)
+            self._step()
+        self._expected = found[best]
+        buffers = "" if len(token_ids) == 1 else ", one KV buffer" if best else ", a KV buffer per sequence"
+        return {"setting": f"flash attention auto, ubatch {UBATCH}, f16 KV{buffers}", "seconds": self._expected}
+
+    def turn(self, min_steps: int, min_seconds: float) -> Mapping[str, Any]:
+        seconds = take_turn(self._step, min_steps, min_seconds, self._expected)
+        self._expected = seconds[-1]
+        return {"seconds": seconds, "top_tokens": self._top_tokens}
+
+    def _set_up(self, unified: bool) -> None:
+        """A fresh context with every sequence's cache filled."""
+        self._open_context(len(self._token_ids), len(self._token_ids[0]), unified)
+        for sequence, ids in enumerate(self._token_ids):
+            for start in range(0, self._past, UBATCH):
+                stop = min(self._past, start + UBATCH)
+                self._decode([ids[start:stop]], start, first=sequence)
+
+    def _step(self) -> float:
+        memory = self._lib.llama_get_memory(self._context)
+        for sequence in range(len(self._token_ids)):
+            self._lib.llama_memory_seq_rm(memory, sequence, self._past, -1)
+        return self._decode([ids[self._past :] for ids in self._token_ids], self._past)
+
+    def _decode(self, token_ids: list[list[int]], start: int, first: int = 0) -> float:
+        """Compute rows of sequences `first`, `first + 1`, … from position `start` on; the seconds it took."""
+        lib, count = self._lib, len(token_ids[0])
+        batch = lib.llama_batch_init(len(token_ids) * count, 0, 1)
+        batch.n_tokens = len(token_ids) * count
+        for row in range(batch.n_tokens):
+            sequence, offset = divmod(row, count)
+            batch.token[row] = token_ids[sequence][offset]
+            batch.pos[row] = start + offset
+            batch.n_seq_id[row] = 1
+            batch.seq_id[row][0] = first + sequence
+            batch.logits[row] = offset == count - 1
+
+        def compute():
+            status = lib.llama_decode(self._context, batch)
+            lib.llama_synchronize(self._context)
+            return status
+
+        status, seconds = timed(compute)
+        if status:
+            raise RuntimeError(f"llama_decode returned {status}")
+        self._top_tokens = [self._top(row) for row in range(count - 1, batch.n_tokens, count)]
+        lib.llama_batch_free(batch)
+        return seconds
+
+    def _top(self, row: int) -> int:
+        import numpy as np
+
+        logits = self._lib.llama_get_logits_ith(self._context, row)
+        return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
+
+    def _open_context(self, sequences: int, length: int, unified: bool) -> None:
+        self._close_context()
+        lib = self._lib
+        params = lib.llama_context_default_params()
+        each = -(-length // 256) * 256
+        params.n_ctx = sequences * each
+        params.n_batch, params.n_ubatch, params.n_seq_max = max(UBATCH, sequences), UBATCH, sequences
+        params.n_threads = params.n_threads_batch = self._threads
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_AUTO
+        params.kv_unified = unified
+        params.no_perf = True
+        self._context = lib.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise RuntimeError(f"llama.cpp makes no context of {params.n_ctx} tokens")
+        self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+
+    def _close_context(self) -> None:
+        if self._context:
+            self._lib.llama_free(self._context)
+            self._context = None
+
+
+def _library():
+    """The module, made quiet."""
+    try:
+        import llama_cpp as lib
+    except Exception as error:  # a shared library that does not load raises what it likes
+        raise Missing(f"llama_cpp is not importable in {sys.executable}: {error}") from None
+    global _silence
+    _silence = lib.llama_log_callback(lambda *_: None)  # must stay alive as long as the library
+    lib.llama_log_set(_silence, ctypes.c_void_p(0))
+    lib.llama_backend_init()
+    return lib
+
+
+def _instructions(lib) -> str:
+    """What of the processor it was built to use: `AVX512 VNNI`."""
+    text = lib.llama_print_system_info().decode(errors="replace")
+    used = [part.split("=")[0].strip().split(" : ")[-1] for part in text.split("|") if part.strip().endswith("= 1")]
+    vector = [name for name in used if name.startswith(("AVX", "AMX", "NEON", "SVE", "DOTPROD", "MATMUL_INT8"))]
+    return " ".join(name.lower() for name in vector[-4:]) or "portable"
+
+
+if __name__ == "__main__":
+    contender = LlamaCppContender()
+    serve(
+        {"load": contender.load, "prepare": contender.prepare, "turn": contender.turn, "memory": peak_memory}
+    )

@@ -1,0 +1,106 @@
+"""A contender's side of a benchmark: a process that is told what to do line by line, and does nothing in between.
+
+The conversation is one JSON object per line on standard input, answered by one JSON object per line on standard output:
+
+    {"do": "load", "model": …}                         → {"ok": {"description": …, "seconds": …}}
+    {"do": "prepare", "kind": "decode", …}             → {"ok": {"setting": …, "seconds": …}}
+    {"do": "turn", "min_steps": 3, "min_seconds": 0.1} → {"ok": {"seconds": […], "top_tokens": […]}}
+    {"do": "memory"}                                   → {"ok": {"peak_bytes": …}}
+
+What goes wrong is answered too, as one line of text: {"error": …}; or {"missing": …} where the library that would be
+measured is not there. The process ends when its standard input closes, which happens whenever the parent ends, however
+it ends, and at once: the input is read by a thread that does nothing else. Ctrl-C is the parent's to handle.
+
+Only the standard library is used here, because a worker may run in an interpreter that has no forge.
+"""
+
+import json
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Handler = Callable[..., Mapping[str, Any]]
+"""Takes a request's fields but `do` as keyword arguments; what it returns is the answer."""
+
+WORTH_WARMING_SECONDS = 0.2
+"""A step that takes longer is not repeated before it is timed: waking up costs it nothing that could be seen."""
+MOST_STEPS = 200
+
+
+class Missing(Exception):
+    """What would be measured is not installed here, or cannot take this model. The text says why."""
+
+
+def serve(handlers: Mapping[str, Handler]) -> None:
+    """Answer requests until standard input closes. Returns never: the process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints must not end up between the answers
+    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests,), daemon=True).start()
+    while True:
+        answer = respond(handlers, requests.get())
+        try:
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+        except BrokenPipeError:
+            os._exit(0)
+
+
+def respond(handlers: Mapping[str, Handler], line: str) -> dict[str, Any]:
+    """The answer to one line."""
+    try:
+        request = json.loads(line)
+        return {"ok": dict(handlers[request.pop("do")](**request))}
+    except Missing as reason:
+        return {"missing": one_line(reason)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {one_line(error)}"}
+
+
+def take_turn(step: Callable[[], float], min_steps: int, min_seconds: float, expected: float) -> list[float]:
+    """Times of at least `min_steps` steps that take `min_seconds` together, in seconds.
+
+    step: does its work and returns how long it took, without what it had to put in order before and after. expected:
+    how long one took last time; before short ones, one more runs untimed, because this process was idle until now.
+    """
+    if expected < WORTH_WARMING_SECONDS:
+        step()
+    taken: list[float] = []
+    while len(taken) < MOST_STEPS and (len(taken) < min_steps or sum(taken) < min_seconds):
+        taken.append(step())
+    return taken
+
+
+def peak_memory() -> Mapping[str, Any]:
+    """The most memory that this process ever had, in bytes: its high-water mark, mapped files' pages included."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            kilobytes = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+        return {"peak_bytes": kilobytes * 1024}
+    except (OSError, StopIteration):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """What `work` returns, and the seconds it took."""
+    started = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - started
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _read(requests: "queue.SimpleQueue[str]") -> None:
+    for line in sys.stdin:
+        requests.put(line)
+    os._exit(0)

@@ -1,0 +1,340 @@
+"""A Hugging Face folder as a source of weights: config.json, safetensors in one file or in shards, tokenizer.json.
+
+The folder's own words decide what the model is, and as in `forge.model.config` what the forward pass does not compute
+is refused rather than ignored: another architecture, RoPE scaling, biases, sliding windows, weights that are quantized
+in some library's way, and tensors that a Qwen3 model does not have.
+
+The weights are taken as they are. Hugging Face's Qwen3 and GGUF's pair the same halves of a head for RoPE, so no row
+moves (which is not so for Llama). Defaults are those of transformers' `Qwen3Config`.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from forge.errors import ForgeError
+from forge.gguf import printable
+from forge.model.config import MAX_CONTEXT, MAX_HEADS, MAX_WIDTH, Qwen3Config, expected_tensors
+from forge.model.safetensors_file import GGML_TYPES, SafetensorsFile, SafetensorsTensor, shown_path
+from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
+from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
+
+CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "model.safetensors", "tokenizer.json"
+MODEL_TYPE, ARCHITECTURE = "qwen3", "Qwen3ForCausalLM"
+
+MAX_JSON_BYTES = 16 << 20
+"""Of config.json and of an index of shards: real ones take kilobytes."""
+MAX_SHARDS = 1024
+MAX_LAYERS = 4096
+"""So that nobody lists the tensors of four thousand million layers. The largest Qwen3 has 94."""
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_OUTSIDE_LAYERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYERS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_BYTES_COMPARED = 16 << 20
+
+
+class ModelFolderError(ForgeError):
+    """A Hugging Face folder that lacks a file, contradicts itself, or holds a model that forge does not run.
+
+    `path` is the file or folder, `field` what in it is wrong, None where the whole of it is."""
+
+    def __init__(self, path: Path, field: str | None, problem: str):
+        self.path, self.field, self.problem = path, field, problem
+        super().__init__(f"{shown_path(path)}: {f'{field}: ' if field else ''}{problem}")
+
+
+class HuggingFaceDirectory:
+    """An open Hugging Face folder: a `WeightSource`. Made by `HuggingFaceDirectory.open`; a context manager."""
+
+    def __init__(self, path: Path, config: Qwen3Config, files: Mapping[str, SafetensorsFile]):
+        """`files` has the file of each tensor by Hugging Face's name. Checks that they are the tensors of `config`."""
+        self.path, self.config = path, config
+        self._files = files
+        _check_tensors(path, config, files)
+        names = expected_tensors(config)
+        self.nbytes = sum(self.tensor(name).nbytes for name in names)
+
+    @classmethod
+    def open(cls, path: Path) -> "HuggingFaceDirectory":
+        """Read config.json and every shard's header.
+
+        Raises `ModelFolderError` or `SafetensorsError` unless they are one sound Qwen3 model."""
+        with ExitStack() as opened:
+            config = read_config(path / CONFIG)
+            source = cls(path, config, _open_files(path, opened))
+            opened.pop_all()
+            return source
+
+    def tensor(self, name: str) -> SafetensorsTensor:
+        stored = hugging_face_name(name)
+        return self._files[stored].tensors[stored].renamed(name)
+
+    def release(self, name: str) -> None:
+        stored = hugging_face_name(name)
+        self._files[stored].release(stored)
+
+    def tokenizer_spec(self) -> TokenizerSpec:
+        """That of tokenizer.json, filled up with padding to the rows of the embedding, as GGUF's converter does."""
+        file = self.path / TOKENIZER
+        if not file.is_file():
+            raise TokenizerError(f"{shown_path(file)}: missing, and forge needs it beside the weights")
+        spec = spec_from_tokenizer_json(file)
+        known, rows = len(spec.tokens), self.config.vocab_size
+        if known > rows:
+            raise TokenizerError(f"{shown_path(file)}: {known} tokens, and the model has only {rows}")
+        padding = [f"[PAD{token_id}]" for token_id in range(known, rows)]
+        types = np.append(spec.token_types, np.full(len(padding), TokenType.UNUSED, np.int32))
+        return replace(spec, tokens=[*spec.tokens, *padding], token_types=types)
+
+    def close(self) -> None:
+        for file in set(self._files.values()):
+            file.close()
+
+    def __enter__(self) -> "HuggingFaceDirectory":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def hugging_face_name(name: str) -> str:
+    """`blk.0.attn_q.weight` → `model.layers.0.self_attn.q_proj.weight`."""
+    *layer, kind = name.removesuffix(".weight").split(".")
+    if not layer:
+        return f"{_OUTSIDE_LAYERS[kind]}.weight"
+    return f"model.layers.{layer[1]}.{_IN_LAYERS[kind]}.weight"
+
+
+def read_config(path: Path) -> Qwen3Config:
+    """The hyper-parameters of a config.json. ModelFolderError for one that is missing, senseless or not supported."""
+    values = _Values(path, _read_json(path))
+    _check_kind(values)
+    num_attention_heads = values.integer("num_attention_heads", MAX_HEADS)
+    num_key_value_heads = values.integer("num_key_value_heads", MAX_HEADS, default=num_attention_heads)
+    if num_attention_heads % num_key_value_heads:
+        problem = f"{num_key_value_heads} key and value heads cannot be shared by {num_attention_heads} query heads"
+        raise values.error("num_key_value_heads", problem)
+    head_dim = values.integer("head_dim", MAX_WIDTH, default=128)
+    if head_dim % 2:
+        raise values.error("head_dim", f"{head_dim} is odd; RoPE turns pairs")
+    return Qwen3Config(
+        vocab_size=values.integer("vocab_size", MAX_CONTEXT),
+        hidden_size=values.integer("hidden_size", MAX_WIDTH),
+        intermediate_size=values.integer("intermediate_size", MAX_WIDTH),
+        num_layers=values.integer("num_hidden_layers", MAX_LAYERS),
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
+        rms_norm_eps=values.number("rms_norm_eps", 1e-6, lambda epsilon: 0 < epsilon < 1, "between 0 and 1"),
+        rope_theta=_rope_theta(values),
+        max_position_embeddings=values.integer("max_position_embeddings", MAX_CONTEXT, default=32_768),
+        tie_word_embeddings=values.flag("tie_word_embeddings"),
+    )
+
+
+class _Values:
+    """A JSON object with typed reads, each of which raises a `ModelFolderError` that names the field."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = ""):
+        self.path, self.values, self.prefix = path, values, prefix
+
+    def error(self, key: str, problem: str) -> ModelFolderError:
+        return ModelFolderError(self.path, f"{self.prefix}{key}", problem)
+
+    def integer(self, key: str, maximum: int, default: int | None = None) -> int:
+        """From 1 to `maximum`; null is as good as absent, and without a default it must be there."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not 1 <= value <= maximum:
+            stated = "missing" if value is None else printable(str(value))
+            raise self.error(key, f"{stated}, and must be a whole number from 1 to {maximum}")
+        return value
+
+    def number(self, key: str, default: float, valid: Callable[[float], bool], words: str) -> float:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not _is_finite(value) or not valid(value):
+            raise self.error(key, f"{printable(str(value))} is not a number {words}")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return False
+        if type(value) is not bool:
+            raise self.error(key, f"{printable(str(value))} is not true or false")
+        return value
+
+    def section(self, key: str) -> "_Values":
+        """The object at `key`; an empty one where it is null or absent."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(key, "is not an object")
+        return _Values(self.path, value or {}, f"{self.prefix}{key}.")
+
+
+def _check_kind(values: _Values) -> None:
+    """Refuse what is not one dense Qwen3 model of full attention with plain weights."""
+    model_type = values.values.get("model_type")
+    if model_type != MODEL_TYPE:
+        raise values.error("model_type", f"this folder holds {printable(str(model_type))}; forge runs {MODEL_TYPE!r}")
+    for key, only in (("architectures", [ARCHITECTURE]), ("hidden_act", "silu"), ("quantization_config", None)):
+        value = values.values.get(key)
+        if value not in (None, only):
+            hint = f"forge runs {printable(str(only))}" if only else "take the model's GGUF file, or its plain weights"
+            raise values.error(key, f"{printable(str(value))} is not supported; {hint}")
+    for key in ("attention_bias", "use_sliding_window"):
+        if values.flag(key):
+            raise values.error(key, "is true, and forge does not compute that")
+    layer_types = values.values.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise values.error("layer_types", "forge runs models whose layers are all full_attention")
+
+
+def _rope_theta(values: _Values) -> float:
+    """From `rope_parameters`, where newer transformers write it, or from the config itself. Scaling is refused."""
+    theta = values.number("rope_theta", 10_000.0, lambda theta: theta >= 1, "of at least 1")
+    for key in ("rope_scaling", "rope_parameters"):
+        section = values.section(key)
+        kind = section.values.get("rope_type", section.values.get("type", "default"))
+        if kind != "default":
+            raise values.error(key, f"RoPE scaling {printable(str(kind))} is not supported")
+        if section.number("partial_rotary_factor", 1.0, lambda factor: factor == 1, "that forge supports: only 1") == 1:
+            theta = section.number("rope_theta", theta, lambda theta: theta >= 1, "of at least 1")
+    return theta
+
+
+def _open_files(folder: Path, opened: ExitStack) -> dict[str, SafetensorsFile]:
+    """The file of each tensor by its name; what is opened on the way is closed by `opened`."""
+    index = folder / INDEX
+    weight_map = _weight_map(index) if index.is_file() else None
+    names = sorted(set(weight_map.values())) if weight_map is not None else [_only_file(folder)]
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise ModelFolderError(folder / missing[0], None, f"missing ({len(missing)} of {len(names)} shards)")
+    files: dict[str, SafetensorsFile] = {}
+    for name in names:
+        file = SafetensorsFile.open(folder / name)
+        opened.callback(file.close)
+        for tensor in file.tensors:
+            if tensor in files:
+                raise file.tensor_error(tensor, "", f"is in {printable(files[tensor].path.name)} as well")
+            if weight_map is not None and weight_map.get(tensor) != name:
+                raise file.tensor_error(tensor, "", f"is not in this file by what {INDEX} says")
+            files[tensor] = file
+    for tensor, name in (weight_map or {}).items():
+        if tensor not in files:
+            problem = f"{printable(name)} does not have this tensor"
+            raise ModelFolderError(index, f"weight_map {printable(tensor)}", problem)
+    return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor → shard, all of them plain names of files in the folder."""
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFolderError(index, "weight_map", "must be an object that names the file of each tensor")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name.isprintable() or Path(name).name != name or "\\" in name:
+            problem = f"{printable(str(name))} is not the name of a file in this folder"
+            raise ModelFolderError(index, f"weight_map {printable(tensor)}", problem)
+    if len(set(weight_map.values())) > MAX_SHARDS:
+        raise ModelFolderError(index, "weight_map", f"more than {MAX_SHARDS} shards")
+    return weight_map
+
+
+def _only_file(folder: Path) -> str:
+    """The one file of weights in a folder without an index."""
+    if (folder / WEIGHTS).exists():
+        return WEIGHTS
+    found = sorted(file.name for file in folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ModelFolderError(folder, None, f"{len(found)} safetensors files, and no {INDEX} that says what they hold")
+    raise ModelFolderError(folder, None, "holds no safetensors file; forge reads those and GGUF files")
+
+
+def _check_tensors(folder: Path, config: Qwen3Config, files: Mapping[str, SafetensorsFile]) -> None:
+    expected = {hugging_face_name(name): shape for name, shape in expected_tensors(config).items()}
+    for name, shape in expected.items():
+        if name not in files:
+            problem = "the model needs this tensor, and no file here has it"
+            raise ModelFolderError(folder, f"tensor {printable(name)}", problem)
+        tensor = files[name].tensors[name]
+        if tensor.dtype not in GGML_TYPES:
+            problem = f"forge does not compute with {tensor.dtype}; it does with {', '.join(sorted(GGML_TYPES))}"
+            raise files[name].tensor_error(name, "dtype", problem)
+        if tensor.shape != shape:
+            raise files[name].tensor_error(name, "shape", f"{list(tensor.shape)} where {CONFIG} says {list(shape)}")
+    for name, file in files.items():
+        if name not in expected and not (name == _HEAD and config.tie_word_embeddings):
+            problem = f"a {MODEL_TYPE} model has no such tensor, and leaving it out could change what the model says"
+            raise file.tensor_error(name, "", problem)
+    if config.tie_word_embeddings and _HEAD in files:
+        _check_tied(files)
+
+
+def _check_tied(files: Mapping[str, SafetensorsFile]) -> None:
+    """Some files hold the tied matrix twice (Qwen3-0.6B's does). Two different ones would be two different models."""
+    embedding, head = files[_EMBEDDING].tensors[_EMBEDDING], files[_HEAD].tensors[_HEAD]
+    same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
+    if not same or not all(np.array_equal(*pair) for pair in _pieces(embedding.raw(), head.raw())):
+        raise files[_HEAD].tensor_error(_HEAD, "", f"differs from {_EMBEDDING}, and {CONFIG} says that they are one")
+    for name in (_EMBEDDING, _HEAD):
+        files[name].release(name)
+
+
+def _pieces(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    for start in range(0, arrays[0].size, _BYTES_COMPARED):
+        yield tuple(array[start : start + _BYTES_COMPARED] for array in arrays)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object that `path` holds. ModelFolderError if it is missing, too large, or none."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise ModelFolderError(path, None, f"cannot be read: {error.strerror or error}") from None
+    if len(data) > MAX_JSON_BYTES:
+        raise ModelFolderError(path, None, f"has more than {MAX_JSON_BYTES} bytes")
+    try:
+        values = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", None) or type(error).__name__
+        raise ModelFolderError(path, None, f"is not JSON: {reason}") from None
+    if not isinstance(values, dict):
+        raise ModelFolderError(path, None, "is not a JSON object")
+    return values
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return isfinite(value)
+    except OverflowError:
+        return False

@@ -1,0 +1,364 @@
+"""`forge models pull`: a model from the Hugging Face hub, by way of huggingface_hub, into the user's cache folder.
+
+A repository of GGUF files gives one file; any other gives what `forge.model.hf_directory` reads. The hub's own library
+finds files, sends the token (HF_TOKEN, or what `hf auth login` stored) and speaks to HF_ENDPOINT. What is done here:
+
+- A file arrives as `.<name>.<digest>.partial` beside its final name. An interrupted pull leaves it, and the next one
+  goes on from there: the digest says that it is still the same file. (`hf_hub_download` starts again: it gives each
+  attempt a file of its own.)
+- It gets its name only after its SHA-256 was found to be the one that the hub states, or for a small file its git
+  hash. A file that is not is removed.
+- config.json comes last, so a folder that has one is whole.
+- Everything is taken from one commit, whatever is pushed meanwhile.
+
+Files are fetched over plain HTTP, also those that the hub keeps in its Xet storage: that is what can be resumed.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import BinaryIO
+
+from forge.errors import ForgeError, UsageError
+from forge.model.pulled import PulledModel, PullName, choices, choose_gguf, is_one_gguf, pulled_folder, quant_label
+
+PullProgress = Callable[[str, int, int], None]
+"""Called with (file name, bytes of it that are here, bytes in all)."""
+
+BESIDE_WEIGHTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+TIMEOUT_SECONDS = 15.0
+_CHUNK = 1 << 16
+
+
+class PullError(ForgeError):
+    """A model could not be pulled. The message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class _RemoteFile:
+    """A file of a repository as the hub describes it; `bytes` is -1 where it does not say.
+
+    `digest` is a SHA-256, or `git:` and the SHA-1 of a git blob; None if the server states neither."""
+
+    name: str
+    bytes: int
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """One commit of a repository on one server."""
+
+    name: str
+    commit: str
+    endpoint: str
+    files: dict[str, _RemoteFile]
+
+
+def pull(
+    name: str,
+    *,
+    endpoint: str | None = None,
+    token: str | None = None,
+    folder: Path | None = None,
+    on_progress: PullProgress | None = None,
+) -> PulledModel:
+    """Bring the model called `owner/name` or `owner/name:QUANT`; what is here already is not fetched again.
+
+    endpoint and token: None takes HF_ENDPOINT and HF_TOKEN, as huggingface_hub does. folder: where models lie, by
+    default `pulled_folder()`. Raises `UsageError` for a name that means no model, or several, and `PullError` for
+    whatever else goes wrong; Ctrl-C passes through. A partial file stays for the next time, except a damaged one.
+    """
+    wanted = PullName.parse(name)
+    if find_spec("huggingface_hub") is None:
+        raise PullError("pulling models needs huggingface_hub, which is not installed: pip install huggingface_hub")
+    target = (folder or pulled_folder()) / wanted.repo
+    with _plain_errors(wanted, endpoint), _quiet_hub():
+        repository = _list(wanted.repo, endpoint, token)
+        chosen = _choose(repository, wanted)
+        target.mkdir(parents=True, exist_ok=True)
+        with _lock(target, wanted):
+            _check_room(target, chosen)
+            for file in chosen:
+                _fetch(repository, file, target, token, on_progress)
+    total = sum(file.bytes for file in chosen)
+    if len(chosen) == 1:
+        path = target / Path(chosen[0].name).name
+        return PulledModel(f"{wanted.repo}:{quant_label(path.name)}", path, total)
+    return PulledModel(wanted.repo, target, total)
+
+
+def _list(repo: str, endpoint: str | None, token: str | None) -> _Repository:
+    """What the repository holds now."""
+    from huggingface_hub import HfApi
+
+    info = HfApi(endpoint=endpoint, token=token).model_info(repo, files_metadata=True, timeout=TIMEOUT_SECONDS)
+    files = {}
+    for entry in info.siblings or ():
+        sha256 = entry.lfs["sha256"] if entry.lfs else None
+        digest = sha256 or (f"git:{entry.blob_id}" if entry.blob_id else None)
+        files[entry.rfilename] = _RemoteFile(entry.rfilename, entry.size if entry.size is not None else -1, digest)
+    return _Repository(repo, info.sha or "main", _endpoint(endpoint), files)
+
+
+def _choose(repository: _Repository, wanted: PullName) -> list[_RemoteFile]:
+    """The files to bring, in that order: one GGUF file, or a whole Hugging Face folder."""
+    names = sorted(repository.files)
+    gguf = [name for name in names if is_one_gguf(name) and _is_plain(Path(name).name)]
+    if gguf:
+        found = choose_gguf(gguf, wanted.quant)
+        if not found:
+            raise UsageError(f"{wanted.repo} has no {wanted.quant}; it has {_listed(gguf)}")
+        if len(found) > 1:
+            raise UsageError(f"{wanted} fits {len(found)} files; name one: {_shortened(choices(wanted.repo, found))}")
+        return [repository.files[found[0]]]
+    weights = [name for name in names if name.endswith(".safetensors") and _is_plain(name)]
+    if not weights or CONFIG not in repository.files:
+        split = " but split GGUF files, which forge does not read" if any(n.endswith(".gguf") for n in names) else ""
+        raise UsageError(f"{wanted.repo} holds nothing that forge can run{split}: it needs a GGUF file, or safetensors")
+    if wanted.quant is not None:
+        raise UsageError(f"{wanted.repo} has no GGUF files to choose {wanted.quant} from; pull it as {wanted.repo}")
+    beside = [name for name in (INDEX, *BESIDE_WEIGHTS) if name in repository.files]
+    return [repository.files[name] for name in (*beside, *weights, CONFIG)]
+
+
+def _fetch(
+    repository: _Repository, file: _RemoteFile, target: Path, token: str | None, on_progress: PullProgress | None
+) -> None:
+    """Bring one file, unless it is here: from where an earlier attempt stopped, verified, under its name at the end."""
+    url = _url(repository, file.name)
+    if file.bytes < 0 or file.digest is None:
+        file = _asked(file, url, token)
+    path = target / Path(file.name).name
+    if path.is_file() and path.stat().st_size == file.bytes and _digest_of(path, file.digest) == file.digest:
+        return
+    partial = target / f".{path.name}.{(file.digest or repository.commit).removeprefix('git:')[:16]}.partial"
+    if partial.exists() and partial.stat().st_size > file.bytes:
+        partial.unlink()
+    _download(url, partial, file, token, on_progress)
+    found = _digest_of(partial, file.digest)
+    if found != file.digest:
+        partial.unlink()
+        raise PullError(
+            f"{file.name}: damaged on the way: its checksum is {_brief(found)}, and {repository.endpoint} states "
+            f"{_brief(file.digest)}; it was removed, pull it again"
+        )
+    os.replace(partial, path)
+    for stale in target.glob(f".{path.name}.*.partial"):
+        stale.unlink(missing_ok=True)
+
+
+def _download(url: str, partial: Path, file: _RemoteFile, token: str | None, on_progress: PullProgress | None) -> None:
+    """Append to `partial` what it lacks."""
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    headers = build_hf_headers(token=token, library_name="forge")
+    headers["Accept-Encoding"] = "identity"  # a compressed answer has other positions than the file
+    with open(partial, "ab") as stream:
+        here = stream.tell()
+        watched = _WatchedFile(stream, file, on_progress)
+        if here < file.bytes:
+            http_get(url, watched, resume_size=here, headers=headers, expected_size=file.bytes)
+    if file.bytes == 0:
+        watched.report()
+
+
+class _WatchedFile:
+    """A file open for appending that reports its size as it grows; as much of a file as `http_get` needs."""
+
+    def __init__(self, stream: BinaryIO, file: _RemoteFile, on_progress: PullProgress | None):
+        self._stream, self._file, self._on_progress = stream, file, on_progress
+        self.report()
+
+    def write(self, data: bytes) -> int:
+        written = self._stream.write(data)
+        self.report()
+        return written
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._stream.seek(offset, whence)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Called where the server does not resume but begins again."""
+        return self._stream.truncate(size)
+
+    def report(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self._file.name, self._stream.tell(), self._file.bytes)
+
+
+def _asked(file: _RemoteFile, url: str, token: str | None) -> _RemoteFile:
+    """`file` with what the listing did not say, from the headers of the file itself."""
+    from huggingface_hub import get_hf_file_metadata
+
+    stated = get_hf_file_metadata(url, token=token, timeout=TIMEOUT_SECONDS)
+    etag = (stated.etag or "").lower()
+    is_hexadecimal = not set(etag) - set("0123456789abcdef")
+    digest = {64: etag, 40: f"git:{etag}"}.get(len(etag)) if is_hexadecimal else None
+    size = stated.size if file.bytes < 0 else file.bytes
+    if size is None:
+        raise PullError(f"{file.name}: the server does not say how large it is; is HF_ENDPOINT a Hugging Face hub?")
+    return _RemoteFile(file.name, size, file.digest or digest)
+
+
+def _digest_of(path: Path, like: str | None) -> str | None:
+    """The digest of a file on disk, of the same kind as `like`."""
+    if like is None:
+        return None
+    with path.open("rb") as stream:
+        if not like.startswith("git:"):
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = hashlib.sha1(b"blob %d\0" % os.fstat(stream.fileno()).st_size)
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+        return f"git:{digest.hexdigest()}"
+
+
+def _check_room(target: Path, files: Sequence[_RemoteFile]) -> None:
+    """Refuse before the download what cannot end well."""
+    here = sum(part.stat().st_size for part in target.glob(".*.partial"))
+    missing = [file.bytes for file in files if file.bytes > 0 and not (target / Path(file.name).name).is_file()]
+    needed, free = sum(missing) - here, shutil.disk_usage(target).free
+    if missing and needed > free:
+        problem = f"{needed / 1e9:.1f} GB are still to come, and the disk has {free / 1e9:.1f} GB left"
+        raise PullError(f"{target}: {problem}; make room, or set XDG_CACHE_HOME to a larger disk")
+
+
+@contextmanager
+def _lock(target: Path, wanted: PullName) -> Iterator[None]:
+    """Two pulls into one folder would write into the same partial file."""
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(target / ".pull.lock", timeout=0):
+            yield
+    except Timeout:
+        raise PullError(f"{wanted.repo} is being pulled by another process; wait for it to end") from None
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Without the library's own bars and warnings, as forge shows progress and errors in its own way; and with what
+    arrives written at once, as a broken connection loses what the library has not handed on (by default 10 MB)."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
+
+    verbosity, had_bars = logging.get_verbosity(), not are_progress_bars_disabled()
+    chunk = constants.DOWNLOAD_CHUNK_SIZE
+    logging.set_verbosity_error()
+    constants.DOWNLOAD_CHUNK_SIZE = _CHUNK
+    if had_bars:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        constants.DOWNLOAD_CHUNK_SIZE = chunk
+        if had_bars:
+            enable_progress_bars()
+
+
+@contextmanager
+def _plain_errors(wanted: PullName, endpoint: str | None) -> Iterator[None]:
+    """What the hub's library and the system raise, as one line that says what to do."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except ForgeError:
+        raise
+    except HfHubHTTPError as error:
+        raise PullError(_refusal(error, wanted, _endpoint(endpoint))) from error
+    except Exception as error:
+        problem = _trouble(error, _endpoint(endpoint))
+        if problem is None:
+            raise
+        raise PullError(f"{wanted.repo}: {problem}") from error
+
+
+def _refusal(error: Exception, wanted: PullName, endpoint: str) -> str:
+    """What the server's answer means."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    status = error.response.status_code if error.response is not None else 0
+    if isinstance(error, GatedRepoError):
+        return f"{wanted.repo} is gated: accept its terms at {endpoint}/{wanted.repo}, then set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError) or status == 404:
+        hint = "(then set HF_TOKEN to a token that may read it)"
+        return f"{wanted.repo}: {endpoint} has no such model, or it is private {hint}"
+    if status in (401, 403):
+        return f"{wanted.repo}: {endpoint} refused the token ({status}): set HF_TOKEN to one that may read this model"
+    if status == 429:
+        return f"{wanted.repo}: {endpoint} asks for fewer requests (429): wait a while, or set HF_TOKEN"
+    return f"{wanted.repo}: {endpoint} answered with status {status}; try again later"
+
+
+def _trouble(error: Exception, endpoint: str) -> str | None:
+    """What is wrong with the network or the disk; None for an exception that is about neither."""
+    from huggingface_hub.errors import FileMetadataError, HFValidationError, OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and pulling needs the network: unset it"
+    if isinstance(error, HFValidationError):
+        return "is not a name that the hub allows"
+    if isinstance(error, FileMetadataError):
+        return f"{endpoint} does not answer like a Hugging Face hub; check HF_ENDPOINT"
+    if isinstance(error, _transport_errors()):
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        return f"cannot reach {endpoint} ({reason}): check the network and HF_ENDPOINT; what has come is kept"
+    if not isinstance(error, OSError):
+        return None
+    if error.errno == errno.ENOSPC:
+        return "the disk is full; make room and pull again, it goes on where it stopped"
+    if "Consistency check failed" in str(error):
+        return "the server ended the download early; pull again, it goes on where it stopped"
+    return f"{error.filename or 'the file'}: {error.strerror}" if error.strerror else None
+
+
+def _transport_errors() -> tuple[type[BaseException], ...]:
+    """The base errors of the HTTP libraries that releases of huggingface_hub have used, as far as they are loaded."""
+    names = {"httpx2": "HTTPError", "httpx": "HTTPError", "requests": "RequestException"}
+    loaded = ((sys.modules.get(module), error) for module, error in names.items())
+    found = [getattr(module, error) for module, error in loaded if module is not None and hasattr(module, error)]
+    return (ConnectionError, TimeoutError, *found)
+
+
+def _endpoint(endpoint: str | None) -> str:
+    from huggingface_hub import constants
+
+    return (endpoint or constants.ENDPOINT).rstrip("/")
+
+
+def _url(repository: _Repository, file_name: str) -> str:
+    from huggingface_hub import hf_hub_url
+
+    return hf_hub_url(repository.name, file_name, revision=repository.commit, endpoint=repository.endpoint)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a server's file name may be a file's name here."""
+    return name.isprintable() and not name.startswith(".") and "/" not in name and "\\" not in name and ":" not in name
+
+
+def _listed(names: Sequence[str]) -> str:
+    return _shortened(", ".join(quant_label(name) for name in names))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 600 else f"{text[:600]}…"
+
+
+def _brief(digest: str | None) -> str:
+    return f"{digest[:16]}…" if digest else "unknown"

@@ -1,0 +1,373 @@
+"""Models of random weights: a GGUF file of a real model's shape, so that anyone can measure without a download.
+
+What a kernel costs depends on shapes and types, not on what the weights say. So a synthetic file has the shapes of a
+published Qwen3 (or any others), the tensor types that llama.cpp's `llama-quantize` would choose, a vocabulary of full
+size that every tokenizer accepts, and numbers that keep the forward pass in an ordinary range: matrices of mean 0 and
+deviation 1/sqrt(inputs), norms near 1. What it says is noise.
+
+Weights come in units of `UNIT_ELEMENTS`, each from a random generator of its own that is seeded with the model's seed,
+the tensor's name and the unit's number. So a file depends on the seed and on nothing else (with the same version of
+NumPy), memory stays at a few megabytes, and quantized blocks are drawn as blocks: nothing is quantized.
+
+Ledger, 2 cores: bound by drawing random bits. Qwen3-0.6B takes about 2 s in Q8_0 or Q4_0 and 10 s in F16, whose
+numbers are drawn from a normal distribution, one by one.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+
+from forge.errors import ForgeError, UsageError
+from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType
+from forge.model.config import Qwen3Config, expected_tensors
+from forge.model.synthetic_vocabulary import synthetic_vocabulary
+
+FULL_VOCABULARY = 151_936
+CONTEXT_LENGTH = 40_960
+ROPE_THETA = 1_000_000.0
+RMS_NORM_EPS = 1e-6
+UNIT_ELEMENTS = 1 << 20
+OUTPUT_NORM = 4.0
+"""The last norm's mean. Logits then deviate by about 4, so that a few hundred of 151,936 tokens are likely; with 1 a
+sample would be nearly uniform, and everything that looks at probabilities would be looking at nothing."""
+
+SynthProgress = Callable[[int, int], None]
+"""Called with (bytes written, bytes in all)."""
+
+
+class SynthError(ForgeError):
+    """The file cannot be written: it exists, or there is no room."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A kind of file, as `llama-quantize` makes it: the type of most matrices, and `general.file_type`.
+
+    `mixed`: some layers' attn_v and ffn_down get more bits (the `_M` of K-quants). `small`: only the first ones get a
+    few (the `_S`)."""
+
+    base: GGMLType
+    file_type: int
+    mixed: bool = False
+    small: bool = False
+
+
+QUANTIZATIONS = {
+    "F32": Quantization(GGMLType.F32, 0),
+    "F16": Quantization(GGMLType.F16, 1),
+    "BF16": Quantization(GGMLType.BF16, 32),
+    "Q8_0": Quantization(GGMLType.Q8_0, 7),
+    "Q4_0": Quantization(GGMLType.Q4_0, 2),
+    "Q4_1": Quantization(GGMLType.Q4_1, 3),
+    "Q5_0": Quantization(GGMLType.Q5_0, 8),
+    "Q5_1": Quantization(GGMLType.Q5_1, 9),
+    "Q4_K_S": Quantization(GGMLType.Q4_K, 14, small=True),
+    "Q4_K_M": Quantization(GGMLType.Q4_K, 15, mixed=True),
+    "Q5_K_S": Quantization(GGMLType.Q5_K, 16),
+    "Q5_K_M": Quantization(GGMLType.Q5_K, 17, mixed=True),
+    "Q6_K": Quantization(GGMLType.Q6_K, 18),
+}
+_ALIASES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+
+_FALLBACKS = {GGMLType.Q4_K: GGMLType.Q5_0, GGMLType.Q5_K: GGMLType.Q5_1, GGMLType.Q6_K: GGMLType.Q8_0}
+"""What llama.cpp takes where rows are not whole blocks of 256; F16 where they are not whole blocks of 32 either."""
+
+
+def synthetic_config(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_attention_heads: int,
+    num_key_value_heads: int,
+    head_dim: int = 128,
+    vocab_size: int = FULL_VOCABULARY,
+    tie_word_embeddings: bool = True,
+    max_position_embeddings: int = CONTEXT_LENGTH,
+) -> Qwen3Config:
+    """A shape. Raises `UsageError` for one that no Qwen3 model can have."""
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
+        rms_norm_eps=RMS_NORM_EPS,
+        rope_theta=ROPE_THETA,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tie_word_embeddings,
+    )
+    for name, value in vars(config).items():
+        if isinstance(value, int) and not 0 <= value < 2**31:
+            raise UsageError(f"{name} {value} is out of range")
+        if value == 0 and not isinstance(value, bool):
+            raise UsageError(f"{name} must be at least 1")
+    if num_attention_heads % num_key_value_heads:
+        raise UsageError(f"{num_attention_heads} heads cannot share {num_key_value_heads} key and value heads evenly")
+    if head_dim % 2:
+        raise UsageError(f"a head of {head_dim} is odd, and RoPE turns pairs")
+    return config
+
+
+def _published(num_layers: int, hidden_size: int, intermediate_size: int, num_attention_heads: int) -> Qwen3Config:
+    return synthetic_config(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=8,
+    )
+
+
+SHAPES: dict[str, Qwen3Config] = {
+    "qwen3-0.6b": _published(28, 1024, 3072, 16),
+    "qwen3-1.7b": _published(28, 2048, 6144, 16),
+    "qwen3-4b": _published(36, 2560, 9728, 32),
+}
+"""The dense Qwen3 models with tied embeddings, as published (https://huggingface.co/Qwen)."""
+
+
+@dataclass(frozen=True)
+class SyntheticFile:
+    """What `synth` wrote. `type_bytes` has the bytes of tensors by the name of their type."""
+
+    path: Path
+    bytes: int
+    parameters: int
+    tensors: int
+    type_bytes: dict[str, int]
+
+
+def synth(
+    path: Path,
+    config: Qwen3Config,
+    quantization: str = "Q8_0",
+    *,
+    name: str = "synthetic qwen3",
+    seed: int = 0,
+    pure: bool = False,
+    force: bool = False,
+    on_progress: SynthProgress | None = None,
+) -> SyntheticFile:
+    """Write a random model. It appears under its name only once it is whole.
+
+    quantization: one of `QUANTIZATIONS`, in any case. pure: all matrices of that type, no mixture. force: an existing
+    file is replaced. Raises `UsageError` for what has no meaning, `SynthError` if the file is there already or does not
+    fit on the disk.
+    """
+    kind = find_quantization(quantization)
+    if seed < 0:
+        raise UsageError(f"--seed must not be negative, got {seed}")
+    types = tensor_types(config, kind, pure)
+    _check_place(path, config, types, force)
+    metadata = _metadata(config, kind, name)
+    written, total = 0, sum(_nbytes(config, types).values())
+
+    def advance(nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        if on_progress is not None:
+            on_progress(written, total)
+
+    from forge.gguf.writer import NewTensor, write_gguf  # which imports the gguf package
+
+    shapes = expected_tensors(config)
+    tensors = [
+        NewTensor(tensor, types[tensor], _weights(tensor, types[tensor], shape, seed), shape)
+        for tensor, shape in shapes.items()
+    ]
+    try:
+        write_gguf(path, metadata, tensors, advance)
+    except OSError as error:
+        raise SynthError(f"{path}: cannot be written: {error.strerror or error}{_hint(error)}") from None
+    parameters = sum(map(prod, shapes.values()))
+    return SyntheticFile(path, path.stat().st_size, parameters, len(shapes), _by_type(config, types))
+
+
+def find_quantization(name: str) -> Quantization:
+    """That of `QUANTIZATIONS` that `name` means in any case. Raises `UsageError`."""
+    known = _ALIASES.get(name.upper(), name.upper())
+    if known not in QUANTIZATIONS:
+        raise UsageError(f"unknown type {name!r:.40}; there are {', '.join(QUANTIZATIONS)}")
+    return QUANTIZATIONS[known]
+
+
+def default_file_name(shape: str, quantization: str) -> str:
+    """`qwen3-0.6b-q8_0.gguf`."""
+    return f"{shape}-{quantization.lower()}.gguf"
+
+
+def tensor_types(config: Qwen3Config, kind: Quantization, pure: bool = False) -> dict[str, GGMLType]:
+    """The type of every tensor, as `llama_tensor_get_type` (src/llama-quant.cpp) chooses it without an importance
+    matrix: norms stay F32; the output matrix, which may be the embedding, gets Q6_K in every quantized file below Q8_0.
+    """
+    return {
+        name: GGMLType.F32 if len(shape) == 1 else _fitting(_matrix_type(name, config, kind, pure), shape[1])
+        for name, shape in expected_tensors(config).items()
+    }
+
+
+def _matrix_type(name: str, config: Qwen3Config, kind: Quantization, pure: bool) -> GGMLType:
+    if pure or BLOCK_SIZES[kind.base].elements == 1:
+        return kind.base
+    if name == ("token_embd.weight" if config.tie_word_embeddings else "output.weight"):
+        return kind.base if kind.base == GGMLType.Q8_0 else GGMLType.Q6_K
+    if not name.endswith(("attn_v.weight", "ffn_down.weight")):
+        return kind.base
+    layer, num_layers = int(name.split(".")[1]), config.num_layers
+    eighth = num_layers // 8
+    if kind.mixed and (layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2):
+        return GGMLType.Q6_K
+    if kind.small and layer < (4 if name.endswith("attn_v.weight") else eighth):
+        return GGMLType.Q5_K
+    return kind.base
+
+
+def _fitting(ggml_type: GGMLType, columns: int) -> GGMLType:
+    """`ggml_type`, or what llama.cpp takes instead where a row of `columns` is not whole blocks of it."""
+    for candidate in (ggml_type, _FALLBACKS.get(ggml_type, GGMLType.F16)):
+        if columns % BLOCK_SIZES[candidate].elements == 0:
+            return candidate
+    return GGMLType.F16
+
+
+def _weights(
+    name: str, ggml_type: GGMLType, shape: tuple[int, ...], seed: int
+) -> Callable[[], np.ndarray | Iterator[np.ndarray]]:
+    """A function that makes the tensor's data: a norm whole, a matrix unit by unit."""
+    if len(shape) == 1:
+        mean = OUTPUT_NORM if name == "output_norm.weight" else 1.0
+        return lambda: np.float32(mean) + np.float32(0.1) * _generator(seed, name, 0).standard_normal(shape, np.float32)
+    std = shape[1] ** -0.5
+    elements, size = prod(shape), max(1, UNIT_ELEMENTS // BLOCK_SIZES[ggml_type].elements)
+    num_blocks = elements // BLOCK_SIZES[ggml_type].elements
+
+    def units() -> Iterator[np.ndarray]:
+        for unit, start in enumerate(range(0, num_blocks, size)):
+            count = min(size, num_blocks - start)
+            yield random_blocks(ggml_type, count, std, _generator(seed, name, unit))
+
+    return units
+
+
+def _generator(seed: int, name: str, unit: int) -> np.random.Generator:
+    return np.random.default_rng([seed, crc32(name.encode()), unit])
+
+
+def random_blocks(ggml_type: GGMLType, count: int, std: float, rng: np.random.Generator) -> np.ndarray:
+    """`count` raw blocks, uint8 [count, bytes of a block], whose values have mean 0 and about the deviation `std`.
+
+    Normally distributed for the float types. Of the quantized ones, uniform quants under scales of 0.5 to 1.5 times the
+    mean; and as many scales are negative as positive where quants reach further down than up, so that the mean is 0.
+    """
+    if ggml_type in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
+        values = rng.standard_normal(count, dtype=np.float32)
+        values *= np.float32(std)
+        return _stored(ggml_type, values).reshape(count, -1)
+    if ggml_type not in (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q5_0):
+        from forge.gguf.writer import random_weights
+
+        blocks = random_weights(ggml_type, (count, BLOCK_SIZES[ggml_type].elements), std, rng)
+        if ggml_type == GGMLType.Q6_K:
+            blocks[:, 192:208].view(np.int8)[...] *= rng.integers(0, 2, (count, 16), np.int8) * 2 - 1
+        return blocks
+    bits = {GGMLType.Q8_0: 8, GGMLType.Q4_0: 4, GGMLType.Q5_0: 5}[ggml_type]
+    nbytes = BLOCK_SIZES[ggml_type].nbytes
+    blocks = np.frombuffer(rng.bytes(count * nbytes), np.uint8).reshape(count, nbytes).copy()
+    scales = rng.uniform(0.5, 1.5, count) * (std / (2**bits / 12**0.5))
+    if ggml_type == GGMLType.Q8_0:
+        quants = blocks[:, 2:].view(np.int8)
+        np.maximum(quants, -127, out=quants)  # no quantizer writes -128
+    else:
+        scales *= rng.integers(0, 2, count) * 2 - 1
+    blocks[:, :2] = scales.astype("<f2").view(np.uint8).reshape(count, 2)
+    return blocks
+
+
+def _stored(ggml_type: GGMLType, values: np.ndarray) -> np.ndarray:
+    """Float32 `values` as bytes of a float type."""
+    if ggml_type == GGMLType.F32:
+        return values.astype("<f4", copy=False).view(np.uint8)
+    if ggml_type == GGMLType.F16:
+        return values.astype("<f2").view(np.uint8)
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16  # to nearest, ties to even; there is no NaN to spare
+    return rounded.astype("<u2").view(np.uint8)
+
+
+def _metadata(config: Qwen3Config, kind: Quantization, name: str) -> dict[str, object]:
+    from forge.gguf.writer import TypedValue
+    from forge.tokenizer.chat_template import QWEN3_CHAT_TEMPLATE
+
+    vocabulary = synthetic_vocabulary(config.vocab_size)
+    return {
+        "general.architecture": "qwen3",
+        "general.type": "model",
+        "general.name": name,
+        "general.description": "random weights, for measuring: what it says is noise",
+        "general.file_type": kind.file_type,
+        "general.quantization_version": 2,
+        "qwen3.block_count": config.num_layers,
+        "qwen3.context_length": config.max_position_embeddings,
+        "qwen3.embedding_length": config.hidden_size,
+        "qwen3.feed_forward_length": config.intermediate_size,
+        "qwen3.attention.head_count": config.num_attention_heads,
+        "qwen3.attention.head_count_kv": config.num_key_value_heads,
+        "qwen3.attention.key_length": config.head_dim,
+        "qwen3.attention.value_length": config.head_dim,
+        "qwen3.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "qwen3.rope.freq_base": config.rope_theta,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": vocabulary.tokens,
+        "tokenizer.ggml.token_type": TypedValue(vocabulary.token_types, GGUFValueType.ARRAY, GGUFValueType.INT32),
+        **({"tokenizer.ggml.merges": vocabulary.merges} if vocabulary.merges else {}),
+        "tokenizer.ggml.eos_token_id": vocabulary.id_of("<|im_end|>"),
+        "tokenizer.ggml.bos_token_id": vocabulary.id_of("<|endoftext|>"),
+        "tokenizer.ggml.padding_token_id": vocabulary.id_of("<|endoftext|>"),
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": QWEN3_CHAT_TEMPLATE,
+    }
+
+
+def _nbytes(config: Qwen3Config, types: dict[str, GGMLType]) -> dict[str, int]:
+    blocks = {name: BLOCK_SIZES[ggml_type] for name, ggml_type in types.items()}
+    return {
+        name: prod(shape) // blocks[name].elements * blocks[name].nbytes
+        for name, shape in expected_tensors(config).items()
+    }
+
+
+def _by_type(config: Qwen3Config, types: dict[str, GGMLType]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for name, nbytes in _nbytes(config, types).items():
+        sums[types[name].name] = sums.get(types[name].name, 0) + nbytes
+    return sums
+
+
+def _check_place(path: Path, config: Qwen3Config, types: dict[str, GGMLType], force: bool) -> None:
+    """Refuse before anything is made: a folder, an existing file, a disk without room."""
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder; name the file to write")
+    if path.exists() and not force:
+        raise SynthError(f"{path}: exists already; --force replaces it")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent}: no such folder")
+    needed, free = sum(_nbytes(config, types).values()), shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise SynthError(f"{path}: needs {needed / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB left")
+    if not os.access(path.parent, os.W_OK):
+        raise SynthError(f"{path.parent}: this folder may not be written to; give --out another")
+
+
+def _hint(error: OSError) -> str:
+    return "; the unfinished file is removed" if error.errno == errno.ENOSPC else ""

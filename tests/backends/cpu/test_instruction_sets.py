@@ -1,0 +1,331 @@
+"""Every instruction set that this machine can run gives the same bits, and a forced one runs its own instructions."""
+
+import ctypes
+import platform
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+from llvmlite import ir
+
+from forge.backends.cpu import compilation
+from forge.backends.cpu.compilation import target_machine, tile_assembly
+from forge.backends.cpu.features import runnable
+from forge.backends.cpu.instruction_sets import INSTRUCTION_SETS, NeonDot
+from forge.backends.cpu.packing import LAYOUT_OF_TYPE, Q4, Q8, Q5M, Q6K
+from forge.backends.cpu.tiles import TILE_ARGUMENTS, emit_tile
+from tests.backends.cpu.models import run_python
+
+LAYOUTS = sorted(set(LAYOUT_OF_TYPE.values()), key=lambda layout: layout.name)
+PATHS = runnable()
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+x86_only = pytest.mark.skipif(not X86, reason="what is looked for are x86 instructions")
+
+MODELS = ["Q8_0", "Q4_1/bfloat16", "Q6_K", "F16", "Q4_0/float32", "BF16/bfloat16"]
+"""Tensor type and dtype of keys and values: both widths of weights, with and without minimum, groups of 16, floats."""
+
+
+@pytest.fixture(scope="module")
+def forced_runs(tmp_path_factory) -> dict[str, dict]:
+    """For each path a process of its own: what it printed, and its folder of compiled code."""
+    cache = tmp_path_factory.mktemp("kernels") if _cache_is_unknown() else None
+
+    def run(path: str) -> dict:
+        environment = {"FORGE_CPU_KERNEL": path}
+        if cache is not None:
+            environment["XDG_CACHE_HOME"] = str(cache)
+        result = run_python(["-m", "tests.backends.cpu.digests", *MODELS], **environment)
+        assert result.returncode == 0, result.stderr
+        name, folder, *digests = result.stdout.split("\n")
+        return {"name": name, "folder": folder, "digests": digests}
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(PATHS, pool.map(run, PATHS), strict=True))
+
+
+def _cache_is_unknown() -> bool:
+    """Without a folder for this process there is none for others; then they get one of the test's."""
+    return compilation.cache_folder() is None
+
+
+def test_there_is_always_a_path_and_portable_is_the_last():
+    assert PATHS[-1] == "portable"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_forced_path_is_the_one_in_use(forced_runs, path):
+    assert forced_runs[path]["name"] == path
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_gives_the_same_bits(forced_runs, path):
+    assert forced_runs[path]["digests"] == forced_runs["portable"]["digests"]
+    assert len({line.split()[1] for line in forced_runs[path]["digests"] if line}) == len(MODELS)
+
+
+def machine_code(folder: str, tmp_path: Path) -> dict[str, str]:
+    """The disassembly of every object file in a folder of compiled code, by name."""
+    if shutil.which("objdump") is None:
+        pytest.skip("objdump is not installed; test_the_assembly_of_tiles_… looks at the same code before it is stored")
+    code = {}
+    for kept in sorted(Path(folder).glob("*.o")):
+        plain = tmp_path / kept.name
+        plain.write_bytes(kept.read_bytes()[32:])  # after the digest
+        command = ["objdump", "-d", "--no-show-raw-insn", str(plain)]
+        code[kept.stem] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return code
+
+
+@x86_only
+@pytest.mark.parametrize("path", PATHS)
+def test_what_a_forced_path_ran_is_its_own_instructions(forced_runs, path, tmp_path):
+    """Of the very bytes that were executed: kernels and tiles."""
+    code = machine_code(forced_runs[path]["folder"], tmp_path)
+    tiles = {name: text for name, text in code.items() if name.startswith("tiles_")}
+    assert len(tiles) == 4
+    assert {"attention", "rms_norm", "matmul_quantized", "gate_up_swiglu", "matmul_f16", "norm_rope_store"} <= set(code)
+    everything = "\n".join(code.values())
+    if path != "portable":
+        for text in tiles.values():
+            assert INSTRUCTION_SETS[path].instruction in text
+    if path == "avx512-vnni":
+        assert all(re.search(r"vpdpbusd .*zmm", text) for text in tiles.values())
+        assert "%zmm" in code["attention"]
+        return
+    assert "%zmm" not in everything
+    assert not re.search(r"%k[0-7]\b", everything)
+    assert "vpmaddubsw" not in everything, "it saturates"
+    if path in ("avx-vnni", "avx2"):
+        assert all("%ymm" in code[name] for name in ("attention", "rms_norm", *tiles))
+    if path == "avx2":
+        assert "vpdpbusd" not in everything
+    if path == "portable":
+        assert "%ymm" not in everything
+        assert not re.search(r"\tv[a-z0-9]+ .*%xmm", everything), "AVX encodings"
+        assert "pdpbusd" not in everything
+
+
+def foreign_assembly(name: str, layout, triple: str | None = None) -> str:
+    return tile_assembly(INSTRUCTION_SETS[name](), layout, triple)
+
+
+@x86_only
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("name", ["avx512-vnni", "avx-vnni", "avx2"])
+def test_the_assembly_of_tiles_has_the_instruction_that_the_path_is_named_for(name, layout, monkeypatch):
+    """Also of paths that this machine cannot run: compiled for the processor that they stand for."""
+    monkeypatch.setattr(compilation, "is_forced", lambda: True)
+    monkeypatch.setitem(INSTRUCTION_SETS, "avx512-vnni", INSTRUCTION_SETS["avx512-vnni"])
+    if name == "avx512-vnni":
+        monkeypatch.setattr(INSTRUCTION_SETS[name], "target_cpu", "icelake-server")
+
+    assembly = foreign_assembly(name, layout)
+
+    assert INSTRUCTION_SETS[name].instruction in assembly
+    assert ("zmm" in assembly) == (name == "avx512-vnni")
+    assert "vpmaddubsw" not in assembly
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_neon_tiles_compile_for_arm_with_its_dot_product(layout):
+    assembly = tile_assembly(NeonDot(), layout, "aarch64-linux-gnu")
+    for rows in range(1, 9):
+        assert re.search(rf"^tile_{rows}:", assembly, re.MULTILINE)
+    # 8 lines of 4 quarters per row and group.
+    assert len(re.findall(r"\bsdot\b", assembly)) >= sum(32 * rows for rows in range(1, 9))
+    assert not re.search(r"\bbl\t", assembly), "a call out of a tile"
+
+
+def test_portable_tiles_compile_for_arm():
+    assembly = foreign_assembly("portable", Q4, "aarch64-linux-gnu")
+    assert "sdot" not in assembly
+    assert "fmla" in assembly
+
+
+# Sums that would saturate
+
+
+class OneTile:
+    """The tile of one layout and number of rows for one instruction set, called through ctypes."""
+
+    def __init__(self, name: str, layout, rows: int):
+        module = ir.Module("one_tile")
+        integer = ir.IntType(64)
+        signature = ir.FunctionType(ir.VoidType(), [integer] * len(TILE_ARGUMENTS))
+        function = ir.Function(module, signature, "tile")
+        builder = ir.IRBuilder(function.append_basic_block("entry"))
+        arguments = dict(zip(TILE_ARGUMENTS, function.args, strict=True))
+        emit_tile(builder, INSTRUCTION_SETS[name](), layout, rows, arguments)
+        builder.ret_void()
+        machine = target_machine(INSTRUCTION_SETS[name]())
+        self.engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), machine)
+        self.engine.finalize_object()
+        prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(TILE_ARGUMENTS))
+        self.function = prototype(self.engine.get_function_address("tile"))
+
+    def __call__(self, **arguments: int) -> None:
+        self.function(*(arguments.get(name, 0) for name in TILE_ARGUMENTS))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("layout", [Q8, Q6K, Q5M, Q4], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("activation", [127, -127, -128])
+@pytest.mark.parametrize("weight", ["largest", "smallest", "alternating"])
+def test_extreme_weights_times_extreme_activations_are_exact(path, layout, weight, activation):
+    """255 * 127 twice does not fit into 16 bits: an instruction that adds pairs there would saturate."""
+    top = 255 if layout.bits == 8 else 15
+    byte = {8: {"largest": 255, "smallest": 0}, 4: {"largest": 255, "smallest": 0}}[layout.bits].get(weight)
+    quants = _aligned(np.full((layout.bits, 64), 0 if byte is None else byte, np.uint8))
+    if byte is None:
+        quants[:, ::2] = 255
+    unsigned = np.full((16, 32), 0 if byte is None else (top if byte else 0), np.int64)
+    if byte is None:
+        unsigned[:, ::2] = top
+    if layout is Q5M and byte != 0:
+        return  # its weights are 0 to 31; the others cover more
+    scales = _aligned(np.ones((32 // layout.group, 16), np.float16 if layout.scale_kind == "f16" else np.float32))
+    minimums = _aligned(np.zeros_like(scales))
+    rows = 3
+    x = np.full((rows, 32), activation, np.int8)
+    x[1, ::2] = 1  # another pattern beside it
+    x_scales, out = np.ones((rows, 1), np.float32), np.full((rows, 16), np.nan, np.float32)
+    x_sums = x.astype(np.int32).reshape(rows, 2, 16).sum(axis=2, dtype=np.int32)
+
+    OneTile(path, layout, rows)(
+        weights=quants.ctypes.data,
+        scales=scales.ctypes.data,
+        minimums=minimums.ctypes.data,
+        x=x.ctypes.data,
+        x_scales=x_scales.ctypes.data,
+        x_sums=x_sums.ctypes.data,
+        out=out.ctypes.data,
+        num_groups=1,
+        x_stride=32,
+        out_stride=16,
+    )
+
+    want = x.astype(np.int64) @ (unsigned - layout.bias).T
+    np.testing.assert_array_equal(out, want.astype(np.float32))
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    from forge.backends.cpu.packing import aligned_empty
+
+    copy = aligned_empty(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+# float16 on processors that cannot convert it
+
+HALF_LOOPS = """
+define void @widen(ptr %source, ptr %target, i64 %count) {
+entry:
+  br label %loop
+loop:
+  %i = phi i64 [0, %entry], [%next, %loop]
+  %from = getelementptr half, ptr %source, i64 %i
+  %half = load half, ptr %from
+  %float = fpext half %half to float
+  %to = getelementptr float, ptr %target, i64 %i
+  store float %float, ptr %to
+  %next = add i64 %i, 1
+  %more = icmp slt i64 %next, %count
+  br i1 %more, label %loop, label %done
+done:
+  ret void
+}
+define void @narrow(ptr %source, ptr %target, i64 %count) {
+entry:
+  br label %loop
+loop:
+  %i = phi i64 [0, %entry], [%next, %loop]
+  %from = getelementptr float, ptr %source, i64 %i
+  %float = load float, ptr %from
+  %half = fptrunc float %float to half
+  %to = getelementptr half, ptr %target, i64 %i
+  store half %half, ptr %to
+  %next = add i64 %i, 1
+  %more = icmp slt i64 %next, %count
+  br i1 %more, label %loop, label %done
+done:
+  ret void
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def half_loops():
+    """`widen` and `narrow` for the oldest x86-64: each conversion calls the library function that forge provides."""
+    compilation._provide_half_conversions()
+    target = llvm.Target.from_triple(llvm.get_process_triple())
+    machine = target.create_target_machine(cpu="x86-64", reloc="pic", opt=2, jit=True)
+    module = llvm.parse_assembly(HALF_LOOPS)
+    assembly = machine.emit_assembly(module)
+    assert "__extendhfsf2" in assembly
+    assert "__truncsfhf2" in assembly
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    functions = [prototype(engine.get_function_address(name)) for name in ("widen", "narrow")]
+    yield functions
+    del engine
+
+
+@x86_only
+def test_every_float16_widens_without_an_instruction_for_it(half_loops):
+    halves = np.arange(2**16, dtype=np.uint16)
+    out = np.zeros(2**16, np.float32)
+
+    half_loops[0](halves.ctypes.data, out.ctypes.data, len(halves))
+
+    want = halves.view(np.float16).astype(np.float32)
+    numbers = ~np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(out), ~numbers)
+    np.testing.assert_array_equal(out[numbers].view(np.uint32), want[numbers].view(np.uint32))
+
+
+@x86_only
+def test_floats_narrow_to_the_nearest_float16_without_an_instruction_for_it(half_loops):
+    """Every float16, everything halfway between two and one bit beside that, and a million floats of any size."""
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    middles = ((halves[:-1].astype(np.float64) + halves[1:]) / 2).astype(np.float32)
+    near = np.concatenate([halves, middles, np.nextafter(middles, np.inf), np.nextafter(middles, -np.inf)])
+    edges = np.array([65519.996, 65520.0, 65520.004, 1e10, np.inf, np.nan, 2.0**-25, 2.0**-26, 1e-45], np.float32)
+    anything = np.random.default_rng(1).integers(0, 2**32, 1_000_000, dtype=np.uint32).view(np.float32)
+    floats = np.concatenate([near, -near, edges, -edges, anything.astype(np.float32)])
+    out = np.zeros(len(floats), np.uint16)
+
+    half_loops[1](floats.ctypes.data, out.ctypes.data, len(floats))
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = floats.astype(np.float16)
+    numbers = ~np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(out.view(np.float16)), ~numbers)
+    np.testing.assert_array_equal(out[numbers], want[numbers].view(np.uint16))
+
+
+# Forcing what is not there
+
+
+@pytest.mark.parametrize(
+    ("forced", "problem"),
+    [("sse9", "is unknown"), ("neon-dot" if X86 else "avx2", "is not available on this processor")],
+)
+def test_a_path_that_cannot_run_is_one_line_before_anything_is_loaded(forced, problem):
+    code = (
+        "from forge.backends.devices import create_backend\n"
+        "from forge.errors import UsageError\n"
+        "try:\n    create_backend('cpu')\n"
+        "except UsageError as error:\n    print(error)\n"
+        "else:\n    print('no error')\n"
+    )
+    result = run_python(["-c", code], FORGE_CPU_KERNEL=forced)
+    assert result.stdout.strip() == f"FORGE_CPU_KERNEL={forced} {problem}; here there are {', '.join(PATHS)}"
+    assert result.returncode == 0
+    assert result.stderr == ""
