@@ -77,16 +77,28 @@ class Rehearsal:
         return torch.tensor([self.row(length + 1) for _ in range(count)])
 
 
-class AnswerFinder:
-    """Finds one-token answers: what stands alone between the assistant's header and the end of its message."""
+class Weigher:
+    """Says how much each target weighs in the loss: one-token answers more than the rest, and, early in training, words to copy.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Answers are few among many story tokens. Words to copy are names, kinds, objects and places: the story decides them, and the rest of
+    the text is mostly templates, whose choice nobody can predict.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, answer_weight: float, copy_weight: float) -> None:
         self.assistant, self.newline = tokenizer.encode("assistant\n").ids
         self.end = tokenizer.token_to_id("<|im_end|>")
+        self.answer_weight, self.copy_weight = answer_weight, copy_weight
+        words = dict.fromkeys(word for labels in LABELS.values() for word in labels)
+        forms = [tokenizer.encode(form).ids for word in words for form in (word, " " + word)]
+        self.copied = torch.zeros(tokenizer.get_vocab_size(), dtype=torch.bool)
+        self.copied[[ids[0] for ids in forms if len(ids) == 1]] = True
 
-    def targets(self, tokens: Tensor) -> Tensor:
-        """tokens [batch, length + 1] -> bool [batch, length]: whether the target at a position is a one-token answer."""
-        found = torch.zeros(tokens.shape[0], tokens.shape[1] - 1, dtype=torch.bool)
+    def weights(self, tokens: Tensor, copying: bool) -> Tensor:
+        """tokens [batch, length + 1] -> the weight of every target, [batch, length]."""
+        targets = tokens[:, 1:]
+        weights = torch.ones(targets.shape)
+        if copying:
+            weights[self.copied[targets]] = self.copy_weight
         answered = (tokens[:, :-3] == self.assistant) & (tokens[:, 1:-2] == self.newline) & (tokens[:, 3:] == self.end)
-        found[:, 1:-1] = answered
-        return found
+        weights[:, 1:-1][answered] = self.answer_weight
+        return weights

@@ -11,6 +11,7 @@ References: Hinton et al. 2015 (arXiv 1503.02531); DistillSpec (arXiv 2310.08461
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Lock
 
 import torch
 from tokenizers import Tokenizer
@@ -39,17 +40,19 @@ def project_embedding(target: Qwen3, draft: Qwen3) -> None:
 
 
 class TargetText:
-    """Rows written by the target: the start of a document, continued at a temperature of 0 to 1."""
+    """Rows written by the target: the start of a document, continued at a temperature of 0 to 1. Safe to use from several threads."""
 
     def __init__(self, target: Qwen3, tokenizer: Tokenizer, seed: int) -> None:
         self.target = target
         self.rows = Rows(tokenizer, FIRST_DOCUMENT + 100_000_000)
         self.generator = torch.Generator().manual_seed(seed)
         self.pool: Iterator[Tensor] = iter(())
+        self.lock = Lock()
 
     def batch(self, count: int, length: int) -> Tensor:
         """[count, length + 1]."""
-        return torch.stack([self._row(length) for _ in range(count)])
+        with self.lock:
+            return torch.stack([self._row(length) for _ in range(count)])
 
     def _row(self, length: int) -> Tensor:
         row = next(self.pool, None)
@@ -75,13 +78,13 @@ class DistillationLoss:
         self.target = target.eval()
         self.text = TargetText(self.target, tokenizer, seed)
 
-    def __call__(self, draft: Qwen3, tokens: Tensor, answers: Tensor) -> tuple[Tensor, float]:
+    def __call__(self, draft: Qwen3, tokens: Tensor, weights: Tensor) -> tuple[Tensor, float]:
         """The loss to minimize, and the share of positions where both would choose the same token (as 1 - agreement)."""
         half = tokens.shape[0] // 2
         tokens = torch.cat((tokens[:half], self.text.batch(tokens.shape[0] - half, tokens.shape[1] - 1)))
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             wanted = self.target(tokens[:, :-1]).flatten(0, 1).float()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             logits = draft(tokens[:, :-1]).flatten(0, 1)
         logits = logits.float()
         choice = wanted.argmax(-1)

@@ -19,11 +19,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
-from .data import AnswerFinder, Rehearsal, Rows
+from .data import Rehearsal, Rows, Weigher
 from .network import Qwen3
 
 SEED = 20
-ANSWER_WEIGHT = 5.0  # a question document has few answers among many story tokens; they weigh more in the loss
+ANSWER_WEIGHT, COPY_WEIGHT = 5.0, 4.0  # see data.Weigher
 CHECKPOINT_SECONDS = 240.0
 LONGEST_STEP = 12.0  # seconds of one step that count against the budget; what is longer was a pause
 
@@ -37,7 +37,7 @@ class Phase:
     length: int
 
 
-TARGET_PHASES = (Phase(0.6, 4, 512), Phase(0.9, 8, 512), Phase(1.0, 2, 2048))
+TARGET_PHASES = (Phase(0.6, 4, 512), Phase(0.94, 8, 512), Phase(1.0, 2, 2048))
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Schedule:
     decay_from: float = 0.45
     weight_decay: float = 0.05
     rehearse_until: float = 0.2
+    weigh_copies_until: float = 0.88
 
     def progress(self, step: int, elapsed: float) -> float:
         """The used fraction of the budget."""
@@ -88,13 +89,12 @@ def make_optimizers(model: Qwen3, schedule: Schedule) -> list[torch.optim.Optimi
     ]
 
 
-def weighted_loss(model: Qwen3, tokens: Tensor, answers: Tensor) -> tuple[Tensor, float]:
-    """The loss to minimize, answers weighing more, and the plain mean in nats per token."""
+def weighted_loss(model: Qwen3, tokens: Tensor, weights: Tensor) -> tuple[Tensor, float]:
+    """The loss to minimize, a mean with weights [batch, length], and the plain mean in nats per token."""
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         logits = model(tokens[:, :-1])
     losses = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-    weights = 1.0 + (ANSWER_WEIGHT - 1.0) * answers.flatten()
-    return (losses * weights).sum() / weights.sum(), losses.detach().mean().item()
+    return (losses * weights.flatten()).sum() / weights.sum(), losses.detach().mean().item()
 
 
 LossFunction = Callable[[Qwen3, Tensor, Tensor], tuple[Tensor, float]]
@@ -111,7 +111,7 @@ class Workers:
         self.count = count
         self.pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
 
-    def gradients(self, model: Qwen3, loss_function: LossFunction, tokens: Tensor, answers: Tensor) -> float:
+    def gradients(self, model: Qwen3, loss_function: LossFunction, tokens: Tensor, weights: Tensor) -> float:
         """Set the gradients of `model` to the mean over the shares; returns the mean plain loss."""
         parameters = list(model.parameters())
 
@@ -119,7 +119,7 @@ class Workers:
             loss, plain = loss_function(model, rows, marks)
             return torch.autograd.grad(loss, parameters), plain
 
-        shares = list(self.pool.map(work, tokens.chunk(self.count), answers.chunk(self.count)))
+        shares = list(self.pool.map(work, tokens.chunk(self.count), weights.chunk(self.count)))
         for parameter, *parts in zip(parameters, *(gradients for gradients, _ in shares), strict=True):
             parameter.grad = torch.stack(parts).mean(0) if len(parts) > 1 else parts[0]
         return sum(plain for _, plain in shares) / len(shares)
@@ -139,7 +139,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     optimizers = make_optimizers(model, schedule)
     state = resume(model, optimizers, folder / "checkpoint.pt")
-    rows, finder = Rows(tokenizer, state.next_document), AnswerFinder(tokenizer)
+    rows, weigher = Rows(tokenizer, state.next_document), Weigher(tokenizer, ANSWER_WEIGHT, COPY_WEIGHT)
     rehearsal = Rehearsal(tokenizer, seed=state.step)
     workers = Workers(threads)
     last_save = time.monotonic()
@@ -149,7 +149,7 @@ def train(
         tokens = rows.batch(phase.rows, phase.length)
         if progress < schedule.rehearse_until:
             tokens[1::2] = rehearsal.batch(len(tokens[1::2]), phase.length)
-        plain = workers.gradients(model, loss_function, tokens, finder.targets(tokens))
+        plain = workers.gradients(model, loss_function, tokens, weigher.weights(tokens, progress < schedule.weigh_copies_until))
         gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         step_optimizers(optimizers, schedule.rate(state.step, progress))
         seconds = time.monotonic() - started

@@ -79,6 +79,8 @@ class ModelSize:
     """Of the layers' tensors, as the file stores them."""
     head_bytes: int
     """Of the output head, which may be the embedding too."""
+    embedding_bytes: int
+    """Of an embedding that is not the head; 0 where it is."""
     row_bytes: int
     """Of one row of the embedding."""
     layer_products: int
@@ -91,6 +93,11 @@ class ModelSize:
     """Of one token's keys and values in all layers, at two bytes per number."""
     vocab_size: int
     max_context: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all matrices and norms; a head that is the embedding too counts once."""
+        return self.layer_bytes + self.head_bytes + self.embedding_bytes
 
 
 @dataclass(frozen=True)
@@ -112,15 +119,14 @@ def needs_of(case: Case, size: ModelSize) -> Needs:
         + size.head_bytes
         + rows * size.row_bytes
         + case.sequences * case.context * size.kv_bytes,
-        products=rows * size.layer_products
-        + case.sequences * size.head_products
-        + pairs * size.attention_products,
+        products=rows * size.layer_products + case.sequences * size.head_products + pairs * size.attention_products,
     )
 
 
 def measure_model(path) -> ModelSize:
     """`ModelSize` of the model at `path`. Raises the `ForgeError` of its format if it is not sound."""
     from forge.gguf import GGMLType
+    from forge.model.config import expected_tensors
     from forge.model.weight_source import open_weights
 
     with open_weights(path) as weights:
@@ -131,8 +137,6 @@ def measure_model(path) -> ModelSize:
             elements = tensor.shape[0] * tensor.shape[1]
             return elements * (FLOAT_PRODUCT if tensor.ggml_type in floats else 1)
 
-        from forge.model.config import expected_tensors
-
         names = [name for name in expected_tensors(config) if name.startswith("blk.")]
         layers = [weights.tensor(name) for name in names]
         embedding = weights.tensor("token_embd.weight")
@@ -141,6 +145,7 @@ def measure_model(path) -> ModelSize:
             file_bytes=weights.nbytes if path.is_dir() else path.stat().st_size,
             layer_bytes=sum(tensor.nbytes for tensor in layers),
             head_bytes=head.nbytes,
+            embedding_bytes=0 if config.tie_word_embeddings else embedding.nbytes,
             row_bytes=embedding.nbytes // embedding.shape[0],
             layer_products=sum(products(tensor) for tensor in layers if len(tensor.shape) == 2),
             head_products=products(head),

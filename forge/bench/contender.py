@@ -56,7 +56,7 @@ class Contender:
     def __init__(self, launch: Launch):
         """Raises `UsageError` if the interpreter cannot be started."""
         self.name = launch.name
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         try:
             self._process = subprocess.Popen(
                 launch.command(),
@@ -70,7 +70,8 @@ class Contender:
             )
         except OSError as error:
             self._errors.close()
-            raise UsageError(f"{launch.python}: {error.strerror or error}; --peer-python is a Python interpreter") from None
+            problem = error.strerror or error
+            raise UsageError(f"{launch.python}: {problem}; --peer-python is a Python interpreter") from None
 
     @property
     def pid(self) -> int:

@@ -1,12 +1,13 @@
 """`forge bench cpu`: forge beside its peers on one file, in one run, taking turns.
 
 The order of things: the machine's limits; then everybody loads the file, in turn, several times over, and stays loaded
-the last time; then, figure by figure, everybody fills its cache and takes its turns, one after the other, A B C A B C …,
-while the others wait for their input; then the machine's limits again. Each contender is a process of its own, so none
-shares threads, memory or a library's settings with another.
+the last time; then, figure by figure, everybody fills its cache, and all take turns, A B C A B C …, while the others
+wait for their input; then the machine's limits again. Each contender is a process of its own, so none shares threads,
+memory or a library's settings with another.
 """
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +75,8 @@ class Plan:
         for name, value in (("--threads", self.threads), ("--reps", self.effort.repetitions)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} is at least 1, and {value} is less")
+        if self.peer_python is not None and shutil.which(self.peer_python) is None:
+            raise UsageError(f"{self.peer_python}: no such program; --peer-python is a Python interpreter")
         if not self.cases:
             raise UsageError("no figure is left to measure")
 
@@ -148,11 +151,9 @@ def measure_limits(effort: Effort) -> Limits:
 class _Field:
     """The contenders of one run: those that are loaded, and those that dropped out."""
 
-    def __init__(
-        self, stack: ExitStack, plan: Plan, path: Path, threads: int, max_context: int, on_progress: Progress
-    ):
+    def __init__(self, stack: ExitStack, plan: Plan, path: Path, threads: int, max_context: int, on_progress: Progress):
         self._stack, self._plan, self._say = stack, plan, on_progress
-        self._loading = {"model": str(path.resolve()), "threads": threads, "max_context": max_context}
+        self._loading = {"model": str(path.absolute()), "threads": threads, "max_context": max_context}
         self._launches = {FORGE: [Launch(FORGE, "forge_worker")]} | {
             peer: [Launch(peer, PEERS[peer], python) for python in self._pythons()] for peer in plan.peers
         }
@@ -196,7 +197,7 @@ class _Field:
         spent = dict.fromkeys(settings, 0.0)
         for repetition in range(effort.repetitions):
             for name in [name for name in settings if name in self._contenders]:
-                if spent[name] > PATIENCE_SECONDS:
+                if seconds[name] and spent[name] > PATIENCE_SECONDS:
                     continue
                 self._say(f"{case.title}: {repetition + 1} of {effort.repetitions}, {name}")
                 time.sleep(REST_SECONDS)

@@ -22,6 +22,7 @@ class ForgeContender:
         self._expected = 0.0
 
     def load(self, model: str, threads: int, max_context: int) -> Mapping[str, Any]:
+        import forge.backends.cpu.backend  # noqa: F401 (loading libraries is no part of loading a file)
         from forge import LLM, __version__
 
         compiled = []
@@ -45,9 +46,7 @@ class ForgeContender:
         sequences, length = len(token_ids), len(token_ids[0])
         blocks = -(-length // BLOCK_SIZE)
         model = self._llm.model
-        self._storage = model.backend.new_storage(
-            model.kv_layout(sequences * blocks, BLOCK_SIZE, self._llm.kv_dtype)
-        )
+        self._storage = model.backend.new_storage(model.kv_layout(sequences * blocks, BLOCK_SIZE, self._llm.kv_dtype))
         for index, ids in enumerate(token_ids):
             for start in range(0, context, CHUNK):
                 stop = min(context, start + CHUNK)
@@ -68,7 +67,7 @@ class ForgeContender:
 
 
 def _batch(token_ids: list[list[int]], start: int, blocks: int, first: int = 0):
-    """Rows of sequences `first`, `first + 1`, … that all start at position `start`, with the logits of each one's last."""
+    """Rows of sequences `first`, `first + 1`, … from position `start` on, with the logits of each one's last."""
     import numpy as np
 
     from forge.model.forward_batch import ForwardBatch
@@ -99,6 +98,4 @@ def _packed_bytes(weights) -> int:
 
 if __name__ == "__main__":
     contender = ForgeContender()
-    serve(
-        {"load": contender.load, "prepare": contender.prepare, "turn": contender.turn, "memory": peak_memory}
-    )
+    serve({"load": contender.load, "prepare": contender.prepare, "turn": contender.turn, "memory": peak_memory})

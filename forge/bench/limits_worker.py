@@ -11,6 +11,7 @@ a close one of the processor's.
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numba
@@ -39,13 +40,13 @@ def _sum_one_stream(values):
 @numba.njit(nogil=True)
 def _sum_four_streams(values):
     quarter = values.size // 4
-    first, second, third, fourth = 0, 0, 0, 0
+    # Views of their own, because an index such as `quarter + index` might be negative for all the compiler knows.
+    first, second = values[:quarter], values[quarter : 2 * quarter]
+    third, fourth = values[2 * quarter : 3 * quarter], values[3 * quarter : 4 * quarter]
+    total = 0
     for index in range(quarter):
-        first += values[index]
-        second += values[quarter + index]
-        third += values[2 * quarter + index]
-        fourth += values[3 * quarter + index]
-    return first + second + third + fourth
+        total += (first[index] + second[index]) + (third[index] + fourth[index])
+    return total
 
 
 @numba.njit(nogil=True)
@@ -84,8 +85,8 @@ def product_rate(seconds: float, threads: int) -> float:
     work = [_Tile(int(tiles.addresses[MAX_ROWS])) for _ in range(threads)]
     work[0].run(1)
     times = _SHORT
-    while (taken := _seconds(lambda: work[0].run(times))) < seconds / 20:
-        times *= 2 if taken < seconds / 100 else 4
+    while _seconds(partial(work[0].run, times)) < seconds / 20:
+        times *= 2
     taken = _passes([lambda tile=tile: tile.run(times) for tile in work], seconds)
     return threads * times * MAX_ROWS * LANES * TILE_COLUMNS / float(np.median(taken))
 

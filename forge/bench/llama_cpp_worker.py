@@ -6,14 +6,15 @@ whichever is faster on this machine (tried before every such figure).
 """
 
 import ctypes
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 if __package__:
-    from forge.bench.worker import Missing, peak_memory, serve, take_turn, timed
+    from forge.bench.worker import Missing, peak_memory, plural, serve, take_turn, timed
 else:
-    from worker import Missing, peak_memory, serve, take_turn, timed
+    from worker import Missing, peak_memory, plural, serve, take_turn, timed
 
     sys.path.pop(0)  # this folder's modules are not for others to find
 
@@ -30,7 +31,7 @@ class LlamaCppContender:
         self._expected = 0.0
 
     def load(self, model: str, threads: int, max_context: int) -> Mapping[str, Any]:
-        if not model.endswith(".gguf"):
+        if os.path.isdir(model):
             raise Missing("llama.cpp reads GGUF files only")
         lib = self._lib = _library()
         self._threads = threads
@@ -44,7 +45,7 @@ class LlamaCppContender:
         _, seconds = timed(ready)
         self._close_context()
         return {
-            "description": f"llama-cpp-python {lib.__version__}, {_instructions(lib)}, {threads} threads, KV float16",
+            "description": f"llama-cpp-python {lib.__version__}, {_instructions(lib)}, {plural(threads)}, KV float16",
             "seconds": seconds,
             "first_time": False,
         }
@@ -158,6 +159,4 @@ def _instructions(lib) -> str:
 
 if __name__ == "__main__":
     contender = LlamaCppContender()
-    serve(
-        {"load": contender.load, "prepare": contender.prepare, "turn": contender.turn, "memory": peak_memory}
-    )
+    serve({"load": contender.load, "prepare": contender.prepare, "turn": contender.turn, "memory": peak_memory})

@@ -17,7 +17,6 @@ Only the standard library is used here, because a worker may run in an interpret
 import json
 import os
 import queue
-import resource
 import signal
 import sys
 import threading
@@ -85,6 +84,8 @@ def peak_memory() -> Mapping[str, Any]:
             kilobytes = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
         return {"peak_bytes": kilobytes * 1024}
     except (OSError, StopIteration):
+        import resource
+
         unit = 1 if sys.platform == "darwin" else 1024
         return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
@@ -94,6 +95,10 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     started = time.perf_counter()
     result = work()
     return result, time.perf_counter() - started
+
+
+def plural(threads: int) -> str:
+    return "1 thread" if threads == 1 else f"{threads} threads"
 
 
 def one_line(error: object) -> str:

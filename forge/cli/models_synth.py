@@ -14,7 +14,7 @@ _PUBLISHED = "the shape's"
 def synth(
     shape: Annotated[
         str | None,
-        typer.Argument(metavar="[SHAPE]", help="qwen3-0.6b, qwen3-1.7b or qwen3-4b; or give every number yourself."),
+        typer.Argument(metavar="SHAPE", help="qwen3-0.6b, qwen3-1.7b or qwen3-4b; or give every number yourself."),
     ] = None,
     type: Annotated[
         str, typer.Option("--type", "-t", help="F16, BF16, Q8_0, Q4_0, Q4_K_M, …", rich_help_panel=_FILE)

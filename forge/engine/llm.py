@@ -56,14 +56,15 @@ class LLM:
     ):
         """Load a model.
 
-        model: a bundled or pulled model's name, or the path of a GGUF file or a Hugging Face folder.
-        kv: `off`, `basic` or `on`. device: `cpu`, `reference` or `cuda`. kv_dtype: what keys and values are rounded to, `float32`, `float16` or `bfloat16`; None takes the
-        device's own. quantize: `q8_0` quantizes float weights as they are loaded (cpu only). block_size: tokens per KV block. num_blocks: the KV pool's size. threads: CPU threads, None for
-        all that this process may use. max_model_len: prompt and output tokens of one sequence at most, which bounds
+        model: a bundled or pulled model's name, or the path of a GGUF file or a Hugging Face folder. kv: `off`, `basic`
+        or `on`. device: `cpu`, `reference` or `cuda`. kv_dtype: what keys and values are rounded to, `float32`,
+        `float16` or `bfloat16`; None takes the device's own. quantize: `q8_0` quantizes float weights as they are
+        loaded (cpu only). block_size: tokens per KV block. num_blocks: the KV pool's size. threads: CPU threads, None
+        for all that this process may use. max_model_len: prompt and output tokens of one sequence at most, which bounds
         what is reserved; None takes the model's context, up to 4,096. max_num_seqs: sequences that may run at once.
         time_operations: keep time per layer and operation, for `operation_times()`. on_load_progress: called with
-        (bytes loaded, bytes in all). on_compile_progress: called with (kernels compiled, kernels in all) if any have to be,
-        which happens once per machine.
+        (bytes loaded, bytes in all). on_compile_progress: called with (kernels compiled, kernels in all) if any have to
+        be, which happens once per machine.
 
         Raises `UsageError` for an option that has no meaning, the `ForgeError` of its format for a file that is not a
         sound Qwen3 model.

@@ -118,8 +118,10 @@ def write_gguf(
         writer.close()
         os.replace(unfinished, path)
     finally:
-        writer.close()
-        unfinished.unlink(missing_ok=True)
+        try:
+            writer.close()  # which may fail once more, on a full disk
+        finally:
+            unfinished.unlink(missing_ok=True)
     return path
 
 

@@ -9,6 +9,7 @@ moves (which is not so for Llama). Defaults are those of transformers' `Qwen3Con
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -50,6 +51,7 @@ _IN_LAYERS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _BYTES_COMPARED = 16 << 20
 
 
@@ -259,7 +261,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFolderError(index, "weight_map", "must be an object that names the file of each tensor")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not name.isprintable() or Path(name).name != name or "\\" in name:
+        if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
             problem = f"{printable(str(name))} is not the name of a file in this folder"
             raise ModelFolderError(index, f"weight_map {printable(tensor)}", problem)
     if len(set(weight_map.values())) > MAX_SHARDS:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import quote
 
 from forge.errors import ForgeError, UsageError
 from forge.model.pulled import PulledModel, PullName, choices, choose_gguf, is_one_gguf, pulled_folder, quant_label
@@ -82,8 +83,8 @@ def pull(
         raise PullError("pulling models needs huggingface_hub, which is not installed: pip install huggingface_hub")
     target = (folder or pulled_folder()) / wanted.repo
     with _plain_errors(wanted, endpoint), _quiet_hub():
-        repository = _list(wanted.repo, endpoint, token)
-        chosen = _choose(repository, wanted)
+        repository = _list(wanted.repo, _endpoint(endpoint), token)
+        chosen = [_described(repository, file, token) for file in _choose(repository, wanted)]
         target.mkdir(parents=True, exist_ok=True)
         with _lock(target, wanted):
             _check_room(target, chosen)
@@ -96,7 +97,7 @@ def pull(
     return PulledModel(wanted.repo, target, total)
 
 
-def _list(repo: str, endpoint: str | None, token: str | None) -> _Repository:
+def _list(repo: str, endpoint: str, token: str | None) -> _Repository:
     """What the repository holds now."""
     from huggingface_hub import HfApi
 
@@ -106,7 +107,7 @@ def _list(repo: str, endpoint: str | None, token: str | None) -> _Repository:
         sha256 = entry.lfs["sha256"] if entry.lfs else None
         digest = sha256 or (f"git:{entry.blob_id}" if entry.blob_id else None)
         files[entry.rfilename] = _RemoteFile(entry.rfilename, entry.size if entry.size is not None else -1, digest)
-    return _Repository(repo, info.sha or "main", _endpoint(endpoint), files)
+    return _Repository(repo, info.sha or "main", endpoint, files)
 
 
 def _choose(repository: _Repository, wanted: PullName) -> list[_RemoteFile]:
@@ -134,16 +135,13 @@ def _fetch(
     repository: _Repository, file: _RemoteFile, target: Path, token: str | None, on_progress: PullProgress | None
 ) -> None:
     """Bring one file, unless it is here: from where an earlier attempt stopped, verified, under its name at the end."""
-    url = _url(repository, file.name)
-    if file.bytes < 0 or file.digest is None:
-        file = _asked(file, url, token)
     path = target / Path(file.name).name
     if path.is_file() and path.stat().st_size == file.bytes and _digest_of(path, file.digest) == file.digest:
         return
     partial = target / f".{path.name}.{(file.digest or repository.commit).removeprefix('git:')[:16]}.partial"
     if partial.exists() and partial.stat().st_size > file.bytes:
         partial.unlink()
-    _download(url, partial, file, token, on_progress)
+    _download(_url(repository, file.name), partial, file, token, on_progress)
     found = _digest_of(partial, file.digest)
     if found != file.digest:
         partial.unlink()
@@ -157,7 +155,7 @@ def _fetch(
 
 
 def _download(url: str, partial: Path, file: _RemoteFile, token: str | None, on_progress: PullProgress | None) -> None:
-    """Append to `partial` what it lacks."""
+    """Append to `partial` what it lacks, taking up a broken connection as long as each attempt brings something."""
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
@@ -166,10 +164,14 @@ def _download(url: str, partial: Path, file: _RemoteFile, token: str | None, on_
     with open(partial, "ab") as stream:
         here = stream.tell()
         watched = _WatchedFile(stream, file, on_progress)
-        if here < file.bytes:
-            http_get(url, watched, resume_size=here, headers=headers, expected_size=file.bytes)
-    if file.bytes == 0:
-        watched.report()
+        while here < file.bytes:
+            try:
+                http_get(url, watched, resume_size=here, headers=headers, expected_size=file.bytes)
+                return
+            except _transport_errors():
+                before, here = here, stream.tell()
+                if here <= before:
+                    raise
 
 
 class _WatchedFile:
@@ -199,10 +201,13 @@ class _WatchedFile:
             self._on_progress(self._file.name, self._stream.tell(), self._file.bytes)
 
 
-def _asked(file: _RemoteFile, url: str, token: str | None) -> _RemoteFile:
-    """`file` with what the listing did not say, from the headers of the file itself."""
+def _described(repository: _Repository, file: _RemoteFile, token: str | None) -> _RemoteFile:
+    """`file`, with size and digest from its own headers where the listing did not say."""
     from huggingface_hub import get_hf_file_metadata
 
+    if file.bytes >= 0 and file.digest is not None:
+        return file
+    url = _url(repository, file.name)
     stated = get_hf_file_metadata(url, token=token, timeout=TIMEOUT_SECONDS)
     etag = (stated.etag or "").lower()
     is_hexadecimal = not set(etag) - set("0123456789abcdef")
@@ -342,9 +347,7 @@ def _endpoint(endpoint: str | None) -> str:
 
 
 def _url(repository: _Repository, file_name: str) -> str:
-    from huggingface_hub import hf_hub_url
-
-    return hf_hub_url(repository.name, file_name, revision=repository.commit, endpoint=repository.endpoint)
+    return f"{repository.endpoint}/{repository.name}/resolve/{repository.commit}/{quote(file_name)}"
 
 
 def _is_plain(name: str) -> bool:

@@ -26,7 +26,8 @@ USER_DEFINED_TOKENS = (
     "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
     "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>",
 )  # fmt: skip
-MIN_VOCABULARY = 256 + len(CONTROL_TOKENS) + len(USER_DEFINED_TOKENS)
+MIN_VOCABULARY = 256 + 1 + len(CONTROL_TOKENS) + len(USER_DEFINED_TOKENS)
+"""One of them made by a merge: GGUF cannot hold an empty list, and no reader takes a tokenizer without merges."""
 
 _LETTERS = "etaoinshrdlcumwfgypbvkjxqzETAOINSHRDLCUMWFGYPBVKJXQZ"
 _SPACE = "Ġ"
@@ -49,7 +50,8 @@ class SyntheticVocabulary:
 def synthetic_vocabulary(size: int) -> SyntheticVocabulary:
     """A vocabulary of exactly `size` tokens. Raises `UsageError` for one that has no room for Qwen's own."""
     if size < MIN_VOCABULARY:
-        raise UsageError(f"a vocabulary of {size} is too small: bytes and Qwen's own tokens take {MIN_VOCABULARY}")
+        needed = f"bytes, a merge and Qwen's own tokens take {MIN_VOCABULARY}"
+        raise UsageError(f"a vocabulary of {size} is too small: {needed}")
     added = (*CONTROL_TOKENS, *USER_DEFINED_TOKENS)
     num_normal = min(QWEN_NORMAL_TOKENS, size - len(added))
     merges = _merges(num_normal - 256)

@@ -29,18 +29,18 @@ class Request:
 class FakeHub:
     """`repos` has the contents of each file by repository; files over 100 bytes count as LFS files.
 
-    drop_after       end the connection after this many bytes of a body, in this many answers (`drops`)
+    drop_after       end the connection after this many bytes of a file, in this many answers (`drops`)
     stated_sha256    said of every LFS file in place of the right one
     listing_details  whether the listing has sizes and digests, or leaves them to the headers of each file
     ranges           whether Range is heeded
-    status           answer everything so: (status, X-Error-Code)
+    status           answer everything so: (status, X-Error-Code); file_status: every file
     cdn              where downloads are redirected to
     """
 
     url: str = ""
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
-    drop_after: int | None = None
+    drop_after: int = 0
     drops: int = 0
     stated_sha256: str | None = None
     listing_details: bool = True
@@ -48,7 +48,6 @@ class FakeHub:
     status: tuple[int, str] | None = None
     file_status: tuple[int, str] | None = None
     cdn: str | None = None
-    on_body: object = None
 
     def downloads(self, name: str) -> list[Request]:
         """The GET requests for one file."""
@@ -158,8 +157,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         if self.command == "HEAD":
             return
-        hub, limit = self.hub, len(body)
-        if hub.drop_after is not None and hub.drops > 0 and len(body) > hub.drop_after:
+        hub = self.hub
+        if "ETag" in headers and hub.drops > 0:
             hub.drops -= 1
-            limit = hub.drop_after
-        self.wfile.write(body[:limit])
+            body = body[: hub.drop_after]
+        self.wfile.write(body)

@@ -192,19 +192,16 @@ def test_a_connection_that_breaks_half_way_is_taken_up_where_it_broke(hub):
     assert second.range_start == len(Q8) // 2
 
 
-def test_after_a_server_that_keeps_breaking_off_the_next_pull_goes_on(hub, cache, monkeypatch):
-    hub.drop_after, hub.drops = 70_000, 1
+def test_after_an_interruption_the_next_pull_goes_on(hub, cache):
+    def interrupt(name, done, total):
+        if done > 100_000:
+            raise KeyboardInterrupt
 
-    def give_up(seconds):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("huggingface_hub.file_download.time.sleep", give_up)
-        with pytest.raises(KeyboardInterrupt):
-            pull(f"{REPO}:Q8_0", endpoint=hub.url)
+    with pytest.raises(KeyboardInterrupt):
+        pull(f"{REPO}:Q8_0", endpoint=hub.url, on_progress=interrupt)
     (partial,) = (cache / REPO).glob("*.partial")
     kept = partial.stat().st_size
-    assert kept == 65_536  # whole chunks of what came
+    assert 100_000 < kept < len(Q8)
     assert find_pulled(f"{REPO}:Q8_0") is None and pulled_models() == ()
 
     calls = []
@@ -253,7 +250,7 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_left(hub, cache, name):
 
 def test_a_small_file_is_held_against_its_git_hash(hub, cache, monkeypatch):
     monkeypatch.setattr("tests.model.fake_hub.git_blob", lambda content: "0" * 40)
-    assert "config.json: damaged on the way" in refused(hub, FOLDER_REPO) or "damaged" in refused(hub, FOLDER_REPO)
+    assert "model.safetensors.index.json: damaged on the way" in refused(hub, FOLDER_REPO)
     assert find_pulled(FOLDER_REPO) is None
 
 
@@ -311,7 +308,12 @@ def test_a_server_that_is_not_there_is_one_line():
 
 def test_offline_mode_is_named(hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in refused(hub, f"{REPO}:Q8_0") or "cannot reach" in refused(hub, f"{REPO}:Q8_0")
+    huggingface_hub.close_session()  # the next one is made for the mode
+    try:
+        assert "HF_HUB_OFFLINE is set" in refused(hub, f"{REPO}:Q8_0")
+    finally:
+        huggingface_hub.close_session()
+    assert not hub.requests
 
 
 def test_a_disk_without_room_is_refused_before_the_download(hub, monkeypatch):
@@ -400,7 +402,7 @@ def test_a_name_that_fits_several_pulled_files_lists_them(hub):
     for quant in ("Q8_0", "Q4_K_M"):
         pull(f"{REPO}:{quant}", endpoint=hub.url)
 
-    with pytest.raises(UsageError, match="fits 2 pulled files; give one of .*Q4_K_M.*Q8_0"):
+    with pytest.raises(UsageError, match=r"fits 2 pulled files; give one of .*Q4_K_M.*Q8_0"):
         find_pulled(REPO)
     assert [model.name for model in pulled_models()] == [f"{REPO}:Q4_K_M", f"{REPO}:Q8_0"]
 

@@ -13,11 +13,13 @@ import numpy as np
 
 from forge.backends.backend import Backend, ForwardPass, OperationTime, Tensor
 from forge.backends.cpu import words as w
+from forge.backends.cpu.attention import CHUNK, ROWS_PER_BLOCK
 from forge.backends.cpu.compilation import CompileProgress, compile_all, instruction_set
 from forge.backends.cpu.features import usable_cpus
-from forge.backends.cpu.kernels import CHUNK, GLU_SCRATCH_FLOATS, ROWS_PER_BLOCK
+from forge.backends.cpu.kernels import GLU_SCRATCH_FLOATS
 from forge.backends.cpu.packing import Arena, aligned_empty, encode_q8_0, huge_pages, pack, padded
-from forge.backends.cpu.recorder import Matrix, Program, Recorder, Recording, Vector, place
+from forge.backends.cpu.program import Matrix, Program, Recording, Vector, place
+from forge.backends.cpu.recorder import Recorder
 from forge.backends.cpu.team import WAIT_WORD, Team
 from forge.backends.cpu.tiles import GROUP
 from forge.backends.cpu.vectors import LANES
@@ -232,7 +234,8 @@ class CpuBackend(Backend):
 
     def operation_times(self) -> tuple[OperationTime, ...]:
         return tuple(
-            OperationTime(layer, name, seconds * 1e3, calls) for (layer, name), (seconds, calls) in (self._timed or {}).items()
+            OperationTime(layer, name, seconds * 1e3, calls)
+            for (layer, name), (seconds, calls) in (self._timed or {}).items()
         )
 
     def _run_timed(self) -> None:

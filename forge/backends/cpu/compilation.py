@@ -1,14 +1,15 @@
 """Kernels become machine code here, once per machine: where compiled code is kept, and how stale code is never run.
 
-Two front ends, one back end. Numba turns the kernels that are written in Python (`@kernel`) into LLVM's intermediate code,
-`tiles.py` generates that of the tiles itself, and from there on both go the same way: llvmlite, which is Numba's own back
-end, makes an object file of each for the processor in use (or for the one that a forced instruction set stands for).
+Two front ends, one back end. Numba turns the kernels that are written in Python (`@kernel`) into LLVM's intermediate
+code, `tiles.py` generates that of the tiles itself, and from there on both go the same way: llvmlite, which is Numba's
+own back end, makes an object file of each for the processor in use (or for the one that a forced instruction set stands
+for).
 
-Object files are kept in a folder whose *name* holds a digest of everything that code depends on: all source files of this
-package, the versions of Python, NumPy, Numba and llvmlite, the processor, and the instruction set. Anything different is
-another folder. (Numba's own cache would not do for kernels: it looks at one function's file and at nothing that the
-function uses.) Each file starts with the digest of its contents; what does not fit its digest is compiled again. If no
-folder can be written, code is kept in memory.
+Object files are kept in a folder whose *name* holds a digest of everything that code depends on: all source files of
+this package, the versions of Python, NumPy, Numba and llvmlite, the processor, and the instruction set. Anything
+different is another folder. (Numba's own cache would not do for kernels: it looks at one function's file and at nothing
+that the function uses.) Each file starts with the digest of its contents; what does not fit its digest is compiled
+again. If no folder can be written, code is kept in memory.
 """
 
 import contextlib
@@ -187,7 +188,9 @@ def optimized_tiles(isa: InstructionSet, layout: TileLayout, machine: llvm.Targe
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
-    llvm.create_pass_builder(machine, options).getModulePassManager().run(parsed, llvm.create_pass_builder(machine, options))
+    llvm.create_pass_builder(machine, options).getModulePassManager().run(
+        parsed, llvm.create_pass_builder(machine, options)
+    )
     return parsed
 
 
@@ -280,7 +283,8 @@ define half @forge_float_to_half(float %float) {
   %magnitude = and i32 %bits, 2147483647
   %high = lshr i32 %bits, 16
   %sign = and i32 %high, 32768
-  ; normal: the exponent's bias shrinks from 127 to 15, and 13 bits are rounded away, ties to even; a carry may give infinity
+  ; normal: the exponent's bias shrinks from 127 to 15, and 13 bits are rounded away, ties to even
+  ; (a carry out of the largest exponent gives infinity)
   %lowest = lshr i32 %magnitude, 13
   %odd = and i32 %lowest, 1
   %rebiased = sub i32 %magnitude, 939520001

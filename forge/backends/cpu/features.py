@@ -36,7 +36,7 @@ def runnable() -> tuple[str, ...]:
 
 
 def runnable_with(features: Collection[str], machine: str) -> tuple[str, ...]:
-    """The instruction sets that a machine (`platform.machine()`'s name for it) with these features can run, best first."""
+    """The instruction sets that a machine (by `platform.machine()`'s name) with these features can run, best first."""
     machines = {"avx512-vnni": _X86, "avx-vnni": _X86, "avx2": _X86, "neon-dot": _ARM}
     return tuple(
         name
@@ -73,7 +73,7 @@ def usable_cpus() -> int:
 def cgroup_quota(root: Path = Path("/")) -> float | None:
     """CPUs' worth of time that the control groups grant (version 2, then 1); None without a limit.
 
-    This process's group and all that it lies in; where a container hides their names, the one that it shows as the root.
+    This process's group and all that it lies in; where a container hides their names, the one that it shows as root.
     """
     groups = root / "sys/fs/cgroup"
     try:

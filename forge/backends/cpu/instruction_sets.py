@@ -102,9 +102,7 @@ class Avx2(InstructionSet):
         wide = ir.VectorType(I16, 32)
         eight, mask = _constant(wide, 8), _constant(wide, 0xFF)
         w, x = builder.bitcast(weights, wide), builder.bitcast(x, wide)
-        even = self._multiply_pairs(
-            builder, builder.and_(w, mask), builder.ashr(builder.shl(x, eight), eight)
-        )
+        even = self._multiply_pairs(builder, builder.and_(w, mask), builder.ashr(builder.shl(x, eight), eight))
         odd = self._multiply_pairs(builder, builder.lshr(w, eight), builder.ashr(x, eight))
         return builder.add(acc, builder.add(even, odd))
 

@@ -12,40 +12,27 @@ By then it is known what follows what, so that
 What comes out is a table of operations over fixed buffers, which the threads walk without Python (`team.py`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from forge.backends.backend import Operations
+from forge.backends.cpu import attention as a
 from forge.backends.cpu import kernels as k
 from forge.backends.cpu import words as w
-from forge.backends.cpu.compilation import Kernel, TileSet, tile_set
-from forge.backends.cpu.packing import FloatMatrix, PackedMatrix, QuantizedMatrix, padded
-from forge.backends.cpu.team import OP_WORDS, WAIT_WORD
+from forge.backends.cpu.compilation import Kernel, tile_set
+from forge.backends.cpu.packing import FloatMatrix, QuantizedMatrix
+from forge.backends.cpu.program import (
+    CONTEXT_LOGIT_ROWS,
+    CONTEXT_ROWS,
+    Address,
+    Buffer,
+    Matrix,
+    Operation,
+    Recording,
+    Vector,
+)
 from forge.backends.cpu.tiles import GROUP
-
-CONTEXT_ROWS = w.CTX_ROWS
-CONTEXT_LOGIT_ROWS = w.CTX_LOGIT_ROWS
-
-
-@dataclass(frozen=True, eq=False)
-class Buffer:
-    """float32 `[rows of the batch, width]`, rows padded to a multiple of 32."""
-
-    width: int
-    rows_word: int
-    """The context word that counts its rows."""
-
-    @property
-    def stride(self) -> int:
-        return padded(self.width, GROUP)
-
-
-@dataclass(eq=False)
-class Quantized:
-    """A buffer's int8 form, written by whichever operation makes the buffer."""
-
-    source: Buffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,63 +83,6 @@ class Head:
     eps: float
     theta: float | None = None
     head_dim: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """A loaded weight matrix under its name in the file."""
-
-    name: str
-    packed: PackedMatrix
-
-
-@dataclass(frozen=True, eq=False)
-class Vector:
-    """A loaded norm weight: float32, padded with zeros to a multiple of 32."""
-
-    values: np.ndarray
-    width: int
-
-
-@dataclass
-class Operation:
-    """One entry of the program. Words may be numbers, or things whose address is known when the program is placed."""
-
-    kernel: Kernel
-    words: dict[int, object]
-    layer: int
-    name: str
-    """What a timing calls it."""
-    wait: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Address:
-    """Where a buffer, or one of the three parts of its quantized form, will lie."""
-
-    owner: Buffer
-    part: str = "values"
-    """`values`, `quants`, `scales` or `sums`."""
-
-
-@dataclass
-class Recording:
-    """What was written down: operations, and the buffers that they need."""
-
-    operations: list[Operation] = field(default_factory=list)
-    buffers: list[Buffer] = field(default_factory=list)
-    quantized: set[Buffer] = field(default_factory=set)
-    matrices: list[Matrix] = field(default_factory=list)
-    vectors: list[Vector] = field(default_factory=list)
-    logits: Buffer | None = None
-    head_dim: int = 0
-    theta: float = 0.0
-    heads_per_kv_head: int = 1
-
-    def kernels(self) -> list[Kernel | TileSet]:
-        """Everything that must be compiled to run it."""
-        tiles = [tile_set(m.packed.layout) for m in self.matrices if isinstance(m.packed, QuantizedMatrix)]
-        return [operation.kernel for operation in self.operations] + tiles
 
 
 _MATMUL_FLOAT = {"f32": k.matmul_f32, "f16": k.matmul_f16, "bf16": k.matmul_bf16}
@@ -231,7 +161,7 @@ class Recorder(Operations):
         self._wait()
         self._use_vectors(q.weight, keys.weight)
         self._write(
-            k.norm_rope_store,
+            a.norm_rope_store,
             {
                 w.QKV_Q: Address(q_out),
                 w.QKV_K: Address(k_out),
@@ -251,7 +181,7 @@ class Recorder(Operations):
         self._wait()
         out = self._buffer(heads * head_dim)
         self._write(
-            k.attention,
+            a.attention,
             {
                 w.ATT_Q: Address(q_out),
                 w.ATT_Q_STRIDE: q_out.stride,
@@ -393,9 +323,11 @@ class Recorder(Operations):
             return
         self.recording.quantized.add(x)
         parts = {name: Address(x, name) for name in ("quants", "scales", "sums")}
-        writer = next(o for o in reversed(self.recording.operations) if any(
-            isinstance(word, Address) and word.owner is x for word in o.words.values()
-        ))
+        writer = next(
+            o
+            for o in reversed(self.recording.operations)
+            if any(isinstance(word, Address) and word.owner is x for word in o.words.values())
+        )
         if writer.kernel is k.rms_norm:
             writer.words |= {w.NORM_QUANTS: parts["quants"], w.NORM_SCALES: parts["scales"], w.NORM_SUMS: parts["sums"]}
         elif writer.kernel is k.swiglu:
@@ -450,83 +382,3 @@ class Recorder(Operations):
         }
         self._write(k.matmul_quantized, words, name)
         return out
-
-
-@dataclass
-class Program:
-    """A recording placed in memory for up to `max_rows` rows."""
-
-    table: np.ndarray
-    """int64 `[operations, OP_WORDS]`."""
-    logits: np.ndarray
-    """float32 `[max_rows of logits, stride]`."""
-    max_rows: int
-    max_logit_rows: int
-    keep: list[np.ndarray]
-    """Every array whose address is in the table."""
-
-    def __post_init__(self):
-        self.address: int = self.table.ctypes.data
-
-
-def place(recording: Recording, max_rows: int, max_logit_rows: int) -> Program:
-    """Give every buffer memory and every operation its addresses.
-
-    Buffers of the same shape that are not needed at the same time share memory: each is used from the operation that
-    first names it to the one that last does.
-    """
-    arrays = _allocate(recording, max_rows, max_logit_rows)
-    table = np.zeros((len(recording.operations), OP_WORDS), np.int64)
-    keep: list[np.ndarray] = list(arrays.values())
-    for entry, operation in zip(table, recording.operations, strict=True):
-        entry[0] = operation.kernel.address
-        entry[WAIT_WORD] = operation.wait
-        for word, value in operation.words.items():
-            if isinstance(value, Address):
-                entry[word] = arrays[value.owner, value.part].ctypes.data
-            elif isinstance(value, np.ndarray):
-                entry[word] = value.ctypes.data
-                keep.append(value)
-            elif isinstance(value, np.float32):
-                entry[word] = int(value.view(np.uint32))
-            else:
-                entry[word] = value or 0
-    return Program(table, arrays[recording.logits, "values"], max_rows, max_logit_rows, keep)
-
-
-def _allocate(recording: Recording, max_rows: int, max_logit_rows: int) -> dict[tuple[Buffer, str], np.ndarray]:
-    last_use: dict[Buffer, int] = {}
-    for number, operation in enumerate(recording.operations):
-        for value in operation.words.values():
-            if isinstance(value, Address):
-                last_use[value.owner] = number
-    last_use[recording.logits] = len(recording.operations)
-    free: dict[tuple[int, int, bool], list[dict[str, np.ndarray]]] = {}
-    done: list[Buffer] = []  # last used, but threads may still be reading until the next wait
-    placed: dict[Buffer, dict[str, np.ndarray]] = {}
-    for number, operation in enumerate(recording.operations):
-        for owner in {value.owner for value in operation.words.values() if isinstance(value, Address)}:
-            if owner not in placed:
-                shape = (owner.width, owner.rows_word, owner in recording.quantized)
-                spare = free.get(shape)
-                rows = max_logit_rows if owner.rows_word == CONTEXT_LOGIT_ROWS else max_rows
-                placed[owner] = spare.pop() if spare else _new_buffer(owner, rows, owner in recording.quantized)
-        done += [owner for owner, last in last_use.items() if last == number]
-        if operation.wait:
-            for owner in done:
-                shape = (owner.width, owner.rows_word, owner in recording.quantized)
-                free.setdefault(shape, []).append(placed[owner])
-            done.clear()
-    return {(owner, part): array for owner, parts in placed.items() for part, array in parts.items()}
-
-
-def _new_buffer(owner: Buffer, rows: int, quantized: bool) -> dict[str, np.ndarray]:
-    # A row of slack: a head that is not a multiple of 16 wide is read a little past its end.
-    parts = {"values": np.zeros((rows + 1, owner.stride), np.float32)}
-    if quantized:
-        parts |= {
-            "quants": np.zeros((rows, owner.stride), np.int8),
-            "scales": np.zeros((rows, owner.stride // GROUP), np.float32),
-            "sums": np.zeros((rows, owner.stride // 16), np.int32),
-        }
-    return parts

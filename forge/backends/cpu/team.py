@@ -227,6 +227,8 @@ class Team:
         """
         if os.getpid() != self._process:
             raise RuntimeError("forge's kernels cannot run in a forked process: start it with spawn")
+        if len(self._workers) != self.num_threads - 1:
+            raise RuntimeError("these threads were ended by close()")
         if alone:
             start(self._alone_address, program, num_ops, context)
         else:

@@ -99,7 +99,11 @@ this one is computed, or 0.
 
 
 def emit_tile(
-    builder: ir.IRBuilder, instruction_set: InstructionSet, layout: TileLayout, num_rows: int, arguments: dict[str, ir.Value]
+    builder: ir.IRBuilder,
+    instruction_set: InstructionSet,
+    layout: TileLayout,
+    num_rows: int,
+    arguments: dict[str, ir.Value],
 ) -> None:
     """Emit the code of a tile of exactly `num_rows` rows; `arguments` has a value for each of `TILE_ARGUMENTS`."""
     _TileCode(builder, instruction_set, layout, num_rows, arguments).emit()

@@ -284,7 +284,14 @@ def add_i32(typingctx, a, b):
     return i32x16(i32x16, i32x16), codegen
 
 
-_EXP_COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_EXP_COEFFICIENTS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
 """Minimax polynomial of (exp(r) - 1 - r) / r² on |r| ≤ ln(2) / 2, highest power first (Cephes, expf.c)."""
 
 
@@ -467,7 +474,9 @@ def _sum_each(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
 
 
 @intrinsic
-def call_tile(typingctx, tile, weights, scales, minimums, x, x_scales, x_sums, out, groups, x_stride, out_stride, add, ahead):
+def call_tile(
+    typingctx, tile, weights, scales, minimums, x, x_scales, x_sums, out, groups, x_stride, out_stride, add, ahead
+):
     """Call a compiled tile (see `tiles.py`) by its address."""
 
     def codegen(context, builder, sig, args):

@@ -8,14 +8,13 @@ import sys
 
 import numpy as np
 
-from forge.backends.cpu.backend import CpuBackend
-from tests.backends.cpu.models import small_model
+from tests.backends.cpu.models import TeamBackend, small_model
 from tests.model.forwards import Part, flat_batch, new_storage
 
 
 def logits_of(tensor_type: str, kv_dtype: str = "float16") -> np.ndarray:
     """A prefill of 13 and one of 70 tokens together, then a step of both: float32, all logits."""
-    model = small_model(CpuBackend(threads=2), tensor_type, seed=11, num_layers=2)
+    model = small_model(TeamBackend(threads=2), tensor_type, seed=11, num_layers=2)
     rng = np.random.default_rng(5)
     tokens = [rng.integers(0, model.vocab_size, length).tolist() for length in (14, 71)]
     storage = new_storage(model, 10, 16, kv_dtype)

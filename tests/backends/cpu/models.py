@@ -1,20 +1,20 @@
 """Small random models on the `cpu` backend, without a file, and forward passes of one operation."""
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from forge.backends.backend import Backend
+from forge.backends.cpu.backend import CpuBackend
 from forge.gguf import GGMLType, dequantize, row_nbytes
 from forge.gguf.writer import NewTensor
 from forge.model.config import Qwen3Config
 from forge.model.loader import load_qwen3
 from forge.model.qwen3 import Qwen3
-from tests.model.forwards import Part, flat_batch, new_storage
 from tests.small_models import small_config, small_tensors
 
 ROOT = Path(__file__).parents[3]
@@ -55,6 +55,14 @@ def memory_tensor(name: str, ggml_type: GGMLType | str, data: np.ndarray) -> Mem
     return MemoryTensor(name, tuple(new.element_shape()), ggml_type, new.encoded())
 
 
+class TeamBackend(CpuBackend):
+    """`cpu`, with all of its threads at work however small the model, which would run on one of them otherwise."""
+
+    def _runs_alone(self, batch) -> bool:
+        assert hasattr(CpuBackend, "_runs_alone"), "this overrides nothing any more"
+        return False
+
+
 class MemorySource:
     """A `WeightSource` in memory."""
 
@@ -89,8 +97,6 @@ def random_bytes(tensor_type: str, shape: tuple[int, int], rng: np.random.Genera
 
 def run_python(code_or_file: list[str], **environment: str) -> subprocess.CompletedProcess:
     """Another Python process in the repository's root, with its output captured."""
-    import os
-
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
     return subprocess.run(
         [sys.executable, *code_or_file],
@@ -98,18 +104,5 @@ def run_python(code_or_file: list[str], **environment: str) -> subprocess.Comple
         text=True,
         cwd=ROOT,
         env=inherited | environment,
-        timeout=240,
+        timeout=900,
     )
-
-
-ForwardPass = Callable
-
-
-def run_rows(backend: Backend, forward_pass, rows: int, storage=None) -> np.ndarray:
-    """One forward of a single sequence of `rows` rows whose tokens are 0, 1, 2, …"""
-    part = Part(list(range(rows)), 0, rows, [0])
-    batch = flat_batch([part], block_size=rows)
-    return backend.run(forward_pass, batch, storage)
-
-
-__all__ = ["Part", "flat_batch", "new_storage"]

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from forge.backends.cpu.backend import CpuBackend
+from forge.engine.llm import LLM
+from forge.engine.sampling_params import SamplingParams
 from forge.model.qwen3 import Qwen3
-from tests.backends.cpu.models import FLOATS, QUANTIZED, small_model
+from tests.backends.cpu.models import FLOATS, QUANTIZED, TeamBackend, small_model
 from tests.model.forwards import Part, flat_batch, new_storage
+from tests.small_models import write_small_qwen3
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 48, 63, 64, 65, 127, 128, 129)
 BLOCK_SIZES = (1, 3, 16, 64)
@@ -48,7 +51,7 @@ def model_of(shape: tuple, threads: int) -> Qwen3:
     sizes = {"head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     if not tensor_type.endswith("_K"):
         sizes |= {"hidden_size": 64, "intermediate_size": 96}
-    return small_model(CpuBackend(threads), tensor_type, seed=3, num_layers=2, **sizes)
+    return small_model(TeamBackend(threads), tensor_type, seed=3, num_layers=2, **sizes)
 
 
 @pytest.fixture(params=SHAPES, ids=lambda shape: "-".join(map(str, shape)), scope="module")
@@ -191,6 +194,15 @@ def test_a_row_with_slot_minus_one_writes_nothing_and_changes_nobody():
     model.backend._team.close()
 
 
+def test_a_small_model_runs_on_one_thread_of_a_team_with_the_same_bits():
+    tokens = list(range(70))
+    many = model_of(SHAPES[0], 3)
+    one = small_model(CpuBackend(3), "Q8_0", seed=3, num_layers=2, head_dim=32, num_attention_heads=4)
+    assert np.array_equal(alone(one, tokens, "float32"), alone(many, tokens, "float32"))
+    for model in (one, many):
+        model.backend._team.close()
+
+
 def test_timing_every_operation_changes_no_bit():
     model = model_of(SHAPES[0], 2)
     tokens = list(range(20))
@@ -230,3 +242,23 @@ def test_a_neighbour_that_is_not_a_number_stays_alone():
     model.backend._team.close()
     assert np.isnan(together[1]).any()
     assert np.array_equal(together[0], expected[0])
+
+
+@pytest.mark.parametrize("tensor_type", ["Q8_0", "F32"])
+def test_through_the_engine_no_kind_of_cache_changes_a_bit(tensor_type, tmp_path):
+    """Three prompts at once, greedy, with the cache off and basic, and on other numbers of threads."""
+    path = write_small_qwen3(tmp_path / "m.gguf", tensor_type=tensor_type, seed=5)
+    prompts = [[1, 2, 3], list(range(20, 90)), [7] * 17]
+    said = {}
+    for kv, threads in [("off", 1), ("basic", 2), ("basic", 3)]:
+        llm = LLM(path, kv=kv, device="cpu", threads=threads)
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0.0))
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        logits = [llm.logits(prompt + new) for prompt, new in zip(prompts, tokens, strict=True)]
+        said[kv, threads] = tokens, logits
+        for prompt, new, rows in zip(prompts, tokens, logits, strict=True):
+            assert rows[len(prompt) - 1 : -1].argmax(axis=1).tolist() == new, "greedy tokens follow from the logits"
+    first_tokens, first_logits = said["off", 1]
+    for tokens, logits in said.values():
+        assert tokens == first_tokens
+        assert all(np.array_equal(a, b) for a, b in zip(logits, first_logits, strict=True))

@@ -5,20 +5,19 @@ input, and a product with the identity, which lets the output through unchanged 
 Both ends are float32 matrices, so that the only error is the operation's own.
 """
 
-import ctypes
 from collections.abc import Callable
+from itertools import pairwise
 
 import numba
 import numpy as np
 import pytest
 
-from forge.backends.cpu.backend import CpuBackend
 from forge.backends.cpu.vectors import exp16, load_f32, store_f32
 from forge.gguf import GGMLType
 from forge.gguf.ggml_types import BLOCK_SIZES
 from forge.gguf.writer import random_weights
 from forge.model.forward_batch import ForwardBatch
-from tests.backends.cpu.models import FLOATS, QUANTIZED, memory_tensor
+from tests.backends.cpu.models import FLOATS, QUANTIZED, TeamBackend, memory_tensor
 from tests.model.forwards import Part, flat_batch
 
 EPS = 1e-6
@@ -31,7 +30,7 @@ class Bench:
 
     def __init__(self, rows: np.ndarray, threads: int = 2, head_dim: int = 32, kv_heads: int = 1, layers: int = 1):
         self.rows = np.ascontiguousarray(rows, np.float32)
-        self.backend = CpuBackend(threads=threads)
+        self.backend = TeamBackend(threads=threads)
         self.table = self.matrix("F32", self.rows)
         self.head_dim, self.kv_heads, self.layers = head_dim, kv_heads, layers
 
@@ -335,7 +334,7 @@ class AttentionBench(Bench):
         self.heads, self.theta = heads, theta
         picks = np.eye(rows.shape[1], dtype=np.float32)
         ends = np.cumsum([0, heads, kv_heads, kv_heads]) * head_dim
-        self.parts = [slice(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+        self.parts = [slice(start, end) for start, end in pairwise(ends)]
         self.q, self.k, self.v = (self.matrix("F32", picks[part]) for part in self.parts)
         rng = np.random.default_rng(9)
         self.q_weight, self.k_weight = (1 + 0.2 * rng.standard_normal((2, head_dim))).astype(np.float32)
@@ -385,8 +384,8 @@ def test_keys_and_values_are_rounded_to_the_nearest_number_of_the_storages_type(
     from forge.cache.kv_storage import rounded
 
     x = attention_rows(8, 1, 1, 32, seed=3)
-    special = [0.0, -0.0, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 65519.9, 65520.0, -65504.0, 2.0**-24, 2.0**-25, 1.5 * 2.0**-24]
-    special += [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1e-30, -1e-30, 6e-8, 3e38]
+    special = [0.0, -0.0, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 65519.9, 65520.0, -65504.0, 2.0**-24, 2.0**-25]
+    special += [1.5 * 2.0**-24, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1e-30, -1e-30, 6e-8, 3e38]
     x[0, 64 : 64 + len(special)] = special
     bench = AttentionBench(x, 1, 1, 32)
     storage = bench.storage(1, 16, kv_dtype)
@@ -398,9 +397,10 @@ def test_keys_and_values_are_rounded_to_the_nearest_number_of_the_storages_type(
     np.testing.assert_array_equal(values.reshape(8, -1), rounded(np.ascontiguousarray(x[:, 64:]), kv_dtype))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 24), (4, 2, 32), (4, 1, 64), (2, 1, 128), (3, 1, 6)])
+@pytest.mark.parametrize("shape", [(2, 2, 24), (4, 2, 32), (4, 1, 64), (2, 1, 128), (3, 1, 6)], ids=str)
 @pytest.mark.parametrize("context", [1, 16, 63, 64, 65, 127, 128, 129, 200])
-def test_attention_through_a_shuffled_block_table(heads, kv_heads, head_dim, context):
+def test_attention_through_a_shuffled_block_table(shape, context):
+    heads, kv_heads, head_dim = shape
     x = attention_rows(context, heads, kv_heads, head_dim, seed=context)
     bench = AttentionBench(x, heads, kv_heads, head_dim)
     block_size = 7
@@ -438,10 +438,10 @@ def test_attention_reads_what_was_rounded(kv_dtype):
 def test_attention_with_one_key_far_above_the_others_and_with_equal_keys():
     """A softmax whose scores differ by hundreds, first where a later chunk holds the largest, then all the same."""
     x = attention_rows(150, 1, 1, 32, seed=6)
-    queries, keys, values = (np.s_[:, 32 * part : 32 * part + 32] for part in range(3))
-    x[keys] = np.where(np.arange(150)[:, None] == 100, 1.0, -1.0) * 1.0
-    x[queries] = 1.0
-    bench = AttentionBench(x, 1, 1, 32, theta=1.0)  # theta 1: every pair turns alike, and q · k depends on distance only
+    x[:, :32] = 1.0  # the queries; keys are the opposite, all but one
+    x[:, 32:64] = np.where(np.arange(150)[:, None] == 100, 1.0, -1.0)
+    # With theta 1 every pair turns alike, and q · k depends on the distance only.
+    bench = AttentionBench(x, 1, 1, 32, theta=1.0)
     bench.q_norm = bench.vector(np.full(32, 12.0))
     bench.q_weight = np.full(32, 12.0, np.float32)
     bench.k_norm = bench.vector(np.full(32, 12.0))
@@ -466,9 +466,8 @@ def _exponentials(x, out, count):
 
 def test_exp_is_within_two_units_in_the_last_place_over_the_whole_range():
     rng = np.random.default_rng(10)
-    x = np.concatenate([np.linspace(-87.3, 88.0, 400_000), rng.standard_normal(100_000), rng.uniform(-1e-3, 1e-3, 100_000)])
-    x = x.astype(np.float32)
-    x = np.clip(x, np.float32(-87.3), np.float32(88.0))
+    x = [np.linspace(-87.3, 88.0, 400_000), rng.standard_normal(100_000), rng.uniform(-1e-3, 1e-3, 100_000)]
+    x = np.clip(np.concatenate(x).astype(np.float32), np.float32(-87.3), np.float32(88.0))
     out = np.full_like(x, np.nan)
 
     _exponentials(x.ctypes.data, out.ctypes.data, len(x))
@@ -490,6 +489,3 @@ def test_exp_of_what_lies_outside_is_the_nearest_end_and_of_zero_is_one():
     assert (out[4:6] == 1).all()
     assert (out[6:10] == out[6]).all()
     assert np.isfinite(out[6])
-
-
-assert ctypes.sizeof(ctypes.c_void_p) == 8, "addresses are int64"

@@ -1,5 +1,7 @@
 """What a packed matrix stands for is what the gguf package dequantizes, and its padding stands for nothing."""
 
+from itertools import pairwise
+
 import gguf
 import numpy as np
 import pytest
@@ -103,4 +105,4 @@ def test_an_arena_gives_aligned_pieces_that_do_not_overlap():
     spans = sorted((array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays)
 
     assert all(start % 64 == 0 for start, _ in spans)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))

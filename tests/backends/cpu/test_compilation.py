@@ -1,0 +1,306 @@
+"""Compiled code is kept, found again, never stale, never believed when damaged, and not needed."""
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+
+from forge.backends.cpu import compilation
+from forge.backends.cpu import kernels as k
+from forge.backends.cpu.compilation import Kernel, TileSet, compile_all
+from forge.backends.cpu.instruction_sets import INSTRUCTION_SETS
+from forge.backends.cpu.packing import Q4, Q8
+from tests.backends.cpu.models import TeamBackend, run_python, small_model
+from tests.model.forwards import one_prefill
+
+QUICK = k.quantize.function
+"""A kernel that compiles in a second."""
+
+
+@pytest.fixture
+def fresh_cache(tmp_path, monkeypatch):
+    """`use(root)` makes this process keep compiled code under `root`, until the test ends; an empty one at first."""
+    numbas = numba.config.CACHE_DIR
+
+    def use(root: Path) -> Path | None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(root))
+        compilation.cache_folder.cache_clear()
+        return compilation.cache_folder()
+
+    use(tmp_path / "cache")
+    yield use
+    monkeypatch.undo()
+    compilation.cache_folder.cache_clear()
+    compilation.cache_folder()
+    numba.config.CACHE_DIR = numbas
+
+
+class Progress(list):
+    def __call__(self, done: int, total: int) -> None:
+        self.append((done, total))
+
+
+def quantizes(kernel: Kernel) -> bool:
+    """Whether the machine code does what the kernel should: 32 numbers to int8."""
+    from forge.backends.cpu import words as w
+    from forge.backends.cpu.team import OP_WORDS, Team
+
+    x = np.linspace(-1, 1, 32, dtype=np.float32)
+    quants, scales, sums = np.zeros(32, np.int8), np.zeros(1, np.float32), np.zeros(2, np.int32)
+    program, context = np.zeros((1, OP_WORDS), np.int64), np.zeros(w.CTX_WORDS, np.int64)
+    program[0, 0], program[0, 1], program[0, w.ROWS_WORD] = kernel.address, 1, w.CTX_ROWS
+    context[w.CTX_ROWS] = 1
+    program[0, w.QUANT_IN], program[0, w.QUANT_STRIDE], program[0, w.QUANT_WIDTH] = x.ctypes.data, 32, 32
+    program[0, w.QUANT_QUANTS], program[0, w.QUANT_SCALES] = quants.ctypes.data, scales.ctypes.data
+    program[0, w.QUANT_SUMS] = sums.ctypes.data
+    Team(1).run(program.ctypes.data, 1, context.ctypes.data)
+    return quants.tolist() == np.rint(x * np.float32(127)).tolist()
+
+
+# The folder's name
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch) -> Path:
+    """A copy of the package's source files, which the digest is taken of."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    for path in Path(compilation.__file__).parent.glob("*.py"):
+        shutil.copy(path, folder)
+    monkeypatch.setattr(compilation, "__file__", str(folder / "compilation.py"))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["words.py", "vectors.py", "kernels.py", "tiles.py", "team.py", "instruction_sets.py"])
+def test_another_source_is_another_folder(sources, name):
+    before = compilation._digest()
+    text = (sources / name).read_text()
+
+    (sources / name).write_text(text + "\n# another line\n")
+    assert compilation._digest() != before
+
+    (sources / name).write_text(text)
+    os.utime(sources / name, (1, 1))
+    assert compilation._digest() == before, "only what a file says counts, not when it was written"
+
+
+def test_another_file_is_another_folder(sources):
+    before = compilation._digest()
+    (sources / "more_kernels.py").write_text("")
+    assert compilation._digest() != before
+
+
+@pytest.mark.parametrize(
+    ("module", "attribute", "value"),
+    [
+        (numba, "__version__", "0.0.1"),
+        (compilation.llvmlite, "__version__", "0.0.1"),
+        (np, "__version__", "0.0.1"),
+        (compilation.sys, "version", "9.9"),
+        (compilation.llvm, "get_host_cpu_name", lambda: "another"),
+        (compilation, "instruction_set", lambda: INSTRUCTION_SETS["neon-dot"]()),
+    ],
+    ids=["numba", "llvmlite", "numpy", "python", "processor", "instruction set"],
+)
+def test_another_version_processor_or_instruction_set_is_another_folder(module, attribute, value, monkeypatch):
+    before = compilation._digest()
+    with monkeypatch.context() as patched:
+        patched.setattr(module, attribute, value)
+        changed = compilation._digest()
+    assert changed != before
+    assert compilation._digest() == before
+
+
+def test_code_for_an_older_processor_is_in_another_folder(monkeypatch):
+    monkeypatch.setattr(compilation, "instruction_set", lambda: INSTRUCTION_SETS["avx2"]())
+    before = compilation._digest()
+    monkeypatch.setattr(compilation, "is_forced", lambda: not os.environ.get("FORGE_CPU_KERNEL"))
+    assert compilation._digest() != before
+
+
+# Keeping and finding
+
+
+def test_what_was_compiled_is_found_by_who_comes_next(fresh_cache):
+    first, again = [Kernel(QUICK), TileSet(Q8)], [Kernel(QUICK), TileSet(Q8)]
+    cold, warm = Progress(), Progress()
+
+    compile_all(first, cold)
+    compile_all(again, warm)
+
+    assert cold == [(0, 2), (1, 2), (2, 2)]
+    assert warm == []
+    assert quantizes(first[0])
+    assert quantizes(again[0])
+    assert (again[1].addresses[1:] != 0).all()
+    assert {path.name for path in compilation.cache_folder().glob("*.o")} == {"quantize.o", f"{first[1].name}.o"}
+
+
+def test_only_what_is_wanted_and_missing_is_compiled(fresh_cache):
+    compile_all([Kernel(QUICK)])
+    progress = Progress()
+
+    compile_all([Kernel(QUICK), TileSet(Q4), Kernel(QUICK)], progress)
+
+    assert progress == [(0, 1), (1, 1)]
+    assert not (compilation.cache_folder() / f"{TileSet(Q8).name}.o").exists()
+
+
+DAMAGES = {
+    "empty": lambda kept: b"",
+    "shorter than a digest": lambda kept: kept[:20],
+    "half": lambda kept: kept[: len(kept) // 2],
+    "one bit": lambda kept: kept[:500] + bytes([kept[500] ^ 1]) + kept[501:],
+    "one bit of the digest": lambda kept: bytes([kept[0] ^ 1]) + kept[1:],
+    "longer": lambda kept: kept + b"\0",
+    "zeros": lambda kept: b"\0" * len(kept),
+}
+
+
+def test_a_damaged_object_file_is_not_believed(fresh_cache):
+    compile_all([Kernel(QUICK)])
+    kept = compilation.cache_folder() / "quantize.o"
+    whole = kept.read_bytes()
+    assert Kernel(QUICK).is_cached
+    for name, damage in DAMAGES.items():
+        kept.write_bytes(damage(whole))
+        assert not Kernel(QUICK).is_cached, name
+
+
+def test_a_damaged_object_file_is_replaced_by_a_whole_one(fresh_cache):
+    compile_all([Kernel(QUICK)])
+    kept = compilation.cache_folder() / "quantize.o"
+    kept.write_bytes(kept.read_bytes()[:-100])
+    repaired = Kernel(QUICK)
+
+    compile_all([repaired])
+
+    assert quantizes(repaired)
+    assert Kernel(QUICK).is_cached
+
+
+def test_a_folder_that_cannot_be_written_is_done_without(fresh_cache, tmp_path):
+    file = tmp_path / "not a folder"
+    file.write_text("")
+
+    assert fresh_cache(file) is None
+
+    kernel, progress = Kernel(QUICK), Progress()
+    compile_all([kernel], progress)
+    assert progress == [(0, 1), (1, 1)]
+    assert quantizes(kernel)
+    assert not Kernel(QUICK).is_cached
+    assert file.read_text() == ""
+
+
+def test_a_full_disk_while_writing_is_done_without(fresh_cache, monkeypatch):
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compilation.os, "replace", full)
+    kernel = Kernel(QUICK)
+
+    compile_all([kernel])
+
+    monkeypatch.undo()
+    assert quantizes(kernel)
+    assert list(compilation.cache_folder().glob("*.tmp")) == []
+
+
+WORKS_WITHOUT_A_FOLDER = """
+from forge.backends.cpu.compilation import cache_folder
+from forge.backends.cpu.team import Team
+import numpy as np
+team = Team(2)
+program = np.zeros((0, 32), np.int64)
+team.run(program.ctypes.data, 0, program.ctypes.data)
+team.close()
+print(cache_folder())
+"""
+
+
+def test_a_process_without_a_folder_runs_its_team(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = run_python(["-c", WORKS_WITHOUT_A_FOLDER], XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert (result.stdout, result.stderr) == ("None\n", "")
+
+
+COMPILE_QUICKLY = """
+from forge.backends.cpu import kernels as k
+from forge.backends.cpu.compilation import TileSet, cache_folder, compile_all
+from forge.backends.cpu.packing import Q8
+seen = []
+compile_all([k.quantize, TileSet(Q8)], lambda done, total: seen.append((done, total)))
+print(cache_folder())
+print(seen)
+"""
+
+
+def test_two_processes_that_compile_at_once_leave_whole_files_and_a_third_compiles_nothing(tmp_path):
+    def run(_=None):
+        result = run_python(["-c", COMPILE_QUICKLY], XDG_CACHE_HOME=str(tmp_path))
+        assert result.returncode == 0, result.stderr
+        return result.stdout.splitlines()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    third = run()
+
+    assert first[0] == second[0] == third[0]
+    assert third[1] == "[]"
+    folder = Path(third[0])
+    assert folder.is_relative_to(tmp_path)
+    assert sorted(path.name for path in folder.glob("*.o")) == ["quantize.o", f"{TileSet(Q8).name}.o"]
+    assert list(folder.glob("*.tmp")) == []
+
+
+SECOND_START = """
+from tests.backends.cpu.models import small_model
+from tests.model.forwards import one_prefill
+from forge.backends.cpu.backend import CpuBackend
+seen = []
+one_prefill(small_model(CpuBackend(2, on_compile=lambda *done: seen.append(done)), "Q8_0"), [1, 2, 3])
+print(seen)
+"""
+
+
+@pytest.mark.skipif(compilation.cache_folder() is None, reason="no folder can be written here, so nothing is kept")
+def test_a_second_start_with_the_same_kind_of_model_compiles_nothing():
+    model = small_model(TeamBackend(2), "Q8_0")
+    one_prefill(model, [1, 2, 3])
+    model.backend._team.close()
+
+    result = run_python(["-c", SECOND_START])
+
+    assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("tensor_type", "wanted", "unwanted"),
+    [
+        ("F32", {"matmul_f32", "embed_float"}, {"matmul_quantized", "matmul_f16", "quantize", "embed_quantized"}),
+        ("Q8_0", {"matmul_quantized", "embed_quantized"}, {"matmul_f32", "matmul_f16", "matmul_bf16", "embed_float"}),
+    ],
+)
+def test_a_model_asks_for_the_kernels_that_its_file_needs(tensor_type, wanted, unwanted):
+    model = small_model(TeamBackend(1), tensor_type)
+    one_prefill(model, [1])
+    names = {item.name for item in model.backend._recording.kernels()}
+
+    assert wanted <= names
+    assert not names & unwanted
+    tiles = {name for name in names if name.startswith("tiles_")}
+    assert tiles == ({TileSet(Q8).name} if tensor_type == "Q8_0" else set())
+
+
+def test_kernels_have_names_of_their_own_because_their_files_would_overwrite_each_other():
+    package = Path(compilation.__file__).parent
+    modules = [import_module(f"forge.backends.cpu.{path.stem}") for path in package.glob("*.py")]
+    kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
+    assert len(kernels) > 8
+    assert len({kernel.name for kernel in kernels}) == len(kernels)

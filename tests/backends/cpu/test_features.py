@@ -1,0 +1,130 @@
+"""What the machine can do, and how much of it a process may use."""
+
+import os
+
+import pytest
+
+from forge.backends.cpu import features
+from forge.backends.cpu.features import cgroup_quota, choose_instruction_set, runnable, runnable_with, usable_cpus
+from forge.errors import UsageError
+from tests.backends.cpu.models import run_python
+
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512vnni"}
+
+
+@pytest.mark.parametrize(
+    ("found", "machine", "expected"),
+    [
+        (AVX512, "x86_64", ("avx512-vnni", "avx2", "portable")),
+        (AVX512 | {"avxvnni"}, "AMD64", ("avx512-vnni", "avx-vnni", "avx2", "portable")),
+        (AVX2 | {"avxvnni"}, "x86_64", ("avx-vnni", "avx2", "portable")),
+        (AVX2, "x86_64", ("avx2", "portable")),
+        (AVX512 - {"avx512bw"}, "x86_64", ("avx2", "portable")),
+        (AVX2 - {"f16c"}, "x86_64", ("portable",)),
+        ({"sse2"}, "x86_64", ("portable",)),
+        ({"neon", "dotprod"}, "aarch64", ("neon-dot", "portable")),
+        ({"neon", "dotprod"}, "arm64", ("neon-dot", "portable")),
+        ({"neon"}, "aarch64", ("portable",)),
+        (AVX512 | {"dotprod"}, "riscv64", ("portable",)),
+        (set(), "riscv64", ("portable",)),
+    ],
+)
+def test_a_machine_runs_what_its_features_allow_best_first(found, machine, expected):
+    assert runnable_with(found, machine) == expected
+
+
+def test_without_force_the_best_path_is_chosen(monkeypatch):
+    monkeypatch.delenv(features.FORCE_VARIABLE, raising=False)
+    assert choose_instruction_set().name == runnable()[0]
+    monkeypatch.setenv(features.FORCE_VARIABLE, "")
+    assert choose_instruction_set().name == runnable()[0]
+    assert not features.is_forced()
+
+
+@pytest.mark.parametrize("name", runnable())
+def test_a_forced_path_is_chosen(name, monkeypatch):
+    monkeypatch.setenv(features.FORCE_VARIABLE, name)
+    assert choose_instruction_set().name == name
+
+
+@pytest.mark.parametrize("name", ["AVX2", "sse", "neon-dot ", "avx512"])
+def test_an_unknown_path_is_refused_with_the_ones_there_are(name, monkeypatch):
+    monkeypatch.setenv(features.FORCE_VARIABLE, name)
+    with pytest.raises(UsageError, match=f"FORGE_CPU_KERNEL={name} is unknown; here there are .*portable") as raised:
+        choose_instruction_set()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_path_of_another_processor_is_refused(monkeypatch):
+    monkeypatch.setattr(features, "host_features", lambda: frozenset())
+    monkeypatch.setenv(features.FORCE_VARIABLE, "avx512-vnni")
+    with pytest.raises(UsageError, match="avx512-vnni is not available on this processor; here there are portable"):
+        choose_instruction_set()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
+def test_the_affinity_mask_counts():
+    code = (
+        "import os\n"
+        "from forge.backends.cpu.features import usable_cpus\n"
+        "print(usable_cpus())\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "print(usable_cpus())\n"
+    )
+    result = run_python(["-c", code])
+    before, after = map(int, result.stdout.split())
+    assert 1 <= before <= len(os.sched_getaffinity(0))
+    assert after == 1
+
+
+@pytest.mark.parametrize(
+    ("quota", "cpus", "expected"),
+    [(None, 8, 8), (2.0, 8, 2), (2.9, 8, 2), (0.5, 8, 1), (16.0, 4, 4), (1.0, 1, 1)],
+)
+def test_the_quota_cuts_and_leaves_at_least_one(quota, cpus, expected, monkeypatch):
+    monkeypatch.setattr(features, "cgroup_quota", lambda: quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)), raising=False)
+    assert usable_cpus() == expected
+
+
+def write(root, files: dict[str, str]):
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        ({"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        ({"sys/fs/cgroup/cpu.max": "nonsense\n"}, None),
+        ({"sys/fs/cgroup/cpu.max": "100000 0\n"}, None),
+        (
+            {"proc/self/cgroup": "0::/user.slice/forge.service\n"}
+            | {"sys/fs/cgroup/user.slice/forge.service/cpu.max": "400000 100000\n"}
+            | {"sys/fs/cgroup/user.slice/cpu.max": "300000 100000\n"},
+            3.0,
+        ),
+        ({"proc/self/cgroup": "0::/../other\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),
+        (
+            {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"},
+            0.5,
+        ),
+        (
+            {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"},
+            None,
+        ),
+        (
+            {"proc/self/cgroup": "4:memory:/a\n3:cpu,cpuacct:/docker/1\n"}
+            | {"sys/fs/cgroup/cpu/docker/1/cpu.cfs_quota_us": "250000\n"}
+            | {"sys/fs/cgroup/cpu/docker/1/cpu.cfs_period_us": "100000\n"},
+            2.5,
+        ),
+    ],
+)
+def test_the_quota_of_control_groups(files, expected, tmp_path):
+    assert cgroup_quota(write(tmp_path, files)) == expected

@@ -1,0 +1,145 @@
+"""The statistics, the roofline, and the shape of the JSON."""
+
+import json
+from statistics import median
+
+import pytest
+
+from forge.bench.cases import CASES, ModelSize, Needs, measure_model, needs_of, select_cases
+from forge.bench.results import (
+    CpuBenchmark,
+    Figure,
+    Limits,
+    Measured,
+    Middle,
+    Skipped,
+    Standing,
+    benchmark_object,
+    pairwise,
+    roofline,
+)
+from forge.errors import UsageError
+from forge.gguf import GGUFFile
+from tests.small_models import write_small_qwen3
+
+SIZE = ModelSize(
+    file_bytes=1100, layer_bytes=600, head_bytes=400, embedding_bytes=0, row_bytes=4, layer_products=500,
+    head_products=300, attention_products=16, kv_bytes=8, vocab_size=100, max_context=2048,
+)  # fmt: skip
+
+
+def case(name):
+    return select_cases(name)[0]
+
+
+def benchmark(seconds=None, peers=("llama.cpp",), **changes) -> CpuBenchmark:
+    """A run of two figures in which every peer takes twice as long as forge."""
+    figures = []
+    for one in (case("decode16"), case("prefill512")):
+        measured = [Measured("forge", (0.010, 0.020, 0.030), "float16 KV", (1,) * one.sequences)]
+        measured += [Measured(peer, (0.020, 0.040, 0.060), "best", (1,) * one.sequences) for peer in peers]
+        figures.append(Figure(one, needs_of(one, SIZE), tuple(measured)))
+    standings = [Standing(name, f"{name} 1.0", (0.5, 0.4), 1000, 2000, 1050) for name in ("forge", *peers)]
+    fields = {
+        "model": "small", "size": SIZE, "threads": 2, "repetitions": 3, "machine": "a processor", "load_average": 0.1,
+        "before": Limits(1e6, 1e9), "after": Limits(1.02e6, 0.9e9), "standings": tuple(standings),
+        "figures": tuple(figures), "skipped": (),
+    }  # fmt: skip
+    return CpuBenchmark(**(fields | changes))
+
+
+def test_a_ratio_is_the_median_of_pairs():
+    ours, theirs = [1.0, 10.0, 1.0], [2.0, 40.0, 3.0]
+    assert pairwise(ours, theirs) == Middle(median=3.0, low=2.0, high=4.0, count=3)
+
+
+def test_a_machine_that_slows_down_for_a_while_leaves_the_ratio_alone():
+    ours = [1.0, 1.0, 5.0, 5.0, 5.0]
+    theirs = [2.0, 2.0, 10.0, 10.0, 10.0]
+    assert pairwise(ours, theirs) == Middle(2.0, 2.0, 2.0, 5)
+
+
+def test_repetitions_that_only_one_has_are_left_out():
+    assert pairwise([1.0, 1.0, 9.0], [2.0, 2.0]) == Middle(2.0, 2.0, 2.0, 2)
+    assert pairwise([1.0], []) is None
+
+
+def test_rates_are_tokens_of_all_sequences():
+    figure = benchmark().figures[0]
+    rate = figure.rate("forge")
+    assert rate.median == pytest.approx(16 / 0.020)
+    assert (rate.low, rate.high) == (pytest.approx(16 / 0.030), pytest.approx(16 / 0.010))
+    assert figure.ratio("llama.cpp").median == pytest.approx(2.0)
+    assert figure.rate("transformers") is None and figure.ratio("transformers") is None
+
+
+@pytest.mark.parametrize(
+    ("needs", "bound", "share"),
+    [(Needs(bytes_read=50, products=1), "memory", 0.5), (Needs(bytes_read=1, products=2000), "arithmetic", 2 / 3)],
+)
+def test_the_roofline_names_the_nearer_limit(needs, bound, share):
+    line = roofline(needs, seconds=1.0 if bound == "memory" else 3.0, limits=Limits(100.0, 1000.0))
+    assert (line.bound, line.share) == (bound, pytest.approx(share))
+
+
+def test_what_a_decode_step_needs():
+    needs = needs_of(case("decode16"), SIZE)
+    assert needs.bytes_read == 600 + 400 + 16 * 4 + 16 * 128 * 8
+    assert needs.products == 16 * 500 + 16 * 300 + 16 * 129 * 16
+
+
+def test_what_a_prefill_needs():
+    needs = needs_of(case("prefill128"), SIZE)
+    assert needs.bytes_read == 600 + 400 + 128 * 4
+    assert needs.products == 128 * 500 + 300 + 128 * 129 // 2 * 16
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_files_size_is_that_of_its_tensors(tmp_path, tie):
+    path = write_small_qwen3(tmp_path / "m.gguf", tensor_type="Q8_0", tie=tie)
+    size = measure_model(path)
+    with GGUFFile.open(path) as file:
+        total = sum(tensor.nbytes for tensor in file.tensors.values())
+        norm = file.tensors["output_norm.weight"].nbytes
+    assert size.weight_bytes + norm == total
+    assert size.head_products == 288 * 64 and size.vocab_size == 288
+
+
+def test_float_products_count_four_times(tmp_path):
+    floats = measure_model(write_small_qwen3(tmp_path / "f.gguf", tensor_type="F16"))
+    eight = measure_model(write_small_qwen3(tmp_path / "q.gguf", tensor_type="Q8_0"))
+    assert floats.layer_products == 4 * eight.layer_products
+
+
+def test_everybody_gets_the_same_tokens():
+    one = case("decode4")
+    ids = one.token_ids(100, seed=1)
+    assert ids == one.token_ids(100, seed=1) != one.token_ids(100, seed=2)
+    assert len(ids) == 4 and {len(row) for row in ids} == {129}
+    assert all(0 <= token < 100 for row in ids for token in row)
+
+
+def test_figures_are_selected_by_name():
+    assert select_cases(None) == CASES
+    assert [one.name for one in select_cases("prefill128, decode1")] == ["decode1", "prefill128"]
+    with pytest.raises(UsageError, match="unknown figure 'decode2'; there are decode1, "):
+        select_cases("decode2")
+
+
+def test_the_json_has_every_repetition_and_what_is_made_of_them():
+    found = json.loads(json.dumps(benchmark_object(benchmark(skipped=(Skipped("transformers", "not installed"),)))))
+    assert found["schema"] == 1 and found["benchmark"] == "cpu"
+    assert set(found) == {
+        "schema", "benchmark", "model", "model_size", "threads", "repetitions", "machine", "load_average",
+        "interrupted", "limits", "contenders", "skipped", "figures",
+    }  # fmt: skip
+    assert found["limits"]["used"] == {"bytes_per_second": 1.02e6, "products_per_second": 1e9}
+    assert found["skipped"] == [{"name": "transformers", "reason": "not installed"}]
+    forge, peer = found["figures"][0]["measured"]
+    assert forge["seconds"] == [0.010, 0.020, 0.030] and forge["forge_is_times_as_fast"] is None
+    assert peer["forge_is_times_as_fast"]["median"] == pytest.approx(2.0)
+    assert peer["top_token_disagreements"] == 0
+    assert forge["roofline"]["bound"] in ("memory", "arithmetic")
+    for name in ("tokens_per_second", "forge_is_times_as_fast"):
+        assert set(peer[name]) == {"median", "low", "high", "count"}
+    assert found["contenders"][0]["load"]["median"] == median([0.5, 0.4])

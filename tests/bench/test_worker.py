@@ -1,0 +1,115 @@
+"""The conversation with a contender's process, and its end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from forge.bench.contender import Contender, ContenderError, ContenderMissing, Launch
+from forge.bench.worker import MOST_STEPS, Missing, peak_memory, respond, take_turn
+from forge.errors import UsageError
+from tests.bench.stubs import StubLaunch
+from tests.cli.conftest import ROOT, environment
+
+
+def refuse():
+    raise Missing("not\ninstalled")
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ('{"do": "add", "a": 1, "b": 2}', {"ok": {"sum": 3}}),
+        ('{"do": "refuse"}', {"missing": "not installed"}),
+        ('{"do": "add", "a": 1}', "error"),
+        ('{"do": "unknown"}', "error"),
+        ("no JSON", "error"),
+    ],
+)
+def test_every_line_is_answered(line, answer):
+    found = respond({"add": lambda a, b: {"sum": a + b}, "refuse": refuse}, line)
+    if answer == "error":
+        assert list(found) == ["error"] and "\n" not in found["error"]
+    else:
+        assert found == answer
+
+
+def test_a_turn_has_enough_steps_and_enough_time():
+    calls = []
+
+    def step():
+        calls.append(None)
+        return 0.25
+
+    assert take_turn(step, min_steps=3, min_seconds=0.1, expected=1.0) == [0.25] * 3
+    assert len(calls) == 3
+    assert len(take_turn(step, min_steps=1, min_seconds=2.0, expected=1.0)) == 8
+    calls.clear()
+    assert len(take_turn(step, min_steps=2, min_seconds=0.0, expected=0.1)) == 2
+    assert len(calls) == 3, "a short step is done once untimed, to wake up"
+
+
+def test_a_turn_of_steps_that_take_no_time_ends():
+    assert len(take_turn(lambda: 0.0, min_steps=1, min_seconds=1.0, expected=1.0)) == MOST_STEPS
+
+
+def test_peak_memory_is_what_this_process_has_at_least():
+    assert peak_memory()["peak_bytes"] > 5_000_000
+
+
+def test_round_trip_through_a_process():
+    with Contender(StubLaunch()) as stub:
+        assert stub.ask("echo", text="Grüße", numbers=[1, 2.5, None]) == {"text": "Grüße", "numbers": [1, 2.5, None]}
+        with pytest.raises(ContenderError, match=r"^stub, fail: ValueError: two lines$"):
+            stub.ask("fail")
+        with pytest.raises(ContenderMissing, match=r"^no such library$"):
+            stub.ask("absent")
+        os.kill(stub.pid, signal.SIGINT)  # Ctrl-C is the parent's
+        assert stub.ask("echo") == {}
+        with pytest.raises(ContenderError) as caught:
+            stub.ask("die")
+    assert str(caught.value) == "stub ended during 'die': fatal: out of luck (exit status 3)"
+
+
+def test_closing_ends_a_busy_worker():
+    with Contender(StubLaunch()) as stub:
+        stub._process.stdin.write(json.dumps({"do": "sleep"}) + "\n")
+        stub._process.stdin.flush()
+    assert stub._process.returncode is not None
+
+
+def test_a_worker_ends_with_its_parent_even_while_busy():
+    code = (
+        "import time\nfrom forge.bench.contender import Contender\nfrom tests.bench.stubs import StubLaunch\n"
+        "stub = Contender(StubLaunch())\nstub.ask('echo')\nprint(stub.pid, flush=True)\nstub.ask('sleep')\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
+    )
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    for _ in range(300):
+        if not is_running(worker):
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker outlived its parent")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as stat:  # a zombie that nobody waits for has ended too
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_interpreter_that_is_none_is_a_users_mistake():
+    with pytest.raises(UsageError, match="no/such/python: No such file"):
+        Contender(Launch("llama.cpp", "llama_cpp_worker", "no/such/python"))
