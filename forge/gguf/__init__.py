@@ -4,7 +4,7 @@ Nothing here knows a model; what a Qwen3 file must hold is `forge.model.config`.
 nothing heavier: `forge.gguf.writer`, which needs the gguf package, is imported where files are written.
 """
 
-from forge.gguf.block_formats import QuantizedGroups, dequantize, unpack
+from forge.gguf.block_formats import QuantizedGroups, SuperblockScales, dequantize, superblock_scales, unpack
 from forge.gguf.errors import GGUFError, printable
 from forge.gguf.ggml_types import FLOAT_TYPES, QUANTIZED_TYPES, SUPPORTED_TYPES, GGMLType, GGUFValueType, row_nbytes
 from forge.gguf.header import MetadataField
@@ -21,8 +21,10 @@ __all__ = [
     "GGUFValueType",
     "MetadataField",
     "QuantizedGroups",
+    "SuperblockScales",
     "dequantize",
     "printable",
     "row_nbytes",
+    "superblock_scales",
     "unpack",
 ]

@@ -89,6 +89,41 @@ def unpack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> Quan
     return QuantizedGroups(quants, scales, minimums, layout.group_size)
 
 
+@dataclass(frozen=True)
+class SuperblockScales:
+    """The scales of a K type as stored: small integers per group, and float16 factors per 256 columns.
+
+    scales[r, g] of `QuantizedGroups` is float32(scale_factors[r, c // 256] * scales[r, g]); minimums likewise.
+
+    scale_factors, minimum_factors  float16 [rows, columns // 256]
+    scales                          int8 [rows, columns // group_size]
+    minimums                        uint8 [rows, columns // group_size], 0..63
+    The two about minimums are None for Q6_K.
+    """
+
+    scale_factors: np.ndarray
+    minimum_factors: np.ndarray | None
+    scales: np.ndarray
+    minimums: np.ndarray | None
+
+
+def superblock_scales(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> SuperblockScales:
+    """The scales of a tensor of type Q4_K, Q5_K or Q6_K. ValueError for another type, or a `raw` of another size."""
+    if ggml_type not in (GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K):
+        raise ValueError(f"{GGMLType(ggml_type).name} has no superblocks")
+    blocks, rows, _ = _blocks(ggml_type, raw, shape)
+
+    def factors(at: int) -> np.ndarray:
+        return blocks[:, at : at + 2].copy().view("<f2").reshape(rows, -1)
+
+    if ggml_type == GGMLType.Q6_K:
+        return SuperblockScales(factors(208), None, blocks[:, 192:208].view(np.int8).reshape(rows, -1), None)
+    scales, minimums = _six_bit_scales(blocks, 4)
+    return SuperblockScales(
+        factors(0), factors(2), scales.view(np.int8).reshape(rows, -1), minimums.reshape(rows, -1)
+    )
+
+
 def dequantize(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """The tensor's values, a new float32 array of `shape`. `raw` is uint8, exactly the tensor's bytes.
 

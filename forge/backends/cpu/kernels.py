@@ -72,11 +72,23 @@ def _stored_number(address, index, kind):
     return get_bf16(address + 2 * index)
 
 
+@numba.njit
+def _group_number(op, tile, lane, column, which):
+    """The scale (`which` 0) or minimum (1) of a weight, as it lies in a packed matrix."""
+    columns, group, scales = word(op, w.EMBED_COLUMNS), word(op, w.EMBED_GROUP), word(op, w.EMBED_SCALES)
+    if word(op, w.EMBED_SUPERBLOCK) == 0:
+        entry = (tile * (columns // group) + column // group) * 16 + lane
+        return get_f16((word(op, w.EMBED_MINIMUMS) if which else scales) + 2 * entry)
+    kinds = 2 if word(op, w.EMBED_MINIMUMS) != 0 else 1
+    factors = scales + (tile * (columns // 256) + column // 256) * word(op, w.EMBED_SUPERBLOCK)
+    integers = factors + 32 * kinds + column % 256 // group * 16 * kinds
+    return get_f16(factors + 32 * which + 2 * lane) * np.float32(np.int8(get_u8(integers + 16 * which + lane)))
+
+
 @kernel
 def embed_quantized(op, ctx, thread, threads):
     """Rows of a quantized table, multiplied out. One item per row; the bytes lie as `tiles.py` draws them."""
-    columns, bits, group = word(op, w.EMBED_COLUMNS), word(op, w.EMBED_BITS), word(op, w.EMBED_GROUP)
-    bias, kind, minimums = word(op, w.EMBED_BIAS), word(op, w.EMBED_KIND), word(op, w.EMBED_MINIMUMS)
+    columns, bits, bias = word(op, w.EMBED_COLUMNS), word(op, w.EMBED_BITS), word(op, w.EMBED_BIAS)
     while True:
         row = take(op, 1)
         if row >= word(ctx, w.CTX_ROWS):
@@ -91,10 +103,9 @@ def embed_quantized(op, ctx, thread, threads):
             quant = np.int64(get_u8(lines + 64 * line + 4 * lane + column % 4))
             if bits == 4:
                 quant = quant >> 4 if four >= 4 else quant & 15
-            entry = (tile * (columns // group) + column // group) * 16 + lane
-            value = _stored_number(word(op, w.EMBED_SCALES), entry, kind) * np.float32(quant - bias)
-            if minimums != 0:
-                value -= _stored_number(minimums, entry, kind)
+            value = _group_number(op, tile, lane, column, 0) * np.float32(quant - bias)
+            if word(op, w.EMBED_MINIMUMS) != 0:
+                value -= _group_number(op, tile, lane, column, 1)
             put_f32(out + 4 * column, value)
 
 

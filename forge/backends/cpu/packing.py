@@ -3,9 +3,11 @@
 Every tensor type becomes one of a few layouts, exactly: what the packed form stands for is what the gguf package
 dequantizes to, up to the one rounding of the multiplication.
 
-    8-bit   Q8_0, Q5_0 (float16 scales) · Q6_K (groups of 16, float32 scales) · Q5_1, Q5_K (with a minimum)
-    4-bit   Q4_0 (float16 scales) · Q4_1, Q4_K (with a minimum)
+    8-bit   Q8_0, Q5_0 · Q5_1, Q5_K (with a minimum) · Q6_K (groups of 16)
+    4-bit   Q4_0 · Q4_1, Q4_K (with a minimum)
     float   F32, F16, BF16 as they are
+
+Scales stay what they are in the file: a float16 number per group or, for the K types, integers and factors.
 
 Rows are padded to a multiple of 16 and columns to a multiple of 32, with zeros that contribute nothing. `tiles.py` draws
 the order of bytes inside a tile.
@@ -17,17 +19,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forge.backends.cpu.tiles import GROUP, LINE, TileLayout
+from forge.backends.cpu.tiles import GROUP, LINE, SUPERBLOCK, TileLayout
 from forge.backends.cpu.vectors import LANES
-from forge.gguf import GGMLType, unpack
+from forge.gguf import GGMLType, SuperblockScales, superblock_scales, unpack
 
 Q8 = TileLayout(bits=8, bias=128, group=32, scale_kind="f16", has_minimum=False)
-Q6K = TileLayout(bits=8, bias=128, group=16, scale_kind="f32", has_minimum=False)
+Q6K = TileLayout(bits=8, bias=128, group=16, scale_kind="k", has_minimum=False)
 Q5M = TileLayout(bits=8, bias=0, group=32, scale_kind="f16", has_minimum=True)
-Q5KM = TileLayout(bits=8, bias=0, group=32, scale_kind="f32", has_minimum=True)
+Q5KM = TileLayout(bits=8, bias=0, group=32, scale_kind="k", has_minimum=True)
 Q4 = TileLayout(bits=4, bias=8, group=32, scale_kind="f16", has_minimum=False)
 Q4M = TileLayout(bits=4, bias=0, group=32, scale_kind="f16", has_minimum=True)
-Q4KM = TileLayout(bits=4, bias=0, group=32, scale_kind="f32", has_minimum=True)
+Q4KM = TileLayout(bits=4, bias=0, group=32, scale_kind="k", has_minimum=True)
 
 LAYOUT_OF_TYPE = {
     GGMLType.Q8_0: Q8,
@@ -58,9 +60,9 @@ class QuantizedMatrix:
     quants: np.ndarray
     """uint8 `[T, G, bits, 64]`, 64-byte aligned: for each group its lines."""
     scales: np.ndarray
-    """float16 or float32 `[T, G * 32 / group, 16]`."""
+    """float16 `[T, G, 16]`; for a K type uint8 `[T, G / 8, superblock_bytes]`, minimums included (see `TileLayout`)."""
     minimums: np.ndarray | None
-    """The same shape and kind, subtracted from every weight of the group; None where the type has none."""
+    """float16 `[T, G, 16]`, subtracted from every weight of the group; None where the type has none, or is a K type."""
 
     @property
     def num_tiles(self) -> int:
@@ -83,14 +85,32 @@ class QuantizedMatrix:
         # [T, G, 8 lines, 16 rows, 4 inputs] → [T, 16 rows, G, 8 lines, 4 inputs]
         quants = lines.reshape(tiles, groups, 8, LANES, 4).transpose(0, 3, 1, 2, 4).astype(np.float32) - layout.bias
         quants = quants.reshape(tiles * LANES, -1, layout.group)
-        values = quants * self._by_row(self.scales)[:, :, None]
-        if self.minimums is not None:
-            values -= self._by_row(self.minimums)[:, :, None]
+        scales, minimums = self._group_scales()
+        values = quants * scales[:, :, None]
+        if minimums is not None:
+            values -= minimums[:, :, None]
         return values.reshape(tiles * LANES, -1)[: self.rows, : self.columns]
 
-    @staticmethod
-    def _by_row(per_group: np.ndarray) -> np.ndarray:
-        return per_group.astype(np.float32).transpose(0, 2, 1).reshape(-1, per_group.shape[1])
+    def _group_scales(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Scales and minimums by weight row: float32 `[T * 16, groups]`."""
+        if self.layout.scale_kind == "f16":
+            return _by_row(self.scales), None if self.minimums is None else _by_row(self.minimums)
+        layout, tiles = self.layout, self.num_tiles
+        factors = self.scales[:, :, : layout.factor_bytes].copy().view(np.float16).reshape(tiles, -1, 1, LANES)
+        integers = self.scales[:, :, layout.factor_bytes :].copy().view(np.int8)
+        integers = integers.reshape(tiles, -1, SUPERBLOCK // layout.group, layout.integer_bytes)
+        kinds = 2 if layout.has_minimum else 1
+        factors = factors.reshape(tiles, -1, kinds, LANES).astype(np.float32)
+        values = [
+            _by_row((factors[:, :, k, None] * integers[..., k * LANES : (k + 1) * LANES]).reshape(tiles, -1, LANES))
+            for k in range(kinds)
+        ]
+        return values[0], values[1] if layout.has_minimum else None
+
+
+def _by_row(per_group: np.ndarray) -> np.ndarray:
+    """`[T, groups, 16]` → float32 `[T * 16, groups]`."""
+    return per_group.astype(np.float32).transpose(0, 2, 1).reshape(-1, per_group.shape[1])
 
 
 @dataclass(frozen=True)
@@ -209,10 +229,12 @@ def _pack_quantized(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int]
     layout = LAYOUT_OF_TYPE[ggml_type]
     tiles, groups = padded(rows, LANES) // LANES, columns // GROUP
     quants = arena.empty((tiles, groups, layout.bits, LINE), np.uint8)
-    scale_dtype = np.float16 if layout.scale_kind == "f16" else np.float32
-    scale_shape = (tiles, groups * (GROUP // layout.group), LANES)
-    scales = arena.empty(scale_shape, scale_dtype)
-    minimums = arena.empty(scale_shape, scale_dtype) if layout.has_minimum else None
+    has_superblocks = layout.scale_kind == "k"
+    if has_superblocks:
+        scales = arena.empty((tiles, columns // SUPERBLOCK, layout.superblock_bytes), np.uint8)
+    else:
+        scales = arena.empty((tiles, groups, LANES), np.float16)
+    minimums = arena.empty(scales.shape, np.float16) if layout.has_minimum and not has_superblocks else None
     row_bytes = len(raw) // rows
     for first in range(0, rows, ROWS_PER_PASS):
         count = min(ROWS_PER_PASS, rows - first)
@@ -220,6 +242,9 @@ def _pack_quantized(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int]
         part = raw[first * row_bytes : (first + count) * row_bytes]
         unsigned, part_scales, part_minimums = _unsigned_quants(ggml_type, part, (count, columns), layout)
         _interleave(unsigned, layout, quants[span])
+        if has_superblocks:
+            _place_superblocks(superblock_scales(ggml_type, part, (count, columns)), layout, scales[span])
+            continue
         scales[span] = _tiled(part_scales)
         if minimums is not None:
             minimums[span] = _tiled(part_minimums)
@@ -242,6 +267,17 @@ def _unsigned_quants(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int
     elif layout.bias:
         quants += np.uint8(layout.bias)
     return quants, scales, minimums
+
+
+def _place_superblocks(stored: SuperblockScales, layout: TileLayout, out: np.ndarray) -> None:
+    """Write a K type's scales into `out`, uint8 `[tiles, superblocks, superblock_bytes]`: factors, then by group."""
+    tiles, superblocks = out.shape[:2]
+    factors = out[:, :, : layout.factor_bytes].reshape(tiles, superblocks, -1, LANES, 2)
+    integers = out[:, :, layout.factor_bytes :].reshape(tiles, superblocks, SUPERBLOCK // layout.group, -1, LANES)
+    pairs = [(stored.scale_factors, stored.scales), (stored.minimum_factors, stored.minimums)]
+    for kind, (factor, integer) in enumerate(pairs[: 2 if layout.has_minimum else 1]):
+        factors[:, :, kind] = np.ascontiguousarray(_tiled(factor)).view(np.uint8).reshape(tiles, superblocks, LANES, 2)
+        integers[:, :, :, kind] = _tiled(integer).reshape(tiles, superblocks, -1, LANES).view(np.uint8)
 
 
 def _interleave(quants: np.ndarray, layout: TileLayout, lines: np.ndarray) -> None:

@@ -117,15 +117,16 @@ class Recorder(Operations):
             }
             self._write(k.embed_float, words, "embed")
         else:
+            layout = packed.layout
             words |= {
                 w.EMBED_TABLE: packed.quants,
                 w.EMBED_SCALES: packed.scales,
-                w.EMBED_MINIMUMS: packed.minimums,
+                w.EMBED_MINIMUMS: packed.minimums if packed.minimums is not None else int(layout.has_minimum),
                 w.EMBED_COLUMNS: packed.columns,
-                w.EMBED_BITS: packed.layout.bits,
-                w.EMBED_BIAS: packed.layout.bias,
-                w.EMBED_GROUP: packed.layout.group,
-                w.EMBED_KIND: _KIND[packed.layout.scale_kind],
+                w.EMBED_BITS: layout.bits,
+                w.EMBED_BIAS: layout.bias,
+                w.EMBED_GROUP: layout.group,
+                w.EMBED_SUPERBLOCK: layout.superblock_bytes if layout.scale_kind == "k" else 0,
             }
             self._write(k.embed_quantized, words, "embed")
         self._wait()

@@ -44,6 +44,8 @@ from forge.backends.cpu.vectors import (
 
 GROUP = 32
 """Inputs that share one activation scale."""
+SUPERBLOCK = 256
+"""Inputs of a K type that share float16 factors."""
 LINE = 64
 """Bytes of a weight line."""
 MAX_ROWS = 8
@@ -60,7 +62,8 @@ class TileLayout:
     group: int
     """Inputs that share one weight scale: 32, or 16 for Q6_K."""
     scale_kind: str
-    """`f16` where the file's scales are float16 numbers themselves, else `f32`."""
+    """`f16`: a float16 number per group. `k`: as the K types have it, a small integer per group and a float16 factor per
+    256 inputs, which are multiplied when they are used."""
     has_minimum: bool
     """Whether each group also has a minimum, which is subtracted from every weight of it."""
 
@@ -76,8 +79,23 @@ class TileLayout:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales (or of the minimums) of 16 weight rows per 32 inputs."""
-        return LANES * (2 if self.scale_kind == "f16" else 4) * (GROUP // self.group)
+        """Bytes of the float16 scales (or of the minimums) of 16 weight rows per 32 inputs."""
+        return LANES * 2 * (GROUP // self.group)
+
+    @property
+    def factor_bytes(self) -> int:
+        """`k`: bytes of a superblock's factors for 16 weight rows, float16: for scales, then for minimums."""
+        return LANES * 2 * (2 if self.has_minimum else 1)
+
+    @property
+    def integer_bytes(self) -> int:
+        """`k`: bytes of a group's integers for 16 weight rows, int8: scales, then minimums."""
+        return LANES * (2 if self.has_minimum else 1)
+
+    @property
+    def superblock_bytes(self) -> int:
+        """`k`: bytes of a superblock's factors and integers for 16 weight rows."""
+        return self.factor_bytes + SUPERBLOCK // self.group * self.integer_bytes
 
     @property
     def name(self) -> str:
@@ -186,10 +204,8 @@ class _TileCode:
 
     def scaled(self, index, part, integers, part_sums, sums):
         """sums + integers * (weight scale * activation scale) - activation sum * (minimum * activation scale)."""
-        b, layout = self.b, self.layout
-        at = b.add(b.mul(index, I64(layout.scale_bytes)), I64(part * layout.scale_bytes * layout.group // GROUP))
-        scale = self.stored(b.add(self.arg["scales"], at))
-        minimum = self.stored(b.add(self.arg["minimums"], at)) if layout.has_minimum else None
+        b = self.b
+        scale, minimum = self.group_scales(index, part)
         results = []
         for row, integer, part_sum, total in zip(self.rows, integers, part_sums, sums, strict=True):
             x_scale = splat(b, load(b, self.row_address("x_scales", row, 32, index, 4), F32))
@@ -200,9 +216,31 @@ class _TileCode:
             results.append(total)
         return results
 
-    def stored(self, address: ir.Value) -> ir.Value:
-        kind = self.layout.scale_kind
-        return widen(self.b, load(self.b, address, STORED[kind], align=32), kind)
+    def group_scales(self, index: ir.Value, part: int) -> tuple[ir.Value, ir.Value | None]:
+        """Scale and minimum of 16 weight rows for one part of a group, as float32."""
+        b, layout = self.b, self.layout
+        if layout.scale_kind == "f16":
+            at = b.add(b.mul(index, I64(layout.scale_bytes)), I64(part * LANES * 2))
+            minimum = self.float16(b.add(self.arg["minimums"], at)) if layout.has_minimum else None
+            return self.float16(b.add(self.arg["scales"], at)), minimum
+        groups = SUPERBLOCK // GROUP
+        factors = b.add(self.arg["scales"], b.mul(b.udiv(index, I64(groups)), I64(layout.superblock_bytes)))
+        parts = GROUP // layout.group
+        number = b.add(b.mul(b.urem(index, I64(groups)), I64(parts)), I64(part))
+        integers = b.add(factors, b.add(I64(layout.factor_bytes), b.mul(number, I64(layout.integer_bytes))))
+        scale = b.fmul(self.float16(factors), self.small_integers(integers))
+        if not layout.has_minimum:
+            return scale, None
+        minimum_factors, minimum_integers = b.add(factors, I64(2 * LANES)), b.add(integers, I64(LANES))
+        return scale, b.fmul(self.float16(minimum_factors), self.small_integers(minimum_integers))
+
+    def float16(self, address: ir.Value) -> ir.Value:
+        return widen(self.b, load(self.b, address, STORED["f16"], align=16), "f16")
+
+    def small_integers(self, address: ir.Value) -> ir.Value:
+        """16 int8 as float32."""
+        vector = load(self.b, address, ir.VectorType(I8, LANES), align=16)
+        return self.b.sitofp(self.b.sext(vector, V_I32), V_F32)
 
     def activation_sum(self, row: int, index: ir.Value, part: int) -> ir.Value:
         """The integer sum of this part's activations: two sums of 16 for a part of 32, one for a part of 16."""

@@ -37,7 +37,8 @@ KIND_F32, KIND_F16, KIND_BF16 = 0, 1, 2
 ROWS_WORD = 2
 
 EMBED_TABLE, EMBED_SCALES, EMBED_MINIMUMS, EMBED_OUT, EMBED_STRIDE, EMBED_COLUMNS, EMBED_BITS, EMBED_BIAS = range(3, 11)
-EMBED_GROUP, EMBED_KIND = 11, 12  # EMBED_KIND: of the scales, or of a float table's numbers
+EMBED_GROUP, EMBED_KIND, EMBED_SUPERBLOCK = 11, 12, 13  # kind of a float table's numbers; bytes, 0 if there is none
+# EMBED_MINIMUMS of a K type only says whether there are any: they lie among the scales.
 
 NORM_IN, NORM_STRIDE, NORM_WIDTH, NORM_WEIGHT, NORM_EPS, NORM_OUT, NORM_ROW_NUMBERS = range(3, 10)
 NORM_QUANTS, NORM_SCALES, NORM_SUMS = 10, 11, 12  # 0: not quantized; NORM_ROW_NUMBERS 0: all rows
