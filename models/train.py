@@ -37,7 +37,7 @@ class Phase:
     length: int
 
 
-TARGET_PHASES = (Phase(0.6, 4, 512), Phase(0.94, 8, 512), Phase(1.0, 2, 2048))
+TARGET_PHASES = (Phase(0.6, 4, 512), Phase(0.95, 8, 512), Phase(1.0, 2, 2048))
 
 
 @dataclass(frozen=True)

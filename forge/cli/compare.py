@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 """The exit status when the two sides' tokens differ."""
 
-_LOADING = ("kv", "device", "threads", "max_model_len", "block_size", "kv_dtype")
+_LOADING = ("kv", "device", "threads", "max_model_len", "block_size", "kv_dtype", "quantize")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 
 
@@ -32,6 +32,7 @@ def compare(
     max_model_len: options.MaxModelLenOption = None,
     block_size: options.BlockSizeOption = None,
     kv_dtype: options.KvDtypeOption = None,
+    quantize: options.QuantizeOption = None,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,

@@ -24,6 +24,7 @@ def generate(
     max_model_len: options.MaxModelLenOption = None,
     block_size: options.BlockSizeOption = None,
     kv_dtype: options.KvDtypeOption = None,
+    quantize: options.QuantizeOption = None,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,
@@ -71,7 +72,13 @@ def generate(
         prompt_logprobs=scored,
     )
     loading = options.model_options(
-        kv=kv, device=device, threads=threads, max_model_len=max_model_len, block_size=block_size, kv_dtype=kv_dtype
+        kv=kv,
+        device=device,
+        threads=threads,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        kv_dtype=kv_dtype,
+        quantize=quantize,
     )
     llm = load_model(model, **loading)
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None

@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from forge import __version__
+from forge.cli.bench import bench
 from forge.cli.chat import chat
 from forge.cli.compare import compare
 from forge.cli.doctor import doctor
@@ -60,6 +61,7 @@ app.command("compare", rich_help_panel=_RUN, cls=VersusCommand)(compare)
 app.command("naive", rich_help_panel=_CHAPTERS)(naive)
 app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)
 app.add_typer(models, name="models", rich_help_panel=_MACHINE)
+app.add_typer(bench, name="bench", rich_help_panel=_MACHINE)
 app.command("doctor", rich_help_panel=_MACHINE)(doctor)
 
 

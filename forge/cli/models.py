@@ -1,4 +1,4 @@
-"""`forge models`: which models come with forge, and what is in a GGUF file."""
+"""`forge models`: which models there are, what is in a file, and where more come from."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -6,23 +6,29 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
+from forge.cli.models_pull import pull
+from forge.cli.models_synth import synth
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from forge.views.models import ListedModel
 
 models = typer.Typer(
-    help="List the bundled models, or look into a GGUF file.", no_args_is_help=True, rich_markup_mode="rich"
+    help="List models, look into a file, make one up, or download one.", no_args_is_help=True, rich_markup_mode="rich"
 )
+models.command("synth")(synth)
+models.command("pull")(pull)
 
 
 @models.command("list")
 def list_models(json: options.JsonOption = False) -> None:
-    """The models that come with forge."""
+    """The models that come with forge, and those that were pulled."""
     from forge.views.json_output import to_json
     from forge.views.models import listed_object, print_models
     from forge.views.terminal import open_console
 
-    listed = _bundled()
+    listed = _bundled() + _pulled()
     if json:
         open_console().print(to_json([listed_object(model) for model in listed]), soft_wrap=True)
     else:
@@ -62,9 +68,7 @@ def inspect_model(
 
 def _bundled() -> "list[ListedModel]":
     """The bundled models, with what the headers of those that are present say."""
-    from forge.gguf import GGUFError, GGUFFile
     from forge.model.catalog import bundled_models
-    from forge.views.model_files import main_type, parameter_count
     from forge.views.models import ListedModel
 
     listed = []
@@ -77,12 +81,37 @@ def _bundled() -> "list[ListedModel]":
             description=model.description,
             present=model.present,
         )
-        if model.present:
-            try:
-                with GGUFFile.open(model.path) as file:
-                    tensors = list(file.tensors.values())
-                    entry = replace(entry, type=main_type(tensors), parameters=parameter_count(tensors))
-            except GGUFError as error:
-                entry = replace(entry, trouble=str(error))
-        listed.append(entry)
+        listed.append(_with_header(entry, model.path) if model.present else entry)
     return listed
+
+
+def _pulled() -> "list[ListedModel]":
+    """What `forge models pull` has brought."""
+    from forge.model.pulled import pulled_models
+    from forge.views.models import ListedModel
+
+    listed = []
+    for model in pulled_models():
+        entry = ListedModel(
+            name=model.name,
+            aliases=(),
+            path=options.shown_path(model.path),
+            bytes=model.bytes,
+            description="pulled",
+            present=True,
+        )
+        listed.append(entry if model.path.is_dir() else _with_header(entry, model.path))
+    return listed
+
+
+def _with_header(entry: "ListedModel", path: "Path") -> "ListedModel":
+    """The entry with what the file's header says, or with what is wrong with it."""
+    from forge.gguf import GGUFError, GGUFFile
+    from forge.views.model_files import main_type, parameter_count
+
+    try:
+        with GGUFFile.open(path) as file:
+            tensors = list(file.tensors.values())
+            return replace(entry, type=main_type(tensors), parameters=parameter_count(tensors))
+    except GGUFError as error:
+        return replace(entry, trouble=str(error))

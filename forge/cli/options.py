@@ -24,7 +24,7 @@ DefaultedPrompt = Annotated[str, typer.Argument(metavar="PROMPT", help="Text to 
 MaxTokens = Annotated[int, typer.Argument(metavar="MAX_TOKENS", help="Output tokens at most.")]
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="A bundled model's name, or a GGUF file.", rich_help_panel=_MODEL)
+    str, typer.Option("--model", "-m", help="A bundled or pulled model's name, a GGUF file, or a Hugging Face folder.", rich_help_panel=_MODEL)
 ]
 KvOption = Annotated[
     str, typer.Option("--kv", help="KV cache: off, or basic (on means basic).", rich_help_panel=_MODEL)
@@ -61,6 +61,11 @@ KvDtypeOption = Annotated[
         show_default="the device's own",
         rich_help_panel=_MODEL,
     ),
+]
+
+QuantizeOption = Annotated[
+    str | None,
+    typer.Option("--quantize", help="Quantize float weights as they are loaded: q8_0.", rich_help_panel=_MODEL),
 ]
 
 TemperatureOption = Annotated[
@@ -126,7 +131,9 @@ def read_prompt(argument: str) -> str:
 
 def model_label(model: str) -> str:
     """A short name of what is being loaded, before anything of it is known."""
-    return Path(model).stem or model
+    from forge.model.catalog import model_name
+
+    return model_name(Path(model)) or model
 
 
 def shown_path(path: Path) -> str:

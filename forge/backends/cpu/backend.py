@@ -120,7 +120,8 @@ class CpuBackend(Backend):
 
     @property
     def description(self) -> str:
-        return f"{instruction_set().name}, {self.threads} thread{'s' if self.threads > 1 else ''}"
+        quantized = f", floats quantized to {self._quantize}" if self._quantize else ""
+        return f"{instruction_set().name}, {self.threads} thread{'s' if self.threads > 1 else ''}{quantized}"
 
     # Loading
 
