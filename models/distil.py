@@ -27,7 +27,7 @@ FIRST_DOCUMENT = 500_000_000  # rows for the draft come from documents that the 
 WRITTEN_ROWS = 32  # rows that the target writes at a time
 WRITTEN_USES = 4  # how often each of them is used
 ARGMAX_WEIGHT = 1.0
-DRAFT_PHASES = (Phase(0.95, 8, 512), Phase(1.0, 2, 2048))
+DRAFT_PHASES = (Phase(0.9, 4, 256), Phase(1.0, 4, 512))
 
 
 def project_embedding(target: Qwen3, draft: Qwen3) -> None:

@@ -187,8 +187,7 @@ def test_extreme_weights_times_extreme_activations_are_exact(path, layout, weigh
         unsigned[:, ::2] = top
     if layout is Q5M and byte != 0:
         return  # its weights are 0 to 31; the others cover more
-    scales = _aligned(np.ones((32 // layout.group, 16), np.float16 if layout.scale_kind == "f16" else np.float32))
-    minimums = _aligned(np.zeros_like(scales))
+    scales, minimums = _scales_of_one(layout)
     rows = 3
     x = np.full((rows, 32), activation, np.int8)
     x[1, ::2] = 1  # another pattern beside it
@@ -210,6 +209,19 @@ def test_extreme_weights_times_extreme_activations_are_exact(path, layout, weigh
 
     want = x.astype(np.int64) @ (unsigned - layout.bias).T
     np.testing.assert_array_equal(out, want.astype(np.float32))
+
+
+def _scales_of_one(layout) -> tuple[np.ndarray, np.ndarray]:
+    """Scales of 1 and minimums of 0 of one group for 16 weight rows."""
+    ones, zeros = np.ones(16, np.float16), np.zeros(16, np.float16)
+    if layout.scale_kind == "f16":
+        return _aligned(ones), _aligned(zeros)
+    factors = [ones, zeros] if layout.has_minimum else [ones]
+    integers = np.zeros((256 // layout.group, layout.integer_bytes), np.int8)
+    integers[:, :16] = 1
+    superblock = np.concatenate([factor.view(np.uint8) for factor in factors] + [integers.view(np.uint8).reshape(-1)])
+    assert superblock.size == layout.superblock_bytes
+    return _aligned(superblock), _aligned(zeros)
 
 
 def _aligned(array: np.ndarray) -> np.ndarray:
