@@ -9,9 +9,8 @@ import numba
 import numpy as np
 
 from forge.backends.cpu import words as w
-from forge.backends.cpu.compilation import kernel
 from forge.backends.cpu.kernels import ONE, VECTOR, ZERO, number, word
-from forge.backends.cpu.team import take
+from forge.backends.cpu.team_code import take
 from forge.backends.cpu.vectors import (
     dot_keys,
     exp16,
@@ -34,10 +33,6 @@ from forge.backends.cpu.vectors import (
     sum16,
 )
 
-CHUNK = 64
-"""Keys that attention reduces together: absolute positions 0 to 63, 64 to 127, …"""
-ROWS_PER_BLOCK = 16
-"""Rows of one sequence that share a pass over its keys."""
 LOWEST = np.float32(-3.0e38)
 
 
@@ -94,7 +89,6 @@ def _store_head(ctx, address, layer, row, head, source, width):
         _store_kind(place, offset, vector, word(ctx, w.CTX_KV_KIND))
 
 
-@kernel
 def norm_rope_store(op, ctx, thread, threads):
     """Normalize and rotate queries and keys in place, and write keys and values to their slots.
 
@@ -278,9 +272,9 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch):
     scale = number(op, w.ATT_SCALE)
     queries = (last_row - first_row) * group
     chunk = scratch
-    all_weights = chunk + 4 * CHUNK * width
-    outs = all_weights + 4 * CHUNK * ROWS_PER_BLOCK * group
-    states = outs + 4 * width * ROWS_PER_BLOCK * group
+    all_weights = chunk + 4 * w.CHUNK * width
+    outs = all_weights + 4 * w.CHUNK * w.ROWS_PER_BLOCK * group
+    states = outs + 4 * width * w.ROWS_PER_BLOCK * group
     for i in range(queries):
         put_f32(states + 16 * i, LOWEST)
         put_f32(states + 16 * i + 4, ZERO)
@@ -291,30 +285,30 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch):
     table = word(ctx, w.CTX_TABLES) + 4 * sequence * word(ctx, w.CTX_TABLE_STRIDE)
     positions, q_stride, head_bytes = word(ctx, w.CTX_POSITIONS), word(op, w.ATT_Q_STRIDE), 4 * head_dim
     end = np.int64(get_i32(positions + 4 * (last_row - 1))) + 1
-    _fetch_chunk(ctx, keys, table, 0, min(CHUNK, end))
-    for start in range(0, end, CHUNK):
-        present = min(CHUNK, end - start)
+    _fetch_chunk(ctx, keys, table, 0, min(w.CHUNK, end))
+    for start in range(0, end, w.CHUNK):
+        present = min(w.CHUNK, end - start)
         _fetch_chunk(ctx, values, table, start, present)
         _gather_chunk(ctx, keys, table, start, present, chunk, width)
         weights, state = all_weights, states
         for row in range(first_row, last_row):
-            count = min(CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
+            count = min(w.CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
             query = word(op, w.ATT_Q) + 4 * row * q_stride + kv_head * group * head_bytes
             for _ in range(group):
                 if count > 0:
                     _chunk_weights(query, chunk, width, count, scale, weights, state)
                 query += head_bytes
-                weights += 4 * CHUNK
+                weights += 4 * w.CHUNK
                 state += 16
-        _fetch_chunk(ctx, keys, table, start + CHUNK, min(CHUNK, end - start - present))
+        _fetch_chunk(ctx, keys, table, start + w.CHUNK, min(w.CHUNK, end - start - present))
         _gather_chunk(ctx, values, table, start, present, chunk, width)
         weights, state, out = all_weights, states, outs
         for row in range(first_row, last_row):
-            count = min(CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
+            count = min(w.CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
             for _ in range(group):
                 if count > 0:
                     _merge_chunk(state, weights, chunk, width, count, out)
-                weights += 4 * CHUNK
+                weights += 4 * w.CHUNK
                 state += 16
                 out += 4 * width
     for i in range(queries):
@@ -325,7 +319,6 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch):
             put_f32(out + 4 * element, get_f32(outs + 4 * (i * width + element)) * inverse)
 
 
-@kernel
 def attention(op, ctx, thread, threads):
     """softmax(q · Kᵀ · scale) · V over the blocks of each sequence. One item per key/value head of a block of rows."""
     scratch = word(ctx, w.CTX_SCRATCH) + thread * word(ctx, w.CTX_SCRATCH_BYTES)
@@ -335,7 +328,7 @@ def attention(op, ctx, thread, threads):
         item = take(op, 1)
         while sequence < sequences:
             first, last = np.int64(get_i32(bounds + 4 * sequence)), np.int64(get_i32(bounds + 4 * sequence + 4))
-            blocks = (last - first + ROWS_PER_BLOCK - 1) // ROWS_PER_BLOCK
+            blocks = (last - first + w.ROWS_PER_BLOCK - 1) // w.ROWS_PER_BLOCK
             if item < before + blocks * kv_heads:
                 break
             before += blocks * kv_heads
@@ -344,5 +337,5 @@ def attention(op, ctx, thread, threads):
             break
         # The last rows of a sequence see the most keys, so their blocks go first.
         block = blocks - 1 - (item - before) // kv_heads
-        start = first + block * ROWS_PER_BLOCK
-        _attend_block(op, ctx, sequence, (item - before) % kv_heads, start, min(last, start + ROWS_PER_BLOCK), scratch)
+        start = first + block * w.ROWS_PER_BLOCK
+        _attend_block(op, ctx, sequence, (item - before) % kv_heads, start, min(last, start + w.ROWS_PER_BLOCK), scratch)

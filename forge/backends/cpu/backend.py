@@ -13,16 +13,14 @@ import numpy as np
 
 from forge.backends.backend import Backend, ForwardPass, OperationTime, Tensor
 from forge.backends.cpu import words as w
-from forge.backends.cpu.attention import CHUNK, ROWS_PER_BLOCK
 from forge.backends.cpu.compilation import CompileProgress, compile_all, instruction_set
 from forge.backends.cpu.features import usable_cpus
-from forge.backends.cpu.kernels import GLU_SCRATCH_FLOATS
 from forge.backends.cpu.packing import Arena, aligned_empty, encode_q8_0, huge_pages, pack, padded
 from forge.backends.cpu.program import Matrix, Program, Recording, Vector, place
 from forge.backends.cpu.recorder import Recorder
-from forge.backends.cpu.team import WAIT_WORD, Team
+from forge.backends.cpu.team import TEAM_KERNELS, Team
 from forge.backends.cpu.tiles import GROUP
-from forge.backends.cpu.vectors import LANES
+from forge.backends.cpu.llvm_code import LANES
 from forge.backends.timed import short_name
 from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, KvStorage
 from forge.gguf import FLOAT_TYPES, GGMLType
@@ -151,6 +149,7 @@ class CpuBackend(Backend):
 
     def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: CpuKvStorage) -> np.ndarray:
         self.prepare(forward_pass, storage.layout)
+        self._team.settle()
         self._fit(batch)
         self._fill(batch, storage)
         if self._timed is None:
@@ -176,14 +175,14 @@ class CpuBackend(Backend):
     def _record(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
         recorder = Recorder(layout.num_kv_heads, layout.head_dim)
         forward_pass(recorder, None, None)
-        compile_all(recorder.recording.kernels(), self._on_compile)
+        compile_all([*recorder.recording.kernels(), *TEAM_KERNELS], self._on_compile)
         self._recording = recorder.recording
         self._weight_bytes = sum(matrix.packed.nbytes for matrix in self._recording.matrices)
         self._team = Team(self.threads)
         width, group = padded(layout.head_dim, LANES), self._recording.heads_per_kv_head
-        queries = ROWS_PER_BLOCK * group
+        queries = w.ROWS_PER_BLOCK * group
         # What `_attend_block` lays out: a chunk of keys or values; per query its weights, its output, its state.
-        floats = max(CHUNK * width + queries * (CHUNK + width + 4), GLU_SCRATCH_FLOATS)
+        floats = max(w.CHUNK * width + queries * (w.CHUNK + width + 4), w.GLU_SCRATCH_FLOATS)
         scratch = aligned_empty((self.threads, padded(4 * floats, 4096)), np.uint8)
         self._inputs["scratch"] = scratch
         self._context[w.CTX_SCRATCH], self._context[w.CTX_SCRATCH_BYTES] = scratch.ctypes.data, scratch.shape[1]
@@ -243,7 +242,7 @@ class CpuBackend(Backend):
         """One operation at a time, each as a program of its own."""
         for number, operation in enumerate(self._recording.operations):
             entry = self._program.table[number : number + 1].copy()
-            entry[0, WAIT_WORD] = 1
+            entry[0, w.WAIT_WORD] = 1
             started = time.perf_counter()
             self._team.run(entry.ctypes.data, 1, self._context_address)
             timing = self._timed[operation.layer, operation.name]

@@ -20,14 +20,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from functools import cache
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import llvmlite
 import llvmlite.binding as llvm
-import numba
 import numpy as np
 from llvmlite import ir
-from numba import types
 
 from forge.backends.cpu.features import choose_instruction_set, is_forced
 from forge.backends.cpu.instruction_sets import InstructionSet
@@ -36,7 +36,7 @@ from forge.backends.cpu.tiles import MAX_ROWS, TILE_ARGUMENTS, TileLayout, emit_
 CompileProgress = Callable[[int, int], None]
 """Called with (kernels ready, kernels in all) while code is being compiled."""
 
-KERNEL_SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
+KERNEL_SIGNATURE = "void(int64, int64, int64, int64)"
 """Every kernel: (address of its operation, address of the batch context, thread number, number of threads)."""
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -62,7 +62,6 @@ def cache_folder() -> Path | None:
             pass
     except OSError:
         return None
-    numba.config.CACHE_DIR = str(folder)
     return folder
 
 
@@ -71,7 +70,7 @@ def _digest() -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     host = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
-    versions = (sys.version, np.__version__, numba.__version__, llvmlite.__version__, platform.machine())
+    versions = (sys.version, np.__version__, version("numba"), llvmlite.__version__, platform.machine())
     target = instruction_set().target_cpu if is_forced() else None
     digest.update(repr((versions, host, instruction_set().name, target)).encode())
     return digest.hexdigest()[:16]
@@ -120,11 +119,15 @@ class MachineCode:
 
 
 class Kernel(MachineCode):
-    """A Python function that becomes a C function on first use."""
+    """A Python function of one of this package's modules that becomes a C function on first use.
 
-    def __init__(self, function):
-        super().__init__(function.__name__)
-        self.function = function
+    It is known by name, and neither its module nor Numba is loaded unless it has to be compiled: a process that finds
+    its code in the cache folder starts in half the time.
+    """
+
+    def __init__(self, module: str, name: str, signature: str = KERNEL_SIGNATURE):
+        super().__init__(name)
+        self._module_name, self._signature = module, signature
 
     @property
     def address(self) -> int:
@@ -132,15 +135,41 @@ class Kernel(MachineCode):
         return self.symbol(self.name)
 
     def _module(self, machine):
-        compiled = numba.cfunc(KERNEL_SIGNATURE)(self.function)
-        module = llvm.parse_assembly(compiled.inspect_llvm())
-        module.get_function(compiled.native_name).name = self.name  # Numba's own name counts up from process to process
+        import numba
+
+        function = getattr(import_module(f"{__package__}.{self._module_name}"), self.name)
+        options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        compiled = numba.njit(self._signature, **options)(function)
+        [result] = compiled.overloads.values()
+        module = llvm.parse_assembly(result.library.get_llvm_str())
+        wrapper = _c_wrapper(self.name, result.fndesc.mangled_name, self._signature)
+        module.link_in(llvm.parse_assembly(wrapper))
+        module.get_function(result.fndesc.mangled_name).linkage = llvm.Linkage.internal
+        _optimize(module, machine)
         return module
 
 
-def kernel(function) -> Kernel:
-    """Decorator: a kernel, compiled when it is first needed. Must be a function of a module, not a closure."""
-    return Kernel(function)
+def _c_wrapper(name: str, numba_name: str, signature: str) -> str:
+    """LLVM code of the C function `name` around one that Numba compiled.
+
+    Numba's functions take two more addresses, for the result and for an exception, and return a status. Kernels raise
+    nothing, so the status is not looked at: no code remains that would need the interpreter, or Numba, at run time.
+    """
+    result, parameters = signature.rstrip(")").split("(")
+    count = len(parameters.split(","))
+    declared, given = ", ".join(["i64"] * count), ", ".join(f"i64 %{number}" for number in range(count))
+    returned = "void" if result == "void" else "i64"
+    ending = "ret void" if result == "void" else "%value = load i64, ptr %result\n  ret i64 %value"
+    return f"""
+declare i32 @"{numba_name}"(ptr, ptr, {declared})
+
+define {returned} @{name}({given}) {{
+  %result = alloca i64
+  %exception = alloca ptr
+  call i32 @"{numba_name}"(ptr %result, ptr %exception, {given})
+  {ending}
+}}
+"""
 
 
 class TileSet(MachineCode):
@@ -187,11 +216,14 @@ def optimized_tiles(isa: InstructionSet, layout: TileLayout, machine: llvm.Targe
         builder.ret_void()
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    llvm.create_pass_builder(machine, options).getModulePassManager().run(
-        parsed, llvm.create_pass_builder(machine, options)
-    )
+    _optimize(parsed, machine)
     return parsed
+
+
+def _optimize(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> None:
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
 
 
 def tile_assembly(isa: InstructionSet, layout: TileLayout, triple: str | None = None) -> str:

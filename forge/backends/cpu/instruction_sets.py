@@ -12,7 +12,7 @@ import platform
 
 from llvmlite import ir
 
-from forge.backends.cpu.vectors import I8, I16, I32, LANES, V_I32, call_intrinsic
+from forge.backends.cpu.llvm_code import I8, I16, I32, LANES, V_I32, call_intrinsic
 
 
 def _constant(type_: ir.VectorType, number: int) -> ir.Constant:

@@ -13,8 +13,7 @@ import numba
 import numpy as np
 
 from forge.backends.cpu import words as w
-from forge.backends.cpu.compilation import kernel
-from forge.backends.cpu.team import take
+from forge.backends.cpu.team_code import take
 from forge.backends.cpu.vectors import (
     absolute,
     call_tile,
@@ -85,7 +84,6 @@ def _group_number(op, tile, lane, column, which):
     return get_f16(factors + 32 * which + 2 * lane) * np.float32(np.int8(get_u8(integers + 16 * which + lane)))
 
 
-@kernel
 def embed_quantized(op, ctx, thread, threads):
     """Rows of a quantized table, multiplied out. One item per row; the bytes lie as `tiles.py` draws them."""
     columns, bits, bias = word(op, w.EMBED_COLUMNS), word(op, w.EMBED_BITS), word(op, w.EMBED_BIAS)
@@ -109,7 +107,6 @@ def embed_quantized(op, ctx, thread, threads):
             put_f32(out + 4 * column, value)
 
 
-@kernel
 def embed_float(op, ctx, thread, threads):
     """Rows of a float table `[tiles, columns, 16]`. One item per row."""
     columns, kind = word(op, w.EMBED_COLUMNS), word(op, w.EMBED_KIND)
@@ -163,7 +160,6 @@ def _quantize_row(x, row, stride, quants, scales, sums):
         _quantize_32(x + 128 * group, quants + 32 * at, scales + 4 * at, sums + 8 * at)
 
 
-@kernel
 def rms_norm(op, ctx, thread, threads):
     """x / sqrt(mean(x²) + eps) * weight, quantized too where a quantized product follows. One item per row.
 
@@ -186,7 +182,6 @@ def rms_norm(op, ctx, thread, threads):
             _quantize_row(out, row, stride, word(op, w.NORM_QUANTS), word(op, w.NORM_SCALES), word(op, w.NORM_SUMS))
 
 
-@kernel
 def quantize(op, ctx, thread, threads):
     """Rows of floats to int8. One item per row."""
     stride = word(op, w.QUANT_STRIDE)
@@ -201,7 +196,6 @@ def quantize(op, ctx, thread, threads):
 # Matrix products
 
 
-@kernel
 def matmul_quantized(op, ctx, thread, threads):
     """out (+)= x · weightsᵀ for quantized weights. One item per tile of 16 weight rows.
 
@@ -272,19 +266,16 @@ def _matmul_float(op, ctx, load, step):
                 store_f32(out, result)
 
 
-@kernel
 def matmul_f32(op, ctx, thread, threads):
     """out (+)= x · weightsᵀ for float32 weights `[tiles, columns, 16]`. One item per tile."""
     _matmul_float(op, ctx, load_f32, 64)
 
 
-@kernel
 def matmul_f16(op, ctx, thread, threads):
     """The same for float16 weights, widened as they are read."""
     _matmul_float(op, ctx, load_f16, 32)
 
 
-@kernel
 def matmul_bf16(op, ctx, thread, threads):
     """The same for bfloat16 weights."""
     _matmul_float(op, ctx, load_bf16, 32)
@@ -299,7 +290,6 @@ def _silu(gate):
     return gate / (splat_f32(ONE) + exp16(splat_f32(ZERO) - gate))
 
 
-@kernel
 def swiglu(op, ctx, thread, threads):
     """silu(gate) * up, quantized too where a quantized product follows. One item per 256 columns of a row."""
     stride = word(op, w.GLU_STRIDE)
@@ -322,10 +312,6 @@ def swiglu(op, ctx, thread, threads):
                     word(op, w.GLU_SCALES) + 4 * group,
                     word(op, w.GLU_SUMS) + 8 * group,
                 )
-
-
-GLU_SCRATCH_FLOATS = 8 * 2 * 32
-"""What `gate_up_swiglu` needs of a thread's scratch: eight rows of 32 gates and 32 ups."""
 
 
 @numba.njit
@@ -356,7 +342,6 @@ def _two_tiles(op, matrix, pair, first, count, out, ahead):
         )
 
 
-@kernel
 def gate_up_swiglu(op, ctx, thread, threads):
     """silu(x · gateᵀ) * (x · upᵀ), quantized on the spot. One item per 32 results, which share one scale.
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge.backends.cpu.tiles import GROUP, LINE, SUPERBLOCK, TileLayout
-from forge.backends.cpu.vectors import LANES
+from forge.backends.cpu.llvm_code import LANES
 from forge.gguf import GGMLType, SuperblockScales, superblock_scales, unpack
 
 Q8 = TileLayout(bits=8, bias=128, group=32, scale_kind="f16", has_minimum=False)

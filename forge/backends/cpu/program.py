@@ -11,7 +11,6 @@ import numpy as np
 from forge.backends.cpu import words as w
 from forge.backends.cpu.compilation import Kernel, TileSet, tile_set
 from forge.backends.cpu.packing import PackedMatrix, QuantizedMatrix, padded
-from forge.backends.cpu.team import OP_WORDS, WAIT_WORD
 from forge.backends.cpu.tiles import GROUP
 
 CONTEXT_ROWS = w.CTX_ROWS
@@ -112,11 +111,11 @@ def place(recording: Recording, max_rows: int, max_logit_rows: int) -> Program:
     first names it to the one that last does.
     """
     arrays = _allocate(recording, max_rows, max_logit_rows)
-    table = np.zeros((len(recording.operations), OP_WORDS), np.int64)
+    table = np.zeros((len(recording.operations), w.OP_WORDS), np.int64)
     keep: list[np.ndarray] = list(arrays.values())
     for entry, operation in zip(table, recording.operations, strict=True):
         entry[0] = operation.kernel.address
-        entry[WAIT_WORD] = operation.wait
+        entry[w.WAIT_WORD] = operation.wait
         for word, value in operation.words.items():
             if isinstance(value, Address):
                 entry[word] = arrays[value.owner, value.part].ctypes.data

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge.backends.backend import Operations
-from forge.backends.cpu import attention as a
-from forge.backends.cpu import kernels as k
+from forge.backends.cpu import kernel_table as k
 from forge.backends.cpu import words as w
 from forge.backends.cpu.compilation import Kernel, tile_set
 from forge.backends.cpu.packing import FloatMatrix, QuantizedMatrix
@@ -162,7 +161,7 @@ class Recorder(Operations):
         self._wait()
         self._use_vectors(q.weight, keys.weight)
         self._write(
-            a.norm_rope_store,
+            k.norm_rope_store,
             {
                 w.QKV_Q: Address(q_out),
                 w.QKV_K: Address(k_out),
@@ -182,7 +181,7 @@ class Recorder(Operations):
         self._wait()
         out = self._buffer(heads * head_dim)
         self._write(
-            a.attention,
+            k.attention,
             {
                 w.ATT_Q: Address(q_out),
                 w.ATT_Q_STRIDE: q_out.stride,

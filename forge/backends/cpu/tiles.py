@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from forge.backends.cpu.instruction_sets import InstructionSet
-from forge.backends.cpu.vectors import (
+from forge.backends.cpu.llvm_code import (
     F32,
     I8,
     I32,

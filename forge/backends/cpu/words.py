@@ -60,3 +60,22 @@ FFN_X, FFN_X_SCALES, FFN_X_SUMS, FFN_X_STRIDE, FFN_GROUPS, FFN_PAIRS, FFN_OUT_ST
 FFN_QUANTS, FFN_SCALES, FFN_SUMS, FFN_CHUNK = 9, 10, 11, 12
 FFN_GATE, FFN_UP = 13, 25  # the first of the six words that describe each matrix:
 PAIR_TILES, PAIR_WEIGHTS, PAIR_SCALES, PAIR_MINIMUMS, PAIR_TILE_BYTES, PAIR_SCALE_BYTES = range(6)
+
+# Sizes that the kernels and whoever lays out their memory agree on.
+CHUNK = 64
+"""Keys that attention reduces together: absolute positions 0 to 63, 64 to 127, …"""
+ROWS_PER_BLOCK = 16
+"""Rows of one sequence that share a pass over its keys."""
+GLU_SCRATCH_FLOATS = 8 * 2 * 32
+"""What `gate_up_swiglu` needs of a thread's scratch: eight rows of 32 gates and 32 ups."""
+
+# An operation, and the words of it that belong to the team.
+OP_WORDS = 32
+OP_BYTES = 8 * OP_WORDS
+WAIT_WORD = 1
+NEXT_WORD = 24
+
+# Words of the memory that a team's threads share, a cache line (8 words) apart where several write them.
+TEAM_GENERATION, TEAM_PROGRAM, TEAM_NUM_OPS, TEAM_CONTEXT, TEAM_NUM_THREADS, TEAM_SLEEPERS = 0, 8, 9, 10, 11, 12
+TEAM_ARRIVED, TEAM_PHASE, TEAM_ASLEEP = 16, 24, 32
+TEAM_WORDS = 40  # and one for each thread from TEAM_ASLEEP on

@@ -1,0 +1,73 @@
+"""Pieces of LLVM code that the tiles and the vector operations share. Needs llvmlite, and no Numba.
+
+Addresses are plain int64 numbers, as in C.
+"""
+
+from llvmlite import ir
+
+LANES = 16
+
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32, HALF = ir.FloatType(), ir.HalfType()
+V_F32, V_I32 = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+
+def load(builder: ir.IRBuilder, address: ir.Value, type_: ir.Type, align: int = 1) -> ir.Value:
+    """The value of `type_` at an int64 address."""
+    value = builder.load(builder.inttoptr(address, type_.as_pointer()))
+    value.align = align
+    return value
+
+
+def store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, align: int = 1) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    """16 copies of a scalar."""
+    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    one = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+
+
+def call_intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+    """Call an LLVM intrinsic by its full name."""
+    function_type = ir.FunctionType(result, [arg.type for arg in args])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
+    return builder.call(function, args)
+
+
+def fused_multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """a * b + c with one rounding, on every machine."""
+    return call_intrinsic(builder, f"llvm.fma.v{LANES}f32", V_F32, a, b, c)
+
+
+def widen(builder: ir.IRBuilder, raw: ir.Value, kind: str) -> ir.Value:
+    """16 stored numbers (`f32`, `f16` or `bf16`) as float32, exactly."""
+    if kind == "f32":
+        return raw
+    if kind == "f16":
+        return builder.fpext(raw, V_F32)
+    shifted = builder.shl(builder.zext(raw, V_I32), ir.Constant(V_I32, [16] * LANES))
+    return builder.bitcast(shifted, V_F32)
+
+
+STORED = {
+    "f32": V_F32,
+    "f16": ir.VectorType(HALF, LANES),
+    "bf16": ir.VectorType(I16, LANES),
+}
+"""How 16 numbers of each kind lie in memory."""
+
+
+def narrow(builder: ir.IRBuilder, value: ir.Value, kind: str) -> ir.Value:
+    """float32 to what is stored, rounded to nearest, ties to even."""
+    if kind == "f32":
+        return value
+    if kind == "f16":
+        return builder.fptrunc(value, STORED["f16"])
+    bits = builder.bitcast(value, V_I32)
+    one, sixteen, half = (ir.Constant(V_I32, [number] * LANES) for number in (1, 16, 0x7FFF))
+    even = builder.and_(builder.lshr(bits, sixteen), one)
+    rounded = builder.lshr(builder.add(builder.add(bits, half), even), sixteen)
+    return builder.trunc(rounded, STORED["bf16"])

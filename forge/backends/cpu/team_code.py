@@ -1,0 +1,169 @@
+"""What the threads of a team run (see `team.py`): the barrier, the walk through a program, and waiting for the next.
+
+Compiled to machine code like a kernel. `team` is the address of the memory that the threads share, in words of int64
+that `words.py` names.
+"""
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from forge.backends.cpu import words as w
+from forge.backends.cpu.llvm_code import I64, call_intrinsic
+from forge.backends.cpu.vectors import get_i64, put_i64
+
+_SPINS_BEFORE_YIELD = 4000
+_SPINS_BEFORE_SLEEP = 20_000
+
+
+@intrinsic
+def atomic_add(typingctx, address, amount):
+    """Add to the int64 at an address, for all threads to see; the value before."""
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def atomic_swap(typingctx, address, value):
+    """Replace the int64 at an address; the value before."""
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.atomic_rmw("xchg", pointer, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def atomic_load(typingctx, address):
+    """The int64 at an address as other threads last left it."""
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.load_atomic(pointer, "seq_cst", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def pause(typingctx):
+    """Tell the processor that this is a waiting loop."""
+
+    def codegen(context, builder, sig, args):
+        triple = builder.module.triple
+        if triple.startswith("x86_64"):
+            call_intrinsic(builder, "llvm.x86.sse2.pause", ir.VoidType())
+        elif triple.startswith(("aarch64", "arm64")):
+            call_intrinsic(builder, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(ir.IntType(32), 1))
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def call_kernel(typingctx, function, operation, context_address, thread, threads):
+    """Call the machine code at an address with a kernel's four arguments."""
+
+    def codegen(context, builder, sig, args):
+        function_type = ir.FunctionType(ir.VoidType(), [I64] * 4)
+        builder.call(builder.inttoptr(args[0], function_type.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+@numba.njit
+def take(operation, count):
+    """Take the next `count` items of an operation's work; the first one's number."""
+    return atomic_add(operation + 8 * w.NEXT_WORD, count)
+
+
+@numba.njit
+def wait_for_all(team, threads):
+    """The barrier: the last thread to arrive lets the others go."""
+    phase = atomic_load(team + 8 * w.TEAM_PHASE)
+    if atomic_add(team + 8 * w.TEAM_ARRIVED, 1) == threads - 1:
+        put_i64(team + 8 * w.TEAM_ARRIVED, 0)
+        atomic_add(team + 8 * w.TEAM_PHASE, 1)
+        return
+    spins = 0
+    while atomic_load(team + 8 * w.TEAM_PHASE) == phase:
+        pause()
+        spins += 1
+        if spins > _SPINS_BEFORE_YIELD:
+            _sched_yield()
+
+
+@numba.njit
+def walk(team, thread):
+    """Do one thread's share of every operation of the program."""
+    program, num_ops = get_i64(team + 8 * w.TEAM_PROGRAM), get_i64(team + 8 * w.TEAM_NUM_OPS)
+    context, threads = get_i64(team + 8 * w.TEAM_CONTEXT), get_i64(team + 8 * w.TEAM_NUM_THREADS)
+    for number in range(num_ops):
+        operation = program + number * w.OP_BYTES
+        call_kernel(get_i64(operation), operation, context, thread, threads)
+        if threads > 1 and get_i64(operation + 8 * w.WAIT_WORD) != 0:
+            wait_for_all(team, threads)
+
+
+def execute(team, thread):
+    """A thread's share of the published program."""
+    put_i64(team + 8 * w.TEAM_SLEEPERS, 0)
+    walk(team, thread)
+
+
+def start(team, program, num_ops, context):
+    """Publish a program and run thread 0's share, unless threads are asleep: then only note which, as a mask.
+
+    Somebody has to wake them before anyone waits for them, and that is Python's business.
+    """
+    for number in range(num_ops):
+        put_i64(program + number * w.OP_BYTES + 8 * w.NEXT_WORD, 0)
+    put_i64(team + 8 * w.TEAM_PROGRAM, program)
+    put_i64(team + 8 * w.TEAM_NUM_OPS, num_ops)
+    put_i64(team + 8 * w.TEAM_CONTEXT, context)
+    atomic_add(team + 8 * w.TEAM_GENERATION, 1)
+    threads = get_i64(team + 8 * w.TEAM_NUM_THREADS)
+    asleep = 0
+    for thread in range(1, threads):
+        asleep |= atomic_swap(team + 8 * (w.TEAM_ASLEEP + thread), 0) << thread
+    put_i64(team + 8 * w.TEAM_SLEEPERS, asleep)
+    if asleep == 0:
+        walk(team, 0)
+    return asleep
+
+
+def serve(team, thread, generation):
+    """A worker: run each program as it is published; return when nothing has come for a while.
+
+    Returns the last generation run. The thread is then marked asleep, and must wait for its lock, unless a program came
+    at the last moment and whoever published it had not yet seen the mark.
+    """
+    spins = 0
+    while True:
+        current = atomic_load(team + 8 * w.TEAM_GENERATION)
+        if current != generation:
+            generation = current
+            if get_i64(team + 8 * w.TEAM_NUM_OPS) < 0:
+                return -1
+            walk(team, thread)
+            spins = 0
+            continue
+        pause()
+        spins += 1
+        if spins % 1000 == 0:
+            _sched_yield()
+        if spins > _SPINS_BEFORE_SLEEP:
+            mark = team + 8 * (w.TEAM_ASLEEP + thread)
+            atomic_swap(mark, 1)
+            if atomic_load(team + 8 * w.TEAM_GENERATION) == generation or atomic_swap(mark, 0) == 0:
+                return generation
+            spins = 0
