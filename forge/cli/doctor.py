@@ -44,6 +44,7 @@ def _examine() -> "Iterator[Finding]":
 
 
 def _system() -> "Iterator[Finding]":
+    from forge.backends.cpu.features import cgroup_quota, usable_cpus
     from forge.views.doctor import Finding
     from forge.views.figures import size
 
@@ -57,10 +58,8 @@ def _system() -> "Iterator[Finding]":
     features = machine.cpu_features()
     known = " ".join(features) if features else "instruction sets unknown"
     yield Finding("CPU", "ok" if features else "note", f"{machine.cpu_model()}: {known}")
-    cpus, quota = machine.usable_cpus(), machine.cpu_quota()
-    short = quota is not None and quota < cpus
-    limit = f", but a container's quota of {quota:g}: give --threads {max(1, int(quota))}" if short else ""
-    yield Finding("usable CPUs", "note" if short else "ok", f"{cpus}{limit}")
+    quota = cgroup_quota()
+    yield Finding("usable CPUs", "ok", f"{usable_cpus()}" + (f" (a container's quota is {quota:g})" if quota else ""))
     total, available = machine.memory_bytes()
     if total is None:
         yield Finding("memory", "note", "this system does not say")
@@ -88,11 +87,27 @@ def _devices() -> "Iterator[Finding]":
         yield Finding("device", "ok", f"{DEFAULT_DEVICE} ({backend.description}), what runs without --device")
     except ForgeError as error:
         yield Finding("device", "trouble", str(error))
+    yield _kernels()
     torch_version = _version("torch")
     if torch_version is None:
         yield Finding("cuda", "note", "PyTorch is not installed; with an NVIDIA GPU: pip install 'forge-llm[cuda]'")
     else:
         yield _cuda(torch_version)
+
+
+def _kernels() -> "Finding":
+    from forge.backends.cpu.compilation import cache_folder
+    from forge.backends.cpu.features import FORCE_VARIABLE, runnable
+    from forge.views.doctor import Finding
+
+    try:
+        folder = cache_folder()
+    except ForgeError as error:
+        return Finding("kernels", "trouble", str(error))
+    choice = f"instruction sets {', '.join(runnable())} ({FORCE_VARIABLE} forces one)"
+    if folder is None:
+        return Finding("kernels", "note", f"{choice}; no folder can be written, so every process compiles them again")
+    return Finding("kernels", "ok", f"{choice}; compiled code in {folder}")
 
 
 def _cuda(torch_version: str) -> "Finding":

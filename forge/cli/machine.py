@@ -34,21 +34,6 @@ def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
     return ("asimd",) if platform.machine() == "arm64" else ()
 
 
-def usable_cpus() -> int:
-    """CPUs that this process may be scheduled on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """How many CPUs' worth of time a container grants, None without a limit."""
-    limits = [_quota(*words) for folder in _cgroup_folders(root) if len(words := _words(folder / "cpu.max")) == 2]
-    legacy = root / "sys/fs/cgroup/cpu"
-    limits.append(_quota(*(_first_word(legacy / f"cpu.cfs_{name}_us") or "max" for name in ("quota", "period"))))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
 def memory_bytes(root: Path = Path("/")) -> tuple[int | None, int | None]:
     """(in all, available), the machine's or the container's, whichever is less."""
     total = available = None
@@ -86,12 +71,6 @@ def _cgroup_folders(root: Path) -> list[Path]:
     inner = base / own.lstrip("/")
     folders = [inner, *inner.parents]
     return [folder for folder in folders if folder == base or base in folder.parents]
-
-
-def _quota(quota: str, period: str) -> float | None:
-    if not quota.isdigit() or not period.isdigit() or int(period) == 0:
-        return None
-    return int(quota) / int(period)
 
 
 def _sysctl(name: str) -> str | None:

@@ -24,7 +24,13 @@ DefaultedPrompt = Annotated[str, typer.Argument(metavar="PROMPT", help="Text to 
 MaxTokens = Annotated[int, typer.Argument(metavar="MAX_TOKENS", help="Output tokens at most.")]
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="A bundled or pulled model's name, a GGUF file, or a Hugging Face folder.", rich_help_panel=_MODEL)
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A bundled or pulled model's name, a GGUF file, or a Hugging Face folder.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 KvOption = Annotated[
     str, typer.Option("--kv", help="KV cache: off, or basic (on means basic).", rich_help_panel=_MODEL)

@@ -350,9 +350,7 @@ class Engine:
         if self.on_logits is not None:
             self.on_logits(sequence.seq_id, logits.copy())
         position = len(sequence.token_ids)
-        choice = choose(
-            logits, sequence.params, sequence.token_ids, sequence.seed, sequence.sample_index, position
-        )
+        choice = choose(logits, sequence.params, sequence.token_ids, sequence.seed, sequence.sample_index, position)
         if choice.logprobs is not None:
             sequence.logprobs.append(choice.logprobs)
         text = "" if self._is_eos(sequence, choice.token_id) else sequence.output_text.push(choice.token_id)

@@ -1,8 +1,8 @@
 """The Python API: a model with an engine around it, in the shape that the ecosystem knows.
 
-    llm = LLM("tales", kv="basic")
-    for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
-        print(output.outputs[0].text)
+llm = LLM("tales", kv="basic")
+for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+    print(output.outputs[0].text)
 """
 
 import time
@@ -106,9 +106,7 @@ class LLM:
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
         """Run all prompts to their ends and return their outputs in the order of the prompts."""
         run = self.start(prompts, params)
         try:

@@ -119,9 +119,7 @@ def superblock_scales(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ..
     if ggml_type == GGMLType.Q6_K:
         return SuperblockScales(factors(208), None, blocks[:, 192:208].view(np.int8).reshape(rows, -1), None)
     scales, minimums = _six_bit_scales(blocks, 4)
-    return SuperblockScales(
-        factors(0), factors(2), scales.view(np.int8).reshape(rows, -1), minimums.reshape(rows, -1)
-    )
+    return SuperblockScales(factors(0), factors(2), scales.view(np.int8).reshape(rows, -1), minimums.reshape(rows, -1))
 
 
 def dequantize(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,7 +1,5 @@
 """Facts about a machine, read from a file system made for the purpose."""
 
-import pytest
-
 from forge.cli import machine
 
 CPUINFO = """processor\t: 0
@@ -33,30 +31,6 @@ def test_an_arm_processor_lists_features_under_another_name(tmp_path):
     assert machine.cpu_features(root) == ("asimd", "asimddp", "i8mm")
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, None),
-        ({"sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
-        ({"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "200000 100000"}, 2.0),
-        (
-            {
-                "proc/self/cgroup": "0::/a/b\n",
-                "sys/fs/cgroup/a/cpu.max": "200000 100000",
-                "sys/fs/cgroup/a/b/cpu.max": "50000 100000",
-            },
-            0.5,
-        ),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, None),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 4.0),
-        ({"sys/fs/cgroup/cpu.max": "garbage"}, None),
-    ],
-)
-def test_the_tightest_quota_around_the_process_counts(tmp_path, files, expected):
-    assert machine.cpu_quota(lay_out(tmp_path, files)) == expected
-
-
 def test_memory_is_the_machines_or_the_containers(tmp_path):
     root = lay_out(tmp_path, {"proc/meminfo": "MemTotal:  1000000 kB\nMemFree: 5 kB\nMemAvailable: 800000 kB\n"})
     assert machine.memory_bytes(root) == (1_024_000_000, 819_200_000)
@@ -72,4 +46,4 @@ def test_a_container_without_a_limit_changes_nothing(tmp_path):
 
 
 def test_this_machine_has_a_cpu():
-    assert machine.usable_cpus() >= 1 and machine.cpu_model()
+    assert machine.cpu_model()

@@ -262,42 +262,47 @@ def _merge_values(weights, values, width, count, out, keep, gain):
 def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch):
     """Attention of rows `first_row` to `last_row` - 1 of one sequence, all query heads that read one key/value head.
 
-    Keys come in chunks of 64 absolute positions. A chunk is reduced alone (its own maximum, sum and weighted values) and
-    then merged into what came before it, in ascending order; so a row's result depends on its own keys only, whatever
-    the batch, the prefill's chunks or the blocks of the cache. Each chunk is widened to float32 once for all rows here.
+    Keys come in chunks of 64 absolute positions. A chunk is reduced alone (its own maximum, sum and weighted values)
+    and then merged into what came before it, in ascending order; so a row's result depends on its own keys only,
+    whatever the batch, the prefill's chunks or the blocks of the cache. Each chunk is widened to float32 once for all
+    rows here.
     """
     head_dim, kv_heads = word(op, w.ATT_HEAD_DIM), word(op, w.ATT_KV_HEADS)
     width = (head_dim + 15) // 16 * 16
     group = word(op, w.ATT_HEADS) // kv_heads
     scale = number(op, w.ATT_SCALE)
-    queries = (last_row - first_row) * group
+    num_queries, most = (last_row - first_row) * group, w.ROWS_PER_BLOCK * group
     chunk = scratch
-    all_weights = chunk + 4 * w.CHUNK * width
-    outs = all_weights + 4 * w.CHUNK * w.ROWS_PER_BLOCK * group
-    states = outs + 4 * width * w.ROWS_PER_BLOCK * group
-    for i in range(queries):
+    queries = chunk + 4 * w.CHUNK * width
+    all_weights = queries + 4 * width * most
+    outs = all_weights + 4 * w.CHUNK * most
+    states = outs + 4 * width * most
+    q_stride, head_bytes = word(op, w.ATT_Q_STRIDE), 4 * head_dim
+    for i in range(num_queries):
+        q = word(op, w.ATT_Q) + 4 * (first_row + i // group) * q_stride + (kv_head * group + i % group) * head_bytes
+        for offset in range(0, width, 16):
+            vector = mask_lanes(load_f32(q + 4 * offset), head_dim - offset, ZERO)
+            store_f32(queries + 4 * (i * width + offset), vector)
+            store_f32(outs + 4 * (i * width + offset), splat_f32(ZERO))
         put_f32(states + 16 * i, LOWEST)
         put_f32(states + 16 * i + 4, ZERO)
-        for offset in range(0, 4 * width, VECTOR):
-            store_f32(outs + 4 * i * width + offset, splat_f32(ZERO))
     layer = word(op, w.ATT_LAYER) * word(ctx, w.CTX_LAYER_BYTES) + kv_head * word(ctx, w.CTX_HEAD_BYTES)
     keys, values = word(ctx, w.CTX_KEYS) + layer, word(ctx, w.CTX_VALUES) + layer
     table = word(ctx, w.CTX_TABLES) + 4 * sequence * word(ctx, w.CTX_TABLE_STRIDE)
-    positions, q_stride, head_bytes = word(ctx, w.CTX_POSITIONS), word(op, w.ATT_Q_STRIDE), 4 * head_dim
+    positions = word(ctx, w.CTX_POSITIONS)
     end = np.int64(get_i32(positions + 4 * (last_row - 1))) + 1
     _fetch_chunk(ctx, keys, table, 0, min(w.CHUNK, end))
     for start in range(0, end, w.CHUNK):
         present = min(w.CHUNK, end - start)
         _fetch_chunk(ctx, values, table, start, present)
         _gather_chunk(ctx, keys, table, start, present, chunk, width)
-        weights, state = all_weights, states
+        query, weights, state = queries, all_weights, states
         for row in range(first_row, last_row):
             count = min(w.CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
-            query = word(op, w.ATT_Q) + 4 * row * q_stride + kv_head * group * head_bytes
             for _ in range(group):
                 if count > 0:
                     _chunk_weights(query, chunk, width, count, scale, weights, state)
-                query += head_bytes
+                query += 4 * width
                 weights += 4 * w.CHUNK
                 state += 16
         _fetch_chunk(ctx, keys, table, start + w.CHUNK, min(w.CHUNK, end - start - present))
@@ -311,7 +316,7 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch):
                 weights += 4 * w.CHUNK
                 state += 16
                 out += 4 * width
-    for i in range(queries):
+    for i in range(num_queries):
         inverse = ONE / get_f32(states + 16 * i + 4)
         out = word(op, w.ATT_OUT) + 4 * (first_row + i // group) * q_stride
         out += (kv_head * group + i % group) * head_bytes
@@ -338,4 +343,5 @@ def attention(op, ctx, thread, threads):
         # The last rows of a sequence see the most keys, so their blocks go first.
         block = blocks - 1 - (item - before) // kv_heads
         start = first + block * w.ROWS_PER_BLOCK
-        _attend_block(op, ctx, sequence, (item - before) % kv_heads, start, min(last, start + w.ROWS_PER_BLOCK), scratch)
+        end = min(last, start + w.ROWS_PER_BLOCK)
+        _attend_block(op, ctx, sequence, (item - before) % kv_heads, start, end, scratch)

@@ -6,6 +6,7 @@ arithmetic contract: no operation here lets a row's bits depend on another row, 
 """
 
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -15,14 +16,15 @@ from forge.backends.backend import Backend, ForwardPass, OperationTime, Tensor
 from forge.backends.cpu import words as w
 from forge.backends.cpu.compilation import CompileProgress, compile_all, instruction_set
 from forge.backends.cpu.features import usable_cpus
+from forge.backends.cpu.llvm_code import LANES
 from forge.backends.cpu.packing import Arena, aligned_empty, encode_q8_0, huge_pages, pack, padded
 from forge.backends.cpu.program import Matrix, Program, Recording, Vector, place
 from forge.backends.cpu.recorder import Recorder
-from forge.backends.cpu.team import TEAM_KERNELS, Team
+from forge.backends.cpu.team import MAX_THREADS, TEAM_KERNELS, Team
 from forge.backends.cpu.tiles import GROUP
-from forge.backends.cpu.llvm_code import LANES
 from forge.backends.timed import short_name
 from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, KvStorage
+from forge.errors import UsageError
 from forge.gguf import FLOAT_TYPES, GGMLType
 from forge.model.forward_batch import ForwardBatch
 
@@ -103,7 +105,9 @@ class CpuBackend(Backend):
         loaded. on_compile: called while kernels are compiled, which happens once per machine."""
         self._quantize = quantize
         instruction_set()  # a path that was forced and cannot run is refused before anything is loaded
-        self.threads = threads or usable_cpus()
+        self.threads = threads or min(usable_cpus(), MAX_THREADS)
+        if self.threads > MAX_THREADS:
+            raise UsageError(f"--threads {threads} is more than the {MAX_THREADS} that the kernels can use")
         self._on_compile = on_compile
         self._arena = Arena()
         self._team: Team | None = None
@@ -179,10 +183,11 @@ class CpuBackend(Backend):
         self._recording = recorder.recording
         self._weight_bytes = sum(matrix.packed.nbytes for matrix in self._recording.matrices)
         self._team = Team(self.threads)
+        weakref.finalize(self, self._team.close)  # its threads end with the backend
         width, group = padded(layout.head_dim, LANES), self._recording.heads_per_kv_head
         queries = w.ROWS_PER_BLOCK * group
-        # What `_attend_block` lays out: a chunk of keys or values; per query its weights, its output, its state.
-        floats = max(w.CHUNK * width + queries * (w.CHUNK + width + 4), w.GLU_SCRATCH_FLOATS)
+        # What `_attend_block` lays out: a chunk of keys or values; per query itself, its weights, output and state.
+        floats = max(w.CHUNK * width + queries * (w.CHUNK + 2 * width + 4), w.GLU_SCRATCH_FLOATS)
         scratch = aligned_empty((self.threads, padded(4 * floats, 4096)), np.uint8)
         self._inputs["scratch"] = scratch
         self._context[w.CTX_SCRATCH], self._context[w.CTX_SCRATCH_BYTES] = scratch.ctypes.data, scratch.shape[1]

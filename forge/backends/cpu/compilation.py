@@ -16,8 +16,10 @@ import contextlib
 import hashlib
 import os
 import platform
+import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
@@ -39,6 +41,7 @@ CompileProgress = Callable[[int, int], None]
 KERNEL_SIGNATURE = "void(int64, int64, int64, int64)"
 """Every kernel: (address of its operation, address of the batch context, thread number, number of threads)."""
 
+KEEP_SECONDS = 30 * 86_400
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -57,12 +60,22 @@ def cache_folder() -> Path | None:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "forge" / f"kernels-{_digest()}"
     try:
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            pass
+            os.utime(folder)
+        if is_new:
+            _forget_old_folders(root / "forge")
     except OSError:
         return None
     return folder
+
+
+def _forget_old_folders(root: Path) -> None:
+    """Remove the code of other versions that nobody has used for a month."""
+    for folder in root.glob("kernels-*"):
+        if time.time() - folder.stat().st_mtime > KEEP_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _digest() -> str:

@@ -9,8 +9,8 @@ dequantizes to, up to the one rounding of the multiplication.
 
 Scales stay what they are in the file: a float16 number per group or, for the K types, integers and factors.
 
-Rows are padded to a multiple of 16 and columns to a multiple of 32, with zeros that contribute nothing. `tiles.py` draws
-the order of bytes inside a tile.
+Rows are padded to a multiple of 16 and columns to a multiple of 32, with zeros that contribute nothing. `tiles.py`
+draws the order of bytes inside a tile.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forge.backends.cpu.tiles import GROUP, LINE, SUPERBLOCK, TileLayout
 from forge.backends.cpu.llvm_code import LANES
+from forge.backends.cpu.tiles import GROUP, LINE, SUPERBLOCK, TileLayout
 from forge.gguf import GGMLType, SuperblockScales, superblock_scales, unpack
 
 Q8 = TileLayout(bits=8, bias=128, group=32, scale_kind="f16", has_minimum=False)

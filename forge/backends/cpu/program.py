@@ -1,7 +1,7 @@
 """A forward pass as data: operations over buffers, and the memory that they are placed in.
 
-The recorder writes a `Recording`: what is to be done, in names. `place` makes a `Program` of it for batches of up to some
-number of rows: a table of numbers and addresses that the threads walk (`team.py`).
+The recorder writes a `Recording`: what is to be done, in names. `place` makes a `Program` of it for batches of up to
+some number of rows: a table of numbers and addresses that the threads walk (`team.py`).
 """
 
 from dataclasses import dataclass, field
@@ -110,6 +110,7 @@ def place(recording: Recording, max_rows: int, max_logit_rows: int) -> Program:
     Buffers of the same shape that are not needed at the same time share memory: each is used from the operation that
     first names it to the one that last does.
     """
+    assert recording.operations[-1].wait, "a program ends when all threads have waited for each other"
     arrays = _allocate(recording, max_rows, max_logit_rows)
     table = np.zeros((len(recording.operations), w.OP_WORDS), np.int64)
     keep: list[np.ndarray] = list(arrays.values())

@@ -29,6 +29,8 @@ _start_kernel = Kernel("team_code", "start", "int64(int64, int64, int64, int64)"
 _execute_kernel = Kernel("team_code", "execute", "void(int64, int64)")
 _serve_kernel = Kernel("team_code", "serve", "int64(int64, int64, int64)")
 
+MAX_THREADS = 63
+"""Sleeping threads are a mask of bits in one int64."""
 TEAM_KERNELS = (_start_kernel, _execute_kernel, _serve_kernel)
 """What a team needs compiled."""
 

@@ -62,8 +62,8 @@ class TileLayout:
     group: int
     """Inputs that share one weight scale: 32, or 16 for Q6_K."""
     scale_kind: str
-    """`f16`: a float16 number per group. `k`: as the K types have it, a small integer per group and a float16 factor per
-    256 inputs, which are multiplied when they are used."""
+    """`f16`: a float16 number per group. `k`: as the K types have it, a small integer per group and a float16 factor
+    per 256 inputs, which are multiplied when they are used."""
     has_minimum: bool
     """Whether each group also has a minimum, which is subtracted from every weight of it."""
 

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from forge.backends.cpu import compilation
-from forge.backends.cpu import kernels as k
 from forge.backends.cpu.compilation import Kernel, TileSet, compile_all
 from forge.backends.cpu.instruction_sets import INSTRUCTION_SETS
 from forge.backends.cpu.packing import Q4, Q8
 from tests.backends.cpu.models import TeamBackend, run_python, small_model
 from tests.model.forwards import one_prefill
 
-QUICK = k.quantize.function
+QUICK = ("kernels", "quantize")
 """A kernel that compiles in a second."""
 
 
@@ -127,7 +126,7 @@ def test_code_for_an_older_processor_is_in_another_folder(monkeypatch):
 
 
 def test_what_was_compiled_is_found_by_who_comes_next(fresh_cache):
-    first, again = [Kernel(QUICK), TileSet(Q8)], [Kernel(QUICK), TileSet(Q8)]
+    first, again = [Kernel(*QUICK), TileSet(Q8)], [Kernel(*QUICK), TileSet(Q8)]
     cold, warm = Progress(), Progress()
 
     compile_all(first, cold)
@@ -142,10 +141,10 @@ def test_what_was_compiled_is_found_by_who_comes_next(fresh_cache):
 
 
 def test_only_what_is_wanted_and_missing_is_compiled(fresh_cache):
-    compile_all([Kernel(QUICK)])
+    compile_all([Kernel(*QUICK)])
     progress = Progress()
 
-    compile_all([Kernel(QUICK), TileSet(Q4), Kernel(QUICK)], progress)
+    compile_all([Kernel(*QUICK), TileSet(Q4), Kernel(*QUICK)], progress)
 
     assert progress == [(0, 1), (1, 1)]
     assert not (compilation.cache_folder() / f"{TileSet(Q8).name}.o").exists()
@@ -163,25 +162,25 @@ DAMAGES = {
 
 
 def test_a_damaged_object_file_is_not_believed(fresh_cache):
-    compile_all([Kernel(QUICK)])
+    compile_all([Kernel(*QUICK)])
     kept = compilation.cache_folder() / "quantize.o"
     whole = kept.read_bytes()
-    assert Kernel(QUICK).is_cached
+    assert Kernel(*QUICK).is_cached
     for name, damage in DAMAGES.items():
         kept.write_bytes(damage(whole))
-        assert not Kernel(QUICK).is_cached, name
+        assert not Kernel(*QUICK).is_cached, name
 
 
 def test_a_damaged_object_file_is_replaced_by_a_whole_one(fresh_cache):
-    compile_all([Kernel(QUICK)])
+    compile_all([Kernel(*QUICK)])
     kept = compilation.cache_folder() / "quantize.o"
     kept.write_bytes(kept.read_bytes()[:-100])
-    repaired = Kernel(QUICK)
+    repaired = Kernel(*QUICK)
 
     compile_all([repaired])
 
     assert quantizes(repaired)
-    assert Kernel(QUICK).is_cached
+    assert Kernel(*QUICK).is_cached
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(fresh_cache, tmp_path):
@@ -190,11 +189,11 @@ def test_a_folder_that_cannot_be_written_is_done_without(fresh_cache, tmp_path):
 
     assert fresh_cache(file) is None
 
-    kernel, progress = Kernel(QUICK), Progress()
+    kernel, progress = Kernel(*QUICK), Progress()
     compile_all([kernel], progress)
     assert progress == [(0, 1), (1, 1)]
     assert quantizes(kernel)
-    assert not Kernel(QUICK).is_cached
+    assert not Kernel(*QUICK).is_cached
     assert file.read_text() == ""
 
 
@@ -203,7 +202,7 @@ def test_a_full_disk_while_writing_is_done_without(fresh_cache, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(compilation.os, "replace", full)
-    kernel = Kernel(QUICK)
+    kernel = Kernel(*QUICK)
 
     compile_all([kernel])
 
@@ -231,7 +230,7 @@ def test_a_process_without_a_folder_runs_its_team(tmp_path):
 
 
 COMPILE_QUICKLY = """
-from forge.backends.cpu import kernels as k
+from forge.backends.cpu import kernel_table as k
 from forge.backends.cpu.compilation import TileSet, cache_folder, compile_all
 from forge.backends.cpu.packing import Q8
 seen = []

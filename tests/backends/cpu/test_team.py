@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from forge.backends.cpu.compilation import KERNEL_SIGNATURE
-from forge.backends.cpu.team import NEXT_WORD, OP_WORDS, WAIT_WORD, Team, atomic_add, take
+from forge.backends.cpu.team import Team
+from forge.backends.cpu.team_code import atomic_add, take
 from forge.backends.cpu.vectors import get_i64, put_i64
+from forge.backends.cpu.words import NEXT_WORD, OP_WORDS, WAIT_WORD
 from tests.backends.cpu.models import run_python
 
 COUNT, TARGET, SOURCE = 2, 3, 4  # words of the operations below
