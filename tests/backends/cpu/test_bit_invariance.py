@@ -237,7 +237,8 @@ def test_a_neighbour_that_is_not_a_number_stays_alone():
 
     model.backend._team.close()
     assert np.isnan(together[1]).any()
-    assert np.array_equal(together[0], expected[0])
+    others = np.arange(len(expected[0])) != 5  # the embedding is the head too, and so token 5's logit is not a number
+    assert np.array_equal(together[0][others], expected[0][others])
 
 
 @pytest.mark.parametrize("tensor_type", ["Q8_0", "F32"])

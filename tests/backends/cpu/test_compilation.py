@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
-import numba
 import numpy as np
 import pytest
 
@@ -24,7 +23,6 @@ QUICK = ("kernels", "quantize")
 @pytest.fixture
 def fresh_cache(tmp_path, monkeypatch):
     """`use(root)` makes this process keep compiled code under `root`, until the test ends; an empty one at first."""
-    numbas = numba.config.CACHE_DIR
 
     def use(root: Path) -> Path | None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(root))
@@ -36,7 +34,6 @@ def fresh_cache(tmp_path, monkeypatch):
     monkeypatch.undo()
     compilation.cache_folder.cache_clear()
     compilation.cache_folder()
-    numba.config.CACHE_DIR = numbas
 
 
 class Progress(list):
@@ -47,11 +44,11 @@ class Progress(list):
 def quantizes(kernel: Kernel) -> bool:
     """Whether the machine code does what the kernel should: 32 numbers to int8."""
     from forge.backends.cpu import words as w
-    from forge.backends.cpu.team import OP_WORDS, Team
+    from forge.backends.cpu.team import Team
 
     x = np.linspace(-1, 1, 32, dtype=np.float32)
     quants, scales, sums = np.zeros(32, np.int8), np.zeros(1, np.float32), np.zeros(2, np.int32)
-    program, context = np.zeros((1, OP_WORDS), np.int64), np.zeros(w.CTX_WORDS, np.int64)
+    program, context = np.zeros((1, w.OP_WORDS), np.int64), np.zeros(w.CTX_WORDS, np.int64)
     program[0, 0], program[0, 1], program[0, w.ROWS_WORD] = kernel.address, 1, w.CTX_ROWS
     context[w.CTX_ROWS] = 1
     program[0, w.QUANT_IN], program[0, w.QUANT_STRIDE], program[0, w.QUANT_WIDTH] = x.ctypes.data, 32, 32
@@ -97,7 +94,7 @@ def test_another_file_is_another_folder(sources):
 @pytest.mark.parametrize(
     ("module", "attribute", "value"),
     [
-        (numba, "__version__", "0.0.1"),
+        (compilation, "version", lambda package: "0.0.1"),
         (compilation.llvmlite, "__version__", "0.0.1"),
         (np, "__version__", "0.0.1"),
         (compilation.sys, "version", "9.9"),
@@ -134,10 +131,10 @@ def test_what_was_compiled_is_found_by_who_comes_next(fresh_cache):
 
     assert cold == [(0, 2), (1, 2), (2, 2)]
     assert warm == []
+    assert {path.name for path in compilation.cache_folder().glob("*.o")} == {"quantize.o", f"{first[1].name}.o"}
     assert quantizes(first[0])
     assert quantizes(again[0])
     assert (again[1].addresses[1:] != 0).all()
-    assert {path.name for path in compilation.cache_folder().glob("*.o")} == {"quantize.o", f"{first[1].name}.o"}
 
 
 def test_only_what_is_wanted_and_missing_is_compiled(fresh_cache):
