@@ -42,7 +42,7 @@ def distil_draft(target: Qwen3, tokenizer: Tokenizer, seconds: float, folder: Pa
     """The draft, distilled from the target."""
     draft = Qwen3(DRAFT, DRAFT_SEED)
     project_embedding(target, draft)
-    schedule = Schedule(seconds, phases=DRAFT_PHASES, decay_from=0.3)
+    schedule = Schedule(seconds, phases=DRAFT_PHASES, decay_from=0.3, rehearse_until=0.0)
     train(draft, tokenizer, schedule, folder / "draft", DistillationLoss(target, tokenizer, DRAFT_SEED))
     return draft.eval()
 

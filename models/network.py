@@ -36,9 +36,6 @@ class Config:
 
 TARGET = Config("tales", block_count=12, embedding_length=256, head_count=4, head_count_kv=2, head_dim=64, feed_forward_length=768)
 DRAFT = Config("tales-draft", block_count=1, embedding_length=128, head_count=2, head_count_kv=1, head_dim=64, feed_forward_length=384)
-DRAFT_TWO_LAYERS = Config(
-    "tales-draft", block_count=2, embedding_length=128, head_count=2, head_count_kv=1, head_dim=64, feed_forward_length=384
-)
 
 # Large enough that a token can still be told from its neighbours after the first blocks have added their noise: at the usual 0.02 a
 # network this narrow learns every template long before it learns to copy a name.
