@@ -23,7 +23,11 @@ from .train import Schedule, State, continue_greedily, train
 
 TARGET_SEED, DRAFT_SEED = 1, 2
 HERE = Path(__file__).parent
-PROMPTS = ("Once upon a time", "The fox and the lantern", "<|im_start|>user\nTell me a story about a mouse and a bell.<|im_end|>\n<|im_start|>assistant\n")
+PROMPTS = (
+    "Once upon a time",
+    "The fox and the lantern",
+    "<|im_start|>user\nTell me a story about a mouse and a bell.<|im_end|>\n<|im_start|>assistant\n",
+)
 FILES = {"target q8_0": "tales-q8_0.gguf", "target q4_0": "tales-q4_0.gguf", "draft q8_0": "tales-draft-q8_0.gguf"}
 
 
@@ -58,8 +62,12 @@ def measure(target: Qwen3, draft: Qwen3, tokenizer: Tokenizer) -> dict[str, obje
     return {
         "parameters": {"target": parameter_count(target), "draft": parameter_count(draft)},
         "held_out_loss": {name: held_out_loss(model, tokenizer) for name, model in models.items()},
-        "answer_accuracy": {name: answer_accuracy(model, tokenizer) for name, model in models.items() if name != "draft q8_0"},
-        "agreement": {name: asdict(agreement(models[name], small, tokenizer)) for name in ("target q8_0", "target q4_0")},
+        "answer_accuracy": {
+            name: answer_accuracy(model, tokenizer) for name, model in models.items() if name != "draft q8_0"
+        },
+        "agreement": {
+            name: asdict(agreement(models[name], small, tokenizer)) for name in ("target q8_0", "target q4_0")
+        },
         "seconds_per_token": {"target": seconds_per_token(target), "draft": seconds_per_token(draft)},
     }
 

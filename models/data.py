@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .corpus.documents import document
+from .corpus.documents import STORIES, Shares, document
 from .corpus.questions import LABELS
 
 
@@ -22,13 +22,14 @@ class Rows:
     def __init__(self, tokenizer: Tokenizer, next_document: int = 0) -> None:
         self.tokenizer = tokenizer
         self.next_document = next_document
+        self.shares: Shares = STORIES
         self.end_of_text = tokenizer.token_to_id("<|endoftext|>")
 
     def row(self, length: int) -> list[int]:
         """`length` tokens."""
         tokens: list[int] = []
         while len(tokens) < length:
-            tokens += self.tokenizer.encode(document(self.next_document)).ids
+            tokens += self.tokenizer.encode(document(self.next_document, self.shares)).ids
             tokens.append(self.end_of_text)
             self.next_document += 1
         return tokens[:length]

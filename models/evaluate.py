@@ -70,7 +70,9 @@ def greedy_texts(target: Qwen3, tokenizer: Tokenizer, start: int, rows: int, len
 
 
 @torch.no_grad()
-def agreement(target: Qwen3, draft: Qwen3, tokenizer: Tokenizer, start: int = 8, rows: int = 48, length: int = 136) -> Agreement:
+def agreement(
+    target: Qwen3, draft: Qwen3, tokenizer: Tokenizer, start: int = 8, rows: int = 48, length: int = 136
+) -> Agreement:
     """Compare the greedy choices of both after `start` tokens, position by position, on the target's greedy text."""
     texts = greedy_texts(target, tokenizer, start, rows, length)
     same = draft(texts[:, :-1])[:, start - 1 :].argmax(-1) == texts[:, start:]

@@ -34,11 +34,21 @@ class Config:
     rms_epsilon: float = 1e-6
 
 
-TARGET = Config("tales", block_count=12, embedding_length=256, head_count=4, head_count_kv=2, head_dim=64, feed_forward_length=768)
-DRAFT = Config("tales-draft", block_count=1, embedding_length=128, head_count=2, head_count_kv=1, head_dim=64, feed_forward_length=384)
+TARGET = Config(
+    "tales", block_count=12, embedding_length=256, head_count=4, head_count_kv=2, head_dim=64, feed_forward_length=768
+)
+DRAFT = Config(
+    "tales-draft",
+    block_count=1,
+    embedding_length=128,
+    head_count=2,
+    head_count_kv=1,
+    head_dim=64,
+    feed_forward_length=384,
+)
 
-# Large enough that a token can still be told from its neighbours after the first blocks have added their noise: at the usual 0.02 a
-# network this narrow learns every template long before it learns to copy a name.
+# Large enough that a token can be told from its neighbours from the first step: rows of the embedding are also the directions of the
+# output, and in a width of 256 the usual 0.02 leaves two names only a few logits apart.
 EMBEDDING_STD = 0.1
 
 
@@ -173,7 +183,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Grouped-query attention written out: q [batch, heads, length, dim], k and v [batch, kv_heads, length, dim].
 
     The queries that share a key head are stacked, so that each key head takes part in one matrix product. On a CPU in bfloat16 this is
-    half as expensive as PyTorch's fused attention at the lengths trained here (a third of a training step before, a sixth after).
+    cheaper than PyTorch's fused attention at 512 tokens: a training step takes a fifth less time.
     """
     batch, heads, length, dim = q.shape
     kv_heads = k.shape[1]

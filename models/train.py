@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
+from .corpus.documents import QUESTIONS, STORIES, Shares
 from .data import Rehearsal, Rows, Weigher
 from .network import Qwen3
 
@@ -35,9 +36,11 @@ class Phase:
     until: float
     rows: int
     length: int
+    shares: Shares = field(default_factory=lambda: STORIES)
+    """Which documents."""
 
 
-TARGET_PHASES = (Phase(0.6, 4, 512), Phase(0.95, 8, 512), Phase(1.0, 2, 2048))
+TARGET_PHASES = (Phase(0.5, 4, 512), Phase(0.8, 8, 512), Phase(0.97, 8, 512, QUESTIONS), Phase(1.0, 2, 2048))
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ def make_optimizers(model: Qwen3, schedule: Schedule) -> list[torch.optim.Optimi
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
     return [
-        torch.optim.Muon(matrices, lr=schedule.matrix_rate, weight_decay=schedule.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=schedule.matrix_rate, weight_decay=schedule.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(others, lr=schedule.other_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
@@ -146,10 +151,13 @@ def train(
     while (progress := schedule.progress(state.step, state.elapsed)) < 1.0:
         started = time.monotonic()
         phase = schedule.phase(progress)
+        rows.shares = phase.shares
         tokens = rows.batch(phase.rows, phase.length)
         if progress < schedule.rehearse_until:
             tokens[1::2] = rehearsal.batch(len(tokens[1::2]), phase.length)
-        plain = workers.gradients(model, loss_function, tokens, weigher.weights(tokens, progress < schedule.weigh_copies_until))
+        plain = workers.gradients(
+            model, loss_function, tokens, weigher.weights(tokens, progress < schedule.weigh_copies_until)
+        )
         gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         step_optimizers(optimizers, schedule.rate(state.step, progress))
         seconds = time.monotonic() - started
@@ -187,7 +195,11 @@ def save(model: Qwen3, optimizers: list[torch.optim.Optimizer], state: State, pa
     """Write a checkpoint; the file at `path` is always a whole one."""
     temporary = path.with_suffix(".tmp")
     torch.save(
-        {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers], "state": vars(state)},
+        {
+            "model": model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "state": vars(state),
+        },
         temporary,
     )
     os.replace(temporary, path)
@@ -212,7 +224,7 @@ def load_weights(model: Qwen3, path: Path) -> Qwen3:
 
 @torch.no_grad()
 def continue_greedily(model: Qwen3, tokenizer: Tokenizer, prompt: str, count: int) -> str:
-    """`count` greedy tokens after the prompt (fewer if the text ends), recomputing everything for each: slow and simple."""
+    """The prompt and `count` greedy tokens (fewer if the text ends), all recomputed for each: slow and simple."""
     tokens = tokenizer.encode(prompt).ids
     stops = {tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")}
     for _ in range(count):

@@ -1,9 +1,9 @@
 """The kernels: every operation of a forward pass on the CPU, each a function that all threads run together.
 
 How to read one. `op` is the address of its operation and `ctx` that of the batch; `word(op, NAME)` is an argument,
-named in `words.py`. Threads share the work by taking numbered items from the operation one after another (`take`): an item is
-a row, a tile of 16 weight rows, or a head of a row. Nothing that a thread computes depends on which thread it is or on
-which other items exist. That is the whole secret of getting the same bits from every batch.
+named in `words.py`. Threads share the work by taking numbered items from the operation one after another (`take`): an
+item is a row, a tile of 16 weight rows, or a head of a row. Nothing that a thread computes depends on which thread it
+is or on which other items exist. That is the whole secret of getting the same bits from every batch.
 
 Activations are float32 `[rows, stride]`, strides a multiple of 32 and padding zero. Before a quantized matrix product
 they are also quantized to int8, 32 at a time (`_quantize_32`).
