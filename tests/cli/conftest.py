@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forge import LLM
 from forge.cli.main import main
 from tests.small_models import write_small_qwen3
 
@@ -24,8 +25,13 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> str:
-    """The path of a model that loads at once. It has no end-of-text habit: what it says is noise."""
-    return str(write_small_qwen3(tmp_path_factory.mktemp("models") / "small.gguf"))
+    """The path of a model that loads at once. It has no end-of-text habit: what it says is noise.
+
+    It is loaded here once, so that its kernels are compiled and no test sees forge announce that.
+    """
+    path = write_small_qwen3(tmp_path_factory.mktemp("models") / "small.gguf")
+    LLM(path)
+    return str(path)
 
 
 @pytest.fixture(scope="session")
