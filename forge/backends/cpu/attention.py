@@ -122,29 +122,39 @@ def norm_rope_store(op, ctx, thread, threads):
 
 
 @numba.njit
-def _gather_chunk(ctx, head, table, start, count, out, width):
+def _gather_chunk(ctx, head, table, start, count, out, width, next_head, next_start, next_count):
     """Copy one head's keys or values of positions `start` to `start + count` - 1 into float32 `[count, width]`.
 
     `head` is the address of that head in block 0 of the layer. Goes block by block through the table; in a block the
-    head's tokens lie side by side.
+    head's tokens lie side by side. A block of a head is a page of its own, at whose end the processor stops fetching
+    ahead by itself, so the `next_count` tokens at `next_head` from `next_start` on, which will be gathered next, are
+    asked for meanwhile, line by line.
     """
     block_size, kind, row_bytes = word(ctx, w.CTX_BLOCK_SIZE), word(ctx, w.CTX_KV_KIND), word(ctx, w.CTX_ROW_BYTES)
-    end = start + count
+    end, next_end = start + count, next_start + next_count
     while start < end:
         inside = start % block_size
         run = min(block_size - inside, end - start)
         block = np.int64(get_i32(table + 4 * (start // block_size)))
         source = head + block * word(ctx, w.CTX_BLOCK_BYTES) + inside * row_bytes
+        ahead = source
+        if next_start < next_end:
+            block = np.int64(get_i32(table + 4 * (next_start // block_size)))
+            ahead = next_head + block * word(ctx, w.CTX_BLOCK_BYTES) + next_start % block_size * row_bytes
         if kind == w.KIND_F32:
             for element in range(0, run * width, 16):
+                prefetch(ahead + 4 * element)
                 store_f32(out + 4 * element, load_f32(source + 4 * element))
         elif kind == w.KIND_F16:
             for element in range(0, run * width, 16):
+                prefetch(ahead + 2 * element)
                 store_f32(out + 4 * element, load_f16(source + 2 * element))
         else:
             for element in range(0, run * width, 16):
+                prefetch(ahead + 2 * element)
                 store_f32(out + 4 * element, load_bf16(source + 2 * element))
         start += run
+        next_start += run
         out += 4 * run * width
 
 
@@ -294,8 +304,7 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch):
     _fetch_chunk(ctx, keys, table, 0, min(w.CHUNK, end))
     for start in range(0, end, w.CHUNK):
         present = min(w.CHUNK, end - start)
-        _fetch_chunk(ctx, values, table, start, present)
-        _gather_chunk(ctx, keys, table, start, present, chunk, width)
+        _gather_chunk(ctx, keys, table, start, present, chunk, width, values, start, present)
         query, weights, state = queries, all_weights, states
         for row in range(first_row, last_row):
             count = min(w.CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
@@ -305,8 +314,8 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch):
                 query += 4 * width
                 weights += 4 * w.CHUNK
                 state += 16
-        _fetch_chunk(ctx, keys, table, start + w.CHUNK, min(w.CHUNK, end - start - present))
-        _gather_chunk(ctx, values, table, start, present, chunk, width)
+        upcoming = min(w.CHUNK, end - start - present)
+        _gather_chunk(ctx, values, table, start, present, chunk, width, keys, start + w.CHUNK, upcoming)
         weights, state, out = all_weights, states, outs
         for row in range(first_row, last_row):
             count = min(w.CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
