@@ -92,6 +92,7 @@ def _read_by_forge(path: str, torch, transformers):
     from pathlib import Path
 
     from forge.model.config import expected_tensors
+    from forge.model.hf_directory import hugging_face_name
     from forge.model.weight_source import open_weights
 
     with open_weights(Path(path)) as source:
@@ -124,30 +125,6 @@ def _read_by_forge(path: str, torch, transformers):
     if left:
         raise RuntimeError(f"no weight for {left[0]}")
     return model
-
-
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def hugging_face_name(name: str) -> str:
-    """transformers' name of a tensor: `blk.0.attn_q.weight` → `model.layers.0.self_attn.q_proj.weight`."""
-    if not name.startswith("blk."):
-        return _TOP_NAMES[name.removesuffix(".weight")] + ".weight"
-    _, layer, kind, _ = name.split(".")
-    return f"model.layers.{layer}.{_LAYER_NAMES[kind]}.weight"
 
 
 if __name__ == "__main__":
