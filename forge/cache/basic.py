@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from forge.cache.kv_cache import CacheStats, KvCache, OutOfBlocks, Snapshot
+from forge.cache.kv_cache import CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
 from forge.cache.kv_storage import BlockCopy
+from forge.trace.records import BlockMap, TableRecord
 
 
 @dataclass
@@ -45,6 +46,14 @@ class BasicKvCache(KvCache):
     @property
     def num_blocks(self) -> int:
         return self.num_runs * self.blocks_per_run
+
+    @property
+    def num_available(self) -> int:
+        return self.num_blocks - len(self._runs_in_use()) * self.blocks_per_run
+
+    def blocks_to_begin(self, hit: Hit, length: int) -> int:
+        """A whole run, whatever the length."""
+        return self.blocks_per_run
 
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
         assert seq_id not in self._sequences, f"sequence {seq_id} is already there"
@@ -111,11 +120,27 @@ class BasicKvCache(KvCache):
 
     def stats(self) -> CacheStats:
         runs = self._runs_in_use()
+        used_blocks = len(runs) * self.blocks_per_run
+        tokens_held = sum(run.computed for run in runs)
         return CacheStats(
             num_blocks=self.num_blocks,
-            used_blocks=len(runs) * self.blocks_per_run,
-            tokens_held=sum(run.computed for run in runs),
+            used_blocks=used_blocks,
+            tokens_held=tokens_held,
+            slots_reserved=used_blocks * self.block_size,
+            slots_filled=tokens_held,
         )
+
+    def block_map(self) -> BlockMap:
+        """Every block of a run is its owner's, also those that the table does not reach yet."""
+        counts = [0] * self.num_blocks
+        tables = []
+        for owners, is_snapshot in ((self._sequences, False), (self._snapshots, True)):
+            for owner, run in owners.items():
+                blocks = tuple(self._blocks(run))
+                tables.append(TableRecord(owner, is_snapshot, blocks, run.computed, run.reserved))
+                for block in blocks:
+                    counts[block] = 1
+        return BlockMap(self.block_size, tuple(tables), tuple(counts), cached=())
 
     def check_invariants(self) -> None:
         runs = self._runs_in_use()

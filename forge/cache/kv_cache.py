@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from forge.cache.kv_storage import BlockCopy
 from forge.errors import ForgeError
+from forge.trace.records import BlockMap, CacheEvent
 
 
 class OutOfBlocks(ForgeError):
@@ -29,13 +30,37 @@ class OutOfBlocks(ForgeError):
 
 @dataclass(frozen=True)
 class CacheStats:
-    """The cache at one moment, in blocks and tokens. Bytes follow from the storage's layout."""
+    """The cache at one moment, in blocks and tokens. Bytes follow from the storage's layout.
+
+    The fields are those of `CacheRecord`, where each is explained.
+    """
 
     num_blocks: int
     used_blocks: int
     """Blocks that belong to some sequence or snapshot, filled or not."""
     tokens_held: int
     """Token slots with a computed key and value."""
+    cached_blocks: int = 0
+    slots_reserved: int = 0
+    slots_filled: int = 0
+    blocks_saved: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    splits: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What a cache already has of a prompt. A value: looking up changes nothing."""
+
+    num_tokens: int = 0
+    """How many of the prompt's first tokens need no computing."""
+    blocks: tuple[int, ...] = ()
+    """The blocks that hold them; the last is shared in part if the tokens do not fill it."""
+
+
+NO_HIT = Hit()
 
 
 @dataclass(frozen=True)
@@ -56,6 +81,33 @@ class KvCache(ABC):
 
     kind: str
     """What `--kv` calls it."""
+    remembers: bool = True
+    """Whether keys and values outlive the step that computed them."""
+
+    @property
+    @abstractmethod
+    def num_available(self) -> int:
+        """Blocks that could be taken now: free ones, and cached ones that nobody refers to."""
+
+    def lookup(self, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> Hit:
+        """What `add` with the same arguments would find. Changes nothing, not even the order of eviction."""
+        return NO_HIT
+
+    @abstractmethod
+    def blocks_to_begin(self, hit: Hit, length: int) -> int:
+        """How many of `num_available` it takes to add a sequence with this hit and reserve its first `length` slots.
+
+        Blocks of the hit that nobody refers to count too: once they are attached nobody else can take them. Changes
+        nothing.
+        """
+
+    def take_events(self) -> tuple[CacheEvent, ...]:
+        """What happened since the last call, in order."""
+        return ()
+
+    @abstractmethod
+    def block_map(self) -> BlockMap:
+        """Where every block is."""
 
     @abstractmethod
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:

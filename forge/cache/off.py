@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from forge.cache.kv_cache import CacheStats, KvCache, OutOfBlocks, Snapshot
+from forge.cache.kv_cache import CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
 from forge.cache.kv_storage import BlockCopy
+from forge.trace.records import BlockMap
 
 
 class _Loan(NamedTuple):
@@ -24,12 +25,20 @@ class OffKvCache(KvCache):
     """Hands out scratch blocks at `reserve` and takes them back at `commit`. A block that nobody has is free."""
 
     kind = "off"
+    remembers = False
 
     def __init__(self, first_scratch_block: int, num_scratch_blocks: int, block_size: int):
         """The scratch range is blocks `first_scratch_block` to `first_scratch_block + num_scratch_blocks` - 1."""
         self.block_size = block_size
         self._all_blocks = range(first_scratch_block, first_scratch_block + num_scratch_blocks)
         self._loans: dict[int, _Loan] = {}
+
+    @property
+    def num_available(self) -> int:
+        return len(self._all_blocks) - len(self._lent())
+
+    def blocks_to_begin(self, hit: Hit, length: int) -> int:
+        return -(-length // self.block_size)
 
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
         assert seq_id not in self._loans, f"sequence {seq_id} is already there"
@@ -90,6 +99,10 @@ class OffKvCache(KvCache):
 
     def stats(self) -> CacheStats:
         return CacheStats(num_blocks=0, used_blocks=0, tokens_held=0)
+
+    def block_map(self) -> BlockMap:
+        """Empty: what lies in the scratch range means nothing once the step is over."""
+        return BlockMap(self.block_size, tables=(), reference_counts=(), cached=())
 
     def check_invariants(self) -> None:
         lent = self._lent()

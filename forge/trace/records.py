@@ -55,6 +55,70 @@ class FinishRecord:
 
 
 @dataclass(frozen=True)
+class BlockSplit:
+    """A sequence was about to write into a block that others also refer to, so it got a copy of its own."""
+
+    seq_id: int
+    source: int
+    destination: int
+    references: int
+    """How many referred to the source, this sequence included, before the split."""
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """A sequence began with keys and values that were there already."""
+
+    seq_id: int
+    num_tokens: int
+    """Tokens that need no computing."""
+    blocks: tuple[int, ...]
+    """The blocks that hold them; the last may be filled in part."""
+
+
+@dataclass(frozen=True)
+class BlockEvicted:
+    """A block that nobody referred to was taken for something else, and its content forgotten."""
+
+    block: int
+    num_tokens: int
+    """Tokens whose keys and values were in it."""
+
+
+CacheEvent = BlockSplit | PrefixHit | BlockEvicted
+
+
+@dataclass(frozen=True)
+class TableRecord:
+    """One sequence's (or snapshot's) block table."""
+
+    owner: int
+    """The sequence's id, or the snapshot's."""
+    is_snapshot: bool
+    blocks: tuple[int, ...]
+    """Physical blocks, in the order of the positions that they hold."""
+    computed: int
+    """Tokens whose keys and values are there."""
+    reserved: int
+    """Token slots owned, computed or not."""
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """Every block of a cache's pool at one moment: what the picture of the pool is drawn from."""
+
+    block_size: int
+    tables: tuple[TableRecord, ...]
+    """In the order in which the sequences began, snapshots last."""
+    reference_counts: tuple[int, ...]
+    """`[num_blocks]`; 0 for a free block and for a cached one."""
+    cached: tuple[int, ...]
+    """Blocks that nobody refers to and whose content can still be hit, in the order in which they will be evicted."""
+    written: tuple[int, ...] = ()
+    """Blocks into which the step wrote."""
+
+
+@dataclass(frozen=True)
 class CacheRecord:
     """The cache after a step, before sequences that ended in it gave back what they held."""
 
@@ -70,6 +134,43 @@ class CacheRecord:
     """Bytes of those slots, all layers."""
     bytes_reserved: int
     """Bytes of the used blocks, all layers."""
+    cached_blocks: int = 0
+    """Blocks that nobody refers to and whose content can still be hit."""
+    slots_reserved: int = 0
+    """Token slots in the used blocks, each block counted once."""
+    slots_filled: int = 0
+    """Of those, the ones that hold a computed key and value, shared ones counted once."""
+    blocks_saved: int = 0
+    """References beyond the first: blocks that sequences would hold more if they shared none."""
+    prefix_queries: int = 0
+    """Tokens of all prompts that were looked up since the cache was made."""
+    prefix_hits: int = 0
+    """Of those, the tokens that were found."""
+    splits: int = 0
+    """Copy-on-write copies since the cache was made."""
+    evictions: int = 0
+    """Cached blocks taken for something else since the cache was made."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks with nothing in them."""
+        return self.num_blocks - self.used_blocks - self.cached_blocks
+
+    @property
+    def utilization(self) -> float:
+        """The share of all blocks that belong to some sequence."""
+        return self.used_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def internal_fragmentation(self) -> float:
+        """The share of reserved slots with nothing in them."""
+        return 1 - self.slots_filled / self.slots_reserved if self.slots_reserved else 0.0
+
+    @property
+    def sharing(self) -> float:
+        """The share of blocks that sharing saves: of those that sequences would hold without it."""
+        unshared = self.used_blocks + self.blocks_saved
+        return self.blocks_saved / unshared if unshared else 0.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +191,10 @@ class StepRecord:
     """Seconds on the engine's monotonic clock when the step began."""
     ended: float
     """The same clock when the step's tokens existed."""
+    events: tuple[CacheEvent, ...] = ()
+    """What the step changed in the cache beyond growing it, in order."""
+    blocks: BlockMap | None = None
+    """Where every block is; only where it was asked for, because it is as long as the pool."""
 
     @property
     def tokens_computed(self) -> int:
