@@ -48,6 +48,10 @@ class BasicKvCache(KvCache):
         return self.num_runs * self.blocks_per_run
 
     @property
+    def max_sequence_length(self) -> int:
+        return self.max_model_len
+
+    @property
     def num_available(self) -> int:
         return self.num_blocks - len(self._runs_in_use()) * self.blocks_per_run
 
@@ -107,6 +111,12 @@ class BasicKvCache(KvCache):
 
     def remove(self, seq_id: int) -> None:
         del self._sequences[seq_id]
+
+    def clear(self) -> None:
+        self._sequences = {}
+
+    def knows(self, seq_id: int) -> bool:
+        return seq_id in self._sequences
 
     def block_table(self, seq_id: int) -> tuple[int, ...]:
         run = self._sequences[seq_id]

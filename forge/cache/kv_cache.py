@@ -84,6 +84,14 @@ class KvCache(ABC):
     remembers: bool = True
     """Whether keys and values outlive the step that computed them."""
 
+    block_size: int
+    """Token slots in a block."""
+
+    @property
+    @abstractmethod
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest sequence that this cache could ever hold, all others gone."""
+
     @property
     @abstractmethod
     def num_available(self) -> int:
@@ -156,6 +164,17 @@ class KvCache(ABC):
     @abstractmethod
     def remove(self, seq_id: int) -> None:
         """Forget the sequence and give back its blocks."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every sequence, and whatever else can be computed again. Snapshots stay.
+
+        Works from any state that an exception between two lines of another method may have left.
+        """
+
+    @abstractmethod
+    def knows(self, seq_id: int) -> bool:
+        """Whether a sequence was added and not removed since."""
 
     @abstractmethod
     def block_table(self, seq_id: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ cache off it holds the keys and values of the sequence being recomputed, and mea
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,15 @@ class KvStorage(ABC):
         """Perform the copies of a plan, in order."""
 
     @abstractmethod
+    def read_blocks(self, blocks: Sequence[int]) -> Any:
+        """A copy of these blocks in the host's memory, all layers, for `write_blocks`. What it is, is the storage's
+        business."""
+
+    @abstractmethod
+    def write_blocks(self, blocks: Sequence[int], data: Any) -> None:
+        """Put what `read_blocks` gave into as many blocks, which may be others."""
+
+    @abstractmethod
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of positions 0 to `length` - 1, each float32 `[length, num_kv_heads, head_dim]`.
 
@@ -91,6 +101,12 @@ class NumpyKvStorage(KvStorage):
         for copy in copies:
             self.keys[:, copy.destination] = self.keys[:, copy.source]
             self.values[:, copy.destination] = self.values[:, copy.source]
+
+    def read_blocks(self, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        return self.keys[:, list(blocks)], self.values[:, list(blocks)]
+
+    def write_blocks(self, blocks: Sequence[int], data: tuple[np.ndarray, np.ndarray]) -> None:
+        self.keys[:, list(blocks)], self.values[:, list(blocks)] = data
 
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = np.asarray(block_table, np.int64)[: -(-length // self.layout.block_size)]

@@ -34,6 +34,10 @@ class OffKvCache(KvCache):
         self._loans: dict[int, _Loan] = {}
 
     @property
+    def max_sequence_length(self) -> int:
+        return len(self._all_blocks) * self.block_size
+
+    @property
     def num_available(self) -> int:
         return len(self._all_blocks) - len(self._lent())
 
@@ -86,6 +90,12 @@ class OffKvCache(KvCache):
 
     def remove(self, seq_id: int) -> None:
         del self._loans[seq_id]
+
+    def clear(self) -> None:
+        self._loans = {}
+
+    def knows(self, seq_id: int) -> bool:
+        return seq_id in self._loans
 
     def block_table(self, seq_id: int) -> tuple[int, ...]:
         return self._loans[seq_id].blocks

@@ -26,7 +26,9 @@ def load_model(model: str, **options: Any) -> "LLM":
     from forge.views.terminal import open_error_console
 
     with LoadingBar(open_error_console(), model_label(model)) as loading_bar:
-        return LLM(model, on_load_progress=loading_bar, on_compile_progress=loading_bar.compiling, **options)
+        llm = LLM(model, on_load_progress=loading_bar, on_compile_progress=loading_bar.compiling, **options)
+    llm.engine.report_probabilities = True
+    return llm
 
 
 def run_label(llm: "LLM") -> "RunLabel":

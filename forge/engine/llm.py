@@ -18,6 +18,7 @@ from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, canonical_mode, c
 from forge.cache.kv_storage import KV_DTYPES, KvLayout, KvStorage
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput
+from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 from forge.model.catalog import DEFAULT_MODEL, model_name, resolve_model
@@ -50,6 +51,12 @@ class LLM:
         threads: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
+        max_num_batched_tokens: int | None = None,
+        chunked_prefill: bool = True,
+        order: str = "fcfs",
+        preempt: str = "lifo",
+        mode: str = "recompute",
+        num_host_blocks: int = 256,
         time_operations: bool = False,
         on_load_progress: LoadProgress | None = None,
         on_compile_progress: Callable[[int, int], None] | None = None,
@@ -62,6 +69,9 @@ class LLM:
         loaded (cpu only). block_size: tokens per KV block. num_blocks: the KV pool's size. threads: CPU threads, None
         for all that this process may use. max_model_len: prompt and output tokens of one sequence at most, which bounds
         what is reserved; None takes the model's context, up to 4,096. max_num_seqs: sequences that may run at once.
+        max_num_batched_tokens: tokens that one step may compute. chunked_prefill: whether prompts may come in pieces
+        beside decodes. order: `fcfs` or `priority`. preempt: the victim when blocks run out, `lifo` or
+        `least-progressed`. mode: `recompute` or `swap` what a victim had. num_host_blocks: the pool to swap to.
         time_operations: keep time per layer and operation, for `operation_times()`. on_load_progress: called with
         (bytes loaded, bytes in all). on_compile_progress: called with (kernels compiled, kernels in all) if any have to
         be, which happens once per machine.
@@ -69,8 +79,10 @@ class LLM:
         Raises `UsageError` for an option that has no meaning, the `ForgeError` of its format for a file that is not a
         sound Qwen3 model.
         """
-        for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
-            _require_positive(name, value)
+        _require_positive("block_size", block_size)
+        config = SchedulerConfig(
+            max_num_seqs, max_num_batched_tokens, chunked_prefill, order, preempt, mode, num_host_blocks
+        )
         for name, value in (("num_blocks", num_blocks), ("threads", threads), ("max_model_len", max_model_len)):
             if value is not None:
                 _require_positive(name, value)
@@ -101,7 +113,7 @@ class LLM:
             cache,
             self._new_storage(storage_blocks, block_size),
             self.max_model_len,
-            max_num_seqs,
+            config,
         )
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started

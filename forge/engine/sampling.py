@@ -11,6 +11,7 @@ size): candidates are split off by partitioning (1 ms) and at most 256 of them a
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,8 +43,7 @@ class Distribution:
         return int(self.token_ids[min(index, len(self.token_ids) - 1)])
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """One chosen token."""
 
     token_id: int
@@ -83,9 +83,14 @@ def check_logits(logits: np.ndarray) -> int:
     Raises `BrokenLogits` if that is not finite or any logit is NaN (-infinity is a valid "never").
     """
     likeliest = int(logits.argmax())  # the first NaN, if there is one
-    if not math.isfinite(logits[likeliest]):
-        raise BrokenLogits("the model's logits are not finite: its file is damaged, or its weights overflow")
+    check_greatest(logits[likeliest])
     return likeliest
+
+
+def check_greatest(logit: float) -> None:
+    """Raise `BrokenLogits` if the greatest logit of a row, or its first NaN, is no number."""
+    if not math.isfinite(logit):
+        raise BrokenLogits("the model's logits are not finite: its file is damaged, or its weights overflow")
 
 
 def penalized(logits: np.ndarray, history: Sequence[int], penalty: float) -> np.ndarray:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from forge.errors import UsageError
 
@@ -72,6 +73,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @cached_property
+    def plain_greedy(self) -> bool:
+        """Whether the likeliest token is the choice and nothing else about it is asked for."""
+        return self.greedy and self.repetition_penalty == 1 and self.logprobs is None
 
 
 def _require_number(name: str, value: object) -> None:

@@ -9,7 +9,8 @@ from forge.trace.records import FinishReason
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence of tokens. Its state (waiting, running, kept) is the container that holds it, and no field here."""
+    """A sequence of tokens. Its state (waiting, running, swapped, kept) is the container that holds it, and no field
+    here. The tokens are the truth about it; what the cache has of them can always be computed again."""
 
     seq_id: int
     request_id: str
@@ -19,14 +20,23 @@ class Sequence:
     """Prompt and output so far."""
     num_prompt_tokens: int
     max_output_tokens: int
-    """What the request asked for, or what the context leaves, whichever is less."""
+    """What the request asked for, or what the context and the pool leave, whichever is less."""
     params: SamplingParams
     seed: int
     output_text: OutputText
+    arrival: int = 0
+    """Its place in the order in which sequences came; a request's samples have the same."""
+    priority: int = 0
+    """Lower is served first, where the order of admission is by priority."""
+    salt: str = ""
+    """Sequences with different salts share nothing in the cache."""
     keep_cache: bool = False
     """Keep the cache when the sequence ends, for another to continue from."""
     continues: int | None = None
     """The kept sequence whose cache this one takes over."""
+    forks: list["Sequence"] = field(default_factory=list)
+    """Further samples of the same prompt. They begin as forks of this one in the step that has computed the prompt."""
+    times_preempted: int = 0
     finish_reason: FinishReason | None = None
     """Why it ended; set once, when it ends."""
     stop_reason: str | int | None = None
@@ -40,3 +50,8 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of prompt tokens are wanted and not all there."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens

@@ -2,17 +2,21 @@
 
 The scheduler makes a plan without touching a model or an array; the engine carries it out. A prefill, a chunk of one, a
 decode and a verification of guesses are all the same item with other numbers.
+
+The order in which a plan is carried out is part of what it means: swap-outs read their blocks first, then block copies,
+then swap-ins, then the forward pass writes. So a block that a swapped sequence gave up may be taken within the same
+plan, and nothing is overwritten before it has been read.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forge.cache.kv_storage import BlockCopy
-from forge.trace.records import Phase
+from forge.trace.records import AdmitRecord, ExecutionClass, Phase, PreemptRecord, WaitRecord
 
 
-@dataclass(frozen=True)
-class PlanItem:
-    """Compute `num_tokens` rows of a sequence, the first of which stands at position `start`."""
+class PlanItem(NamedTuple):
+    """Compute `num_tokens` known rows of a sequence, the first of which stands at position `start`."""
 
     seq_id: int
     start: int
@@ -23,30 +27,18 @@ class PlanItem:
     """Whether the last row's logits choose a token."""
     phase: Phase
     block_table: tuple[int, ...]
-    """The blocks of positions 0 to `start + num_tokens` - 1 as they are in this step."""
+    """The blocks of all positions that the item reads or writes, and perhaps of later ones, as of this step."""
+    remaining: int = 0
+    """Known tokens that a later step has to compute: the rest of a prompt that comes in chunks."""
+    num_guesses: int = 0
+    """Rows after the known ones that hold a guess each, to be verified: slots for as many are reserved."""
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """A sequence that this step leaves out, and why."""
+class Swap(NamedTuple):
+    """Move a sequence's keys and values between these blocks and the host's pool."""
 
     seq_id: int
-    reason: "NoBlocks | MaxNumSeqs"
-
-
-@dataclass(frozen=True)
-class NoBlocks:
-    """Too few free blocks."""
-
-    needed: int
-    free: int
-
-
-@dataclass(frozen=True)
-class MaxNumSeqs:
-    """As many sequences run as may."""
-
-    limit: int
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,22 @@ class StepPlan:
     items: tuple[PlanItem, ...]
     copies: tuple[BlockCopy, ...] = ()
     """Block copies to perform, in order, before the step writes anything."""
-    admitted: tuple[int, ...] = ()
+    swap_outs: tuple[Swap, ...] = ()
+    swap_ins: tuple[Swap, ...] = ()
+    admitted: tuple[AdmitRecord, ...] = ()
     """Sequences that begin with this step."""
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[WaitRecord, ...] = ()
     """The first sequence that had to wait: those behind it wait for it."""
+    preempted: tuple[PreemptRecord, ...] = ()
+    exhausted: tuple[int, ...] = ()
+    """Sequences for which there will never be another block: they end as they are."""
+
+    @property
+    def execution_class(self) -> ExecutionClass:
+        """`decode` where every item extends a running sequence by its next token; `mixed` otherwise."""
+        return "decode" if all(item.phase == "decode" for item in self.items) else "mixed"
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that the step's forward pass has."""
+        return sum(item.num_tokens + item.num_guesses for item in self.items)

@@ -6,27 +6,30 @@ engine and no text for people, so anyone may import them, and writing one as JSO
 
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Phase = Literal["prefill", "decode"]
+ExecutionClass = Literal["oneshot", "mixed", "decode"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+PreemptionMode = Literal["recompute", "swap"]
 
 
-@dataclass(frozen=True)
-class ItemRecord:
+class ItemRecord(NamedTuple):
     """One sequence's share of a step: `num_tokens` rows starting at position `start`."""
 
     seq_id: int
     phase: Phase
-    """`prefill` until the sequence has produced its first token, `decode` after."""
+    """`decode` where all but the last token were there before; `prefill` where more than that had to be computed, a
+    prompt or what a preemption dropped."""
     start: int
     """The position of the first row: how many tokens the cache already held."""
     num_tokens: int
     """Rows computed."""
+    remaining: int = 0
+    """Known tokens that are still to be computed after this step: a prompt that came in chunks."""
 
 
-@dataclass(frozen=True)
-class TokenRecord:
+class TokenRecord(NamedTuple):
     """One sampled token."""
 
     seq_id: int
@@ -36,8 +39,9 @@ class TokenRecord:
     text: str
     """What this token made certain of the output text: empty while a character is incomplete or a stop string may
     be beginning, longer than the token's own text once one turns out not to."""
-    probability: float
-    """The model's own probability of this token: softmax of the raw logits, before temperature and filters."""
+    probability: float | None = None
+    """The model's own probability of this token, where it was asked for: softmax of the raw logits, before temperature
+    and filters."""
     logprobs: tuple[tuple[int, float], ...] | None = None
     """The likeliest tokens and their natural log probabilities, likeliest first, where they were asked for."""
 
@@ -52,6 +56,101 @@ class FinishRecord:
     """Output text that was held back until the end."""
     stop: str | int | None = None
     """Which stop string, or which token id, ended it."""
+
+
+@dataclass(frozen=True)
+class NoBlocks:
+    """Too few blocks for all of the sequence's tokens, after what running sequences need in this step."""
+
+    needed: int
+    free: int
+
+
+@dataclass(frozen=True)
+class MaxNumSeqs:
+    """As many sequences run as may."""
+
+    limit: int
+
+
+@dataclass(frozen=True)
+class NoBudget:
+    """The step's tokens are all given to sequences before this one."""
+
+    limit: int
+    """Tokens that a step may compute."""
+
+
+@dataclass(frozen=True)
+class HostPoolFull:
+    """Too few blocks in the host's pool to swap to."""
+
+    needed: int
+    free: int
+
+
+WaitReason = NoBlocks | MaxNumSeqs | NoBudget
+
+
+@dataclass(frozen=True)
+class AdmitRecord:
+    """A sequence began to run with this step."""
+
+    seq_id: int
+    how: Literal["new", "recompute", "swap"]
+    """For the first time, or again after a preemption."""
+    num_cached: int
+    """Tokens that were in the cache already, or came back from the host's pool."""
+    num_blocks: int
+    """Blocks that it took."""
+
+
+@dataclass(frozen=True)
+class WaitRecord:
+    """A sequence that the step left out, and why. Those behind it in the queue wait for it."""
+
+    seq_id: int
+    reason: WaitReason
+
+
+@dataclass(frozen=True)
+class PreemptRecord:
+    """A running sequence lost its blocks to another."""
+
+    seq_id: int
+    victim_of: int
+    """The sequence that needed blocks; the same where it had the worst place of all itself."""
+    needed: int
+    """Blocks that that one needed."""
+    free: int
+    """Blocks that there were."""
+    policy: str
+    """How the victim was chosen: `lifo`, `least-progressed`, `priority`."""
+    mode: PreemptionMode
+    tokens_lost: int
+    """Computed tokens that must be computed again; 0 where they were swapped."""
+    blocks_freed: int
+    fallback: HostPoolFull | None = None
+    """Why it was recomputed although swapping was asked for."""
+
+
+@dataclass(frozen=True)
+class RejectRecord:
+    """A request that was refused when it came."""
+
+    request_id: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Queues:
+    """How many sequences are where after a step."""
+
+    waiting: int
+    running: int
+    swapped: int
+    finished: int
+    """All that have ended since the engine was made."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +290,14 @@ class StepRecord:
     """Seconds on the engine's monotonic clock when the step began."""
     ended: float
     """The same clock when the step's tokens existed."""
+    execution_class: ExecutionClass = "decode"
+    queues: Queues = Queues(0, 0, 0, 0)
+    admitted: tuple[AdmitRecord, ...] = ()
+    waiting: tuple[WaitRecord, ...] = ()
+    preempted: tuple[PreemptRecord, ...] = ()
+    rejected: tuple[RejectRecord, ...] = ()
+    block_table_entries: int = 0
+    """Blocks in the tables of the sequences that took part."""
     events: tuple[CacheEvent, ...] = ()
     """What the step changed in the cache beyond growing it, in order."""
     blocks: BlockMap | None = None
@@ -221,6 +328,29 @@ class RequestMetrics:
     """Each forward pass that this request took part in."""
     forward_tokens: tuple[int, ...] = field(default=())
     """Rows that this request had in each of them."""
+    admitted: float | None = None
+    """Seconds on the same clock when it first began to run."""
+    times_preempted: int = 0
+    tokens_recomputed: int = 0
+    """Tokens that were computed before and had to be computed again."""
+    tokens_cached: int = 0
+    """Tokens that were found in the cache, at its first admission."""
+
+    @property
+    def queue_ms(self) -> float | None:
+        """From arrival to the first admission; None if it never ran."""
+        return None if self.admitted is None else (self.admitted - self.arrived) * 1e3
+
+    @property
+    def time_per_output_token_ms(self) -> float | None:
+        """Between one token and the next, on average, after the first; None with fewer than two."""
+        rate = self.decode_tokens_per_second
+        return None if rate is None else 1e3 / rate
+
+    @property
+    def end_to_end_ms(self) -> float | None:
+        """From arrival to the last token; None if it produced none."""
+        return None if self.last_token is None else (self.last_token - self.arrived) * 1e3
 
     @property
     def time_to_first_token_ms(self) -> float | None:

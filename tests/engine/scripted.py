@@ -12,6 +12,7 @@ from forge.cache.factory import CacheSize, create_kv_cache
 from forge.cache.kv_storage import KvLayout, NumpyKvStorage
 from forge.engine.engine import Engine
 from forge.engine.outputs import CompletionOutput
+from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.trace.records import StepRecord
 
@@ -83,13 +84,15 @@ def new_engine(
     max_num_seqs: int = 4,
     num_blocks: int | None = None,
     block_size: int = 4,
+    **scheduling,
 ) -> Engine:
     size = CacheSize(max_model_len, max_num_seqs, block_size, 8, num_blocks)
     cache, storage_blocks = create_kv_cache(kv, size)
     storage = NumpyKvStorage(KvLayout(1, storage_blocks, block_size, 1, 1))
     storage.keys[:] = -1
     model = ScriptedModel(script, len(pieces))
-    return Engine(model, PieceTokenizer(pieces), cache, storage, max_model_len, max_num_seqs)
+    config = SchedulerConfig(max_num_seqs, **scheduling)
+    return Engine(model, PieceTokenizer(pieces), cache, storage, max_model_len, config)
 
 
 def letters(text: str) -> list[int]:

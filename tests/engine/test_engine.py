@@ -159,6 +159,7 @@ def test_basic_prefills_once_and_then_decodes_one_token_at_a_time():
 
 def test_records_say_what_was_computed_and_chosen():
     engine = engine_saying("ab", 3)
+    engine.report_probabilities = True
     engine.add_request("r", letters("xyz"), SamplingParams(max_tokens=5))
 
     first, second, third = run_all(engine)
@@ -347,7 +348,7 @@ def test_an_abort_ends_running_and_waiting_samples_and_leaves_other_requests_alo
     run_all(engine)
 
     assert {output.finish_reason for output in engine.output("r").outputs} == {"abort"}
-    assert [len(output.token_ids) for output in engine.output("r").outputs] == [1, 1, 1, 0, 0]
+    assert [len(output.token_ids) for output in engine.output("r").outputs] == [1, 1, 1, 1, 1]
     assert engine.output("other").outputs[0].token_ids == expected
     engine.forget("r")
     engine.forget("other")

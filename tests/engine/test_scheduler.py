@@ -6,10 +6,12 @@ from forge.cache.basic import BasicKvCache
 from forge.cache.kv_cache import KvCache
 from forge.cache.off import OffKvCache
 from forge.engine.output_text import OutputText
+from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Outcome, Scheduler
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import MaxNumSeqs, NoBlocks, StepPlan, Waiting
+from forge.engine.step_plan import StepPlan
+from forge.trace.records import MaxNumSeqs, NoBlocks, WaitRecord
 
 
 def sequence(seq_id: int, tokens: int = 3, max_tokens: int = 9, **options) -> Sequence:
@@ -28,17 +30,34 @@ def sequence(seq_id: int, tokens: int = 3, max_tokens: int = 9, **options) -> Se
     )
 
 
+def outcomes_of(scheduler: Scheduler, plan: StepPlan, ending: tuple[int, ...] = ()) -> list[Outcome]:
+    """Token 7 for every item that samples."""
+    return [
+        Outcome(
+            item.seq_id,
+            len(scheduler.find(item.seq_id).token_ids),
+            (7,) if item.samples else (),
+            "length" if item.seq_id in ending else None,
+        )
+        for item in plan.items
+    ]
+
+
+def admitted(plan: StepPlan) -> tuple[int, ...]:
+    return tuple(one.seq_id for one in plan.admitted)
+
+
 def step(scheduler: Scheduler, ending: tuple[int, ...] = ()) -> StepPlan:
     """Schedule and commit one step in which every item gets token 7."""
     plan = scheduler.schedule()
-    outcomes = [Outcome(item.seq_id, 7, "length" if item.seq_id in ending else None) for item in plan.items]
+    outcomes = outcomes_of(scheduler, plan, ending)
     scheduler.commit(plan, outcomes)
     scheduler.check_invariants()
     return plan
 
 
 def basic(num_runs: int = 4, max_num_seqs: int = 4) -> Scheduler:
-    return Scheduler(BasicKvCache(num_runs, 32, 4), max_num_seqs)
+    return Scheduler(BasicKvCache(num_runs, 32, 4), SchedulerConfig(max_num_seqs))
 
 
 def test_a_plan_says_what_is_computed_and_which_rows_need_logits():
@@ -56,7 +75,7 @@ def test_a_plan_says_what_is_computed_and_which_rows_need_logits():
 
 
 def test_with_the_cache_off_every_plan_computes_all_tokens():
-    scheduler = Scheduler(OffKvCache(0, 32, 4), 4)
+    scheduler = Scheduler(OffKvCache(0, 32, 4), SchedulerConfig(4))
     scheduler.add(sequence(0, tokens=6))
 
     items = [step(scheduler).items[0] for _ in range(3)]
@@ -84,13 +103,13 @@ def test_admission_is_first_come_first_served_and_says_who_waits_and_why():
 
     plan = step(scheduler)
 
-    assert plan.admitted == (0, 1)
-    assert plan.waiting == (Waiting(2, MaxNumSeqs(limit=2)),)
+    assert admitted(plan) == (0, 1)
+    assert plan.waiting == (WaitRecord(2, MaxNumSeqs(limit=2)),)
     plan = step(scheduler, ending=(0,))
-    assert (plan.admitted, plan.waiting) == ((), (Waiting(2, MaxNumSeqs(limit=2)),))
+    assert (admitted(plan), plan.waiting) == ((), (WaitRecord(2, MaxNumSeqs(limit=2)),))
     plan = step(scheduler)
     assert [item.seq_id for item in plan.items] == [1, 2]
-    assert plan.admitted == (2,)
+    assert admitted(plan) == (2,)
 
 
 def test_without_room_a_sequence_waits_with_the_numbers():
@@ -100,9 +119,9 @@ def test_without_room_a_sequence_waits_with_the_numbers():
 
     plan = step(scheduler)
 
-    assert plan.waiting == (Waiting(1, NoBlocks(needed=8, free=0)),)
+    assert plan.waiting == (WaitRecord(1, NoBlocks(needed=8, free=0)),)
     step(scheduler, ending=(0,))
-    assert step(scheduler).admitted == (1,)
+    assert admitted(step(scheduler)) == (1,)
 
 
 def test_a_sequence_that_ended_leaves_nothing():
@@ -180,7 +199,7 @@ def test_a_kept_cache_gives_way_when_a_sequence_would_find_no_room():
 
     plan = step(scheduler)
 
-    assert plan.admitted == (1,)
+    assert admitted(plan) == (1,)
     assert not scheduler.kept
     scheduler.release(0)  # whoever kept it need not know
     scheduler.check_invariants()
@@ -231,32 +250,37 @@ def test_releasing_a_kept_cache_frees_it():
 
 
 @pytest.mark.parametrize("make_cache", [lambda: BasicKvCache(2, 32, 4), lambda: OffKvCache(0, 32, 4)])
-def test_a_plan_that_is_rolled_back_leaves_nothing_reserved_and_can_be_made_again(make_cache):
-    scheduler = Scheduler(make_cache(), 4)
+def test_after_recovering_nothing_is_held_and_every_token_is_computed_again(make_cache):
+    scheduler = Scheduler(make_cache(), SchedulerConfig(4))
     scheduler.add(sequence(0))
     step(scheduler)
     scheduler.add(sequence(1))
-    plan = scheduler.schedule()
+    scheduler.schedule()
 
-    scheduler.roll_back()
+    scheduler.recover()
     scheduler.check_invariants()
 
-    assert scheduler.schedule().items == plan.items
+    assert scheduler.cache.stats().used_blocks == 0
+    assert [(item.seq_id, item.start, item.num_tokens) for item in step(scheduler).items] == [(0, 0, 4), (1, 0, 3)]
 
 
-def test_committing_twice_is_committing_once():
+@pytest.mark.parametrize("committed_before", [False, True])
+def test_recovering_takes_chosen_tokens_once(committed_before):
     scheduler = basic()
     one, other = sequence(0), sequence(1)
     scheduler.add(one)
     scheduler.add(other)
     plan = scheduler.schedule()
-    outcomes = [Outcome(0, 7, None), Outcome(1, 8, "stop", 8)]
+    outcomes = [Outcome(0, 3, (7,), None), Outcome(1, 3, (8,), "stop", 8)]
+    if committed_before:
+        scheduler.commit(plan, outcomes)
 
-    scheduler.commit(plan, outcomes)
-    scheduler.commit(plan, outcomes)
+    scheduler.recover(outcomes)
+    scheduler.recover(outcomes)
 
     assert (one.token_ids[-2:], other.token_ids[-2:]) == ([102, 7], [102, 8])
     assert (other.finish_reason, other.stop_reason) == ("stop", 8)
+    assert scheduler.waiting == [one]
     scheduler.check_invariants()
 
 
@@ -278,5 +302,5 @@ def test_check_invariants_sees_a_cache_that_is_not_at_the_next_position():
     cache: KvCache = scheduler.cache
     cache.truncate(0, 2)
 
-    with pytest.raises(AssertionError, match="not the next position"):
+    with pytest.raises(AssertionError, match="not all of its slots"):
         scheduler.check_invariants()

@@ -81,6 +81,12 @@ class CpuKvStorage(KvStorage):
             self.keys[copy.destination] = self.keys[copy.source]
             self.values[copy.destination] = self.values[copy.source]
 
+    def read_blocks(self, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        return self.keys[list(blocks)], self.values[list(blocks)]
+
+    def write_blocks(self, blocks: Sequence[int], data: tuple[np.ndarray, np.ndarray]) -> None:
+        self.keys[list(blocks)], self.values[list(blocks)] = data
+
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = np.asarray(block_table, np.int64)[: -(-length // self.layout.block_size)]
         return self._floats(self.keys[blocks, layer], length), self._floats(self.values[blocks, layer], length)

@@ -1,0 +1,47 @@
+"""Where swapped sequences' keys and values wait: a number of blocks' worth of the host's memory.
+
+`num_free`, `take` and `drop` are policy: the scheduler decides who is swapped without touching an array. `fill` and
+`data` are the engine's, which carries plans out.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class HostEntry:
+    """One swapped sequence."""
+
+    num_blocks: int
+    num_tokens: int
+    """Computed tokens in those blocks."""
+    data: Any = None
+    """What `KvStorage.read_blocks` gave; None until the plan that swaps it out has been carried out."""
+
+
+class HostPool:
+    def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
+        self.entries: dict[int, HostEntry] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self.num_blocks - sum(entry.num_blocks for entry in self.entries.values())
+
+    def take(self, seq_id: int, num_blocks: int, num_tokens: int) -> None:
+        """Keep room for a sequence, which must fit."""
+        assert num_blocks <= self.num_free, f"{num_blocks} blocks do not fit into {self.num_free}"
+        assert seq_id not in self.entries, f"sequence {seq_id} is already swapped out"
+        self.entries[seq_id] = HostEntry(num_blocks, num_tokens)
+
+    def fill(self, seq_id: int, data: Any) -> None:
+        """Put in what `KvStorage.read_blocks` gave."""
+        self.entries[seq_id].data = data
+
+    def data(self, seq_id: int) -> Any:
+        """What was put in."""
+        return self.entries[seq_id].data
+
+    def drop(self, seq_id: int) -> None:
+        """Give the room back, if there is any."""
+        self.entries.pop(seq_id, None)

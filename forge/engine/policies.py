@@ -1,0 +1,112 @@
+"""The choices that a scheduler leaves open, each a small pure function: who comes first, and who has to give way.
+
+To add a policy, write one function and enter it in its table.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from forge.engine.sequence import Sequence
+from forge.errors import UsageError
+from forge.trace.records import PreemptionMode
+
+AdmissionOrder = Callable[[Sequence], tuple]
+"""A key: of two waiting sequences, the one with the smaller key is admitted first."""
+
+VictimPolicy = Callable[[Items[Sequence], Sequence], Sequence | None]
+"""From the running sequences, in the order of their admission, and the one that needs blocks, to the one that gives
+its blocks up. None if there is nobody to take them from."""
+
+
+def first_come_first_served(sequence: Sequence) -> tuple:
+    """In the order of arrival. A sequence that was preempted came before everyone who still waits for the first time,
+    so it stands at the front of the queue."""
+    return (sequence.arrival,)
+
+
+def by_priority(sequence: Sequence) -> tuple:
+    """A lower number is served first; equals in the order of arrival."""
+    return sequence.priority, sequence.arrival
+
+
+def lifo(running: Items[Sequence], requester: Sequence) -> Sequence | None:
+    """The most recently admitted one, which has the least to lose. Never the requester."""
+    return next((sequence for sequence in reversed(running) if sequence is not requester), None)
+
+
+def least_progressed(running: Items[Sequence], requester: Sequence) -> Sequence | None:
+    """The one with the fewest output tokens; of equals the one that came last. Never the requester."""
+    others = (sequence for sequence in running if sequence is not requester)
+    return min(others, key=lambda one: (one.num_output_tokens, -one.arrival, -one.seq_id), default=None)
+
+
+def worst_placed(running: Items[Sequence], requester: Sequence) -> Sequence | None:
+    """The one that priority would serve last, even if it is the one that asks; None if it runs alone."""
+    return max(running, key=by_priority) if len(running) > 1 else None
+
+
+ADMISSION_ORDERS: dict[str, AdmissionOrder] = {"fcfs": first_come_first_served, "priority": by_priority}
+VICTIM_POLICIES: dict[str, VictimPolicy] = {"lifo": lifo, "least-progressed": least_progressed}
+DEFAULT_TOKEN_BUDGET = 512
+PREEMPTION_MODES: tuple[PreemptionMode, ...] = ("recompute", "swap")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How a scheduler decides. Raises `UsageError` for a value that has no meaning, naming its option."""
+
+    max_num_seqs: int = 16
+    """Sequences that may run at once."""
+    max_num_batched_tokens: int | None = None
+    """Tokens that one step may compute; None is 512, or one for every sequence where that is more."""
+    chunked_prefill: bool = True
+    """Whether a prompt may come in pieces that share their steps with decodes (Agrawal et al. 2024, Sarathi-Serve).
+    Without it a prompt is computed whole, in a step without decodes."""
+    order: str = "fcfs"
+    """Who is admitted first: one of `ADMISSION_ORDERS`."""
+    victim: str = "lifo"
+    """Who is preempted: one of `VICTIM_POLICIES`. With the order `priority` it is the worst placed instead."""
+    preemption: PreemptionMode = "recompute"
+    """What becomes of a victim's keys and values: dropped and computed again, or kept in the host's pool."""
+    num_host_blocks: int = 256
+    """The size of the host's pool in blocks."""
+
+    def __post_init__(self):
+        for name, choices in (
+            ("order", ADMISSION_ORDERS),
+            ("victim", VICTIM_POLICIES),
+            ("preemption", PREEMPTION_MODES),
+        ):
+            if getattr(self, name) not in choices:
+                option = {"order": "--order", "victim": "--preempt", "preemption": "--mode"}[name]
+                raise UsageError(f"unknown {option} {getattr(self, name)!r}; supported: {', '.join(choices)}")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if name == "max_num_batched_tokens" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {value!r}")
+        if self.token_budget < self.max_num_seqs:
+            raise UsageError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} leaves some of {self.max_num_seqs} sequences "
+                "without their one token a step: raise it, or lower --max-num-seqs"
+            )
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that one step may compute."""
+        if self.max_num_batched_tokens is None:
+            return max(DEFAULT_TOKEN_BUDGET, self.max_num_seqs)
+        return self.max_num_batched_tokens
+
+    @property
+    def admission_order(self) -> AdmissionOrder:
+        return ADMISSION_ORDERS[self.order]
+
+    @property
+    def victim_policy(self) -> tuple[str, VictimPolicy]:
+        """Its name and itself."""
+        if self.order == "priority":
+            return "priority", worst_placed
+        return self.victim, VICTIM_POLICIES[self.victim]
