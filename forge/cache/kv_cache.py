@@ -105,6 +105,19 @@ class KvCache(ABC):
         """What happened since the last call, in order."""
         return ()
 
+    @property
+    def owed_copies(self) -> tuple[BlockCopy, ...]:
+        """Copies that were asked for since `copies_performed` was called last, oldest first.
+
+        Whoever undoes a step that was interrupted performs these first, unless they have been: the tables name the
+        destinations already.
+        """
+        return ()
+
+    def copies_performed(self) -> None:
+        """All copies that were asked for have been made."""
+        assert not self.owed_copies, "a kind that owes copies keeps account of them"
+
     @abstractmethod
     def block_map(self) -> BlockMap:
         """Where every block is."""

@@ -184,6 +184,7 @@ class Engine:
         assert plan.items, f"nothing can run: {plan.waiting}"
         batch = self._forward_batch(plan)
         self.storage.copy_blocks(plan.copies)
+        self.cache.copies_performed()
         scheduled = time.perf_counter()
         logits = self.model.forward(batch, self.storage)
         computed = time.perf_counter()
@@ -204,6 +205,7 @@ class Engine:
             sample_ms=(ended_at - computed) * 1e3,
             started=started,
             ended=ended_at,
+            events=self.cache.take_events(),
         )
 
     def abort(self, request_id: str) -> None:
@@ -257,6 +259,14 @@ class Engine:
             tokens_held=stats.tokens_held,
             bytes_held=stats.tokens_held * layout.bytes_per_token,
             bytes_reserved=stats.used_blocks * layout.block_size * layout.bytes_per_token,
+            cached_blocks=stats.cached_blocks,
+            slots_reserved=stats.slots_reserved,
+            slots_filled=stats.slots_filled,
+            blocks_saved=stats.blocks_saved,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            splits=stats.splits,
+            evictions=stats.evictions,
         )
 
     def _settle(self) -> None:
@@ -268,6 +278,8 @@ class Engine:
             self.scheduler.commit(*self._decided)
             self._decided = None
         elif self._unsettled:
+            self.storage.copy_blocks(self.cache.owed_copies)
+            self.cache.copies_performed()
             self.scheduler.roll_back()
             for sequence in self.scheduler.running.values():
                 self._forget_undecided(sequence)

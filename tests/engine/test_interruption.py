@@ -108,7 +108,7 @@ def is_beginning(shorter: tuple, whole: tuple) -> bool:
     )
 
 
-@pytest.mark.parametrize("kv", ["off", "basic"])
+@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 @pytest.mark.parametrize("steps", STEPS_BEFORE.values(), ids=STEPS_BEFORE)
 def test_an_interrupted_step_can_be_aborted_and_the_engine_used_again(kv, steps):
     expected = uninterrupted(kv)
@@ -128,7 +128,7 @@ def test_an_interrupted_step_can_be_aborted_and_the_engine_used_again(kv, steps)
         assert (again.token_ids, again.text) == (after.token_ids, after.text), f"line {line}"
 
 
-@pytest.mark.parametrize("kv", ["off", "basic"])
+@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 @pytest.mark.parametrize("steps", STEPS_BEFORE.values(), ids=STEPS_BEFORE)
 def test_an_interrupted_step_can_be_gone_on_from_as_if_nothing_had_happened(kv, steps):
     expected = uninterrupted(kv)
@@ -146,7 +146,7 @@ def test_an_interrupted_step_can_be_gone_on_from_as_if_nothing_had_happened(kv, 
         assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("kv", ["off", "basic"])
+@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 def test_interrupted_again_and_again_it_still_comes_to_the_same_end(kv):
     expected = uninterrupted(kv)
     for seed in range(20):
@@ -161,7 +161,7 @@ def test_interrupted_again_and_again_it_still_comes_to_the_same_end(kv):
         assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("kv", ["off", "basic"])
+@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 def test_an_interrupted_abort_can_be_repeated(kv):
     def abort_all(engine: Engine) -> None:
         for name in REQUESTS:
