@@ -3,14 +3,19 @@
 from dataclasses import dataclass
 
 from forge.cache.basic import BasicKvCache
+from forge.cache.block_table import blocks_for
 from forge.cache.kv_cache import KvCache
 from forge.cache.off import OffKvCache
+from forge.cache.paged import PagedKvCache
+from forge.cache.prefix import PrefixKvCache
 from forge.errors import UsageError
 
-KV_MODES = ("off", "basic")
+KV_MODES = ("off", "basic", "paged", "prefix")
 ALIASES = {"on": "basic"}
 
 DEFAULT_BLOCK_SIZE = 16
+DEFAULT_NUM_BLOCKS = 512
+"""The pool of `paged` and `prefix` when nobody says otherwise, or what one sequence may take, whichever is more."""
 DEFAULT_KV_BYTES = 2 << 30
 """What the basic cache may reserve for all sequences together when nobody says otherwise."""
 
@@ -25,6 +30,13 @@ class CacheSize:
     bytes_per_token: int
     num_blocks: int | None = None
     """The pool's size in blocks; None chooses one."""
+    kv_bytes: int | None = None
+    """The pool's size in bytes, as whole blocks go; None leaves it to `num_blocks`."""
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        """What the longest sequence takes."""
+        return blocks_for(self.max_model_len, self.block_size)
 
 
 def canonical_mode(mode: str) -> str:
@@ -38,26 +50,49 @@ def canonical_mode(mode: str) -> str:
 def create_kv_cache(mode: str, size: CacheSize) -> tuple[KvCache, int]:
     """The cache, and how many blocks its storage must have, scratch range included.
 
-    Raises `UsageError` for an unknown mode or a pool that cannot hold one sequence.
+    Raises `UsageError` for an unknown mode, a pool of no block, or one that says its size twice; and where `basic`
+    could not hold one sequence. A pool of `paged` or `prefix` may be smaller than the longest sequence.
     """
     kind = canonical_mode(mode)
-    blocks_per_sequence = -(-size.max_model_len // size.block_size)
     if kind == "off":
-        scratch = blocks_per_sequence * size.max_num_seqs
+        scratch = size.blocks_per_sequence * size.max_num_seqs
         return OffKvCache(0, scratch, size.block_size), scratch
-    cache = BasicKvCache(_num_runs(size, blocks_per_sequence), size.max_model_len, size.block_size)
-    return cache, cache.num_blocks
+    num_blocks = _requested_blocks(size)
+    if kind == "basic":
+        cache = BasicKvCache(_num_runs(size, num_blocks), size.max_model_len, size.block_size)
+        return cache, cache.num_blocks
+    if num_blocks is None:
+        num_blocks = max(DEFAULT_NUM_BLOCKS, size.blocks_per_sequence)
+    paged = PagedKvCache if kind == "paged" else PrefixKvCache
+    return paged(num_blocks, size.block_size), num_blocks
 
 
-def _num_runs(size: CacheSize, blocks_per_sequence: int) -> int:
-    """How many whole sequences the basic cache has room for."""
-    if size.num_blocks is None:
-        bytes_per_run = blocks_per_sequence * size.block_size * size.bytes_per_token
-        return max(1, min(size.max_num_seqs, DEFAULT_KV_BYTES // bytes_per_run))
-    runs = size.num_blocks // blocks_per_sequence
-    if runs == 0:
+def _requested_blocks(size: CacheSize) -> int | None:
+    """The pool that was asked for, by number or by bytes; None if it was not."""
+    if size.kv_bytes is None:
+        return size.num_blocks
+    if size.num_blocks is not None:
+        raise UsageError("--num-blocks and --kv-memory both say how large the KV cache is: give one of them")
+    block_bytes = size.block_size * size.bytes_per_token
+    if size.kv_bytes < block_bytes:
         raise UsageError(
-            f"--num-blocks {size.num_blocks} cannot hold one sequence of {size.max_model_len} tokens, which takes "
-            f"{blocks_per_sequence} blocks of {size.block_size}: raise it, or lower --max-model-len"
+            f"--kv-memory {size.kv_bytes} cannot hold one block of {size.block_size} tokens, which takes "
+            f"{block_bytes} bytes: raise it, or lower --block-size"
+        )
+    return size.kv_bytes // block_bytes
+
+
+def _num_runs(size: CacheSize, num_blocks: int | None) -> int:
+    """How many whole sequences the basic cache has room for."""
+    per_sequence = size.blocks_per_sequence
+    if num_blocks is None:
+        bytes_per_run = per_sequence * size.block_size * size.bytes_per_token
+        return max(1, min(size.max_num_seqs, DEFAULT_KV_BYTES // bytes_per_run))
+    runs = num_blocks // per_sequence
+    if runs == 0:
+        asked = f"--num-blocks {num_blocks}" if size.kv_bytes is None else f"--kv-memory {size.kv_bytes}"
+        raise UsageError(
+            f"{asked} cannot hold one sequence of {size.max_model_len} tokens, which takes "
+            f"{per_sequence} blocks of {size.block_size}: raise it, or lower --max-model-len"
         )
     return min(runs, size.max_num_seqs)

@@ -48,6 +48,7 @@ class LLM:
         quantize: str | None = None,
         block_size: int = DEFAULT_BLOCK_SIZE,
         num_blocks: int | None = None,
+        kv_memory: int | None = None,
         threads: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
@@ -63,18 +64,18 @@ class LLM:
     ):
         """Load a model.
 
-        model: a bundled or pulled model's name, or the path of a GGUF file or a Hugging Face folder. kv: `off`, `basic`
-        or `on`. device: `cpu`, `reference` or `cuda`. kv_dtype: what keys and values are rounded to, `float32`,
-        `float16` or `bfloat16`; None takes the device's own. quantize: `q8_0` quantizes float weights as they are
-        loaded (cpu only). block_size: tokens per KV block. num_blocks: the KV pool's size. threads: CPU threads, None
-        for all that this process may use. max_model_len: prompt and output tokens of one sequence at most, which bounds
-        what is reserved; None takes the model's context, up to 4,096. max_num_seqs: sequences that may run at once.
-        max_num_batched_tokens: tokens that one step may compute. chunked_prefill: whether prompts may come in pieces
-        beside decodes. order: `fcfs` or `priority`. preempt: the victim when blocks run out, `lifo` or
-        `least-progressed`. mode: `recompute` or `swap` what a victim had. num_host_blocks: the pool to swap to.
-        time_operations: keep time per layer and operation, for `operation_times()`. on_load_progress: called with
-        (bytes loaded, bytes in all). on_compile_progress: called with (kernels compiled, kernels in all) if any have to
-        be, which happens once per machine.
+        model: a bundled or pulled model's name, or the path of a GGUF file or a Hugging Face folder. kv: `off`,
+        `basic`, `on` (basic), `paged` or `prefix`. device: `cpu`, `reference` or `cuda`. kv_dtype: what keys and values
+        are rounded to, `float32`, `float16` or `bfloat16`; None takes the device's own. quantize: `q8_0` quantizes
+        float weights as they are loaded (cpu only). block_size: tokens per KV block. num_blocks: the KV pool's size; or
+        kv_memory: the bytes that it may take. threads: CPU threads, None for all that this process may use.
+        max_model_len: prompt and output tokens of one sequence at most, which bounds what is reserved; None takes the
+        model's context, up to 4,096. max_num_seqs: sequences that may run at once. max_num_batched_tokens: tokens that
+        one step may compute. chunked_prefill: whether prompts may come in pieces beside decodes. order: `fcfs` or
+        `priority`. preempt: the victim when blocks run out, `lifo` or `least-progressed`. mode: `recompute` or `swap`
+        what a victim had. num_host_blocks: the pool to swap to. time_operations: keep time per layer and operation, for
+        `operation_times()`. on_load_progress: called with (bytes loaded, bytes in all). on_compile_progress: called
+        with (kernels compiled, kernels in all) if any have to be, which happens once per machine.
 
         Raises `UsageError` for an option that has no meaning, the `ForgeError` of its format for a file that is not a
         sound Qwen3 model.
@@ -83,7 +84,13 @@ class LLM:
         config = SchedulerConfig(
             max_num_seqs, max_num_batched_tokens, chunked_prefill, order, preempt, mode, num_host_blocks
         )
-        for name, value in (("num_blocks", num_blocks), ("threads", threads), ("max_model_len", max_model_len)):
+        optional = {
+            "num_blocks": num_blocks,
+            "kv_memory": kv_memory,
+            "threads": threads,
+            "max_model_len": max_model_len,
+        }
+        for name, value in optional.items():
             if value is not None:
                 _require_positive(name, value)
         if kv_dtype not in (None, *KV_DTYPES):
@@ -103,7 +110,7 @@ class LLM:
             self.model = load_qwen3(weights, backend, on_load_progress)
         self.max_model_len = self._usable_context(max_model_len)
         layout = self.model.kv_layout(0, block_size, self.kv_dtype)
-        size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks)
+        size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
         backend.prepare(self.model.forward_pass, layout)
         cache, storage_blocks = create_kv_cache(kv, size)
         self.kv = cache.kind

@@ -18,7 +18,7 @@ from tests.engine.scripted import (
     saying,
 )
 
-KV = pytest.mark.parametrize("kv", ["off", "basic"])
+KV = pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 
 
 def engine_saying(text: str, prompt_length: int = 2, **options):

@@ -27,6 +27,9 @@ REQUESTS = {
 }
 STEPS_BEFORE = {"admits all that fit": 0, "only decodes": 1, "ends one": 2, "admits the one that waited": 3}
 
+STRIDE = {"off": 11, "basic": 3, "paged": 7, "prefix": 7}
+"""Every so many lines are tried: the seeds of the last test try others."""
+
 
 def interrupted_at(line: int, call: Callable[[], object]) -> bool:
     """Whether `call` came as far as that line, where KeyboardInterrupt then ended it."""
@@ -108,13 +111,13 @@ def is_beginning(shorter: tuple, whole: tuple) -> bool:
     )
 
 
-@pytest.mark.parametrize("kv", ["off", "basic"])
+@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 @pytest.mark.parametrize("steps", STEPS_BEFORE.values(), ids=STEPS_BEFORE)
 def test_an_interrupted_step_can_be_aborted_and_the_engine_used_again(kv, steps):
     expected = uninterrupted(kv)
     after = complete(new_engine(muddled, kv=kv), "again", max_tokens=5, ignore_eos=True)
     lines = lines_of(busy_engine(kv, steps)[0].step)
-    for line in range(0, lines, 7 if kv == "off" else 2):
+    for line in range(0, lines, STRIDE[kv]):
         engine, run = busy_engine(kv, steps)
         assert interrupted_at(line, engine.step), f"line {line}"
 
@@ -128,12 +131,12 @@ def test_an_interrupted_step_can_be_aborted_and_the_engine_used_again(kv, steps)
         assert (again.token_ids, again.text) == (after.token_ids, after.text), f"line {line}"
 
 
-@pytest.mark.parametrize("kv", ["off", "basic"])
+@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 @pytest.mark.parametrize("steps", STEPS_BEFORE.values(), ids=STEPS_BEFORE)
 def test_an_interrupted_step_can_be_gone_on_from_as_if_nothing_had_happened(kv, steps):
     expected = uninterrupted(kv)
     lines = lines_of(busy_engine(kv, steps)[0].step)
-    for line in range(1, lines, 7 if kv == "off" else 2):
+    for line in range(1, lines, STRIDE[kv]):
         engine, run = busy_engine(kv, steps)
         assert interrupted_at(line, engine.step)
 
@@ -146,22 +149,22 @@ def test_an_interrupted_step_can_be_gone_on_from_as_if_nothing_had_happened(kv, 
         assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("kv", ["off", "basic"])
+@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 def test_interrupted_again_and_again_it_still_comes_to_the_same_end(kv):
     expected = uninterrupted(kv)
-    for seed in range(20):
+    for seed in range(8):
         rng = np.random.default_rng(seed)
         engine, run = busy_engine(kv, 0)
         while engine.has_unfinished():
-            while interrupted_at(int(rng.integers(900)), engine.step) and engine.has_unfinished():
-                interrupted_at(int(rng.integers(100)), engine.has_unfinished)  # while it recovers
+            while interrupted_at(int(rng.integers(6000)), engine.step) and engine.has_unfinished():
+                interrupted_at(int(rng.integers(600)), engine.has_unfinished)  # while it recovers
             engine.scheduler.check_invariants()
 
         assert results(run) == expected, f"seed {seed}"
         assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("kv", ["off", "basic"])
+@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 def test_an_interrupted_abort_can_be_repeated(kv):
     def abort_all(engine: Engine) -> None:
         for name in REQUESTS:

@@ -1,0 +1,227 @@
+"""The prefix cache: paged, and what one sequence has computed serves every later one that begins with the same tokens.
+
+Every full block whose tokens are committed is indexed by its content, of prompts and of answers alike, and stays so
+after its sequence has gone, until the block is needed for something else. A new sequence attaches
+
+- whole blocks from the index, as far as they match; and behind them
+- the beginning of one more block, token by token, if a running sequence (or a snapshot) has committed it: the block is
+  shared in part and split when the newcomer writes. A cached block that nobody holds is attached in part only where
+  all of its tokens match and `max_cached` leaves some out.
+
+What a step is still computing is not yet a hit, and what was reserved and never committed never becomes one.
+
+Blocks are taken in this order: free ones; then cached ones, the one let go longest ago first. The blocks of one
+sequence are let go from its end, and a block is never let go before one that stands behind it, so what goes first is
+always a leaf of the index. Contents that several blocks have are served from the first of them; when it goes, the next
+takes over; and a block stays cached only as the last with its content. Writing into an indexed block, as after a
+`truncate`, drops it from the index, and with the last block of a content all that stands behind that content.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from operator import eq
+
+from forge.cache.block_table import BlockTable, blocks_for
+from forge.cache.kv_cache import CacheStats, Hit
+from forge.cache.paged import PagedKvCache
+from forge.cache.prefix_index import ChainHash, Node, PrefixIndex, chain_hash
+from forge.errors import ForgeError
+from forge.trace.records import BlockEvicted, PrefixHit
+
+
+class CacheInUse(ForgeError):
+    """The cache cannot be reset while sequences or snapshots hold blocks. Nothing was changed by the attempt."""
+
+    def __init__(self, blocks: int, owners: int):
+        super().__init__(
+            f"the prefix cache cannot be reset while {owners} sequences hold {blocks} blocks: wait until they have "
+            "ended, or abort them"
+        )
+        self.blocks = blocks
+        self.owners = owners
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PrefixTable(BlockTable):
+    """A block table whose contents are known."""
+
+    tip: Node
+    """The content of its indexed full blocks, all that stand in a row from the first."""
+    salt: str
+    token_ids: list[int]
+    """The tokens of the computed slots; what follows them means nothing."""
+
+    def computed_part(self, block_size: int) -> "PrefixTable":
+        blocks, tokens = self.blocks[: blocks_for(self.computed, block_size)], self.token_ids[: self.computed]
+        return PrefixTable(blocks, self.computed, self.computed, tip=self.tip, salt=self.salt, token_ids=tokens)
+
+
+class PrefixKvCache(PagedKvCache):
+    kind = "prefix"
+
+    def __init__(self, num_blocks: int, block_size: int, hash_function: ChainHash = chain_hash):
+        super().__init__(num_blocks, block_size)
+        self.index = PrefixIndex(hash_function)
+        self._queries = 0
+        self._hits = 0
+        self._evictions = 0
+
+    def lookup(self, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> Hit:
+        return self._match(token_ids, salt, max_cached)[0]
+
+    def prefix_keys(self, token_ids: Sequence[int], salt: str = "") -> tuple[int, ...]:
+        """One number per full block of a prompt: two prompts that begin with the same blocks begin with the same ones.
+
+        The first uncached block's is at `hit.num_tokens // block_size`. Changes nothing.
+        """
+        return self.index.keys(token_ids, self.block_size, salt)
+
+    def blocks_to_begin(self, hit: Hit, length: int) -> int:
+        self._settle()
+        counts = self.pool.reference_counts
+        revived = sum(counts[block] == 0 for block in hit.blocks)
+        grown = max(0, blocks_for(length, self.block_size) - len(hit.blocks))
+        writes_shared = hit.num_tokens % self.block_size and length > hit.num_tokens and counts[hit.blocks[-1]] > 0
+        return revived + grown + bool(writes_shared)
+
+    def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
+        assert seq_id not in self._tables, f"sequence {seq_id} is already there"
+        hit, tip = self._match(token_ids, salt, max_cached)
+        length = hit.num_tokens
+        table = PrefixTable(hit.blocks, length, length, tip=tip, salt=salt, token_ids=list(token_ids[:length]))
+        self._begin(table, self._tables, seq_id)
+        self._queries += len(token_ids)
+        self._hits += length
+        if length:
+            self._events.append(PrefixHit(seq_id, length, hit.blocks))
+        return length
+
+    def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        table = self._tables[seq_id]
+        assert table.computed + len(token_ids) <= table.reserved, "committed more tokens than were reserved"
+        table.token_ids[table.computed :] = token_ids
+        super().commit(seq_id, token_ids)
+        if table.computed // self.block_size > table.tip.depth:
+            self._settle()
+            self._unsettled = True
+            self._index(table)
+            self._unsettled = False
+
+    def reset(self) -> None:
+        """Forget everything that is cached. Raises `CacheInUse` while any block is held."""
+        self._settle()
+        if self.pool.num_used:
+            raise CacheInUse(self.pool.num_used, sum(bool(table.blocks) for table in self._all_tables()))
+        self._unsettled = True  # counting anew forgets what nobody holds
+        self._settle()
+
+    def stats(self) -> CacheStats:
+        own = {"prefix_queries": self._queries, "prefix_hits": self._hits, "evictions": self._evictions}
+        return replace(super().stats(), **own)
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        self.index.check_invariants()
+        counts, order = self.pool.reference_counts, {block: place for place, block in enumerate(self.pool.cached)}
+        assert self.pool.kept == self.index.node_of.keys(), "what is kept is not what is indexed"
+        for block, node in self.index.node_of.items():
+            assert counts[block] or node.blocks == [block], f"block {block} is cached beside another with its content"
+            above = node.parent.blocks  # of the parent's blocks all are referenced, or one is cached
+            assert not counts[block] or not above or counts[above[0]], f"block {block} outlives what it stands behind"
+            if block in order and above and above[0] in order:
+                assert order[block] < order[above[0]], f"block {block} would be evicted after what it stands behind"
+        for table in self._all_tables():
+            self._check_contents(table)
+
+    def _check_contents(self, table: PrefixTable) -> None:
+        size, node = self.block_size, table.tip
+        assert len(table.token_ids) >= table.computed >= node.depth * size, f"lengths out of order: {table}"
+        while node.parent is not None:
+            start = (node.depth - 1) * size
+            assert self.index.node_of[table.blocks[node.depth - 1]] is node, f"not its block's content: {table}"
+            assert tuple(table.token_ids[start : start + size]) == node.token_ids, f"not its tokens: {table}"
+            node = node.parent
+        assert node is self.index.root(table.salt), f"not under its salt: {table}"
+        if table.reserved > table.computed:
+            for block in table.blocks[table.computed // size :]:
+                assert block not in self.index.node_of, f"block {block} is indexed while it is being written"
+
+    def _match(self, token_ids: Sequence[int], salt: str, max_cached: int | None) -> tuple[Hit, Node]:
+        """The longest beginning that is there, and the content of its whole blocks."""
+        self._settle()
+        size, node, blocks, length = self.block_size, self.index.root(salt), [], 0
+        limit = len(token_ids) if max_cached is None else max(0, min(len(token_ids), max_cached))
+        while length < limit and length + size <= len(token_ids):
+            child = self.index.child(node, tuple(token_ids[length : length + size]))
+            if child is None:
+                break
+            blocks.append(child.blocks[0])
+            length += size
+            if length > limit:
+                return Hit(limit, tuple(blocks)), node
+            node = child
+        shared, block = self._running_match(node, salt, list(token_ids[length : min(length + size, limit)]))
+        return Hit(length + shared, (*blocks, block) if shared else tuple(blocks)), node
+
+    def _running_match(self, node: Node, salt: str, token_ids: list[int]) -> tuple[int, int]:
+        """How many of these tokens, which would follow `node`, some table has committed, and the block they are in."""
+        best, found, start = 0, -1, node.depth * self.block_size
+        for table in self._all_tables() if token_ids else ():
+            if table.computed <= start or table.token_ids[start] != token_ids[0]:
+                continue
+            if table.salt != salt or (start and self.index.node_of.get(table.blocks[node.depth - 1]) is not node):
+                continue
+            theirs = table.token_ids[start : min(table.computed, start + len(token_ids))]
+            common = sum(takewhile(bool, map(eq, theirs, token_ids)))
+            if common > best:
+                best, found = common, table.blocks[node.depth]
+        return best, found
+
+    def _index(self, table: PrefixTable) -> None:
+        """Index a table's full blocks that are not indexed yet."""
+        size = self.block_size
+        while (start := table.tip.depth * size) + size <= table.computed:
+            block = table.blocks[table.tip.depth]
+            node = self.index.insert(table.tip, tuple(table.token_ids[start : start + size]), block)
+            if node is None:
+                return
+            self.pool.keep(block)
+            if not self.pool.reference_counts[node.blocks[0]]:
+                self._forget(node.blocks[0])  # cached, and no longer the only one with its content
+            table.tip = node
+
+    def _shorten(self, table: PrefixTable, blocks: tuple[int, ...], length: int, dropped: tuple[int, ...]) -> None:
+        while table.tip.depth * self.block_size > length:
+            table.tip = table.tip.parent
+        super()._shorten(table, blocks, length, dropped)
+
+    def _allocate(self, number: int) -> tuple[int, ...]:
+        while self.pool.num_free < number:
+            oldest = next(iter(self.pool.cached))
+            self._forget(oldest)
+            self._evictions += 1
+            self._events.append(BlockEvicted(oldest, self.block_size))
+        return super()._allocate(number)
+
+    def _let_go(self, block: int) -> None:
+        is_last = self.pool.reference_counts[block] == 1
+        if is_last and block in self.pool.kept and len(self.index.node_of[block].blocks) > 1:
+            self._forget(block)  # another has its content
+        super()._let_go(block)
+
+    def _forget(self, block: int) -> None:
+        if block in self.pool.kept:
+            for lost in (block, *self.index.drop(block)):
+                self.pool.forget(lost)
+
+    def _settle(self) -> None:
+        """What was cached is forgotten along with the counts; what tables have is indexed again."""
+        if self._unsettled:
+            self.index.clear()
+            self.pool.recount(table.blocks for table in self._all_tables())
+            for table in self._all_tables():
+                table.tip = self.index.root(table.salt)
+                self._index(table)
+            self._filled_is_known = False
+            self._unsettled = False

@@ -1,0 +1,126 @@
+"""The index of the prefix cache: from what tokens say to the blocks that hold their keys and values.
+
+A key or value depends on every token before it, so a block can be used again only behind the same tokens. Full blocks
+are therefore nodes of a tree whose edges are the tokens of one block: a node stands for everything from the beginning
+of a sequence up to the end of its block. Nodes are found by a hash chained from block to block (automatic prefix
+caching of vLLM; a radix tree, as SGLang's, holds the same facts), and a hash proves nothing: parent and tokens are
+compared before anything is served. Of two contents with the same hash the second is not indexed.
+
+A *salt* has a root of its own, and nothing is shared between roots.
+
+The index knows contents. Which blocks are referenced, and in which order cached ones go, is the pool's business.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+Tokens = tuple[int, ...]
+ChainHash = Callable[[int, Tokens], int]
+"""From the hash of all that precedes (0 for nothing) and the tokens that follow, to the hash of both."""
+
+
+def chain_hash(preceding: int, token_ids: Tokens) -> int:
+    """64 bits, the same in every process."""
+    return hash((preceding, token_ids))  # Python salts the hashes of texts, not those of numbers
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Node:
+    """One content: the tokens of a block, behind those of its parent."""
+
+    key: int
+    parent: "Node | None"
+    """None for a root."""
+    depth: int
+    """How many blocks it is from the root."""
+    token_ids: Tokens = ()
+    blocks: list[int] = field(default_factory=list)
+    """Those that hold this content, the one that is served in front. Never empty, but for a root."""
+    children: set["Node"] = field(default_factory=set)
+
+
+class PrefixIndex:
+    def __init__(self, hash_function: ChainHash = chain_hash):
+        self.node_of: dict[int, Node] = {}
+        """For each indexed block its content. To be read."""
+        self._hash = hash_function
+        self._nodes: dict[int, Node] = {}
+        self._roots: WeakValueDictionary[str, Node] = WeakValueDictionary()
+        """A root lives for as long as a node or a sequence refers to it."""
+
+    def root(self, salt: str) -> Node:
+        """Where everything begins under this salt."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = Node(self._hash(0, tuple(salt.encode())), None, 0)
+        return root
+
+    def child(self, parent: Node, token_ids: Tokens) -> Node | None:
+        """The node of a block of `token_ids` behind `parent`, if there is one."""
+        node = self._nodes.get(self._hash(parent.key, token_ids))
+        return node if node is not None and node.parent is parent and node.token_ids == token_ids else None
+
+    def insert(self, parent: Node, token_ids: Tokens, block: int) -> Node | None:
+        """Index a block under its content, behind others that have the same.
+
+        Returns None, with nothing indexed, if another content has the same hash.
+        """
+        key = self._hash(parent.key, token_ids)
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = Node(key, parent, parent.depth + 1, token_ids)
+            parent.children.add(node)
+        elif node.parent is not parent or node.token_ids != token_ids:
+            return None
+        if block not in node.blocks:
+            node.blocks.append(block)
+            self.node_of[block] = node
+        return node
+
+    def drop(self, block: int) -> list[int]:
+        """A block no longer has its content; the next that has the same takes over.
+
+        Without a next one nothing behind it can be found any more either: returns the blocks whose content is lost.
+        """
+        node = self.node_of.pop(block)
+        node.blocks.remove(block)
+        if node.blocks:
+            return []
+        node.parent.children.discard(node)
+        lost, doomed = [], [node]
+        while doomed:
+            node = doomed.pop()
+            del self._nodes[node.key]
+            for orphan in node.blocks:
+                del self.node_of[orphan]
+            lost += node.blocks
+            doomed += node.children
+        return lost
+
+    def clear(self) -> None:
+        self.node_of.clear()
+        self._nodes.clear()
+        self._roots.clear()
+
+    def keys(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> tuple[int, ...]:
+        """The chained hash of each full block of a prompt. Changes nothing."""
+        key, keys = self._hash(0, tuple(salt.encode())), []
+        for start in range(0, len(token_ids) - block_size + 1, block_size):
+            key = self._hash(key, tuple(token_ids[start : start + block_size]))
+            keys.append(key)
+        return tuple(keys)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the tree, the hashes and the blocks do not belong together."""
+        roots = set(self._roots.values())
+        for key, node in self._nodes.items():
+            assert node.key == key == self._hash(node.parent.key, node.token_ids), f"{node.blocks}: not their hash"
+            assert node.parent in roots or self._nodes.get(node.parent.key) is node.parent, f"{node.blocks}: orphans"
+            assert node in node.parent.children, f"{node.blocks}: their parent does not know them"
+            assert node.depth == node.parent.depth + 1, f"{node.blocks}: not at this depth"
+            assert node.blocks, "a node without blocks"
+            assert all(self.node_of[block] is node for block in node.blocks), f"{node.blocks}: indexed elsewhere"
+            assert len(set(node.blocks)) == len(node.blocks), f"{node.blocks}: indexed twice"
+            assert all(self._nodes.get(child.key) is child for child in node.children), f"{node.blocks}: lost a child"
+        assert sum(len(node.blocks) for node in self._nodes.values()) == len(self.node_of), "a block without a node"
