@@ -40,7 +40,7 @@ class CostMeter:
             return self.assumed
         base, slope = line
         plain_ms = base + slope * num_sequences
-        row = max(0.0, slope * num_sequences / plain_ms) if len(self._forward_ms) > 1 else self.assumed.row
+        row = slope * num_sequences / plain_ms if len(self._forward_ms) > 1 else self.assumed.row
         nearest = min(self._guess_ms, key=lambda measured: abs(measured - num_sequences), default=None)
         guess = self.assumed.guess if nearest is None else median(self._guess_ms[nearest]) / plain_ms
         return Costs(guess, row)
@@ -53,4 +53,5 @@ class CostMeter:
         middle_rows, middle_ms = (fmean(values) for values in zip(*points, strict=True))
         spread = sum((rows - middle_rows) ** 2 for rows, _ in points)
         slope = sum((rows - middle_rows) * (ms - middle_ms) for rows, ms in points) / spread if spread else 0.0
+        slope = min(max(slope, 0.0), middle_ms / middle_rows)  # neither part of a forward takes less than no time
         return middle_ms - slope * middle_rows, slope
