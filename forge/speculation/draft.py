@@ -142,7 +142,7 @@ class DraftProposer(Proposer):
 
     def _begin(self, requests: Sequence[ProposalRequest]) -> list[_Run]:
         """Reserve what this call will write, as far as there is room. Those that will propose most come first."""
-        asked = {request.seq_id for request in requests}
+        asked = {request.seq_id for request in requests if request.max_tokens > 0}
         runs = []
         for index, request in enumerate(requests):
             fits = self.max_model_len - len(request.token_ids) + 1  # the last guess is not computed

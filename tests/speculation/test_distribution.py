@@ -4,7 +4,7 @@
 bound is what chance exceeds once in 30,000 times. That the test can fail is seen at the rules that are nearly right.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import pytest
@@ -28,9 +28,7 @@ SETTINGS = {
     "temperature 0.6": SamplingParams(temperature=0.6),
     "temperature 1.5, top-k 5": SamplingParams(temperature=1.5, top_k=5),
     "temperature 1, top-p 0.8": SamplingParams(temperature=1.0, top_p=0.8),
-    "temperature 0.8, top-k 6, top-p 0.9, min-p 0.05": SamplingParams(
-        temperature=0.8, top_k=6, top_p=0.9, min_p=0.05
-    ),
+    "temperature 0.8, top-k 6, top-p 0.9, min-p 0.05": SamplingParams(temperature=0.8, top_k=6, top_p=0.9, min_p=0.05),
 }
 TARGET = Chain.random(1)
 DRAFTS = {"good": TARGET.near(2, 0.5), "hostile": TARGET.hostile()}
@@ -40,7 +38,7 @@ DRAFTS = {"good": TARGET.near(2, 0.5), "hostile": TARGET.hostile()}
 def few_distributions(monkeypatch):
     """There are only a few rows of logits here, so what is made of each is computed once."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def of_bytes(logits: bytes, params: SamplingParams) -> Distribution:
         return sampling.distribution(np.frombuffer(logits, np.float32), params)
 
