@@ -270,7 +270,8 @@ class DraftProposer(Proposer):
         if not params.greedy:
             q = distribution(scores, params)
             position = run.length + len(run.token_ids)
-            run.token_ids.append(q.draw(uniform(request.seed, request.sample_index, position, Purpose.PROPOSE)))
+            draw = uniform(request.seed, request.sample_index, position, Purpose.PROPOSE, request.branch)
+            run.token_ids.append(q.draw(draw))
             run.distributions.append(q)
         else:
             run.token_ids.append(likeliest if scores is logits else int(scores.argmax()))

@@ -28,6 +28,8 @@ class ProposalRequest:
     params: SamplingParams
     seed: int
     sample_index: int
+    branch: int = 0
+    """Which of several proposers this is, where several guess for one sequence: their draws must differ."""
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,18 @@ anything but itself, as p has it. Drawing from p and looking whether it is the g
 that plain sampling makes at that position. So with such guesses sampling emits the very tokens that it emits without
 speculation.
 
-Everything here is a pure function; its draws are named by (seed, sample index, position, purpose).
+Several drafts may guess for one sequence, each with a run of its own: a fork. Position by position, the forks that hold
+what was emitted so far have a say. Greedy, the one that goes on agreeing longest wins. Under sampling their tokens are
+tried in turn, each against what the ones before have left of p (recursive rejection: Miao et al. 2024, SpecInfer),
+which needs drafts that draw independently.
+
+Everything here is a pure function; its draws are named by (seed, sample index, position, purpose, branch).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,8 +52,15 @@ class Verification:
 
     choices: tuple[Choice, ...]
     """The tokens emitted: those accepted, and one of the target's own."""
-    verdicts: tuple[TokenVerdict, ...]
-    """One for each proposed token up to the first that was rejected."""
+    forks: tuple[tuple[TokenVerdict, ...], ...]
+    """Of each proposal: one verdict for each token up to the first that is not what was emitted."""
+    winner: int
+    """The fork whose rows hold what was accepted; its keys and values are the ones to keep."""
+
+    @property
+    def verdicts(self) -> tuple[TokenVerdict, ...]:
+        """The winner's."""
+        return self.forks[self.winner]
 
     @property
     def num_accepted(self) -> int:
@@ -66,7 +79,7 @@ def verify(
     seed: int,
     sample_index: int,
 ) -> Verification:
-    """Decide about a proposal of K tokens.
+    """Decide about one proposal of K tokens.
 
     logits: float32 `[K + 1, vocab]`, the target's after the last token of `history` and after each proposed one.
     history: the sequence's tokens so far, prompt included. With an empty proposal the token emitted is `choose`'s.
@@ -74,20 +87,42 @@ def verify(
     Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity, and ValueError for a proposed token outside
     the vocabulary or one that cannot have come from the distribution beside it.
     """
-    _check_proposal(logits, proposal)
-    tokens = list(history)
-    choices: list[Choice] = []
-    verdicts: list[TokenVerdict] = []
-    for index, token_id in enumerate(proposal.token_ids):
-        q = None if proposal.distributions is None else proposal.distributions[index]
-        choice, verdict = _judge(logits[index], token_id, q, params, tokens, (seed, sample_index, len(tokens)))
+    return verify_forks([logits], [proposal], params, history, seed, sample_index)
+
+
+def verify_forks(
+    logits: Sequence[np.ndarray],
+    proposals: Sequence[Proposal],
+    params: SamplingParams,
+    history: Sequence[int],
+    seed: int,
+    sample_index: int,
+) -> Verification:
+    """Decide about several proposals for one sequence, each with its own rows of logits, as `verify` does about one.
+
+    A proposal's place in the list is the branch that names its draws.
+    """
+    for rows, proposal in zip(logits, proposals, strict=True):
+        _check_proposal(rows, proposal)
+    tokens, choices = list(history), []
+    verdicts: list[list[TokenVerdict]] = [[] for _ in proposals]
+    agreeing = list(range(len(proposals)))  # the forks that hold what was emitted so far
+    for index in range(max(map(len, proposals)) + 1):
+        winner = agreeing[0]
+        row = logits[winner][index]  # the others have the same: they followed the same tokens
+        guesses = [_guess_of(fork, proposals[fork], index) for fork in agreeing if index < len(proposals[fork])]
+        if not guesses:
+            choices.append(choose(row, params, tokens, seed, sample_index, len(tokens)))
+            break
+        choice, judged = _judge(row, guesses, params, tokens, (seed, sample_index, len(tokens)))
         choices.append(choice)
-        verdicts.append(verdict)
-        if not verdict.accepted:
-            return Verification(tuple(choices), tuple(verdicts))
-        tokens.append(token_id)
-    choices.append(choose(logits[-1], params, tokens, seed, sample_index, len(tokens)))
-    return Verification(tuple(choices), tuple(verdicts))
+        for guess, verdict in zip(guesses, judged, strict=True):
+            verdicts[guess.fork].append(verdict)
+        agreeing = [guess.fork for guess in guesses if guess.token_id == choice.token_id]
+        if not agreeing:
+            break
+        tokens.append(choice.token_id)
+    return Verification(tuple(choices), tuple(map(tuple, verdicts)), winner)
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:
@@ -104,40 +139,74 @@ def residual(p: Distribution, q: Distribution) -> Distribution:
     return Distribution(p.token_ids[kept], excess[kept] / total) if total > 0 else p
 
 
+class _Guess(NamedTuple):
+    """One fork's token at one position."""
+
+    fork: int
+    token_id: int
+    q: Distribution | None
+
+
+class _Trial(NamedTuple):
+    """How a guess fared under sampling: the fields of `TokenVerdict`."""
+
+    p: float | None = None
+    q: float | None = None
+    draw: float | None = None
+
+
+def _guess_of(fork: int, proposal: Proposal, index: int) -> _Guess:
+    q = None if proposal.distributions is None else proposal.distributions[index]
+    return _Guess(fork, proposal.token_ids[index], q)
+
+
 def _judge(
     logits: np.ndarray,
-    proposed: int,
-    q: Distribution | None,
+    guesses: Sequence[_Guess],
     params: SamplingParams,
     history: Sequence[int],
     name: tuple[int, int, int],
-) -> tuple[Choice, TokenVerdict]:
-    """The token to emit at one position, and whether it is the proposed one. `name` is that of the position's draws."""
+) -> tuple[Choice, list[TokenVerdict]]:
+    """The token to emit at one position, and what that says of each guess. `name` is that of the position's draws."""
     likeliest = check_logits(logits)
     scores = penalized(logits, history, params.repetition_penalty)
     argmax = likeliest if scores is logits else int(scores.argmax())
     log_total = log_sum_exp(logits, float(logits[likeliest]))
-    odds: dict[str, float] = {}
     if params.greedy:
-        token_id = argmax
+        token_id, trials = argmax, [_Trial()] * len(guesses)
     else:
-        p = distribution(scores, params)
-        token_id, draw = _draw(p, proposed, q, name)
-        odds = {"p": p.probability(proposed), "q": 1.0 if q is None else q.probability(proposed), "draw": draw}
-    own = math.exp(float(logits[proposed]) - log_total)
-    verdict = TokenVerdict(proposed, token_id == proposed, argmax, own, **odds)
-    return choice_of(logits, log_total, token_id, params), verdict
+        token_id, trials = _draw(distribution(scores, params), guesses, name)
+    verdicts = [
+        TokenVerdict(
+            guess.token_id,
+            guess.token_id == token_id,
+            argmax,
+            math.exp(float(logits[guess.token_id]) - log_total),
+            *trial,
+        )
+        for guess, trial in zip(guesses, trials, strict=True)
+    ]
+    return choice_of(logits, log_total, token_id, params), verdicts
 
 
-def _draw(p: Distribution, proposed: int, q: Distribution | None, name: tuple[int, int, int]) -> tuple[int, float]:
-    """The token to emit under sampling, and the draw that decided whether it is the proposed one."""
-    if q is None:
+def _draw(p: Distribution, guesses: Sequence[_Guess], name: tuple[int, int, int]) -> tuple[int, list[_Trial]]:
+    """The token to emit under sampling, and how each guess fared."""
+    if all(guess.q is None for guess in guesses):
         draw = uniform(*name, Purpose.SAMPLE)
-        return p.draw(draw), draw
-    draw = uniform(*name, Purpose.ACCEPT)
-    if draw * q.probability(proposed) < p.probability(proposed):
-        return proposed, draw
-    return residual(p, q).draw(uniform(*name, Purpose.RESAMPLE)), draw
+        return p.draw(draw), [_Trial(p.probability(guess.token_id), 1.0, draw) for guess in guesses]
+    taken, left, trials = None, p, []
+    for fork, token_id, odds in guesses:
+        q = odds or Distribution(np.array([token_id]), np.ones(1))
+        chance, odds_of_it = left.probability(token_id), q.probability(token_id)
+        draw = None if taken is not None else uniform(*name, Purpose.ACCEPT, fork)
+        trials.append(_Trial(chance, odds_of_it, draw))
+        if draw is None:
+            continue
+        if draw * odds_of_it < chance:
+            taken = token_id
+        else:
+            left = residual(left, q)
+    return left.draw(uniform(*name, Purpose.RESAMPLE)) if taken is None else taken, trials
 
 
 def _check_proposal(logits: np.ndarray, proposal: Proposal) -> None:

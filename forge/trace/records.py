@@ -266,11 +266,12 @@ class TokenVerdict:
     target_probability: float
     """The target's own probability of the proposed token: softmax of its raw logits."""
     p: float | None = None
-    """Under sampling, how likely the target's filtered distribution draws the token; None under greedy."""
+    """Under sampling, how likely the target's filtered distribution draws the token; None under greedy. Where several
+    drafts guess, of what those before left of that distribution."""
     q: float | None = None
     """The same of the proposer's; 1 for one that guesses without odds."""
     draw: float | None = None
-    """Under sampling, the number in [0, 1) that decided."""
+    """Under sampling, the number in [0, 1) that decided; None if another draft's token had been taken already."""
 
 
 SpecReason = Literal["fixed", "wins", "turned_down", "loses", "waits", "probes", "on_again", "cannot_win"]

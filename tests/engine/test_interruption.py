@@ -1,7 +1,7 @@
 """Ctrl-C anywhere: an exception between any two lines of a step leaves an engine that can abort, answer and go on.
 
-`interrupted_at(n, call)` raises KeyboardInterrupt before the n-th line that `call` executes in forge's engine, cache or speculation,
-by way of Python's own tracing, so every place is tried and not only those that somebody thought of.
+`interrupted_at(n, call)` raises KeyboardInterrupt before the n-th line that `call` executes in forge's engine, cache or
+speculation, by way of Python's own tracing, so every place is tried and not only those that somebody thought of.
 """
 
 import sys

@@ -11,7 +11,7 @@ from forge.engine.draws import Purpose, uniform
 from forge.engine.sampling import choose, distribution
 from forge.engine.sampling_params import SamplingParams
 from forge.speculation.proposer import Proposal
-from forge.speculation.verification import verify
+from forge.speculation.verification import verify, verify_forks
 
 VOCAB = 8
 FIRST = 0
@@ -44,12 +44,12 @@ class Chain:
             out[token_id, found.token_ids] = found.probabilities
         return out
 
-    def proposal(self, tokens: list[int], k: int, params: SamplingParams, seed: int) -> Proposal:
+    def proposal(self, tokens: list[int], k: int, params: SamplingParams, seed: int, branch: int = 0) -> Proposal:
         """`k` tokens drawn one after another, with the odds of each."""
         drawn, odds = list(tokens), []
         for _ in range(k):
             odds.append(distribution(self.logits[drawn[-1]], params))
-            drawn.append(odds[-1].draw(uniform(seed, 0, len(drawn), Purpose.PROPOSE)))
+            drawn.append(odds[-1].draw(uniform(seed, 0, len(drawn), Purpose.PROPOSE, branch)))
         return Proposal(tuple(drawn[len(tokens) :]), tuple(odds))
 
 
@@ -60,6 +60,16 @@ def speculate(target: Chain, proposing, num_tokens: int, params: SamplingParams,
         proposal = proposing(tokens, seed)
         rows = target.logits[[tokens[-1], *proposal.token_ids]]
         tokens += rule(rows, proposal, params, tokens, seed, 0).token_ids
+    return tokens[1 : num_tokens + 1]
+
+
+def speculate_with_several(target: Chain, proposing, num_tokens: int, params: SamplingParams, seed: int) -> list[int]:
+    """The same where `proposing(tokens, seed)` gives a list of proposals, one per draft."""
+    tokens = [FIRST]
+    while len(tokens) <= num_tokens:
+        proposals = proposing(tokens, seed)
+        rows = [target.logits[[tokens[-1], *proposal.token_ids]] for proposal in proposals]
+        tokens += verify_forks(rows, proposals, params, tokens, seed, 0).token_ids
     return tokens[1 : num_tokens + 1]
 
 

@@ -16,7 +16,15 @@ from forge.engine.sampling_params import SamplingParams
 from forge.speculation import verification
 from forge.speculation.proposer import Proposal
 from tests.speculation import small_chain
-from tests.speculation.small_chain import FIRST, VOCAB, Chain, chi_squared_deviation, sample_plainly, speculate
+from tests.speculation.small_chain import (
+    FIRST,
+    VOCAB,
+    Chain,
+    chi_squared_deviation,
+    sample_plainly,
+    speculate,
+    speculate_with_several,
+)
 
 BOUND = 4.0
 POSITIONS = 3
@@ -101,6 +109,49 @@ def test_guesses_without_odds_give_the_very_tokens_of_plain_sampling(draft, sett
         assert sequences[seed] == sample_plainly(TARGET, POSITIONS, params, seed)
 
 
+def with_several(drafts: list[Chain | None], params: SamplingParams, branches: list[int]):
+    """A proposal of every draft, of different lengths. None stands for a guess without odds."""
+
+    def propose(tokens: list[int], seed: int) -> list[Proposal]:
+        proposals = []
+        for index, draft in enumerate(drafts):
+            if draft is None:
+                proposals += [without_odds(TARGET)(tokens, seed + index)]
+            else:
+                k = 1 + (seed + index) % 3
+                proposals.append(draft.proposal(tokens, k, params, seed, branches[index]))
+        return proposals
+
+    return propose
+
+
+SEVERAL = {
+    "good and hostile": [DRAFTS["good"], DRAFTS["hostile"]],
+    "two alike": [TARGET.near(4, 2.0)] * 2,
+    "three, one without odds": [DRAFTS["hostile"], None, TARGET.near(3, 1.0)],
+}
+
+
+@pytest.mark.parametrize("drafts", SEVERAL)
+@pytest.mark.parametrize("setting", ["temperature 1", "temperature 1.5, top-k 5", "temperature 1, top-p 0.8"])
+def test_with_several_drafts_what_is_emitted_has_the_distribution_of_plain_sampling(drafts, setting):
+    params = SETTINGS[setting]
+    proposing = with_several(SEVERAL[drafts], params, branches=[0, 1, 2])
+
+    sequences = [speculate_with_several(TARGET, proposing, POSITIONS, params, seed) for seed in range(SAMPLES // 2)]
+
+    assert max(deviations(sequences, params)) < BOUND
+
+
+def test_drafts_that_draw_alike_would_be_seen():
+    params = SETTINGS["temperature 1"]
+    proposing = with_several(SEVERAL["two alike"], params, branches=[0, 0])
+
+    sequences = [speculate_with_several(TARGET, proposing, POSITIONS, params, seed) for seed in range(SAMPLES // 2)]
+
+    assert max(deviations(sequences, params)) > BOUND
+
+
 def nearly_right(accepts, replacement):
     """A rule like `verify`'s: `accepts(p, q, draw)` for the proposed token, `replacement(p, q, proposed)` if not."""
 
@@ -118,7 +169,7 @@ def nearly_right(accepts, replacement):
         else:
             p = verification.distribution(logits[-1], params)
             emitted.append(p.draw(uniform(seed, sample_index, len(tokens), Purpose.SAMPLE)))
-        return verification.Verification(tuple(sampling.Choice(t, 0.0, None) for t in emitted), ())
+        return verification.Verification(tuple(sampling.Choice(t, 0.0, None) for t in emitted), ((),), 0)
 
     return rule
 

@@ -7,7 +7,7 @@ from forge.engine.draws import Purpose, uniform
 from forge.engine.sampling import BrokenLogits, Distribution, choose, distribution
 from forge.engine.sampling_params import SamplingParams
 from forge.speculation.proposer import NO_PROPOSAL, Proposal
-from forge.speculation.verification import residual, verify
+from forge.speculation.verification import residual, verify, verify_forks
 
 VOCAB = 12
 GREEDY = SamplingParams()
@@ -193,6 +193,67 @@ def test_a_draft_with_a_larger_vocabulary_has_odds_for_tokens_that_the_target_la
     for seed in range(100):
         result = run(random_rows(seed, 2), Proposal((3,), (q,)), params, seed=seed)
         assert all(0 <= token_id < VOCAB for token_id in result.token_ids)
+
+
+# Several drafts
+
+
+@pytest.mark.parametrize(
+    ("runs", "emitted", "winner"),
+    [
+        ([[7, 8, 4], [7, 4, 4], [4]], (7, 8, 9), 0),
+        ([[7, 4, 4], [4], [7, 8, 9]], (7, 8, 9, 3), 2),
+        ([[7], [7, 8], [7, 8, 9]], (7, 8, 9, 3), 2),
+        ([[7, 8], [7, 8, 4], []], (7, 8, 9), 0),
+        ([[4], [5, 8], []], (7,), 0),
+    ],
+)
+def test_of_several_runs_the_one_that_is_accepted_longest_wins(runs, emitted, winner):
+    truth = [7, 8, 9, 3]
+    rows = [rows_saying(truth[: len(run) + 1]) for run in runs]
+
+    result = verify_forks(rows, [Proposal(tuple(run)) for run in runs], GREEDY, [1, 2], 5, 0)
+
+    assert (result.token_ids, result.winner) == (emitted, winner)
+    for run, verdicts in zip(runs, result.forks, strict=True):
+        agreeing = next((i for i in range(len(run)) if run[i] != truth[i]), len(run))
+        assert [verdict.accepted for verdict in verdicts] == [True] * agreeing + [False] * (agreeing < len(run))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0)], ids=["greedy", "sampled"])
+def test_one_fork_of_several_is_what_it_is_alone_where_the_others_propose_nothing(params):
+    for seed in range(50):
+        rows, q = random_rows(seed, 3), distribution(random_rows(1000 + seed, 1)[0], SamplingParams(temperature=1.0))
+        proposal = Proposal((q.draw(0.3), q.draw(0.8)), (q, q))
+        alone = verify(rows, proposal, params, [1, 2], seed, 0)
+        beside = verify_forks([rows, rows[:1]], [proposal, NO_PROPOSAL], params, [1, 2], seed, 0)
+
+        assert beside.choices == alone.choices
+        assert beside.forks == (alone.verdicts, ())
+
+
+def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
+    params = SamplingParams(temperature=1.0)
+    tried = set()
+    for seed in range(200):
+        target, first, second = random_rows(seed, 3)
+        p, q1, q2 = (distribution(row, params) for row in (target, first, second))
+        x1, x2 = (q.draw(uniform(seed, 0, 2, Purpose.PROPOSE, branch)) for branch, q in enumerate((q1, q2)))
+        rows = np.stack([target, target])
+        result = verify_forks([rows, rows], [Proposal((x1,), (q1,)), Proposal((x2,), (q2,))], params, [1, 2], seed, 0)
+
+        draws = [uniform(seed, 0, 2, Purpose.ACCEPT, branch) for branch in range(2)]
+        left = residual(p, q1)
+        if draws[0] * q1.probability(x1) < p.probability(x1):
+            expected = x1
+        elif draws[1] * q2.probability(x2) < left.probability(x2):
+            expected = x2
+            assert (result.forks[1][0].p, result.forks[1][0].draw) == (left.probability(x2), draws[1])
+        else:
+            expected = residual(left, q2).draw(uniform(seed, 0, 2, Purpose.RESAMPLE))
+        assert result.token_ids[0] == expected
+        tried.add((x1 == expected, x2 == expected))
+    assert tried == {(True, False), (False, True), (False, False), (True, True)}
 
 
 # What is refused
