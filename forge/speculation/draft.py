@@ -126,8 +126,8 @@ class DraftProposer(Proposer):
         self.lease.check()
         proposals = [NO_PROPOSAL] * len(requests)
         runs = self._begin(requests)
-        for guesses_of in (self._first_guesses, self._further_guesses):
-            guesses_of(runs)
+        self._first_guesses(runs)
+        self._further_guesses(runs)
         for run in runs:
             self._keep(run)
             proposals[run.index] = Proposal(tuple(run.token_ids), tuple(run.distributions) or None)
