@@ -1,7 +1,8 @@
 """Random draws that depend on nothing but their name.
 
-A draw is a pure function of (seed, sample index, position, purpose). No generator is advanced, so nothing that happens
-to a sequence on the way (other requests beside it, a preemption, a guess that was rejected) changes what it draws.
+A draw is a pure function of (seed, sample index, position, purpose, branch). No generator is advanced, so nothing that
+happens to a sequence on the way (other requests beside it, a preemption, a guess that was rejected) changes what it
+draws.
 """
 
 from enum import IntEnum
@@ -24,10 +25,14 @@ class Purpose(IntEnum):
     """The token in place of a rejected guess."""
 
 
-def uniform(seed: int, sample_index: int, position: int, purpose: Purpose) -> float:
+MAX_BRANCHES = 64
+
+
+def uniform(seed: int, sample_index: int, position: int, purpose: Purpose, branch: int = 0) -> float:
     """A number in [0, 1) with 53 random bits: the digest of its own name.
 
-    `seed` is below 2^64; `position` is where the drawn token will stand in its sequence.
+    `seed` is below 2^64; `position` is where the drawn token will stand in its sequence; `branch`, below 64, tells
+    apart the draws of several drafts that guess at one position.
     """
-    digest = blake2b(_NAME.pack(seed, sample_index, position, purpose), digest_size=8).digest()
+    digest = blake2b(_NAME.pack(seed, sample_index, position, branch << 2 | purpose), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -42,6 +42,12 @@ class Distribution:
         index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
         return int(self.token_ids[min(index, len(self.token_ids) - 1)])
 
+    def probability(self, token_id: int) -> float:
+        """0 for a token that may not be drawn."""
+        index = int(np.searchsorted(self.token_ids, token_id))
+        held = index < len(self.token_ids) and self.token_ids[index] == token_id
+        return float(self.probabilities[index]) if held else 0.0
+
 
 class Choice(NamedTuple):
     """One chosen token."""
@@ -69,12 +75,13 @@ def choose(
         token_id = likeliest
     else:
         token_id = int(scores.argmax())
-    log_total = log_sum_exp(logits, float(logits[likeliest]))
-    return Choice(
-        token_id,
-        math.exp(float(logits[token_id]) - log_total),
-        top_logprobs(logits, log_total, params.logprobs, token_id),
-    )
+    return choice_of(logits, log_sum_exp(logits, float(logits[likeliest])), token_id, params)
+
+
+def choice_of(logits: np.ndarray, log_total: float, token_id: int, params: SamplingParams) -> Choice:
+    """The choice of `token_id` from a row whose `log_sum_exp` is `log_total`."""
+    probability = math.exp(float(logits[token_id]) - log_total)
+    return Choice(token_id, probability, top_logprobs(logits, log_total, params.logprobs, token_id))
 
 
 def check_logits(logits: np.ndarray) -> int:

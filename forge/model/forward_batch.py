@@ -4,7 +4,9 @@ A prefill, a chunk of a prefill, a decode and a verification of K guesses are th
 a run of rows of one sequence that starts at some position. Nothing is padded: rows of all sequences lie end to end.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,3 +37,43 @@ class ForwardBatch:
     @property
     def num_sequences(self) -> int:
         return len(self.context_lens)
+
+
+class SequenceRows(NamedTuple):
+    """A run of rows of one sequence, for `flat_batch`."""
+
+    token_ids: Sequence[int]
+    """The tokens of these rows alone."""
+    start: int
+    """The position of the first."""
+    block_table: Sequence[int]
+    """The blocks of positions 0 to that of the last row, at least."""
+    logit_rows: range
+    """Which of them need logits, counted from 0."""
+
+
+def flat_batch(parts: Sequence[SequenceRows], block_size: int) -> ForwardBatch:
+    """The rows of all parts end to end."""
+    tables = np.full((len(parts), max(len(part.block_table) for part in parts)), -1, np.int32)
+    token_ids: list[int] = []
+    positions, slots = [], []
+    cu_seqlens, logit_rows, context_lens = [0], [], []
+    for table, part in zip(tables, parts, strict=True):
+        end = part.start + len(part.token_ids)
+        table[: len(part.block_table)] = part.block_table
+        own = np.arange(part.start, end, dtype=np.int32)
+        positions.append(own)
+        slots.append(table[own // block_size] * block_size + own % block_size)
+        logit_rows += [cu_seqlens[-1] + row for row in part.logit_rows]
+        token_ids += part.token_ids
+        cu_seqlens.append(len(token_ids))
+        context_lens.append(end)
+    return ForwardBatch(
+        token_ids=np.array(token_ids, np.int32),
+        positions=np.concatenate(positions),
+        cu_seqlens=np.array(cu_seqlens, np.int32),
+        slot_mapping=np.concatenate(slots),
+        block_tables=tables,
+        context_lens=np.array(context_lens, np.int32),
+        logit_rows=np.array(logit_rows, np.int32),
+    )

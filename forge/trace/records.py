@@ -383,3 +383,67 @@ class Spread:
     def of(cls, values: tuple[float, ...] | list[float]) -> "Spread":
         """Raises ValueError for an empty list."""
         return cls(min(values), median(values), max(values), fmean(values), len(values))
+
+
+@dataclass(frozen=True)
+class TokenVerdict:
+    """What the target made of one proposed token."""
+
+    token_id: int
+    accepted: bool
+    target_argmax: int
+    """The target's likeliest token there, after the repetition penalty."""
+    target_probability: float
+    """The target's own probability of the proposed token: softmax of its raw logits."""
+    p: float | None = None
+    """Under sampling, how likely the target's filtered distribution draws the token; None under greedy. Where several
+    drafts guess, of what those before left of that distribution."""
+    q: float | None = None
+    """The same of the proposer's; 1 for one that guesses without odds."""
+    draw: float | None = None
+    """Under sampling, the number in [0, 1) that decided; None if another draft's token had been taken already."""
+
+
+SpecReason = Literal["fixed", "wins", "turned_down", "loses", "waits", "probes", "on_again", "cannot_win"]
+
+
+@dataclass(frozen=True)
+class SpecDecision:
+    """How many tokens to propose for a sequence in its next step, and why."""
+
+    k: int
+    """0 is off."""
+    reason: SpecReason
+    speed_up: float
+    """What the formula predicts for this `k`; for 0 what it predicts for the best other one."""
+    accept_rate: float | None
+    """Accepted over proposed in the last 50 cycles; None before the first."""
+    retry_in: int | None = None
+    """While it is off: output tokens until it is tried again; None if it never is."""
+
+
+@dataclass(frozen=True)
+class SpecCycle:
+    """One turn of speculation for one sequence: what was proposed, what the target made of it, what it cost."""
+
+    seq_id: int
+    proposer: str
+    start: int
+    """The position of the first proposed token."""
+    proposed: tuple[int, ...]
+    verdicts: tuple[TokenVerdict, ...]
+    """Of the proposed tokens up to the first that was rejected: those behind it were not looked at."""
+    emitted: tuple[int, ...]
+    """The accepted tokens and the target's own one, as far as the sequence did not end before."""
+    draft_ms: float
+    """Proposing, for all sequences of the step together."""
+    target_ms: float
+    """The step's forward pass, for all its sequences together."""
+    decision: SpecDecision | None = None
+    """Why so many were proposed."""
+    error: str | None = None
+    """What ended the cycle before it was verified, such as a revoked lease."""
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(verdict.accepted for verdict in self.verdicts)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from forge.engine.draws import Purpose, uniform
+from forge.engine.draws import MAX_BRANCHES, Purpose, uniform
 
 
 def test_a_draw_depends_on_its_name_and_on_nothing_else():
@@ -17,6 +17,7 @@ def test_a_draw_depends_on_its_name_and_on_nothing_else():
 def test_every_part_of_the_name_matters():
     names = [(5, 0, 17, Purpose.SAMPLE), (6, 0, 17, Purpose.SAMPLE), (5, 1, 17, Purpose.SAMPLE)]
     names += [(5, 0, 18, Purpose.SAMPLE), *((5, 0, 17, purpose) for purpose in Purpose if purpose != Purpose.SAMPLE)]
+    names += [(5, 0, 17, purpose, branch) for purpose in Purpose for branch in range(1, MAX_BRANCHES)]
 
     assert len({uniform(*name) for name in names}) == len(names)
 

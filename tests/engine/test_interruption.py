@@ -1,7 +1,7 @@
 """Ctrl-C anywhere: an exception between any two lines of a step leaves an engine that can abort, answer and go on.
 
-`interrupted_at(n, call)` raises KeyboardInterrupt before the n-th line that `call` executes in forge's engine or cache,
-by way of Python's own tracing, so every place is tried and not only those that somebody thought of.
+`interrupted_at(n, call)` raises KeyboardInterrupt before the n-th line that `call` executes in forge's engine, cache or
+speculation, by way of Python's own tracing, so every place is tried and not only those that somebody thought of.
 """
 
 import sys
@@ -18,7 +18,7 @@ from forge.engine.llm import Run
 from forge.engine.sampling_params import SamplingParams
 from tests.engine.scripted import assert_nothing_held, complete, letters, muddled, new_engine, run_all
 
-PACKAGES = tuple(str(Path(forge.__file__).parent / name) for name in ("engine", "cache"))
+PACKAGES = tuple(str(Path(forge.__file__).parent / name) for name in ("engine", "cache", "speculation"))
 
 REQUESTS = {
     "ends first": ("ab", SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=2, logprobs=1)),

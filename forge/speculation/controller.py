@@ -1,0 +1,167 @@
+"""How many tokens to guess, sequence by sequence: as many as pay, and none where guessing loses.
+
+A cycle of K guesses emits αK + 1 tokens, α being the share of guesses that is accepted, and costs one forward of the
+target and K of the draft. So against plain decoding it gains the factor
+
+    (αK + 1) / (1 + K · t_draft / t_target)
+
+(Leviathan et al. 2023), where the target's forward over K + 1 rows is taken to cost what one over a single row does.
+Here each further row has its price too. α depends on K, because guesses behind a rejected one are wasted: if each is
+accepted with probability a after its predecessors were, αK = a + a² + … + a^K. What is estimated is a: accepted
+guesses over guesses that the target decided about, recent cycles weighing more.
+
+Below 1 for every K, speculation goes off; after a pause, counted in output tokens, a single guess is tried. If that is
+rejected the pause doubles. So a useless draft costs a few guesses at first and ever fewer later.
+
+`SpeculationControl` is a value: what happened goes in, the next value comes out, and no clock is read. Under sampling
+the number of guesses decides which draws a token is made from, so there the caller passes costs that are fixed in
+advance, and tokens never depend on the time.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, repeat
+from typing import NamedTuple
+
+from forge.trace.records import SpecDecision, SpecReason
+
+WINDOW = 50
+"""Cycles that the acceptance rate is taken over."""
+_FADING = 0.9
+"""What a cycle counts for in the estimate of a, against the one after it."""
+_FIRST_BELIEF = 0.7
+"""What a is taken for before the first cycle, …"""
+_BELIEF_GUESSES = 2.0
+"""… as if so many guesses had shown it. Fades like a cycle."""
+_FIRST_PAUSE = 16
+_LONG_PAUSE = 64
+"""The least pause where not even perfect guesses would pay: only new measurements can change that."""
+_PROVEN = 16
+"""Cycles in a row after which what made it pause before is forgotten."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What speculation costs, in plain decode steps of the target."""
+
+    guess: float
+    """One guess: t_draft / t_target."""
+    row: float = 0.0
+    """What each further row adds to the target's forward."""
+
+
+def speed_up(accept_rate: float, k: int, costs: Costs) -> float:
+    """The formula: how many times faster cycles of `k` guesses are than plain decoding."""
+    return (accept_rate * k + 1) / (1 + k * (costs.guess + costs.row))
+
+
+def expected_accepted(acceptance: float, k: int) -> float:
+    """How many of `k` guesses are accepted, if each is with probability `acceptance` once those before it were."""
+    return sum(accumulate(repeat(acceptance, k), lambda product, factor: product * factor))
+
+
+class Cycle(NamedTuple):
+    """What became of one cycle's guesses."""
+
+    proposed: int
+    accepted: int
+
+    @property
+    def decided(self) -> int:
+        """Guesses that the target looked at: up to the first that it rejected."""
+        return min(self.accepted + 1, self.proposed)
+
+
+@dataclass(frozen=True)
+class RecentCycles:
+    """The last 50 cycles of a sequence, or of a draft."""
+
+    cycles: tuple[Cycle, ...] = ()
+
+    def add(self, proposed: int, accepted: int) -> "RecentCycles":
+        return RecentCycles((*self.cycles, Cycle(proposed, accepted))[-WINDOW:])
+
+    @property
+    def accept_rate(self) -> float | None:
+        """`recent_accept_rate`: accepted over proposed; None before the first guess."""
+        proposed = sum(cycle.proposed for cycle in self.cycles)
+        return sum(cycle.accepted for cycle in self.cycles) / proposed if proposed else None
+
+    def acceptance(self, num_cycles: int) -> float:
+        """The estimate of a from the last `num_cycles`, and from what is believed before any."""
+        accepted, decided = _FIRST_BELIEF * _BELIEF_GUESSES, _BELIEF_GUESSES
+        for cycle in self.cycles[len(self.cycles) - min(num_cycles, len(self.cycles)) :]:
+            accepted = _FADING * accepted + cycle.accepted
+            decided = _FADING * decided + cycle.decided
+        return accepted / decided
+
+
+@dataclass(frozen=True)
+class SpeculationControl:
+    """One sequence's state. `decision` says how many tokens to guess next; made by `begin`."""
+
+    max_k: int
+    fixed: bool
+    decision: SpecDecision
+    recent: RecentCycles = RecentCycles()
+    trusted: int = 0
+    """How many of the recent cycles count: those since it was last switched on."""
+    pause: int = _FIRST_PAUSE
+    """Output tokens that the next pause will last."""
+
+    @classmethod
+    def begin(cls, max_k: int, costs: Costs, *, fixed: bool = False) -> "SpeculationControl":
+        """max_k: guesses per cycle at most. fixed: always guess that many, whatever comes of it."""
+        nothing_yet = SpecDecision(max_k, "fixed" if fixed else "wins", speed_up=1.0, accept_rate=None)
+        return cls(max_k, fixed, nothing_yet)._decided(costs)
+
+    @property
+    def k(self) -> int:
+        """Tokens to guess next; 0 while it is off."""
+        return self.decision.k
+
+    def after_cycle(self, proposed: int, accepted: int, costs: Costs) -> "SpeculationControl":
+        """A cycle ended. One in which nothing was proposed says nothing."""
+        if proposed == 0:
+            return self
+        recent = self.recent.add(proposed, accepted)
+        if self.decision.reason == "probes" and accepted == 0 and not self.fixed:
+            return replace(self, recent=recent)._off(costs)
+        trusted = min(self.trusted + 1, WINDOW)
+        pause = _FIRST_PAUSE if trusted >= _PROVEN else self.pause
+        return replace(self, recent=recent, trusted=trusted, pause=pause)._decided(costs)
+
+    def after_plain_tokens(self, num_tokens: int, costs: Costs) -> "SpeculationControl":
+        """Output tokens came without guesses. Where it is off, that is what it waits for."""
+        if self.k > 0:
+            return self
+        left = self.decision.retry_in - num_tokens
+        if left > 0:
+            return replace(self, decision=replace(self.decision, reason="waits", retry_in=left))
+        probe = self._decision(1, "probes", speed_up(self.recent.acceptance(0), 1, costs))
+        return replace(self, trusted=0, decision=probe)
+
+    def _decided(self, costs: Costs) -> "SpeculationControl":
+        """With the best number of guesses for what is known now, or off."""
+        if self.fixed:
+            predicted = self._predicted(self.max_k, costs)
+            return replace(self, decision=self._decision(self.max_k, "fixed", predicted))
+        k = max(range(1, self.max_k + 1), key=lambda k: self._predicted(k, costs))
+        if self._predicted(k, costs) <= 1:
+            return self._off(costs)
+        reason: SpecReason = "wins" if k == self.max_k else "turned_down"
+        if self.decision.reason == "probes":
+            reason = "on_again"
+        return replace(self, decision=self._decision(k, reason, self._predicted(k, costs)))
+
+    def _off(self, costs: Costs) -> "SpeculationControl":
+        could_win = speed_up(1, self.max_k, costs) > 1
+        pause = self.pause if could_win else max(self.pause, _LONG_PAUSE)
+        predicted = max(self._predicted(k, costs) for k in range(1, self.max_k + 1))
+        decision = self._decision(0, "loses" if could_win else "cannot_win", predicted, pause)
+        return replace(self, decision=decision, trusted=0, pause=2 * pause)
+
+    def _predicted(self, k: int, costs: Costs) -> float:
+        return speed_up(expected_accepted(self.recent.acceptance(self.trusted), k) / k, k, costs)
+
+    def _decision(self, k: int, reason: SpecReason, predicted: float, retry_in: int | None = None) -> SpecDecision:
+        return SpecDecision(k, reason, predicted, self.recent.accept_rate, retry_in)

@@ -1,0 +1,57 @@
+"""What a forward costs by its number of rows, and a guess: measured as the engine runs.
+
+A decode step of the target takes base + slope · rows milliseconds, near enough: it streams the weights once whatever
+the rows, and multiplies for each of them. Both numbers are fitted to medians of recent steps, so that a step in which
+the machine was busy elsewhere, or one in which a draft read a whole prompt, counts for nothing.
+
+The times are given, no clock is read.
+"""
+
+from collections import defaultdict, deque
+from statistics import fmean, median
+
+from forge.speculation.controller import Costs
+
+_RECENT = 15
+"""Measurements that a median is taken over."""
+
+
+class CostMeter:
+    """The costs of one draft beside one target."""
+
+    def __init__(self, assumed: Costs):
+        """assumed: what holds until there are measurements, from the sizes of the models, say."""
+        self.assumed = assumed
+        self._forward_ms: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
+        self._guess_ms: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
+
+    def add_forward(self, num_rows: int, ms: float) -> None:
+        """A forward of the target in which every sequence decoded or verified."""
+        self._forward_ms[num_rows].append(ms)
+
+    def add_guesses(self, num_sequences: int, num_guesses: int, ms: float) -> None:
+        """A proposing for so many sequences, of `num_guesses` tokens each."""
+        self._guess_ms[num_sequences].append(ms / num_guesses)
+
+    def costs(self, num_sequences: int) -> Costs:
+        """In units of a plain decode step of `num_sequences` sequences, of which each guesses."""
+        line = self._line()
+        if line is None:
+            return self.assumed
+        base, slope = line
+        plain_ms = base + slope * num_sequences
+        row = slope * num_sequences / plain_ms if len(self._forward_ms) > 1 else self.assumed.row
+        nearest = min(self._guess_ms, key=lambda measured: abs(measured - num_sequences), default=None)
+        guess = self.assumed.guess if nearest is None else median(self._guess_ms[nearest]) / plain_ms
+        return Costs(guess, row)
+
+    def _line(self) -> tuple[float, float] | None:
+        """(base, slope) in milliseconds by least squares; None before the first forward."""
+        points = [(rows, median(times)) for rows, times in self._forward_ms.items()]
+        if not points:
+            return None
+        middle_rows, middle_ms = (fmean(values) for values in zip(*points, strict=True))
+        spread = sum((rows - middle_rows) ** 2 for rows, _ in points)
+        slope = sum((rows - middle_rows) * (ms - middle_ms) for rows, ms in points) / spread if spread else 0.0
+        slope = min(max(slope, 0.0), middle_ms / middle_rows)  # neither part of a forward takes less than no time
+        return middle_ms - slope * middle_rows, slope

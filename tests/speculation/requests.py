@@ -1,0 +1,19 @@
+"""Requests to propose, without an engine."""
+
+from collections.abc import Sequence
+
+from forge.engine.sampling_params import SamplingParams
+from forge.speculation.proposer import ProposalRequest
+
+GREEDY = SamplingParams()
+
+
+def request(
+    token_ids: Sequence[int], k: int = 4, *, seq_id: int = 0, params: SamplingParams = GREEDY, seed: int = 0
+) -> ProposalRequest:
+    return ProposalRequest(seq_id, list(token_ids), k, params, seed, 0)
+
+
+def proposed(proposer, token_ids: Sequence[int], k: int = 4, **options) -> list[int]:
+    (proposal,) = proposer.propose([request(token_ids, k, **options)])
+    return list(proposal.token_ids)

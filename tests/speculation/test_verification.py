@@ -1,0 +1,313 @@
+"""Which proposed tokens stand, row by row; distributions are `test_distribution`'s."""
+
+import numpy as np
+import pytest
+
+from forge.engine.draws import Purpose, uniform
+from forge.engine.sampling import BrokenLogits, Distribution, choose, distribution
+from forge.engine.sampling_params import SamplingParams
+from forge.speculation.proposer import NO_PROPOSAL, Proposal
+from forge.speculation.verification import residual, verify, verify_forks
+
+VOCAB = 12
+GREEDY = SamplingParams()
+
+
+def rows_saying(token_ids: list[int]) -> np.ndarray:
+    rows = np.zeros((len(token_ids), VOCAB), np.float32)
+    rows[range(len(token_ids)), token_ids] = 3.0
+    return rows
+
+
+def random_rows(seed: int, count: int) -> np.ndarray:
+    return (2 * np.random.default_rng(seed).standard_normal((count, VOCAB))).astype(np.float32)
+
+
+def certain(token_id: int) -> Distribution:
+    return Distribution(np.array([token_id]), np.ones(1))
+
+
+def run(rows, proposal, params=GREEDY, history=(1, 2), seed=5, sample_index=0):
+    proposal = proposal if isinstance(proposal, Proposal) else Proposal(tuple(proposal))
+    return verify(rows, proposal, params, history, seed, sample_index)
+
+
+# Greedy
+
+
+@pytest.mark.parametrize(
+    ("proposed", "accepted", "emitted"),
+    [
+        ([7, 8, 9], 3, (7, 8, 9, 3)),  # all, and the bonus token
+        ([7, 8, 4], 2, (7, 8, 9)),
+        ([7, 4, 9], 1, (7, 8)),  # the last would have agreed, had the one before it
+        ([4, 8, 9], 0, (7,)),
+        ([], 0, (7,)),
+    ],
+)
+def test_greedy_accepts_the_longest_agreeing_prefix_and_adds_one_token_of_the_targets(proposed, accepted, emitted):
+    result = run(rows_saying([7, 8, 9, 3][: len(proposed) + 1]), proposed)
+
+    assert (result.token_ids, result.num_accepted) == (emitted, accepted)
+    decided = len(proposed) if accepted == len(proposed) else accepted + 1
+    assert [verdict.accepted for verdict in result.verdicts] == [True] * accepted + [False] * (decided - accepted)
+    assert [verdict.target_argmax for verdict in result.verdicts] == [7, 8, 9][:decided]
+    assert [verdict.token_id for verdict in result.verdicts] == proposed[:decided]
+
+
+def one_by_one(rows_after, params, history, seed, count):
+    """The oracle: plain decoding, one `choose` per token. `rows_after(tokens)` are the logits."""
+    tokens, choices = list(history), []
+    for _ in range(count):
+        choices.append(choose(rows_after(tokens), params, tokens, seed, 0, len(tokens)))
+        tokens.append(choices[-1].token_id)
+    return choices
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(repetition_penalty=1.5, logprobs=3)], ids=["", "penalty"])
+@pytest.mark.parametrize("seed", range(40))
+def test_greedy_choices_are_those_of_plain_decoding_for_any_proposal(params, seed):
+    rng = np.random.default_rng(seed)
+
+    def rows_after(tokens):
+        return random_rows(hash(tuple(tokens)) % 2**32, 1)[0]
+
+    history = [1, 2]
+    plain = one_by_one(rows_after, params, history, 0, 6)
+    proposed = [choice.token_id for choice in plain[:5]]
+    for index in rng.integers(0, 5, size=rng.integers(0, 3)):
+        proposed[index] = int(rng.integers(VOCAB))
+    rows = np.stack([rows_after([*history, *proposed[:index]]) for index in range(6)])
+
+    result = run(rows, proposed, params, history)
+
+    assert list(result.choices) == plain[: len(result.choices)]
+    assert len(result.choices) > next((i for i in range(5) if proposed[i] != plain[i].token_id), 5)
+
+
+def test_a_verdict_says_how_likely_the_target_held_the_token():
+    rows = random_rows(3, 2)
+    expected = np.exp(rows[0].astype(np.float64)) / np.exp(rows[0].astype(np.float64)).sum()
+
+    for token_id in range(VOCAB):
+        (verdict,) = run(rows, [token_id]).verdicts
+        assert verdict.target_probability == pytest.approx(expected[token_id], rel=1e-5)
+        assert (verdict.p, verdict.q, verdict.draw) == (None, None, None)
+
+
+# Sampling
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, top_p=0.9, logprobs=2)], ids=str)
+def test_an_empty_proposal_emits_what_choose_chooses(params, seed):
+    rows = random_rows(seed, 1)
+
+    result = run(rows, NO_PROPOSAL, params, [3, 4], seed, 2)
+
+    assert result.choices == (choose(rows[0], params, [3, 4], seed, 2, 2),)
+    assert result.verdicts == ()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_guess_without_odds_stands_where_plain_sampling_draws_it(seed):
+    params = SamplingParams(temperature=1.0, repetition_penalty=1.2)
+    rows = np.repeat(random_rows(seed, 1), 4, axis=0)
+    plain = one_by_one(lambda tokens: rows[0], params, [1, 2], seed, 4)
+    proposed = [plain[0].token_id, plain[1].token_id, (plain[2].token_id + 1) % VOCAB]
+
+    result = run(rows, proposed, params, [1, 2], seed)
+
+    assert list(result.choices) == plain[:3]
+    assert [verdict.q for verdict in result.verdicts] == [1.0, 1.0, 1.0]
+    assert [verdict.draw for verdict in result.verdicts] == [uniform(seed, 0, 2 + i, Purpose.SAMPLE) for i in range(3)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_guess_with_odds_stands_if_its_draw_is_below_p_over_q(seed):
+    params = SamplingParams(temperature=1.0, top_k=8)
+    target, draft = random_rows(seed, 2)[0], random_rows(1000 + seed, 1)[0]
+    p, q = distribution(target, params), distribution(draft, params)
+    proposed = q.draw(uniform(seed, 0, 2, Purpose.PROPOSE))
+    draw = uniform(seed, 0, 2, Purpose.ACCEPT)
+
+    result = run(np.stack([target, target]), Proposal((proposed,), (q,)), params, seed=seed)
+
+    (verdict,) = result.verdicts
+    assert (verdict.p, verdict.q, verdict.draw) == (p.probability(proposed), q.probability(proposed), draw)
+    assert verdict.accepted == (draw < p.probability(proposed) / q.probability(proposed))
+    if not verdict.accepted:
+        replacement = result.token_ids[0]
+        assert p.probability(replacement) > q.probability(replacement)
+        assert replacement == residual(p, q).draw(uniform(seed, 0, 2, Purpose.RESAMPLE))
+
+
+def test_a_draft_like_the_target_is_always_accepted():
+    params = SamplingParams(temperature=0.7, top_p=0.8)
+    rows = random_rows(1, 4)
+    odds = tuple(distribution(row, params) for row in rows[:3])
+    for seed in range(200):
+        proposed = tuple(q.draw(uniform(seed, 0, 2 + i, Purpose.PROPOSE)) for i, q in enumerate(odds))
+        assert run(rows, Proposal(proposed, odds), params, seed=seed).num_accepted == 3
+
+
+def test_what_the_targets_filters_left_out_is_never_emitted():
+    params = SamplingParams(temperature=2.0, top_k=1)
+    rows = rows_saying([7, 8])
+    for seed in range(300):
+        for token_id in (4, 7):
+            result = run(rows, Proposal((token_id,), (certain(token_id),)), params, seed=seed)
+            assert result.token_ids == ((7, 8) if token_id == 7 else (7,))
+
+
+def test_the_residual_is_the_positive_part_of_the_difference_normalized():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        ours, theirs = (np.sort(rng.choice(9, size=rng.integers(1, 9), replace=False)) for _ in range(2))
+        p = Distribution(ours, rng.dirichlet(np.ones(len(ours))))
+        q = Distribution(theirs, rng.dirichlet(np.ones(len(theirs))))
+        dense = np.array([max(0.0, p.probability(i) - q.probability(i)) for i in range(9)])
+
+        found = residual(p, q)
+
+        assert found.probabilities.sum() == pytest.approx(1)
+        assert (found.probabilities > 0).all()
+        assert [found.probability(i) for i in range(9)] == pytest.approx(dense / dense.sum())
+
+
+@pytest.mark.parametrize("nudge", [0.0, 1e-17, 1e-16, 2.3e-16, 1e-12])
+def test_where_rounding_leaves_no_residual_the_targets_own_distribution_serves(nudge):
+    p = distribution(random_rows(2, 1)[0], SamplingParams(temperature=1.0))
+    q = Distribution(p.token_ids, p.probabilities + nudge)
+
+    found = residual(p, q)
+
+    assert found.probabilities.sum() == pytest.approx(1)
+    assert np.isfinite(found.probabilities).all()
+    assert set(found.token_ids) <= set(p.token_ids)
+
+
+def test_a_draft_with_a_larger_vocabulary_has_odds_for_tokens_that_the_target_lacks():
+    params = SamplingParams(temperature=1.0)
+    q = Distribution(np.arange(2 * VOCAB), np.full(2 * VOCAB, 1 / (2 * VOCAB)))
+    for seed in range(100):
+        result = run(random_rows(seed, 2), Proposal((3,), (q,)), params, seed=seed)
+        assert all(0 <= token_id < VOCAB for token_id in result.token_ids)
+
+
+# Several drafts
+
+
+@pytest.mark.parametrize(
+    ("runs", "emitted", "winner"),
+    [
+        ([[7, 8, 4], [7, 4, 4], [4]], (7, 8, 9), 0),
+        ([[7, 4, 4], [4], [7, 8, 9]], (7, 8, 9, 3), 2),
+        ([[7], [7, 8], [7, 8, 9]], (7, 8, 9, 3), 2),
+        ([[7, 8], [7, 8, 4], []], (7, 8, 9), 0),
+        ([[4], [5, 8], []], (7,), 0),
+    ],
+)
+def test_of_several_runs_the_one_that_is_accepted_longest_wins(runs, emitted, winner):
+    truth = [7, 8, 9, 3]
+    rows = [rows_saying(truth[: len(run) + 1]) for run in runs]
+
+    result = verify_forks(rows, [Proposal(tuple(run)) for run in runs], GREEDY, [1, 2], 5, 0)
+
+    assert (result.token_ids, result.winner) == (emitted, winner)
+    for run, verdicts in zip(runs, result.forks, strict=True):
+        agreeing = next((i for i in range(len(run)) if run[i] != truth[i]), len(run))
+        assert [verdict.accepted for verdict in verdicts] == [True] * agreeing + [False] * (agreeing < len(run))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0)], ids=["greedy", "sampled"])
+def test_one_fork_of_several_is_what_it_is_alone_where_the_others_propose_nothing(params):
+    for seed in range(50):
+        rows, q = random_rows(seed, 3), distribution(random_rows(1000 + seed, 1)[0], SamplingParams(temperature=1.0))
+        proposal = Proposal((q.draw(0.3), q.draw(0.8)), (q, q))
+        alone = verify(rows, proposal, params, [1, 2], seed, 0)
+        beside = verify_forks([rows, rows[:1]], [proposal, NO_PROPOSAL], params, [1, 2], seed, 0)
+
+        assert beside.choices == alone.choices
+        assert beside.forks == (alone.verdicts, ())
+
+
+def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
+    params = SamplingParams(temperature=1.0)
+    tried = set()
+    for seed in range(200):
+        target, first, second = random_rows(seed, 3)
+        p, q1, q2 = (distribution(row, params) for row in (target, first, second))
+        x1, x2 = (q.draw(uniform(seed, 0, 2, Purpose.PROPOSE, branch)) for branch, q in enumerate((q1, q2)))
+        rows = np.stack([target, target])
+        result = verify_forks([rows, rows], [Proposal((x1,), (q1,)), Proposal((x2,), (q2,))], params, [1, 2], seed, 0)
+
+        draws = [uniform(seed, 0, 2, Purpose.ACCEPT, branch) for branch in range(2)]
+        left = residual(p, q1)
+        if draws[0] * q1.probability(x1) < p.probability(x1):
+            expected = x1
+        elif draws[1] * q2.probability(x2) < left.probability(x2):
+            expected = x2
+            assert (result.forks[1][0].p, result.forks[1][0].draw) == (left.probability(x2), draws[1])
+        else:
+            expected = residual(left, q2).draw(uniform(seed, 0, 2, Purpose.RESAMPLE))
+        assert result.token_ids[0] == expected
+        tried.add((x1 == expected, x2 == expected))
+    assert tried == {(True, False), (False, True), (False, False), (True, True)}
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB, 10**6])
+def test_a_token_outside_the_vocabulary_is_refused_and_cut_off_before(token_id):
+    with pytest.raises(ValueError, match=f"proposed token {token_id} is outside the vocabulary of {VOCAB} tokens"):
+        run(random_rows(0, 3), [1, token_id])
+
+    odds = (certain(1), certain(token_id), certain(2))
+    assert Proposal((1, token_id, 2), odds).cut(3, VOCAB) == Proposal((1,), odds[:1])
+    assert Proposal((1, token_id, 2)).cut(3, VOCAB) == Proposal((1,))
+
+
+def test_cutting_to_fewer_tokens_keeps_the_odds_of_those():
+    odds = (certain(1), certain(2), certain(3))
+
+    assert Proposal((1, 2, 3), odds).cut(2, VOCAB) == Proposal((1, 2), odds[:2])
+    assert Proposal((1, 2, 3), odds).cut(9, VOCAB) == Proposal((1, 2, 3), odds)
+    assert len(Proposal((1, 2, 3)).cut(0, VOCAB)) == 0
+
+
+def test_a_token_that_its_distribution_cannot_draw_is_refused():
+    with pytest.raises(ValueError, match="cannot have been drawn"):
+        run(random_rows(0, 2), Proposal((1,), (certain(2),)), SamplingParams(temperature=1.0))
+
+
+def test_rows_and_proposal_must_fit():
+    with pytest.raises(ValueError, match="2 rows of logits for a proposal of 2 tokens"):
+        run(random_rows(0, 2), [1, 2])
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_logits_that_are_no_numbers_are_refused_where_they_are_needed(params, value, row):
+    rows = rows_saying([7, 8, 9]) * 20  # so that sampling, too, takes the likeliest
+    rows[row, 5] = value
+
+    with pytest.raises(BrokenLogits):
+        run(rows, [7, 8], params)
+    rejected_first = run(rows, [6, 8], params) if row > 0 else None  # later rows follow a token that is not there
+    assert rejected_first is None or rejected_first.token_ids == (7,)
+
+
+def test_the_same_names_give_the_same_verification_whatever_was_verified_between():
+    params = SamplingParams(temperature=1.0)
+    rows, q = random_rows(7, 3), distribution(random_rows(8, 1)[0], params)
+    proposal = Proposal((q.draw(0.3), q.draw(0.8)), (q, q))
+    first = run(rows, proposal, params, seed=3)
+    for seed in range(50):
+        run(rows, proposal, params, seed=seed)
+
+    assert run(rows, proposal, params, seed=3) == first
+    assert len({run(rows, proposal, params, seed=seed).token_ids for seed in range(50)}) > 1
+    assert len({run(rows, proposal, params, sample_index=index).token_ids for index in range(50)}) > 1
