@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from forge.cli import options
-from forge.cli.running import drive, exit_status, load_model
+from forge.cli.running import Found, drive, exit_status, load_model
 from forge.cli.versus import versus_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def compare(
     stop: options.StopOption = None,
     ignore_eos: options.IgnoreEosOption = False,
     json: options.JsonOption = False,
-) -> None:
+) -> Found:
     """Run one prompt on two sides that differ in one option, given as A vs B.
 
     Every other option holds for both sides. Exit status 1 if the tokens differ.
@@ -58,7 +58,7 @@ def compare(
         print_interrupted,
         question_for,
     )
-    from forge.views.json_output import to_json
+    from forge.views.report import Report
     from forge.views.terminal import open_console
 
     versus = versus_of(ctx)
@@ -76,11 +76,12 @@ def compare(
         print_interrupted(console, sides)
         raise typer.Exit(exit_status(sides[-1].result))
     comparison = compare_runs(question, versus.option, *sides)
-    if json:
-        console.print(to_json(comparison_object(comparison)), soft_wrap=True)
-    else:
-        print_comparison(console, comparison, text)
-    raise typer.Exit(0 if comparison.identical else DIFFERENT)
+    report = Report(
+        comparison_object(comparison),
+        lambda console: print_comparison(console, comparison, text),
+        0 if comparison.identical else DIFFERENT,
+    )
+    return report.as_json() if json else report
 
 
 def _run_side(
