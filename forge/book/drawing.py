@@ -155,6 +155,8 @@ def _draw_question(console: Console, predict: Predict, reading: Reading) -> None
     draw_prose(console, reading.fill(predict.question))
     for index, choice in enumerate(predict.choices):
         console.print(Text.assemble((f"  {choice_name(index)}  ", ACCENT), reading.fill(choice.text)))
+    if predict in reading.guesses:
+        console.print(Text(f"\nYou said {reading.guesses[predict].text}.", QUIET))
 
 
 def _draw_verdict(console: Console, predict: Predict, reading: Reading) -> None:

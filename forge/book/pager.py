@@ -18,7 +18,7 @@ from forge.book.reading import Reading, parse_guess
 from forge.book.shelf import Entry
 from forge.errors import ForgeError
 from forge.views.keys import EOF, Keys, open_keys, read_line
-from forge.views.palette import ACCENT, QUIET, TROUBLE
+from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE
 from forge.views.terminal import can_redraw
 from forge.views.text import one_line
 
@@ -44,6 +44,9 @@ class Pager:
         self._steps = reading.chapter.steps()
         self._page = 0
         self._screen = 0
+        self._typed = ""
+        """What the reader has typed of an answer."""
+        self._objection = ""
         self._redraws = can_redraw(console)
 
     def read(self, page: int = 0) -> int:
@@ -58,11 +61,13 @@ class Pager:
                 self._screen = min(self._screen, len(screens) - 1)
                 self._show(screens)
                 try:
-                    if not self._go_on(keys, len(screens)):
-                        return 0
-                finally:
-                    if self._redraws:
-                        self._console.print()  # the line of keys has ended
+                    goes_on = self._go_on(keys, len(screens))
+                except BaseException:
+                    self._leave_line()
+                    raise
+                if not goes_on:
+                    self._leave_line()
+                    return 0
 
     @property
     def _step(self) -> Step:
@@ -99,9 +104,14 @@ class Pager:
         for line in screens[self._screen]:
             self._console.out(line, highlight=False)
         self._console.print()
-        if self._asks() and self._screen == len(screens) - 1:
-            return  # the question's own prompt follows
-        self._console.print(self._key_line(more=self._screen < len(screens) - 1), end="" if self._redraws else "\n")
+        more = self._screen < len(screens) - 1
+        last_line = self._prompt() if self._asks() and not more else self._key_line(more)
+        self._console.print(last_line, end="" if self._redraws else "\n")
+
+    def _leave_line(self) -> None:
+        """Go on below the last line of a page, at whose end the cursor stands."""
+        if self._redraws:
+            self._console.print()
 
     def _draw_title(self) -> None:
         place = f"{self._page + 1} / {len(self._steps)}"
@@ -113,6 +123,12 @@ class Pager:
             self._console.clear()
         else:
             self._console.print()
+
+    def _prompt(self) -> Text:
+        """The last line of a page that asks."""
+        keys = Text.assemble(("[Enter]", ACCENT), (" passes  ", QUIET), ("[b]", ACCENT), ("ack  ", QUIET))
+        objection = Text(f"{self._objection} ", TROUBLE) if self._objection else Text("")
+        return Text.assemble(keys, objection, ("Your guess: ", TITLE), self._typed, "▌" if self._redraws else "")
 
     def _key_line(self, more: bool) -> Text:
         last = self._page == len(self._steps) - 1 and not more
@@ -133,10 +149,9 @@ class Pager:
 
     def _go_on(self, keys: Keys, num_screens: int) -> bool:
         """Do what the reader asks for; False if that is to stop."""
-        if self._asks() and self._screen == num_screens - 1:
-            key = self._ask(keys, self._step[-1])
-        else:
-            key = keys.read_key()
+        key = keys.read_key() if keys.single or not self._asks() else self._read_answer()
+        if self._asks() and self._screen == num_screens - 1 and self._types(key):
+            return True
         if key in _NEXT:
             return self._forward(num_screens)
         if key in _BACK:
@@ -157,31 +172,54 @@ class Pager:
         return True
 
     def _back(self) -> None:
+        self._typed = ""
         if self._screen:
             self._screen -= 1
         elif self._page:
             self._page -= 1
 
-    def _ask(self, keys: Keys, predict: Predict) -> str:
-        """Read a guess; returns the key that stands for what comes next."""
-        wanted = ""
-        while True:
-            with keys.paused():
-                text = read_line(f"{wanted}Your guess (Enter passes, b goes back): ")
-            if text is None:
-                return EOF
-            text = text.strip()
-            if text.lower() in ("", "b", "q", "n", ":"):
-                return text.lower() or "n"
-            try:
-                self._reading.guesses[predict] = parse_guess(predict, text)
-                return "n"
-            except ForgeError as error:
-                wanted = f"That should be {error}. "
+    def _read_answer(self) -> str:
+        """Where keys come as lines: the key that stands for the line, or `enter` after an answer was taken down."""
+        line = read_line("")
+        if line is None:
+            return EOF
+        if len(line.strip()) == 1 and not line.strip().isdigit():
+            return line.strip()
+        self._typed = line.strip()
+        return "enter"
+
+    def _types(self, key: str) -> bool:
+        """Take `key` as part of the answer to the page's question, if it is: a digit begins one, Enter ends it."""
+        self._objection = ""
+        if key == "enter" and self._typed:
+            self._answer(self._step[-1])
+        elif key == "backspace" and self._typed:
+            self._typed = self._typed[:-1]
+        elif key == "escape":
+            self._typed = ""
+        elif len(key) == 1 and (self._typed or key.isdigit() or key in "-."):
+            self._typed += key
+            if self._step[-1].choices:
+                self._answer(self._step[-1])
+        elif key == "space" and self._typed:
+            self._typed += " "
+        else:
+            return False
+        return True
+
+    def _answer(self, predict: Predict) -> None:
+        """Note down what was typed as the guess and go on; say what it should be where it is none."""
+        try:
+            self._reading.guesses[predict] = parse_guess(predict, self._typed)
+            self._page, self._screen = min(self._page + 1, len(self._steps) - 1), 0
+        except ForgeError as error:
+            self._objection = f"That should be {error}."
+        self._typed = ""
 
     def _again(self, keys: Keys, run: Run) -> None:
         """Run the page's experiment with options that the reader chooses."""
         before = self._reading.command(run)
+        self._leave_line()
         try:
             with keys.paused():
                 typed = read_line("again: ", before)
@@ -200,6 +238,7 @@ class Pager:
 
     def _shell_line(self, keys: Keys) -> None:
         """Run a command of the reader's, as their shell would."""
+        self._leave_line()
         with keys.paused():
             try:
                 line = read_line(": forge ")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from forge.cli import options
-from forge.cli.running import Found, drive, exit_status, load_model
+from forge.cli.running import Found, drive, exit_status, load_model, warm_up
 from forge.cli.versus import versus_of
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def _run_side(
     if earlier and params.seed is None:
         params = replace(params, seed=earlier[0].result.output.seed)
     llm = load_model(given["model"], **options.model_options(**{option: given[option] for option in _LOADING}))
+    warm_up(llm, prompt)
     run = llm.start([prompt], params, keep_logits=True)
     result = drive(llm, run, params, lambda record: on_step(len(earlier), record))
     return Side(name, result, run.logits)

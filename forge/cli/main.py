@@ -19,6 +19,7 @@ from forge.cli.chat import chat
 from forge.cli.compare import compare
 from forge.cli.doctor import doctor
 from forge.cli.generate import generate
+from forge.cli.kernels import kernels
 from forge.cli.kv_cache import kv_cache
 from forge.cli.models import models
 from forge.cli.naive import naive
@@ -67,6 +68,7 @@ app.command("chapter", rich_help_panel=_CHAPTERS)(chapter)
 app.command("next", rich_help_panel=_CHAPTERS)(next_chapter)
 app.command("naive", rich_help_panel=_CHAPTERS)(naive)
 app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)
+app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)

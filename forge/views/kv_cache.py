@@ -55,6 +55,7 @@ def kv_cache_object(result: RunResult, shape: KvShape, token_text) -> dict[str, 
         "head_dim": shape.head_dim,
         "bytes_per_number": shape.bytes_per_number,
         "bytes_per_token": shape.bytes_per_token,
+        "slots_reserved": max((r.cache.used_blocks * r.cache.block_size for r in result.records), default=0),
         "held_bytes": held_bytes(result.records[-1], shape) if result.records else 0,
     }
 
