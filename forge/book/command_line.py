@@ -1,6 +1,6 @@
 """The options that a reader gave a chapter, put into the command lines of its experiments.
 
-    forge naive "The fox" --model mine.gguf      the chapter, with this prompt and model in every run that takes them
+forge naive "The fox" --model mine.gguf      the chapter, with this prompt and model in every run that takes them
 """
 
 from collections.abc import Mapping, Sequence

@@ -21,6 +21,8 @@ from forge.views.text import one_line
 MAX_WIDTH = 96
 """Prose is set no wider: longer lines are hard to follow."""
 MAX_SOURCE_WIDTH = 124
+UNKNOWN = "This run does not tell."
+UNEXPECTED = "not so in this run (a busy machine, or other options?)"
 _LIT = "▌"
 _THEME = Theme(
     {
@@ -160,8 +162,9 @@ def _draw_question(console: Console, predict: Predict, reading: Reading) -> None
 
 
 def _draw_verdict(console: Console, predict: Predict, reading: Reading) -> None:
-    console.print(Text(reading.verdict(predict), f"{TITLE} {ACCENT}"))
-    if predict.why:
+    verdict = reading.verdict(predict)
+    console.print(Text(verdict or UNKNOWN, f"{TITLE} {ACCENT}"))
+    if verdict and predict.why:
         draw_prose(console, reading.fill(predict.why))
 
 
@@ -170,10 +173,10 @@ def _draw_check(console: Console, check: Check, reading: Reading) -> None:
     for judged in reading.judge(check.claims):
         console.print(Text.assemble(marks[judged.holds], reading.fill(judged.claim.sentence)))
         if judged.holds is False:
-            why = "" if check.certain else "; is the machine busy?"
-            console.print(Text(f"  not so in this run{why}  {judged.claim.expression}", QUIET))
+            why = "not so in this run" if check.certain else UNEXPECTED
+            console.print(Text(f"  {why}: {judged.claim.expression}", QUIET))
         elif judged.holds is None:
-            console.print(Text("  this run does not tell", QUIET))
+            console.print(Text(f"  {UNKNOWN}", QUIET))
 
 
 def lines_of(console: Console, draw: Callable[[Console], None]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Expressions over what a reader's runs have measured: `{{climb.last_ms:ms}}` in a text, `climb.last_ms > 2` in a check.
+"""Expressions over what runs have measured: `{{climb.late_ms:ms}}` in a text, `climb.late_ms > 2` in a check.
 
 A run directive has a name, and the facts of its report are that name's attributes, exactly as `--json` prints them.
 Expressions are Python's, with a handful of functions and nothing else in reach. They come from the chapters, which are

@@ -1,8 +1,8 @@
 """A chapter on a terminal, page by page: a key goes on, back, runs an experiment again, or asks for a command line.
 
 A page is a step of the chapter; one that is higher than the screen is shown in several. Everything on a page is drawn
-anew whenever it is shown, from what was measured, so a terminal may change its size at any time. Where the cursor cannot
-be moved pages follow one another like lines.
+anew whenever it is shown, from what was measured, so a terminal may change its size at any time. Where the cursor
+cannot be moved pages follow one another like lines.
 """
 
 import re

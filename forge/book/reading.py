@@ -85,13 +85,13 @@ class Reading:
             return None
         return holds.index(True) if any(holds) else None
 
-    def verdict(self, predict: Predict) -> str:
-        """What the answer is, and how close the guess was, in a sentence or two."""
+    def verdict(self, predict: Predict) -> str | None:
+        """What the answer is, and how close the guess was, in a sentence or two; None where this run does not tell."""
         guess = self.guesses.get(predict)
         if predict.choices:
             right = self.right_choice(predict)
             if right is None:
-                return "This run does not tell."
+                return None
             answer = f"It is {choice_name(right)}, {self.fill(predict.choices[right].text)}."
             if guess is None:
                 return answer
@@ -100,7 +100,7 @@ class Reading:
         try:
             actual = float(evaluate(*expressions_in(predict.answer), self.measured))
         except (Unmeasured, TypeError, ValueError):
-            return "This run does not tell."
+            return None
         if guess is None:
             return f"It is {answer}."
         return f"It is {answer}. You said {guess.text}: {closeness(float(guess.value), actual)}."

@@ -1,7 +1,7 @@
 """A function or class of the engine as it stands in its file, by dotted name, with the lines that matter marked.
 
-The file is parsed and not imported, so showing a kernel compiles nothing. Lines are found by what they contain and never
-by number: a chapter whose source has changed under it fails loudly instead of pointing at the wrong line.
+The file is parsed and not imported, so showing a kernel compiles nothing. Lines are found by what they contain and
+never by number: a chapter whose source has changed under it fails loudly instead of pointing at the wrong line.
 """
 
 import ast

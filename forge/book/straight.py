@@ -33,6 +33,10 @@ def _print_step(console: Console, step: Step, reading: Reading) -> int:
             status = max(status, report.status)
         else:
             draw_block(console, block, reading)
-        if isinstance(block, Check) and block.certain and any(judged.holds is False for judged in reading.judge(block.claims)):
+        if (
+            isinstance(block, Check)
+            and block.certain
+            and any(judged.holds is False for judged in reading.judge(block.claims))
+        ):
             status = max(status, FAILED)
     return status

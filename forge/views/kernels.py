@@ -144,12 +144,14 @@ def roofline(result: KernelsResult, width: int) -> list[Text]:
     for row, (label, line) in enumerate(zip(labels, lines, strict=True)):
         edge = (f"{label:>6} ┤" if label else " " * 6 + " │", QUIET)
         plot.append(Text.assemble(edge, *_marked(line, row, marks)))
+        plot[-1].rstrip()
     axis = f"{10**low:.1f}{'products per byte':^{max(0, room - 8)}}{10**high:>5.0f}"
     plot.append(Text(" " * 8 + axis, QUIET))
     legend = Text(" " * 8)
     for index, model in enumerate(result.models):
         rows = f" {model.name}, {model.passes[0].rows} to {model.passes[-1].rows} rows   "
         legend.append(_MARKS[index % len(_MARKS)], sequence_style(index)).append(rows)
+    legend.rstrip()
     plot.append(legend)
     return plot
 
