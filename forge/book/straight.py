@@ -33,10 +33,10 @@ def _print_step(console: Console, step: Step, reading: Reading) -> int:
             status = max(status, report.status)
         else:
             draw_block(console, block, reading)
-        if (
-            isinstance(block, Check)
-            and block.certain
-            and any(judged.holds is False for judged in reading.judge(block.claims))
-        ):
+        if isinstance(block, Check) and block.certain and _is_refuted(block, reading):
             status = max(status, FAILED)
     return status
+
+
+def _is_refuted(check: Check, reading: Reading) -> bool:
+    return any(judged.holds is False for judged in reading.judge(check.claims))

@@ -1,5 +1,5 @@
-"""The book on the command line: `forge chapters`, `forge chapter N`, `forge next`, and how a chapter's own command, such
-as `forge naive`, becomes the chapter.
+"""The book on the command line: `forge chapters`, `forge chapter N`, `forge next`, and how a chapter's own command,
+such as `forge naive`, becomes the chapter.
 
 A chapter's command is its experiment too: `--only run` (or `--json`) runs that alone. Inside a chapter its experiments
 are command lines with `--only run`, run in this process.

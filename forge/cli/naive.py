@@ -1,4 +1,4 @@
-"""`forge naive`: chapter 1. Its experiment runs without a cache: why does every token cost more, and where does it go?"""
+"""`forge naive`: chapter 1. Its experiment has no cache: why does every token cost more, and where does it go?"""
 
 from typing import TYPE_CHECKING
 

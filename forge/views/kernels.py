@@ -77,9 +77,10 @@ def print_kernels(console: Console, result: KernelsResult) -> None:
 
 
 def limits_sentence(limits: Limits) -> str:
+    memory, products = limits.bytes_per_second / 1e9, limits.products_per_second / 1e9
     return (
-        f"This machine reads {limits.bytes_per_second / 1e9:.1f} GB/s from memory and does "
-        f"{limits.products_per_second / 1e9:,.0f} G int8 products/s: {limits.ridge:.1f} products in the time of one byte."
+        f"This machine reads {memory:.1f} GB/s from memory and does {products:,.0f} G int8 products/s: "
+        f"{limits.ridge:.1f} products in the time of one byte."
     )
 
 

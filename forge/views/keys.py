@@ -6,8 +6,8 @@
 
 A key is the character typed, or a name: `enter`, `space`, `tab`, `backspace`, `escape`, `up`, `down`, `left`, `right`,
 `home`, `end`, `page-up`, `page-down`, `delete`; `RESIZE` when the terminal has another size now (or came back to the
-foreground) and what is on it should be drawn again; `EOF` when no key will come any more. Ctrl-C is a KeyboardInterrupt,
-as everywhere. Whatever happens, the terminal is left as it was found.
+foreground) and what is on it should be drawn again; `EOF` when no key will come any more. Ctrl-C is a
+KeyboardInterrupt, as everywhere. Whatever happens, the terminal is left as it was found.
 
 Where single keys cannot be had (a dumb terminal, standard input that is none) lines are read: the first character of a
 line counts, an empty line is `enter`.

@@ -93,8 +93,9 @@ def cache_sentences(result: RunResult, shape: KvShape) -> list[str]:
         f"{plural(second.tokens, 'token')}. Forward {second.number} took {ms(second.ms)} ms, forward {last.number} "
         f"{ms(last.ms)} ms.",
         f"{count(result.tokens_computed)} tokens went through the model; without the cache it would have been "
-        f"{count(tokens_without_cache(forwards))}. The price is memory: {size(held_bytes(result.records[-1], shape))} held at the end, "
-        f"{size(shape.bytes_per_token)} more with every token.",
+        f"{count(tokens_without_cache(forwards))}. The price is memory: "
+        f"{size(held_bytes(result.records[-1], shape))} held at the end, {size(shape.bytes_per_token)} more with every "
+        "token.",
     ]
 
 

@@ -157,9 +157,10 @@ def _print_operations(console: Console, operations: Sequence[OperationTime]) -> 
 
 def operations_sentence(shares: Sequence[Share]) -> str:
     """Which operations the time goes to."""
+    matrices, attention = percent(matrices_share(shares)), percent(attention_share(shares))
     return (
-        f"{percent(matrices_share(shares))} of the time is matrix products, {percent(attention_share(shares))} attention "
-        "over the sequence. Every one of them runs again for tokens whose result is already known."
+        f"{matrices} of the time is matrix products, {attention} attention over the sequence. Every one of them runs "
+        "again for tokens whose result is already known."
     )
 
 
