@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from forge.cli import options
-from forge.cli.running import drive, exit_status, load_model
+from forge.cli.running import Found, drive, exit_status, load_model, warm_up
 from forge.cli.versus import versus_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def compare(
     stop: options.StopOption = None,
     ignore_eos: options.IgnoreEosOption = False,
     json: options.JsonOption = False,
-) -> None:
+) -> Found:
     """Run one prompt on two sides that differ in one option, given as A vs B.
 
     Every other option holds for both sides. Exit status 1 if the tokens differ.
@@ -58,7 +58,7 @@ def compare(
         print_interrupted,
         question_for,
     )
-    from forge.views.json_output import to_json
+    from forge.views.report import Report
     from forge.views.terminal import open_console
 
     versus = versus_of(ctx)
@@ -76,11 +76,12 @@ def compare(
         print_interrupted(console, sides)
         raise typer.Exit(exit_status(sides[-1].result))
     comparison = compare_runs(question, versus.option, *sides)
-    if json:
-        console.print(to_json(comparison_object(comparison)), soft_wrap=True)
-    else:
-        print_comparison(console, comparison, text)
-    raise typer.Exit(0 if comparison.identical else DIFFERENT)
+    report = Report(
+        comparison_object(comparison),
+        lambda console: print_comparison(console, comparison, text),
+        0 if comparison.identical else DIFFERENT,
+    )
+    return report.as_json() if json else report
 
 
 def _run_side(
@@ -97,6 +98,7 @@ def _run_side(
     if earlier and params.seed is None:
         params = replace(params, seed=earlier[0].result.output.seed)
     llm = load_model(given["model"], **options.model_options(**{option: given[option] for option in _LOADING}))
+    warm_up(llm, prompt)
     run = llm.start([prompt], params, keep_logits=True)
     result = drive(llm, run, params, lambda record: on_step(len(earlier), record))
     return Side(name, result, run.logits)

@@ -8,16 +8,18 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from forge import __version__
 from forge.cli.bench import bench
+from forge.cli.chapters import chapter, chapters, next_chapter
 from forge.cli.chat import chat
 from forge.cli.compare import compare
 from forge.cli.doctor import doctor
 from forge.cli.generate import generate
+from forge.cli.kernels import kernels
 from forge.cli.kv_cache import kv_cache
 from forge.cli.models import models
 from forge.cli.naive import naive
@@ -25,9 +27,13 @@ from forge.cli.running import INTERRUPTED
 from forge.cli.versus import VersusCommand
 from forge.errors import ForgeError
 
+if TYPE_CHECKING:
+    from typer.core import TyperCommand
+
+    from forge.views.report import Report
+
 CLOSED_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
-_RUN, _CHAPTERS, _MACHINE = "Run", "Chapters", "Models and machine"
 _USAGE_ERROR = 2
 
 app = typer.Typer(
@@ -55,14 +61,23 @@ def _options(
     pass
 
 
-app.command("generate", rich_help_panel=_RUN)(generate)
-app.command("chat", rich_help_panel=_RUN)(chat)
-app.command("compare", rich_help_panel=_RUN, cls=VersusCommand)(compare)
+_CHAPTERS, _RUN, _INSPECT, _MEASURE = "Chapters", "Run", "Inspect", "Measure"
+
+app.command("chapters", rich_help_panel=_CHAPTERS)(chapters)
+app.command("chapter", rich_help_panel=_CHAPTERS)(chapter)
+app.command("next", rich_help_panel=_CHAPTERS)(next_chapter)
 app.command("naive", rich_help_panel=_CHAPTERS)(naive)
 app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)
-app.add_typer(models, name="models", rich_help_panel=_MACHINE)
-app.add_typer(bench, name="bench", rich_help_panel=_MACHINE)
-app.command("doctor", rich_help_panel=_MACHINE)(doctor)
+app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
+
+app.command("generate", rich_help_panel=_RUN)(generate)
+app.command("chat", rich_help_panel=_RUN)(chat)
+
+app.add_typer(models, name="models", rich_help_panel=_INSPECT)
+app.command("doctor", rich_help_panel=_INSPECT)(doctor)
+
+app.command("compare", rich_help_panel=_MEASURE, cls=VersusCommand)(compare)
+app.add_typer(bench, name="bench", rich_help_panel=_MEASURE)
 
 
 def run() -> NoReturn:
@@ -88,7 +103,8 @@ def main(args: Sequence[str]) -> int:
 
 def _invoke(args: Sequence[str]) -> int:
     try:
-        return app(args=list(args), prog_name="forge", standalone_mode=False) or 0
+        found = parse_and_run(args)
+        return found or 0 if isinstance(found, int | None) else _show(found)
     except ForgeError as error:
         return _complain(str(error), error.exit_code)
     except MemoryError:
@@ -99,6 +115,26 @@ def _invoke(args: Sequence[str]) -> int:
         if not hasattr(error, "format_message"):  # how typer's own usage errors are told from bugs
             raise
         return _complain(_usage_message(error), _USAGE_ERROR)
+
+
+def parse_and_run(args: Sequence[str]) -> "Report | int | None":
+    """Run a command and return what it returns: a report that nobody has shown yet, or an exit status.
+
+    Raises whatever the command raises, typer's own usage errors included.
+    """
+    return app(args=list(args), prog_name="forge", standalone_mode=False)
+
+
+def command_named(name: str) -> "TyperCommand | None":
+    """The command that `forge NAME` is."""
+    return typer.main.get_command(app).commands.get(name)
+
+
+def _show(report: "Report") -> int:
+    from forge.views.terminal import open_console
+
+    report.draw(open_console())
+    return report.status
 
 
 def _usage_message(error: Exception) -> str:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from forge.trace.records import StepRecord
     from forge.views.summary import RunLabel, RunResult
 
+Found = Any
+"""What a command may return: a `Report`, which the command line then shows; an exit status; or nothing."""
 INTERRUPTED = 130
 """The exit status of a run that Ctrl-C ended."""
 
@@ -35,6 +37,13 @@ def run_label(llm: "LLM") -> "RunLabel":
     from forge.views.summary import RunLabel
 
     return RunLabel(llm.model_name, llm.kv, llm.device, llm.device_description)
+
+
+def warm_up(llm: "LLM", prompt: str) -> None:
+    """Two tokens that nobody times: a process's first forward pays for memory that has never been touched."""
+    from forge.engine.sampling_params import SamplingParams
+
+    llm.generate([prompt], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
 
 
 def drive(llm: "LLM", run: "Run", params: "SamplingParams", on_step: "Callable[[StepRecord], None]") -> "RunResult":

@@ -188,8 +188,12 @@ class LLM:
         """A conversation that keeps its cache between turns."""
         return ChatSession(self, system)
 
+    def time_operations(self) -> None:
+        """From now on keep time per layer and operation, as `time_operations` does from the beginning."""
+        self.model.backend.time_operations()
+
     def operation_times(self) -> tuple[OperationTime, ...]:
-        """Time by layer and operation since the model was loaded; empty without `time_operations`."""
+        """Time by layer and operation since time began to be kept; empty without `time_operations`."""
         return self.model.backend.operation_times()
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:

@@ -17,7 +17,7 @@ from forge.trace.records import StepRecord, TokenRecord
 from forge.views.curves import curve_plot, shape_sentence, short_name
 from forge.views.figures import count, ms, plural, rate, size, times
 from forge.views.generation import sample_texts
-from forge.views.json_output import run_object
+from forge.views.json_output import climb_object, run_object
 from forge.views.metrics import metrics_lines, with_unit
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.summary import Forward, RunResult
@@ -108,6 +108,7 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
                 "value": side.name,
                 "last_over_second_forward": side.result.last_over_second,
                 **run_object(side.result, token_text=str),
+                **climb_object(side.result.forwards),
             }
             for side in comparison.sides
         ],

@@ -2,12 +2,14 @@
 
 import json
 import math
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from forge.engine.outputs import CompletionOutput, Logprobs
 from forge.trace.records import Spread, StepRecord
 from forge.views.streams import TextStreams
-from forge.views.summary import RunResult
+from forge.views.summary import Forward, RunResult
 
 
 def to_json(value: Any) -> str:
@@ -51,6 +53,26 @@ def spread_object(spread: Spread | None) -> dict[str, Any] | None:
         "max": spread.maximum,
         "mean": spread.mean,
         "n": spread.count,
+    }
+
+
+ENDS = 5
+"""Forwards at either end of a run whose median stands for it, so that one disturbed forward does not."""
+
+
+def climb_object(forwards: Sequence[Forward]) -> dict[str, Any]:
+    """What a forward cost at the beginning, after the prefill, and at the end. Nulls where there are too few."""
+    later = forwards[1:]
+    if len(later) < 2:
+        return dict.fromkeys(("early_tokens", "early_ms", "late_tokens", "late_ms", "late_over_early"))
+    early, late = later[:ENDS], later[-ENDS:]
+    early_ms, late_ms = (median(forward.ms for forward in part) for part in (early, late))
+    return {
+        "early_tokens": median(forward.tokens for forward in early),
+        "early_ms": early_ms,
+        "late_tokens": median(forward.tokens for forward in late),
+        "late_ms": late_ms,
+        "late_over_early": late_ms / early_ms if early_ms else None,
     }
 
 

@@ -1,7 +1,8 @@
 """The cache chapter's experiment: the same run with keys and values kept. What does a token cost, what is held?"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -10,6 +11,7 @@ from forge.trace.records import StepRecord
 from forge.views.figures import count, ms, plural, size
 from forge.views.forwards import chart_rows, chart_scale, spaced
 from forge.views.generation import sample_texts
+from forge.views.json_output import climb_object, run_object
 from forge.views.metrics import chart_heading, metrics_lines
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.summary import Forward, RunResult
@@ -37,6 +39,25 @@ class KvShape:
             f"2 (key and value) x {self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim} numbers "
             f"x {self.bytes_per_number} bytes = {size(self.bytes_per_token)} per token"
         )
+
+
+def kv_cache_object(result: RunResult, shape: KvShape, token_text) -> dict[str, Any]:
+    """The experiment as facts: the run, what its forwards cost, what is held for them."""
+    forwards = result.forwards
+    return run_object(result, token_text) | {
+        "num_forwards": len(forwards),
+        "prompt_tokens": len(result.output.prompt_token_ids),
+        "prefill_ms": forwards[0].ms if forwards else None,
+        "tokens_without_cache": tokens_without_cache(forwards),
+        **climb_object(forwards),
+        "num_layers": shape.num_layers,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "bytes_per_number": shape.bytes_per_number,
+        "bytes_per_token": shape.bytes_per_token,
+        "slots_reserved": max((r.cache.used_blocks * r.cache.block_size for r in result.records), default=0),
+        "held_bytes": held_bytes(result.records[-1], shape) if result.records else 0,
+    }
 
 
 def print_kv_cache(console: Console, result: RunResult, shape: KvShape, prompt: str) -> None:
@@ -67,15 +88,20 @@ def cache_sentences(result: RunResult, shape: KvShape) -> list[str]:
     if len(forwards) < 3:
         return ["Too few forwards to see a shape: ask for more tokens."]
     first, second, last = forwards[0], forwards[1], forwards[-1]
-    without = sum(first.tokens + index for index in range(len(forwards)))
     return [
         f"The prefill computed the {plural(first.tokens, 'prompt token')} once; every forward after it computed "
         f"{plural(second.tokens, 'token')}. Forward {second.number} took {ms(second.ms)} ms, forward {last.number} "
         f"{ms(last.ms)} ms.",
         f"{count(result.tokens_computed)} tokens went through the model; without the cache it would have been "
-        f"{count(without)}. The price is memory: {size(held_bytes(result.records[-1], shape))} held at the end, "
-        f"{size(shape.bytes_per_token)} more with every token.",
+        f"{count(tokens_without_cache(forwards))}. The price is memory: "
+        f"{size(held_bytes(result.records[-1], shape))} held at the end, {size(shape.bytes_per_token)} more with every "
+        "token.",
     ]
+
+
+def tokens_without_cache(forwards: Sequence[Forward]) -> int:
+    """What the same forwards would have computed if each had begun at the first token."""
+    return sum(forwards[0].tokens + index for index in range(len(forwards)))
 
 
 def _print_lines(console: Console, lines: Iterable[Text]) -> None:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,6 +14,7 @@ from forge.views.charts import bar, sparkline
 from forge.views.figures import count, ms, percent, plural
 from forge.views.forwards import chart_rows, chart_scale, spaced
 from forge.views.generation import sample_texts
+from forge.views.json_output import climb_object, run_object
 from forge.views.metrics import chart_heading, metrics_lines
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.summary import Forward, RunResult
@@ -44,6 +45,26 @@ class Share:
     share: float
 
 
+def naive_object(result: RunResult, operations: Sequence[OperationTime], token_text) -> dict[str, Any]:
+    """The experiment as facts: the run, its slope, what was computed again, and where the time went."""
+    shares = shares_by_operation(operations)
+    layers = [share for share in shares_by_layer(operations) if share.name != "outside"]
+    new = distinct_tokens(result)
+    return run_object(result, token_text) | {
+        "num_forwards": len(result.forwards),
+        "prompt_tokens": len(result.output.prompt_token_ids),
+        "distinct_tokens": new,
+        "repeated_share": 1 - new / result.tokens_computed if result.tokens_computed else None,
+        **climb_object(result.forwards),
+        "slope_ms": slope(result.forwards),
+        "matrices_share": matrices_share(shares),
+        "attention_share": attention_share(shares),
+        "layers_share": sum(layer.share for layer in layers),
+        "operations": [{"operation": s.name, "ms": s.ms, "calls": s.calls, "share": s.share} for s in shares],
+        "layers": [{"layer": int(layer.name), "ms": layer.ms, "share": layer.share} for layer in layers],
+    }
+
+
 def print_naive(console: Console, result: RunResult, operations: Sequence[OperationTime], prompt: str) -> None:
     """The whole experiment: the text, the climbing chart, time by operation, time by layer."""
     width = console.width
@@ -65,12 +86,12 @@ def climb_sentences(result: RunResult) -> list[str]:
     if len(forwards) < 3:
         return ["Too few forwards to see a slope: ask for more tokens."]
     second, last = forwards[1], forwards[-1]
-    new = forwards[0].tokens + len(forwards) - 1
-    total = result.tokens_computed
+    new, total, rise = distinct_tokens(result), result.tokens_computed, slope(forwards)
+    rising = f" Each token in the sequence adds {rise:.3f} ms to every forward after it." if rise and rise > 0 else ""
     return [
         f"Forward {second.number} computed {plural(second.tokens, 'token')} in {ms(second.ms)} ms, forward "
         f"{last.number} computed {count(last.tokens)} in {ms(last.ms)} ms: {last.ms / second.ms:.1f} times as long, "
-        f"for one new token each.{_slope(forwards)}",
+        f"for one new token each.{rising}",
         f"{count(total)} tokens went through the model where {count(new)} different ones exist: "
         f"{percent((total - new) / total)} of the work had been done before.",
     ]
@@ -102,15 +123,21 @@ def _climb(result: RunResult, width: int) -> list[Text]:
     return chart_rows(shown, chart_scale(shown), width)
 
 
-def _slope(forwards: Sequence[Forward]) -> str:
-    """Milliseconds per token by least squares, where the line rises."""
+def distinct_tokens(result: RunResult) -> int:
+    """Tokens that had to go through the model at least once: the prompt's, and all but the last of the output."""
+    return result.forwards[0].tokens + len(result.forwards) - 1 if result.forwards else 0
+
+
+def slope(forwards: Sequence[Forward]) -> float | None:
+    """Milliseconds per token by least squares; None where all forwards have as many."""
+    if not forwards:
+        return None
     mean_tokens = sum(forward.tokens for forward in forwards) / len(forwards)
     mean_ms = sum(forward.ms for forward in forwards) / len(forwards)
     spread = sum((forward.tokens - mean_tokens) ** 2 for forward in forwards)
     if not spread:
-        return ""
-    slope = sum((forward.tokens - mean_tokens) * (forward.ms - mean_ms) for forward in forwards) / spread
-    return f" Each token in the sequence adds {slope:.3f} ms to every forward after it." if slope > 0 else ""
+        return None
+    return sum((forward.tokens - mean_tokens) * (forward.ms - mean_ms) for forward in forwards) / spread
 
 
 def _print_operations(console: Console, operations: Sequence[OperationTime]) -> None:
@@ -130,12 +157,20 @@ def _print_operations(console: Console, operations: Sequence[OperationTime]) -> 
 
 def operations_sentence(shares: Sequence[Share]) -> str:
     """Which operations the time goes to."""
-    attention = sum(share.share for share in shares if share.name == "attention")
-    matrices = sum(share.share for share in shares if MATRICES.intersection(share.name.split(", ")))
+    matrices, attention = percent(matrices_share(shares)), percent(attention_share(shares))
     return (
-        f"{percent(matrices)} of the time is matrix products, {percent(attention)} attention over the sequence. Every "
-        "one of them runs again for tokens whose result is already known."
+        f"{matrices} of the time is matrix products, {attention} attention over the sequence. Every one of them runs "
+        "again for tokens whose result is already known."
     )
+
+
+def matrices_share(shares: Sequence[Share]) -> float:
+    """Of the time, what products with a weight matrix take."""
+    return sum(share.share for share in shares if MATRICES.intersection(share.name.split(", ")))
+
+
+def attention_share(shares: Sequence[Share]) -> float:
+    return sum(share.share for share in shares if share.name == "attention")
 
 
 MATRICES = frozenset(

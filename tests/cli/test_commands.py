@@ -76,16 +76,25 @@ def test_compare_has_a_prompt_of_its_own(forge, small):
 
 
 def test_naive_shows_where_the_time_goes(forge, small):
-    found = forge("naive", "Once", "8", *small)
+    found = forge("naive", "Once", "8", *small, "--only", "run")
     assert found.status == 0
     for expected in ("attention", "layers 0 to 1", "output head", "forge compare --kv off vs on"):
         assert expected in found.out
 
 
 def test_kv_cache_shows_what_is_held(forge, small):
-    found = forge("kv-cache", "Once", "8", *small)
+    found = forge("kv-cache", "Once", "8", *small, "--only", "run")
     assert found.status == 0
     assert "2 layers x 2 KV heads x 32 numbers x 4 bytes" in found.out and "holds" in found.out
+
+
+def test_experiments_as_json_have_what_their_chapters_name(forge, small):
+    naive = json.loads(forge("naive", "Once", "8", *small, "--json").out)
+    assert naive["tokens_computed"] == sum(naive["prompt_tokens"] + index for index in range(8))
+    assert 0 < naive["attention_share"] + naive["matrices_share"] <= 1 and len(naive["layers"]) == 2
+    kept = json.loads(forge("kv-cache", "Once", "8", *small, "--json").out)
+    assert kept["tokens_without_cache"] == naive["tokens_computed"]
+    assert kept["held_bytes"] == kept["tokens_computed"] * kept["bytes_per_token"] <= kept["slots_reserved"] * 1024
 
 
 def test_inspect_describes_a_file(forge, model):
@@ -107,11 +116,14 @@ def test_the_version(forge):
 
 def test_help_has_its_panels(forge):
     out = forge("--help").out
-    for expected in ("Run", "Chapters", "Models and machine", "generate", "kv-cache", "doctor"):
+    for expected in ("Chapters", "Run", "Inspect", "Measure", "generate", "kv-cache", "doctor"):
         assert expected in out
 
 
-@pytest.mark.parametrize("command", ["generate", "compare", "naive", "kv-cache", "chat", "models", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    ["generate", "compare", "chapters", "chapter", "next", "naive", "kv-cache", "kernels", "chat", "models", "doctor"],
+)
 def test_every_command_has_help(forge, command):
     found = forge(command, "--help")
     assert found.status == 0 and "Usage" in found.out

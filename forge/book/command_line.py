@@ -1,0 +1,67 @@
+"""The options that a reader gave a chapter, put into the command lines of its experiments.
+
+forge naive "The fox" --model mine.gguf      the chapter, with this prompt and model in every run that takes them
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+_VERSUS = "vs"
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """What a command takes."""
+
+    positionals: tuple[str, ...]
+    """The names of its arguments, in order."""
+    options: Mapping[str, str]
+    """Every spelling of every option that takes a value → its parameter's name."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a reader gave, by parameter name. Values as they are written on a command line."""
+
+    values: Mapping[str, str] = field(default_factory=dict)
+
+    def applied(self, args: Sequence[str], syntax: Syntax) -> list[str]:
+        """`args` of a command with `syntax`, each parameter that was given as it was given.
+
+        An option of which the line compares two values stays as it is: that is what the line is about.
+        """
+        positionals: list[str] = []
+        kept: list[str] = []
+        varied: set[str] = set()
+        index = 0
+        while index < len(args):
+            arg = args[index]
+            spelling, joined, _ = arg.partition("=")
+            name = syntax.options.get(spelling)
+            length = 1 if name is None or joined else 2
+            if name is not None and args[index + length : index + length + 1] == [_VERSUS]:
+                length += 2
+                varied.add(name)
+            if name is None and not arg.startswith("--"):
+                positionals.append(arg)
+            elif name is None or name in varied or name not in self.values:
+                kept += args[index : index + length]
+            index += length
+        return [*self._positionals(positionals, syntax), *kept, *self._options(syntax, varied)]
+
+    def _positionals(self, given: Sequence[str], syntax: Syntax) -> list[str]:
+        """Up to the last one that either side gives; one in between that neither gives cannot be left out."""
+        values = []
+        for index, name in enumerate(syntax.positionals):
+            if name in self.values:
+                values.append(self.values[name])
+            elif index < len(given):
+                values.append(given[index])
+            else:
+                break
+        return values
+
+    def _options(self, syntax: Syntax, varied: set[str]) -> list[str]:
+        first = {name: spelling for spelling, name in reversed(syntax.options.items())}
+        names = [name for name in self.values if name in first and name not in varied]
+        return [word for name in names for word in (first[name], self.values[name])]

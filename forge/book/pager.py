@@ -1,0 +1,277 @@
+"""A chapter on a terminal, page by page: a key goes on, back, runs an experiment again, or asks for a command line.
+
+A page is a step of the chapter; one that is higher than the screen is shown in several. Everything on a page is drawn
+anew whenever it is shown, from what was measured, so a terminal may change its size at any time. Where the cursor
+cannot be moved pages follow one another like lines.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from forge.book.chapter import Predict, Run, Step
+from forge.book.drawing import draw_command, draw_step, draw_title, lines_of
+from forge.book.progress import Progress, save_progress
+from forge.book.reading import Reading, parse_guess
+from forge.book.shelf import Entry
+from forge.errors import ForgeError
+from forge.views.keys import EOF, Keys, open_keys, read_line
+from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE
+from forge.views.terminal import can_redraw
+from forge.views.text import one_line
+
+AROUND = 4
+"""Lines of a screen that are not a page's own: the title, the keys and two empty ones."""
+LEAST = 4
+_NEXT = ("enter", "space", "right", "down", "page-down", "n")
+_BACK = ("backspace", "left", "up", "page-up", "b")
+_QUIT = (EOF, "q")
+_ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x1b]*\x1b\\)")
+
+RunLine = Callable[[str], int]
+"""Runs a command line as a shell would, printing what it prints; returns its exit status."""
+
+
+class Pager:
+    def __init__(self, console: Console, entry: Entry, reading: Reading, progress: Progress, run_line: RunLine):
+        self._console = console
+        self._entry = entry
+        self._reading = reading
+        self._progress = progress
+        self._run_line = run_line
+        self._steps = reading.chapter.steps()
+        self._page = 0
+        self._screen = 0
+        self._typed = ""
+        """What the reader has typed of an answer."""
+        self._objection = ""
+        self._redraws = can_redraw(console)
+
+    def read(self, page: int = 0) -> int:
+        """Show pages from `page` on until the reader has had enough. Returns the exit status."""
+        self._page = min(page, len(self._steps) - 1)
+        with open_keys(self._console) as keys:
+            while True:
+                self._catch_up(keys)
+                self._progress.reach(self._entry.command, self._page, len(self._steps))
+                save_progress(self._progress)
+                screens = self._screens()
+                self._screen = min(self._screen, len(screens) - 1)
+                self._show(screens)
+                try:
+                    goes_on = self._go_on(keys, len(screens))
+                except BaseException:
+                    self._leave_line()
+                    raise
+                if not goes_on:
+                    self._leave_line()
+                    return 0
+
+    @property
+    def _step(self) -> Step:
+        return self._steps[self._page]
+
+    def _runs(self) -> list[Run]:
+        return [block for block in self._step if isinstance(block, Run)]
+
+    def _catch_up(self, keys: Keys) -> None:
+        """Run what this page or one before it needs and has not been run."""
+        for run in self._reading.unperformed(self._steps[: self._page + 1]):
+            self._perform(keys, run)
+
+    def _perform(self, keys: Keys, run: Run) -> None:
+        self._clear()
+        self._draw_title()
+        draw_command(self._console, self._reading.command(run))
+        self._console.print()
+        with keys.paused():
+            self._reading.perform(run)
+
+    # Showing
+
+    def _screens(self) -> list[list[str]]:
+        """The page's lines, as many to a screen as fit."""
+        lines = lines_of(self._console, lambda console: draw_step(console, self._step, self._reading))
+        if not self._redraws:
+            return [lines]
+        return split_lines(lines, max(LEAST, self._console.height - AROUND))
+
+    def _show(self, screens: Sequence[Sequence[str]]) -> None:
+        self._clear()
+        self._draw_title()
+        for line in screens[self._screen]:
+            self._console.out(line, highlight=False)
+        self._console.print()
+        more = self._screen < len(screens) - 1
+        last_line = self._prompt() if self._asks() and not more else self._key_line(more)
+        self._console.print(last_line, end="" if self._redraws else "\n")
+
+    def _leave_line(self) -> None:
+        """Go on below the last line of a page, at whose end the cursor stands."""
+        if self._redraws:
+            self._console.print()
+
+    def _draw_title(self) -> None:
+        place = f"{self._page + 1} / {len(self._steps)}"
+        draw_title(self._console, self._entry.number, self._reading.chapter.title, place)
+        self._console.print()
+
+    def _clear(self) -> None:
+        if self._redraws:
+            self._console.clear()
+        else:
+            self._console.print()
+
+    def _prompt(self) -> Text:
+        """The last line of a page that asks."""
+        keys = Text.assemble(("[Enter]", ACCENT), (" passes  ", QUIET), ("[b]", ACCENT), ("ack  ", QUIET))
+        objection = Text(f"{self._objection} ", TROUBLE) if self._objection else Text("")
+        return Text.assemble(keys, objection, ("Your guess: ", TITLE), self._typed, "▌" if self._redraws else "")
+
+    def _key_line(self, more: bool) -> Text:
+        last = self._page == len(self._steps) - 1 and not more
+        on = ("[n]", "ext (more)" if more else " ends the chapter" if last else "ext")
+        keys = [on, ("[b]", "ack"), ("[:]", " your own command"), ("[q]", "uit")]
+        if self._runs():
+            keys.insert(2, ("[a]", "gain with other options"))
+        long = Text("  ").join(Text.assemble((key, ACCENT), (name, QUIET)) for key, name in keys)
+        if long.cell_len <= self._console.width:
+            return long
+        return Text(" ").join(Text.assemble((key, ACCENT), (name.split(" ")[0], QUIET)) for key, name in keys)
+
+    # Going on
+
+    def _asks(self) -> bool:
+        """Whether the page ends with a question that has not been answered."""
+        return isinstance(self._step[-1], Predict) and self._step[-1] not in self._reading.guesses
+
+    def _go_on(self, keys: Keys, num_screens: int) -> bool:
+        """Do what the reader asks for; False if that is to stop."""
+        key = keys.read_key() if keys.single or not self._asks() else self._read_answer()
+        if self._asks() and self._screen == num_screens - 1 and self._types(key):
+            return True
+        if key in _NEXT:
+            return self._forward(num_screens)
+        if key in _BACK:
+            self._back()
+        elif key == "a" and self._runs():
+            self._again(keys, self._runs()[0])
+        elif key == ":":
+            self._shell_line(keys)
+        return key not in _QUIT
+
+    def _forward(self, num_screens: int) -> bool:
+        if self._screen < num_screens - 1:
+            self._screen += 1
+        elif self._page < len(self._steps) - 1:
+            self._page, self._screen = self._page + 1, 0
+        else:
+            return False
+        return True
+
+    def _back(self) -> None:
+        self._typed = ""
+        if self._screen:
+            self._screen -= 1
+        elif self._page:
+            self._page -= 1
+
+    def _read_answer(self) -> str:
+        """Where keys come as lines: the key that stands for the line, or `enter` after an answer was taken down."""
+        line = read_line("")
+        if line is None:
+            return EOF
+        if len(line.strip()) == 1 and not line.strip().isdigit():
+            return line.strip()
+        self._typed = line.strip()
+        return "enter"
+
+    def _types(self, key: str) -> bool:
+        """Take `key` as part of the answer to the page's question, if it is: a digit begins one, Enter ends it."""
+        self._objection = ""
+        if key == "enter" and self._typed:
+            self._answer(self._step[-1])
+        elif key == "backspace" and self._typed:
+            self._typed = self._typed[:-1]
+        elif key == "escape":
+            self._typed = ""
+        elif len(key) == 1 and (self._typed or key.isdigit() or key in "-."):
+            self._typed += key
+            if self._step[-1].choices:
+                self._answer(self._step[-1])
+        elif key == "space" and self._typed:
+            self._typed += " "
+        else:
+            return False
+        return True
+
+    def _answer(self, predict: Predict) -> None:
+        """Note down what was typed as the guess and go on; say what it should be where it is none."""
+        try:
+            self._reading.guesses[predict] = parse_guess(predict, self._typed)
+            self._page, self._screen = min(self._page + 1, len(self._steps) - 1), 0
+        except ForgeError as error:
+            self._objection = f"That should be {error}."
+        self._typed = ""
+
+    def _again(self, keys: Keys, run: Run) -> None:
+        """Run the page's experiment with options that the reader chooses."""
+        before = self._reading.command(run)
+        self._leave_line()
+        try:
+            with keys.paused():
+                typed = read_line("again: ", before)
+        except KeyboardInterrupt:
+            return
+        if not typed or not typed.strip():
+            return
+        self._reading.commands[run] = typed.strip()
+        try:
+            self._perform(keys, run)
+        except ForgeError as error:
+            self._reading.commands[run] = before
+            self._complain(str(error))
+            keys.read_key()
+        self._screen = 0
+
+    def _shell_line(self, keys: Keys) -> None:
+        """Run a command of the reader's, as their shell would."""
+        self._leave_line()
+        with keys.paused():
+            try:
+                line = read_line(": forge ")
+            except KeyboardInterrupt:
+                return
+            if line and line.strip():
+                self._console.print()
+                self._run_line(line)
+        if line and line.strip():
+            self._console.print(Text("\nAny key returns to the chapter.", QUIET))
+            keys.read_key()
+
+    def _complain(self, message: str) -> None:
+        self._console.print(Text(one_line(message), TROUBLE))
+        self._console.print(Text("\nAny key returns to the chapter.", QUIET))
+
+
+def split_lines(lines: Sequence[str], most: int) -> list[list[str]]:
+    """`lines` in screens of at most `most`, cut at empty lines unless what lies between two is higher than a screen."""
+    screens: list[list[str]] = []
+    rest = list(lines)
+    while len(rest) > most:
+        empty = [index for index, line in enumerate(rest) if _is_empty(line)]
+        before = [index for index in empty if 0 < index <= most]
+        after = next((index for index in empty if index > most), len(rest))
+        fits = bool(before) and after - before[-1] - 1 <= most
+        cut = before[-1] if fits or (before and before[-1] >= most // 2) else most
+        screens.append(rest[:cut])
+        rest = rest[cut:]
+        while rest and _is_empty(rest[0]):
+            rest.pop(0)
+    return [*screens, rest] if rest or not screens else screens
+
+
+def _is_empty(line: str) -> bool:
+    return not _ESCAPES.sub("", line).strip()

@@ -1,0 +1,62 @@
+"""How far a reader has come: which chapters were finished, and where the last one was left.
+
+One small JSON file in the user's state folder (`$XDG_STATE_HOME/forge`, by default `~/.local/state/forge`). It is a
+convenience: one that cannot be read counts as empty, one that cannot be written is not written.
+"""
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """Chapters by their command."""
+
+    pages: dict[str, int] = field(default_factory=dict)
+    """The page on which a chapter was left, counted from 0."""
+    finished: set[str] = field(default_factory=set)
+    last: str | None = None
+    """The chapter that was read last."""
+
+    def reach(self, command: str, page: int, num_pages: int) -> None:
+        """The reader is on a page. The last one finishes the chapter, which begins anew when it is opened again."""
+        self.last = command
+        if page >= num_pages - 1:
+            self.finished.add(command)
+            self.pages.pop(command, None)
+        else:
+            self.pages[command] = page
+
+
+def state_file() -> Path:
+    home = os.environ.get("XDG_STATE_HOME")
+    folder = Path(home) if home and Path(home).is_absolute() else Path.home() / ".local" / "state"
+    return folder / "forge" / "chapters.json"
+
+
+def load_progress() -> Progress:
+    try:
+        found = json.loads(state_file().read_text(encoding="utf-8"))
+        return _progress(found)
+    except (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError):
+        return Progress()
+
+
+def save_progress(progress: Progress) -> None:
+    state = {"pages": progress.pages, "finished": sorted(progress.finished), "last": progress.last}
+    with suppress(OSError, RuntimeError):  # the latter where there is no home
+        path = state_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(state), encoding="utf-8")
+        written.replace(path)
+
+
+def _progress(found: Any) -> Progress:
+    pages = {str(command): int(page) for command, page in found["pages"].items()}
+    last = found["last"]
+    return Progress(pages, set(map(str, found["finished"])), None if last is None else str(last))

@@ -1,0 +1,42 @@
+"""A chapter from beginning to end without a pause: for a pipe, for tests, for `--no-pause`."""
+
+from rich.console import Console
+
+from forge.book.chapter import Check, Run, Step
+from forge.book.drawing import draw_block, draw_command, draw_title
+from forge.book.reading import Reading
+
+FAILED = 1
+"""The exit status when something that the chapter claims was not so."""
+
+
+def read_straight(console: Console, number: int, reading: Reading) -> int:
+    """Print the chapter, running each experiment where it stands. Returns the exit status."""
+    draw_title(console, number, reading.chapter.title)
+    status = 0
+    for step in reading.chapter.steps():
+        status = max(status, _print_step(console, step, reading))
+        if status > FAILED:  # an experiment was interrupted
+            break
+    return status
+
+
+def _print_step(console: Console, step: Step, reading: Reading) -> int:
+    status = 0
+    for block in step:
+        console.print()
+        if isinstance(block, Run):
+            draw_command(console, reading.command(block))
+            console.print()
+            report = reading.perform(block)
+            report.draw(console)
+            status = max(status, report.status)
+        else:
+            draw_block(console, block, reading)
+        if isinstance(block, Check) and block.certain and _is_refuted(block, reading):
+            status = max(status, FAILED)
+    return status
+
+
+def _is_refuted(check: Check, reading: Reading) -> bool:
+    return any(judged.holds is False for judged in reading.judge(check.claims))

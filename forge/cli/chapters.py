@@ -1,0 +1,161 @@
+"""The book on the command line: `forge chapters`, `forge chapter N`, `forge next`, and how a chapter's own command,
+such as `forge naive`, becomes the chapter.
+
+A chapter's command is its experiment too: `--only run` (or `--json`) runs that alone. Inside a chapter its experiments
+are command lines with `--only run`, run in this process.
+"""
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forge.cli import options
+from forge.cli.running import Found
+
+if TYPE_CHECKING:
+    from forge.book.command_line import Given
+    from forge.book.shelf import Entry
+    from forge.views.report import Report
+
+_CHAPTER = "Chapter"
+
+OnlyOption = Annotated[
+    str | None,
+    typer.Option("--only", help="run: the experiment without the chapter's text.", rich_help_panel=_CHAPTER),
+]
+PauseOption = Annotated[
+    bool,
+    typer.Option("--pause/--no-pause", help="Wait for a key after each page.", rich_help_panel=_CHAPTER),
+]
+_NOT_GIVEN = ("only", "pause", "json")
+_ALONE = "run"
+
+
+def chapters(json: options.JsonOption = False) -> Found:
+    """List the chapters, and how far you have come."""
+    from forge.book.progress import load_progress
+    from forge.book.shelf import entries
+    from forge.views.chapters import chapter_lines, chapters_object, print_chapters
+    from forge.views.report import Report
+
+    lines = chapter_lines(entries(), load_progress())
+    report = Report({"chapters": chapters_object(lines)}, lambda console: print_chapters(console, lines))
+    return report.as_json() if json else report
+
+
+def chapter(
+    name: Annotated[str, typer.Argument(metavar="CHAPTER", help="Its number, or its command.", show_default=False)],
+    pause: PauseOption = True,
+) -> Found:
+    """Read a chapter: the same as its own command."""
+    from forge.book.shelf import find
+
+    return _read(find(name), pause=pause)
+
+
+def next_chapter(pause: PauseOption = True) -> Found:
+    """Go on where you stopped."""
+    from forge.book.progress import load_progress
+    from forge.book.shelf import entries, next_entry
+    from forge.views.terminal import open_console
+
+    progress = load_progress()
+    entry = next_entry(entries(), progress)
+    if entry is None:
+        open_console().print("You have finished every chapter. forge chapters lists them.")
+        return 0
+    return _read(entry, pause=pause, page=progress.pages.get(entry.command, 0))
+
+
+def reads_chapter(only: str | None, json: bool) -> bool:
+    """Whether a chapter's command is to open the chapter, and not just to run its experiment.
+
+    Raises `UsageError` for an `--only` that has no meaning.
+    """
+    from forge.errors import UsageError
+
+    if only not in (None, _ALONE):
+        raise UsageError(f"--only takes {_ALONE}, and {only!r} is something else")
+    return only is None and not json
+
+
+def read_chapter(ctx: typer.Context, pause: bool) -> int:
+    """Open the chapter whose command `ctx` is, with the options that it was given. Returns the exit status."""
+    from forge.book.command_line import Given
+    from forge.book.shelf import find
+
+    values = {
+        name: options.read_prompt(value) if name == "prompt" else str(value)
+        for name, value in ctx.params.items()
+        if name not in _NOT_GIVEN and ctx.get_parameter_source(name).name == "COMMANDLINE"
+    }
+    return _read(find(ctx.command.name), pause=pause, given=Given(values))
+
+
+def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: int = 0) -> int:
+    from forge.book.pager import Pager
+    from forge.book.progress import load_progress
+    from forge.book.reading import Reading
+    from forge.book.straight import read_straight
+    from forge.views.terminal import open_console
+
+    console = open_console()
+    reading = Reading(entry.chapter, run_reported)
+    if given is not None and given.values:
+        reading.commands = {run: _with_given(run.command, given) for run in entry.chapter.runs()}
+    if pause and console.is_terminal and sys.stdin.isatty():
+        return Pager(console, entry, reading, load_progress(), run_shell_line).read(page)
+    return read_straight(console, entry.number, reading)
+
+
+def run_reported(line: str) -> "Report":
+    """Run a command line that begins with forge, in this process; return what it found.
+
+    Raises `ForgeError` as the command does, and `UsageError` for one that cannot be run in a chapter.
+    """
+    from forge.cli.main import parse_and_run
+    from forge.errors import UsageError
+    from forge.views.report import Report
+
+    found = parse_and_run(_words(line))
+    if not isinstance(found, Report):
+        raise UsageError(f"{line}: only commands that measure can be run here; `:` runs any other")
+    return found
+
+
+def run_shell_line(line: str) -> int:
+    """Run a command line, with or without forge before it, as a shell would."""
+    from forge.cli.main import main
+
+    words = line.split() if line.count('"') % 2 or line.count("'") % 2 else shlex.split(line)
+    return main(words[1:] if words[:1] == ["forge"] else words)
+
+
+def _with_given(line: str, given: "Given") -> str:
+    """A command line of a chapter with what the reader gave in it."""
+    from forge.book.command_line import Syntax
+    from forge.cli.main import command_named
+
+    name, *args = _words(line)
+    command = command_named(name)
+    if command is None:
+        return line
+    arguments = [param.name for param in command.params if param.param_type_name == "argument"]
+    taking = [param for param in command.params if param.param_type_name == "option" and not param.is_flag]
+    syntax = Syntax(tuple(arguments), {spelling: param.name for param in taking for spelling in param.opts})
+    return shlex.join(["forge", name, *given.applied(args, syntax)])
+
+
+def _words(line: str) -> list[str]:
+    """The words after forge. Raises `UsageError` where there is no forge, or a quotation mark is missing."""
+    from forge.errors import UsageError
+
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        raise UsageError(f"{line}: a quotation mark is missing") from None
+    if words[:1] != ["forge"]:
+        raise UsageError(f"{line}: a command line begins with forge")
+    return words[1:]

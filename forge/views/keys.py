@@ -1,0 +1,223 @@
+"""Single keys from a terminal, for views that go on when a key is pressed.
+
+    with open_keys(console) as keys:
+        while (key := keys.read_key()) not in ("q", EOF):
+            ...
+
+A key is the character typed, or a name: `enter`, `space`, `tab`, `backspace`, `escape`, `up`, `down`, `left`, `right`,
+`home`, `end`, `page-up`, `page-down`, `delete`; `RESIZE` when the terminal has another size now (or came back to the
+foreground) and what is on it should be drawn again; `EOF` when no key will come any more. Ctrl-C is a
+KeyboardInterrupt, as everywhere. Whatever happens, the terminal is left as it was found.
+
+Where single keys cannot be had (a dumb terminal, standard input that is none) lines are read: the first character of a
+line counts, an empty line is `enter`.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+from rich.console import Console
+
+RESIZE, EOF, TIMEOUT = "resize", "eof", ""
+
+_CONTROLS = {"\r": "enter", "\n": "enter", " ": "space", "\t": "tab", "\x7f": "backspace", "\x08": "backspace"}
+_SEQUENCES = {
+    "[A": "up", "[B": "down", "[C": "right", "[D": "left", "[H": "home", "[F": "end",
+    "OA": "up", "OB": "down", "OC": "right", "OD": "left", "OH": "home", "OF": "end",
+    "[1~": "home", "[4~": "end", "[3~": "delete", "[5~": "page-up", "[6~": "page-down", "[7~": "home", "[8~": "end",
+}  # fmt: skip
+_ESCAPE_SECONDS = 0.05
+"""After an escape character: what comes within this time belongs to it."""
+
+
+class Keys(Protocol):
+    """Where keys come from. Used as a context manager."""
+
+    single: bool
+    """Whether a key counts the moment it is pressed, or only with the line that it begins."""
+
+    def __enter__(self) -> "Keys": ...
+
+    def __exit__(self, *exception) -> None: ...
+
+    def read_key(self, timeout: float | None = None) -> str:
+        """The next key; `TIMEOUT` (an empty string) after `timeout` seconds without one."""
+
+    def paused(self):
+        """A context in which the terminal is as it was before, for reading a line or running a command."""
+
+
+def open_keys(console: Console) -> Keys:
+    """The keys of the terminal that `console` draws on."""
+    try:
+        import termios  # noqa: F401 (absent on Windows)
+
+        usable = sys.stdin.isatty() and not console.is_dumb_terminal
+    except (ImportError, ValueError):  # ValueError: standard input is closed
+        usable = False
+    return TerminalKeys(sys.stdin.fileno()) if usable else LineKeys()
+
+
+def read_line(prompt: str, prefill: str = "") -> str | None:
+    """A line from the reader, who may edit `prefill`; None at the end of input. Ctrl-C is a KeyboardInterrupt."""
+    readline = _readline()
+    if readline and prefill:
+        readline.set_startup_hook(lambda: readline.insert_text(prefill))
+    try:
+        return input(prompt)
+    except EOFError:
+        return None
+    finally:
+        if readline and prefill:
+            readline.set_startup_hook(None)
+
+
+class LineKeys:
+    """Keys from lines."""
+
+    single = False
+
+    def __enter__(self) -> "LineKeys":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        pass
+
+    def read_key(self, timeout: float | None = None) -> str:
+        try:
+            line = sys.stdin.readline()
+        except ValueError:
+            return EOF
+        if not line:
+            return EOF
+        return line.strip()[:1] or "enter"
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        yield
+
+
+class TerminalKeys:
+    """Keys from a terminal in cbreak mode: no echo, no waiting for a line, signals as usual."""
+
+    single = True
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+        self._pending = b""
+        self._before: list | None = None
+        self._handlers: dict[int, object] = {}
+        self._wake: tuple[int, int] | None = None
+        self._taken = False
+
+    def __enter__(self) -> "TerminalKeys":
+        import termios
+
+        self._before = termios.tcgetattr(self._descriptor)
+        self._wake = os.pipe()
+        for descriptor in self._wake:
+            os.set_blocking(descriptor, False)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGWINCH, signal.SIGCONT):
+                self._handlers[number] = signal.signal(number, self._woken)
+        self._take()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._give_back()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+        for descriptor in self._wake or ():
+            os.close(descriptor)
+        self._wake = None
+
+    def read_key(self, timeout: float | None = None) -> str:
+        while not self._pending:
+            event = self._wait(timeout)
+            if event != "input":
+                return event
+            self._pending = os.read(self._descriptor, 1024)
+            if not self._pending:
+                return EOF
+        return self._decode()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._give_back()
+        try:
+            yield
+        finally:
+            self._take()
+
+    def _wait(self, timeout: float | None) -> str:
+        """`input` if there is something to read, or `RESIZE`, or `TIMEOUT`."""
+        import select
+
+        ready = select.select([self._descriptor, self._wake[0]], [], [], timeout)[0]
+        if self._wake[0] in ready:
+            with suppress(BlockingIOError):
+                os.read(self._wake[0], 1024)
+            return RESIZE
+        return "input" if ready else TIMEOUT
+
+    def _decode(self) -> str:
+        """Take one key off what has been read."""
+        if self._pending[:1] == b"\x1b":
+            return self._escape()
+        if self._pending[:1] == b"\x04":
+            self._pending = self._pending[1:]
+            return EOF
+        for length in range(1, 5):  # a character of UTF-8
+            with suppress(UnicodeDecodeError):
+                character = self._pending[:length].decode("utf-8")
+                self._pending = self._pending[length:]
+                return _CONTROLS.get(character, character)
+        self._pending = self._pending[1:]
+        return "\ufffd"
+
+    def _escape(self) -> str:
+        """The key that an escape sequence stands for; `escape` where the character came alone."""
+        import select
+
+        if len(self._pending) == 1 and select.select([self._descriptor], [], [], _ESCAPE_SECONDS)[0]:
+            self._pending += os.read(self._descriptor, 1024)
+        text = self._pending[1:].decode("latin-1")
+        if text[:1] not in ("[", "O"):
+            self._pending = self._pending[1:]
+            return "escape"
+        end = next((index for index in range(1, len(text)) if "@" <= text[index] <= "~"), len(text) - 1)
+        self._pending = self._pending[end + 2 :]
+        return _SEQUENCES.get(text[: end + 1], "escape")
+
+    def _take(self) -> None:
+        import termios
+        import tty
+
+        self._taken = True
+        tty.setcbreak(self._descriptor, termios.TCSADRAIN)
+
+    def _give_back(self) -> None:
+        import termios
+
+        self._taken = False
+        termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
+
+    def _woken(self, number, frame) -> None:
+        if number == signal.SIGCONT and self._taken:
+            self._take()  # the shell has put the terminal in order meanwhile
+        with suppress(BlockingIOError):
+            os.write(self._wake[1], b"w")
+
+
+def _readline():
+    try:
+        import readline
+    except ImportError:
+        return None
+    return readline
