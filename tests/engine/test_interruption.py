@@ -23,7 +23,7 @@ PACKAGES = tuple(str(Path(forge.__file__).parent / name) for name in ("engine", 
 REQUESTS = {
     "ends first": ("ab", SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=2, logprobs=1)),
     "samples": ("hello", SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=2, stop=["e", "qa"])),
-    "joins": ("help", SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)),
+    "joins": ("abc", SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)),
 }
 STEPS_BEFORE = {"admits all that fit": 0, "only decodes": 1, "ends one": 2, "admits the one that waited": 3}
 
