@@ -169,10 +169,10 @@ def test_a_snapshot_shares_what_it_holds_as_a_running_sequence_does():
 
 def test_the_longest_match_among_running_sequences_is_taken():
     cache = new()
-    for seq_id, tokens in enumerate((A + [21], A + [21, 22, 23], A + [21, 22])):
+    for seq_id, tokens in enumerate(([*A, 21], [*A, 21, 22, 23], [*A, 21, 22])):
         run(cache, seq_id, tokens, max_cached=0)
 
-    assert cache.lookup(A + [21, 22, 23, 24]) == Hit(7, (0, 3))
+    assert cache.lookup([*A, 21, 22, 23, 24]) == Hit(7, (0, 3))
 
 
 def test_max_cached_caps_a_hit_anywhere_and_zero_refuses_it():
