@@ -201,7 +201,7 @@ class Oracle:
 
     def _begin(self, seq_id: int, count: int, word: int) -> None:
         """Add a sequence and reserve its whole prompt, for exactly the blocks that it was said to take."""
-        if len(self.sequences) == MAX_HELD:
+        if len(self.sequences) >= MAX_HELD:
             return
         before, free = self.observed(), self.cache.num_available
         prompt, salt, limit = self.request(count, word)
