@@ -64,7 +64,7 @@ def put_right(oracle: Oracle) -> None:
             continue
         table = tables[seq_id]
         tags = oracle.read(table.blocks, table.computed)
-        salt = getattr(cache._tables[seq_id], "salt", "")
+        salt = by_tag[tags[0]][0] if tags else getattr(cache._tables[seq_id], "salt", "")
         content = Content(salt, [by_tag[tag][1] for tag in tags], table.reserved)
         assert oracle.tags_of(content) == tags, f"sequence {seq_id} holds keys of several sequences"
         oracle.sequences[seq_id] = content
