@@ -5,22 +5,38 @@ cuts a failing list down: it drops operations for as long as the rest still fail
 snapshot by its place among those that there are (modulo their number), so nearly every one does something, and any
 sublist is a valid list.
 
-Beside the policy runs the storage: each committed token is written into its slot as its own number, and each copy is
-performed, so that "the copies really reproduce the contents" is seen by reading a sequence back through its table.
+The oracle is a dictionary of token lists. Beside the policy runs a storage: each committed token is written into its
+slot as a number that stands for it *and all that precedes it*, as a key does, and each copy is performed. So a block
+that was shared wrongly, written while shared, or copied too late is seen by reading every sequence and snapshot back
+through its table. Tokens come from a vocabulary of two, so that prompts begin alike again and again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
 
 from forge.cache.kv_cache import KvCache, OutOfBlocks, Snapshot
-from forge.cache.kv_storage import KvLayout, NumpyKvStorage
+from forge.cache.kv_storage import BlockCopy
+from forge.trace.records import BlockEvicted, BlockSplit, PrefixHit
 
-KINDS = ("add", "reserve", "commit", "truncate", "fork", "snapshot", "restore", "release", "remove")
-Operation = tuple[str, int, int]
-"""(kind, which sequence or snapshot, how many tokens)."""
+KINDS = {
+    "add": 2,
+    "begin": 6,
+    "fill": 8,
+    "reserve": 4,
+    "commit": 5,
+    "truncate": 2,
+    "fork": 3,
+    "snapshot": 2,
+    "restore": 2,
+    "release": 2,
+    "remove": 6,
+}
+"""What there is to do, and how often."""
+Operation = tuple[str, int, int, int]
+"""(kind, which sequence or snapshot, how many tokens, a number whose bits are tokens and choices)."""
 
 MAX_HELD = 7
 """Sequences, and snapshots, at most: with the cache off nothing else bounds them."""
@@ -29,42 +45,61 @@ MAX_TOKENS = 9
 
 def random_operations(seed: int, length: int) -> list[Operation]:
     rng = np.random.default_rng(seed)
-    weights = np.array([4, 6, 6, 2, 3, 2, 2, 2, 5], float)
-    kinds = rng.choice(KINDS, size=length, p=weights / weights.sum())
-    return [(kind, int(rng.integers(100)), int(rng.integers(MAX_TOKENS))) for kind in kinds.tolist()]
+    weights = np.array(list(KINDS.values()), float)
+    kinds = rng.choice(list(KINDS), size=length, p=weights / weights.sum()).tolist()
+    columns = (rng.integers(high, size=length).tolist() for high in (100, MAX_TOKENS, 1 << 40))
+    return list(zip(kinds, *columns, strict=True))
+
+
+def digits(word: int, count: int) -> list[int]:
+    """`count` tokens of 0 and 1; the first few are mostly 0, so that many prompts begin alike."""
+    bits = [word >> index & 1 for index in range(2 * count)]
+    return [bits[index] & (bits[index + count] if index < 4 else 1) for index in range(count)]
 
 
 @dataclass
 class Content:
-    """What the oracle believes of one sequence: its computed tokens, and the slots that it owns."""
+    """What the oracle believes of one sequence or snapshot."""
 
+    salt: str = ""
     tokens: list[int] = field(default_factory=list)
+    """Those that are computed."""
     reserved: int = 0
+    """Slots that it owns."""
+    prompt: list[int] = field(default_factory=list)
+    """What it will commit before it makes up tokens of its own."""
+
+    def copy(self) -> "Content":
+        return Content(self.salt, list(self.tokens), len(self.tokens))
 
 
 class Oracle:
     """The seam's promises without any blocks. With the cache off, a sequence's tokens are gone once committed."""
 
-    def __init__(self, cache: KvCache, storage: NumpyKvStorage):
-        self.cache, self.storage = cache, storage
-        self.remembers = cache.kind != "off"
+    def __init__(self, cache: KvCache, num_blocks: int, block_size: int, finds_all: bool = True):
+        """`finds_all`: no two contents have the same hash, so that whatever is there has to be found."""
+        self.cache, self.block_size, self.finds_all = cache, block_size, finds_all
+        self.slots = [[0] * block_size for _ in range(num_blocks)]
         self.sequences: dict[int, Content] = {}
-        self.snapshots: dict[int, tuple[Snapshot, list[int]]] = {}
-        self.next_token = 1
+        self.snapshots: dict[int, tuple[Snapshot, Content]] = {}
         self.next_id = 0
+        self.tags: dict[tuple, int] = {}
+        self.counts = {"prefix_queries": 0, "prefix_hits": 0, "splits": 0, "evictions": 0}
 
     def perform(self, operation: Operation) -> None:
-        kind, which, count = operation
+        kind, which, count, word = operation
         held = self.snapshots if kind in ("restore", "release") else self.sequences
-        if kind != "add" and not held:
+        begins = kind in ("add", "begin")
+        if not begins and not held:
             return
         before = self.observed()
         try:
-            name = self.new_id() if kind == "add" else list(held)[which % len(held)]
-            getattr(self, f"_{kind}")(name, count)
+            name = self.new_id() if begins else list(held)[which % len(held)]
+            getattr(self, f"_{kind}")(name, count, word)
         except OutOfBlocks as shortage:
             assert shortage.needed > shortage.free >= 0, f"{shortage} is no shortage"
             assert self.observed() == before, "a refused operation changed something"
+        self.count_events()
         self.cache.check_invariants()
         self.check()
 
@@ -74,109 +109,177 @@ class Oracle:
 
     def observed(self) -> tuple:
         """Everything that the seam shows."""
-        cache = self.cache
-        return cache.stats(), {
-            seq_id: (cache.reserved_length(seq_id), cache.computed_length(seq_id), cache.block_table(seq_id))
-            for seq_id in self.sequences
-        }
+        return self.cache.stats(), self.cache.block_map(), self.cache.num_available
 
     def check(self) -> None:
-        owners: dict[int, int] = {}
+        tables = self.cache.block_map().tables
+        stats = self.cache.stats()
+        kept = {snapshot.snapshot_id: content for snapshot, content in self.snapshots.values()}
         for seq_id, content in self.sequences.items():
             table = self.cache.block_table(seq_id)
             assert self.cache.computed_length(seq_id) == len(content.tokens), f"computed length of {seq_id}"
             assert self.cache.reserved_length(seq_id) == content.reserved, f"reserved length of {seq_id}"
-            assert len(table) == -(-content.reserved // self.storage.layout.block_size), f"table of {seq_id}"
-            for block in table:
-                assert 0 <= block < self.storage.layout.num_blocks, f"there is no block {block}"
-                assert owners.setdefault(block, seq_id) == seq_id, f"block {block} belongs to two sequences"
-            assert self.read(seq_id) == content.tokens, f"contents of {seq_id}"
-        held = [*(len(content.tokens) for content in self.sequences.values())]
-        held += [len(tokens) for _, tokens in self.snapshots.values()]
-        assert self.cache.stats().tokens_held == sum(held), "tokens held"
-        if not self.sequences and not self.snapshots:
-            assert self.cache.stats().used_blocks == 0, "blocks are held for nobody"
+            assert len(table) == -(-content.reserved // self.block_size), f"table of {seq_id}"
+            assert self.read(table, len(content.tokens)) == self.tags_of(content), f"contents of {seq_id}"
+        entries = [block for table in tables for block in table.blocks]
+        held = {(block, slot) for table in tables for block, slot in self.places(table.blocks, table.computed)}
+        for table in tables if self.cache.remembers else ():
+            content = kept[table.owner] if table.is_snapshot else self.sequences[table.owner]
+            assert self.read(table.blocks, table.computed) == self.tags_of(content), f"contents of {table}"
+        assert stats.tokens_held == stats.slots_filled == len(held), "tokens held"
+        assert stats.used_blocks == len(set(entries)), "used blocks"
+        assert stats.blocks_saved == len(entries) - len(set(entries)), "blocks saved"
+        assert {name: getattr(stats, name) for name in self.counts} == self.counts, "what was counted"
 
-    def read(self, seq_id: int) -> list[int]:
-        """The computed tokens as they lie in storage."""
-        length = self.cache.computed_length(seq_id)
-        keys, values = self.storage.gather(0, self.cache.block_table(seq_id), length)
-        assert np.array_equal(keys, -values)
-        return keys[:, 0, 0].astype(int).tolist()
+    def places(self, blocks: Iterable[int], length: int) -> Iterable[tuple[int, int]]:
+        """(block, slot) of each of the first `length` positions."""
+        return ((blocks[position // self.block_size], position % self.block_size) for position in range(length))
 
-    def write(self, seq_id: int, position: int, token: int) -> None:
-        size = self.storage.layout.block_size
-        block = self.cache.block_table(seq_id)[position // size]
-        self.storage.keys[:, block, position % size] = token
-        self.storage.values[:, block, position % size] = -token
+    def read(self, blocks: Iterable[int], length: int) -> list[int]:
+        return [tag for block in blocks for tag in self.slots[block]][:length]
 
-    def _add(self, seq_id: int, _: int) -> None:
+    def tags_of(self, content: Content) -> list[int]:
+        """The number of each computed token: of the token, those before it, and the salt."""
+        return self.tags_after(content.salt, content.tokens)
+
+    def tags_after(self, salt: str, tokens: list[int]) -> list[int]:
+        path, found = salt, []
+        for token in tokens:
+            path = self.tags.setdefault((path, token), len(self.tags) + 1)
+            found.append(path)
+        return found
+
+    def copy(self, copies: tuple[BlockCopy, ...]) -> None:
+        assert self.cache.owed_copies == (copies if self.cache.kind in ("paged", "prefix") else ()), "copies owed"
+        for copy in copies:
+            self.slots[copy.destination] = list(self.slots[copy.source])
+        self.cache.copies_performed()
+
+    def count_events(self) -> list[int]:
+        """Add up what the cache says that it did; return the blocks that it evicted."""
+        events = self.cache.take_events()
+        for event in events:
+            self.counts["splits"] += isinstance(event, BlockSplit)
+            self.counts["evictions"] += isinstance(event, BlockEvicted)
+            if isinstance(event, PrefixHit):
+                self.counts["prefix_hits"] += event.num_tokens
+        return [event.block for event in events if isinstance(event, BlockEvicted)]
+
+    def expected_hit(self, prompt: list[int], salt: str, limit: int) -> int:
+        """How much of a prompt must be found: what lies in running sequences, snapshots and cached blocks."""
+        size, tags = self.block_size, self.tags_after(salt, prompt)
+        contents = [*self.sequences.values(), *(content for _, content in self.snapshots.values())]
+        running = [self.tags_of(content) for content in contents]
+        whole = {tuple(theirs[start : start + size]) for theirs in running for start in range(0, len(theirs), size)}
+        whole |= {tuple(self.slots[block]) for block in self.cache.block_map().cached}
+        starts = range(0, len(tags) - size + 1, size)
+        missing = (start for start in starts if tuple(tags[start : start + size]) not in whole)
+        found = next(missing, size * (len(tags) // size))
+        common = (sum(ours == other for ours, other in zip(tags, theirs, strict=False)) for theirs in running)
+        return min(limit, max([found, *common]))
+
+    def request(self, count: int, word: int) -> tuple[list[int], str, int]:
+        """A prompt, its salt, and how much of it may be found."""
+        prompt = digits(word, 2 * count)[: getattr(self.cache, "max_model_len", None)]
+        return prompt, "other" if word % 7 == 0 else "", [len(prompt), max(0, len(prompt) - 1), count][word % 3]
+
+    def _add(self, seq_id: int, count: int, word: int) -> None:
         if len(self.sequences) < MAX_HELD:
-            assert self.cache.add(seq_id, ()) == 0
-            self.sequences[seq_id] = Content()
+            prompt, salt, limit = self.request(count, word)
+            order = self.cache.block_map().cached
+            hit = self.cache.lookup(prompt, salt, limit)
+            assert self.cache.block_map().cached == order, "looking changed the order of eviction"
+            if self.cache.kind == "prefix":
+                expected = self.expected_hit(prompt, salt, limit)
+                # what a truncated sequence no longer has may still lie in its last block, and be found
+                assert not self.finds_all or expected <= hit.num_tokens <= limit, f"found {hit}, there is {expected}"
+                self.counts["prefix_queries"] += len(prompt)
+            assert self.cache.add(seq_id, prompt, salt, limit) == hit.num_tokens
+            assert self.cache.block_table(seq_id) == hit.blocks
+            cached = prompt[: hit.num_tokens]
+            self.sequences[seq_id] = Content(salt, cached, hit.num_tokens, prompt[hit.num_tokens :])
 
-    def _reserve(self, seq_id: int, count: int) -> None:
-        needed = self.cache.blocks_needed(seq_id, count)
-        owned = len(self.cache.block_table(seq_id))
-        self.storage.copy_blocks(self.cache.reserve(seq_id, count))
-        self.sequences[seq_id].reserved += count
-        if self.cache.kind == "off":
-            assert len(self.cache.block_table(seq_id)) == owned + needed, "blocks_needed was wrong"
+    def _begin(self, seq_id: int, count: int, word: int) -> None:
+        """Add a sequence and reserve its whole prompt, for exactly the blocks that it was said to take."""
+        if len(self.sequences) >= MAX_HELD:
+            return
+        before, free = self.observed(), self.cache.num_available
+        prompt, salt, limit = self.request(count, word)
+        cost = self.cache.blocks_to_begin(self.cache.lookup(prompt, salt, limit), len(prompt))
+        assert self.observed() == before, "asking changed something"
+        try:
+            self._add(seq_id, count, word)
+            self._reserve(seq_id, len(self.sequences[seq_id].prompt), word)
+        except OutOfBlocks:
+            assert cost > free, f"said to take {cost} blocks of {free}, and found too few"
+            if seq_id in self.sequences:
+                self.count_events()
+                self._remove(seq_id, 0, 0)
         else:
-            assert needed == 0, "the basic cache takes its blocks when a sequence begins"
+            assert free - self.cache.num_available == cost, f"said to take {cost} blocks, took another number"
 
-    def _commit(self, seq_id: int, count: int) -> None:
+    def _fill(self, seq_id: int, count: int, word: int) -> None:
+        self._reserve(seq_id, count, word)
+        self._commit(seq_id, 99, word)
+
+    def _reserve(self, seq_id: int, count: int, _: int) -> None:
+        needed, free = self.cache.blocks_needed(seq_id, count), self.cache.num_available
+        order = self.cache.block_map().cached
+        self.copy(self.cache.reserve(seq_id, count))
+        self.sequences[seq_id].reserved += count
+        assert free - self.cache.num_available == needed <= free, "blocks_needed was wrong"
+        evicted, left = self.count_events(), self.cache.block_map().cached
+        assert len(evicted) <= max(0, needed - (free - len(order))), "evicted more than was needed"
+        in_turn = [block for block in order if block in evicted or block in left]  # others lost what they stood behind
+        assert in_turn == [*evicted, *left], f"evicted {evicted} of {order}"
+
+    def _commit(self, seq_id: int, count: int, word: int) -> None:
         content = self.sequences[seq_id]
         count = min(count, content.reserved - len(content.tokens))
-        tokens = list(range(self.next_token, self.next_token + count))
-        self.next_token += count
-        for offset, token in enumerate(tokens):
-            self.write(seq_id, len(content.tokens) + offset, token)
-        self.cache.commit(seq_id, tokens)
+        tokens = (content.prompt + digits(word, count))[:count]
+        places = list(self.places(self.cache.block_table(seq_id), content.reserved))[len(content.tokens) :]
         content.tokens += tokens
-        if not self.remembers:
+        content.prompt = content.prompt[count:]
+        for (block, slot), tag in zip(places, self.tags_of(content)[len(content.tokens) - count :], strict=False):
+            self.slots[block][slot] = tag
+        self.cache.commit(seq_id, tokens)
+        if not self.cache.remembers:
             self.sequences[seq_id] = Content()
 
-    def _truncate(self, seq_id: int, length: int) -> None:
+    def _truncate(self, seq_id: int, length: int, word: int) -> None:
+        length += word % 3 * 4
         self.cache.truncate(seq_id, length)
         content = self.sequences[seq_id]
-        kept = min(content.reserved, length) if self.remembers else 0
-        self.sequences[seq_id] = Content(content.tokens[:length], kept)
+        kept = min(content.reserved, length) if self.cache.remembers else 0
+        self.sequences[seq_id] = Content(content.salt, content.tokens[:length], kept)
 
-    def _fork(self, parent: int, _: int) -> None:
+    def _fork(self, parent: int, *_: int) -> None:
         if len(self.sequences) < MAX_HELD:
             child = self.new_id()
-            self.storage.copy_blocks(self.cache.fork(parent, child))
-            self._begun(child, self.sequences[parent].tokens)
+            self.copy(self.cache.fork(parent, child))
+            self.sequences[child] = self.sequences[parent].copy()
 
-    def _snapshot(self, seq_id: int, _: int) -> None:
+    def _snapshot(self, seq_id: int, *_: int) -> None:
         if len(self.snapshots) < MAX_HELD:
             snapshot, copies = self.cache.snapshot(seq_id)
-            self.storage.copy_blocks(copies)
+            self.copy(copies)
             assert snapshot.length == len(self.sequences[seq_id].tokens)
-            self.snapshots[self.new_id()] = snapshot, list(self.sequences[seq_id].tokens)
+            self.snapshots[self.new_id()] = snapshot, self.sequences[seq_id].copy()
 
-    def _restore(self, name: int, _: int) -> None:
+    def _restore(self, name: int, *_: int) -> None:
         if len(self.sequences) < MAX_HELD:
-            snapshot, tokens = self.snapshots[name]
+            snapshot, content = self.snapshots[name]
             seq_id = self.new_id()
-            self.storage.copy_blocks(self.cache.restore(snapshot, seq_id))
-            self._begun(seq_id, tokens)
+            self.copy(self.cache.restore(snapshot, seq_id))
+            self.sequences[seq_id] = content.copy()
 
-    def _release(self, name: int, _: int) -> None:
+    def _release(self, name: int, *_: int) -> None:
         self.cache.release(self.snapshots[name][0])
         del self.snapshots[name]
 
-    def _remove(self, seq_id: int, _: int) -> None:
+    def _remove(self, seq_id: int, *_: int) -> None:
         self.cache.remove(seq_id)
         del self.sequences[seq_id]
-
-    def _begun(self, seq_id: int, tokens: list[int]) -> None:
-        self.sequences[seq_id] = Content(list(tokens), len(tokens))
-
-
-def new_oracle(make_cache: Callable[[], KvCache], num_blocks: int, block_size: int) -> Oracle:
-    return Oracle(make_cache(), NumpyKvStorage(KvLayout(2, num_blocks, block_size, 1, 1)))
 
 
 def failure(new: Callable[[], Oracle], operations: list[Operation]) -> tuple[int, Exception] | None:
@@ -197,10 +300,20 @@ def shortest_failure(new: Callable[[], Oracle], operations: list[Operation]) -> 
         return None
     while found is not None:
         (length, error), operations = found, operations[: found[0]]
-        for dropped in [*combinations(range(length), 1), *combinations(range(length), 2)]:
+        for dropped in _candidates(length):
             shorter = [operation for index, operation in enumerate(operations) if index not in dropped]
             found = failure(new, shorter)
             if found is not None:
                 operations = shorter
                 break
     return "\n".join([f"{type(error).__name__}: {error}", *map(str, operations)])
+
+
+def _candidates(length: int) -> Iterable[Iterable[int]]:
+    """What to leave out: long stretches first, then any one, then any two."""
+    size = length // 2
+    while size > 1:
+        yield from (range(start, start + size) for start in range(0, length - size + 1, size))
+        size //= 2
+    yield from combinations(range(length), 1)
+    yield from combinations(range(length), 2)

@@ -53,3 +53,36 @@ def test_large_models_get_fewer_runs_but_at_least_one():
     two_runs = DEFAULT_KV_BYTES // per_run // 2
     assert create_kv_cache("basic", size(bytes_per_token=two_runs))[1] == 2 * 7
     assert create_kv_cache("basic", size(bytes_per_token=DEFAULT_KV_BYTES))[1] == 7
+
+
+@pytest.mark.parametrize("mode", ["paged", "prefix"])
+def test_the_default_pool_is_512_blocks_or_what_one_sequence_may_take(mode):
+    for max_model_len, block_size, blocks in ((100, 16, 512), (4096, 16, 512), (4096, 1, 4096), (20_000, 16, 1250)):
+        cache, num_blocks = create_kv_cache(mode, size(max_model_len=max_model_len, block_size=block_size))
+        assert (cache.kind, cache.num_available, num_blocks) == (mode, blocks, blocks)
+
+
+@pytest.mark.parametrize("mode", ["paged", "prefix"])
+def test_num_blocks_is_the_pool_and_may_be_less_than_one_sequence(mode):
+    assert create_kv_cache(mode, size(num_blocks=3))[1] == 3
+
+
+@pytest.mark.parametrize("mode", ["basic", "paged", "prefix"])
+def test_kv_memory_is_as_many_whole_blocks_as_go_into_it(mode):
+    block_bytes = 16 * 8
+    blocks = create_kv_cache(mode, size(kv_bytes=15 * block_bytes - 1))[1]
+    assert blocks == (14 if mode != "basic" else 2 * 7)
+    assert create_kv_cache(mode, size(kv_bytes=14 * block_bytes - 1))[1] == (13 if mode != "basic" else 7)
+
+
+def test_kv_memory_that_holds_nothing_is_refused_with_the_numbers():
+    with pytest.raises(UsageError, match="--kv-memory 127 cannot hold one block of 16 tokens, which takes 128 bytes"):
+        create_kv_cache("paged", size(kv_bytes=127))
+    with pytest.raises(UsageError, match="--kv-memory 800 cannot hold one sequence of 100 tokens, which"):
+        create_kv_cache("basic", size(kv_bytes=800))
+
+
+@pytest.mark.parametrize("mode", ["basic", "paged", "prefix"])
+def test_a_pool_has_one_size(mode):
+    with pytest.raises(UsageError, match="--num-blocks and --kv-memory both say how large the KV cache is"):
+        create_kv_cache(mode, size(num_blocks=40, kv_bytes=1 << 20))

@@ -1,29 +1,65 @@
-"""Cache policy with no model: random operations against an oracle, invariants after every one."""
+"""Cache policy with no model: random operations against an oracle, invariants after every one. 105,000 in all."""
 
 import pytest
 
 from forge.cache.basic import BasicKvCache
+from forge.cache.kv_cache import KvCache
 from forge.cache.off import OffKvCache
-from tests.cache.operations import new_oracle, random_operations, shortest_failure
+from forge.cache.paged import PagedKvCache
+from forge.cache.prefix import PrefixKvCache
+from tests.cache.operations import Oracle, random_operations, shortest_failure
 
+
+def rarely_different(preceding: int, token_ids: tuple[int, ...]) -> int:
+    """A hash function with five values, so that contents collide all the time."""
+    return hash((preceding, token_ids)) % 5
+
+
+# cache, blocks in its storage, tokens per block, how many lists of 300 operations
 CACHES = {
-    "off": (lambda: OffKvCache(2, 8, 3), 10, 3),
-    "off, one slot per block": (lambda: OffKvCache(0, 12, 1), 12, 1),
-    "basic": (lambda: BasicKvCache(14, 14, 4), 56, 4),
-    "basic, too few runs": (lambda: BasicKvCache(3, 14, 4), 12, 4),
-    "basic, one run": (lambda: BasicKvCache(1, 10, 16), 1, 16),
-    "basic, one slot per block": (lambda: BasicKvCache(6, 7, 1), 42, 1),
+    "off": (lambda: OffKvCache(2, 8, 3), 10, 3, 5),
+    "off, one slot per block": (lambda: OffKvCache(0, 12, 1), 12, 1, 5),
+    "basic": (lambda: BasicKvCache(14, 14, 4), 56, 4, 10),
+    "basic, too few runs": (lambda: BasicKvCache(3, 14, 4), 12, 4, 10),
+    "basic, one run": (lambda: BasicKvCache(1, 10, 16), 1, 16, 5),
+    "basic, one slot per block": (lambda: BasicKvCache(6, 7, 1), 42, 1, 5),
+    "paged": (lambda: PagedKvCache(40, 4), 40, 4, 30),
+    "paged, too few blocks": (lambda: PagedKvCache(9, 4), 9, 4, 40),
+    "paged, one slot per block": (lambda: PagedKvCache(24, 1), 24, 1, 20),
+    "paged, large blocks": (lambda: PagedKvCache(8, 16), 8, 16, 20),
+    "prefix": (lambda: PrefixKvCache(40, 4), 40, 4, 40),
+    "prefix, too few blocks": (lambda: PrefixKvCache(12, 3), 12, 3, 60),
+    "prefix, very few blocks": (lambda: PrefixKvCache(5, 4), 5, 4, 20),
+    "prefix, one slot per block": (lambda: PrefixKvCache(24, 1), 24, 1, 25),
+    "prefix, large blocks": (lambda: PrefixKvCache(8, 16), 8, 16, 20),
+    "prefix, hashes collide": (lambda: PrefixKvCache(14, 2, rarely_different), 14, 2, 35),
 }
+LENGTH = 300
+
+
+def test_there_are_at_least_100_000_operations():
+    assert sum(lists for *_, lists in CACHES.values()) * LENGTH >= 100_000
 
 
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("seed", range(25))
-def test_random_operations_keep_every_promise(name, seed):
-    make_cache, num_blocks, block_size = CACHES[name]
+def test_random_operations_keep_every_promise(name):
+    make_cache, num_blocks, block_size, lists = CACHES[name]
 
-    found = shortest_failure(lambda: new_oracle(make_cache, num_blocks, block_size), random_operations(seed, 150))
+    def new() -> Oracle:
+        return Oracle(make_cache(), num_blocks, block_size, finds_all="collide" not in name)
 
-    assert found is None, f"shortest failing sequence:\n{found}"
+    for seed in range(lists):
+        found = shortest_failure(new, random_operations(seed, LENGTH))
+        assert found is None, f"seed {seed}, shortest failing sequence:\n{found}"
+
+
+def kinds_of_failing(make_cache, num_blocks: int, block_size: int, seed: int) -> tuple[str, list[str]]:
+    """What goes wrong with a broken cache, and the kinds of operations in the shortest list that shows it."""
+    for attempt in range(seed, seed + 50):
+        found = shortest_failure(lambda: Oracle(make_cache(), num_blocks, block_size), random_operations(attempt, 300))
+        if found is not None:
+            return found.splitlines()[0], [line.split("'")[1] for line in found.splitlines()[1:]]
+    raise AssertionError("a broken cache was not noticed")
 
 
 class ForgetfulCache(BasicKvCache):
@@ -34,12 +70,45 @@ class ForgetfulCache(BasicKvCache):
         return ()
 
 
-def test_the_driver_finds_a_broken_cache_and_prints_the_shortest_sequence():
-    found = [
-        shortest_failure(lambda: new_oracle(lambda: ForgetfulCache(14, 14, 4), 56, 4), random_operations(seed, 250))
-        for seed in range(3)
-    ]
+class CarelessCache(PagedKvCache):
+    """Broken on purpose: a shared block is written without a split."""
 
-    for text in found:
-        assert text.startswith("AssertionError: contents of")
-        assert [line.split("'")[1] for line in text.splitlines()[1:]] == ["add", "reserve", "commit", "fork"]
+    def reserve(self, seq_id, num_tokens):
+        table = self._tables[seq_id]
+        if num_tokens and table.reserved % self.block_size and num_tokens == 1:
+            table.reserved += 1
+            return ()
+        return super().reserve(seq_id, num_tokens)
+
+
+class HastyCache(PrefixKvCache):
+    """Broken on purpose: nobody takes what is written into an indexed block for a reason to drop it."""
+
+    def _forget(self, block):
+        if not self.pool.reference_counts[block]:
+            super()._forget(block)
+
+
+class TrustingCache(PrefixKvCache):
+    """Broken on purpose: it believes a hash."""
+
+    def __init__(self):
+        super().__init__(14, 2, rarely_different)
+        self.index.child = lambda parent, token_ids: self.index._nodes.get(rarely_different(parent.key, token_ids))
+
+
+BROKEN: dict[str, tuple[type[KvCache] | object, int, int]] = {
+    "forgetful": (lambda: ForgetfulCache(14, 14, 4), 56, 4),
+    "careless": (lambda: CarelessCache(20, 4), 20, 4),
+    "hasty": (lambda: HastyCache(12, 3), 12, 3),
+    "trusting": (TrustingCache, 14, 2),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_driver_finds_a_broken_cache_and_prints_the_shortest_sequence(name):
+    for seed in range(0, 150, 50):
+        error, kinds = kinds_of_failing(*BROKEN[name], seed)
+
+        assert error.startswith("AssertionError: ")
+        assert len(kinds) <= 7, f"{error} after {kinds}"

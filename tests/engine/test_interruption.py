@@ -23,7 +23,7 @@ PACKAGES = tuple(str(Path(forge.__file__).parent / name) for name in ("engine", 
 REQUESTS = {
     "ends first": ("ab", SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=2, logprobs=1)),
     "samples": ("hello", SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=2, stop=["e", "qa"])),
-    "joins": ("cd", SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)),
+    "joins": ("abc", SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)),
 }
 STEPS_BEFORE = {"admits all that fit": 0, "only decodes": 1, "ends one": 2, "admits the one that waited": 3}
 
@@ -78,7 +78,7 @@ def lines_of(call: Callable[[], object]) -> int:
 
 
 def busy_engine(kv: str, steps: int) -> tuple[Engine, Run]:
-    """Three requests, four sequences, room for three; `steps` steps done."""
+    """Three requests, four sequences, room for three; `steps` steps done. The last shares letters with another."""
     engine = new_engine(muddled, kv=kv, max_num_seqs=3)
     ids = {name: engine.add_request(name, letters(text), params) for name, (text, params) in REQUESTS.items()}
     run = Run(engine, list(ids.items()))
