@@ -23,6 +23,9 @@ import numpy as np
 
 from forge.cache.kv_cache import KvCache
 from forge.cache.kv_storage import KvStorage
+from forge.engine.answers import OneShotResult, rows_of
+from forge.engine.oneshot import OneShotItem, OneShotRequest, OneShotTask
+from forge.engine.oneshot_requests import OneShotRequests
 from forge.engine.output_text import OutputText
 from forge.engine.outputs import CompletionOutput, RequestOutput
 from forge.engine.policies import SchedulerConfig
@@ -32,7 +35,7 @@ from forge.engine.scheduler import Outcome, Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.errors import UsageError
-from forge.model.forward_batch import ForwardBatch
+from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
 from forge.model.qwen3 import Model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 from forge.trace.records import (
@@ -105,18 +108,21 @@ class Engine:
         storage: KvStorage,
         max_model_len: int,
         config: SchedulerConfig,
+        scratch: range = range(0),
     ):
+        """`scratch`: blocks of the storage past the cache's own, for requests that keep nothing."""
         self.model = model
         self.tokenizer = tokenizer
         self.cache = cache
         self.storage = storage
         self.max_model_len = max_model_len
-        self.scheduler = Scheduler(cache, config)
+        self.scheduler = Scheduler(cache, config, scratch, model.temporary_bytes)
         self.on_logits: Callable[[int, np.ndarray], None] | None = None
         """Called with (sequence id, logits float32 `[vocab]`) before each choice. The array is the caller's to keep."""
         self.report_probabilities = False
         """Put the model's probability of each token into its record. Over a large vocabulary that takes a while."""
         self._requests: dict[str, _Request] = {}
+        self._oneshots = OneShotRequests(model, storage, tokenizer)
         self._work: dict[int, _Work] = {}
         self._sequence_ids = count()
         self._steps = 0
@@ -159,13 +165,19 @@ class Engine:
         assert continues is None or params.n == 1, "one cache can be continued once"
         try:
             token_ids = self._checked_prompt(prompt_token_ids)
-            if request_id in self._requests:
-                raise UsageError(f"request {request_id!r} is already running")
+            self._check_unused(request_id)
         except UsageError as error:
             self._rejected.append(RejectRecord(request_id, str(error)))
             raise
-        seed = params.seed if params.seed is not None else secrets.randbits(32)
         room = self._longest_sequence - len(token_ids) + 1  # the last output token is never computed: it needs no slot
+        if self._keeps_nothing(params, room) and not keep_cache and continues is None:
+            task = OneShotTask(
+                sample=params.max_tokens > 0,
+                score_from=1 if params.prompt_logprobs is not None else None,
+                top=params.prompt_logprobs or 0,
+            )
+            return (self._queue_oneshot(request_id, token_ids, task, params, prompt, salt),)
+        seed = params.seed if params.seed is not None else secrets.randbits(32)
         prompt_logprobs: list = []
         first, *others = (
             Sequence(
@@ -194,6 +206,36 @@ class Engine:
         self.scheduler.add(first)
         return tuple(sequence.seq_id for sequence in (first, *others))
 
+    def add_oneshot(
+        self,
+        request_id: str,
+        prompt_token_ids: Items[int],
+        task: OneShotTask,
+        params: SamplingParams | None = None,
+        *,
+        prompt: str | None = None,
+        salt: str = "",
+    ) -> int:
+        """Queue a request that wants one answer and keeps nothing; its answer is `result(request_id)`.
+
+        Raises `UsageError`, with nothing changed, for a prompt that cannot run.
+        """
+        try:
+            token_ids = self._checked_prompt(prompt_token_ids)
+            self._check_unused(request_id)
+            for token_id in task.candidates:
+                if not 0 <= token_id < self.model.vocab_size:
+                    raise UsageError(f"token id {token_id} is outside the vocabulary of {self.model.vocab_size} tokens")
+        except UsageError as error:
+            self._rejected.append(RejectRecord(request_id, str(error)))
+            raise
+        return self._queue_oneshot(request_id, token_ids, task, params or SamplingParams(), prompt, salt)
+
+    def result(self, request_id: str) -> OneShotResult | None:
+        """The answer to a request that keeps nothing; None if it has none, because it goes on or was aborted."""
+        self._settle()
+        return self._oneshots.result(request_id)
+
     def has_unfinished(self) -> bool:
         self._settle()
         return self.scheduler.has_unfinished()
@@ -201,6 +243,8 @@ class Engine:
     def is_unfinished(self, request_id: str) -> bool:
         """Whether any sequence of a request has yet to end."""
         self._settle()
+        if request_id in self._oneshots:
+            return self._oneshots.is_unfinished(request_id)
         return any(sequence.finish_reason is None for sequence in self._requests[request_id].sequences)
 
     def step(self) -> StepRecord:
@@ -215,30 +259,29 @@ class Engine:
     def _step(self) -> StepRecord:
         started = time.perf_counter()
         plan = self.scheduler.schedule()
-        assert plan.items or plan.exhausted, f"nothing can run: {plan.waiting}"
-        batch = self._forward_batch(plan) if plan.items else None
+        assert plan.items or plan.oneshots or plan.exhausted, f"nothing can run: {plan.waiting}"
+        joining = self._oneshots.joining(plan.oneshots)
+        batch = self._forward_batch(plan, joining) if plan.items or joining else None
         self._move_blocks(plan)
         scheduled = time.perf_counter()
         logits = self.model.forward(batch, self.storage) if batch is not None else None
+        answers = self._oneshots.run_apart(plan.oneshots, self.on_logits)
         computed = time.perf_counter()
         choices = self._choose(plan, logits)
+        answers |= self._oneshots.answer(joining, logits, self.on_logits)
         ended_at = time.perf_counter()
         self._decided = plan, choices.outcomes  # from here on the step has happened
         self._account(plan, (computed - scheduled) * 1e3, started, choices, ended_at)
+        answered = self._oneshots.end(plan.oneshots, answers, (computed - scheduled) * 1e3, started, ended_at)
         self.storage.copy_blocks(self.scheduler.commit(plan, choices.outcomes))
         self._decided = None
         self._steps += 1
         rejected, self._rejected = tuple(self._rejected), []
         return StepRecord(
             step=self._steps,
-            items=tuple(
-                [
-                    ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining)
-                    for item in plan.items
-                ]
-            ),
-            tokens=tuple(choices.tokens),
-            finished=tuple(choices.finished),
+            items=tuple([_item_record(item) for item in (*plan.items, *[one.item for one in plan.oneshots])]),
+            tokens=(*choices.tokens, *answered.tokens),
+            finished=(*choices.finished, *answered.finished),
             cache=self._cache_record(),
             schedule_ms=(scheduled - started) * 1e3,
             forward_ms=(computed - scheduled) * 1e3,
@@ -252,6 +295,7 @@ class Engine:
             preempted=plan.preempted,
             rejected=rejected,
             block_table_entries=sum([len(item.block_table) for item in plan.items]),
+            temporary_bytes=self._temporary_bytes(batch),
             events=self.cache.take_events(),
             blocks=self._block_map(batch),
         )
@@ -267,9 +311,10 @@ class Engine:
     def _end(self, request_id: str, reason: FinishReason) -> None:
         self._settle()
         try:
-            for sequence in reversed(
-                self._requests[request_id].sequences
-            ):  # forks before those whose prompt they share
+            if request_id in self._oneshots:
+                self._oneshots.abort(request_id, reason, self.scheduler)
+                return
+            for sequence in reversed(self._requests[request_id].sequences):  # forks before their parents
                 self.scheduler.abort(sequence.seq_id, reason)
                 sequence.output_text.finish()
                 self._tables.pop(sequence.seq_id, None)
@@ -288,6 +333,8 @@ class Engine:
     def output(self, request_id: str) -> RequestOutput:
         """A request's output as it stands."""
         self._settle()
+        if request_id in self._oneshots:
+            return self._oneshots.output(request_id)
         request = self._requests[request_id]
         first = request.sequences[0]
         return RequestOutput(
@@ -301,6 +348,9 @@ class Engine:
 
     def forget(self, request_id: str) -> None:
         """Drop what is remembered of a request whose sequences have all ended."""
+        if request_id in self._oneshots:
+            self._oneshots.forget(request_id)
+            return
         sequences = self._requests[request_id].sequences
         assert all(sequence.finish_reason is not None for sequence in sequences), "it is still running"
         del self._requests[request_id]
@@ -358,6 +408,7 @@ class Engine:
         if not self._unsettled:
             return
         self.scheduler.recover(self._decided[1] if self._decided is not None else ())
+        self._oneshots.drop_ended(self.scheduler)
         for sequence in self.scheduler.unfinished():
             self._forget_undecided(sequence)
         self.cache.take_events()
@@ -401,42 +452,55 @@ class Engine:
             )
         return token_ids
 
-    def _forward_batch(self, plan: StepPlan) -> ForwardBatch:
-        """Lay the plan's rows end to end."""
-        block_size, running = self.cache.block_size, self.scheduler.running
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        context_lens: list[int] = []
-        logit_rows: list[int] = []
-        cu_seqlens = [0]
-        tables = np.full((len(plan.items), max([len(item.block_table) for item in plan.items])), -1, np.int32)
-        for table, item in zip(tables, plan.items, strict=True):
-            start, first_row, block_table = item.start, len(token_ids), item.block_table
-            end = start + item.num_tokens
-            table[: len(block_table)] = self._table_array(item)
-            if item.num_tokens == 1:
-                token_ids.append(running[item.seq_id].token_ids[start])
-                positions.append(start)
-                slots.append(block_table[start // block_size] * block_size + start % block_size)
-            else:
-                token_ids += running[item.seq_id].token_ids[start:end]
-                own = np.arange(start, end)
-                positions += own.tolist()
-                slots += (table[own // block_size] * block_size + own % block_size).tolist()
-            for row in item.logit_rows:
-                logit_rows.append(first_row + row)
-            cu_seqlens.append(len(token_ids))
-            context_lens.append(end)
-        return ForwardBatch(
-            token_ids=np.array(token_ids, np.int32),
-            positions=np.array(positions, np.int32),
-            cu_seqlens=np.array(cu_seqlens, np.int32),
-            slot_mapping=np.array(slots, np.int32),
-            block_tables=tables,
-            context_lens=np.array(context_lens, np.int32),
-            logit_rows=np.array(logit_rows, np.int32),
+    def _keeps_nothing(self, params: SamplingParams, room: int) -> bool:
+        """Whether a generation ends with its first token at the latest."""
+        return self.scheduler.config.oneshot and params.n == 1 and min(params.max_tokens, room) <= 1
+
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._requests or request_id in self._oneshots:
+            raise UsageError(f"request {request_id!r} is already running")
+
+    def _queue_oneshot(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        task: OneShotTask,
+        params: SamplingParams,
+        prompt: str | None,
+        salt: str,
+    ) -> int:
+        seed = params.seed if params.seed is not None else secrets.randbits(32)
+        request = OneShotRequest(
+            next(self._sequence_ids),
+            request_id,
+            tuple(token_ids),
+            task,
+            params,
+            seed,
+            salt,
+            prompt,
+            time.perf_counter(),
         )
+        self._oneshots.add(request)
+        self.scheduler.oneshots.add(request)
+        return request.seq_id
+
+    def _temporary_bytes(self, batch: ForwardBatch | None) -> int:
+        return self.model.temporary_bytes(batch.num_rows, len(batch.logit_rows)) if batch is not None else 0
+
+    def _forward_batch(self, plan: StepPlan, joining: list[OneShotItem]) -> ForwardBatch:
+        """Lay the plan's rows end to end, those of requests that keep nothing last."""
+        running = self.scheduler.running
+        parts = [
+            SequenceRows(
+                running[item.seq_id].token_ids[item.start : item.start + item.num_tokens],
+                item.start,
+                self._table_array(item),
+                item.logit_rows,
+            )
+            for item in plan.items
+        ]
+        return flat_batch(parts + [rows_of(one) for one in joining], self.cache.block_size)
 
     def _table_array(self, item: PlanItem) -> np.ndarray:
         known = self._tables.get(item.seq_id)
@@ -447,7 +511,7 @@ class Engine:
     def _choose(self, plan: StepPlan, logits: np.ndarray | None) -> _Choices:
         """Choose a token for every item that samples. `logits` has the rows of all items, in order."""
         choices = _Choices()
-        likeliest = logits.argmax(axis=1).tolist() if logits is not None and len(logits) else []
+        likeliest = logits.argmax(axis=1).tolist() if plan.items and len(logits) else []
         first_row = 0
         for item in plan.items:
             last_row = first_row + len(item.logit_rows) - 1
@@ -563,3 +627,7 @@ class Engine:
             logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
             metrics=self._work[sequence.seq_id].metrics(sequence),
         )
+
+
+def _item_record(item: PlanItem) -> ItemRecord:
+    return ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining)

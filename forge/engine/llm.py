@@ -16,7 +16,10 @@ from forge.backends.backend import OperationTime
 from forge.backends.devices import DEFAULT_DEVICE, create_backend
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, canonical_mode, create_kv_cache
 from forge.cache.kv_storage import KV_DTYPES, KvLayout, KvStorage
+from forge.engine import tasks
+from forge.engine.answers import OneShotResult
 from forge.engine.engine import Engine
+from forge.engine.oneshot import OneShotTask
 from forge.engine.outputs import RequestOutput
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
@@ -26,11 +29,13 @@ from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadProgress, load_qwen3
 from forge.model.weight_source import open_weights
 from forge.tokenizer import Tokenizer
-from forge.trace.records import StepRecord
+from forge.trace.records import Pooling, StepRecord
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 
+MOST_ONESHOTS = 128
+"""Requests that keep nothing in one step, about: the scratch blocks are counted for so many."""
 DEFAULT_MAX_MODEL_LEN = 4096
 """The context that is reserved for when nobody says otherwise, where the model has as much."""
 
@@ -114,13 +119,15 @@ class LLM:
         backend.prepare(self.model.forward_pass, layout)
         cache, storage_blocks = create_kv_cache(kv, size)
         self.kv = cache.kind
+        scratch = range(storage_blocks, storage_blocks + self._num_scratch_blocks(config, block_size))
         self.engine = Engine(
             self.model,
             self.tokenizer,
             cache,
-            self._new_storage(storage_blocks, block_size),
+            self._new_storage(scratch.stop, block_size),
             self.max_model_len,
             config,
+            scratch,
         )
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started
@@ -157,6 +164,58 @@ class LLM:
                 self.engine.forget(request_id)
             raise
         return Run(self.engine, requests, keep_logits)
+
+    def classify(self, prompts: Prompt | Sequence[Prompt], labels: Sequence[str]) -> list[tasks.Classification]:
+        """How likely each label is to follow each prompt, from one forward per prompt where labels are single tokens.
+
+        Raises `UsageError` for fewer than two labels, or two that are the same tokens.
+        """
+        encoded = [self._encode(prompt)[1] for prompt in _as_list(prompts)]
+        return tasks.classify(encoded, [self.tokenizer.encode(label) for label in labels], labels, self.answer)
+
+    def score(self, pairs: Sequence[tuple[Prompt, Prompt]], top: int = 0) -> list[tasks.Score]:
+        """Of each (prompt, continuation) the log probability of each of the continuation's tokens, and of `top`
+        alternatives to each. Raises `UsageError` where there is nothing to score."""
+        encoded = [(self._encode(prompt)[1], self._encode(continuation)[1]) for prompt, continuation in pairs]
+        return tasks.score(encoded, top, self.answer)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling | None = None) -> np.ndarray:
+        """One unit vector per prompt: float32 `[prompts, hidden]`. pooling: `last` or `mean`; None takes `last`."""
+        if pooling not in (None, "last", "mean"):
+            raise UsageError(f"unknown pooling {pooling!r}; supported: last, mean")
+        encoded = [self._encode(prompt)[1] for prompt in _as_list(prompts)]
+        return tasks.embed(encoded, pooling or "last", self.answer)
+
+    def rerank(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[float]:
+        """How relevant each document is to the query, from 0 to 1: the probability of "yes" against "no" in the form
+        that Qwen3-Reranker was trained with."""
+        yes, no = (tasks.single_token(self.tokenizer, word) for word in ("yes", "no"))
+        extra = {} if instruction is None else {"instruction": instruction}
+        prompts = [tasks.rerank_prompt(self.tokenizer, query, document, **extra) for document in documents]
+        return tasks.rerank(prompts, yes, no, self.answer)
+
+    def answer(
+        self,
+        requests: Sequence[tuple[Sequence[int], OneShotTask]],
+        on_step: Callable[[StepRecord], None] = lambda record: None,
+    ) -> list[OneShotResult]:
+        """Run requests that keep nothing, each a prompt's tokens and what is wanted of it; their results in order.
+
+        Other work of the engine advances with them. All or none are queued.
+        """
+        engine, request_ids = self.engine, []
+        try:
+            for token_ids, task in requests:
+                request_id = f"request-{next(self._request_ids)}"
+                engine.add_oneshot(request_id, token_ids, task)
+                request_ids.append(request_id)
+            while any(map(engine.is_unfinished, request_ids)):
+                on_step(engine.step())
+            return [engine.result(request_id) for request_id in request_ids]
+        finally:
+            for request_id in request_ids:
+                engine.abort(request_id)
+                engine.forget(request_id)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """The logits after each of `token_ids`: float32 `[len(token_ids), vocab_size]`.
@@ -200,6 +259,10 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         return None, prompt
+
+    def _num_scratch_blocks(self, config: SchedulerConfig, block_size: int) -> int:
+        """What one step's requests that keep nothing take, each with a last block that is filled in part."""
+        return -(-max(config.oneshot_tokens, self.max_model_len) // block_size) + MOST_ONESHOTS
 
     def _usable_context(self, max_model_len: int | None) -> int:
         limit = self.model.config.max_position_embeddings

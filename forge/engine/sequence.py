@@ -37,6 +37,10 @@ class Sequence:
     forks: list["Sequence"] = field(default_factory=list)
     """Further samples of the same prompt. They begin as forks of this one in the step that has computed the prompt."""
     times_preempted: int = 0
+    times_deferred: int = 0
+    """Steps that it waited for another to compute blocks that it begins with too."""
+    prefix_keys: tuple[int, ...] = ()
+    """What the full blocks of its prompt are known by in the prefix index."""
     finish_reason: FinishReason | None = None
     """Why it ended; set once, when it ends."""
     stop_reason: str | int | None = None

@@ -9,10 +9,13 @@ plan, and nothing is overwritten before it has been read.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from forge.cache.kv_storage import BlockCopy
 from forge.trace.records import AdmitRecord, ExecutionClass, Phase, PreemptRecord, WaitRecord
+
+if TYPE_CHECKING:
+    from forge.engine.oneshot import OneShotItem
 
 
 class PlanItem(NamedTuple):
@@ -44,6 +47,8 @@ class Swap(NamedTuple):
 @dataclass(frozen=True)
 class StepPlan:
     items: tuple[PlanItem, ...]
+    oneshots: tuple["OneShotItem", ...] = ()
+    """Requests that the step answers and forgets."""
     copies: tuple[BlockCopy, ...] = ()
     """Block copies to perform, in order, before the step writes anything."""
     swap_outs: tuple[Swap, ...] = ()
@@ -58,7 +63,10 @@ class StepPlan:
 
     @property
     def execution_class(self) -> ExecutionClass:
-        """`decode` where every item extends a running sequence by its next token; `mixed` otherwise."""
+        """`decode` where every item extends a running sequence by its next token, `oneshot` where nothing outlives the
+        step, `mixed` otherwise."""
+        if self.oneshots:
+            return "mixed" if self.items else "oneshot"
         return "decode" if all(item.phase == "decode" for item in self.items) else "mixed"
 
     @property

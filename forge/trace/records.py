@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal, NamedTuple
 
-Phase = Literal["prefill", "decode"]
+Phase = Literal["prefill", "decode", "oneshot"]
+Pooling = Literal["last", "mean"]
 ExecutionClass = Literal["oneshot", "mixed", "decode"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 PreemptionMode = Literal["recompute", "swap"]
@@ -20,7 +21,7 @@ class ItemRecord(NamedTuple):
     seq_id: int
     phase: Phase
     """`decode` where all but the last token were there before; `prefill` where more than that had to be computed, a
-    prompt or what a preemption dropped."""
+    prompt or what a preemption dropped; `oneshot` for a request that this step answers and forgets."""
     start: int
     """The position of the first row: how many tokens the cache already held."""
     num_tokens: int
@@ -89,7 +90,16 @@ class HostPoolFull:
     free: int
 
 
-WaitReason = NoBlocks | MaxNumSeqs | NoBudget
+@dataclass(frozen=True)
+class Deferred:
+    """Another sequence computes blocks that this one begins with too: next step they are there."""
+
+    leader: int
+    num_tokens: int
+    """Tokens that need not be computed twice."""
+
+
+WaitReason = NoBlocks | MaxNumSeqs | NoBudget | Deferred
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,8 @@ class AdmitRecord:
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """A sequence that the step left out, and why. Those behind it in the queue wait for it."""
+    """A sequence that the step left out, and why. Those behind it in the queue wait for it, unless it is deferred: then
+    they may pass."""
 
     seq_id: int
     reason: WaitReason
@@ -298,6 +309,8 @@ class StepRecord:
     rejected: tuple[RejectRecord, ...] = ()
     block_table_entries: int = 0
     """Blocks in the tables of the sequences that took part."""
+    temporary_bytes: int = 0
+    """About what the forward's own arrays took, logits included: nothing of it outlives the step."""
     events: tuple[CacheEvent, ...] = ()
     """What the step changed in the cache beyond growing it, in order."""
     blocks: BlockMap | None = None
@@ -307,6 +320,16 @@ class StepRecord:
     def tokens_computed(self) -> int:
         """Rows that went through the model."""
         return sum(item.num_tokens for item in self.items)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Rows of prompts, of either class."""
+        return sum(item.num_tokens for item in self.items if item.phase != "decode")
+
+    @property
+    def decode_tokens(self) -> int:
+        """Rows of sequences that were only extended."""
+        return sum(item.num_tokens for item in self.items if item.phase == "decode")
 
     @property
     def phase(self) -> Phase:

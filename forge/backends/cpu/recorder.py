@@ -208,9 +208,12 @@ class Recorder(Operations):
     def logit_rows(self, x: Buffer, batch) -> Rows:
         return Rows(x)
 
-    def to_numpy(self, x: Product) -> None:
-        self.recording.logits = self._multiply(x)
-        self._wait()
+    def to_numpy(self, x: Product | Norm) -> None:
+        if isinstance(x, Norm):
+            self.recording.logits = self._normed(x)
+        else:
+            self.recording.logits = self._multiply(x)
+            self._wait()
 
     # Writing down
 
