@@ -107,7 +107,7 @@ class _Tile:
             filled((groups, 8, LINE), np.uint8, rng.integers(1, 255, (groups, 8, LINE))),
             filled((groups, LANES), np.float16, 0.01),
             filled((MAX_ROWS, TILE_COLUMNS), np.int8, rng.integers(-127, 127, (MAX_ROWS, TILE_COLUMNS))),
-            filled((MAX_ROWS, groups), np.float32, 0.01),
+            filled((MAX_ROWS, groups, 2), np.float32, 0.01),
             filled((MAX_ROWS, groups * 2), np.int32, 0),
             filled((MAX_ROWS, LANES), np.float32, 0),
         )

@@ -136,20 +136,23 @@ def _mean_square(x, width):
 
 @numba.njit
 def _quantize_32(x, quants, scale, sums):
-    """32 floats to 32 int8, their scale, and two sums of 16.
+    """32 floats to 32 int8, their scale and minus the scale times the sum of the quants, and two sums of 16.
 
     The largest magnitude becomes 127: scale = max|x| / 127, quant = round(x * 127 / max|x|), ties to even.
     """
     low, high = load_f32(x), load_f32(x + VECTOR)
     largest = max16(maximum(absolute(low), absolute(high)))
     inverse = np.float32(127.0) / largest if largest > np.float32(1e-30) else ZERO
-    put_f32(scale, largest / np.float32(127.0) if largest > np.float32(1e-30) else ZERO)
+    unit = largest / np.float32(127.0) if largest > np.float32(1e-30) else ZERO
     factor = splat_f32(inverse)
     low_quants, high_quants = round_to_int(low * factor), round_to_int(high * factor)
     store_i8(quants, low_quants)
     store_i8(quants + 16, high_quants)
-    put_i32(sums, sum_i32(low_quants))
-    put_i32(sums + 4, sum_i32(high_quants))
+    low_sum, high_sum = sum_i32(low_quants), sum_i32(high_quants)
+    put_i32(sums, low_sum)
+    put_i32(sums + 4, high_sum)
+    put_f32(scale, unit)
+    put_f32(scale + 4, -unit * np.float32(low_sum + high_sum))
 
 
 @numba.njit
@@ -157,7 +160,7 @@ def _quantize_row(x, row, stride, quants, scales, sums):
     """A whole row of `stride` floats, 32 at a time, into row `row` of the three arrays."""
     for group in range(stride // 32):
         at = row * (stride // 32) + group
-        _quantize_32(x + 128 * group, quants + 32 * at, scales + 4 * at, sums + 8 * at)
+        _quantize_32(x + 128 * group, quants + 32 * at, scales + 8 * at, sums + 8 * at)
 
 
 def rms_norm(op, ctx, thread, threads):
@@ -233,7 +236,7 @@ def matmul_quantized(op, ctx, thread, threads):
                     word(op, w.MM_SCALES) + tile * scale_bytes,
                     word(op, w.MM_MINIMUMS) + tile * scale_bytes,
                     word(op, w.MM_X) + row * x_stride,
-                    word(op, w.MM_X_SCALES) + row * (x_stride // 8),
+                    word(op, w.MM_X_SCALES) + row * (x_stride // 4),
                     word(op, w.MM_X_SUMS) + row * (x_stride // 4),
                     word(op, w.MM_OUT) + 4 * (row * out_stride + 16 * tile),
                     word(op, w.MM_GROUPS),
@@ -321,7 +324,7 @@ def swiglu(op, ctx, thread, threads):
                 _quantize_32(
                     word(op, w.GLU_OUT) + at,
                     word(op, w.GLU_QUANTS) + 32 * group,
-                    word(op, w.GLU_SCALES) + 4 * group,
+                    word(op, w.GLU_SCALES) + 8 * group,
                     word(op, w.GLU_SUMS) + 8 * group,
                 )
 
@@ -344,7 +347,7 @@ def _two_tiles(op, matrix, pair, first, count, out, ahead, rows):
             word(op, matrix + w.PAIR_SCALES) + tile * scale_bytes,
             word(op, matrix + w.PAIR_MINIMUMS) + tile * scale_bytes,
             word(op, w.FFN_X) + first * x_stride,
-            word(op, w.FFN_X_SCALES) + first * (x_stride // 8),
+            word(op, w.FFN_X_SCALES) + first * (x_stride // 4),
             word(op, w.FFN_X_SUMS) + first * (x_stride // 4),
             out + 64 * half,
             word(op, w.FFN_GROUPS),
@@ -384,7 +387,7 @@ def gate_up_swiglu(op, ctx, thread, threads):
                 _quantize_32(
                     gate,
                     word(op, w.FFN_QUANTS) + 32 * group,
-                    word(op, w.FFN_SCALES) + 4 * group,
+                    word(op, w.FFN_SCALES) + 8 * group,
                     word(op, w.FFN_SUMS) + 8 * group,
                 )
         first, last = upcoming, min(upcoming + chunk, pairs)

@@ -109,10 +109,11 @@ TILE_ARGUMENTS = (
 )  # fmt: skip
 """Addresses and numbers, all int64, that a tile function takes.
 
-weights, scales, minimums: this tile's. x: int8 `[rows, x_stride]`. x_scales: float32 `[rows, x_stride / 32]`. x_sums:
-int32 `[rows, x_stride / 16]`, sums of 16 consecutive activations. out: float32 `[rows, out_stride]`, of which 16
-columns are written; or added to, where `add` is 1. ahead_low, ahead_high: where the next tile's weights lie, the first or
-the second half of each group of which is to be fetched while this one is computed, or 0.
+weights, scales, minimums: this tile's. x: int8 `[rows, x_stride]`. x_scales: float32 `[rows, x_stride / 32, 2]`, a
+group's scale and minus its scale times the sum of its quants. x_sums: int32 `[rows, x_stride / 16]`, sums of 16
+consecutive quants. out: float32 `[rows, out_stride]`, of which 16 columns are written; or added to, where `add` is 1.
+ahead_low, ahead_high: where the next tile's weights lie, the first or the second half of each group of which is to be
+fetched while this one is computed, or 0.
 """
 
 
@@ -167,14 +168,13 @@ class _TileCode:
         parts = GROUP // layout.group
         per_part = len(lines) // parts
         for part in range(parts):
-            part_sums = [self.activation_sum(row, index, part) for row in self.rows]
-            integers = [self.start(value) for value in part_sums]
+            integers = [self.start(row, index, part) for row in self.rows]
             for number in range(part * per_part, (part + 1) * per_part):
                 weights = lines[number]()
                 for row in self.rows:
                     x = splat(b, load(b, self.x_address(row, index, 4 * number), I32))
                     integers[row] = self.isa.dot(b, integers[row], weights, x)
-            sums = self.scaled(index, part, integers, part_sums, sums)
+            sums = self.scaled(index, part, integers, sums)
         return sums
 
     def weight_lines(self, index: ir.Value) -> list:
@@ -195,24 +195,25 @@ class _TileCode:
             lambda n=n: b.and_(b.lshr(line(n), four), low) for n in range(4)
         ]
 
-    def start(self, activation_sum: ir.Value) -> ir.Value:
-        """-bias * (sum of the group's activations), in every lane."""
+    def start(self, row: int, index: ir.Value, part: int) -> ir.Value:
+        """-bias * (sum of the part's activations), in every lane."""
         bias = self.layout.bias
         if bias == 0 or (self.isa.signed_weights and bias == 128):
             return ir.Constant(V_I32, [0] * LANES)
-        return splat(self.b, self.b.mul(activation_sum, I32(-bias)))
+        return splat(self.b, self.b.mul(self.activation_sum(row, index, part), I32(-bias)))
 
-    def scaled(self, index, part, integers, part_sums, sums):
-        """sums + integers * (weight scale * activation scale) - activation sum * (minimum * activation scale)."""
+    def scaled(self, index, part, integers, sums):
+        """sums + integers * (weight scale * activation scale) - minimum * (activation scale * activation sum)."""
         b = self.b
         scale, minimum = self.group_scales(index, part)
         results = []
-        for row, integer, part_sum, total in zip(self.rows, integers, part_sums, sums, strict=True):
-            x_scale = splat(b, load(b, self.row_address("x_scales", row, 32, index, 4), F32))
+        for row, integer, total in zip(self.rows, integers, sums, strict=True):
+            address = self.row_address("x_scales", row, 16, index, 8)
+            x_scale = splat(b, load(b, address, F32))
             total = fused_multiply_add(b, b.sitofp(integer, V_F32), b.fmul(scale, x_scale), total)
             if minimum is not None:
-                x_sum = splat(b, b.fneg(b.sitofp(part_sum, F32)))
-                total = fused_multiply_add(b, x_sum, b.fmul(minimum, x_scale), total)
+                offset = splat(b, load(b, b.add(address, I64(4)), F32))
+                total = fused_multiply_add(b, minimum, offset, total)
             results.append(total)
         return results
 
@@ -256,7 +257,7 @@ class _TileCode:
         return b.add(base, b.add(b.mul(index, I64(GROUP)), I64(offset)))
 
     def row_address(self, name: str, row: int, per: int, index: ir.Value, step: int) -> ir.Value:
-        """Where row `row` of a 4-byte array with one entry per `per` activations holds group `index`."""
+        """Where row `row` of an array with 4 bytes per `per` activations holds group `index`, `step` bytes."""
         b = self.b
         stride = b.mul(b.udiv(self.arg["x_stride"], I64(per)), I64(4 * row))
         return b.add(b.add(self.arg[name], stride), b.mul(index, I64(step)))

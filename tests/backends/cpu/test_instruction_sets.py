@@ -191,7 +191,7 @@ def test_extreme_weights_times_extreme_activations_are_exact(path, layout, weigh
     rows = 3
     x = np.full((rows, 32), activation, np.int8)
     x[1, ::2] = 1  # another pattern beside it
-    x_scales, out = np.ones((rows, 1), np.float32), np.full((rows, 16), np.nan, np.float32)
+    x_scales, out = np.ones((rows, 2), np.float32), np.full((rows, 16), np.nan, np.float32)
     x_sums = x.astype(np.int32).reshape(rows, 2, 16).sum(axis=2, dtype=np.int32)
 
     OneTile(path, layout, rows)(
