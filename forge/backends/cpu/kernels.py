@@ -99,8 +99,11 @@ def embed_quantized(op, ctx, thread, threads):
             four = column % 32 // 4
             line = column // 32 * bits + (four if bits == 8 else four % 4)
             quant = np.int64(get_u8(lines + 64 * line + 4 * lane + column % 4))
-            if bits == 4:
+            if bits < 8:
                 quant = quant >> 4 if four >= 4 else quant & 15
+            if bits == 6:
+                upper = np.int64(get_u8(lines + 64 * (column // 32 * 6 + 4 + four // 4) + 4 * lane + column % 4))
+                quant += (upper >> 2 * (four % 4) & 3) << 4
             value = _group_number(op, tile, lane, column, 0) * np.float32(quant - bias)
             if word(op, w.EMBED_MINIMUMS) != 0:
                 value -= _group_number(op, tile, lane, column, 1)

@@ -5,6 +5,7 @@ A tile's weights lie in the order in which they are used. Four consecutive input
 
     8-bit line q (inputs 4q to 4q+3)    row 0: w w w w | row 1: w w w w | … | row 15: w w w w        64 bytes
     4-bit line                          the same, with inputs 4q … in the low and 4(q + 4) … in the high halves
+    6-bit lines                         four 4-bit lines, then two with the upper two bits of inputs 0 to 15 and 16 to 31
 
 so one load feeds one instruction for each activation row, and the 16 results stay apart in 16 lanes from the first
 product to the last store: nothing is ever added across lanes. Eight lines make a group of 32 inputs. Inside a group
@@ -12,7 +13,7 @@ the sums are integers and exact. After each group they become float32, are scale
 and added to the running sums, groups in ascending order. That order is the same for one row and for eight, so a row's
 result has the same bits whatever is computed beside it.
 
-Weights are stored unsigned, w + bias (128 for 8-bit quants, 8 for Q4_0), because the instructions want one operand
+Weights are stored unsigned, w + bias (128 for 8-bit quants, 32 for Q6_K, 8 for Q4_0), because the instructions want one operand
 unsigned. The bias is paid back once per group: the sum starts at -bias * (sum of the group's activations).
 
 Why the number of rows is fixed when the code is made: the running sums of all rows must stay in registers, and a loop
@@ -56,7 +57,7 @@ class TileLayout:
     """How quantized weights lie in memory: what makes one compiled tile differ from another."""
 
     bits: int
-    """8 or 4."""
+    """8, 6 or 4."""
     bias: int
     """What was added to make the quants unsigned."""
     group: int
@@ -189,11 +190,20 @@ class _TileCode:
             flip = ir.Constant(V_I32, [-2139062144] * LANES)  # 0x80808080: unsigned w + 128 to signed w
             signed = self.isa.signed_weights and self.layout.bias == 128
             return [lambda n=n: b.xor(line(n), flip) if signed else line(n) for n in range(8)]
-        low = ir.Constant(V_I32, [0x0F0F0F0F] * LANES)
-        four = ir.Constant(V_I32, [4] * LANES)
-        return [lambda n=n: b.and_(line(n), low) for n in range(4)] + [
-            lambda n=n: b.and_(b.lshr(line(n), four), low) for n in range(4)
-        ]
+
+        def constant(number):
+            return ir.Constant(V_I32, [number] * LANES)
+
+        def low_bits(four):
+            half = line(four % 4)
+            return b.and_(half if four < 4 else b.lshr(half, constant(4)), constant(0x0F0F0F0F))
+
+        def six_bits(four):
+            upper, shift = line(4 + four // 4), 4 - 2 * (four % 4)
+            upper = b.shl(upper, constant(shift)) if shift >= 0 else b.lshr(upper, constant(-shift))
+            return b.or_(low_bits(four), b.and_(upper, constant(0x30303030)))
+
+        return [lambda n=n: low_bits(n) if self.layout.bits == 4 else six_bits(n) for n in range(8)]
 
     def start(self, row: int, index: ir.Value, part: int) -> ir.Value:
         """-bias * (sum of the part's activations), in every lane."""
