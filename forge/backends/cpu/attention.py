@@ -374,20 +374,22 @@ def _find_item(ctx, kv_heads, item, sequence, before):
 def attention(op, ctx, thread, threads):
     """softmax(q · Kᵀ · scale) · V over the blocks of each sequence. One item per key/value head of a block of rows.
 
-    A thread takes the next item before it does the one that it has, so that it can fetch its first keys meanwhile.
+    A thread takes the next item before it does the one that it has, so that it can fetch its first keys meanwhile; and
+    up to four at a time, because the heads of a block lie side by side.
     """
     scratch = word(ctx, w.CTX_SCRATCH) + thread * word(ctx, w.CTX_SCRATCH_BYTES)
     kv_heads, sequences, positions = word(op, w.ATT_KV_HEADS), word(ctx, w.CTX_SEQUENCES), word(ctx, w.CTX_POSITIONS)
-    sequence, before, first, last, head = _find_item(ctx, kv_heads, take(op, 1), np.int64(0), np.int64(0))
+    together = max(1, min(4, sequences * kv_heads // threads))
+    item = take(op, together)
+    sequence, before, first, last, head = _find_item(ctx, kv_heads, item, np.int64(0), np.int64(0))
     if sequence < sequences:
         end = np.int64(get_i32(positions + 4 * (last - 1))) + 1
         _fetch_chunk(
             ctx, _head_address(op, ctx, w.CTX_KEYS, head), _table_address(ctx, sequence), 0, min(w.CHUNK, end)
         )
     while sequence < sequences:
-        next_sequence, before, next_first, next_last, next_head = _find_item(
-            ctx, kv_heads, take(op, 1), sequence, before
-        )
+        item = item + 1 if (item + 1) % together != 0 else take(op, together)
+        next_sequence, before, next_first, next_last, next_head = _find_item(ctx, kv_heads, item, sequence, before)
         next_count = np.int64(0)
         if next_sequence < sequences:
             next_count = min(w.CHUNK, np.int64(get_i32(positions + 4 * (next_last - 1))) + 1)
