@@ -384,9 +384,7 @@ def attention(op, ctx, thread, threads):
     sequence, before, first, last, head = _find_item(ctx, kv_heads, item, np.int64(0), np.int64(0))
     if sequence < sequences:
         end = np.int64(get_i32(positions + 4 * (last - 1))) + 1
-        _fetch_chunk(
-            ctx, _head_address(op, ctx, w.CTX_KEYS, head), _table_address(ctx, sequence), 0, min(w.CHUNK, end)
-        )
+        _fetch_chunk(ctx, _head_address(op, ctx, w.CTX_KEYS, head), _table_address(ctx, sequence), 0, min(w.CHUNK, end))
     while sequence < sequences:
         item = item + 1 if (item + 1) % together != 0 else take(op, together)
         next_sequence, before, next_first, next_last, next_head = _find_item(ctx, kv_heads, item, sequence, before)

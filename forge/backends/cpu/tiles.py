@@ -5,7 +5,7 @@ A tile's weights lie in the order in which they are used. Four consecutive input
 
     8-bit line q (inputs 4q to 4q+3)    row 0: w w w w | row 1: w w w w | … | row 15: w w w w        64 bytes
     4-bit line                          the same, with inputs 4q … in the low and 4(q + 4) … in the high halves
-    6-bit lines                         four 4-bit lines, then two with the upper two bits of inputs 0 to 15 and 16 to 31
+    6-bit lines                         four 4-bit lines, then two of upper bits: inputs 0 to 15, and 16 to 31
 
 so one load feeds one instruction for each activation row, and the 16 results stay apart in 16 lanes from the first
 product to the last store: nothing is ever added across lanes. Eight lines make a group of 32 inputs. Inside a group
@@ -13,11 +13,11 @@ the sums are integers and exact. After each group they become float32, are scale
 and added to the running sums, groups in ascending order. That order is the same for one row and for eight, so a row's
 result has the same bits whatever is computed beside it.
 
-Weights are stored unsigned, w + bias (128 for 8-bit quants, 32 for Q6_K, 8 for Q4_0), because the instructions want one operand
-unsigned. The bias is paid back once per group: the sum starts at -bias * (sum of the group's activations).
+Weights are stored unsigned, w + bias (128 for 8-bit quants, 32 for Q6_K, 8 for Q4_0), because the instructions want
+one operand unsigned. The bias is paid back once per group: the sum starts at -bias * (sum of the group's activations).
 
 Why the number of rows is fixed when the code is made: the running sums of all rows must stay in registers, and a loop
-over rows inside would spill them. One row is bound by memory (72 GB/s of weights seen on two cores), eight rows are
+over rows inside would spill them. One row is bound by memory, eight rows are
 bound by the multiplier; see forge/bench/RESULTS.md.
 """
 
