@@ -13,6 +13,7 @@ may depend on its batch; with `invariant` they do not, and neither do its tokens
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,10 +33,15 @@ from forge.cache.kv_storage import KvLayout
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch
 
+if TYPE_CHECKING:
+    from forge.backends.cuda.launches import Launcher, Launches  # defines the kernels, so only when they are wanted
+
 KERNELS = ("triton", "torch")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHARE_FOR_COPIES = 0.25
 """Of the device's free memory, what dense copies of packed weights may take."""
+INTERPRETED_MULTIPROCESSORS = 2
+"""What shapes are chosen for under the interpreter, which takes a millisecond per program."""
 DEPENDENT_LAUNCH = (9, 0)
 """The first compute capability whose kernels may start before the one before them has ended."""
 
@@ -54,10 +60,11 @@ class CudaBackend(Backend):
         graphs: bool | None = None,
         quantize: str | None = None,
         dense_copies: bool | None = None,
+        launcher: "Launcher | None" = None,
     ):
         """invariant: one tiling for every number of rows, so that a row's bits never depend on its batch (needs
         `triton`). graphs: None for where there is a GPU. dense_copies: whether packed weights are kept dense too, for
-        batches of many rows; None asks the device's memory."""
+        batches of many rows; None asks the device's memory. launcher: who is handed every launch instead of Triton."""
         if kernels not in KERNELS:
             raise UsageError(f"unknown kernels {kernels!r}; there are {', '.join(KERNELS)}")
         if dtype not in DTYPES:
@@ -67,7 +74,7 @@ class CudaBackend(Backend):
         self._device = torch.device(device)
         self._on_gpu = self._device.type == "cuda"
         self._kernels, self._dtype, self._invariant, self._quantize = kernels, DTYPES[dtype], invariant, quantize
-        self._dense_copies = dense_copies
+        self._dense_copies, self._launcher = dense_copies, launcher
         self._graphs = Graphs() if (self._on_gpu if graphs is None else graphs) and kernels == "triton" else None
         self._rotations = Rotations(self._device)
         self._matrix_names: dict[int, str] = {}
@@ -159,10 +166,9 @@ class CudaBackend(Backend):
             buckets=self._graphs is not None,
         )
         dependent = self._on_gpu and torch.cuda.get_device_capability(self._device) >= DEPENDENT_LAUNCH
+        launcher = self._launcher or TritonLauncher(dependent)
         exact = INTERPRETED or self._dtype == torch.float32
-        launches = Launches(
-            network, policy, self._rotations, self._device, self._dtype, TritonLauncher(dependent), exact
-        )
+        launches = Launches(network, policy, self._rotations, self._device, self._dtype, launcher, exact)
         launches.make_scratch()
         self._fused = _Fused(network, policy, launches, InputBuffer(self._device))
         self._time_steps()
@@ -180,6 +186,8 @@ class CudaBackend(Backend):
             matrix.make_dense(self._dtype)
 
     def _multiprocessors(self) -> int:
+        if self._device.type == "cpu":
+            return INTERPRETED_MULTIPROCESSORS
         if not self._on_gpu:
             return MULTIPROCESSORS
         return torch.cuda.get_device_properties(self._device).multi_processor_count
@@ -211,6 +219,6 @@ class _Fused:
 
     network: Network
     policy: Policy
-    launches: "object"
+    launches: "Launches"
     buffer: InputBuffer
     storage: TorchKvStorage | None = None
