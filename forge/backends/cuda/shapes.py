@@ -56,7 +56,8 @@ def matvec_tile(rows: int, columns: int, kind: int, multiprocessors: int = MULTI
 def matmul_tile(batch_rows: int, rows: int, columns: int, kind: int, multiprocessors: int = MULTIPROCESSORS) -> Tile:
     """A tile of `matmul` for that many rows of the batch."""
     block_m = min(64, max(16, next_power_of_2(batch_rows)))
-    block_k = min(128, max(32, next_power_of_2(columns)))
+    widest = 128 if kind == DENSE or block_m == 16 else 64  # packed weights take registers on their way
+    block_k = min(widest, max(32, next_power_of_2(columns)))
     block_n = 64
     while block_n > 16 and -(-rows // block_n) < multiprocessors:
         block_n //= 2
