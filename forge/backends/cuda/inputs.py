@@ -192,9 +192,7 @@ class InputBuffer:
     def _fill_logit_rows(self, words: np.ndarray, place: dict[str, slice], batch: ForwardBatch) -> None:
         count = len(batch.logit_rows)
         words[place["logit_rows"]][:count] = batch.logit_rows
-        words[place["logit_sequences"]][:count] = (
-            np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
-        )
+        words[place["logit_sequences"]][:count] = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
         words[place["logit_lengths"]][:count] = 1
 
 

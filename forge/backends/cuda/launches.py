@@ -158,15 +158,13 @@ class Launches:
             BLOCK_D=block_d,
             CHUNK=shapes.CHUNK,
             SPLITS=splits,
-            EXACT=self._exact or storage.keys.dtype == torch.float32,
+            **self._precision(storage),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
         return out
 
-    def store_heads(
-        self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs
-    ) -> None:
+    def store_heads(self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs) -> None:
         """Head norms and rotation of queries in place; keys and values into the cache."""
         network = self._network
         self._launch(
@@ -230,7 +228,7 @@ class Launches:
             CHUNK=shapes.CHUNK,
             SPLITS=splits,
             COMPACT=logit_rows_only,
-            EXACT=self._exact or storage.keys.dtype == torch.float32,
+            **self._precision(storage),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -327,7 +325,9 @@ class Launches:
 
     def make_scratch(self) -> None:
         """Room for the largest matrix that has no dense copy."""
-        sizes = [m.rows * m.columns for layer in self._network.layers for m in _layer_matrices(layer) if m.dense is None]
+        sizes = [
+            m.rows * m.columns for layer in self._network.layers for m in _layer_matrices(layer) if m.dense is None
+        ]
         self._scratch = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
 
     def _gather(self, matrix: Matrix, numbers: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -348,6 +348,10 @@ class Launches:
             num_warps=4,
             num_stages=1,
         )
+
+    def _precision(self, storage: TorchKvStorage) -> dict[str, bool]:
+        wide = torch.float32 in (self._dtype, storage.keys.dtype)
+        return {"WIDE": wide, "EXACT": self._exact or wide}
 
     def _split_buffers(
         self, tiles: int, splits: int, block_m: int, block_d: int

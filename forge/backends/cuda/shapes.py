@@ -6,7 +6,7 @@ that the memory is kept busy (an H200 has 132 multiprocessors and wants some 30 
 
 from dataclasses import dataclass
 
-from forge.backends.cuda.weights import DENSE, Q8
+from forge.backends.cuda.weights import DENSE
 
 MATVEC_ROWS = 1
 """Up to here rows are multiplied one by one."""
@@ -47,7 +47,7 @@ def next_power_of_2(value: int) -> int:
 def matvec_tile(rows: int, columns: int, kind: int, multiprocessors: int = MULTIPROCESSORS) -> Tile:
     """A tile of `matvec`: half the rows per program until every multiprocessor has two."""
     block_k = min(1024 if kind == DENSE else 2048, max(32, next_power_of_2(columns)))
-    block_n = 8 if kind in (DENSE, Q8) else 16
+    block_n = 8
     while block_n > 2 and -(-rows // block_n) < 2 * multiprocessors:
         block_n //= 2
     return Tile(1, block_n, block_k, num_warps=4, num_stages=1)

@@ -24,7 +24,13 @@ def relative_error(got, want) -> float:
 
 
 def launches(
-    device: str, dtype: str, network: Network | None = None, *, invariant: bool = False, heads: int = 1, kv_heads: int = 1
+    device: str,
+    dtype: str,
+    network: Network | None = None,
+    *,
+    invariant: bool = False,
+    heads: int = 1,
+    kv_heads: int = 1,
 ) -> Launches:
     """The steps without a model around them."""
     policy = Policy(heads, kv_heads, multiprocessors=2, invariant=invariant, buckets=False)

@@ -54,7 +54,9 @@ def test_a_shape_is_run_eagerly_once_then_captured_then_replayed(device):
     backend = backend_with_graphs(device)
     model = small_model(backend, "F32", seed=1, num_layers=1)
     tokens = np.random.default_rng(5).integers(0, 288, 12).tolist()
-    want = one_prefill(small_model(CudaBackend(device, kernels="torch", dtype="float32"), "F32", seed=1, num_layers=1), tokens)
+    want = one_prefill(
+        small_model(CudaBackend(device, kernels="torch", dtype="float32"), "F32", seed=1, num_layers=1), tokens
+    )
     storage = new_storage(model, 5, 4)
     blocks = [4, 0, 2]
     model.forward(flat_batch([Part(tokens, 0, 7, blocks)], 4), storage)

@@ -54,7 +54,6 @@ def test_plain_operations_give_the_references_logits(tensor_type, dtype, device)
         pytest.param("Q8_0", "float32", {"num_layers": 1}, id="Q8_0"),
         pytest.param("Q4_0", "bfloat16", {"num_layers": 1}, id="Q4_0 in bfloat16"),
         pytest.param("Q4_K", "float32", {"num_layers": 1}, id="Q4_K"),
-        pytest.param("Q6_K", "float32", {"num_layers": 1}, id="Q6_K, which becomes dense"),
     ],
 )
 def test_fused_kernels_give_the_references_logits(tensor_type, dtype, sizes, device):
@@ -86,7 +85,7 @@ def test_keys_and_values_are_rounded_to_the_storages_dtype(kv_dtype, device):
 
     got, want = (in_several_steps(each, tokens, kv_dtype) for each in (model, reference))
 
-    assert relative_error(got, want) < 5e-3  # queries and weights of the mixture are rounded to it as well
+    assert relative_error(got, want) < 2e-3  # a number near a tie may be rounded to the other side
 
 
 def test_prefills_chunks_and_decodes_of_several_sequences_share_a_batch(device):

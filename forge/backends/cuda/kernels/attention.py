@@ -120,14 +120,17 @@ def paged_attention(
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     COMPACT: tl.constexpr,
+    WIDE: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (tile, key/value head, split). Row m of the matrix is row m // BLOCK_GROUP, query head m % BLOCK_GROUP.
 
+    WIDE: queries meet keys, and weights values, in float32; otherwise in the cache's dtype.
     BLOCK_M is at least ROWS * BLOCK_GROUP, BLOCK_GROUP at least HEADS / KV_HEADS, BLOCK_D at least HEAD_DIM.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    kind: tl.constexpr = tl.float32 if WIDE else keys.dtype.element_ty
     let_next_start(PDL)
     wait_for_previous(PDL)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -145,7 +148,7 @@ def paged_attention(
         qkv + own_row[:, None] * (HEADS + 2 * KV_HEADS) * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :],
         mask=live[:, None] & within,
         other=0.0,
-    ).to(keys.dtype.element_ty)
+    ).to(kind)
     position = tl.load(positions + own_row, mask=live, other=-1)
     end = tl.where(length > 0, tl.load(positions + row + length - 1, mask=length > 0, other=-1) + 1, 0)
     share = tl.cdiv(tl.cdiv(end, CHUNK), SPLITS) * CHUNK
@@ -157,11 +160,11 @@ def paged_attention(
         slot, key_position, exists = key_places(table, start, end, BLOCK_SIZE, CHUNK)
         at = (slot * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
         key = tl.load(keys + at, mask=exists[:, None] & within, other=0.0)
-        scores = dot(query, tl.trans(key), tl.zeros((BLOCK_M, CHUNK), tl.float32), EXACT) * scale
+        scores = dot(query, tl.trans(key.to(kind)), tl.zeros((BLOCK_M, CHUNK), tl.float32), EXACT) * scale
         scores = tl.where(key_position[None, :] <= position[:, None], scores, float("-inf"))
         weights, maximum, total, mixed = softmax_step(scores, maximum, total, mixed)
         value = tl.load(values + at, mask=exists[:, None] & within, other=0.0)
-        mixed = dot(weights.to(value.dtype), value, mixed, EXACT)
+        mixed = dot(weights.to(kind), value.to(kind), mixed, EXACT)
 
     line = (tile + own * 0).to(tl.int64) if COMPACT else own_row
     place = out + line[:, None] * HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
@@ -170,8 +173,6 @@ def paged_attention(
         tl.store(place, mixed / tl.maximum(total, 1e-30)[:, None], mask=mask)
     else:
         index = tile * KV_HEADS + kv_head
-        last = is_last_split(
-            partial, extremes, counters, index, split, maximum, total, mixed, BLOCK_M, BLOCK_D, SPLITS
-        )
+        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, BLOCK_M, BLOCK_D, SPLITS)
         if last:
             tl.store(place, merged_splits(partial, extremes, index, BLOCK_M, BLOCK_D, SPLITS), mask=mask)

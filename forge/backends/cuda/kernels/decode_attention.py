@@ -44,10 +44,11 @@ def decode_attention(
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
+    WIDE: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, key/value head, split). BLOCK_M is at least HEADS / KV_HEADS."""
+    """Program (row, key/value head, split). BLOCK_M is at least HEADS / KV_HEADS; WIDE as in `paged_attention`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     let_next_start(PDL)
@@ -58,7 +59,8 @@ def decode_attention(
     table = tables + row.to(tl.int64) * tl.load(table_stride)
     qkv += row.to(tl.int64) * (HEADS + 2 * KV_HEADS) * HEAD_DIM
     turn = position * HALF
-    kind = keys.dtype.element_ty
+    kind: tl.constexpr = tl.float32 if WIDE else keys.dtype.element_ty
+    stored_as: tl.constexpr = keys.dtype.element_ty
 
     member = tl.arange(0, BLOCK_M)
     live = member < GROUP
@@ -86,8 +88,9 @@ def decode_attention(
             HEAD_DIM,
             BLOCK_HALF,
         )
-        new_first, new_second = new_first.to(kind), new_second.to(kind)
-        new_value = tl.load(qkv + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + column, mask=within, other=0.0).to(kind)
+        new_first, new_second = new_first.to(stored_as), new_second.to(stored_as)
+        new_value = tl.load(qkv + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + column, mask=within, other=0.0)
+        new_value = new_value.to(stored_as)
         place = (slot * KV_HEADS + kv_head) * HEAD_DIM
         stored = (within_half & (half + slot >= half))[None, :]  # slot >= 0, as a tile: the interpreter wants it
         tl.store(keys + place + half[None, :], new_first, mask=stored)
@@ -105,12 +108,12 @@ def decode_attention(
         mask = exists[:, None] & within_half[None, :]
         key_first = tl.load(keys + at + half[None, :], mask=mask, other=0.0)
         key_second = tl.load(keys + at + HALF + half[None, :], mask=mask, other=0.0)
-        scores = dot(first, tl.trans(key_first), tl.zeros((BLOCK_M, CHUNK), tl.float32), EXACT)
-        scores = dot(second, tl.trans(key_second), scores, EXACT) * scale
+        scores = dot(first, tl.trans(key_first.to(kind)), tl.zeros((BLOCK_M, CHUNK), tl.float32), EXACT)
+        scores = dot(second, tl.trans(key_second.to(kind)), scores, EXACT) * scale
         scores = tl.where(exists[None, :], scores, float("-inf"))
         weights, maximum, total, mixed = softmax_step(scores, maximum, total, mixed)
         value = tl.load(values + at + column[None, :], mask=exists[:, None] & within[None, :], other=0.0)
-        mixed = dot(weights.to(value.dtype), value, mixed, EXACT)
+        mixed = dot(weights.to(kind), value.to(kind), mixed, EXACT)
 
     place = out + row.to(tl.int64) * HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
     mask = live[:, None] & within[None, :]
@@ -118,8 +121,6 @@ def decode_attention(
         tl.store(place, mixed / total[:, None], mask=mask)
     else:
         index = row * KV_HEADS + kv_head
-        last = is_last_split(
-            partial, extremes, counters, index, split, maximum, total, mixed, BLOCK_M, BLOCK_D, SPLITS
-        )
+        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, BLOCK_M, BLOCK_D, SPLITS)
         if last:
             tl.store(place, merged_splits(partial, extremes, index, BLOCK_M, BLOCK_D, SPLITS), mask=mask)
