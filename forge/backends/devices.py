@@ -22,7 +22,7 @@ def create_backend(
 
     threads: for those that run threads of their own; None means all there are. quantize: a type to which float weights
     are quantized as they are loaded, for those that can. on_compile: told how far compiling is, where there is any.
-    invariant: that a row's bits never depend on its batch, which cuda otherwise does not promise and the others always do.
+    invariant: that a row's bits never depend on its batch, which all but cuda promise anyway.
 
     Raises `UsageError` for an unknown one, or one that this machine cannot run."""
     if quantize not in (None, *QUANTIZE_TYPES):

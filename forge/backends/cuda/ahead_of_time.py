@@ -1,8 +1,8 @@
 """Compiling the kernels for a GPU that is not there: what a model would launch, listed and compiled.
 
-`launched_by` runs a model of real sizes on torch's `meta` device, where arrays have shapes and no memory, and hands every
-launch to a listener. So what is compiled is what would run, in the same tiles and dtypes, with nothing kept in step by
-hand. `compile_for` makes machine code of one launch and reads from it what the kernel occupies.
+`launched_by` runs a model of real sizes on torch's `meta` device, where arrays have shapes and no memory, and hands
+every launch to a listener. So what is compiled is what would run, in the same tiles and dtypes, with nothing kept in
+step by hand. `compile_for` makes machine code of one launch and reads from it what the kernel occupies.
 """
 
 import re
@@ -112,7 +112,7 @@ def _occupied(cubin: bytes, shared: int) -> Occupied:
 
 def _listener(tell: Callable[[Launch], None]) -> Callable[..., None]:
     def listen(kernel, grid, *arguments, num_warps: int, num_stages: int, **constants) -> None:
-        assert all(0 < size for size in grid), (kernel, grid)
+        assert all(size > 0 for size in grid), (kernel, grid)
         assert grid[0] < 2**31 and all(size < 2**16 for size in grid[1:]), (kernel, grid)
         names = kernel.arg_names[: len(arguments)]
         types = tuple((name, _type_of(value)) for name, value in zip(names, arguments, strict=True))

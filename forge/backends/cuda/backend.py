@@ -8,8 +8,8 @@ Two ways of computing: `triton`, the above, and `torch`, every operation by itse
 against. Both run on any torch device, so all of it is tested without a GPU, Triton under its interpreter.
 
 Arithmetic: weights and activations in bfloat16 (or float32, to check exactness), products accumulated in float32, norms
-and softmax in float32, keys and values in the storage's dtype. The kernels' shapes follow the number of rows, so a row's last bits
-may depend on its batch; with `invariant` they do not, and neither do its tokens.
+and softmax in float32, keys and values in the storage's dtype. The kernels' shapes follow the number of rows, so a
+row's last bits may depend on its batch; with `invariant` they do not, and neither do its tokens.
 """
 
 from dataclasses import dataclass
@@ -174,7 +174,7 @@ class CudaBackend(Backend):
         self._time_steps()
 
     def _copy_dense(self, network: Network) -> None:
-        """Dense copies of packed matrices for products of many rows, all or none. The head and the embedding need none."""
+        """Dense copies of packed matrices for products of many rows, all or none; head and embedding need none."""
         packed = [m for m in network.matrices() if m.packed is not None and m not in (network.head, network.embedding)]
         if self._dense_copies is None and self._on_gpu:
             free, _ = torch.cuda.mem_get_info(self._device)

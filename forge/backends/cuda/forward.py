@@ -1,8 +1,8 @@
 """The forward pass as fused steps: about five launches a layer for a decode, then the head.
 
 Read it beside `Qwen3.forward_pass`: the same network, in the groups that `network.py` recognised. There is no
-synchronization in it, and nothing depends on the batch but through `Inputs`, so it can be captured in a CUDA graph as it
-stands; its arrays then come from the graph's own memory.
+synchronization in it, and nothing depends on the batch but through `Inputs`, so it can be captured in a CUDA graph as
+it stands; its arrays then come from the graph's own memory.
 """
 
 import torch

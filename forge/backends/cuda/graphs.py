@@ -1,11 +1,11 @@
 """CUDA graphs by hand: a step's launches recorded once, and from then on one call.
 
-A decode step of a 0.6B model launches some 140 kernels of a few microseconds each; asking for them one by one from Python
-takes longer than they run. A graph of one *shape* asks for all of them at once. What differs between two steps of a
-shape is read from device memory (`inputs.py`).
+A decode step of a 0.6B model launches some 140 kernels of a few microseconds each; asking for them one by one from
+Python takes longer than they run. A graph of one *shape* asks for all of them at once. What differs between two steps
+of a shape is read from device memory (`inputs.py`).
 
-A shape is captured when it comes for the second time: the first time it runs eagerly, which also compiles its kernels, so
-that nothing is compiled or loaded while a capture is under way. What graphs read and write must stay where it is, so
+A shape is captured when it comes for the second time: the first time it runs eagerly, which also compiles its kernels,
+so that nothing is compiled or loaded while a capture is under way. What graphs read and write must stay where it is, so
 whoever moves a buffer drops them all.
 """
 

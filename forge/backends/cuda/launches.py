@@ -4,8 +4,8 @@ By the number of rows a product is `matvec` (1), `matmul` (2 to 16), or cuBLAS w
 elsewhere (more). With `invariant` it is `matmul` in one tile for any number, so that a row's bits never depend on how
 many rows there are.
 
-Every launch goes through one callable, `Launcher`, so that somebody else can take its place: tests list what a real model would
-launch and compile exactly that, without a device.
+Every launch goes through one callable, `Launcher`, so that somebody else can take its place: tests list what a real
+model would launch and compile exactly that, without a device.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ HEAD_ROWS = 64
 
 
 class TritonLauncher:
-    """Launches for real. dependent: whether kernels may start before the one before them has ended (sm_90 and later)."""
+    """Launches for real. dependent: whether a kernel may start before the one before it has ended (sm_90)."""
 
     def __init__(self, dependent: bool):
         self.dependent = dependent
@@ -127,7 +127,7 @@ class Launches:
     def decode_attention(
         self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs
     ) -> torch.Tensor:
-        """Head norms, rotation, keys and values into the cache, and attention, for a decode: `[T, heads * head_dim]`."""
+        """A decode's head norms, rotation, cache and attention: `[T, heads * head_dim]`."""
         network, tile, splits = self._network, one_row_tile(self._policy), inputs.shape.splits
         out = self._empty(len(qkv), network.num_heads * network.head_dim)
         block_d = max(16, shapes.next_power_of_2(network.head_dim))

@@ -1,7 +1,7 @@
 """Which tile a kernel is launched with: plain numbers from plain numbers, so that a tuning changes one place.
 
-The aim is the same everywhere: enough programs for every multiprocessor, and per program so many bytes asked for at once
-that the memory is kept busy (an H200 has 132 multiprocessors and wants some 30 KB in flight on each).
+The aim is the same everywhere: enough programs for every multiprocessor, and per program so many bytes asked for at
+once that the memory is kept busy (an H200 has 132 multiprocessors and wants some 30 KB in flight on each).
 """
 
 from dataclasses import dataclass

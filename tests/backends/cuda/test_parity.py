@@ -22,9 +22,9 @@ def tokens_of(length: int, seed: int = 1) -> list[int]:
 
 
 def in_several_steps(model: Qwen3, tokens: list[int], kv_dtype: str = "float32") -> np.ndarray:
-    """The logits of every position but the first chunk's, from a chunk, five rows at once, then decodes."""
+    """The logits of every position but the first chunk's, from a chunk, six rows at once, then decodes."""
     storage = new_storage(model, 4, 8, kv_dtype)
-    cuts = [0, len(tokens) - 8, len(tokens) - 3, *range(len(tokens) - 2, len(tokens) + 1)]
+    cuts = [0, len(tokens) - 8, *range(len(tokens) - 2, len(tokens) + 1)]
     steps = [Part(tokens, start, end, [2, 0, 3, 1]) for start, end in zip(cuts, cuts[1:], strict=False)]
     first = model.forward(flat_batch(steps[:1], 8, logit_rows=[]), storage)
     assert first.shape == (0, model.vocab_size)

@@ -1,14 +1,14 @@
 """Attention over the paged cache, for any rows: prefills, chunks, verifications, and decodes where nothing is fused.
 
-A program takes a *tile*: some rows of one sequence, with all query heads that share one key/value head, as the rows of a
-matrix, and walks the keys through the block table, 64 absolute positions at a time, with a running maximum and sum
-(online softmax: Milakov and Gimelshein 2018; FlashAttention: Dao et al. 2022). Which chunk a key falls in depends on its
-position alone, and a chunk that a row may not see changes none of its bits; so a row's result depends neither on
+A program takes a *tile*: some rows of one sequence, with all query heads that share one key/value head, as the rows of
+a matrix, and walks the keys through the block table, 64 absolute positions at a time, with a running maximum and sum
+(online softmax: Milakov and Gimelshein 2018; FlashAttention: Dao et al. 2022). Which chunk a key falls in depends on
+its position alone, and a chunk that a row may not see changes none of its bits; so a row's result depends neither on
 the rows beside it nor on where its prompt was cut.
 
-A few rows over a long context would leave most of the device idle. Then SPLITS programs share a tile, each with its part
-of the keys (flash-decoding: Dao et al. 2023), and whichever is done last merges their results, in ascending order: no
-second kernel, and no dependence on who was last.
+A few rows over a long context would leave most of the device idle. Then SPLITS programs share a tile, each with its
+part of the keys (flash-decoding: Dao et al. 2023), and whichever is done last merges their results, in ascending order:
+no second kernel, and no dependence on who was last.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """A decode step's attention in one kernel: head norms, rotation, the new key and value into the cache, attention.
 
-One row per sequence. A program has the query heads that share one key/value head, norms and turns them itself, and takes
-its split of the keys before this one out of the cache. The new key and value never come back from memory: split 0 starts
-its softmax with them, at the storage's precision, while it stores them.
+One row per sequence. A program has the query heads that share one key/value head, norms and turns them itself, and
+takes its split of the keys before this one out of the cache. The new key and value never come back from memory: split 0
+starts its softmax with them, at the storage's precision, while it stores them.
 
 Apart, the same work is `norm_rope_store` and `paged_attention`: one more launch, and one more trip of the queries
 through memory, for some microseconds of work. What it costs is that every split repeats the queries' norm and rotation.

@@ -8,7 +8,9 @@ from forge.backends.cuda.kernels.parts import let_next_start, wait_for_previous
 
 @triton.jit
 def normed_and_turned(heads, inside, norm, cos, sin, eps, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """RMSNorm and rotation of heads that begin at `heads` (pointers `[N]`): their two halves, float32 `[N, BLOCK_HALF]`.
+    """RMSNorm and rotation of the heads that begin at `heads` (pointers `[N]`).
+
+    Returns their two halves, float32 `[N, BLOCK_HALF]` each.
 
     Element i of a head turns with i + HEAD_DIM / 2. cos and sin are those of the head's position, pointers to
     `[HEAD_DIM / 2]`. What is not `inside`, and what is past a half's end, comes out as 0.

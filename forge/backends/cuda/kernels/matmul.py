@@ -1,8 +1,8 @@
 """A few rows times a matrix, on the tensor cores: decode for several sequences, and the output head.
 
 The same products as `matvec`, with the same norm before and residual or SwiGLU after, for up to BLOCK_M rows that share
-one pass over the weights. A tensor core's tile has at least 16 rows, so two rows cost what sixteen do; what bounds it is
-still the weights. Packed weights are multiplied out to the activations' dtype on the way to the tensor cores.
+one pass over the weights. A tensor core's tile has at least 16 rows, so two rows cost what sixteen do; what bounds it
+is still the weights. Packed weights are multiplied out to the activations' dtype on the way to the tensor cores.
 
 A row's result depends on its own input and on the tile's shape, never on its neighbours in the tile: with one shape for
 every row count (`--invariant`) a row has the same bits in any batch.
@@ -37,7 +37,7 @@ def matmul(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): rows i * BLOCK_M … of x by rows j * BLOCK_N … of the matrix; i runs fastest, over shared weights."""
+    """Program (i, j): rows i * BLOCK_M … of x by rows j * BLOCK_N … of the matrix; i runs fastest."""
     own = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     row = tl.minimum(row, rows - 1)

@@ -1,18 +1,18 @@
 """One row times a matrix: the product of a decode step for one sequence.
 
-What bounds it is reading the weights once, so everything else is folded into the pass over them: the RMSNorm before, the
-residual or SwiGLU after. The norm costs no pass of its own because it is linear once its divisor is known:
-norm(x) · w = (Σ x·g·w) / sqrt(mean(x²) + eps), and Σ x² is summed along the way.
+What bounds it is reading the weights once, so everything else is folded into the pass over them: the RMSNorm before,
+the residual or SwiGLU after. The norm costs no pass of its own because it is linear once its divisor is known: norm(x)
+· w = (Σ x·g·w) / sqrt(mean(x²) + eps), and Σ x² is summed along the way.
 
-A program reads BLOCK_N whole rows of the matrix, BLOCK_K columns at a time, and keeps BLOCK_N x BLOCK_K partial sums, so
-threads exchange numbers once, at the end. The first tile is asked for before the input is there (see PDL in
+A program reads BLOCK_N whole rows of the matrix, BLOCK_K columns at a time, and keeps BLOCK_N x BLOCK_K partial sums,
+so threads exchange numbers once, at the end. The first tile is asked for before the input is there (see PDL in
 `__init__.py`), each further one before the one in hand is multiplied.
 """
 
 import triton
 import triton.language as tl
 
-from forge.backends.cuda.kernels.parts import Q4, Q8, gated, let_next_start, superblock_scales, wait_for_previous
+from forge.backends.cuda.kernels.parts import Q4_K, Q8, gated, let_next_start, superblock_scales, wait_for_previous
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def matvec_packed(
             low, high = (tile & 15).to(tl.float32), (tile >> 4).to(tl.float32)
             partial = tl.sum(low * first[None, :, :] + high * second[None, :, :], axis=2)
             plain = tl.sum(first + second, axis=1)[None, :]
-        if KIND == Q8 or KIND == Q4:
+        if KIND != Q4_K:
             scale = tl.load(
                 scales + row[:, None] * groups + group[None, :], mask=(group < groups)[None, :], other=0.0
             ).to(tl.float32)
