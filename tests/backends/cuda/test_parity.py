@@ -1,5 +1,7 @@
 """Whole models on `cuda` against `reference`: the same logits, to the accuracy of the dtype, whatever the batch."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ def in_several_steps(model: Qwen3, tokens: list[int], kv_dtype: str = "float32")
     """The logits of every position but the first chunk's, from a chunk, six rows at once, then decodes."""
     storage = new_storage(model, 4, 8, kv_dtype)
     cuts = [0, len(tokens) - 8, *range(len(tokens) - 2, len(tokens) + 1)]
-    steps = [Part(tokens, start, end, [2, 0, 3, 1]) for start, end in zip(cuts, cuts[1:], strict=False)]
+    steps = [Part(tokens, start, end, [2, 0, 3, 1]) for start, end in pairwise(cuts)]
     first = model.forward(flat_batch(steps[:1], 8, logit_rows=[]), storage)
     assert first.shape == (0, model.vocab_size)
     return np.concatenate([model.forward(flat_batch([part], 8), storage) for part in steps[1:]])

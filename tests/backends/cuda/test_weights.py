@@ -1,5 +1,7 @@
 """Weights on the device stand for exactly what the file says, alone and fused."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -64,7 +66,7 @@ def test_stacked_matrices_keep_their_rows_in_order_and_their_parts_as_views(kind
 
     runs = stacked(matrices)
 
-    assert len(runs) == 1 + sum(first != second for first, second in zip(kinds, kinds[1:], strict=False))
+    assert len(runs) == 1 + sum(first != second for first, second in pairwise(kinds))
     assert torch.equal(torch.cat([values(run) for run in runs]), torch.cat(before))
     assert all(torch.equal(values(matrix), was) for matrix, was in zip(matrices, before, strict=True))
     if len(runs) == 1:
