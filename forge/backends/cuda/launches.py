@@ -131,6 +131,7 @@ class Launches:
         network, tile, splits = self._network, one_row_tile(self._policy), inputs.shape.splits
         out = self._empty(len(qkv), network.num_heads * network.head_dim)
         block_d = max(16, shapes.next_power_of_2(network.head_dim))
+        group = shapes.next_power_of_2(network.num_heads // network.num_kv_heads)
         self._launch(
             decode_attention.decode_attention,
             (len(qkv), network.num_kv_heads, splits),
@@ -146,7 +147,7 @@ class Launches:
             storage.keys[index],
             storage.values[index],
             out,
-            *self._split_buffers(len(qkv), splits, tile.block_m, block_d),
+            *self._split_buffers(len(qkv), splits, group, block_d),
             layer.query_norm.eps,
             network.head_dim**-0.5,
             HEADS=network.num_heads,
@@ -158,6 +159,8 @@ class Launches:
             BLOCK_D=block_d,
             CHUNK=shapes.CHUNK,
             SPLITS=splits,
+            LIVE=group,
+            AT_ONCE=shapes.splits_at_once(splits, group, block_d),
             **self._precision(storage),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -204,6 +207,8 @@ class Launches:
             tiles = inputs.tile_sequences, inputs.tile_firsts, inputs.tile_lengths
         out = self._empty(num_tiles if logit_rows_only else len(qkv), network.num_heads * network.head_dim)
         block_d = max(16, shapes.next_power_of_2(network.head_dim))
+        group = shapes.next_power_of_2(network.num_heads // network.num_kv_heads)
+        live = tile.rows * group
         self._launch(
             attention.paged_attention,
             (num_tiles, network.num_kv_heads, splits),
@@ -215,18 +220,20 @@ class Launches:
             storage.keys[index],
             storage.values[index],
             out,
-            *self._split_buffers(num_tiles, splits, tile.block_m, block_d),
+            *self._split_buffers(num_tiles, splits, live, block_d),
             network.head_dim**-0.5,
             HEADS=network.num_heads,
             KV_HEADS=network.num_kv_heads,
             HEAD_DIM=network.head_dim,
             BLOCK_SIZE=storage.layout.block_size,
             ROWS=tile.rows,
-            BLOCK_GROUP=shapes.next_power_of_2(network.num_heads // network.num_kv_heads),
+            BLOCK_GROUP=group,
             BLOCK_M=tile.block_m,
             BLOCK_D=block_d,
             CHUNK=shapes.CHUNK,
             SPLITS=splits,
+            LIVE=live,
+            AT_ONCE=shapes.splits_at_once(splits, live, block_d),
             COMPACT=logit_rows_only,
             **self._precision(storage),
             num_warps=tile.num_warps,
@@ -354,12 +361,12 @@ class Launches:
         return {"WIDE": wide, "EXACT": self._exact or wide}
 
     def _split_buffers(
-        self, tiles: int, splits: int, block_m: int, block_d: int
+        self, tiles: int, splits: int, live: int, block_d: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Where the splits of each tile and head leave their results, if there are several."""
         count = tiles * self._network.num_kv_heads * splits if splits > 1 else 0
-        partial = torch.empty((count, block_m, block_d), dtype=torch.float32, device=self._device)
-        extremes = torch.empty((count, 2, block_m), dtype=torch.float32, device=self._device)
+        partial = torch.empty((count, live, block_d), dtype=torch.float32, device=self._device)
+        extremes = torch.empty((count, 2, live), dtype=torch.float32, device=self._device)
         return partial, extremes, self._counters
 
     def _empty(self, num_rows: int, width: int) -> torch.Tensor:

@@ -69,11 +69,14 @@ INVARIANT_TILE = Tile(16, 32, 64, num_warps=4, num_stages=4)
 
 
 def attention_tile(num_rows: int, heads: int, kv_heads: int, multiprocessors: int = MULTIPROCESSORS) -> AttentionTile:
-    """A tile of `paged_attention` for sequences of several rows: large if that still makes enough programs."""
+    """A tile of `paged_attention` for sequences of several rows: large if that still makes enough programs.
+
+    Half as many as there are multiprocessors will do, since splits can double them.
+    """
     group = next_power_of_2(heads // kv_heads)
-    for block_m in (128, 64, 32):
+    for block_m, least in ((128, multiprocessors), (64, multiprocessors // 2), (32, multiprocessors // 2)):
         rows = max(1, block_m // group)
-        if -(-num_rows // rows) * kv_heads >= 2 * multiprocessors:
+        if -(-num_rows // rows) * kv_heads >= least:
             return AttentionTile(rows, max(block_m, group), 8 if block_m == 128 else 4, 3 if block_m < 128 else 2)
     return few_rows_tile(heads, kv_heads)
 
@@ -94,3 +97,8 @@ def splits(tiles: int, kv_heads: int, longest: int, multiprocessors: int = MULTI
     room = max(1, 2 * multiprocessors // max(1, tiles * kv_heads))
     largest = min(chunks, room, MAX_SPLITS)
     return 1 << (max(1, largest).bit_length() - 1)
+
+
+def splits_at_once(splits: int, live: int, width: int) -> int:
+    """Results of splits that are merged together: what fits into 64 registers of 128 threads."""
+    return max(1, min(splits, 8192 // (live * width)))

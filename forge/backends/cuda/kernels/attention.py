@@ -40,57 +40,64 @@ def softmax_step(scores, maximum, total, mixed):
 
 
 @triton.jit
-def merged_splits(partial, extremes, index, M: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
-    """The results of all splits of tile `index`, merged in ascending order: float32 `[M, WIDTH]`.
-
-    partial float32 [tiles, SPLITS, M, WIDTH]; extremes float32 [tiles, SPLITS, 2, M]: each split's maximum and sum.
-    """
-    own = tl.arange(0, M)
-    column = tl.arange(0, WIDTH)
-    maximum = tl.full((M,), float("-inf"), tl.float32)
-    total = tl.zeros((M,), tl.float32)
-    mixed = tl.zeros((M, WIDTH), tl.float32)
-    for split in range(SPLITS):
-        at = index * SPLITS + split
-        # Around the first-level cache, which may hold what stood here before.
-        top = tl.load(extremes + at * 2 * M + own, cache_modifier=".cg")
-        part_total = tl.load(extremes + at * 2 * M + M + own, cache_modifier=".cg")
-        part = tl.load(partial + at * M * WIDTH + own[:, None] * WIDTH + column[None, :], cache_modifier=".cg")
-        higher = tl.maximum(maximum, top)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        fade, gain = tl.exp(maximum - base), tl.exp(top - base)
-        maximum, total = higher, total * fade + part_total * gain
-        mixed = mixed * fade[:, None] + part * gain[:, None]
-    return mixed / tl.maximum(total, 1e-30)[:, None]
-
-
-@triton.jit
 def is_last_split(
-    partial,
-    extremes,
-    counters,
+    partial,  # float32 [tiles, SPLITS, LIVE, WIDTH]
+    extremes,  # float32 [tiles, SPLITS, 2, LIVE]: maximum, sum
+    counters,  # int32 [tiles], all 0
     index,
     split,
     maximum,
     total,
     mixed,
-    M: tl.constexpr,
-    WIDTH: tl.constexpr,
+    LIVE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Leave this split's result for the others; whether all have left theirs now. Then the counter is 0 again."""
-    own = tl.arange(0, M)
+    """Leave this split's result for the others; whether all have left theirs now. Then the counter is 0 again.
+
+    Of the result's rows only the first LIVE mean anything.
+    """
+    WIDTH: tl.constexpr = mixed.shape[1]
+    own = tl.arange(0, mixed.shape[0])
     column = tl.arange(0, WIDTH)
-    at = index * SPLITS + split
-    tl.store(extremes + at * 2 * M + own, maximum)
-    tl.store(extremes + at * 2 * M + M + own, total)
-    tl.store(partial + at * M * WIDTH + own[:, None] * WIDTH + column[None, :], mixed)
+    at = (index * SPLITS + split).to(tl.int64) * LIVE
+    tl.store(extremes + 2 * at + own, maximum, mask=own < LIVE)
+    tl.store(extremes + 2 * at + LIVE + own, total, mask=own < LIVE)
+    place = partial + at * WIDTH + own[:, None] * WIDTH + column[None, :]
+    tl.store(place, mixed, mask=(own < LIVE)[:, None] & (column < WIDTH)[None, :])
     tl.debug_barrier()  # every thread has stored before one of them says so
     arrived = tl.atomic_add(counters + index, 1, sem="acq_rel")
     last = arrived == SPLITS - 1
     if last:
         tl.store(counters + index, 0)
     return last
+
+
+@triton.jit
+def merged_splits(
+    partial, extremes, index, LIVE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """The splits of tile `index` as one: float32 `[LIVE, WIDTH]`. AT_ONCE of them are fetched and merged at a time.
+
+    One after the other they would cost the memory's latency each: 32 of them more than the attention itself.
+    """
+    own = tl.arange(0, LIVE)
+    column = tl.arange(0, WIDTH)
+    maximum = tl.full((LIVE,), float("-inf"), tl.float32)
+    total = tl.zeros((LIVE,), tl.float32)
+    mixed = tl.zeros((LIVE, WIDTH), tl.float32)
+    for first in range(0, SPLITS, AT_ONCE):
+        at = (index * SPLITS + first + tl.arange(0, AT_ONCE)).to(tl.int64)[:, None] * LIVE
+        # Around the first-level cache, which may hold what stood here before.
+        tops = tl.load(extremes + 2 * at + own[None, :], cache_modifier=".cg")
+        totals = tl.load(extremes + 2 * at + LIVE + own[None, :], cache_modifier=".cg")
+        place = partial + (at + own[None, :])[:, :, None] * WIDTH + column[None, None, :]
+        parts = tl.load(place, cache_modifier=".cg")
+        higher = tl.maximum(maximum, tl.max(tops, axis=0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        fade, gains = tl.exp(maximum - base), tl.exp(tops - base[None, :])
+        maximum, total = higher, total * fade + tl.sum(totals * gains, axis=0)
+        mixed = mixed * fade[:, None] + tl.sum(parts * gains[:, :, None], axis=0)
+    return mixed / tl.maximum(total, 1e-30)[:, None]
 
 
 @triton.jit
@@ -105,9 +112,9 @@ def paged_attention(
     keys,  # one layer: [blocks * BLOCK_SIZE, KV_HEADS, HEAD_DIM]
     values,
     out,  # [T, HEADS * HEAD_DIM]; if COMPACT, where tiles have one row, [tiles, HEADS * HEAD_DIM]
-    partial,  # see `merged_splits`, read if SPLITS > 1; tiles here are tiles times key/value heads
+    partial,  # see `is_last_split`, used if SPLITS > 1; its tiles are these times the key/value heads
     extremes,
-    counters,  # int32 [tiles * KV_HEADS], all 0
+    counters,
     scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -119,6 +126,8 @@ def paged_attention(
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
+    LIVE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     COMPACT: tl.constexpr,
     WIDE: tl.constexpr,
     EXACT: tl.constexpr,
@@ -127,7 +136,7 @@ def paged_attention(
     """Program (tile, key/value head, split). Row m of the matrix is row m // BLOCK_GROUP, query head m % BLOCK_GROUP.
 
     WIDE: queries meet keys, and weights values, in float32; otherwise in the cache's dtype.
-    BLOCK_M is at least ROWS * BLOCK_GROUP, BLOCK_GROUP at least HEADS / KV_HEADS, BLOCK_D at least HEAD_DIM.
+    LIVE is ROWS * BLOCK_GROUP, BLOCK_M at least that, BLOCK_GROUP at least HEADS / KV_HEADS, BLOCK_D at least HEAD_DIM.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kind: tl.constexpr = tl.float32 if WIDE else keys.dtype.element_ty
@@ -166,13 +175,41 @@ def paged_attention(
         value = tl.load(values + at, mask=exists[:, None] & within, other=0.0)
         mixed = dot(weights.to(kind), value.to(kind), mixed, EXACT)
 
-    line = (tile + own * 0).to(tl.int64) if COMPACT else own_row
-    place = out + line[:, None] * HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
-    mask = live[:, None] & within
     if SPLITS == 1:
-        tl.store(place, mixed / tl.maximum(total, 1e-30)[:, None], mask=mask)
+        result = mixed / tl.maximum(total, 1e-30)[:, None]
+        store_heads(
+            out, result, kv_head, tile if COMPACT else row, length, HEADS, KV_HEADS, HEAD_DIM, ROWS, BLOCK_GROUP
+        )
     else:
         index = tile * KV_HEADS + kv_head
-        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, BLOCK_M, BLOCK_D, SPLITS)
+        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, LIVE, SPLITS)
         if last:
-            tl.store(place, merged_splits(partial, extremes, index, BLOCK_M, BLOCK_D, SPLITS), mask=mask)
+            result = merged_splits(partial, extremes, index, LIVE, BLOCK_D, SPLITS, AT_ONCE)
+            store_heads(
+                out, result, kv_head, tile if COMPACT else row, length, HEADS, KV_HEADS, HEAD_DIM, ROWS, BLOCK_GROUP
+            )
+
+
+@triton.jit
+def store_heads(
+    out,
+    result,
+    kv_head,
+    row,
+    length,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+):
+    """Store a tile's result, `[ROWS * BLOCK_GROUP or more, HEAD_DIM or more]`, as `length` rows of out from `row` on."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    own = tl.arange(0, result.shape[0])
+    column = tl.arange(0, result.shape[1])
+    number, member = own // BLOCK_GROUP, own % BLOCK_GROUP
+    live = (number < length) & (number < ROWS) & (member < GROUP)
+    head = (row + number).to(tl.int64) * HEADS + kv_head * GROUP + member
+    tl.store(
+        out + head[:, None] * HEAD_DIM + column[None, :], result, mask=live[:, None] & (column < HEAD_DIM)[None, :]
+    )

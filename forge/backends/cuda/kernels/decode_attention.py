@@ -11,7 +11,13 @@ through memory, for some microseconds of work. What it costs is that every split
 import triton
 import triton.language as tl
 
-from forge.backends.cuda.kernels.attention import is_last_split, key_places, merged_splits, softmax_step
+from forge.backends.cuda.kernels.attention import (
+    is_last_split,
+    key_places,
+    merged_splits,
+    softmax_step,
+    store_heads,
+)
 from forge.backends.cuda.kernels.heads import normed_and_turned
 from forge.backends.cuda.kernels.parts import dot, let_next_start, wait_for_previous
 
@@ -30,9 +36,9 @@ def decode_attention(
     keys,  # one layer: [blocks * BLOCK_SIZE, KV_HEADS, HEAD_DIM]
     values,
     out,  # [S, HEADS * HEAD_DIM]
-    partial,  # see `merged_splits`
+    partial,  # see `is_last_split`, used if SPLITS > 1; its tiles are rows times key/value heads
     extremes,
-    counters,  # int32 [S * KV_HEADS], all 0
+    counters,
     eps,
     scale,
     HEADS: tl.constexpr,
@@ -44,11 +50,16 @@ def decode_attention(
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
+    LIVE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     WIDE: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, key/value head, split). BLOCK_M is at least HEADS / KV_HEADS; WIDE as in `paged_attention`."""
+    """Program (row, key/value head, split).
+
+    LIVE is at least HEADS / KV_HEADS, BLOCK_M at least LIVE; WIDE as in `paged_attention`.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     let_next_start(PDL)
@@ -115,12 +126,11 @@ def decode_attention(
         value = tl.load(values + at + column[None, :], mask=exists[:, None] & within[None, :], other=0.0)
         mixed = dot(weights.to(kind), value.to(kind), mixed, EXACT)
 
-    place = out + row.to(tl.int64) * HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
-    mask = live[:, None] & within[None, :]
     if SPLITS == 1:
-        tl.store(place, mixed / total[:, None], mask=mask)
+        store_heads(out, mixed / total[:, None], kv_head, row, 1, HEADS, KV_HEADS, HEAD_DIM, 1, LIVE)
     else:
         index = row * KV_HEADS + kv_head
-        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, BLOCK_M, BLOCK_D, SPLITS)
+        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, LIVE, SPLITS)
         if last:
-            tl.store(place, merged_splits(partial, extremes, index, BLOCK_M, BLOCK_D, SPLITS), mask=mask)
+            result = merged_splits(partial, extremes, index, LIVE, BLOCK_D, SPLITS, AT_ONCE)
+            store_heads(out, result, kv_head, row, 1, HEADS, KV_HEADS, HEAD_DIM, 1, LIVE)
