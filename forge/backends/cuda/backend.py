@@ -14,6 +14,7 @@ row's last bits may depend on its batch; with `invariant` they do not, and neith
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -75,7 +76,8 @@ class CudaBackend(Backend):
         self._on_gpu = self._device.type == "cuda"
         self._kernels, self._dtype, self._invariant, self._quantize = kernels, DTYPES[dtype], invariant, quantize
         self._dense_copies, self._launcher = dense_copies, launcher
-        self._graphs = Graphs() if (self._on_gpu if graphs is None else graphs) and kernels == "triton" else None
+        self._uses_graphs = (self._on_gpu if graphs is None else graphs) and kernels == "triton"
+        self._graphs: WeakKeyDictionary[TorchKvStorage, Graphs] = WeakKeyDictionary()
         self._rotations = Rotations(self._device)
         self._matrix_names: dict[int, str] = {}
         self._operations: TorchOperations | TimedOperations = TorchOperations(self._rotations)
@@ -122,7 +124,7 @@ class CudaBackend(Backend):
     def _run_fused(self, batch: ForwardBatch, storage: TorchKvStorage) -> torch.Tensor:
         from forge.backends.cuda.forward import forward
 
-        fused, graphs = self._fused, self._graphs
+        fused = self._fused
         shape = shape_of(batch, fused.policy)
         network = fused.network
         moved = fused.buffer.reach(shape, batch)
@@ -130,14 +132,14 @@ class CudaBackend(Backend):
         fused.buffer.fill(shape, batch)
         inputs = fused.buffer.inputs(shape)
         moved |= fused.launches.reserve(inputs)
-        moved |= fused.storage is not storage
-        fused.storage = storage
-        if graphs is None or self._clock is not None:
+        if moved:
+            for graphs in self._graphs.values():
+                graphs.drop()
+        if not self._uses_graphs or self._clock is not None:
             why = "time is kept per operation" if self._clock is not None else "graphs are off"
             self.execution = Execution("eager", why, shape.num_rows)
             return forward(network, fused.launches, inputs, storage)
-        if moved:
-            graphs.drop()
+        graphs = self._graphs.setdefault(storage, Graphs())
         logits, self.execution = graphs.run(shape, lambda: forward(network, fused.launches, inputs, storage))
         return logits
 
@@ -163,7 +165,7 @@ class CudaBackend(Backend):
             kv_heads=network.num_kv_heads,
             multiprocessors=self._multiprocessors(),
             invariant=self._invariant,
-            buckets=self._graphs is not None,
+            buckets=self._uses_graphs,
         )
         dependent = self._on_gpu and torch.cuda.get_device_capability(self._device) >= DEPENDENT_LAUNCH
         launcher = self._launcher or TritonLauncher(dependent)
@@ -221,4 +223,3 @@ class _Fused:
     policy: Policy
     launches: "Launches"
     buffer: InputBuffer
-    storage: TorchKvStorage | None = None

@@ -39,7 +39,7 @@ class _Captured:
 
 
 class Graphs:
-    """The captured shapes of one network on one storage."""
+    """The captured shapes of one network on one storage. They do not keep the storage alive."""
 
     def __init__(self):
         self._captured: dict[Shape, _Captured] = {}

@@ -4,12 +4,14 @@ A stand-in for CUDA's graphs keeps the captured computation and calls it again, 
 captured with. So what differs between two steps and is not in the input words shows as a wrong result.
 """
 
+import gc
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
 from forge.backends.cuda.graphs import Graphs, _Captured
 from forge.backends.cuda.inputs import TOKEN_BUCKETS, InputBuffer, Policy, shape_of
@@ -34,11 +36,11 @@ class StandIn(Graphs):
         return _Captured(graph, graph.logits)
 
 
-def backend_with_graphs(device: str) -> CudaBackend:
-    backend = CudaBackend(device, dtype="float32", graphs=True)
+@pytest.fixture
+def backend_with_graphs(device, monkeypatch) -> CudaBackend:
     if device == "cpu":
-        backend._graphs = StandIn()
-    return backend
+        monkeypatch.setattr(backend_module, "Graphs", StandIn)
+    return CudaBackend(device, dtype="float32", graphs=True)
 
 
 def decode_batch(lengths, block_size=4):
@@ -50,8 +52,8 @@ def decode_batch(lengths, block_size=4):
     return flat_batch(parts, block_size)
 
 
-def test_a_shape_is_run_eagerly_once_then_captured_then_replayed(device):
-    backend = backend_with_graphs(device)
+def test_a_shape_is_run_eagerly_once_then_captured_then_replayed(backend_with_graphs, device):
+    backend = backend_with_graphs
     model = small_model(backend, "F32", seed=1, num_layers=1)
     tokens = np.random.default_rng(5).integers(0, 288, 12).tolist()
     want = one_prefill(
@@ -70,9 +72,9 @@ def test_a_shape_is_run_eagerly_once_then_captured_then_replayed(device):
     assert modes == ["eager", "graph", "graph", "graph", "graph"]
 
 
-def test_a_replay_for_fewer_rows_and_other_blocks_leaves_the_padding_out(device):
+def test_a_replay_for_fewer_rows_and_other_blocks_leaves_the_padding_out(backend_with_graphs, device):
     """Four sequences, then three others in the same bucket: the fourth row is padding and writes nowhere."""
-    backend = backend_with_graphs(device)
+    backend = backend_with_graphs
     model = small_model(backend, "F32", seed=1, num_layers=1)
     plain = small_model(CudaBackend(device, kernels="torch", dtype="float32"), "F32", seed=1, num_layers=1)
     storage, expected = (new_storage(each, 16, 4) for each in (model, plain))
@@ -92,8 +94,8 @@ def test_a_replay_for_fewer_rows_and_other_blocks_leaves_the_padding_out(device)
     assert backend.execution.mode == "graph" and backend.execution.rows == 4
 
 
-def test_prefills_of_other_lengths_share_a_token_bucket(device):
-    backend = backend_with_graphs(device)
+def test_prefills_of_other_lengths_share_a_token_bucket(backend_with_graphs, device):
+    backend = backend_with_graphs
     model = small_model(backend, "F32", seed=1, num_layers=1)
     plain = small_model(CudaBackend(device, kernels="torch", dtype="float32"), "F32", seed=1, num_layers=1)
     tokens = np.random.default_rng(7).integers(0, 288, 32).tolist()
@@ -107,21 +109,38 @@ def test_prefills_of_other_lengths_share_a_token_bucket(device):
             assert backend.execution.mode == mode
 
 
-def test_captures_are_dropped_when_something_they_read_moves(device):
-    backend = backend_with_graphs(device)
+def test_captures_are_dropped_when_something_they_read_moves(backend_with_graphs):
+    backend = backend_with_graphs
     model = small_model(backend, "F32", seed=1, num_layers=1)
-    storages = [new_storage(model, 4, 4) for _ in range(2)]
+    storage = new_storage(model, 4, 4)
     batch = decode_batch([6])
     for _ in range(2):
-        model.forward(batch, storages[0])
-    assert backend.execution.mode == "graph"
-    captured = backend._graphs._captured.copy()
+        want = model.forward(batch, storage)
+    captured = list(backend._graphs[storage]._captured.values())
 
-    model.forward(batch, storages[1])
+    backend._fused.buffer._words = 0  # as if it had been too small
+    got = model.forward(batch, storage)
 
     assert backend.execution.mode == "graph", "its kernels are compiled, so it is captured at once"
-    assert list(captured.values()) != list(backend._graphs._captured.values())
-    assert storages[1].keys[0, 1, 1].any()
+    assert captured and captured != list(backend._graphs[storage]._captured.values())
+    assert np.array_equal(got, want)
+
+
+def test_each_storage_has_its_own_captures_and_takes_them_with_it(backend_with_graphs):
+    backend = backend_with_graphs
+    model = small_model(backend, "F32", seed=1, num_layers=1)
+    kept, passing = (new_storage(model, 4, 4) for _ in range(2))
+    batch = decode_batch([6])
+    modes = []
+    for storage in (kept, kept, passing, kept):
+        model.forward(batch, storage)
+        modes.append(backend.execution.mode)
+
+    assert modes == ["eager", "graph", "eager", "graph"]
+    assert passing.keys[0, 1, 1].any()
+    del storage, passing
+    gc.collect()
+    assert len(backend._graphs) == 1
 
 
 def test_more_rows_than_any_bucket_are_not_padded():

@@ -203,7 +203,7 @@ def store_heads(
     ROWS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
 ):
-    """Store a tile's result, `[ROWS * BLOCK_GROUP or more, HEAD_DIM or more]`, as `length` rows of out from `row` on."""
+    """Store a tile's result, `[ROWS * BLOCK_GROUP or more, HEAD_DIM or more]`: `length` rows of out from `row`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     own = tl.arange(0, result.shape[0])
     column = tl.arange(0, result.shape[1])
