@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from forge.cli import machine, options
+from forge.cli.bench_cuda import bench_cuda
 from forge.cli.running import INTERRUPTED
 
 _MEASURE, _OUTPUT = "Measurement", "Output"
@@ -90,6 +91,9 @@ def bench_cpu(
     else:
         print_cpu_benchmark(open_console(), result)
     raise typer.Exit(INTERRUPTED if result.interrupted else 0)
+
+
+bench.command("cuda")(bench_cuda)
 
 
 @bench.command("quality")
