@@ -81,7 +81,8 @@ def test_the_reader_is_brought_back_to_the_page_that_was_left(naive, state_home)
         terminal.send("q")
         terminal.finish()
     with Terminal("next") as terminal:
-        assert "From text to numbers" in terminal.wait_for(" 2 / ")
+        page = terminal.wait_for("[q]uit")
+        assert " 2 / " in page and "From text to numbers" in page
         terminal.send("q")
         assert terminal.finish() == 0
     with Terminal("chapters") as terminal:
