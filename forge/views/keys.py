@@ -142,7 +142,8 @@ class TerminalKeys:
             event = self._wait(timeout)
             if event != "input":
                 return event
-            self._pending = os.read(self._descriptor, 1024)
+            with suppress(OSError):  # Linux says EIO once the other side has hung up
+                self._pending = os.read(self._descriptor, 1024)
             if not self._pending:
                 return EOF
         return self._decode()
