@@ -23,8 +23,7 @@ def create_backend(
     are quantized as they are loaded, for those that can. on_compile: told how far compiling is, where there is any.
 
     Raises `UsageError` for an unknown one, or one that this machine cannot run."""
-    if quantize not in (None, *QUANTIZE_TYPES):
-        raise UsageError(f"cannot quantize to {quantize!r}; there is {', '.join(QUANTIZE_TYPES)}")
+    check_device(device, quantize)
     if quantize and device == "reference":
         raise UsageError("--quantize is for --device cpu: the reference computes in float32, whatever the file holds")
     if device == "cpu":
@@ -35,9 +34,15 @@ def create_backend(
         from forge.backends.reference import ReferenceBackend
 
         return ReferenceBackend()
-    if device == "cuda":
-        raise UsageError(_why_not_cuda())
-    raise UsageError(f"unknown device {device!r}; there are {', '.join(DEVICES)}")
+    raise UsageError(_why_not_cuda())
+
+
+def check_device(device: str, quantize: str | None = None) -> None:
+    """Raises `UsageError` for a device or a type that there is none of. Loads nothing."""
+    if quantize not in (None, *QUANTIZE_TYPES):
+        raise UsageError(f"cannot quantize to {quantize!r}; there is {', '.join(QUANTIZE_TYPES)}")
+    if device not in DEVICES:
+        raise UsageError(f"unknown device {device!r}; there are {', '.join(DEVICES)}")
 
 
 def _why_not_cuda() -> str:
