@@ -25,8 +25,7 @@ def create_backend(
     invariant: that a row's bits never depend on its batch, which all but cuda promise anyway.
 
     Raises `UsageError` for an unknown one, or one that this machine cannot run."""
-    if quantize not in (None, *QUANTIZE_TYPES):
-        raise UsageError(f"cannot quantize to {quantize!r}; there is {', '.join(QUANTIZE_TYPES)}")
+    check_device(device, quantize)
     if quantize and device == "reference":
         raise UsageError(
             "--quantize is for --device cpu and cuda: the reference computes in float32, whatever the file holds"
@@ -39,14 +38,20 @@ def create_backend(
         from forge.backends.reference import ReferenceBackend
 
         return ReferenceBackend()
-    if device == "cuda":
-        why_not = why_not_cuda()
-        if why_not is not None:
-            raise UsageError(why_not)
-        from forge.backends.cuda.backend import CudaBackend
+    why_not = why_not_cuda()
+    if why_not is not None:
+        raise UsageError(why_not)
+    from forge.backends.cuda.backend import CudaBackend
 
-        return CudaBackend(invariant=invariant, quantize=quantize)
-    raise UsageError(f"unknown device {device!r}; there are {', '.join(DEVICES)}")
+    return CudaBackend(invariant=invariant, quantize=quantize)
+
+
+def check_device(device: str, quantize: str | None = None) -> None:
+    """Raises `UsageError` for a device or a type that there is none of. Loads nothing."""
+    if quantize not in (None, *QUANTIZE_TYPES):
+        raise UsageError(f"cannot quantize to {quantize!r}; there is {', '.join(QUANTIZE_TYPES)}")
+    if device not in DEVICES:
+        raise UsageError(f"unknown device {device!r}; there are {', '.join(DEVICES)}")
 
 
 def why_not_cuda() -> str | None:

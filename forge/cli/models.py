@@ -28,7 +28,7 @@ def list_models(json: options.JsonOption = False) -> None:
     from forge.views.models import listed_object, print_models
     from forge.views.terminal import open_console
 
-    listed = _bundled() + _pulled()
+    listed = _bundled() + _computed() + _pulled()
     if json:
         open_console().print(to_json([listed_object(model) for model in listed]), soft_wrap=True)
     else:
@@ -83,6 +83,15 @@ def _bundled() -> "list[ListedModel]":
         )
         listed.append(_with_header(entry, model.path) if model.present else entry)
     return listed
+
+
+def _computed() -> "list[ListedModel]":
+    """The model without a file."""
+    from forge.model.catalog import HASH_MODEL
+    from forge.views.models import ListedModel
+
+    description = "computes a hash of the text and nothing else: for watching the scheduler"
+    return [ListedModel(HASH_MODEL, (), "no file", 0, description, True, type="none", parameters=0)]
 
 
 def _pulled() -> "list[ListedModel]":

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from forge.backends.backend import OperationTime
-from forge.backends.devices import DEFAULT_DEVICE, create_backend
+from forge.backends.devices import DEFAULT_DEVICE
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, canonical_mode, create_kv_cache
 from forge.cache.kv_storage import KV_DTYPES, KvLayout, KvStorage
 from forge.engine import tasks
@@ -24,11 +24,9 @@ from forge.engine.outputs import RequestOutput
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
-from forge.model.catalog import DEFAULT_MODEL, model_name, resolve_model
+from forge.model.catalog import DEFAULT_MODEL
 from forge.model.forward_batch import ForwardBatch
-from forge.model.loader import LoadProgress, load_qwen3
-from forge.model.weight_source import open_weights
-from forge.tokenizer import Tokenizer
+from forge.model.loader import LoadProgress, load_model
 from forge.trace.records import Pooling, StepRecord
 
 Prompt = str | Sequence[int]
@@ -69,7 +67,7 @@ class LLM:
     ):
         """Load a model.
 
-        model: a bundled or pulled model's name, or the path of a GGUF file or a Hugging Face folder. kv: `off`,
+        model: a bundled or pulled model's name, the path of a GGUF file or a Hugging Face folder, or `hash`. kv: `off`,
         `basic`, `on` (basic), `paged` or `prefix`. device: `cpu`, `reference` or `cuda`. kv_dtype: what keys and values
         are rounded to, `float32`, `float16` or `bfloat16`; None takes the device's own. quantize: `q8_0` quantizes
         float weights as they are loaded (cpu only). block_size: tokens per KV block. num_blocks: the KV pool's size; or
@@ -102,21 +100,17 @@ class LLM:
             raise UsageError(f"unknown kv dtype {kv_dtype!r}; supported: {', '.join(KV_DTYPES)}")
         canonical_mode(kv)  # an unknown one is refused before anything is loaded
         started = time.perf_counter()
-        self.path = resolve_model(model)
-        self.model_name = model_name(self.path)
-        self.device = device
-        backend = create_backend(device, threads, quantize, on_compile_progress)
-        self.device_description = backend.description
-        self.kv_dtype = kv_dtype or backend.default_kv_dtype
+        loaded = load_model(model, device, threads, quantize, on_load_progress, on_compile_progress)
+        self.path, self.model_name = loaded.path, loaded.name
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.device, self.device_description = device, loaded.device_description
+        self.kv_dtype = kv_dtype or loaded.default_kv_dtype
         if time_operations:
-            backend.time_operations()
-        with open_weights(self.path) as weights:
-            self.tokenizer = Tokenizer(weights.tokenizer_spec())
-            self.model = load_qwen3(weights, backend, on_load_progress)
+            self.model.time_operations()
         self.max_model_len = self._usable_context(max_model_len)
         layout = self.model.kv_layout(0, block_size, self.kv_dtype)
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
-        backend.prepare(self.model.forward_pass, layout)
+        self.model.prepare(layout)
         cache, storage_blocks = create_kv_cache(kv, size)
         self.kv = cache.kind
         scratch = range(storage_blocks, storage_blocks + self._num_scratch_blocks(config, block_size))
@@ -249,11 +243,11 @@ class LLM:
 
     def time_operations(self) -> None:
         """From now on keep time per layer and operation, as `time_operations` does from the beginning."""
-        self.model.backend.time_operations()
+        self.model.time_operations()
 
     def operation_times(self) -> tuple[OperationTime, ...]:
         """Time by layer and operation since time began to be kept; empty without `time_operations`."""
-        return self.model.backend.operation_times()
+        return self.model.operation_times()
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str):
@@ -265,7 +259,7 @@ class LLM:
         return -(-max(config.oneshot_tokens, self.max_model_len) // block_size) + MOST_ONESHOTS
 
     def _usable_context(self, max_model_len: int | None) -> int:
-        limit = self.model.config.max_position_embeddings
+        limit = self.model.max_position_embeddings
         if max_model_len is None:
             return min(limit, DEFAULT_MAX_MODEL_LEN)
         if max_model_len > limit:
@@ -275,7 +269,7 @@ class LLM:
     def _new_storage(self, num_blocks: int, block_size: int) -> KvStorage:
         layout = self.model.kv_layout(num_blocks, block_size, self.kv_dtype)
         try:
-            return self.model.backend.new_storage(layout)
+            return self.model.new_storage(layout)
         except (MemoryError, ValueError):  # NumPy raises the latter for more bytes than an address can hold
             gigabytes = num_blocks * block_size * layout.bytes_per_token / 1e9
             raise UsageError(

@@ -291,7 +291,7 @@ class Scheduler:
         how = "recompute" if sequence.num_output_tokens or sequence.times_preempted else "new"
         if seq_id in self.swapped:
             how, num_cached = "swap", self.host.entries[seq_id].num_tokens
-            cache.add(seq_id, ())
+            cache.add(seq_id, (), sequence.salt)
         elif own is not None:
             num_cached = cache.computed_length(own)
             del self.kept[own]
@@ -441,18 +441,21 @@ class Scheduler:
         Returns block copies to perform at once: where a kind of cache cannot share blocks, a fork needs copies.
         """
         copies: list[BlockCopy] = []
+        for swap in plan.swap_ins:  # also those that sit this step out: what they had is back
+            num_tokens = self.host.entries[swap.seq_id].num_tokens
+            self.cache.commit(swap.seq_id, self.running[swap.seq_id].token_ids[:num_tokens])
+            self.host.drop(swap.seq_id)
         for item, outcome in zip(plan.items, outcomes, strict=False):
             sequence = self.running[item.seq_id]
             sequence.token_ids += outcome.token_ids
-            start = 0 if item.seq_id in self.host.entries else item.start
             end = item.start + item.num_tokens + outcome.num_accepted
-            self.cache.commit(item.seq_id, sequence.token_ids[start:end])
-            self.host.drop(item.seq_id)
+            self.cache.commit(item.seq_id, sequence.token_ids[item.start : end])
             if item.num_guesses > outcome.num_accepted:
                 self.cache.truncate(item.seq_id, end)
             if outcome.forked:
                 copies += self._begin_forks(sequence, outcome.forked)
         self.oneshots.finish(plan.oneshots)
+        self.num_finished += len(plan.oneshots)
         self.stats = self.cache.stats()
         self.block_map = self.cache.block_map() if self.keep_block_map else None
         for outcome in _flat(outcomes):

@@ -14,6 +14,8 @@ from forge.errors import UsageError
 from forge.model.pulled import find_pulled, is_pull_name
 
 DEFAULT_MODEL = "tales"
+HASH_MODEL = "hash"
+"""A model without a file (`forge.model.hash_model`). `hash:0.8` is a draft for it, with 80% of its choices."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ def bundled_models() -> tuple[BundledModel, ...]:
     return BUNDLED
 
 
+def is_hash_model(name: str | Path) -> bool:
+    """Whether `name` means the model without a file, or a draft for it."""
+    return str(name).partition(":")[0] == HASH_MODEL
+
+
 def resolve_model(name_or_path: str | Path) -> Path:
     """The file, or the Hugging Face folder, that `name_or_path` means.
 
@@ -62,6 +69,8 @@ def resolve_model(name_or_path: str | Path) -> Path:
     model (`owner/name:Q8_0`). Raises `UsageError`, naming the nearest bundled model, when it is none of them.
     """
     text = str(name_or_path)
+    if is_hash_model(text):
+        raise UsageError(f"{text}: this model is computed from the text so far: there is no file of it")
     for model in BUNDLED:
         if text in (model.name, *model.aliases):
             if not model.present:

@@ -1,10 +1,17 @@
-"""From weights on disk to a model on a device."""
+"""From a name to a model that is ready to run: from weights on disk to a device, or without any of that."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 from forge.backends.backend import Array, Backend
-from forge.model.qwen3 import LayerWeights, Qwen3, Qwen3Weights
-from forge.model.weight_source import WeightSource
+from forge.backends.devices import check_device, create_backend
+from forge.model.catalog import is_hash_model, model_name, resolve_model
+from forge.model.hash_model import create_hash_model
+from forge.model.qwen3 import LayerWeights, Model, Qwen3, Qwen3Weights
+from forge.model.weight_source import WeightSource, open_weights
+from forge.tokenizer import Tokenizer
+from forge.tokenizer.byte_tokenizer import ByteTokenizer
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) after each tensor."""
@@ -23,6 +30,45 @@ LAYER_TENSORS = {
     "down": "ffn_down",
 }
 """`LayerWeights` field → the tensor's name in its source, between `blk.N.` and `.weight`."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, and what belongs to it."""
+
+    name: str
+    path: Path | None
+    """None for a model without a file."""
+    model: Model
+    tokenizer: Tokenizer
+    device_description: str
+    """What computes it, for a person."""
+    default_kv_dtype: str
+    """What its keys and values are rounded to when nobody says otherwise."""
+
+
+def load_model(
+    name_or_path: str | Path,
+    device: str,
+    threads: int | None = None,
+    quantize: str | None = None,
+    on_progress: LoadProgress | None = None,
+    on_compile: Callable[[int, int], None] | None = None,
+) -> LoadedModel:
+    """The model that `name_or_path` means (`resolve_model`, `is_hash_model`), on `device` (`create_backend`).
+
+    Raises `UsageError` if there is none of that name, and the `ForgeError` of its format if its file is not sound.
+    """
+    if is_hash_model(name_or_path):
+        check_device(device, quantize)
+        name = str(name_or_path)
+        return LoadedModel(name, None, create_hash_model(name), ByteTokenizer(), "a hash, no weights", "float32")
+    path = resolve_model(name_or_path)
+    backend = create_backend(device, threads, quantize, on_compile)
+    with open_weights(path) as weights:
+        tokenizer = Tokenizer(weights.tokenizer_spec())
+        model = load_qwen3(weights, backend, on_progress)
+    return LoadedModel(model_name(path), path, model, tokenizer, backend.description, backend.default_kv_dtype)
 
 
 def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress | None = None) -> Qwen3:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from forge.backends.backend import Array, Backend, Operations
+from forge.backends.backend import Array, Backend, Operations, OperationTime
 from forge.cache.kv_storage import KvLayout, KvStorage
 from forge.model.config import Qwen3Config
 from forge.model.forward_batch import ForwardBatch
@@ -24,6 +24,28 @@ class Model(Protocol):
 
     vocab_size: int
     num_layers: int
+    max_position_embeddings: int
+    """Tokens of the longest sequence that it can compute."""
+
+    def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
+        """The layout of a storage that fits this model."""
+        ...
+
+    def new_storage(self, layout: KvLayout) -> KvStorage:
+        """Arrays for keys and values. Raises `MemoryError` if there is no room."""
+        ...
+
+    def prepare(self, layout: KvLayout) -> None:
+        """Do now what the first forward would otherwise do before it computes, such as compiling."""
+        ...
+
+    def time_operations(self) -> None:
+        """From now on keep time per layer and operation. Costs time itself, and changes no result."""
+        ...
+
+    def operation_times(self) -> tuple[OperationTime, ...]:
+        """The times kept so far, in the order in which the operations first ran."""
+        ...
 
     def forward(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
         """Write this batch's keys and values into `storage`; return logits, float32 `[R, vocab_size]`."""
@@ -72,6 +94,7 @@ class Qwen3:
         self.backend = backend
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
+        self.max_position_embeddings = config.max_position_embeddings
 
     def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
         """The layout of a storage that fits this model."""
@@ -79,6 +102,18 @@ class Qwen3:
         return KvLayout(
             config.num_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim, kv_dtype
         )
+
+    def new_storage(self, layout: KvLayout) -> KvStorage:
+        return self.backend.new_storage(layout)
+
+    def prepare(self, layout: KvLayout) -> None:
+        self.backend.prepare(self.forward_pass, layout)
+
+    def time_operations(self) -> None:
+        self.backend.time_operations()
+
+    def operation_times(self) -> tuple[OperationTime, ...]:
+        return self.backend.operation_times()
 
     def forward(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
         """One pass over all rows of `batch`: logits, float32 `[R, vocab_size]`, for `batch.logit_rows` in that order.

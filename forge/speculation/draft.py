@@ -26,7 +26,7 @@ from forge.engine.draws import Purpose, uniform
 from forge.engine.sampling import Distribution, check_logits, distribution, penalized
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
-from forge.model.qwen3 import Model, Qwen3
+from forge.model.qwen3 import Model
 from forge.speculation.leases import Lease
 from forge.speculation.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
 from forge.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ class DraftProposer(Proposer):
     @classmethod
     def of_model(
         cls,
-        model: Qwen3,
+        model: Model,
         *,
         vocab_size: int,
         max_num_seqs: int,
@@ -114,11 +114,11 @@ class DraftProposer(Proposer):
         name: str = "draft",
     ) -> "DraftProposer":
         """A draft with a pool of its own, for an engine with these limits. Its storage may raise MemoryError."""
-        length = min(max_model_len, model.config.max_position_embeddings)
+        length = min(max_model_len, model.max_position_embeddings)
         layout = model.kv_layout(0, block_size, kv_dtype)
         size = CacheSize(length, max_num_seqs, block_size, layout.bytes_per_token, num_blocks)
         cache, storage_blocks = create_kv_cache(kv, size)
-        storage = model.backend.new_storage(model.kv_layout(storage_blocks, block_size, kv_dtype))
+        storage = model.new_storage(model.kv_layout(storage_blocks, block_size, kv_dtype))
         return cls(Lease("draft", model), cache, storage, vocab_size=vocab_size, max_model_len=length, name=name)
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:

@@ -95,7 +95,7 @@ class Tokenizer:
 
         The text of a control token becomes that token only with `allow_special`, which is for prompts that a chat
         template rendered; in what a user typed it stays text. Raises `UsageError` for text that is not Unicode."""
-        _check_unicode(text)
+        check_unicode(text)
         parts = list(self._split(text, allow_special))
         plain = [normalize("NFC", part) for part in parts if isinstance(part, str)]
         encoded = iter(self._encoders.encode_parts(plain) if plain else ())
@@ -203,7 +203,8 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def _check_unicode(text: str) -> None:
+def check_unicode(text: str) -> None:
+    """Raises `UsageError` for text with half of a surrogate pair in it, which no encoding of Unicode has."""
     if text.isascii():
         return
     try:

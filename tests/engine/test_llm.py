@@ -358,7 +358,7 @@ def test_generate_gives_everything_back_when_a_step_fails(basic, monkeypatch, tr
 
 
 def test_an_unknown_kv_mode_is_refused_before_the_model_is_loaded(path, monkeypatch):
-    monkeypatch.setattr(llm_module, "load_qwen3", None)
+    monkeypatch.setattr(llm_module, "load_model", None)
     with pytest.raises(UsageError, match="unknown kv mode 'pagd'; supported: off, basic") as raised:
         load(path, kv="pagd")
     assert raised.value.exit_code == 2

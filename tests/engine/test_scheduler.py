@@ -5,55 +5,11 @@ import pytest
 from forge.cache.basic import BasicKvCache
 from forge.cache.kv_cache import KvCache
 from forge.cache.off import OffKvCache
-from forge.engine.output_text import OutputText
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Outcome, Scheduler
-from forge.engine.sequence import Sequence
-from forge.engine.step_plan import StepPlan
 from forge.trace.records import MaxNumSeqs, NoBlocks, WaitRecord
-
-
-def sequence(seq_id: int, tokens: int = 3, max_tokens: int = 9, **options) -> Sequence:
-    params = options.pop("params", SamplingParams())
-    return Sequence(
-        seq_id=seq_id,
-        request_id=str(seq_id),
-        sample_index=0,
-        token_ids=options.pop("token_ids", list(range(100, 100 + tokens))),
-        num_prompt_tokens=tokens,
-        max_output_tokens=max_tokens,
-        params=params,
-        seed=0,
-        output_text=OutputText(None),
-        **options,
-    )
-
-
-def outcomes_of(scheduler: Scheduler, plan: StepPlan, ending: tuple[int, ...] = ()) -> list[Outcome]:
-    """Token 7 for every item that samples."""
-    return [
-        Outcome(
-            item.seq_id,
-            len(scheduler.find(item.seq_id).token_ids),
-            (7,) if item.samples else (),
-            "length" if item.seq_id in ending else None,
-        )
-        for item in plan.items
-    ]
-
-
-def admitted(plan: StepPlan) -> tuple[int, ...]:
-    return tuple(one.seq_id for one in plan.admitted)
-
-
-def step(scheduler: Scheduler, ending: tuple[int, ...] = ()) -> StepPlan:
-    """Schedule and commit one step in which every item gets token 7."""
-    plan = scheduler.schedule()
-    outcomes = outcomes_of(scheduler, plan, ending)
-    scheduler.commit(plan, outcomes)
-    scheduler.check_invariants()
-    return plan
+from tests.engine.schedules import admitted, sequence, step
 
 
 def basic(num_runs: int = 4, max_num_seqs: int = 4) -> Scheduler:

@@ -1,0 +1,35 @@
+"""A tokenizer of 256 tokens, one for each byte, and three control tokens: nothing is trained and nothing is lost.
+
+It is `Tokenizer` in all but encoding: there is nothing to merge and nothing to normalize, so `decode(encode(s)) == s`
+for every text. Byte b is token b.
+"""
+
+from forge.tokenizer.byte_level import BYTE_ALPHABET
+from forge.tokenizer.spec import TokenizerSpec, TokenType
+from forge.tokenizer.tokenizer import Tokenizer, check_unicode
+
+CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB_SIZE = 256 + len(CONTROL_TOKENS)
+EOS_TOKEN_ID = 256 + CONTROL_TOKENS.index("<|im_end|>")
+
+
+class ByteTokenizer(Tokenizer):
+    implementation = "bytes"
+
+    def __init__(self) -> None:
+        types = [TokenType.NORMAL] * 256 + [TokenType.CONTROL] * len(CONTROL_TOKENS)
+        names = {"eos_token_id": EOS_TOKEN_ID}
+        super().__init__(TokenizerSpec((*BYTE_ALPHABET, *CONTROL_TOKENS), types, merges=(), special_ids=names))
+
+    def prepare(self) -> str:
+        return self.implementation
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """One token per byte of UTF-8; a control token's text becomes that token only with `allow_special`.
+
+        Raises `UsageError` for text that is not Unicode."""
+        check_unicode(text)
+        ids: list[int] = []
+        for part in self._split(text, allow_special):
+            ids += [part] if isinstance(part, int) else part.encode()
+        return ids

@@ -1,0 +1,58 @@
+"""A scheduler stepped without a model: every item that samples gets a token from the test."""
+
+from forge.cache.factory import CacheSize, create_kv_cache
+from forge.engine.output_text import OutputText
+from forge.engine.policies import SchedulerConfig
+from forge.engine.sampling_params import SamplingParams
+from forge.engine.scheduler import Outcome, Scheduler
+from forge.engine.sequence import Sequence
+from forge.engine.step_plan import StepPlan
+
+
+def new_scheduler(num_blocks: int, *, kv: str = "paged", block_size: int = 4, **config) -> Scheduler:
+    cache, _ = create_kv_cache(kv, CacheSize(32, 4, block_size, 8, num_blocks))
+    return Scheduler(cache, SchedulerConfig(config.pop("max_num_seqs", 4), **config))
+
+
+def sequence(seq_id: int, tokens: int = 3, max_tokens: int = 9, **options) -> Sequence:
+    params = options.pop("params", SamplingParams())
+    return Sequence(
+        seq_id=seq_id,
+        request_id=str(seq_id),
+        sample_index=0,
+        token_ids=options.pop("token_ids", list(range(100, 100 + tokens))),
+        num_prompt_tokens=tokens,
+        max_output_tokens=max_tokens,
+        params=params,
+        seed=0,
+        output_text=OutputText(None),
+        **options,
+    )
+
+
+def outcomes_of(scheduler: Scheduler, plan: StepPlan, ending: tuple[int, ...] = ()) -> list[Outcome]:
+    """Token 7 for every item that samples, and for each fork that begins with it; `length` for the exhausted."""
+
+    def outcome(seq_id: int, samples: bool) -> Outcome:
+        length = len(scheduler.find(seq_id).token_ids)
+        return Outcome(seq_id, length, (7,) if samples else (), "length" if seq_id in ending else None)
+
+    outcomes = []
+    for item in plan.items:
+        forks = scheduler.running[item.seq_id].forks if item.samples else ()
+        forked = tuple(outcome(fork.seq_id, True) for fork in forks)
+        outcomes.append(outcome(item.seq_id, item.samples)._replace(forked=forked))
+    return outcomes + [outcome(seq_id, False)._replace(finish_reason="length") for seq_id in plan.exhausted]
+
+
+def admitted(plan: StepPlan) -> tuple[int, ...]:
+    return tuple(one.seq_id for one in plan.admitted)
+
+
+def step(scheduler: Scheduler, ending: tuple[int, ...] = ()) -> StepPlan:
+    """Schedule and commit one step in which every item gets token 7."""
+    plan = scheduler.schedule()
+    outcomes = outcomes_of(scheduler, plan, ending)
+    scheduler.commit(plan, outcomes)
+    scheduler.check_invariants()
+    return plan
