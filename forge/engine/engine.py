@@ -246,6 +246,8 @@ class Engine:
         assert plan.items or plan.exhausted, f"nothing can run: {plan.waiting}"
         running = self.scheduler.running
         guesses = self.speculation.propose(plan, running)
+        for seq_id, failure in guesses.failures.items():
+            running[seq_id].note(failure.message)
         batch = self._rows.batch(plan, running, guesses.runs) if plan.items else None
         self._move_blocks(plan)
         scheduled = time.perf_counter()
@@ -349,8 +351,8 @@ class Engine:
 
     def _end_sequence(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> FinishRecord:
         """End a sequence between steps, wherever it is, if it has not ended."""
-        if error is not None and error not in sequence.errors:
-            sequence.errors.append(error)
+        if error is not None:
+            sequence.note(error)
         self.scheduler.abort(sequence.seq_id, reason)
         text = sequence.output_text.finish()
         self._rows.forget(sequence.seq_id)
@@ -542,9 +544,7 @@ class Engine:
         if self._is_plain(sequence):
             found = verify_likeliest(greatest, rows, runs)
         else:
-            found = verify_forks(
-                rows, runs, sequence.params, sequence.token_ids, sequence.seed, sequence.sample_index
-            )
+            found = verify_forks(rows, runs, sequence.params, sequence.token_ids, sequence.seed, sequence.sample_index)
         choices.verified[item.seq_id] = found
         outcome = self._emit(sequence, found.choices, rows[found.winner], choices)
         # Where the sequence ended on a guess, that guess counts as its last token, whose keys nobody needs.

@@ -47,6 +47,11 @@ class Sequence:
     logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     prompt_logprobs: list[tuple[tuple[int, float], ...] | None] = field(default_factory=list)
 
+    def note(self, error: str) -> None:
+        """Something went wrong on its way. Noting it again does nothing."""
+        if error not in self.errors:
+            self.errors.append(error)
+
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
