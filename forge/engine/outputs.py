@@ -26,7 +26,7 @@ class CompletionOutput:
     them, in last place if it is not one of the likeliest."""
     metrics: RequestMetrics
     errors: tuple[str, ...] = ()
-    """What went wrong on the way: what ended it where `finish_reason` is `error`, or a draft that it went on without."""
+    """What went wrong on the way: what ended it where `finish_reason` is `error`, or a draft that it lost."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Speculation in the engine: who guesses for which sequence, how many tokens, and what is learned from what became of it.
+"""Speculation in the engine: who guesses for which sequence, how many tokens, and what is learned from that.
 
-    wanted() ─▶ the scheduler finds room ─▶ propose() ─▶ one forward, verified ─▶ learn() ─▶ SpecCycle, the next wanted()
+    wanted() ─▶ the scheduler finds room ─▶ propose() ─▶ one forward, verified ─▶ learn() ─▶ SpecCycle, and wanted()
 
 How many guesses a sequence wants is decided sequence by sequence (`controller`). Under greedy it goes by times that are
 measured here (`costs`), because there the tokens are the same whatever is guessed. Under sampling a draft's guesses
@@ -37,7 +37,7 @@ class _Source:
 
     proposer: Proposer
     meter: CostMeter
-    recent: RecentCycles = RecentCycles()
+    recent: RecentCycles = field(default_factory=RecentCycles)
 
 
 class _State(NamedTuple):
@@ -141,6 +141,8 @@ class Speculator:
         if state is None:
             state = self._begin(sequence)
         k = state.control.k
+        if k and not (self.fixed or self._can_tell(sequence)):
+            return 0
         if k == 0:
             num_plain = len(sequence.token_ids) - state.since
             if num_plain >= state.control.decision.retry_in:
@@ -148,6 +150,10 @@ class Speculator:
                 self._states[sequence.seq_id] = _State(control, len(sequence.token_ids))
                 k = control.k
         return k
+
+    def _can_tell(self, sequence: Sequence) -> bool:
+        """Whether it is known what a step without guesses costs. Otherwise the first few are made without."""
+        return not sequence.params.greedy or self._sources[0].meter.knows_plain_steps
 
     def wanted_forks(self, sequence: Sequence) -> int:
         """How many runs of guesses beyond the first: one for each further proposer."""
@@ -201,7 +207,7 @@ class Speculator:
                 longest = max(longest, len(proposal))
                 guesses.runs[item.seq_id] = (*guesses.runs.get(item.seq_id, ()), proposal)
                 guesses.sources[item.seq_id] = (*guesses.sources.get(item.seq_id, ()), source)
-        if longest and all([self._states[item.seq_id].follows for item in items]):  # else it read a text as well
+        if longest and all(self._states[item.seq_id].follows for item in items):  # else it read a text as well
             source.meter.add_guesses(len(items), longest, ms)
 
     def _request(self, source: _Source, item: PlanItem, sequence: Sequence) -> ProposalRequest:
@@ -292,7 +298,7 @@ class Speculator:
         return cycles
 
     def _failed(self, outcome: Outcome, guesses: StepGuesses, ms: float) -> SpecCycle:
-        """The record of guesses that were not made. What was emitted is there unless another proposer's record has it."""
+        """The record of guesses that were not made. What was emitted may be in another proposer's record."""
         failure = guesses.failures[outcome.seq_id]
         return SpecCycle(
             outcome.seq_id,

@@ -11,7 +11,7 @@ from forge.speculation.draft import DraftProposer
 from forge.speculation.leases import Lease
 from forge.speculation.proposer import Proposer
 from forge.speculation.speculator import Speculator
-from tests.engine.scripted import PIECES, ScriptedModel, Script, muddled
+from tests.engine.scripted import PIECES, Script, ScriptedModel, muddled
 
 VOCAB = len(PIECES)
 FREE = Costs(0.001)
