@@ -125,11 +125,12 @@ class Speculator:
         return None if state is None else state.control.decision
 
     def forget(self, seq_id: int) -> None:
-        """A sequence has ended."""
-        if self._states.pop(seq_id, None) is not None:
-            self._unsaid.pop(seq_id, None)
+        """A sequence has ended. After an exception from this, call it again."""
+        if seq_id in self._states:
             for source in self._sources:
                 source.proposer.forget(seq_id)
+            self._unsaid.pop(seq_id, None)
+            self._states.pop(seq_id, None)
 
     # Before a step
 
