@@ -27,6 +27,9 @@ from forge.errors import UsageError
 from forge.model.catalog import DEFAULT_MODEL
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadProgress, load_model
+from forge.model.qwen3 import Model
+from forge.speculation.setup import DEFAULT_K, Target, checked_mode, load_proposers
+from forge.speculation.speculator import Speculator
 from forge.trace.records import Pooling, StepRecord
 
 Prompt = str | Sequence[int]
@@ -61,6 +64,10 @@ class LLM:
         preempt: str = "lifo",
         mode: str = "recompute",
         num_host_blocks: int = 256,
+        speculate: str | None = None,
+        draft: str | Path | Sequence[str | Path] = (),
+        k: int = DEFAULT_K,
+        speculate_fixed: bool = False,
         time_operations: bool = False,
         on_load_progress: LoadProgress | None = None,
         on_compile_progress: Callable[[int, int], None] | None = None,
@@ -76,14 +83,18 @@ class LLM:
         model's context, up to 4,096. max_num_seqs: sequences that may run at once. max_num_batched_tokens: tokens that
         one step may compute. chunked_prefill: whether prompts may come in pieces beside decodes. order: `fcfs` or
         `priority`. preempt: the victim when blocks run out, `lifo` or `least-progressed`. mode: `recompute` or `swap`
-        what a victim had. num_host_blocks: the pool to swap to. time_operations: keep time per layer and operation, for
-        `operation_times()`. on_load_progress: called with (bytes loaded, bytes in all). on_compile_progress: called
-        with (kernels compiled, kernels in all) if any have to be, which happens once per machine.
+        what a victim had. num_host_blocks: the pool to swap to. speculate: who guesses tokens ahead, `draft` or
+        `ngram`; None or `off` for nobody. draft: the draft model, or several that all guess; the bundled one if not
+        given. k: how many tokens to guess at a time; at most, unless `speculate_fixed`. time_operations: keep time per
+        layer and operation, for `operation_times()`. on_load_progress: called with (bytes loaded, bytes in all).
+        on_compile_progress: called with (kernels compiled, kernels in all) if any have to be, which happens once per
+        machine.
 
         Raises `UsageError` for an option that has no meaning, the `ForgeError` of its format for a file that is not a
         sound Qwen3 model.
         """
         _require_positive("block_size", block_size)
+        speculate = checked_mode(speculate, k)
         config = SchedulerConfig(
             max_num_seqs, max_num_batched_tokens, chunked_prefill, order, preempt, mode, num_host_blocks
         )
@@ -102,27 +113,32 @@ class LLM:
         started = time.perf_counter()
         loaded = load_model(model, device, threads, quantize, on_load_progress, on_compile_progress)
         self.path, self.model_name = loaded.path, loaded.name
-        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        model, self.tokenizer = loaded.model, loaded.tokenizer
         self.device, self.device_description = device, loaded.device_description
         self.kv_dtype = kv_dtype or loaded.default_kv_dtype
         if time_operations:
-            self.model.time_operations()
-        self.max_model_len = self._usable_context(max_model_len)
-        layout = self.model.kv_layout(0, block_size, self.kv_dtype)
+            model.time_operations()
+        self.max_model_len = _usable_context(model.max_position_embeddings, max_model_len)
+        layout = model.kv_layout(0, block_size, self.kv_dtype)
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
-        self.model.prepare(layout)
+        model.prepare(layout)
         cache, storage_blocks = create_kv_cache(kv, size)
         self.kv = cache.kind
         scratch = range(storage_blocks, storage_blocks + self._num_scratch_blocks(config, block_size))
+        speculation = Speculator(max_k=k, vocab_size=model.vocab_size, fixed=speculate_fixed)
         self.engine = Engine(
-            self.model,
+            model,
             self.tokenizer,
             cache,
-            self._new_storage(scratch.stop, block_size),
+            self._new_storage(model, scratch.stop, block_size),
             self.max_model_len,
             config,
             scratch,
+            speculation,
         )
+        limits = self.max_model_len, max_num_seqs
+        self._target = Target(self.tokenizer, model.vocab_size, self.path, *limits, device, threads, self.kv_dtype)
+        self.speculate_with(speculate, draft)
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started
 
@@ -230,7 +246,21 @@ class LLM:
             context_lens=np.array([length], np.int32),
             logit_rows=rows,
         )
-        return self.model.forward(batch, self._new_storage(num_blocks, block_size))
+        with self.engine.lease.use() as model:
+            return model.forward(batch, self._new_storage(model, num_blocks, block_size))
+
+    def speculate_with(self, mode: str, draft: str | Path | Sequence[str | Path] = ()) -> None:
+        """From the next step on, guess by `draft` (the bundled one, or those given), by `ngram`, or not (`off`).
+
+        Raises `UsageError` for a draft whose tokens are not this model's.
+        """
+        drafts = [draft] if isinstance(draft, str | Path) else draft
+        self.engine.speculation.set_proposers(load_proposers(checked_mode(mode, DEFAULT_K), drafts, self._target))
+
+    @property
+    def model(self) -> Model:
+        """Raises `LeaseRevoked` once it has been taken back."""
+        return self.engine.model
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -258,18 +288,10 @@ class LLM:
         """What one step's requests that keep nothing take, each with a last block that is filled in part."""
         return -(-max(config.oneshot_tokens, self.max_model_len) // block_size) + MOST_ONESHOTS
 
-    def _usable_context(self, max_model_len: int | None) -> int:
-        limit = self.model.max_position_embeddings
-        if max_model_len is None:
-            return min(limit, DEFAULT_MAX_MODEL_LEN)
-        if max_model_len > limit:
-            raise UsageError(f"--max-model-len {max_model_len} is more than the {limit} tokens of this model's context")
-        return max_model_len
-
-    def _new_storage(self, num_blocks: int, block_size: int) -> KvStorage:
-        layout = self.model.kv_layout(num_blocks, block_size, self.kv_dtype)
+    def _new_storage(self, model: Model, num_blocks: int, block_size: int) -> KvStorage:
+        layout = model.kv_layout(num_blocks, block_size, self.kv_dtype)
         try:
-            return self.model.new_storage(layout)
+            return model.new_storage(layout)
         except (MemoryError, ValueError):  # NumPy raises the latter for more bytes than an address can hold
             gigabytes = num_blocks * block_size * layout.bytes_per_token / 1e9
             raise UsageError(
@@ -411,6 +433,14 @@ class ChatTurn(Run):
 
     def _on_end(self, outputs: list[RequestOutput]) -> None:
         self._session._join(self._messages, outputs[0].outputs[0].text, self._seq_id)
+
+
+def _usable_context(limit: int, max_model_len: int | None) -> int:
+    if max_model_len is None:
+        return min(limit, DEFAULT_MAX_MODEL_LEN)
+    if max_model_len > limit:
+        raise UsageError(f"--max-model-len {max_model_len} is more than the {limit} tokens of this model's context")
+    return max_model_len
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -46,8 +46,8 @@ class _Known:
 
 
 class OneShotRequests:
-    def __init__(self, model: Model, storage: KvStorage, tokenizer: Tokenizer):
-        self._model = model
+    def __init__(self, vocab_size: int, storage: KvStorage, tokenizer: Tokenizer):
+        self._vocab_size = vocab_size
         self._storage = storage
         self._tokenizer = tokenizer
         self._known: dict[str, _Known] = {}
@@ -89,18 +89,20 @@ class OneShotRequests:
 
     def joining(self, items: Sequence[OneShotItem]) -> list[OneShotItem]:
         """Those whose rows go into the step's own forward."""
-        return [one for one in items if joins_batch(one, self._model.vocab_size)]
+        return [one for one in items if joins_batch(one, self._vocab_size)]
 
-    def run_apart(self, items: Sequence[OneShotItem], on_logits: OnLogits | None) -> dict[int, OneShotResult]:
+    def run_apart(
+        self, items: Sequence[OneShotItem], model: Model, on_logits: OnLogits | None
+    ) -> dict[int, OneShotResult]:
         """The answers of the others, by passes of their own."""
         answers: dict[int, OneShotResult] = {}
         embeddings = [one for one in items if one.request.task.head == "hidden"]
         if embeddings:
-            results = embed(embeddings, self._model, self._storage)
+            results = embed(embeddings, model, self._storage)
             answers |= {one.request.seq_id: result for one, result in zip(embeddings, results, strict=True)}
         for one in items:
-            if one.request.task.head == "logits" and not joins_batch(one, self._model.vocab_size):
-                answers[one.request.seq_id] = answer_in_slices(one, self._model, self._storage, on_logits)
+            if one.request.task.head == "logits" and not joins_batch(one, self._vocab_size):
+                answers[one.request.seq_id] = answer_in_slices(one, model, self._storage, on_logits)
         return answers
 
     def answer(

@@ -56,8 +56,8 @@ class Choice(NamedTuple):
     """One chosen token."""
 
     token_id: int
-    probability: float
-    """softmax of the raw logits at the token."""
+    probability: float | None
+    """softmax of the raw logits at the token; None where nobody asked for it."""
     logprobs: tuple[tuple[int, float], ...] | None
     """The likeliest tokens by raw logits with their log probabilities, the chosen one last if it is not among them."""
 

@@ -36,7 +36,7 @@ from forge.cache.kv_storage import BlockCopy
 from forge.engine.oneshot import MAX_DEFERRALS, OneShotBudget, OneShotItem, OneShotQueue
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import PlanItem, StepPlan, Swap
+from forge.engine.step_plan import ForkSlots, PlanItem, StepPlan, Swap
 from forge.trace.records import (
     AdmitRecord,
     BlockMap,
@@ -66,6 +66,8 @@ class Outcome(NamedTuple):
     stop_reason: str | int | None = None
     num_accepted: int = 0
     """Guesses whose keys and values are right."""
+    winner: int | None = None
+    """The fork that computed them, where that was not the item itself."""
     forked: tuple["Outcome", ...] = ()
     """Those of the samples that begin as forks of this sequence."""
 
@@ -123,8 +125,11 @@ class Scheduler:
         """The same for every block, where `keep_block_map` is set."""
         self.keep_block_map = False
         self.wanted_guesses: Callable[[Sequence], int] = lambda sequence: 0
-        """How many guesses a decoding sequence would have verified; it gets as many as fit."""
+        """How many guesses a sequence would have verified; it gets as many as fit."""
+        self.wanted_forks: Callable[[Sequence], int] = lambda sequence: 0
+        """How many further runs of as many guesses."""
         self._arrivals = count()
+        self._fork_ids = count(-1, -1)
         self.oneshots = OneShotQueue(cache, temporary_bytes, config.prefix_planning)
         self._scratch = scratch
         self._key = config.admission_order
@@ -394,11 +399,12 @@ class Scheduler:
         num_tokens = draft.tokens[seq_id]
         remaining = length - start - num_tokens
         phase = self._phase(seq_id, num_tokens + remaining)
-        guesses = self._fitting_guesses(sequence, draft) if phase == "decode" else 0
+        guesses = self._fitting_guesses(sequence, draft) if sequence.num_output_tokens and not remaining else 0
         missing = length + guesses - cache.reserved_length(seq_id)
         if missing:
             draft.copies += cache.reserve(seq_id, missing)
         draft.needs[seq_id] = 0
+        forks = self._fitting_forks(sequence, num_tokens + guesses, draft) if guesses and phase == "decode" else ()
         samples = not remaining and sequence.max_output_tokens > 0
         first_row = num_tokens - 1 if samples else num_tokens
         if sequence.needs_prompt_logprobs:
@@ -406,7 +412,7 @@ class Scheduler:
         last_row = num_tokens - 1 if not samples and not remaining else num_tokens + guesses
         table = cache.block_table(seq_id)
         rows = range(first_row, max(first_row, last_row))
-        return PlanItem(seq_id, start, num_tokens, rows, samples, phase, table, remaining, guesses)
+        return PlanItem(seq_id, start, num_tokens, rows, samples, phase, table, remaining, guesses, forks)
 
     def _phase(self, seq_id: int, num_missing: int) -> Phase:
         """`decode` where nothing but the last output token has to be computed (with the cache off: again)."""
@@ -433,6 +439,28 @@ class Scheduler:
         draft.budget -= guesses
         return guesses
 
+    def _fitting_forks(self, sequence: Sequence, num_rows: int, draft: _Draft) -> tuple[ForkSlots, ...]:
+        """Room for further runs of guesses, as many as are wanted and fit. One that was swapped in this very step has
+        nothing to fork yet."""
+        if sequence.seq_id in draft.starts:
+            return ()
+        cache, forks = self.cache, []
+        for _ in range(self.wanted_forks(sequence)):
+            if num_rows > draft.budget:
+                break
+            seq_id = next(self._fork_ids)
+            try:
+                copies = cache.fork(sequence.seq_id, seq_id)
+            except OutOfBlocks:
+                break
+            if cache.blocks_needed(seq_id, num_rows) > cache.num_available - sum(draft.needs.values()):
+                cache.remove(seq_id)
+                break
+            draft.copies += (*copies, *cache.reserve(seq_id, num_rows))
+            draft.budget -= num_rows
+            forks.append(ForkSlots(seq_id, cache.block_table(seq_id)))
+        return tuple(forks)
+
     # Taking the results
 
     def commit(self, plan: StepPlan, outcomes: Items[Outcome]) -> tuple[BlockCopy, ...]:
@@ -449,9 +477,12 @@ class Scheduler:
             sequence = self.running[item.seq_id]
             sequence.token_ids += outcome.token_ids
             end = item.start + item.num_tokens + outcome.num_accepted
-            self.cache.commit(item.seq_id, sequence.token_ids[item.start : end])
+            owner = item.seq_id if outcome.winner is None else outcome.winner
+            self.cache.commit(owner, sequence.token_ids[item.start : end])
             if item.num_guesses > outcome.num_accepted:
-                self.cache.truncate(item.seq_id, end)
+                self.cache.truncate(owner, end)
+            if item.forks:
+                copies += self._end_forks(item, owner)
             if outcome.forked:
                 copies += self._begin_forks(sequence, outcome.forked)
         self.oneshots.finish(plan.oneshots)
@@ -462,6 +493,16 @@ class Scheduler:
             if outcome.finish_reason is not None:
                 self._retire(self.find(outcome.seq_id), outcome.finish_reason, outcome.stop_reason)
         return tuple(copies)
+
+    def _end_forks(self, item: PlanItem, owner: int) -> tuple[BlockCopy, ...]:
+        """Only what the run of guesses that was right has computed stays, as the sequence's own."""
+        copies: tuple[BlockCopy, ...] = ()
+        if owner != item.seq_id:
+            self.cache.remove(item.seq_id)
+            copies = self.cache.fork(owner, item.seq_id)
+        for fork in item.forks:
+            self.cache.remove(fork.seq_id)
+        return copies
 
     def _begin_forks(self, parent: Sequence, outcomes: tuple[Outcome, ...]) -> list[BlockCopy]:
         """The prompt is computed: begin the other samples of it. Those without a place wait for one, as the preempted

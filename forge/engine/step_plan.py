@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from forge.engine.oneshot import OneShotItem
 
 
+class ForkSlots(NamedTuple):
+    """Where another run of guesses for the same sequence is computed beside the item's own: a fork in the cache, for
+    the length of one step."""
+
+    seq_id: int
+    """Below 0: no sequence has such an id."""
+    block_table: tuple[int, ...]
+    """Of the same positions as the item's."""
+
+
 class PlanItem(NamedTuple):
     """Compute `num_tokens` known rows of a sequence, the first of which stands at position `start`."""
 
@@ -35,6 +45,8 @@ class PlanItem(NamedTuple):
     """Known tokens that a later step has to compute: the rest of a prompt that comes in chunks."""
     num_guesses: int = 0
     """Rows after the known ones that hold a guess each, to be verified: slots for as many are reserved."""
+    forks: tuple[ForkSlots, ...] = ()
+    """Each computes as many rows as the item, with guesses of its own."""
 
 
 class Swap(NamedTuple):
@@ -71,5 +83,5 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Rows that the step's forward pass has."""
-        return sum(item.num_tokens + item.num_guesses for item in self.items)
+        """Rows that the step's forward pass has at most: there may be fewer guesses than there is room for."""
+        return sum((item.num_tokens + item.num_guesses) * (1 + len(item.forks)) for item in self.items)

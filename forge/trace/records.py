@@ -25,9 +25,11 @@ class ItemRecord(NamedTuple):
     start: int
     """The position of the first row: how many tokens the cache already held."""
     num_tokens: int
-    """Rows computed."""
+    """Rows computed of tokens that stand."""
     remaining: int = 0
     """Known tokens that are still to be computed after this step: a prompt that came in chunks."""
+    num_guesses: int = 0
+    """Further rows, each of which verified a guess or stood before one in another run of guesses."""
 
 
 class TokenRecord(NamedTuple):
@@ -57,6 +59,8 @@ class FinishRecord:
     """Output text that was held back until the end."""
     stop: str | int | None = None
     """Which stop string, or which token id, ended it."""
+    error: str | None = None
+    """What went wrong, where `reason` is `error` and it is known."""
 
 
 @dataclass(frozen=True)
@@ -315,11 +319,13 @@ class StepRecord:
     """What the step changed in the cache beyond growing it, in order."""
     blocks: BlockMap | None = None
     """Where every block is; only where it was asked for, because it is as long as the pool."""
+    cycles: "tuple[SpecCycle, ...]" = ()
+    """What was guessed, and what became of it."""
 
     @property
     def tokens_computed(self) -> int:
         """Rows that went through the model."""
-        return sum(item.num_tokens for item in self.items)
+        return sum([item.num_tokens + item.num_guesses for item in self.items])
 
     @property
     def prefill_tokens(self) -> int:
@@ -416,8 +422,8 @@ class TokenVerdict:
     accepted: bool
     target_argmax: int
     """The target's likeliest token there, after the repetition penalty."""
-    target_probability: float
-    """The target's own probability of the proposed token: softmax of its raw logits."""
+    target_probability: float | None = None
+    """The target's own probability of the proposed token, where it was asked for: softmax of its raw logits."""
     p: float | None = None
     """Under sampling, how likely the target's filtered distribution draws the token; None under greedy. Where several
     drafts guess, of what those before left of that distribution."""
@@ -459,13 +465,19 @@ class SpecCycle:
     emitted: tuple[int, ...]
     """The accepted tokens and the target's own one, as far as the sequence did not end before."""
     draft_ms: float
-    """Proposing, for all sequences of the step together."""
+    """This proposer's time, for all sequences of the step together."""
     target_ms: float
     """The step's forward pass, for all its sequences together."""
     decision: SpecDecision | None = None
     """Why so many were proposed."""
+    then: SpecDecision | None = None
+    """What was decided for the next cycle."""
+    won: bool = True
+    """Whether what was emitted is this proposer's run. Of several that guess for one sequence, one wins."""
     error: str | None = None
     """What ended the cycle before it was verified, such as a revoked lease."""
+    release_ms: float | None = None
+    """Milliseconds from the revocation of that lease to the release of what was lent."""
 
     @property
     def num_accepted(self) -> int:

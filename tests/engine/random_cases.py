@@ -364,7 +364,7 @@ class Play:
         assert (stats.used_blocks, stats.tokens_held) == (0, 0), "blocks are still held"
         assert not (scheduler.oneshots or scheduler.waiting or scheduler.running or scheduler.swapped or scheduler.kept)
         assert scheduler.host.num_free == scheduler.host.num_blocks, "the host's pool is not empty"
-        assert not (self.engine._requests or self.engine._work or self.engine._tables)
+        assert not (self.engine._requests or self.engine._work or self.engine._rows._tables)
         assert scheduler.num_finished == len(self.said)
 
 

@@ -14,6 +14,7 @@ from forge.engine.engine import Engine
 from forge.engine.outputs import CompletionOutput
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
+from forge.speculation.speculator import Speculator
 from forge.trace.records import StepRecord
 
 Script = Callable[[list[int]], int | np.ndarray]
@@ -87,6 +88,7 @@ def new_engine(
     max_num_seqs: int = 4,
     num_blocks: int | None = None,
     block_size: int = 4,
+    speculation: Speculator | None = None,
     **scheduling,
 ) -> Engine:
     size = CacheSize(max_model_len, max_num_seqs, block_size, 8, num_blocks)
@@ -96,7 +98,7 @@ def new_engine(
     model = ScriptedModel(script, len(pieces))
     scratch = range(storage_blocks, storage_blocks + 64)
     config = SchedulerConfig(max_num_seqs, **scheduling)
-    return Engine(model, PieceTokenizer(pieces), cache, storage, max_model_len, config, scratch)
+    return Engine(model, PieceTokenizer(pieces), cache, storage, max_model_len, config, scratch, speculation)
 
 
 def letters(text: str) -> list[int]:
