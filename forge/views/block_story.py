@@ -73,18 +73,24 @@ class BlockStory:
                     forks.append(table)
             elif owner not in admitted and (new := set(table.blocks) - set(before.blocks) - copied):
                 grown.append((owner, [block for block in table.blocks if block in new]))
-        if len(forks) > MANY:
-            shared = sum(len(_shared(table, record.blocks)) for table in forks)
-            yield f"{len(forks)} sequences began as forks: {_count(shared)} in their tables shared, none copied"
-        else:
-            for table in forks:
-                shared = len(_shared(table, record.blocks))
-                yield f"{self._label(table.owner)} began as a fork: {_count(shared)} shared, none copied"
+        yield from self._forks(forks, record.blocks)
         if len(grown) > MANY:
             yield f"{len(grown)} sequences took {plural(sum(len(new) for _, new in grown), 'block')}"
         else:
             for owner, new in grown:
                 yield f"{self._label(owner)} took {_blocks(new)}"
+
+    def _forks(self, tables: Sequence[TableRecord], block_map: BlockMap) -> Iterator[str]:
+        shared = [sum(block_map.reference_counts[block] > 1 for block in table.blocks) for table in tables]
+        if len(tables) > MANY:
+            blocks = (
+                f"{_count(sum(shared))} in their tables shared, none copied" if any(shared) else "all blocks copied"
+            )
+            yield f"{len(tables)} sequences began as forks: {blocks}"
+            return
+        for table, number in zip(tables, shared, strict=True):
+            blocks = f"{_count(number)} shared, none copied" if number else "all blocks copied"
+            yield f"{self._label(table.owner)} began as a fork: {blocks}"
 
     def _ends(self, record: StepRecord) -> Iterator[str]:
         tables = _tables(record.blocks)
@@ -140,10 +146,6 @@ class BlockStory:
 def _tables(block_map: BlockMap | None) -> dict[int, TableRecord]:
     """Each sequence's table."""
     return {} if block_map is None else {table.owner: table for table in block_map.tables if not table.is_snapshot}
-
-
-def _shared(table: TableRecord, block_map: BlockMap) -> list[int]:
-    return [block for block in table.blocks if block_map.reference_counts[block] > 1]
 
 
 def _blocks(blocks: Sequence[int]) -> str:

@@ -32,8 +32,8 @@ LOG = 200
 PICTURE_ROWS = 16
 """Rows of the map, and of the tables, in a picture that stays."""
 PICTURE_SENTENCES = 10
-_TEXT_ROWS = 2
-_LOG_ROWS = 3
+_TALL = 30
+"""Lines of a terminal from which on more of the past, and more texts, are shown."""
 
 
 class BlockWatch(Protocol):
@@ -79,12 +79,13 @@ class BlockScreen:
         """The last step, in no more than `height` lines."""
         record = self.record
         facts = flowing(cache_facts(record.cache), width)
-        room = height - len(facts) - 6 - _TEXT_ROWS - _LOG_ROWS - 1
+        texts, sentences = (2, 4) if height >= _TALL else (1, 3)
+        room = height - len(facts) - 6 - texts - sentences
         tables = table_lines(record.blocks, self.names, width, max(2, min(len(record.blocks.tables), room - 4)))
         pool = pool_lines(record.blocks, self.names, width, max(2, room - len(tables)))
         lines = [_title(self.question, self.steps, record, width), Text(""), *pool, _legend(width), Text("")]
-        lines += [*tables, Text(""), *facts, Text(""), *self._log(width)]
-        return [*lines, *self._texts(width, height - len(lines))][:height]
+        lines += [*tables, Text(""), *facts, Text(""), *self._log(width, sentences)]
+        return [*lines, *self._texts(width, texts)][:height]
 
     def picture(self, width: int) -> list[Text]:
         """The fullest step, with all its tables as far as there is reason to, and the sentences of the run."""
@@ -113,20 +114,18 @@ class BlockScreen:
             return [*lines[:half], left_out, *lines[half:]]
         return [_sentence(one, width) for one in every]
 
-    def _log(self, width: int) -> list[Text]:
+    def _log(self, width: int, rows: int) -> list[Text]:
         """The latest sentences, the last step's at the bottom and bright."""
-        now = self.latest[: _LOG_ROWS + 1]
-        before = [one for one in self.sentences if one.step < self.steps]
-        before = before[max(0, len(before) - (_LOG_ROWS + 1 - len(now))) :] if len(now) <= _LOG_ROWS else []
+        now = self.latest[-rows:]
+        before = [one for one in self.sentences if one.step < self.steps][-rows:][len(now) :]
         lines = [_sentence(one, width, QUIET) for one in before] + [_sentence(one, width) for one in now]
-        return lines + [Text("")] * (_LOG_ROWS + 1 - len(lines))
+        return lines + [Text("")] * (rows - len(lines))
 
-    def _texts(self, width: int, room: int) -> list[Text]:
+    def _texts(self, width: int, rows: int) -> list[Text]:
         """The end of what the latest sequences say."""
-        texts = list(enumerate(self.streams.texts))[-max(0, min(room, _TEXT_ROWS)) :] if room > 0 else []
         return [
-            Text.assemble((f"{number} ", sequence_style(number)), _end_of(text, width - 3), no_wrap=True)
-            for number, text in texts
+            Text.assemble((f"{number} ", sequence_style(number)), _end_of(text, width - 4), no_wrap=True)
+            for number, text in list(enumerate(self.streams.texts))[-rows:]
         ]
 
 
