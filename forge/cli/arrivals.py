@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forge.cli.running import interruption, run_label
+import typer
+
+from forge.cli.running import INTERRUPTED, interruption, run_label
 
 if TYPE_CHECKING:
     import numpy as np
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from forge.engine.llm import LLM, Prompt, Run
     from forge.engine.sampling_params import SamplingParams
     from forge.trace.records import StepRecord
+    from forge.views.blocks import BlockScreen
     from forge.views.summary import RunsResult
 
 
@@ -68,3 +71,25 @@ def drive_arrivals(
         tuple(tuple(logits[seq_id]) for seq_id in sorted(logits)),
         interrupted,
     )
+
+
+def watch_arrivals(
+    llm: "LLM", arrivals: Sequence[Arrival], screen: "BlockScreen", pace: float, quiet: bool
+) -> "RunsResult":
+    """The same with its blocks on the terminal, unless `quiet`, and remembered in `screen`."""
+    from forge.views.blocks import SilentBlocks, watch_blocks
+    from forge.views.terminal import open_console
+
+    llm.engine.report_blocks = True
+    try:
+        with SilentBlocks(screen) if quiet else watch_blocks(open_console(), screen, pace) as watch:
+            return whole(drive_arrivals(llm, arrivals, watch.step))
+    finally:
+        llm.engine.report_blocks = False
+
+
+def whole(result: "RunsResult") -> "RunsResult":
+    """A result that Ctrl-C did not cut short: half an experiment says nothing, so that ends the command."""
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    return result

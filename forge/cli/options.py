@@ -216,16 +216,22 @@ def read_prompts(path: str) -> list[str]:
     """The prompts of a file, one to a line; empty lines are none. Raises `UsageError` for one without any."""
     from forge.errors import UsageError
 
-    try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: byte {error.start} does not belong there") from None
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}; --prompts is a file with one prompt to a line") from None
-    prompts = [line for line in lines if line.strip()]
+    prompts = [line for line in read_text(path).splitlines() if line.strip()]
     if not prompts:
         raise UsageError(f"{path} has no prompt in it: write one to a line")
     return prompts
+
+
+def read_text(path: str) -> str:
+    """What is in a file. Raises `UsageError` if that cannot be read, or is not text."""
+    from forge.errors import UsageError
+
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: byte {error.start} does not belong there") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
 
 
 def model_label(model: str) -> str:

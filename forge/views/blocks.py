@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from forge.trace.records import StepRecord
+from forge.trace.records import BlockSplit, StepRecord
 from forge.views.block_map import LEGEND, SequenceNames, cache_facts, pool_lines, table_lines
 from forge.views.block_story import BlockStory, Sentence
 from forge.views.figures import count, plural, share
@@ -31,7 +31,7 @@ LOG = 200
 """Sentences that are remembered."""
 PICTURE_ROWS = 16
 """Rows of the map, and of the tables, in a picture that stays."""
-PICTURE_SENTENCES = 10
+PICTURE_SENTENCES = 14
 _TALL = 30
 """Lines of a terminal from which on more of the past, and more texts, are shown."""
 
@@ -61,6 +61,8 @@ class BlockScreen:
         self.record: StepRecord | None = None
         self.fullest: tuple[int, StepRecord] | None = None
         """The step that used the most blocks, of equals the last one; its number and its record."""
+        self.split: tuple[int, StepRecord] | None = None
+        """The first step in which a shared block was copied because somebody wrote into it."""
         self.streams = TextStreams()
         self._story = BlockStory(self.names)
 
@@ -70,6 +72,8 @@ class BlockScreen:
         self.record = record
         if self.fullest is None or record.cache.used_blocks >= self.fullest[1].cache.used_blocks:
             self.fullest = self.steps, record
+        if self.split is None and any(isinstance(event, BlockSplit) for event in record.events):
+            self.split = self.steps, record
         self.streams.feed(record)
         self.latest = self._story.tell(record)
         self.sentences.extend(sentence for sentence in self.latest if not sentence.routine)
@@ -83,26 +87,25 @@ class BlockScreen:
         room = height - len(facts) - 6 - texts - sentences
         tables = table_lines(record.blocks, self.names, width, max(2, min(len(record.blocks.tables), room - 4)))
         pool = pool_lines(record.blocks, self.names, width, max(2, room - len(tables)))
-        lines = [_title(self.question, self.steps, record, width), Text(""), *pool, _legend(width), Text("")]
+        lines = [_title(self.question, self.steps, record, width), Text(""), *pool, legend_line(width), Text("")]
         lines += [*tables, Text(""), *facts, Text(""), *self._log(width, sentences)]
         return [*lines, *self._texts(width, texts)][:height]
 
-    def picture(self, width: int) -> list[Text]:
-        """The fullest step, with all its tables as far as there is reason to, and the sentences of the run."""
+    def picture(self, width: int, moment: tuple[int, StepRecord] | None = None) -> list[Text]:
+        """A step, the fullest if nobody names one, with all its tables as far as there is reason to."""
         if self.fullest is None:
             return [Text("no step ran")]
-        step, record = self.fullest
-        lines = [
+        step, record = moment or self.fullest
+        return [
             _title(self.question, step, record, width),
             Text(""),
             *pool_lines(record.blocks, self.names, width, PICTURE_ROWS, hide_free=True),
-            _legend(width),
+            legend_line(width),
             Text(""),
             *table_lines(record.blocks, self.names, width, PICTURE_ROWS),
             Text(""),
             *flowing(cache_facts(record.cache), width),
         ]
-        return lines
 
     def story_lines(self, width: int) -> list[Text]:
         """The sentences of the run: the first ones and the last ones where there are many."""
@@ -266,7 +269,7 @@ def _title(question: str, step: int, record: StepRecord, width: int) -> Text:
     return Text(question, TITLE)
 
 
-def _legend(width: int) -> Text:
+def legend_line(width: int) -> Text:
     return Text(LEGEND if len(LEGEND) <= width else LEGEND[: width - 1] + "…", QUIET)
 
 

@@ -9,16 +9,14 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from forge.engine.outputs import RequestOutput
 from forge.trace.records import StepRecord, TokenRecord
 from forge.views.cache_figures import CacheFigures, cache_figures_object
-from forge.views.comparison_rows import comparison_rows
+from forge.views.comparison_rows import comparison_rows, two_sided_table
 from forge.views.curves import curve_plot, shape_sentence, short_name
 from forge.views.figures import plural
 from forge.views.generation import sample_texts
@@ -210,8 +208,8 @@ def print_comparison(console: Console, comparison: Comparison, prompt: str) -> N
     console.print(Text(comparison.question, TITLE))
     console.print(Text(one_line(tail(prompt, 200)), QUIET))
     console.print()
-    print_table(console, _table(comparison))
     sides = comparison.sides
+    print_table(console, two_sided_table([side.name for side in sides], comparison_rows(sides)))
     if not sides[0].others:
         plot = curve_plot(
             [side.name for side in sides], [side.result.forwards for side in sides], _num_points(sides), console.width
@@ -258,18 +256,6 @@ def legend(comparison: Comparison) -> list[Text]:
 
 def _num_points(sides: Sequence[Side]) -> int:
     return max(len(side.result.records) for side in sides)
-
-
-def _table(comparison: Comparison) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("")
-    for index, side in enumerate(comparison.sides):
-        style = sequence_style(index)
-        table.add_column(Text(short_name(side.name), style), header_style=f"{TITLE} {style}", min_width=10)
-    table.add_column("")
-    for row in comparison_rows(comparison.sides):
-        table.add_row(Text(row.name, QUIET), *row.cells, row.ratio)
-    return table
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

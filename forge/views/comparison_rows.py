@@ -3,8 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from forge.views.curves import short_name
 from forge.views.figures import NOTHING, count, ms, rate, share, size, times
 from forge.views.metrics import with_unit
+from forge.views.palette import QUIET, TITLE, sequence_style
 
 if TYPE_CHECKING:
     from forge.views.cache_figures import CacheFigures
@@ -18,15 +24,28 @@ class Row(NamedTuple):
     ratio: str = ""
 
 
+def two_sided_table(names: Sequence[str], rows: Sequence[Row]) -> Table:
+    """The rows under the sides' names, each in its side's colour."""
+    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    table.add_column("")
+    for index, name in enumerate(names):
+        style = sequence_style(index)
+        table.add_column(Text(short_name(name), style), header_style=f"{TITLE} {style}", min_width=10)
+    table.add_column("")
+    for one in rows:
+        table.add_row(Text(one.name, QUIET), *one.cells, one.ratio)
+    return table
+
+
 def comparison_rows(sides: "Sequence[Side]") -> list[Row]:
     """The rows that these sides have something to say to."""
     caches = [side.cache for side in sides]
     several = any(side.others for side in sides)
     rows = [
         *(_many_prompts(sides) if several else _one_prompt(sides)),
-        _row("all forwards", _milliseconds, [sum(side.result.forward_ms) for side in sides]),
-        _row("tokens computed", count, [side.result.tokens_computed for side in sides]),
-        _row("KV held", size, [side.result.kv_bytes_held for side in sides]),
+        row("all forwards", milliseconds, [sum(side.result.forward_ms) for side in sides]),
+        row("tokens computed", count, [side.result.tokens_computed for side in sides]),
+        row("KV held", size, [side.result.kv_bytes_held for side in sides]),
     ]
     if any(cache and cache.most_bytes_reserved for cache in caches):
         rows += _blocks(caches)
@@ -38,15 +57,15 @@ def comparison_rows(sides: "Sequence[Side]") -> list[Row]:
 def _one_prompt(sides: "Sequence[Side]") -> list[Row]:
     results = [side.result for side in sides]
     return [
-        _row("time to first token", _milliseconds, [run.time_to_first_token_ms for run in results]),
+        row("time to first token", milliseconds, [run.time_to_first_token_ms for run in results]),
         _decode(sides),
-        _row("last / second forward", times, [run.last_over_second for run in results]),
+        row("last / second forward", times, [run.last_over_second for run in results]),
     ]
 
 
 def _many_prompts(sides: "Sequence[Side]") -> list[Row]:
     return [
-        _row("first token, median", _milliseconds, [side.time_to_first_token_ms for side in sides]),
+        row("first token, median", milliseconds, [side.time_to_first_token_ms for side in sides]),
         _decode(sides),
     ]
 
@@ -54,22 +73,22 @@ def _many_prompts(sides: "Sequence[Side]") -> list[Row]:
 def _decode(sides: "Sequence[Side]") -> Row:
     """The one row with a ratio: decoding speed is the figure that people quote."""
     speeds = [side.result.decode_tokens_per_second for side in sides]
-    row = _row("decode", lambda value: with_unit(rate(value), "tok/s"), speeds)
-    return row._replace(ratio=times(speeds[1] / speeds[0])) if all(speeds) else row
+    decode = row("decode", lambda value: with_unit(rate(value), "tok/s"), speeds)
+    return decode._replace(ratio=times(speeds[1] / speeds[0])) if all(speeds) else decode
 
 
 def _blocks(caches: "Sequence[CacheFigures | None]") -> list[Row]:
     return [
-        _row("KV reserved", size, [cache and cache.most_bytes_reserved for cache in caches]),
-        _row("blocks used at once", count, [cache and cache.most_blocks for cache in caches]),
-        _row("reserved and empty", share, [cache and cache.fragmentation for cache in caches]),
+        row("KV reserved", size, [cache and cache.most_bytes_reserved for cache in caches]),
+        row("blocks used at once", count, [cache and cache.most_blocks for cache in caches]),
+        row("reserved and empty", share, [cache and cache.fragmentation for cache in caches]),
     ]
 
 
 def _hits(caches: "Sequence[CacheFigures | None]", several: bool) -> list[Row]:
-    rows = [_row("prompt tokens found", _hit_text, caches)]
+    rows = [row("prompt tokens found", _hit_text, caches)]
     if several:
-        rows.append(_row("blocks saved at once", count, [cache and cache.most_saved for cache in caches]))
+        rows.append(row("blocks saved at once", count, [cache and cache.most_saved for cache in caches]))
     return rows
 
 
@@ -78,9 +97,10 @@ def _hit_text(cache: "CacheFigures") -> str:
     return f"{count(cache.tokens_cached)} of {count(cache.prompt_tokens)} ({share(cache.hit_rate)})"
 
 
-def _milliseconds(value: float | None) -> str:
+def milliseconds(value: float | None) -> str:
     return with_unit(ms(value), "ms")
 
 
-def _row(name: str, show: Callable[[Any], str], values: Sequence[Any]) -> Row:
+def row(name: str, show: Callable[[Any], str], values: Sequence[Any]) -> Row:
+    """A row of values, one per side; None is shown as nothing."""
     return Row(name, tuple(NOTHING if value is None else show(value) for value in values))
