@@ -23,6 +23,8 @@ from forge.cli.kernels import kernels
 from forge.cli.kv_cache import kv_cache
 from forge.cli.models import models
 from forge.cli.naive import naive
+from forge.cli.paged import paged
+from forge.cli.prefix import prefix
 from forge.cli.running import INTERRUPTED
 from forge.cli.versus import VersusCommand
 from forge.errors import ForgeError
@@ -69,6 +71,8 @@ app.command("next", rich_help_panel=_CHAPTERS)(next_chapter)
 app.command("naive", rich_help_panel=_CHAPTERS)(naive)
 app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)
 app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
+app.command("paged", rich_help_panel=_CHAPTERS)(paged)
+app.command("prefix", rich_help_panel=_CHAPTERS)(prefix)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)

@@ -40,10 +40,15 @@ def run_label(llm: "LLM") -> "RunLabel":
 
 
 def warm_up(llm: "LLM", prompt: str) -> None:
-    """Two tokens that nobody times: a process's first forward pays for memory that has never been touched."""
+    """Two tokens that nobody times: a process's first forward pays for memory that has never been touched.
+
+    What a prefix cache would remember of them is forgotten.
+    """
     from forge.engine.sampling_params import SamplingParams
 
     llm.generate([prompt], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    if llm.kv == "prefix":
+        llm.engine.cache.reset()
 
 
 def drive(llm: "LLM", run: "Run", params: "SamplingParams", on_step: "Callable[[StepRecord], None]") -> "RunResult":

@@ -6,9 +6,14 @@ Speeds come from the engine's own clock in the records, so that drawing between 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
+from typing import TYPE_CHECKING
 
 from forge.engine.outputs import RequestOutput
 from forge.trace.records import Phase, Spread, StepRecord
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,39 @@ class RunResult:
     def ending(self) -> str:
         """How each sample ended: `length`, or `stop, abort` where they differ."""
         return ", ".join(dict.fromkeys(sample.finish_reason for sample in self.output.outputs))
+
+
+@dataclass(frozen=True)
+class RunsResult:
+    """Several requests that ran in one engine and are over."""
+
+    label: RunLabel
+    records: tuple[StepRecord, ...]
+    outputs: tuple[RequestOutput, ...]
+    """In the order in which the requests came."""
+    logits: "tuple[tuple[np.ndarray, ...], ...]" = ()
+    """Where they were kept: of each sequence, in that order, float32 `[vocab]` for each output token."""
+    interrupted: bool = False
+
+    @property
+    def tokens_computed(self) -> int:
+        return sum(record.tokens_computed for record in self.records)
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps together: what lies between them, such as drawing, does not count."""
+        return sum(record.ended - record.started for record in self.records)
+
+    @property
+    def time_to_first_token_ms(self) -> float | None:
+        """The median of the requests'."""
+        known = [output.metrics.time_to_first_token_ms for output in self.outputs]
+        return median(value for value in known if value is not None) if any(known) else None
+
+    @property
+    def token_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Every sample's, request by request."""
+        return tuple(sample.token_ids for output in self.outputs for sample in output.outputs)
 
 
 def decode_rate(records: Sequence[StepRecord]) -> float | None:
