@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.running import drive, exit_status, load_model, run_label
+from forge.cli.running import Watch, drive, exit_status, load_model, run_label
 
 if TYPE_CHECKING:
     from forge.engine.llm import LLM
@@ -49,6 +49,8 @@ def generate(
         int | None,
         typer.Option("--prompt-logprobs", help="The same for each prompt token.", rich_help_panel=_OUTPUT),
     ] = None,
+    trace: options.TraceOption = None,
+    step: options.StepOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Continue a prompt, and watch what every forward costs.
@@ -80,12 +82,13 @@ def generate(
         kv_dtype=kv_dtype,
         quantize=quantize,
     )
+    watch = Watch(trace, step)
     llm = load_model(model, **loading)
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
     if json:
-        status = _run_json(llm, text, token_ids, params)
+        status = _run_json(llm, text, token_ids, params, watch)
     else:
-        status = _run_shown(llm, text, token_ids, params, echo, prompt_logprobs)
+        status = _run_shown(llm, text, token_ids, params, watch, echo, prompt_logprobs)
     raise typer.Exit(status)
 
 
@@ -97,11 +100,11 @@ def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
     return llm.tokenizer.encode(rendered, allow_special=True)
 
 
-def _run_json(llm: "LLM", text: str, token_ids: list[int] | None, params: "SamplingParams") -> int:
+def _run_json(llm: "LLM", text: str, token_ids: list[int] | None, params: "SamplingParams", watch: Watch) -> int:
     from forge.views.json_output import run_object, to_json
     from forge.views.terminal import open_console
 
-    result = drive(llm, llm.start([token_ids or text], params), params, lambda record: None)
+    result = drive(llm, llm.start([token_ids or text], params), params, lambda record: None, watch)
     found = run_object(result, llm.tokenizer.token_text) | {"prompt": text}
     open_console().print(to_json(found), soft_wrap=True)
     return exit_status(result)
@@ -112,6 +115,7 @@ def _run_shown(
     text: str,
     token_ids: list[int] | None,
     params: "SamplingParams",
+    watch: Watch,
     echo: bool,
     prompt_logprobs: int | None,
 ) -> int:
@@ -122,7 +126,7 @@ def _run_shown(
     console = open_console()
     shown = text if token_ids is None or echo else ""
     with generation_view(console, run_label(llm), shown, echo) as view:
-        result = drive(llm, llm.start([token_ids or text], params), params, view.step)
+        result = drive(llm, llm.start([token_ids or text], params), params, view.step, watch)
         view.finish(result)
     print_logprobs(console, result.output, params.logprobs, prompt_logprobs, llm.tokenizer.token_text)
     return exit_status(result)

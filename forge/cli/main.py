@@ -23,6 +23,7 @@ from forge.cli.kernels import kernels
 from forge.cli.kv_cache import kv_cache
 from forge.cli.models import models
 from forge.cli.naive import naive
+from forge.cli.replay import replay, trace
 from forge.cli.running import INTERRUPTED
 from forge.cli.versus import VersusCommand
 from forge.errors import ForgeError
@@ -72,6 +73,8 @@ app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)
+app.command("replay", rich_help_panel=_RUN)(replay)
+app.add_typer(trace, name="trace", rich_help_panel=_RUN)
 
 app.add_typer(models, name="models", rich_help_panel=_INSPECT)
 app.command("doctor", rich_help_panel=_INSPECT)(doctor)

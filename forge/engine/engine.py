@@ -36,6 +36,7 @@ from forge.model.forward_batch import ForwardBatch
 from forge.model.qwen3 import Model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 from forge.trace.records import (
+    ArriveRecord,
     BlockMap,
     CacheRecord,
     FinishReason,
@@ -121,6 +122,7 @@ class Engine:
         self._sequence_ids = count()
         self._steps = 0
         self._rejected: list[RejectRecord] = []
+        self._arrived: list[ArriveRecord] = []
         self._unsettled = False
         """A step or an abort ended in an exception, and nobody has cleared up after it yet."""
         self._decided: tuple[StepPlan, list[Outcome]] | None = None
@@ -192,7 +194,9 @@ class Engine:
         for sequence in (first, *others):
             self._work[sequence.seq_id] = _Work(now)
         self.scheduler.add(first)
-        return tuple(sequence.seq_id for sequence in (first, *others))
+        seq_ids = tuple(sequence.seq_id for sequence in (first, *others))
+        self._arrived.append(ArriveRecord(request_id, seq_ids, len(token_ids), first.max_output_tokens, now, priority))
+        return seq_ids
 
     def has_unfinished(self) -> bool:
         self._settle()
@@ -229,6 +233,7 @@ class Engine:
         self._decided = None
         self._steps += 1
         rejected, self._rejected = tuple(self._rejected), []
+        arrived, self._arrived = tuple(self._arrived), []
         return StepRecord(
             step=self._steps,
             items=tuple(
@@ -251,6 +256,7 @@ class Engine:
             waiting=plan.waiting,
             preempted=plan.preempted,
             rejected=rejected,
+            arrived=arrived,
             block_table_entries=sum([len(item.block_table) for item in plan.items]),
             events=self.cache.take_events(),
             blocks=self._block_map(batch),
