@@ -25,6 +25,7 @@ from forge.cli.models import models
 from forge.cli.naive import naive
 from forge.cli.replay import replay, trace
 from forge.cli.running import INTERRUPTED
+from forge.cli.trace_scheduler import trace_scheduler
 from forge.cli.versus import VersusCommand
 from forge.errors import ForgeError
 
@@ -73,6 +74,7 @@ app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)
+app.command("trace-scheduler", rich_help_panel=_RUN)(trace_scheduler)
 app.command("replay", rich_help_panel=_RUN)(replay)
 app.add_typer(trace, name="trace", rich_help_panel=_RUN)
 

@@ -7,6 +7,7 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -112,18 +113,22 @@ class LLM:
         layout = self.model.kv_layout(0, block_size, self.kv_dtype)
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
         backend.prepare(self.model.forward_pass, layout)
-        cache, storage_blocks = create_kv_cache(kv, size)
-        self.kv = cache.kind
-        self.engine = Engine(
-            self.model,
-            self.tokenizer,
-            cache,
-            self._new_storage(storage_blocks, block_size),
-            self.max_model_len,
-            config,
-        )
+        self._kv, self._cache_size, self._config = kv, size, config
+        self.engine = self.new_engine()
+        self.kv = self.engine.cache.kind
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started
+
+    def new_engine(self, **changed) -> Engine:
+        """An engine of its own on the same weights, with an empty cache of the same kind and size.
+
+        `changed`: fields of `SchedulerConfig` that are to differ from this model's.
+        """
+        config = replace(self._config, **changed)
+        size = replace(self._cache_size, max_num_seqs=config.max_num_seqs)
+        cache, num_blocks = create_kv_cache(self._kv, size)
+        storage = self._new_storage(num_blocks, size.block_size)
+        return Engine(self.model, self.tokenizer, cache, storage, self.max_model_len, config)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
         """Run all prompts to their ends and return their outputs in the order of the prompts."""
