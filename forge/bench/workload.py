@@ -21,11 +21,11 @@ PRIORITIES = 3
 _NAP = 0.02
 """Seconds between two looks at the clock while nothing runs."""
 PASSAGE = (
-    "Long before the mill had a wheel, the river kept the children of the valley company. It told them of the mountain "
-    "where it was born, of a fox who had crossed it on the ice, and of the lantern that an old woman hung over the ford "
-    "when the fog came down. Each evening somebody asked for the story of the ferry that went out and did not return, "
-    "and each evening the river began it in another way. Some heard of a silver bell, some of a queen without a crown, "
-    "and the youngest, who always fell asleep too early, dreamed the end."
+    "Long before the mill had a wheel, the river kept the children of the valley company. It told them of the "
+    "mountain where it was born, of a fox who had crossed it on the ice, and of the lantern that an old woman hung "
+    "over the ford when the fog came down. Each evening somebody asked for the story of the ferry that went out and "
+    "did not return, and each evening the river began it in another way. Some heard of a silver bell, some of a queen "
+    "without a crown, and the youngest, who always fell asleep too early, dreamed the end."
 )
 """What prompts are cut from, so that a model has something to go on with."""
 
@@ -155,8 +155,8 @@ def _cut(passage: Sequence[int], start: int, length: int) -> tuple[int, ...]:
 class WorkloadRun:
     """A workload on its way through an engine: iterate to advance it, then read `outputs`.
 
-    With `together` the requests come in groups of that many, and a group begins when the one before it has ended: static
-    batching, as it was before schedulers decided anew in every step.
+    With `together` the requests come in groups of that many, and a group begins when the one before it has ended:
+    static batching, as it was before schedulers decided anew in every step.
     """
 
     def __init__(self, engine: Engine, workload: Workload, together: int | None = None):

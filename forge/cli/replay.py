@@ -62,7 +62,7 @@ def _history(recorded: "Trace") -> "History":
 
     header = recorded.header
     label = RunLabel(header.model, header.kv, header.device, header.device_description)
-    history = History(label, header.max_num_seqs)
+    history = History(label, header.max_num_seqs, header.order)
     for record in recorded.steps:
         history.feed(record)
     history.end(recorded.ends)

@@ -192,7 +192,8 @@ def _stepper(llm: "LLM", engine: "Engine", history: "History | None"):
 def new_history(llm: "LLM", engine: "Engine") -> "History":
     from forge.views.history import History
 
-    return History(run_label(llm), engine.scheduler.config.max_num_seqs)
+    config = engine.scheduler.config
+    return History(run_label(llm), config.max_num_seqs, config.order)
 
 
 def trace_header(llm: "LLM", engine: "Engine") -> "TraceHeader":

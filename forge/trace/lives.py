@@ -31,6 +31,8 @@ class Cause:
     head: int
     """Whose reason it was: the sequence's own, or that of the head of the queue, which it stood behind."""
     num_steps: int
+    num_heads: int = 1
+    """One, and how often the head changed in these steps; `head` is the last."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,11 @@ class _Waiting:
         owner, reason = head
         key = type(reason), owner == seq_id
         before = self.causes.get(key)
-        self.causes[key] = Cause(reason, owner, before.num_steps + 1 if before else 1)
+        if before is None:
+            self.causes[key] = Cause(reason, owner, 1)
+        else:
+            heads = before.num_heads + (before.head != owner)
+            self.causes[key] = Cause(reason, owner, before.num_steps + 1, heads)
 
     def frozen(self, now: float, ended: bool) -> Wait:
         seconds = max(0.0, now - self.since)
@@ -191,10 +197,15 @@ class Lives:
         """Sequences that have a place in the batch after the last step, in the order of their admission."""
         return tuple(self._running)
 
-    @property
-    def waiting(self) -> tuple[int, ...]:
-        """Sequences that have none and wait for one."""
-        return tuple(self._waiting)
+    def queue(self, by_priority: bool = False) -> tuple[int, ...]:
+        """Sequences that have none and wait for one, in the order in which they will get it."""
+        return tuple(sorted(self._waiting, key=lambda seq_id: self._place(seq_id, by_priority)))
+
+    def _place(self, seq_id: int, by_priority: bool) -> tuple[int, float, int]:
+        request = self._state(seq_id).request
+        if request is None:
+            return 0, -1.0, seq_id  # it came before the records began
+        return request.priority if by_priority else 0, request.arrived, seq_id
 
     def feed(self, record: StepRecord) -> None:
         """Take in the next step."""
@@ -330,6 +341,8 @@ def preemption_line(preemption: Preemption) -> str:
 def _cause_text(cause: Cause, seq_id: int) -> str:
     own = cause.head == seq_id
     behind = "" if own else f"behind {cause.head}, "
+    if cause.num_heads > 1 and not own:
+        behind = f"behind {cause.num_heads} in turn, at last {cause.head}, "
     which = "it" if own else "which"
     match cause.reason:
         case NoBlocks(needed, free):

@@ -18,6 +18,7 @@ class Moment:
     running: tuple[int, ...]
     """Sequences with a place in the batch, in the order of their admission."""
     waiting: tuple[int, ...]
+    """In the order in which they will be admitted."""
     preemptions: int
     """So far."""
     tokens_per_second: float
@@ -28,6 +29,8 @@ class Moment:
 class History:
     label: RunLabel
     max_num_seqs: int | None = None
+    order: str = "fcfs"
+    """Of admission."""
     records: list[StepRecord] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     _lives: Lives = field(default_factory=Lives)
@@ -44,7 +47,7 @@ class History:
         self.moments.append(
             Moment(
                 tuple(seq_id for seq_id in took_part if seq_id not in lost),
-                self._lives.waiting,
+                self._lives.queue(self.order == "priority"),
                 before + len(record.preempted),
                 len(record.tokens) / seconds if seconds > 0 else 0.0,
             )

@@ -78,7 +78,7 @@ def queue_lines(history: History, record: StepRecord, moment: Moment, width: int
     if moment.waiting:
         line = Text.assemble(("queue    ", QUIET))
         for place, seq_id in enumerate(moment.waiting):
-            if line.cell_len + 10 > width:
+            if line.cell_len + 12 > width:
                 line.append(f"… {len(moment.waiting) - place} more", QUIET)
                 break
             line.append(f"{seq_id} ", sequence_style(seq_id))

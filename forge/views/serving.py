@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.trace.lives import Life, why
+from forge.trace.lives import Life, preemption_line, wait_line, why
 from forge.trace.records import StepRecord
 from forge.trace.totals import Percentiles, Totals, totals_of
 from forge.views.charts import sparkline
 from forge.views.figures import NOTHING, count, ms, percent, plural, rate
 from forge.views.history import History
 from forge.views.metrics import flowing
-from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.scheduler import chart_series
 from forge.views.summary import RunLabel
 from forge.views.terminal import print_table
@@ -119,8 +119,7 @@ def print_serving(console: Console, history: History, lives: Sequence[Life], not
     console.print()
     for line in charts_over_time(history, console.width):
         console.print(line)
-    for line in waits_lines(lives):
-        console.print(line)
+    print_reasons(console, lives)
 
 
 def total_facts(totals: Totals, lives: Sequence[Life]) -> list[tuple[str, str]]:
@@ -183,13 +182,26 @@ def charts_over_time(history: History, width: int) -> list[Text]:
     return lines
 
 
-def waits_lines(lives: Sequence[Life]) -> list[Text]:
-    """The sequences that waited longest, and why."""
-    waited = sorted((life for life in lives if life.waits), key=lambda life: -sum(wait.seconds for wait in life.waits))
-    if not waited:
-        return []
-    lines = [Text(""), Text("The longest waits", TITLE)]
-    for life in waited[:_LONGEST_WAITS]:
-        for line in why(life):
-            lines.append(Text(one_line(f"seq {life.seq_id} {line}")))
-    return lines
+def print_reasons(console: Console, lives: Sequence[Life]) -> None:
+    """The sequences that waited longest and the one that was preempted most, and why."""
+    waited = [(wait.seconds, life.seq_id, wait) for life in lives for wait in life.waits]
+    waited.sort(key=lambda one: (-one[0], one[1]))
+    told = [(seq_id, wait_line(wait, seq_id)) for _, seq_id, wait in waited[:_LONGEST_WAITS]]
+    _print_told(console, "The longest waits", told)
+    victim = max(lives, key=lambda life: life.times_preempted, default=None)
+    if victim is not None and victim.preemptions:
+        told = [(victim.seq_id, preemption_line(one)) for one in victim.preemptions[:_LONGEST_WAITS]]
+        _print_told(console, "Preempted most often", told)
+
+
+def _print_told(console: Console, title: str, told: Sequence[tuple[int, str]]) -> None:
+    if not told:
+        return
+    console.print()
+    console.print(Text(title, TITLE))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for seq_id, line in told:
+        table.add_row(Text(f"seq {seq_id}", sequence_style(seq_id)), Text(one_line(line)))
+    print_table(console, table)

@@ -145,6 +145,8 @@ class Stepper:
     def _key_line(self, width: int, at_end: bool) -> Text:
         last = len(self._history) - 1
         place = f"{self._at + 1}/{last + 1}"
+        if self._goal is not None:
+            return Text(f"{place}  any key stops it", QUIET)
         if at_end and self._at == last:
             place += " (the end)"
         room = width - 1 - len(place) - 2

@@ -80,7 +80,7 @@ def test_the_queue_after_each_step_is_the_engines():
     aborted = next(one.seq_ids[0] for step in run.steps for one in step.arrived if one.request_id == "aborted")
     for record in run.steps:
         lives.feed(record)
-        known = [seq_id for seq_id in lives.waiting if seq_id != aborted]  # it left the queue between two steps
+        known = [seq_id for seq_id in lives.queue() if seq_id != aborted]  # it left the queue between two steps
         if record.step > 3:
             assert len(known) == record.queues.waiting + record.queues.swapped
             assert len(lives.running) == record.queues.running
