@@ -12,7 +12,7 @@ from typing import Literal
 
 from forge.bench.workload import Workload, WorkloadRun
 from forge.engine.llm import LLM
-from forge.trace.lives import lives_of
+from forge.trace.lives import Life, lives_of
 from forge.trace.records import StepRecord
 from forge.trace.totals import Totals, totals_of
 
@@ -83,15 +83,20 @@ def _turn(llm: LLM, workload: Workload, how: How, batch: int) -> Measured:
     parts = [replace(workload, requests=(one,)) for one in workload.requests] if how == "sequential" else [workload]
     steps: list[StepRecord] = []
     tokens: list[tuple[int, ...]] = []
-    lives = []
+    lives: list[Life] = []
     began = time.perf_counter()
     for part in parts:
         engine = llm.new_engine(max_num_seqs=batch)
         run = WorkloadRun(engine, part, together=batch if how == "static" else None)
-        own = list(run)
+        own = [_arrived_at(began, step) for step in run]
         steps += own
-        lives.append(own)
+        lives += lives_of(own)
         tokens += [output.outputs[0].token_ids for output in run.outputs]
     seconds = time.perf_counter() - began
-    totals = totals_of(steps, [life for own in lives for life in lives_of(own)])
+    totals = totals_of(steps, lives)
     return Measured(how, batch, seconds, (seconds,), totals, tuple(tokens))
+
+
+def _arrived_at(began: float, step: StepRecord) -> StepRecord:
+    """The step as if its requests had come when the run began: whoever is kept from the engine waits all the same."""
+    return replace(step, arrived=tuple(replace(one, arrived=began) for one in step.arrived)) if step.arrived else step

@@ -162,6 +162,8 @@ class WorkloadRun:
     def __init__(self, engine: Engine, workload: Workload, together: int | None = None):
         self._engine, self._workload, self._together = engine, workload, together
         self._submitted: list[str] = []
+        self._open: list[str] = []
+        """Those of them that have not ended."""
         self._pending = list(enumerate(workload.requests))
         self._outputs: dict[str, RequestOutput] = {}
         self._steps = 0
@@ -175,7 +177,8 @@ class WorkloadRun:
             if self._engine.has_unfinished():
                 record = self._engine.step()
                 self._steps += 1
-                self._collect()
+                if record.finished:
+                    self._collect()
                 yield record
             elif self._pending:
                 self._wait()
@@ -183,9 +186,8 @@ class WorkloadRun:
     def abort(self) -> None:
         """End what has not ended; what has not come will not."""
         self._pending.clear()
-        for request_id in self._submitted:
-            if request_id not in self._outputs:
-                self._engine.abort(request_id)
+        for request_id in self._open:
+            self._engine.abort(request_id)
         self._collect()
 
     @property
@@ -217,6 +219,7 @@ class WorkloadRun:
                 self.refused.append((number, str(error)))
                 continue
             self._submitted.append(request_id)
+            self._open.append(request_id)
             room -= 1
 
     def _wait(self) -> None:
@@ -228,7 +231,8 @@ class WorkloadRun:
 
     def _collect(self) -> None:
         """Take the outputs of requests that have ended out of the engine."""
-        for request_id in self._submitted:
-            if request_id not in self._outputs and not self._engine.is_unfinished(request_id):
-                self._outputs[request_id] = self._engine.output(request_id)
-                self._engine.forget(request_id)
+        ended = [request_id for request_id in self._open if not self._engine.is_unfinished(request_id)]
+        for request_id in ended:
+            self._outputs[request_id] = self._engine.output(request_id)
+            self._engine.forget(request_id)
+            self._open.remove(request_id)

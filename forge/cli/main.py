@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from forge import __version__
+from forge.cli.batching import batching
 from forge.cli.bench import bench
 from forge.cli.chapters import chapter, chapters, next_chapter
 from forge.cli.chat import chat
@@ -71,6 +72,7 @@ app.command("next", rich_help_panel=_CHAPTERS)(next_chapter)
 app.command("naive", rich_help_panel=_CHAPTERS)(naive)
 app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)
 app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
+app.command("batching", rich_help_panel=_CHAPTERS)(batching)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)
