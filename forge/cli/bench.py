@@ -7,7 +7,7 @@ import typer
 
 from forge.cli import machine, options
 from forge.cli.bench_cuda import bench_cuda
-from forge.cli.running import INTERRUPTED
+from forge.cli.running import INTERRUPTED, Found
 
 _MEASURE, _OUTPUT = "Measurement", "Output"
 
@@ -148,6 +148,39 @@ def bench_cache(
 
 
 bench.command("cuda")(bench_cuda)
+
+
+@bench.command("engine")
+def bench_engine(
+    model: options.ModelOption = "tales",
+    requests: Annotated[int, typer.Option("--requests", "-n", help="How many requests.")] = 64,
+    prompt_tokens: options.PromptTokensOption = "16",
+    max_tokens: options.OutputTokensOption = "64",
+    seed: options.WorkloadSeedOption = 0,
+    batch: Annotated[str, typer.Option("--batch", help="Sequences at once, with commas.")] = "4,16",
+    kv: options.KvOption = "paged",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    num_blocks: options.NumBlocksOption = None,
+    reps: Annotated[int, typer.Option("--reps", help="Turns of each way; the median counts.")] = 3,
+    json: options.JsonOption = False,
+) -> Found:
+    """Requests one after another, in static batches and continuously: tokens/s, ms per request, latency.
+
+    sequential makes a fresh engine for each request; the weights are loaded once, and nobody counts that.
+
+    [dim]forge bench engine --requests 64 --prompt-tokens 16 --max-tokens 64[/dim]
+    """
+    from forge.cli.batching import measure_ways
+    from forge.errors import UsageError
+
+    sizes = [int(size) if size.strip().isdecimal() else 0 for size in batch.split(",")]
+    if min(sizes) < 1 or reps < 1:
+        raise UsageError("--batch takes numbers of sequences with commas, such as 4,16, and --reps at least 1")
+    loading = options.model_options(kv=kv, device=device, threads=threads, num_blocks=num_blocks)
+    ways = [("sequential", 1), *((how, size) for size in sizes for how in ("static", "continuous"))]
+    report = measure_ways(model, loading, (requests, prompt_tokens, max_tokens, seed), ways, reps)
+    return report.as_json() if json else report
 
 
 @bench.command("quality")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.running import drive, exit_status, load_model, run_label
+from forge.cli.running import Watch, drive, exit_status, load_model, run_label
 
 if TYPE_CHECKING:
     from forge.engine.llm import LLM
@@ -54,6 +54,8 @@ def generate(
     ] = None,
     show: options.ShowOption = None,
     pace: options.PaceOption = options.DEFAULT_PACE,
+    trace: options.TraceOption = None,
+    step: options.StepOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Continue a prompt, and watch what every forward costs.
@@ -90,13 +92,14 @@ def generate(
         kv_dtype=kv_dtype,
         quantize=quantize,
     )
+    watch = Watch(trace, step)
     llm = load_model(model, **loading)
     llm.engine.report_blocks = blocks
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
     if json:
-        status = _run_json(llm, text, token_ids, params)
+        status = _run_json(llm, text, token_ids, params, watch)
     else:
-        status = _run_shown(llm, text, token_ids, params, echo, prompt_logprobs, pace)
+        status = _run_shown(llm, text, token_ids, params, watch, echo, prompt_logprobs, pace)
     raise typer.Exit(status)
 
 
@@ -108,7 +111,7 @@ def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
     return llm.tokenizer.encode(rendered, allow_special=True)
 
 
-def _run_json(llm: "LLM", text: str, token_ids: list[int] | None, params: "SamplingParams") -> int:
+def _run_json(llm: "LLM", text: str, token_ids: list[int] | None, params: "SamplingParams", watch: Watch) -> int:
     from forge.views.blocks import BlockScreen, blocks_object
     from forge.views.json_output import run_object, to_json
     from forge.views.terminal import open_console
@@ -119,7 +122,7 @@ def _run_json(llm: "LLM", text: str, token_ids: list[int] | None, params: "Sampl
         if record.blocks is not None:
             blocks.append(blocks_object(record, screen.feed(record), screen.names))
 
-    result = drive(llm, llm.start([token_ids or text], params), params, look)
+    result = drive(llm, llm.start([token_ids or text], params), params, look, watch)
     found = run_object(result, llm.tokenizer.token_text) | {"prompt": text}
     if llm.engine.report_blocks:
         found["blocks"] = blocks
@@ -132,6 +135,7 @@ def _run_shown(
     text: str,
     token_ids: list[int] | None,
     params: "SamplingParams",
+    watch: Watch,
     echo: bool,
     prompt_logprobs: int | None,
     pace: float,
@@ -148,7 +152,7 @@ def _run_shown(
     else:
         following = generation_view(console, run_label(llm), shown, echo)
     with following as view:
-        result = drive(llm, llm.start([token_ids or text], params), params, view.step)
+        result = drive(llm, llm.start([token_ids or text], params), params, view.step, watch)
         view.finish(result)
     print_logprobs(console, result.output, params.logprobs, prompt_logprobs, llm.tokenizer.token_text)
     return exit_status(result)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from forge.engine.sampling_params import SamplingParams
 
 _MODEL, _SAMPLING, _OUTPUT = "Model", "Sampling", "Output"
+_SCHEDULER, _WORKLOAD = "Scheduler", "Requests"
 
 DEFAULT_PROMPT = "Once upon a time"
 DEFAULT_MAX_TOKENS = 32
@@ -141,6 +142,78 @@ IgnoreEosOption = Annotated[
     typer.Option("--ignore-eos", help="Go on past the end-of-text token.", rich_help_panel=_SAMPLING),
 ]
 
+NumBlocksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--num-blocks",
+        help="Blocks in the KV pool.",
+        show_default="512, or one sequence's",
+        rich_help_panel=_MODEL,
+    ),
+]
+
+MaxNumSeqsOption = Annotated[
+    int | None,
+    typer.Option("--max-num-seqs", help="Sequences that may run at once; 16 if not given.", rich_help_panel=_SCHEDULER),
+]
+MaxNumBatchedTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-num-batched-tokens",
+        help="Tokens that one step may compute; 512 if not given.",
+        rich_help_panel=_SCHEDULER,
+    ),
+]
+ChunkedPrefillOption = Annotated[
+    bool,
+    typer.Option(
+        "--chunked-prefill/--no-chunked-prefill",
+        help="Long prompts in pieces beside decodes, or whole in a step of their own.",
+        rich_help_panel=_SCHEDULER,
+    ),
+]
+OrderOption = Annotated[
+    str | None, typer.Option("--order", help="Who is admitted first: fcfs, or priority.", rich_help_panel=_SCHEDULER)
+]
+PreemptOption = Annotated[
+    str | None,
+    typer.Option("--preempt", help="Who gives its blocks up: lifo, or least-progressed.", rich_help_panel=_SCHEDULER),
+]
+ModeOption = Annotated[
+    str | None,
+    typer.Option("--mode", help="What becomes of them: recompute, or swap.", rich_help_panel=_SCHEDULER),
+]
+NumHostBlocksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--num-host-blocks", help="Blocks in the pool to swap to; 256 if not given.", rich_help_panel=_SCHEDULER
+    ),
+]
+
+PromptTokensOption = Annotated[
+    str,
+    typer.Option("--prompt-tokens", help="Tokens of each prompt: 16, or 16:256.", rich_help_panel=_WORKLOAD),
+]
+OutputTokensOption = Annotated[
+    str,
+    typer.Option("--max-tokens", help="Tokens of each output: 64, or 8:64.", rich_help_panel=_WORKLOAD),
+]
+WorkloadSeedOption = Annotated[
+    int, typer.Option("--seed", help="The same seed makes the same requests.", rich_help_panel=_WORKLOAD)
+]
+
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", help="Record every step in this file, for forge replay.", dir_okay=False, rich_help_panel=_OUTPUT
+    ),
+]
+StepOption = Annotated[
+    bool, typer.Option("--step", help="Stop after each step and wait for a key.", rich_help_panel=_OUTPUT)
+]
+SvgOption = Annotated[
+    Path | None, typer.Option("--svg", help="Save the final picture in this file.", rich_help_panel=_OUTPUT)
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)]
 
 

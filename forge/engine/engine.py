@@ -46,6 +46,7 @@ from forge.speculation.speculator import Learned, Speculator, StepGuesses
 from forge.speculation.verification import Verification, verify_forks, verify_likeliest
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 from forge.trace.records import (
+    ArriveRecord,
     BlockMap,
     CacheRecord,
     FinishReason,
@@ -140,6 +141,7 @@ class Engine:
         self._sequence_ids = count()
         self._steps = 0
         self._rejected: list[RejectRecord] = []
+        self._arrived: list[ArriveRecord] = []
         self._unsettled = False
         """A step or an abort ended in an exception, and nobody has cleared up after it yet."""
         self._decided: tuple[list[Outcome], Learned] | None = None
@@ -224,7 +226,9 @@ class Engine:
         for sequence in (first, *others):
             self._work[sequence.seq_id] = _Work(now)
         self.scheduler.add(first)
-        return tuple(sequence.seq_id for sequence in (first, *others))
+        seq_ids = tuple(sequence.seq_id for sequence in (first, *others))
+        self._arrived.append(ArriveRecord(request_id, seq_ids, len(token_ids), first.max_output_tokens, now, priority))
+        return seq_ids
 
     def add_oneshot(
         self,
@@ -316,6 +320,7 @@ class Engine:
             self.speculation.forget(finish.seq_id)
         self._steps += 1
         rejected, self._rejected = tuple(self._rejected), []
+        arrived, self._arrived = tuple(self._arrived), []
         return StepRecord(
             step=self._steps,
             items=tuple(
@@ -335,6 +340,7 @@ class Engine:
             waiting=plan.waiting,
             preempted=plan.preempted,
             rejected=rejected,
+            arrived=arrived,
             block_table_entries=sum([len(item.block_table) for item in plan.items]),
             temporary_bytes=self._bytes_of(batch.num_rows, len(batch.logit_rows)) if batch is not None else 0,
             events=self.cache.take_events(),
@@ -550,6 +556,7 @@ class Engine:
         request = OneShotRequest(seq_id, request_id, tuple(token_ids), task, params, seed, salt, prompt, now)
         self._oneshots.add(request)
         self.scheduler.oneshots.add(request)
+        self._arrived.append(ArriveRecord(request_id, (seq_id,), len(token_ids), int(task.sample), now))
         return seq_id
 
     def _bytes_of(self, num_rows: int, num_logit_rows: int) -> int:

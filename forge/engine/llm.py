@@ -7,6 +7,7 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -122,25 +123,37 @@ class LLM:
         layout = model.kv_layout(0, block_size, self.kv_dtype)
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
         model.prepare(layout)
-        cache, storage_blocks = create_kv_cache(kv, size)
-        self.kv = cache.kind
-        scratch = range(storage_blocks, storage_blocks + self._num_scratch_blocks(config, block_size))
-        speculation = Speculator(max_k=k, vocab_size=model.vocab_size, fixed=speculate_fixed)
-        self.engine = Engine(
-            model,
-            self.tokenizer,
-            cache,
-            self._new_storage(model, scratch.stop, block_size),
-            self.max_model_len,
-            config,
-            scratch,
-            speculation,
-        )
+        self._kv, self._cache_size, self._config = kv, size, config
+        self._max_k, self._speculate_fixed = k, speculate_fixed
+        self.engine = self._engine_of(model, config)
+        self.kv = self.engine.cache.kind
         limits = self.max_model_len, max_num_seqs
         self._target = Target(self.tokenizer, model.vocab_size, self.path, *limits, device, threads, self.kv_dtype)
         self.speculate_with(speculate, draft)
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started
+
+    def new_engine(self, **changed) -> Engine:
+        """An engine of its own on the same weights, with an empty cache of the same kind and size.
+
+        `changed`: fields of `SchedulerConfig` that are to differ from this model's.
+        """
+        return self._engine_of(self.model, replace(self._config, **changed))
+
+    def _engine_of(self, model: Model, config: SchedulerConfig) -> Engine:
+        size = replace(self._cache_size, max_num_seqs=config.max_num_seqs)
+        cache, num_blocks = create_kv_cache(self._kv, size)
+        scratch = range(num_blocks, num_blocks + self._num_scratch_blocks(config, size.block_size))
+        return Engine(
+            model,
+            self.tokenizer,
+            cache,
+            self._new_storage(model, scratch.stop, size.block_size),
+            self.max_model_len,
+            config,
+            scratch,
+            Speculator(max_k=self._max_k, vocab_size=model.vocab_size, fixed=self._speculate_fixed),
+        )
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
         """Run all prompts to their ends and return their outputs in the order of the prompts."""

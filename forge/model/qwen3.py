@@ -129,11 +129,11 @@ class Qwen3:
 
     def forward_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
         """The operations of one pass, in order. What they do, at once or later, is the backend's business."""
-        return ops.to_numpy(ops.linear(self._last_norm(ops, batch, storage), self.weights.head))
+        return ops.to_numpy(ops.linear(self.hidden_rows(ops, batch, storage), self.weights.head))
 
     def hidden_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
         """`forward_pass` up to what the output head would read."""
-        return ops.to_numpy(self._last_norm(ops, batch, storage))
+        return ops.to_numpy(self.hidden_rows(ops, batch, storage))
 
     def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
         """About how many bytes of arrays a pass needs beside weights and storage."""
@@ -142,7 +142,8 @@ class Qwen3:
         per_row = 4 * (2 * config.hidden_size + 2 * heads + 2 * config.intermediate_size)
         return num_rows * per_row + 4 * num_logit_rows * config.vocab_size
 
-    def _last_norm(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
+    def hidden_rows(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
+        """All layers and the last norm: `[R, hidden]`, what the output head reads."""
         config, weights = self.config, self.weights
         ops.begin_layer(-1)
         x = ops.embed(weights.embedding, batch)

@@ -158,6 +158,20 @@ class RejectRecord:
 
 
 @dataclass(frozen=True)
+class ArriveRecord:
+    """A request that was put in the queue since the step before."""
+
+    request_id: str
+    seq_ids: tuple[int, ...]
+    """Its samples. Those after the first begin when the prompt that they share has been computed."""
+    num_prompt_tokens: int
+    max_output_tokens: int
+    arrived: float
+    """Seconds on the engine's monotonic clock."""
+    priority: int = 0
+
+
+@dataclass(frozen=True)
 class Queues:
     """How many sequences are where after a step."""
 
@@ -311,6 +325,7 @@ class StepRecord:
     waiting: tuple[WaitRecord, ...] = ()
     preempted: tuple[PreemptRecord, ...] = ()
     rejected: tuple[RejectRecord, ...] = ()
+    arrived: tuple[ArriveRecord, ...] = ()
     block_table_entries: int = 0
     """Blocks in the tables of the sequences that took part."""
     temporary_bytes: int = 0
@@ -396,6 +411,17 @@ class RequestMetrics:
     @property
     def tokens_computed(self) -> int:
         return sum(self.forward_tokens)
+
+
+@dataclass(frozen=True)
+class EndRecord:
+    """A request whose samples have all ended. Whoever ran it makes this record of its output."""
+
+    request_id: str
+    reasons: tuple[FinishReason, ...]
+    """Why each sample ended."""
+    metrics: tuple[RequestMetrics, ...]
+    """What each sample cost."""
 
 
 @dataclass(frozen=True)
