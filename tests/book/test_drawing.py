@@ -74,8 +74,8 @@ def test_source_is_marked_wrapped_and_kept_within_its_width(width, reading):
     source = Source("forge.model.qwen3.Qwen3.forward_pass", ("return ops.to_numpy",))
     lines = drawn(source, reading, piped(width)).splitlines()
     assert lines[0].startswith("forge/model/qwen3.py:") and max(map(len, lines)) <= width
-    marked = " ".join(line[2:].strip() for line in lines if line.startswith("▌"))
-    assert marked == "return ops.to_numpy(ops.linear(self.hidden_rows(ops, batch, storage), self.weights.head))"
+    marked = "".join(line[2:].replace(" ", "") for line in lines if line.startswith("▌"))
+    assert marked == "returnops.to_numpy(ops.linear(self.hidden_rows(ops,batch,storage),self.weights.head))"
 
 
 def test_an_excerpt_says_that_it_was_cut(reading):
