@@ -354,6 +354,8 @@ class Engine:
         finished = []
         for sequence in reversed(list(self.scheduler.unfinished())):  # forks before those whose prompt they share
             finished.append(self._end_sequence(sequence, "error", error))
+        for request in list(self.scheduler.oneshots.requests()):
+            finished.append(self._oneshots.abort(request.request_id, "error", self.scheduler))
         self._steps += 1
         rejected, self._rejected = tuple(self._rejected), []
         return StepRecord(

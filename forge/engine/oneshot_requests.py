@@ -69,8 +69,8 @@ class OneShotRequests:
         assert self._known[request_id].end is not None, "it is still running"
         del self._known[request_id]
 
-    def abort(self, request_id: str, reason: FinishReason, scheduler: Scheduler) -> None:
-        """End a request that has not ended."""
+    def abort(self, request_id: str, reason: FinishReason, scheduler: Scheduler) -> FinishRecord:
+        """End a request, if it has not ended; how it did."""
         known = self._known[request_id]
         if known.end is None:
             request = known.request
@@ -78,6 +78,7 @@ class OneShotRequests:
             known.end = _End(FinishRecord(request.seq_id, reason), metrics)
             scheduler.num_finished += 1
         scheduler.oneshots.remove(known.request.seq_id)
+        return known.end.finish
 
     def drop_ended(self, scheduler: Scheduler) -> None:
         """Make the queue forget what has ended: an exception may have come between the two."""

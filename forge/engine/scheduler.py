@@ -212,6 +212,8 @@ class Scheduler:
 
     def _admit(self, draft: _Draft) -> None:
         """Begin waiting sequences, in order, until one does not fit. Those that are deferred let others pass."""
+        if not (self.waiting or self.swapped):
+            return
         line = list(merge(self.waiting, sorted(self.swapped.values(), key=self._key), key=self._key))
         for sequence in line:
             refusal = self._try_to_begin(sequence, draft)
