@@ -131,6 +131,9 @@ def test_a_chapter_may_be_opened_by_its_number(forge, small, short):
     by_command = forge("naive", "Once", "6", *small)
     assert by_command.status == 0 and by_command.out.startswith("── 1 · ")
     assert "$ forge naive Once 6 --only run --model" in by_command.out
+    by_number = forge("chapter", "1", "Once", "6", *small)
+    assert by_number.status == 0 and by_number.out.splitlines()[:40] == by_command.out.splitlines()[:40]
+    assert "$ forge naive Once 6 --only run --model" in by_number.out
     wrong = forge("chapter", "99")
     assert wrong.status == 2 and "there is no chapter 99; there are 1 to" in wrong.err
     assert "did you mean kv-cache?" in forge("chapter", "kv-cash").err
