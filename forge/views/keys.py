@@ -207,7 +207,8 @@ class TerminalKeys:
         import termios
 
         self._taken = False
-        termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
+        with suppress(termios.error):  # the terminal is gone, and there is nothing to give back
+            termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
 
     def _woken(self, number, frame) -> None:
         if number == signal.SIGCONT and self._taken:
