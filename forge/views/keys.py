@@ -207,7 +207,7 @@ class TerminalKeys:
         import termios
 
         self._taken = False
-        with suppress(termios.error):  # the terminal is gone, and there is nothing to give back
+        with suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
 
     def _woken(self, number, frame) -> None:
