@@ -71,15 +71,15 @@ def test_a_run_shows_its_command_and_what_it_found(reading):
 
 @pytest.mark.parametrize("width", [40, 80, 140])
 def test_source_is_marked_wrapped_and_kept_within_its_width(width, reading):
-    source = Source("forge.model.qwen3.Qwen3._attention", ("ops.linear(ops.attention",))
+    source = Source("forge.model.qwen3.Qwen3.forward_pass", ("ops.linear(x, weights.head)",))
     lines = drawn(source, reading, piped(width)).splitlines()
     assert lines[0].startswith("forge/model/qwen3.py:") and max(map(len, lines)) <= width
     marked = " ".join(line[2:].strip() for line in lines if line.startswith("▌"))
-    assert marked == "return ops.linear(ops.attention(q, storage, index, batch), layer.attention_output)"
+    assert marked == "return ops.to_numpy(ops.linear(x, weights.head))"
 
 
 def test_an_excerpt_says_that_it_was_cut(reading):
-    source = Source("forge.model.qwen3.Qwen3", (), "ops.begin_layer(-1)", "ops.begin_layer(index)")
+    source = Source("forge.model.qwen3.Qwen3.forward_pass", (), "ops.begin_layer(-1)", "ops.begin_layer(index)")
     lines = drawn(source, reading).splitlines()
     assert lines[1] == lines[-2] == "  …" and lines[2] == "  ops.begin_layer(-1)"
 
