@@ -6,6 +6,7 @@ stay and the products grow, and somewhere the one limit takes over from the othe
 """
 
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -103,6 +104,8 @@ class Measured:
 class KernelsResult:
     limits: Limits
     models: tuple[Measured, ...]
+    load_average: float | None = None
+    """Of the minute before, where the system tells: how many processes wanted a CPU."""
 
 
 def run(
@@ -122,6 +125,7 @@ def run(
     for name in types:
         find_quantization(name)
     path = resolve_model(model) if model is not None else None
+    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     on_progress("what this machine can do")
     before = _limits(threads)
     measured = []
@@ -132,7 +136,7 @@ def run(
         with _made_up(name) as path:
             measured.append(_measure(path, threads, on_progress))
     on_progress("what this machine can do, once more")
-    return KernelsResult(before.or_better(_limits(threads)), tuple(measured))
+    return KernelsResult(before.or_better(_limits(threads)), tuple(measured), load_average)
 
 
 def _limits(threads: int | None) -> Limits:

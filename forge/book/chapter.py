@@ -140,6 +140,11 @@ def parse_chapter(text: str, name: str = "chapter") -> Chapter:
 
 def names_of(block: Block) -> set[str]:
     """The runs that what `block` says depends on."""
+    return set().union(*map(names_in, expressions_of(block)))
+
+
+def expressions_of(block: Block) -> list[str]:
+    """Every expression in `block`, those in its texts included."""
     if isinstance(block, Predict):
         texts = [block.question, block.answer, block.why, *(choice.text for choice in block.choices)]
         expressions = [choice.condition for choice in block.choices]
@@ -148,8 +153,7 @@ def names_of(block: Block) -> set[str]:
         expressions = [claim.expression for claim in block.claims]
     else:
         texts, expressions = ([block.text] if isinstance(block, Prose) else []), []
-    found = [*expressions, *(expression for text in texts for expression in expressions_in(text))]
-    return set().union(*map(names_in, found))
+    return [*expressions, *(expression for text in texts for expression in expressions_in(text))]
 
 
 class _WrongLine(Exception):

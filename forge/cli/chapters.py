@@ -46,13 +46,14 @@ def chapters(json: options.JsonOption = False) -> Found:
 
 
 def chapter(
+    ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="CHAPTER", help="Its number, or its command.", show_default=False)],
-    pause: PauseOption = True,
 ) -> Found:
-    """Read a chapter: the same as its own command."""
+    """Read a chapter: the same as its own command, whose options it takes."""
     from forge.book.shelf import find
+    from forge.cli.main import parse_and_run
 
-    return _read(find(name), pause=pause)
+    return parse_and_run([find(name).command, *ctx.args])
 
 
 def next_chapter(pause: PauseOption = True) -> Found:

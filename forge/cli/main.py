@@ -67,9 +67,10 @@ def _options(
 
 
 _CHAPTERS, _RUN, _INSPECT, _MEASURE = "Chapters", "Run", "Inspect", "Measure"
+_ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app.command("chapters", rich_help_panel=_CHAPTERS)(chapters)
-app.command("chapter", rich_help_panel=_CHAPTERS)(chapter)
+app.command("chapter", rich_help_panel=_CHAPTERS, context_settings=_ANY_OPTIONS)(chapter)
 app.command("next", rich_help_panel=_CHAPTERS)(next_chapter)
 app.command("naive", rich_help_panel=_CHAPTERS)(naive)
 app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)

@@ -12,10 +12,12 @@ from rich.text import Text
 from forge.bench.kernels import KernelsResult, Limits, Measured, Pass
 from forge.views.charts import Curve, line_plot, row_of
 from forge.views.figures import count, ms, percent, size
-from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.terminal import print_table
 
 QUESTION = "What does a forward pass wait for?"
+BUSY = 1.0
+"""Processes that wanted a CPU in the minute before; from there on two threads are in one another's way."""
 _HEIGHT = 9
 _MAX_WIDTH = 66
 _MARKS = "●○◆◇■□"
@@ -61,6 +63,9 @@ def print_kernels(console: Console, result: KernelsResult) -> None:
     console.print(Text(QUESTION, TITLE))
     console.print()
     console.print(limits_sentence(limits))
+    if result.load_average is not None and result.load_average > BUSY:
+        busy = f"Something else keeps this machine busy (load {result.load_average:.1f}): take the figures with care."
+        console.print(Text(busy, TROUBLE))
     for model in result.models:
         console.print()
         reads = f"every pass reads {size(model.passes[0].bytes_read)} of weights, {_threads(model.threads)}"
