@@ -1,6 +1,7 @@
 """What happened to the blocks in words, and the screens of `--show blocks`: real caches, no model."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -175,6 +176,26 @@ def test_many_sequences_leave_the_frame_whole():
     assert len(lines) <= 23 and any("more sequences with" in line for line in lines)
 
 
+def test_what_is_out_of_the_ordinary_has_the_room():
+    screen, run = BlockScreen(), paged(1)
+    screen.feed(run.record([(1, 20)], admitted=[1]))
+    for seq_id in (2, 3):
+        run.cache.fork(1, seq_id)
+    screen.feed(run.record([(seq_id, 1) for seq_id in (1, 2)]))
+    shown = "\n".join(line.plain for line in screen.frame(80, 23))
+    assert "shared by 3: copied to 2" in shown and "shared by 2: copied to 3" in shown
+
+
+def test_what_a_cache_counted_before_the_run_is_not_the_runs():
+    run, screen = Run(PrefixKvCache(16, 16)), BlockScreen()
+    run.cache.add(1, list(range(32)))
+    before = run.record([(1, 32)], admitted=[1])
+    screen.since = run.cache.stats()
+    counted = replace(before, cache=replace(before.cache, prefix_queries=32, prefix_hits=0, splits=0, evictions=0))
+    screen.feed(counted)
+    assert screen.record.cache.prefix_queries == 0
+
+
 def test_the_picture_is_of_the_fullest_step_and_the_split_is_remembered():
     screen = BlockScreen()
     for record in run_of_three():
@@ -237,3 +258,12 @@ def test_a_step_as_json_has_tables_counts_and_sentences():
     assert [one["blocks"] for one in found[1]["tables"]] == [[0, 2], [0, 3], [0, 1]]
     assert found[1]["tables"][0]["reference_counts"] == [3, 1] and found[1]["written"] == [1, 2, 3]
     assert "seq 0 wrote into block 1, shared by 3: copied to 2" in found[1]["sentences"]
+
+
+def test_a_conversation_keeps_its_blocks_and_goes_on_with_them():
+    run, story = paged(1), BlockStory(SequenceNames(), keeps=True)
+    sentences = told(story, run.record([(1, 20)], admitted=[1], finished=[1]))
+    assert sentences[-1] == "seq 0 ended (length) and keeps its 2 blocks"
+    record = run.record([(1, 4)])
+    again = replace(record, admitted=(AdmitRecord(1, "new", 20, 0),))
+    assert told(story, again)[0] == "seq 0 went on with 20 tokens, which it had kept"
