@@ -199,11 +199,11 @@ def prompts(tmp_path):
 
 def test_compare_runs_every_prompt_of_a_file(forge, small, prompts):
     line = ("compare", "--kv", "paged", "vs", "prefix", "--prompts", prompts, *small, "--block-size", "4")
-    found = forge(*line, "Once", "6", "--ignore-eos")
+    found = forge(*line, "6", "--ignore-eos")
     assert found.status == 0 and found.err == ""
     for expected in ("3 prompts of", "✓ identical: 18 tokens of 3 prompts, logits equal", "prompt tokens found"):
         assert expected in found.out
-    paged, prefix = json.loads(forge(*line, "Once", "6", "--ignore-eos", "--json").out)["sides"]
+    paged, prefix = json.loads(forge(*line, "6", "--ignore-eos", "--json").out)["sides"]
     assert [one["token_ids"] for one in paged["prompts"]] == [one["token_ids"] for one in prefix["prompts"]]
     assert paged["cache"]["tokens_cached"] == 0 < prefix["cache"]["tokens_cached"]
     saved = prefix["cache"]["tokens_cached"]
@@ -212,13 +212,19 @@ def test_compare_runs_every_prompt_of_a_file(forge, small, prompts):
 
 
 def test_any_option_can_vary_over_several_prompts(forge, small, prompts):
-    found = forge("compare", "--seed", "1", "vs", "2", "--prompts", prompts, "--temperature", "2", *small, "Once", "8")
+    found = forge("compare", "--seed", "1", "vs", "2", "--prompts", prompts, "--temperature", "2", *small, "8")
     assert found.status == 1 and "✗ the tokens differ from output token" in found.out and "of prompt 1" in found.out
 
 
 def test_a_seed_that_nobody_gave_is_the_same_on_both_sides_for_every_prompt(forge, small, prompts):
-    line = ("--prompts", prompts, "--temperature", "2", *small, "Once", "6", "--ignore-eos")
+    line = ("--prompts", prompts, "--temperature", "2", *small, "6", "--ignore-eos")
     assert forge("compare", "--kv", "off", "vs", "prefix", *line).status == 0
+
+
+def test_a_prompt_beside_a_file_of_prompts_is_one_line(forge, small, prompts):
+    for words in (("Once",), ("Once", "6")):
+        found = forge("compare", "--kv", "off", "vs", "on", "--prompts", prompts, *small, *words)
+        assert found.status == 2 and "leave out 'Once'" in found.err and found.err.count("\n") == 1
 
 
 def test_a_file_without_prompts_is_one_line(forge, small, tmp_path):
