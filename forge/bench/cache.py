@@ -165,11 +165,12 @@ def run(
     """
     from forge.engine.llm import LLM
 
-    for name, values in (("--length", lengths), ("--block-size", block_sizes)):
+    for name, values in (("--length", lengths), ("--block-size", block_sizes), ("--reps", [effort.steps])):
         if not values or min(values) < 1:
             raise UsageError(f"{name} is at least 1")
     on_progress(f"load {model}")
-    llm = LLM(model, **{key: value for key, value in (("device", device), ("threads", threads)) if value is not None})
+    chosen = {name: value for name, value in (("device", device), ("threads", threads)) if value is not None}
+    llm = LLM(model, kv="paged", num_blocks=1, **chosen)  # its own cache is not used
     fitting = [length for length in lengths if length + effort.steps + 2 <= llm.max_model_len]
     times = []
     for length in fitting:

@@ -48,7 +48,7 @@ def _print_first_token(console: Console, result: CacheBenchmark) -> None:
     if one is None:
         return _say(console, "· time to first token: the model's context is too short")
     table = _new_table("ms to first token", "paged", "prefix", "sooner")
-    found = f"{share(one.cached_tokens / one.prompt_tokens)} of {count(one.prompt_tokens)} found"
+    found = f"{count(one.cached_tokens)} of {count(one.prompt_tokens)} found"
     table.add_row(found, _milliseconds(one.paged), _milliseconds(one.prefix), _ratio(one.ratio))
     print_table(console, table)
 
