@@ -112,6 +112,10 @@ def bench_cache(
             rich_help_panel=_MEASURE,
         ),
     ] = None,
+    reps: Annotated[
+        int | None,
+        typer.Option("--reps", help="Steps of each cache per figure; 60 if not given.", rich_help_panel=_MEASURE),
+    ] = None,
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
     quick: Annotated[
@@ -130,6 +134,8 @@ def bench_cache(
     from forge.views.terminal import open_console, open_error_console
 
     effort = Effort.quick() if quick else Effort()
+    if reps is not None:
+        effort = replace(effort, steps=reps)
     with BenchProgress(open_error_console()) as progress:
         result = run(
             model,

@@ -79,13 +79,16 @@ def compare(
     from forge.views.terminal import open_console
 
     versus = versus_of(ctx)
-    texts = options.read_prompts(prompts) if prompts is not None else [options.read_prompt(prompt)]
+    if prompts is None:
+        texts = [options.read_prompt(prompt)]
+    else:
+        texts, max_tokens = options.read_prompts(prompts), _number_alone(ctx, prompt, max_tokens)
     question = question_for(versus.option)
     console = open_console()
     sides: list[Side] = []
     with ComparisonProgress(console, question, versus.names, max_tokens, quiet=json) as progress:
         for name, given in zip(versus.names, (ctx.params, versus.right), strict=True):
-            side = _run_side(name, given, texts, sides, progress.step)
+            side = _run_side(name, {**given, "max_tokens": max_tokens}, texts, sides, progress.step)
             sides.append(side)
             if side.result.interrupted:
                 break
@@ -100,6 +103,21 @@ def compare(
         0 if comparison.identical else DIFFERENT,
     )
     return report.as_json() if json else report
+
+
+def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
+    """MAX_TOKENS where a file has the prompts: what stands in the place of the prompt can only be that.
+
+    Raises `UsageError` for a prompt beside the file.
+    """
+    from forge.errors import UsageError
+
+    given = [name for name in ("prompt", "max_tokens") if ctx.get_parameter_source(name).name == "COMMANDLINE"]
+    if not given:
+        return max_tokens
+    if given == ["prompt"] and prompt.isdecimal():
+        return int(prompt)
+    raise UsageError(f"--prompts is a file with the prompts: leave out {prompt!r}, and give MAX_TOKENS alone")
 
 
 def _run_side(

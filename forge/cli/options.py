@@ -93,9 +93,7 @@ ShowOption = Annotated[
 ]
 PaceOption = Annotated[
     float,
-    typer.Option(
-        "--pace", help="With --show, on a terminal: steps per second; 0 waits for nobody.", rich_help_panel=_OUTPUT
-    ),
+    typer.Option("--pace", help="Steps per second that a terminal shows; 0 waits for nobody.", rich_help_panel=_OUTPUT),
 ]
 
 KvDtypeOption = Annotated[
