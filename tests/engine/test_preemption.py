@@ -257,7 +257,7 @@ def test_a_real_models_logits_have_the_same_bits_under_preemption(model, kv, mod
     tight = LLM(model, kv=kv, block_size=4, max_model_len=64, num_blocks=12, mode=mode, max_num_batched_tokens=24)
     found, num_preempted = logits_of_all(tight, prompts)
 
-    assert num_preempted > 2
+    assert num_preempted > 1
     assert found.keys() == free.keys()
     for seq_id, expected in free.items():
         assert np.array_equal(found[seq_id], expected), f"sequence {seq_id}"
