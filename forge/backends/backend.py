@@ -148,7 +148,8 @@ class Backend(ABC):
     def run(self, forward_pass: "ForwardPass", batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
         """Run one forward pass; return its logits on the host, float32 `[R, vocab_size]`, the caller's to keep.
 
-        `forward_pass` must be the same in every call, and call the same operations whatever the batch.
+        A `forward_pass` must call the same operations whatever the batch. One that ends otherwise than in logits, as
+        for embeddings, gives what it ends in for the same rows.
         """
 
     @abstractmethod

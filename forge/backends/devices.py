@@ -16,16 +16,20 @@ def create_backend(
     threads: int | None = None,
     quantize: str | None = None,
     on_compile: Callable[[int, int], None] | None = None,
+    invariant: bool = False,
 ) -> Backend:
     """The backend for `device`.
 
     threads: for those that run threads of their own; None means all there are. quantize: a type to which float weights
     are quantized as they are loaded, for those that can. on_compile: told how far compiling is, where there is any.
+    invariant: that a row's bits never depend on its batch, which all but cuda promise anyway.
 
     Raises `UsageError` for an unknown one, or one that this machine cannot run."""
     check_device(device, quantize)
     if quantize and device == "reference":
-        raise UsageError("--quantize is for --device cpu: the reference computes in float32, whatever the file holds")
+        raise UsageError(
+            "--quantize is for --device cpu and cuda: the reference computes in float32, whatever the file holds"
+        )
     if device == "cpu":
         from forge.backends.cpu.backend import CpuBackend
 
@@ -34,7 +38,12 @@ def create_backend(
         from forge.backends.reference import ReferenceBackend
 
         return ReferenceBackend()
-    raise UsageError(_why_not_cuda())
+    why_not = why_not_cuda()
+    if why_not is not None:
+        raise UsageError(why_not)
+    from forge.backends.cuda.backend import CudaBackend
+
+    return CudaBackend(invariant=invariant, quantize=quantize)
 
 
 def check_device(device: str, quantize: str | None = None) -> None:
@@ -45,11 +54,15 @@ def check_device(device: str, quantize: str | None = None) -> None:
         raise UsageError(f"unknown device {device!r}; there are {', '.join(DEVICES)}")
 
 
-def _why_not_cuda() -> str:
+def why_not_cuda() -> str | None:
+    """What `--device cuda` lacks here and what to do about it, in one line; None if it can run."""
     if find_spec("torch") is None:
         return "--device cuda needs PyTorch, which is not installed: pip install 'forge-llm[cuda]'"
     import torch
 
     if not torch.cuda.is_available():
-        return "--device cuda needs an NVIDIA GPU with its driver, and PyTorch sees none here: use --device cpu"
-    return "--device cuda is not built yet: use --device cpu"
+        built = "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
+        return f"--device cuda needs an NVIDIA GPU with its driver, and PyTorch sees none here{built}: use --device cpu"
+    if find_spec("triton") is None:
+        return "--device cuda needs Triton, which is not installed: pip install 'forge-llm[cuda]'"
+    return None

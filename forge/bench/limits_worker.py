@@ -52,7 +52,7 @@ def _sum_four_streams(values):
 @numba.njit(nogil=True)
 def _repeat_tile(times, tile, weights, scales, x, x_scales, x_sums, out, groups, x_stride, out_stride):
     for _ in range(times):
-        call_tile(tile, weights, scales, 0, x, x_scales, x_sums, out, groups, x_stride, out_stride, 0, 0)
+        call_tile(tile, weights, scales, 0, x, x_scales, x_sums, out, groups, x_stride, out_stride, 0, 0, 0)
 
 
 def measure(array_bytes: int, seconds: float) -> Mapping[str, Any]:
@@ -107,7 +107,7 @@ class _Tile:
             filled((groups, 8, LINE), np.uint8, rng.integers(1, 255, (groups, 8, LINE))),
             filled((groups, LANES), np.float16, 0.01),
             filled((MAX_ROWS, TILE_COLUMNS), np.int8, rng.integers(-127, 127, (MAX_ROWS, TILE_COLUMNS))),
-            filled((MAX_ROWS, groups), np.float32, 0.01),
+            filled((MAX_ROWS, groups, 2), np.float32, 0.01),
             filled((MAX_ROWS, groups * 2), np.int32, 0),
             filled((MAX_ROWS, LANES), np.float32, 0),
         )

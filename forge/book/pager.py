@@ -177,6 +177,7 @@ class Pager:
             self._screen -= 1
         elif self._page:
             self._page -= 1
+            self._screen = len(self._screens()) - 1
 
     def _read_answer(self) -> str:
         """Where keys come as lines: the key that stands for the line, or `enter` after an answer was taken down."""

@@ -101,6 +101,13 @@ class KvCache(ABC):
         """What `add` with the same arguments would find. Changes nothing, not even the order of eviction."""
         return NO_HIT
 
+    def prefix_keys(self, token_ids: Sequence[int], salt: str = "") -> tuple[int, ...]:
+        """One number per full block of a prompt: two prompts that begin with the same blocks begin with the same ones.
+
+        Empty for a kind that shares nothing by content. Changes nothing.
+        """
+        return ()
+
     @abstractmethod
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
         """How many of `num_available` it takes to add a sequence with this hit and reserve its first `length` slots.

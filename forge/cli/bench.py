@@ -6,12 +6,14 @@ from typing import Annotated
 import typer
 
 from forge.cli import machine, options
-from forge.cli.running import INTERRUPTED
+from forge.cli.bench_cuda import bench_cuda
+from forge.cli.running import INTERRUPTED, Found
 
 _MEASURE, _OUTPUT = "Measurement", "Output"
 
 bench = typer.Typer(
-    help="Measure speed beside llama.cpp and transformers, or the accuracy of quantization.",
+    help="Measure speed beside llama.cpp and transformers, the caches beside one another, or the accuracy of "
+    "quantization.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -90,6 +92,95 @@ def bench_cpu(
     else:
         print_cpu_benchmark(open_console(), result)
     raise typer.Exit(INTERRUPTED if result.interrupted else 0)
+
+
+@bench.command("cache")
+def bench_cache(
+    model: options.ModelOption = "tales",
+    length: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--length", help="Tokens in the cache; may be repeated.", show_default="128, 1024", rich_help_panel=_MEASURE
+        ),
+    ] = None,
+    block_size: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--block-size",
+            help="Tokens per block; may be repeated.",
+            show_default="1, 16, 64",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = None,
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few and short turns: to see it run.", rich_help_panel=_MEASURE)
+    ] = False,
+    json: options.JsonOption = False,
+) -> None:
+    """The paged cache beside the contiguous one: time per step, what is reserved and empty, what a prefix saves.
+
+    [dim]forge bench cache -m Qwen3-0.6B-Q8_0.gguf --length 1024 --block-size 16[/dim]
+    """
+    from forge.bench.cache import BLOCK_SIZES, LENGTHS, Effort, cache_benchmark_object, run
+    from forge.views.bench import BenchProgress
+    from forge.views.cache_bench import print_cache_benchmark
+    from forge.views.json_output import to_json
+    from forge.views.terminal import open_console, open_error_console
+
+    effort = Effort.quick() if quick else Effort()
+    with BenchProgress(open_error_console()) as progress:
+        result = run(
+            model,
+            length or LENGTHS,
+            block_size or BLOCK_SIZES,
+            device,
+            threads,
+            effort,
+            progress,
+            machine.cpu_model(),
+        )
+    if json:
+        open_console().print(to_json(cache_benchmark_object(result)), soft_wrap=True)
+    else:
+        print_cache_benchmark(open_console(), result)
+
+
+bench.command("cuda")(bench_cuda)
+
+
+@bench.command("engine")
+def bench_engine(
+    model: options.ModelOption = "tales",
+    requests: Annotated[int, typer.Option("--requests", "-n", help="How many requests.")] = 64,
+    prompt_tokens: options.PromptTokensOption = "16",
+    max_tokens: options.OutputTokensOption = "64",
+    seed: options.WorkloadSeedOption = 0,
+    batch: Annotated[str, typer.Option("--batch", help="Sequences at once, with commas.")] = "4,16",
+    kv: options.KvOption = "paged",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    num_blocks: options.NumBlocksOption = None,
+    reps: Annotated[int, typer.Option("--reps", help="Turns of each way; the median counts.")] = 3,
+    json: options.JsonOption = False,
+) -> Found:
+    """Requests one after another, in static batches and continuously: tokens/s, ms per request, latency.
+
+    sequential makes a fresh engine for each request; the weights are loaded once, and nobody counts that.
+
+    [dim]forge bench engine --requests 64 --prompt-tokens 16 --max-tokens 64[/dim]
+    """
+    from forge.cli.batching import measure_ways
+    from forge.errors import UsageError
+
+    sizes = [int(size) if size.strip().isdecimal() else 0 for size in batch.split(",")]
+    if min(sizes) < 1 or reps < 1:
+        raise UsageError("--batch takes numbers of sequences with commas, such as 4,16, and --reps at least 1")
+    loading = options.model_options(kv=kv, device=device, threads=threads, num_blocks=num_blocks)
+    ways = [("sequential", 1), *((how, size) for size in sizes for how in ("static", "continuous"))]
+    report = measure_ways(model, loading, (requests, prompt_tokens, max_tokens, seed), ways, reps)
+    return report.as_json() if json else report
 
 
 @bench.command("quality")

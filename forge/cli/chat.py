@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.running import drive, load_model, run_label
+from forge.cli.running import Watch, drive, load_model, run_label
 
 if TYPE_CHECKING:
     from forge.engine.llm import LLM, ChatSession
@@ -28,6 +28,8 @@ def chat(
     repetition_penalty: options.RepetitionPenaltyOption = 1.0,
     seed: options.SeedOption = None,
     stop: options.StopOption = None,
+    trace: options.TraceOption = None,
+    step: options.StepOption = False,
 ) -> None:
     """Talk with a model. Its cache stays between turns: a turn computes only what is new.
 
@@ -47,13 +49,14 @@ def chat(
         stop=stop,
     )
     loading = options.model_options(kv=kv, device=device, threads=threads, max_model_len=max_model_len)
+    watch = Watch(trace, step)
     llm = load_model(model, **loading)
     view = ChatView(open_console(), run_label(llm))
     view.welcome()
-    _converse(llm, llm.chat_session(system), params, view)
+    _converse(llm, llm.chat_session(system), params, view, watch)
 
 
-def _converse(llm: "LLM", session: "ChatSession", params: "SamplingParams", view: "ChatView") -> None:
+def _converse(llm: "LLM", session: "ChatSession", params: "SamplingParams", view: "ChatView", watch: Watch) -> None:
     """Read messages until there are no more."""
     from forge.errors import ForgeError
 
@@ -71,4 +74,4 @@ def _converse(llm: "LLM", session: "ChatSession", params: "SamplingParams", view
             except ForgeError as error:
                 view.trouble(str(error))
                 continue
-            view.finish(drive(llm, run, params, view.step))
+            view.finish(drive(llm, run, params, view.step, watch))

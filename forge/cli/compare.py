@@ -1,13 +1,16 @@
-"""`forge compare`: the same prompt on two sides that differ in one option. Same tokens? At what cost?"""
+"""`forge compare`: the same prompts on two sides that differ in one option. Same tokens? At what cost?"""
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forge.cli import options
-from forge.cli.running import Found, drive, exit_status, load_model, warm_up
+from forge.cli.arrivals import Arrival, drive_arrivals
+from forge.cli.running import Found, exit_status, load_model, warm_up
 from forge.cli.versus import versus_of
 
 if TYPE_CHECKING:
@@ -17,7 +20,9 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 """The exit status when the two sides' tokens differ."""
 
-_LOADING = ("kv", "device", "threads", "max_model_len", "block_size", "kv_dtype", "quantize")
+_LOADING = (
+    "kv", "device", "threads", "max_model_len", "block_size", "num_blocks", "kv_memory", "kv_dtype", "quantize",
+)  # fmt: skip
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 
 
@@ -31,6 +36,8 @@ def compare(
     threads: options.ThreadsOption = None,
     max_model_len: options.MaxModelLenOption = None,
     block_size: options.BlockSizeOption = None,
+    num_blocks: options.NumBlocksOption = None,
+    kv_memory: options.KvMemoryOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantize: options.QuantizeOption = None,
     temperature: options.TemperatureOption = 0.0,
@@ -41,13 +48,23 @@ def compare(
     seed: options.SeedOption = None,
     stop: options.StopOption = None,
     ignore_eos: options.IgnoreEosOption = False,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts",
+            help="A file of prompts instead, one to a line. Each comes one step after the one before.",
+            rich_help_panel="Prompt",
+        ),
+    ] = None,
     json: options.JsonOption = False,
 ) -> Found:
-    """Run one prompt on two sides that differ in one option, given as A vs B.
+    """Run one prompt, or those of a file, on two sides that differ in one option, given as A vs B.
 
     Every other option holds for both sides. Exit status 1 if the tokens differ.
 
     [dim]forge compare --kv off vs on "The fox and the lantern" 64[/dim]
+
+    [dim]forge compare --kv paged vs prefix --prompts questions.txt[/dim]
     """
     from forge.views.comparison import (
         ComparisonProgress,
@@ -62,13 +79,13 @@ def compare(
     from forge.views.terminal import open_console
 
     versus = versus_of(ctx)
-    text = options.read_prompt(prompt)
+    texts = options.read_prompts(prompts) if prompts is not None else [options.read_prompt(prompt)]
     question = question_for(versus.option)
     console = open_console()
     sides: list[Side] = []
     with ComparisonProgress(console, question, versus.names, max_tokens, quiet=json) as progress:
         for name, given in zip(versus.names, (ctx.params, versus.right), strict=True):
-            side = _run_side(name, given, text, sides, progress.step)
+            side = _run_side(name, given, texts, sides, progress.step)
             sides.append(side)
             if side.result.interrupted:
                 break
@@ -76,9 +93,10 @@ def compare(
         print_interrupted(console, sides)
         raise typer.Exit(exit_status(sides[-1].result))
     comparison = compare_runs(question, versus.option, *sides)
+    shown = texts[0] if len(texts) == 1 else f"{len(texts)} prompts of {prompts}, each one step after the one before"
     report = Report(
         comparison_object(comparison),
-        lambda console: print_comparison(console, comparison, text),
+        lambda console: print_comparison(console, comparison, shown),
         0 if comparison.identical else DIFFERENT,
     )
     return report.as_json() if json else report
@@ -87,18 +105,24 @@ def compare(
 def _run_side(
     name: str,
     given: Mapping[str, Any],
-    prompt: str,
+    prompts: Sequence[str],
     earlier: "Sequence[Side]",
     on_step: "Callable[[int, StepRecord], None]",
 ) -> "Side":
     """Load what this side asks for and run it. A seed that nobody gave is drawn once, for both sides."""
-    from forge.views.comparison import Side
+    from forge.views.comparison import Answer, Side
+    from forge.views.summary import RunResult
 
     params = options.sampling_params(**{option: given[option] for option in _SAMPLING})
-    if earlier and params.seed is None:
-        params = replace(params, seed=earlier[0].result.output.seed)
+    if params.seed is None:
+        seed = earlier[0].result.output.seed if earlier else secrets.randbits(32)
+        params = replace(params, seed=seed)
     llm = load_model(given["model"], **options.model_options(**{option: given[option] for option in _LOADING}))
-    warm_up(llm, prompt)
-    run = llm.start([prompt], params, keep_logits=True)
-    result = drive(llm, run, params, lambda record: on_step(len(earlier), record))
-    return Side(name, result, run.logits)
+    warm_up(llm, prompts[0])
+    arrivals = [Arrival(prompt, params, step) for step, prompt in enumerate(prompts)]
+    found = drive_arrivals(llm, arrivals, lambda record: on_step(len(earlier), record), keep_logits=True)
+    first, *others = (
+        Answer(output, logits) for output, logits in zip_longest(found.outputs, found.logits, fillvalue=())
+    )
+    result = RunResult(found.label, found.records, first.output, not params.greedy, found.interrupted)
+    return Side(name, result, first.logits, tuple(others))

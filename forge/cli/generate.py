@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.running import drive, exit_status, load_model, run_label
+from forge.cli.running import Watch, drive, exit_status, load_model, run_label
 
 if TYPE_CHECKING:
     from forge.engine.llm import LLM
     from forge.engine.sampling_params import SamplingParams
+    from forge.trace.records import StepRecord
 
 _PROMPT, _OUTPUT = "Prompt", "Output"
 
@@ -23,6 +24,8 @@ def generate(
     threads: options.ThreadsOption = None,
     max_model_len: options.MaxModelLenOption = None,
     block_size: options.BlockSizeOption = None,
+    num_blocks: options.NumBlocksOption = None,
+    kv_memory: options.KvMemoryOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantize: options.QuantizeOption = None,
     temperature: options.TemperatureOption = 0.0,
@@ -49,12 +52,19 @@ def generate(
         int | None,
         typer.Option("--prompt-logprobs", help="The same for each prompt token.", rich_help_panel=_OUTPUT),
     ] = None,
+    show: options.ShowOption = None,
+    pace: options.PaceOption = options.DEFAULT_PACE,
+    trace: options.TraceOption = None,
+    step: options.StepOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Continue a prompt, and watch what every forward costs.
 
     [dim]forge generate --kv basic "Once upon a time" 32[/dim]
+
+    [dim]forge generate --kv paged --num-blocks 64 --show blocks "Once upon a time" 64[/dim]
     """
+    blocks, pace = options.shows_blocks(show, kv), options.checked_pace(pace)
     text = options.read_prompt(prompt)
     scored = 0 if prompt_logprobs is None and echo and max_tokens == 0 else prompt_logprobs
     params = options.sampling_params(
@@ -77,15 +87,19 @@ def generate(
         threads=threads,
         max_model_len=max_model_len,
         block_size=block_size,
+        num_blocks=num_blocks,
+        kv_memory=kv_memory,
         kv_dtype=kv_dtype,
         quantize=quantize,
     )
+    watch = Watch(trace, step)
     llm = load_model(model, **loading)
+    llm.engine.report_blocks = blocks
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
     if json:
-        status = _run_json(llm, text, token_ids, params)
+        status = _run_json(llm, text, token_ids, params, watch)
     else:
-        status = _run_shown(llm, text, token_ids, params, echo, prompt_logprobs)
+        status = _run_shown(llm, text, token_ids, params, watch, echo, prompt_logprobs, pace)
     raise typer.Exit(status)
 
 
@@ -97,12 +111,21 @@ def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
     return llm.tokenizer.encode(rendered, allow_special=True)
 
 
-def _run_json(llm: "LLM", text: str, token_ids: list[int] | None, params: "SamplingParams") -> int:
+def _run_json(llm: "LLM", text: str, token_ids: list[int] | None, params: "SamplingParams", watch: Watch) -> int:
+    from forge.views.blocks import BlockScreen, blocks_object
     from forge.views.json_output import run_object, to_json
     from forge.views.terminal import open_console
 
-    result = drive(llm, llm.start([token_ids or text], params), params, lambda record: None)
+    screen, blocks = BlockScreen(), []
+
+    def look(record: "StepRecord") -> None:
+        if record.blocks is not None:
+            blocks.append(blocks_object(record, screen.feed(record), screen.names))
+
+    result = drive(llm, llm.start([token_ids or text], params), params, look, watch)
     found = run_object(result, llm.tokenizer.token_text) | {"prompt": text}
+    if llm.engine.report_blocks:
+        found["blocks"] = blocks
     open_console().print(to_json(found), soft_wrap=True)
     return exit_status(result)
 
@@ -112,17 +135,24 @@ def _run_shown(
     text: str,
     token_ids: list[int] | None,
     params: "SamplingParams",
+    watch: Watch,
     echo: bool,
     prompt_logprobs: int | None,
+    pace: float,
 ) -> int:
+    from forge.views.blocks import BlockGeneration
     from forge.views.generation import generation_view
     from forge.views.logprobs import print_logprobs
     from forge.views.terminal import open_console
 
     console = open_console()
     shown = text if token_ids is None or echo else ""
-    with generation_view(console, run_label(llm), shown, echo) as view:
-        result = drive(llm, llm.start([token_ids or text], params), params, view.step)
+    if llm.engine.report_blocks:
+        following = BlockGeneration(console, shown, echo, pace)
+    else:
+        following = generation_view(console, run_label(llm), shown, echo)
+    with following as view:
+        result = drive(llm, llm.start([token_ids or text], params), params, view.step, watch)
         view.finish(result)
     print_logprobs(console, result.output, params.logprobs, prompt_logprobs, llm.tokenizer.token_text)
     return exit_status(result)

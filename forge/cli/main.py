@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from forge import __version__
+from forge.cli.batching import batching
 from forge.cli.bench import bench
 from forge.cli.chapters import chapter, chapters, next_chapter
 from forge.cli.chat import chat
@@ -23,7 +24,11 @@ from forge.cli.kernels import kernels
 from forge.cli.kv_cache import kv_cache
 from forge.cli.models import models
 from forge.cli.naive import naive
+from forge.cli.paged import paged
+from forge.cli.prefix import prefix
+from forge.cli.replay import replay, trace
 from forge.cli.running import INTERRUPTED
+from forge.cli.trace_scheduler import trace_scheduler
 from forge.cli.versus import VersusCommand
 from forge.errors import ForgeError
 
@@ -69,9 +74,15 @@ app.command("next", rich_help_panel=_CHAPTERS)(next_chapter)
 app.command("naive", rich_help_panel=_CHAPTERS)(naive)
 app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)
 app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
+app.command("paged", rich_help_panel=_CHAPTERS)(paged)
+app.command("prefix", rich_help_panel=_CHAPTERS)(prefix)
+app.command("batching", rich_help_panel=_CHAPTERS)(batching)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)
+app.command("trace-scheduler", rich_help_panel=_RUN)(trace_scheduler)
+app.command("replay", rich_help_panel=_RUN)(replay)
+app.add_typer(trace, name="trace", rich_help_panel=_RUN)
 
 app.add_typer(models, name="models", rich_help_panel=_INSPECT)
 app.command("doctor", rich_help_panel=_INSPECT)(doctor)

@@ -6,7 +6,7 @@ import typer
 
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, drive, exit_status, load_model, run_label, warm_up
+from forge.cli.running import Found, Watch, drive, exit_status, load_model, run_label, warm_up
 
 if TYPE_CHECKING:
     from forge.views.report import Report
@@ -22,6 +22,8 @@ def naive(
     model: options.ModelOption = "tales",
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
+    trace: options.TraceOption = None,
+    step: options.StepOption = False,
     only: OnlyOption = None,
     pause: PauseOption = True,
     json: options.JsonOption = False,
@@ -30,13 +32,14 @@ def naive(
 
     [dim]forge naive --only run "Once upon a time" 32[/dim]
     """
-    if reads_chapter(only, json):
+    watch = Watch(trace, step)
+    if not watch.is_on and reads_chapter(only, json):
         return read_chapter(ctx, pause)
-    report = _measure(prompt, max_tokens, model, options.model_options(device=device, threads=threads))
+    report = _measure(prompt, max_tokens, model, options.model_options(device=device, threads=threads), watch)
     return report.as_json() if json else report
 
 
-def _measure(prompt: str, max_tokens: int, model: str, loading: dict) -> "Report":
+def _measure(prompt: str, max_tokens: int, model: str, loading: dict, watch: Watch) -> "Report":
     from forge.views.generation import watching
     from forge.views.naive import naive_object, print_naive
     from forge.views.report import Report
@@ -47,7 +50,7 @@ def _measure(prompt: str, max_tokens: int, model: str, loading: dict) -> "Report
     llm = load_model(model, kv="off", **loading)
     warm_up(llm, text)
     with watching(open_console(), run_label(llm), text) as view:
-        result = drive(llm, llm.start([text], params), params, view.step)
+        result = drive(llm, llm.start([text], params), params, view.step, watch)
     if not result.interrupted:  # once more, with a clock around every operation, which takes time of its own
         llm.time_operations()
         with watching(open_console(), run_label(llm), text) as view:

@@ -4,6 +4,7 @@ Only types and help live here. What a value means, and whether it has a meaning,
 `UsageError` that says so.
 """
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +14,13 @@ if TYPE_CHECKING:
     from forge.engine.sampling_params import SamplingParams
 
 _MODEL, _SAMPLING, _OUTPUT = "Model", "Sampling", "Output"
+_SCHEDULER, _WORKLOAD = "Scheduler", "Requests"
 
 DEFAULT_PROMPT = "Once upon a time"
 DEFAULT_MAX_TOKENS = 32
+DEFAULT_PACE = 20.0
+SHOWABLE = ("blocks",)
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 
 PromptArgument = Annotated[
     str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.", show_default=False)
@@ -33,7 +38,13 @@ ModelOption = Annotated[
     ),
 ]
 KvOption = Annotated[
-    str, typer.Option("--kv", help="KV cache: off, or basic (on means basic).", rich_help_panel=_MODEL)
+    str,
+    typer.Option(
+        "--kv",
+        help="KV cache: off; basic (or on), a contiguous run per sequence; paged, blocks from one pool; prefix, paged "
+        "and shared between prompts that begin alike.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
@@ -57,6 +68,34 @@ MaxModelLenOption = Annotated[
 BlockSizeOption = Annotated[
     int | None,
     typer.Option("--block-size", help="Tokens per KV block; 16 if not given.", rich_help_panel=_MODEL),
+]
+NumBlocksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--num-blocks",
+        help="Blocks in the KV cache's pool.",
+        show_default="512 for paged and prefix, or what one sequence may take",
+        rich_help_panel=_MODEL,
+    ),
+]
+KvMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-memory",
+        help="The pool's size in bytes instead: 64MB, 1.5GB, 256MiB.",
+        show_default=False,
+        rich_help_panel=_MODEL,
+    ),
+]
+ShowOption = Annotated[
+    str | None,
+    typer.Option("--show", help="blocks: where every token's key and value lies.", rich_help_panel=_OUTPUT),
+]
+PaceOption = Annotated[
+    float,
+    typer.Option(
+        "--pace", help="With --show, on a terminal: steps per second; 0 waits for nobody.", rich_help_panel=_OUTPUT
+    ),
 ]
 
 KvDtypeOption = Annotated[
@@ -103,12 +142,123 @@ IgnoreEosOption = Annotated[
     typer.Option("--ignore-eos", help="Go on past the end-of-text token.", rich_help_panel=_SAMPLING),
 ]
 
+NumBlocksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--num-blocks",
+        help="Blocks in the KV pool.",
+        show_default="512, or one sequence's",
+        rich_help_panel=_MODEL,
+    ),
+]
+
+MaxNumSeqsOption = Annotated[
+    int | None,
+    typer.Option("--max-num-seqs", help="Sequences that may run at once; 16 if not given.", rich_help_panel=_SCHEDULER),
+]
+MaxNumBatchedTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-num-batched-tokens",
+        help="Tokens that one step may compute; 512 if not given.",
+        rich_help_panel=_SCHEDULER,
+    ),
+]
+ChunkedPrefillOption = Annotated[
+    bool,
+    typer.Option(
+        "--chunked-prefill/--no-chunked-prefill",
+        help="Long prompts in pieces beside decodes, or whole in a step of their own.",
+        rich_help_panel=_SCHEDULER,
+    ),
+]
+OrderOption = Annotated[
+    str | None, typer.Option("--order", help="Who is admitted first: fcfs, or priority.", rich_help_panel=_SCHEDULER)
+]
+PreemptOption = Annotated[
+    str | None,
+    typer.Option("--preempt", help="Who gives its blocks up: lifo, or least-progressed.", rich_help_panel=_SCHEDULER),
+]
+ModeOption = Annotated[
+    str | None,
+    typer.Option("--mode", help="What becomes of them: recompute, or swap.", rich_help_panel=_SCHEDULER),
+]
+NumHostBlocksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--num-host-blocks", help="Blocks in the pool to swap to; 256 if not given.", rich_help_panel=_SCHEDULER
+    ),
+]
+
+PromptTokensOption = Annotated[
+    str,
+    typer.Option("--prompt-tokens", help="Tokens of each prompt: 16, or 16:256.", rich_help_panel=_WORKLOAD),
+]
+OutputTokensOption = Annotated[
+    str,
+    typer.Option("--max-tokens", help="Tokens of each output: 64, or 8:64.", rich_help_panel=_WORKLOAD),
+]
+WorkloadSeedOption = Annotated[
+    int, typer.Option("--seed", help="The same seed makes the same requests.", rich_help_panel=_WORKLOAD)
+]
+
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", help="Record every step in this file, for forge replay.", dir_okay=False, rich_help_panel=_OUTPUT
+    ),
+]
+StepOption = Annotated[
+    bool, typer.Option("--step", help="Stop after each step and wait for a key.", rich_help_panel=_OUTPUT)
+]
+SvgOption = Annotated[
+    Path | None, typer.Option("--svg", help="Save the final picture in this file.", rich_help_panel=_OUTPUT)
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)]
 
 
 def model_options(**given: Any) -> dict[str, Any]:
     """The keyword arguments of `LLM` that were given; what was not given is the library's to decide."""
-    return {name: value for name, value in given.items() if value is not None}
+    found = {name: value for name, value in given.items() if value is not None}
+    if "kv_memory" in found:
+        found["kv_memory"] = memory_bytes(found["kv_memory"])
+    return found
+
+
+def memory_bytes(text: str) -> int:
+    """`64MB` as a number of bytes: k, M, G and T are powers of 1000, with an i behind them of 1024.
+
+    Raises `UsageError` for anything else.
+    """
+    from forge.errors import UsageError
+
+    match = _BYTES.fullmatch(text.strip())
+    if match is None or (match[3] and not match[2]):
+        raise UsageError(f"--kv-memory takes a size such as 64MB, 1.5GB or 256MiB, and {text!r} is none")
+    power = " kmgt".index(match[2].lower() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def shows_blocks(show: str | None, kv: str) -> bool:
+    """Whether `--show blocks` was given. Raises `UsageError` for something that nobody can show, or with no cache."""
+    from forge.errors import UsageError
+
+    if show is None:
+        return False
+    if show not in SHOWABLE:
+        raise UsageError(f"--show takes {' or '.join(SHOWABLE)}, and {show!r} is something else")
+    if kv == "off":
+        raise UsageError("--show blocks has nothing to show with --kv off: give --kv paged, prefix or basic")
+    return True
+
+
+def checked_pace(pace: float) -> float:
+    """`--pace`. Raises `UsageError` for a negative one."""
+    from forge.errors import UsageError
+
+    if not 0 <= pace < float("inf"):
+        raise UsageError(f"--pace is a number of steps per second, or 0 to wait for nobody, and {pace} is neither")
+    return pace
 
 
 def sampling_params(**given: Any) -> "SamplingParams":
@@ -133,6 +283,28 @@ def read_prompt(argument: str) -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not UTF-8 text: byte {error.start} does not belong there") from None
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts of a file, one to a line; empty lines are none. Raises `UsageError` for one without any."""
+    from forge.errors import UsageError
+
+    prompts = [line for line in read_text(path).splitlines() if line.strip()]
+    if not prompts:
+        raise UsageError(f"{path} has no prompt in it: write one to a line")
+    return prompts
+
+
+def read_text(path: str) -> str:
+    """What is in a file. Raises `UsageError` if that cannot be read, or is not text."""
+    from forge.errors import UsageError
+
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: byte {error.start} does not belong there") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
 
 
 def model_label(model: str) -> str:

@@ -1,18 +1,26 @@
 """Loading a model and driving a run, as every command does it: with a bar for a large model, and a Ctrl-C that is heard
-between two steps, so that what was generated is kept.
+between two steps, so that what was generated is kept. Here too a run is recorded (`--trace`) and stepped through
+(`--step`), whichever command it is of.
 """
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forge.cli.options import model_label
 
 if TYPE_CHECKING:
+    from forge.engine.engine import Engine
     from forge.engine.llm import LLM, Run
+    from forge.engine.outputs import RequestOutput
     from forge.engine.sampling_params import SamplingParams
-    from forge.trace.records import StepRecord
+    from forge.trace.recorder import TraceHeader, TraceWriter
+    from forge.trace.records import EndRecord, StepRecord
+    from forge.views.history import History
     from forge.views.summary import RunLabel, RunResult
 
 Found = Any
@@ -40,27 +48,189 @@ def run_label(llm: "LLM") -> "RunLabel":
 
 
 def warm_up(llm: "LLM", prompt: str) -> None:
-    """Two tokens that nobody times: a process's first forward pays for memory that has never been touched."""
+    """Two tokens that nobody times: a process's first forward pays for memory that has never been touched.
+
+    What a prefix cache would remember of them is forgotten.
+    """
     from forge.engine.sampling_params import SamplingParams
 
     llm.generate([prompt], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    if llm.kv == "prefix":
+        llm.engine.cache.reset()
 
 
-def drive(llm: "LLM", run: "Run", params: "SamplingParams", on_step: "Callable[[StepRecord], None]") -> "RunResult":
+class AnyRun(Protocol):
+    """What can be driven: a `Run`, or anything else that advances an engine as it is iterated over."""
+
+    def __iter__(self) -> "Iterator[StepRecord]": ...
+
+    def abort(self) -> None: ...
+
+    @property
+    def outputs(self) -> "list[RequestOutput]": ...
+
+
+@dataclass(frozen=True)
+class Driven:
+    """A run that is over."""
+
+    records: "tuple[StepRecord, ...]"
+    interrupted: bool
+    """Ctrl-C ended it, or the reader who stepped through it."""
+    left: bool
+    """It was the reader."""
+
+
+class Watch:
+    """What is done with the steps of a command's runs besides showing them: recording, stepping through."""
+
+    def __init__(self, trace: Path | None = None, step: bool = False):
+        """Raises a `ForgeError` where the trace cannot be written, or nobody could step."""
+        self.steps = step
+        if step:
+            from forge.views.stepper import require_terminal
+            from forge.views.terminal import open_console
+
+            require_terminal(open_console())
+        self._writer = self._new_writer(trace) if trace is not None else None
+
+    @staticmethod
+    def _new_writer(trace: Path) -> "TraceWriter":
+        from forge.trace.recorder import TraceWriter
+
+        return TraceWriter(trace)
+
+    @property
+    def is_on(self) -> bool:
+        return self.steps or self._writer is not None
+
+    def begin(self, llm: "LLM", engine: "Engine") -> None:
+        if self._writer is not None:
+            self._writer.begin(trace_header(llm, engine))
+
+    def record(self, record: "StepRecord | EndRecord") -> None:
+        if self._writer is not None:
+            self._writer.write(record)
+
+
+NOBODY = Watch()
+
+
+def drive(
+    llm: "LLM",
+    run: "Run",
+    params: "SamplingParams",
+    on_step: "Callable[[StepRecord], None]",
+    watch: Watch = NOBODY,
+) -> "RunResult":
     """Advance `run` to its end, or to Ctrl-C, handing on every step as it happens."""
     from forge.views.summary import RunResult
 
-    records = []
-    interrupted = False
-    with interruption() as requested:
-        for record in run:
-            records.append(record)
+    driven = advance(llm, llm.engine, run, on_step, watch)
+    label = run_label(llm)
+    return RunResult(label, driven.records, run.outputs[0], not params.greedy, driven.interrupted, driven.left)
+
+
+def advance(
+    llm: "LLM",
+    engine: "Engine",
+    run: AnyRun,
+    on_step: "Callable[[StepRecord], None]",
+    watch: Watch = NOBODY,
+    history: "History | None" = None,
+) -> Driven:
+    """Advance a run to its end, or to Ctrl-C, under `watch`. Where it is stepped through, `on_step` sees the steps when
+    that is over: only one of the two can have the screen. `history`, if given, is fed every step first."""
+    watch.begin(llm, engine)
+    records: list[StepRecord] = []
+    stepped = _stepper(llm, engine, history) if watch.steps else None
+    if stepped is not None:
+        stepper, history = stepped
+        with interruption() as requested, stepper:
+            left = _advance(run, records, watch, history, lambda record: stepper.asks_for_another(requested))
+            if not left:
+                stepper.ended(requested)
+            interrupted = requested()
+        for record in records:
             on_step(record)
-            if requested():
-                interrupted = True
-                run.abort()
-                break
-    return RunResult(run_label(llm), tuple(records), run.outputs[0], not params.greedy, interrupted)
+    else:
+
+        def show(record: "StepRecord") -> bool:
+            on_step(record)
+            return not requested()
+
+        left = False
+        with interruption() as requested:
+            interrupted = _advance(run, records, watch, history, show)
+    for output in run.outputs:
+        watch.record(end_record(output))
+    return Driven(tuple(records), interrupted or left, left and not interrupted)
+
+
+def _advance(
+    run: AnyRun,
+    records: "list[StepRecord]",
+    watch: Watch,
+    history: "History | None",
+    goes_on: "Callable[[StepRecord], bool]",
+) -> bool:
+    """Advance a run while `goes_on`; whether it was aborted because that said no."""
+    for record in run:
+        records.append(record)
+        watch.record(record)
+        if history is not None:
+            history.feed(record)
+        if not goes_on(record):
+            run.abort()
+            return True
+    return False
+
+
+def _stepper(llm: "LLM", engine: "Engine", history: "History | None"):
+    from forge.views.stepper import Stepper
+    from forge.views.terminal import open_console
+
+    history = history if history is not None else new_history(llm, engine)
+    return Stepper(open_console(), history), history
+
+
+def new_history(llm: "LLM", engine: "Engine") -> "History":
+    from forge.views.history import History
+
+    config = engine.scheduler.config
+    return History(run_label(llm), config.max_num_seqs, config.order)
+
+
+def trace_header(llm: "LLM", engine: "Engine") -> "TraceHeader":
+    """What a trace says of the run before its first step."""
+    from forge.trace.recorder import TraceHeader
+
+    label, config = run_label(llm), engine.scheduler.config
+    return TraceHeader(
+        label.model,
+        label.kv,
+        label.device,
+        label.device_description,
+        config.max_num_seqs,
+        config.token_budget,
+        config.chunked_prefill,
+        config.order,
+        config.victim,
+        config.preemption,
+        config.num_host_blocks,
+        tuple(sys.argv[1:]),
+    )
+
+
+def end_record(output: "RequestOutput") -> "EndRecord":
+    from forge.trace.records import EndRecord
+
+    samples = output.outputs
+    return EndRecord(
+        output.request_id,
+        tuple(sample.finish_reason for sample in samples),
+        tuple(sample.metrics for sample in samples),
+    )
 
 
 @contextmanager
@@ -81,4 +251,4 @@ def interruption() -> Iterator[Callable[[], bool]]:
 
 
 def exit_status(*results: "RunResult") -> int:
-    return INTERRUPTED if any(result.interrupted for result in results) else 0
+    return INTERRUPTED if any(result.interrupted and not result.left for result in results) else 0

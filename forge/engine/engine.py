@@ -1,6 +1,7 @@
 """The loop: plan a step, run it, choose tokens, take the results. One loop for one prompt and for thousands.
 
     schedule() ─▶ StepPlan ─▶ ForwardBatch ─▶ model.forward ─▶ logits ─▶ choose ─▶ commit() ─▶ StepRecord
+                     └▶ propose() ─┘                                 (or verify)
 
 The engine prints nothing and knows no view. Whoever wants to see what happens reads the `StepRecord` that each step
 returns.
@@ -9,6 +10,8 @@ A step happens whole or not at all. The moment the last of its tokens is chosen 
 before that an exception (Ctrl-C, a full memory, logits that are no numbers) undoes the step, after it the tokens are
 taken. Either way the next call begins again from the tokens alone, with an empty cache: what was computed can be
 computed again, as after a preemption, and nothing half-done has to be understood.
+
+The model is lent to the engine. Once its lease is revoked the next step ends every sequence with that error.
 """
 
 import secrets
@@ -23,10 +26,14 @@ import numpy as np
 
 from forge.cache.kv_cache import KvCache
 from forge.cache.kv_storage import KvStorage
+from forge.engine.answers import OneShotResult
+from forge.engine.oneshot import OneShotRequest, OneShotTask
+from forge.engine.oneshot_requests import OneShotRequests
 from forge.engine.output_text import OutputText
 from forge.engine.outputs import CompletionOutput, RequestOutput
 from forge.engine.policies import SchedulerConfig
-from forge.engine.sampling import check_greatest, check_logits, choose, log_sum_exp, top_logprobs
+from forge.engine.row_layout import RowLayout, Runs
+from forge.engine.sampling import Choice, check_greatest, check_logits, choose, log_sum_exp, top_logprobs
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Outcome, Scheduler
 from forge.engine.sequence import Sequence
@@ -34,8 +41,12 @@ from forge.engine.step_plan import PlanItem, StepPlan
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch
 from forge.model.qwen3 import Model
+from forge.speculation.leases import Lease, LeaseRevoked
+from forge.speculation.speculator import Learned, Speculator, StepGuesses
+from forge.speculation.verification import Verification, verify_forks, verify_likeliest
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 from forge.trace.records import (
+    ArriveRecord,
     BlockMap,
     CacheRecord,
     FinishReason,
@@ -94,6 +105,7 @@ class _Choices:
         self.tokens: list[TokenRecord] = []
         self.finished: list[FinishRecord] = []
         self.outcomes: list[Outcome] = []
+        self.verified: dict[int, Verification] = {}
 
 
 class Engine:
@@ -107,28 +119,41 @@ class Engine:
         storage: KvStorage,
         max_model_len: int,
         config: SchedulerConfig,
+        scratch: range = range(0),
+        speculation: Speculator | None = None,
     ):
-        self.model = model
+        """`scratch`: blocks of the storage past the cache's own, for requests that keep nothing. `speculation`: who
+        guesses, and how many tokens; None for nobody."""
+        self.lease = Lease("target", model)
         self.tokenizer = tokenizer
         self.cache = cache
         self.storage = storage
         self.max_model_len = max_model_len
-        self.scheduler = Scheduler(cache, config)
+        self.scheduler = Scheduler(cache, config, scratch, self._bytes_of)
+        self.speculation = speculation or Speculator()
+        self.scheduler.wanted_guesses = self.speculation.wanted
+        self.scheduler.wanted_forks = self.speculation.wanted_forks
         self.on_logits: Callable[[int, np.ndarray], None] | None = None
         """Called with (sequence id, logits float32 `[vocab]`) before each choice. The array is the caller's to keep."""
         self.report_probabilities = False
         """Put the model's probability of each token into its record. Over a large vocabulary that takes a while."""
         self._requests: dict[str, _Request] = {}
+        self._oneshots = OneShotRequests(model.vocab_size, storage, tokenizer)
         self._work: dict[int, _Work] = {}
         self._sequence_ids = count()
         self._steps = 0
         self._rejected: list[RejectRecord] = []
+        self._arrived: list[ArriveRecord] = []
         self._unsettled = False
         """A step or an abort ended in an exception, and nobody has cleared up after it yet."""
-        self._decided: tuple[StepPlan, list[Outcome]] | None = None
-        """The step whose tokens are chosen and not yet committed."""
-        self._tables: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
-        """Each sequence's block table as an array. It changes once in a block's worth of tokens."""
+        self._decided: tuple[list[Outcome], Learned] | None = None
+        """What has come of the step whose tokens are chosen and not yet committed."""
+        self._rows = RowLayout(storage.layout.block_size)
+
+    @property
+    def model(self) -> Model:
+        """Raises `LeaseRevoked` once it has been taken back."""
+        return self.lease.lent
 
     @property
     def report_blocks(self) -> bool:
@@ -150,24 +175,32 @@ class Engine:
         salt: str = "",
         keep_cache: bool = False,
         continues: int | None = None,
+        drafts: tuple[str, ...] | None = None,
     ) -> tuple[int, ...]:
         """Queue a request; return the ids of its `params.n` sequences.
 
         `priority`: lower is served first, where the scheduler's order is by priority. `salt`: requests with different
         salts share nothing in the cache. `keep_cache` leaves the cache in place when it ends, and `continues` names
-        such an ended sequence, whose id and cache are taken over; it needs `params.n` to be 1. Raises `UsageError`,
-        with nothing changed, for a prompt that cannot run.
+        such an ended sequence, whose id and cache are taken over; it needs `params.n` to be 1. `drafts`: the names of
+        the proposers that guess for it, None for all. Raises `UsageError`, with nothing changed, for a prompt that
+        cannot run, and `LeaseRevoked` when the model is gone.
         """
         assert continues is None or params.n == 1, "one cache can be continued once"
         try:
             token_ids = self._checked_prompt(prompt_token_ids)
-            if request_id in self._requests:
-                raise UsageError(f"request {request_id!r} is already running")
+            self._check_unused(request_id)
         except UsageError as error:
             self._rejected.append(RejectRecord(request_id, str(error)))
             raise
-        seed = params.seed if params.seed is not None else secrets.randbits(32)
         room = self._longest_sequence - len(token_ids) + 1  # the last output token is never computed: it needs no slot
+        if self._keeps_nothing(params, room) and not keep_cache and continues is None:
+            task = OneShotTask(
+                sample=params.max_tokens > 0,
+                score_from=1 if params.prompt_logprobs is not None else None,
+                top=params.prompt_logprobs or 0,
+            )
+            return (self._queue_oneshot(request_id, token_ids, task, params, prompt, salt),)
+        seed = params.seed if params.seed is not None else secrets.randbits(32)
         prompt_logprobs: list = []
         first, *others = (
             Sequence(
@@ -184,6 +217,7 @@ class Engine:
                 salt=salt,
                 keep_cache=keep_cache,
                 continues=continues,
+                drafts=drafts,
                 prompt_logprobs=prompt_logprobs,
             )
             for index in range(params.n)
@@ -194,7 +228,39 @@ class Engine:
         for sequence in (first, *others):
             self._work[sequence.seq_id] = _Work(now)
         self.scheduler.add(first)
-        return tuple(sequence.seq_id for sequence in (first, *others))
+        seq_ids = tuple(sequence.seq_id for sequence in (first, *others))
+        self._arrived.append(ArriveRecord(request_id, seq_ids, len(token_ids), first.max_output_tokens, now, priority))
+        return seq_ids
+
+    def add_oneshot(
+        self,
+        request_id: str,
+        prompt_token_ids: Items[int],
+        task: OneShotTask,
+        params: SamplingParams | None = None,
+        *,
+        prompt: str | None = None,
+        salt: str = "",
+    ) -> int:
+        """Queue a request that wants one answer and keeps nothing; its answer is `result(request_id)`.
+
+        Raises `UsageError`, with nothing changed, for a prompt that cannot run.
+        """
+        try:
+            token_ids = self._checked_prompt(prompt_token_ids)
+            self._check_unused(request_id)
+            for token_id in task.candidates:
+                if not 0 <= token_id < self.model.vocab_size:
+                    raise UsageError(f"token id {token_id} is outside the vocabulary of {self.model.vocab_size} tokens")
+        except UsageError as error:
+            self._rejected.append(RejectRecord(request_id, str(error)))
+            raise
+        return self._queue_oneshot(request_id, token_ids, task, params or SamplingParams(), prompt, salt)
+
+    def result(self, request_id: str) -> OneShotResult | None:
+        """The answer to a request that keeps nothing; None if it has none, because it goes on or was aborted."""
+        self._settle()
+        return self._oneshots.result(request_id)
 
     def has_unfinished(self) -> bool:
         self._settle()
@@ -203,6 +269,8 @@ class Engine:
     def is_unfinished(self, request_id: str) -> bool:
         """Whether any sequence of a request has yet to end."""
         self._settle()
+        if request_id in self._oneshots:
+            return self._oneshots.is_unfinished(request_id)
         return any(sequence.finish_reason is None for sequence in self._requests[request_id].sequences)
 
     def step(self) -> StepRecord:
@@ -215,35 +283,56 @@ class Engine:
             raise
 
     def _step(self) -> StepRecord:
+        try:
+            return self._run_step()
+        except LeaseRevoked as error:
+            self._unsettled = True
+            self._settle()
+            return self._end_all(str(error))
+
+    def _run_step(self) -> StepRecord:
         started = time.perf_counter()
         plan = self.scheduler.schedule()
-        assert plan.items or plan.exhausted, f"nothing can run: {plan.waiting}"
-        batch = self._forward_batch(plan) if plan.items else None
+        assert plan.items or plan.oneshots or plan.exhausted, f"nothing can run: {plan.waiting}"
+        running = self.scheduler.running
+        guesses = self.speculation.propose(plan, running)
+        for seq_id, failure in guesses.failures.items():
+            running[seq_id].note(failure.message)
+        joining = self._oneshots.joining(plan.oneshots)
+        batch = self._rows.batch(plan, running, guesses.runs, joining) if plan.items or joining else None
         self._move_blocks(plan)
         scheduled = time.perf_counter()
-        logits = self.model.forward(batch, self.storage) if batch is not None else None
+        with self.lease.use() as model:  # raises `LeaseRevoked` if it was taken back before; from here on it cannot be
+            logits = model.forward(batch, self.storage) if batch is not None else None
+            answers = self._oneshots.run_apart(plan.oneshots, model, self.on_logits)
         computed = time.perf_counter()
-        choices = self._choose(plan, logits)
+        forward_ms = (computed - scheduled) * 1e3
+        choices = self._choose(plan, guesses, logits)
+        answers |= self._oneshots.answer(joining, logits, self.on_logits)
         ended_at = time.perf_counter()
-        self._decided = plan, choices.outcomes  # from here on the step has happened
-        self._account(plan, (computed - scheduled) * 1e3, started, choices, ended_at)
+        forward = (batch.num_rows if batch is not None else 0, forward_ms)
+        learned = self.speculation.learn(plan, guesses, choices.verified, choices.outcomes, running, forward)
+        self._decided = choices.outcomes, learned  # from here on the step has happened
+        self._account(plan, guesses, forward_ms, started, choices, ended_at)
+        answered = self._oneshots.end(plan.oneshots, answers, forward_ms, started, ended_at)
+        self.speculation.take(learned)
         self.storage.copy_blocks(self.scheduler.commit(plan, choices.outcomes))
         self._decided = None
+        for finish in choices.finished:
+            self.speculation.forget(finish.seq_id)
         self._steps += 1
         rejected, self._rejected = tuple(self._rejected), []
+        arrived, self._arrived = tuple(self._arrived), []
         return StepRecord(
             step=self._steps,
             items=tuple(
-                [
-                    ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining)
-                    for item in plan.items
-                ]
+                [_item_record(item, guesses) for item in plan.items] + [_item_record(one.item) for one in plan.oneshots]
             ),
-            tokens=tuple(choices.tokens),
-            finished=tuple(choices.finished),
+            tokens=(*choices.tokens, *answered.tokens),
+            finished=(*choices.finished, *answered.finished),
             cache=self._cache_record(),
-            schedule_ms=(scheduled - started) * 1e3,
-            forward_ms=(computed - scheduled) * 1e3,
+            schedule_ms=(scheduled - started) * 1e3 - guesses.total_ms,
+            forward_ms=forward_ms,
             sample_ms=(ended_at - computed) * 1e3,
             started=started,
             ended=ended_at,
@@ -253,9 +342,35 @@ class Engine:
             waiting=plan.waiting,
             preempted=plan.preempted,
             rejected=rejected,
+            arrived=arrived,
             block_table_entries=sum([len(item.block_table) for item in plan.items]),
+            temporary_bytes=self._bytes_of(batch.num_rows, len(batch.logit_rows)) if batch is not None else 0,
             events=self.cache.take_events(),
             blocks=self._block_map(batch),
+            cycles=learned.cycles,
+        )
+
+    def _end_all(self, error: str) -> StepRecord:
+        """The model is gone: every sequence ends, with what it has."""
+        started = time.perf_counter()
+        finished = []
+        for sequence in reversed(list(self.scheduler.unfinished())):  # forks before those whose prompt they share
+            finished.append(self._end_sequence(sequence, "error", error))
+        self._steps += 1
+        rejected, self._rejected = tuple(self._rejected), []
+        return StepRecord(
+            step=self._steps,
+            items=(),
+            tokens=(),
+            finished=tuple(finished),
+            cache=self._cache_record(),
+            schedule_ms=0.0,
+            forward_ms=0.0,
+            sample_ms=0.0,
+            started=started,
+            ended=time.perf_counter(),
+            queues=self.scheduler.queues,
+            rejected=rejected,
         )
 
     def abort(self, request_id: str) -> None:
@@ -269,15 +384,24 @@ class Engine:
     def _end(self, request_id: str, reason: FinishReason) -> None:
         self._settle()
         try:
-            for sequence in reversed(
-                self._requests[request_id].sequences
-            ):  # forks before those whose prompt they share
-                self.scheduler.abort(sequence.seq_id, reason)
-                sequence.output_text.finish()
-                self._tables.pop(sequence.seq_id, None)
+            if request_id in self._oneshots:
+                self._oneshots.abort(request_id, reason, self.scheduler)
+                return
+            for sequence in reversed(self._requests[request_id].sequences):  # forks before their parents
+                self._end_sequence(sequence, reason)
         except BaseException:
             self._unsettled = True
             raise
+
+    def _end_sequence(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> FinishRecord:
+        """End a sequence between steps, wherever it is, if it has not ended."""
+        if error is not None:
+            sequence.note(error)
+        self.scheduler.abort(sequence.seq_id, reason)
+        text = sequence.output_text.finish()
+        self._rows.forget(sequence.seq_id)
+        self.speculation.forget(sequence.seq_id)
+        return FinishRecord(sequence.seq_id, reason, text, error=error)
 
     def release(self, seq_id: int) -> None:
         """Give up the cache of an ended sequence, if it is still kept."""
@@ -290,6 +414,8 @@ class Engine:
     def output(self, request_id: str) -> RequestOutput:
         """A request's output as it stands."""
         self._settle()
+        if request_id in self._oneshots:
+            return self._oneshots.output(request_id)
         request = self._requests[request_id]
         first = request.sequences[0]
         return RequestOutput(
@@ -303,11 +429,15 @@ class Engine:
 
     def forget(self, request_id: str) -> None:
         """Drop what is remembered of a request whose sequences have all ended."""
+        if request_id in self._oneshots:
+            self._oneshots.forget(request_id)
+            return
         sequences = self._requests[request_id].sequences
         assert all(sequence.finish_reason is not None for sequence in sequences), "it is still running"
         del self._requests[request_id]
         for sequence in sequences:
             self._work.pop(sequence.seq_id, None)
+            self.speculation.forget(sequence.seq_id)
 
     @property
     def _longest_sequence(self) -> int:
@@ -359,7 +489,10 @@ class Engine:
         """
         if not self._unsettled:
             return
-        self.scheduler.recover(self._decided[1] if self._decided is not None else ())
+        outcomes, learned = self._decided or ((), Learned())
+        self.scheduler.recover(outcomes)
+        self.speculation.take(learned)
+        self._oneshots.drop_ended(self.scheduler)
         for sequence in self.scheduler.unfinished():
             self._forget_undecided(sequence)
         self.cache.take_events()
@@ -403,60 +536,51 @@ class Engine:
             )
         return token_ids
 
-    def _forward_batch(self, plan: StepPlan) -> ForwardBatch:
-        """Lay the plan's rows end to end."""
-        block_size, running = self.cache.block_size, self.scheduler.running
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        context_lens: list[int] = []
-        logit_rows: list[int] = []
-        cu_seqlens = [0]
-        tables = np.full((len(plan.items), max([len(item.block_table) for item in plan.items])), -1, np.int32)
-        for table, item in zip(tables, plan.items, strict=True):
-            start, first_row, block_table = item.start, len(token_ids), item.block_table
-            end = start + item.num_tokens
-            table[: len(block_table)] = self._table_array(item)
-            if item.num_tokens == 1:
-                token_ids.append(running[item.seq_id].token_ids[start])
-                positions.append(start)
-                slots.append(block_table[start // block_size] * block_size + start % block_size)
-            else:
-                token_ids += running[item.seq_id].token_ids[start:end]
-                own = np.arange(start, end)
-                positions += own.tolist()
-                slots += (table[own // block_size] * block_size + own % block_size).tolist()
-            for row in item.logit_rows:
-                logit_rows.append(first_row + row)
-            cu_seqlens.append(len(token_ids))
-            context_lens.append(end)
-        return ForwardBatch(
-            token_ids=np.array(token_ids, np.int32),
-            positions=np.array(positions, np.int32),
-            cu_seqlens=np.array(cu_seqlens, np.int32),
-            slot_mapping=np.array(slots, np.int32),
-            block_tables=tables,
-            context_lens=np.array(context_lens, np.int32),
-            logit_rows=np.array(logit_rows, np.int32),
-        )
+    def _keeps_nothing(self, params: SamplingParams, room: int) -> bool:
+        """Whether a generation ends with its first token at the latest."""
+        return self.scheduler.config.oneshot and params.n == 1 and min(params.max_tokens, room) <= 1
 
-    def _table_array(self, item: PlanItem) -> np.ndarray:
-        known = self._tables.get(item.seq_id)
-        if known is None or known[0] is not item.block_table:
-            known = self._tables[item.seq_id] = item.block_table, np.array(item.block_table, np.int32)
-        return known[1]
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._requests or request_id in self._oneshots:
+            raise UsageError(f"request {request_id!r} is already running")
 
-    def _choose(self, plan: StepPlan, logits: np.ndarray | None) -> _Choices:
-        """Choose a token for every item that samples. `logits` has the rows of all items, in order."""
+    def _queue_oneshot(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        task: OneShotTask,
+        params: SamplingParams,
+        prompt: str | None,
+        salt: str,
+    ) -> int:
+        seed = params.seed if params.seed is not None else secrets.randbits(32)
+        seq_id, now = next(self._sequence_ids), time.perf_counter()
+        request = OneShotRequest(seq_id, request_id, tuple(token_ids), task, params, seed, salt, prompt, now)
+        self._oneshots.add(request)
+        self.scheduler.oneshots.add(request)
+        self._arrived.append(ArriveRecord(request_id, (seq_id,), len(token_ids), int(task.sample), now))
+        return seq_id
+
+    def _bytes_of(self, num_rows: int, num_logit_rows: int) -> int:
+        """About what a forward of so many rows needs for itself."""
+        return 0 if self.lease.revoked else self.lease.lent.temporary_bytes(num_rows, num_logit_rows)
+
+    def _choose(self, plan: StepPlan, guesses: StepGuesses, logits: np.ndarray | None) -> _Choices:
+        """Choose the next tokens of every item that samples. `logits` has the rows of all items, in order."""
         choices = _Choices()
-        likeliest = logits.argmax(axis=1).tolist() if logits is not None and len(logits) else []
+        likeliest = logits.argmax(axis=1).tolist() if plan.items and len(logits) else []
         first_row = 0
         for item in plan.items:
-            last_row = first_row + len(item.logit_rows) - 1
+            last_row = first_row + len(item.logit_rows) - item.num_guesses - 1  # that of the last known token
             sequence = self.scheduler.running[item.seq_id]
             if sequence.needs_prompt_logprobs:
                 self._score_prompt(sequence, item.start + item.logit_rows.start, logits[first_row : last_row + 1])
-            if item.samples:
+            runs = guesses.runs.get(item.seq_id, ()) if item.num_guesses else ()
+            first_row = last_row + 1
+            if runs:
+                first_row = last_row + sum([len(run) + 1 for run in runs])
+                choices.outcomes.append(self._verified(item, runs, last_row, logits, likeliest, choices))
+            elif item.samples:
                 row, greatest = logits[last_row], likeliest[last_row]
                 forked = [self._outcome(fork, row, greatest, choices) for fork in sequence.forks]
                 outcome = self._outcome(sequence, row, greatest, choices)
@@ -465,24 +589,74 @@ class Engine:
                 choices.outcomes.append(Outcome(item.seq_id, len(sequence.token_ids), (), None))
             else:
                 choices.outcomes.append(self._ended(sequence, "length", None, choices))
-            first_row = last_row + 1
         for seq_id in plan.exhausted:
             choices.outcomes.append(self._ended(self.scheduler.find(seq_id), "length", None, choices))
         return choices
 
     def _outcome(self, sequence: Sequence, logits: np.ndarray, likeliest: int, choices: _Choices) -> Outcome:
         """Choose a sequence's next token from a row of logits whose greatest is at `likeliest`."""
+        if self._is_plain(sequence):
+            check_greatest(logits[likeliest])
+            choice = Choice(likeliest, None, None)
+        else:
+            tokens = sequence.token_ids
+            choice = choose(logits, sequence.params, tokens, sequence.seed, sequence.sample_index, len(tokens))
+        return self._emit(sequence, (choice,), (logits,), choices)
+
+    def _verified(
+        self,
+        item: PlanItem,
+        runs: Runs,
+        first_row: int,
+        logits: np.ndarray,
+        likeliest: list[int],
+        choices: _Choices,
+    ) -> Outcome:
+        """Decide about an item's runs of guesses, whose rows begin at `first_row`."""
+        sequence = self.scheduler.running[item.seq_id]
+        rows, greatest = [], []
+        for run in runs:
+            end_row = first_row + len(run) + 1
+            rows.append(logits[first_row:end_row])
+            greatest.append(likeliest[first_row:end_row])
+            first_row = end_row
+        if self._is_plain(sequence):
+            found = verify_likeliest(greatest, rows, runs)
+        else:
+            found = verify_forks(rows, runs, sequence.params, sequence.token_ids, sequence.seed, sequence.sample_index)
+        choices.verified[item.seq_id] = found
+        outcome = self._emit(sequence, found.choices, rows[found.winner], choices)
+        # Where the sequence ended on a guess, that guess counts as its last token, whose keys nobody needs.
+        num_accepted = min(found.num_accepted, len(outcome.token_ids) - 1)
+        winner = item.forks[found.winner - 1].seq_id if found.winner else None
+        return outcome._replace(num_accepted=num_accepted, winner=winner)
+
+    def _is_plain(self, sequence: Sequence) -> bool:
+        """Whether a sequence's tokens are the likeliest, and nobody asks how likely they were."""
+        return sequence.params.plain_greedy and not self.report_probabilities
+
+    def _emit(self, sequence: Sequence, chosen: Items[Choice], rows: Items[np.ndarray], choices: _Choices) -> Outcome:
+        """Take the tokens chosen, each from its row of logits, up to the one that ends the sequence."""
+        token_ids: list[int] = []
         position = len(sequence.token_ids)
-        token = self._choose_token(sequence, position, logits, likeliest)
-        choices.tokens.append(token)
-        token_id = token.token_id
-        if token_id in self.tokenizer.eos_token_ids and not sequence.params.ignore_eos:
-            return self._ended(sequence, "stop", token_id, choices, (token_id,))
-        if sequence.output_text.stopped_by is not None:
-            return self._ended(sequence, "stop", sequence.output_text.stopped_by, choices, (token_id,))
-        if position + 1 - sequence.num_prompt_tokens >= sequence.max_output_tokens:
-            return self._ended(sequence, "length", None, choices, (token_id,))
-        return Outcome(sequence.seq_id, position, (token_id,), None)
+        last = sequence.num_prompt_tokens + sequence.max_output_tokens - 1
+        for (token_id, probability, logprobs), logits in zip(chosen, rows, strict=False):
+            if self.on_logits is not None:
+                self.on_logits(sequence.seq_id, logits.copy())
+            if logprobs is not None:
+                sequence.logprobs.append(logprobs)
+            is_eos = self._is_eos(sequence, token_id)
+            text = "" if is_eos else sequence.output_text.push(token_id)
+            token_ids.append(token_id)
+            choices.tokens.append(TokenRecord(sequence.seq_id, position, token_id, text, probability, logprobs))
+            if is_eos:
+                return self._ended(sequence, "stop", token_id, choices, tuple(token_ids))
+            if sequence.output_text.stopped_by is not None:
+                return self._ended(sequence, "stop", sequence.output_text.stopped_by, choices, tuple(token_ids))
+            if position >= last:
+                return self._ended(sequence, "length", None, choices, tuple(token_ids))
+            position += 1
+        return Outcome(sequence.seq_id, len(sequence.token_ids), tuple(token_ids), None)
 
     def _ended(
         self,
@@ -497,28 +671,8 @@ class Engine:
         if reason == "length" and sequence.output_text.stopped_by is not None:  # completed by the last bytes
             reason, stop = "stop", sequence.output_text.stopped_by
         choices.finished.append(FinishRecord(sequence.seq_id, reason, text, stop))
-        self._tables.pop(sequence.seq_id, None)
+        self._rows.forget(sequence.seq_id)
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
-
-    def _choose_token(self, sequence: Sequence, position: int, logits: np.ndarray, likeliest: int) -> TokenRecord:
-        if self.on_logits is not None:
-            self.on_logits(sequence.seq_id, logits.copy())
-        params = sequence.params
-        if (
-            params.greedy
-            and params.repetition_penalty == 1
-            and params.logprobs is None
-            and not self.report_probabilities
-        ):
-            check_greatest(logits[likeliest])
-            token_id, probability, logprobs = likeliest, None, None
-        else:
-            choice = choose(logits, params, sequence.token_ids, sequence.seed, sequence.sample_index, position)
-            token_id, probability, logprobs = choice
-            if logprobs is not None:
-                sequence.logprobs.append(logprobs)
-        text = "" if self._is_eos(sequence, token_id) else sequence.output_text.push(token_id)
-        return TokenRecord(sequence.seq_id, position, token_id, text, probability, logprobs)
 
     def _is_eos(self, sequence: Sequence, token_id: int) -> bool:
         return token_id in self.tokenizer.eos_token_ids and not sequence.params.ignore_eos
@@ -535,7 +689,15 @@ class Engine:
                 log_total = log_sum_exp(logits, float(logits[check_logits(logits)]))
                 scores.append(top_logprobs(logits, log_total, wanted, sequence.token_ids[position]))
 
-    def _account(self, plan: StepPlan, forward_ms: float, started: float, choices: _Choices, now: float) -> None:
+    def _account(
+        self,
+        plan: StepPlan,
+        guesses: StepGuesses,
+        forward_ms: float,
+        started: float,
+        choices: _Choices,
+        now: float,
+    ) -> None:
         """Add a step to what its sequences have cost."""
         work = self._work
         for admission in plan.admitted:
@@ -549,7 +711,7 @@ class Engine:
         for item in plan.items:
             own = work[item.seq_id]
             own.forward_ms.append(forward_ms)
-            own.forward_tokens.append(item.num_tokens)
+            own.forward_tokens.append(item.num_tokens + _num_guess_rows(item, guesses))
         for token in choices.tokens:
             own = work[token.seq_id]
             if own.first_token is None:
@@ -566,4 +728,17 @@ class Engine:
             stop_reason=sequence.stop_reason,
             logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
             metrics=self._work[sequence.seq_id].metrics(sequence),
+            errors=tuple(sequence.errors),
         )
+
+
+def _item_record(item: PlanItem, guesses: StepGuesses | None = None) -> ItemRecord:
+    num_guesses = _num_guess_rows(item, guesses) if guesses is not None else 0
+    return ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining, num_guesses)
+
+
+def _num_guess_rows(item: PlanItem, guesses: StepGuesses) -> int:
+    """Rows of an item beyond its known tokens."""
+    if not item.num_guesses or item.seq_id not in guesses.runs:
+        return 0
+    return sum([item.num_tokens + len(run) for run in guesses.runs[item.seq_id]]) - item.num_tokens

@@ -7,6 +7,7 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -16,7 +17,10 @@ from forge.backends.backend import OperationTime
 from forge.backends.devices import DEFAULT_DEVICE
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, canonical_mode, create_kv_cache
 from forge.cache.kv_storage import KV_DTYPES, KvLayout, KvStorage
+from forge.engine import tasks
+from forge.engine.answers import OneShotResult
 from forge.engine.engine import Engine
+from forge.engine.oneshot import OneShotTask
 from forge.engine.outputs import RequestOutput
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
@@ -24,11 +28,16 @@ from forge.errors import UsageError
 from forge.model.catalog import DEFAULT_MODEL
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadProgress, load_model
-from forge.trace.records import StepRecord
+from forge.model.qwen3 import Model
+from forge.speculation.setup import DEFAULT_K, Target, checked_mode, load_proposers
+from forge.speculation.speculator import Speculator
+from forge.trace.records import Pooling, StepRecord
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 
+MOST_ONESHOTS = 128
+"""Requests that keep nothing in one step, about: the scratch blocks are counted for so many."""
 DEFAULT_MAX_MODEL_LEN = 4096
 """The context that is reserved for when nobody says otherwise, where the model has as much."""
 
@@ -56,6 +65,10 @@ class LLM:
         preempt: str = "lifo",
         mode: str = "recompute",
         num_host_blocks: int = 256,
+        speculate: str | None = None,
+        draft: str | Path | Sequence[str | Path] = (),
+        k: int = DEFAULT_K,
+        speculate_fixed: bool = False,
         time_operations: bool = False,
         on_load_progress: LoadProgress | None = None,
         on_compile_progress: Callable[[int, int], None] | None = None,
@@ -71,14 +84,18 @@ class LLM:
         model's context, up to 4,096. max_num_seqs: sequences that may run at once. max_num_batched_tokens: tokens that
         one step may compute. chunked_prefill: whether prompts may come in pieces beside decodes. order: `fcfs` or
         `priority`. preempt: the victim when blocks run out, `lifo` or `least-progressed`. mode: `recompute` or `swap`
-        what a victim had. num_host_blocks: the pool to swap to. time_operations: keep time per layer and operation, for
-        `operation_times()`. on_load_progress: called with (bytes loaded, bytes in all). on_compile_progress: called
-        with (kernels compiled, kernels in all) if any have to be, which happens once per machine.
+        what a victim had. num_host_blocks: the pool to swap to. speculate: who guesses tokens ahead, `draft` or
+        `ngram`; None or `off` for nobody. draft: the draft model, or several that all guess; the bundled one if not
+        given. k: how many tokens to guess at a time; at most, unless `speculate_fixed`. time_operations: keep time per
+        layer and operation, for `operation_times()`. on_load_progress: called with (bytes loaded, bytes in all).
+        on_compile_progress: called with (kernels compiled, kernels in all) if any have to be, which happens once per
+        machine.
 
         Raises `UsageError` for an option that has no meaning, the `ForgeError` of its format for a file that is not a
         sound Qwen3 model.
         """
         _require_positive("block_size", block_size)
+        speculate = checked_mode(speculate, k)
         config = SchedulerConfig(
             max_num_seqs, max_num_batched_tokens, chunked_prefill, order, preempt, mode, num_host_blocks
         )
@@ -97,27 +114,46 @@ class LLM:
         started = time.perf_counter()
         loaded = load_model(model, device, threads, quantize, on_load_progress, on_compile_progress)
         self.path, self.model_name = loaded.path, loaded.name
-        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        model, self.tokenizer = loaded.model, loaded.tokenizer
         self.device, self.device_description = device, loaded.device_description
         self.kv_dtype = kv_dtype or loaded.default_kv_dtype
         if time_operations:
-            self.model.time_operations()
-        self.max_model_len = self._usable_context(max_model_len)
-        layout = self.model.kv_layout(0, block_size, self.kv_dtype)
+            model.time_operations()
+        self.max_model_len = _usable_context(model.max_position_embeddings, max_model_len)
+        layout = model.kv_layout(0, block_size, self.kv_dtype)
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
-        self.model.prepare(layout)
-        cache, storage_blocks = create_kv_cache(kv, size)
-        self.kv = cache.kind
-        self.engine = Engine(
-            self.model,
-            self.tokenizer,
-            cache,
-            self._new_storage(storage_blocks, block_size),
-            self.max_model_len,
-            config,
-        )
+        model.prepare(layout)
+        self._kv, self._cache_size, self._config = kv, size, config
+        self._max_k, self._speculate_fixed = k, speculate_fixed
+        self.engine = self._engine_of(model, config)
+        self.kv = self.engine.cache.kind
+        limits = self.max_model_len, max_num_seqs
+        self._target = Target(self.tokenizer, model.vocab_size, self.path, *limits, device, threads, self.kv_dtype)
+        self.speculate_with(speculate, draft)
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started
+
+    def new_engine(self, **changed) -> Engine:
+        """An engine of its own on the same weights, with an empty cache of the same kind and size.
+
+        `changed`: fields of `SchedulerConfig` that are to differ from this model's.
+        """
+        return self._engine_of(self.model, replace(self._config, **changed))
+
+    def _engine_of(self, model: Model, config: SchedulerConfig) -> Engine:
+        size = replace(self._cache_size, max_num_seqs=config.max_num_seqs)
+        cache, num_blocks = create_kv_cache(self._kv, size)
+        scratch = range(num_blocks, num_blocks + self._num_scratch_blocks(config, size.block_size))
+        return Engine(
+            model,
+            self.tokenizer,
+            cache,
+            self._new_storage(model, scratch.stop, size.block_size),
+            self.max_model_len,
+            config,
+            scratch,
+            Speculator(max_k=self._max_k, vocab_size=model.vocab_size, fixed=self._speculate_fixed),
+        )
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
         """Run all prompts to their ends and return their outputs in the order of the prompts."""
@@ -152,6 +188,58 @@ class LLM:
             raise
         return Run(self.engine, requests, keep_logits)
 
+    def classify(self, prompts: Prompt | Sequence[Prompt], labels: Sequence[str]) -> list[tasks.Classification]:
+        """How likely each label is to follow each prompt, from one forward per prompt where labels are single tokens.
+
+        Raises `UsageError` for fewer than two labels, or two that are the same tokens.
+        """
+        encoded = [self._encode(prompt)[1] for prompt in _as_list(prompts)]
+        return tasks.classify(encoded, [self.tokenizer.encode(label) for label in labels], labels, self.answer)
+
+    def score(self, pairs: Sequence[tuple[Prompt, Prompt]], top: int = 0) -> list[tasks.Score]:
+        """Of each (prompt, continuation) the log probability of each of the continuation's tokens, and of `top`
+        alternatives to each. Raises `UsageError` where there is nothing to score."""
+        encoded = [(self._encode(prompt)[1], self._encode(continuation)[1]) for prompt, continuation in pairs]
+        return tasks.score(encoded, top, self.answer)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling | None = None) -> np.ndarray:
+        """One unit vector per prompt: float32 `[prompts, hidden]`. pooling: `last` or `mean`; None takes `last`."""
+        if pooling not in (None, "last", "mean"):
+            raise UsageError(f"unknown pooling {pooling!r}; supported: last, mean")
+        encoded = [self._encode(prompt)[1] for prompt in _as_list(prompts)]
+        return tasks.embed(encoded, pooling or "last", self.answer)
+
+    def rerank(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[float]:
+        """How relevant each document is to the query, from 0 to 1: the probability of "yes" against "no" in the form
+        that Qwen3-Reranker was trained with."""
+        yes, no = (tasks.single_token(self.tokenizer, word) for word in ("yes", "no"))
+        extra = {} if instruction is None else {"instruction": instruction}
+        prompts = [tasks.rerank_prompt(self.tokenizer, query, document, **extra) for document in documents]
+        return tasks.rerank(prompts, yes, no, self.answer)
+
+    def answer(
+        self,
+        requests: Sequence[tuple[Sequence[int], OneShotTask]],
+        on_step: Callable[[StepRecord], None] = lambda record: None,
+    ) -> list[OneShotResult]:
+        """Run requests that keep nothing, each a prompt's tokens and what is wanted of it; their results in order.
+
+        Other work of the engine advances with them. All or none are queued.
+        """
+        engine, request_ids = self.engine, []
+        try:
+            for token_ids, task in requests:
+                request_id = f"request-{next(self._request_ids)}"
+                engine.add_oneshot(request_id, token_ids, task)
+                request_ids.append(request_id)
+            while any(map(engine.is_unfinished, request_ids)):
+                on_step(engine.step())
+            return [engine.result(request_id) for request_id in request_ids]
+        finally:
+            for request_id in request_ids:
+                engine.abort(request_id)
+                engine.forget(request_id)
+
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """The logits after each of `token_ids`: float32 `[len(token_ids), vocab_size]`.
 
@@ -171,7 +259,21 @@ class LLM:
             context_lens=np.array([length], np.int32),
             logit_rows=rows,
         )
-        return self.model.forward(batch, self._new_storage(num_blocks, block_size))
+        with self.engine.lease.use() as model:
+            return model.forward(batch, self._new_storage(model, num_blocks, block_size))
+
+    def speculate_with(self, mode: str, draft: str | Path | Sequence[str | Path] = ()) -> None:
+        """From the next step on, guess by `draft` (the bundled one, or those given), by `ngram`, or not (`off`).
+
+        Raises `UsageError` for a draft whose tokens are not this model's.
+        """
+        drafts = [draft] if isinstance(draft, str | Path) else draft
+        self.engine.speculation.set_proposers(load_proposers(checked_mode(mode, DEFAULT_K), drafts, self._target))
+
+    @property
+    def model(self) -> Model:
+        """Raises `LeaseRevoked` once it has been taken back."""
+        return self.engine.model
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -195,18 +297,14 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt)
         return None, prompt
 
-    def _usable_context(self, max_model_len: int | None) -> int:
-        limit = self.model.max_position_embeddings
-        if max_model_len is None:
-            return min(limit, DEFAULT_MAX_MODEL_LEN)
-        if max_model_len > limit:
-            raise UsageError(f"--max-model-len {max_model_len} is more than the {limit} tokens of this model's context")
-        return max_model_len
+    def _num_scratch_blocks(self, config: SchedulerConfig, block_size: int) -> int:
+        """What one step's requests that keep nothing take, each with a last block that is filled in part."""
+        return -(-max(config.oneshot_tokens, self.max_model_len) // block_size) + MOST_ONESHOTS
 
-    def _new_storage(self, num_blocks: int, block_size: int) -> KvStorage:
-        layout = self.model.kv_layout(num_blocks, block_size, self.kv_dtype)
+    def _new_storage(self, model: Model, num_blocks: int, block_size: int) -> KvStorage:
+        layout = model.kv_layout(num_blocks, block_size, self.kv_dtype)
         try:
-            return self.model.new_storage(layout)
+            return model.new_storage(layout)
         except (MemoryError, ValueError):  # NumPy raises the latter for more bytes than an address can hold
             gigabytes = num_blocks * block_size * layout.bytes_per_token / 1e9
             raise UsageError(
@@ -348,6 +446,14 @@ class ChatTurn(Run):
 
     def _on_end(self, outputs: list[RequestOutput]) -> None:
         self._session._join(self._messages, outputs[0].outputs[0].text, self._seq_id)
+
+
+def _usable_context(limit: int, max_model_len: int | None) -> int:
+    if max_model_len is None:
+        return min(limit, DEFAULT_MAX_MODEL_LEN)
+    if max_model_len > limit:
+        raise UsageError(f"--max-model-len {max_model_len} is more than the {limit} tokens of this model's context")
+    return max_model_len
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

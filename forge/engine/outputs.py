@@ -25,6 +25,8 @@ class CompletionOutput:
     """For each output token its likeliest alternatives, where they were asked for. The token itself is always among
     them, in last place if it is not one of the likeliest."""
     metrics: RequestMetrics
+    errors: tuple[str, ...] = ()
+    """What went wrong on the way: what ended it where `finish_reason` is `error`, or a draft that it lost."""
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,14 @@ class SchedulerConfig:
     """What becomes of a victim's keys and values: dropped and computed again, or kept in the host's pool."""
     num_host_blocks: int = 256
     """The size of the host's pool in blocks."""
+    prefix_planning: bool = True
+    """Whether requests that begin with the same blocks, not yet cached, wait while one of them computes them."""
+    oneshot: bool = True
+    """Whether a generation of one token at most is a request that keeps nothing."""
+    oneshot_tokens: int = 2048
+    """Tokens of requests that keep nothing, in a step of theirs alone."""
+    oneshot_bytes: int = 256 << 20
+    """Temporary memory that a step may need for them."""
 
     def __post_init__(self):
         for name, choices in (
@@ -81,7 +89,7 @@ class SchedulerConfig:
             if getattr(self, name) not in choices:
                 option = {"order": "--order", "victim": "--preempt", "preemption": "--mode"}[name]
                 raise UsageError(f"unknown {option} {getattr(self, name)!r}; supported: {', '.join(choices)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "oneshot_tokens", "oneshot_bytes"):
             value = getattr(self, name)
             if name == "max_num_batched_tokens" and value is None:
                 continue

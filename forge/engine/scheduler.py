@@ -26,18 +26,21 @@ from bisect import insort
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from heapq import merge
 from itertools import count
 from typing import NamedTuple
 
 from forge.cache.host_pool import HostPool
 from forge.cache.kv_cache import NO_HIT, CacheStats, KvCache, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
+from forge.engine.oneshot import MAX_DEFERRALS, OneShotBudget, OneShotItem, OneShotQueue
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import PlanItem, StepPlan, Swap
+from forge.engine.step_plan import ForkSlots, PlanItem, StepPlan, Swap
 from forge.trace.records import (
     AdmitRecord,
     BlockMap,
+    Deferred,
     FinishReason,
     HostPoolFull,
     MaxNumSeqs,
@@ -63,6 +66,8 @@ class Outcome(NamedTuple):
     stop_reason: str | int | None = None
     num_accepted: int = 0
     """Guesses whose keys and values are right."""
+    winner: int | None = None
+    """The fork that computed them, where that was not the item itself."""
     forked: tuple["Outcome", ...] = ()
     """Those of the samples that begin as forks of this sequence."""
 
@@ -84,6 +89,8 @@ class _Draft:
     waiting: list[WaitRecord] = field(default_factory=list)
     preempted: list[PreemptRecord] = field(default_factory=list)
     exhausted: list[int] = field(default_factory=list)
+    leaders: dict[int, int] = field(default_factory=dict)
+    """For each block that is being computed, by its key in the prefix index, the sequence that computes it."""
     starts: dict[int, int] = field(default_factory=dict)
     """Where sequences that were swapped in go on: the cache learns it when the step is committed."""
 
@@ -93,7 +100,15 @@ _UNLIMITED = 1 << 62
 
 
 class Scheduler:
-    def __init__(self, cache: KvCache, config: SchedulerConfig):
+    def __init__(
+        self,
+        cache: KvCache,
+        config: SchedulerConfig,
+        scratch: range = range(0),
+        temporary_bytes: Callable[[int, int], int] = lambda rows, logit_rows: 0,
+    ):
+        """`scratch`: blocks past the cache's own, for requests that keep nothing. `temporary_bytes`: what a forward of
+        so many rows, so many of them with logits, needs for itself."""
         self.cache = cache
         self.config = config
         self.host = HostPool(config.num_host_blocks)
@@ -110,8 +125,13 @@ class Scheduler:
         """The same for every block, where `keep_block_map` is set."""
         self.keep_block_map = False
         self.wanted_guesses: Callable[[Sequence], int] = lambda sequence: 0
-        """How many guesses a decoding sequence would have verified; it gets as many as fit."""
+        """How many guesses a sequence would have verified; it gets as many as fit."""
+        self.wanted_forks: Callable[[Sequence], int] = lambda sequence: 0
+        """How many further runs of as many guesses."""
         self._arrivals = count()
+        self._fork_ids = count(-1, -1)
+        self.oneshots = OneShotQueue(cache, temporary_bytes, config.prefix_planning)
+        self._scratch = scratch
         self._key = config.admission_order
         # Without a cache a step computes whole sequences; it has no part of one to begin or to end with.
         self._budget = config.token_budget if cache.remembers else _UNLIMITED
@@ -123,6 +143,9 @@ class Scheduler:
         arrival = next(self._arrivals)
         for one in (sequence, *sequence.forks):
             one.arrival = arrival
+        if self.config.prefix_planning:
+            cacheable = sequence.token_ids[: _most_cached(sequence)]
+            sequence.prefix_keys = self.cache.prefix_keys(cacheable, sequence.salt)
         self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
@@ -130,11 +153,11 @@ class Scheduler:
         insort(self.waiting, sequence, key=self._key)
 
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running or self.swapped)
+        return bool(self.waiting or self.running or self.swapped or self.oneshots)
 
     @property
     def queues(self) -> Queues:
-        return Queues(len(self.waiting), len(self.running), len(self.swapped), self.num_finished)
+        return Queues(len(self.waiting) + len(self.oneshots), len(self.running), len(self.swapped), self.num_finished)
 
     # Deciding a step
 
@@ -151,8 +174,10 @@ class Scheduler:
         self._make_room(draft)
         taking_part = [self.running[seq_id] for seq_id, tokens in draft.tokens.items() if tokens]
         items = tuple([self._plan_item(sequence, draft) for sequence in taking_part])
+        oneshots = self._plan_oneshots(items, draft) if self.oneshots else ()
         return StepPlan(
             items,
+            oneshots,
             tuple(draft.copies),
             tuple(draft.swap_outs),
             tuple(draft.swap_ins),
@@ -180,21 +205,48 @@ class Scheduler:
         for seq_id, remaining in prompts:
             tokens[seq_id] = min(remaining, budget)
             budget -= tokens[seq_id]
-        return _Draft(tokens, budget, needs)
+        draft = _Draft(tokens, budget, needs)
+        for seq_id, _ in prompts:
+            self._lead(self.running[seq_id], cache.computed_length(seq_id), draft)
+        return draft
 
     def _admit(self, draft: _Draft) -> None:
-        """Begin waiting sequences, in order, until one does not fit."""
-        while (sequence := self._next_in_line()) is not None:
+        """Begin waiting sequences, in order, until one does not fit. Those that are deferred let others pass."""
+        line = list(merge(self.waiting, sorted(self.swapped.values(), key=self._key), key=self._key))
+        for sequence in line:
             refusal = self._try_to_begin(sequence, draft)
             if refusal is not None:
                 draft.waiting.append(WaitRecord(sequence.seq_id, refusal))
+                if isinstance(refusal, Deferred):
+                    sequence.times_deferred += 1
+                    continue
                 if not self.running and not isinstance(refusal, MaxNumSeqs):
                     self._give_up(sequence, draft)
                 return
 
-    def _next_in_line(self) -> Sequence | None:
-        heads = [*self.waiting[:1], *self.swapped.values()]
-        return min(heads, key=self._key, default=None)
+    def _leader(self, sequence: Sequence, num_cached: int, draft: _Draft) -> Deferred | None:
+        """The sequence that is computing what this one would compute next, if it is worth waiting for."""
+        keys = sequence.prefix_keys[num_cached // self.cache.block_size :]
+        leader = draft.leaders.get(keys[0]) if keys else None
+        if leader is None or sequence.times_deferred >= MAX_DEFERRALS:
+            return None
+        return Deferred(leader, self.cache.block_size * sum(draft.leaders.get(key) == leader for key in keys))
+
+    def _lead(self, sequence: Sequence, num_cached: int, draft: _Draft) -> None:
+        """What this sequence computes others need not compute too."""
+        for key in sequence.prefix_keys[num_cached // self.cache.block_size :]:
+            draft.leaders.setdefault(key, sequence.seq_id)
+
+    def _plan_oneshots(self, items: tuple[PlanItem, ...], draft: _Draft) -> tuple[OneShotItem, ...]:
+        """Requests that keep nothing, in what the step has left, or in a budget of their own where it has nothing."""
+        config = self.config
+        tokens = min(draft.budget, config.oneshot_tokens) if items else config.oneshot_tokens
+        if tokens <= 0:
+            return ()
+        free = OneShotBudget(tokens, config.oneshot_bytes, self.cache.num_available, list(self._scratch))
+        oneshots, waits = self.oneshots.plan(free, draft.leaders)
+        draft.waiting += waits
+        return oneshots
 
     def _try_to_begin(self, sequence: Sequence, draft: _Draft) -> WaitReason | None:
         """Admit a sequence with room for all its tokens, or say why it has to wait."""
@@ -203,6 +255,9 @@ class Scheduler:
         own = self._adopt_kept(sequence)
         while True:
             num_cached, cost = self._cost_of_beginning(sequence, own)
+            deferral = self._leader(sequence, num_cached, draft)
+            if deferral is not None:
+                return deferral
             uncached = len(sequence.token_ids) - num_cached
             if draft.budget < (1 if self.config.chunked_prefill else uncached):
                 return NoBudget(self._budget)
@@ -257,6 +312,7 @@ class Scheduler:
             del self.swapped[seq_id]
         else:
             self.waiting.remove(sequence)
+        self._lead(sequence, num_cached, draft)
         draft.tokens[seq_id] = min(length - num_cached, draft.budget)
         draft.budget -= draft.tokens[seq_id]
         draft.needs[seq_id] = 0
@@ -343,11 +399,12 @@ class Scheduler:
         num_tokens = draft.tokens[seq_id]
         remaining = length - start - num_tokens
         phase = self._phase(seq_id, num_tokens + remaining)
-        guesses = self._fitting_guesses(sequence, draft) if phase == "decode" else 0
+        guesses = self._fitting_guesses(sequence, draft) if sequence.num_output_tokens and not remaining else 0
         missing = length + guesses - cache.reserved_length(seq_id)
         if missing:
             draft.copies += cache.reserve(seq_id, missing)
         draft.needs[seq_id] = 0
+        forks = self._fitting_forks(sequence, num_tokens + guesses, draft) if guesses and phase == "decode" else ()
         samples = not remaining and sequence.max_output_tokens > 0
         first_row = num_tokens - 1 if samples else num_tokens
         if sequence.needs_prompt_logprobs:
@@ -355,7 +412,7 @@ class Scheduler:
         last_row = num_tokens - 1 if not samples and not remaining else num_tokens + guesses
         table = cache.block_table(seq_id)
         rows = range(first_row, max(first_row, last_row))
-        return PlanItem(seq_id, start, num_tokens, rows, samples, phase, table, remaining, guesses)
+        return PlanItem(seq_id, start, num_tokens, rows, samples, phase, table, remaining, guesses, forks)
 
     def _phase(self, seq_id: int, num_missing: int) -> Phase:
         """`decode` where nothing but the last output token has to be computed (with the cache off: again)."""
@@ -382,6 +439,28 @@ class Scheduler:
         draft.budget -= guesses
         return guesses
 
+    def _fitting_forks(self, sequence: Sequence, num_rows: int, draft: _Draft) -> tuple[ForkSlots, ...]:
+        """Room for further runs of guesses, as many as are wanted and fit. One that was swapped in this very step has
+        nothing to fork yet."""
+        if sequence.seq_id in draft.starts:
+            return ()
+        cache, forks = self.cache, []
+        for _ in range(self.wanted_forks(sequence)):
+            if num_rows > draft.budget:
+                break
+            seq_id = next(self._fork_ids)
+            try:
+                copies = cache.fork(sequence.seq_id, seq_id)
+            except OutOfBlocks:
+                break
+            if cache.blocks_needed(seq_id, num_rows) > cache.num_available - sum(draft.needs.values()):
+                cache.remove(seq_id)
+                break
+            draft.copies += (*copies, *cache.reserve(seq_id, num_rows))
+            draft.budget -= num_rows
+            forks.append(ForkSlots(seq_id, cache.block_table(seq_id)))
+        return tuple(forks)
+
     # Taking the results
 
     def commit(self, plan: StepPlan, outcomes: Items[Outcome]) -> tuple[BlockCopy, ...]:
@@ -398,17 +477,32 @@ class Scheduler:
             sequence = self.running[item.seq_id]
             sequence.token_ids += outcome.token_ids
             end = item.start + item.num_tokens + outcome.num_accepted
-            self.cache.commit(item.seq_id, sequence.token_ids[item.start : end])
+            owner = item.seq_id if outcome.winner is None else outcome.winner
+            self.cache.commit(owner, sequence.token_ids[item.start : end])
             if item.num_guesses > outcome.num_accepted:
-                self.cache.truncate(item.seq_id, end)
+                self.cache.truncate(owner, end)
+            if item.forks:
+                copies += self._end_forks(item, owner)
             if outcome.forked:
                 copies += self._begin_forks(sequence, outcome.forked)
+        self.oneshots.finish(plan.oneshots)
+        self.num_finished += len(plan.oneshots)
         self.stats = self.cache.stats()
         self.block_map = self.cache.block_map() if self.keep_block_map else None
         for outcome in _flat(outcomes):
             if outcome.finish_reason is not None:
                 self._retire(self.find(outcome.seq_id), outcome.finish_reason, outcome.stop_reason)
         return tuple(copies)
+
+    def _end_forks(self, item: PlanItem, owner: int) -> tuple[BlockCopy, ...]:
+        """Only what the run of guesses that was right has computed stays, as the sequence's own."""
+        copies: tuple[BlockCopy, ...] = ()
+        if owner != item.seq_id:
+            self.cache.remove(item.seq_id)
+            copies = self.cache.fork(owner, item.seq_id)
+        for fork in item.forks:
+            self.cache.remove(fork.seq_id)
+        return copies
 
     def _begin_forks(self, parent: Sequence, outcomes: tuple[Outcome, ...]) -> list[BlockCopy]:
         """The prompt is computed: begin the other samples of it. Those without a place wait for one, as the preempted

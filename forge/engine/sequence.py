@@ -34,14 +34,27 @@ class Sequence:
     """Keep the cache when the sequence ends, for another to continue from."""
     continues: int | None = None
     """The kept sequence whose cache this one takes over."""
+    drafts: tuple[str, ...] | None = None
+    """Which proposers guess for it, by name; None for all that the engine has."""
     forks: list["Sequence"] = field(default_factory=list)
     """Further samples of the same prompt. They begin as forks of this one in the step that has computed the prompt."""
     times_preempted: int = 0
+    times_deferred: int = 0
+    """Steps that it waited for another to compute blocks that it begins with too."""
+    prefix_keys: tuple[int, ...] = ()
+    """What the full blocks of its prompt are known by in the prefix index."""
     finish_reason: FinishReason | None = None
     """Why it ended; set once, when it ends."""
     stop_reason: str | int | None = None
+    errors: list[str] = field(default_factory=list)
+    """What went wrong on its way, whether it ended it or not."""
     logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     prompt_logprobs: list[tuple[tuple[int, float], ...] | None] = field(default_factory=list)
+
+    def note(self, error: str) -> None:
+        """Something went wrong on its way. Noting it again does nothing."""
+        if error not in self.errors:
+            self.errors.append(error)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -9,10 +9,23 @@ plan, and nothing is overwritten before it has been read.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from forge.cache.kv_storage import BlockCopy
 from forge.trace.records import AdmitRecord, ExecutionClass, Phase, PreemptRecord, WaitRecord
+
+if TYPE_CHECKING:
+    from forge.engine.oneshot import OneShotItem
+
+
+class ForkSlots(NamedTuple):
+    """Where another run of guesses for the same sequence is computed beside the item's own: a fork in the cache, for
+    the length of one step."""
+
+    seq_id: int
+    """Below 0: no sequence has such an id."""
+    block_table: tuple[int, ...]
+    """Of the same positions as the item's."""
 
 
 class PlanItem(NamedTuple):
@@ -32,6 +45,8 @@ class PlanItem(NamedTuple):
     """Known tokens that a later step has to compute: the rest of a prompt that comes in chunks."""
     num_guesses: int = 0
     """Rows after the known ones that hold a guess each, to be verified: slots for as many are reserved."""
+    forks: tuple[ForkSlots, ...] = ()
+    """Each computes as many rows as the item, with guesses of its own."""
 
 
 class Swap(NamedTuple):
@@ -44,6 +59,8 @@ class Swap(NamedTuple):
 @dataclass(frozen=True)
 class StepPlan:
     items: tuple[PlanItem, ...]
+    oneshots: tuple["OneShotItem", ...] = ()
+    """Requests that the step answers and forgets."""
     copies: tuple[BlockCopy, ...] = ()
     """Block copies to perform, in order, before the step writes anything."""
     swap_outs: tuple[Swap, ...] = ()
@@ -58,10 +75,13 @@ class StepPlan:
 
     @property
     def execution_class(self) -> ExecutionClass:
-        """`decode` where every item extends a running sequence by its next token; `mixed` otherwise."""
+        """`decode` where every item extends a running sequence by its next token, `oneshot` where nothing outlives the
+        step, `mixed` otherwise."""
+        if self.oneshots:
+            return "mixed" if self.items else "oneshot"
         return "decode" if all(item.phase == "decode" for item in self.items) else "mixed"
 
     @property
     def num_tokens(self) -> int:
-        """Rows that the step's forward pass has."""
-        return sum(item.num_tokens + item.num_guesses for item in self.items)
+        """Rows that the step's forward pass has at most: there may be fewer guesses than there is room for."""
+        return sum((item.num_tokens + item.num_guesses) * (1 + len(item.forks)) for item in self.items)

@@ -113,6 +113,14 @@ class HashModel:
         rows = batch.logit_rows
         return self._logits(_mixed(contexts[owners[rows], batch.positions[rows]]))
 
+    def hidden(self, batch: ForwardBatch, storage: NumpyKvStorage) -> np.ndarray:
+        """Raises `UsageError`: it has none."""
+        raise UsageError("the hash model has no hidden states: take a real one for embeddings")
+
+    def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
+        """Of the logits, about: what a context needs depends on its length."""
+        return 4 * (num_rows + num_logit_rows * self.vocab_size)
+
     def _logits(self, contexts: np.ndarray) -> np.ndarray:
         """From the hash of each context, uint32 `[R]`."""
         hashes = _mixed(contexts[:, None] ^ self._token_hashes)

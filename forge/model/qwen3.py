@@ -51,6 +51,14 @@ class Model(Protocol):
         """Write this batch's keys and values into `storage`; return logits, float32 `[R, vocab_size]`."""
         ...
 
+    def hidden(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
+        """The same without the output head: the last hidden states, float32 `[R, hidden]`."""
+        ...
+
+    def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
+        """About how many bytes a forward of so many rows needs beside weights and storage."""
+        ...
+
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -115,8 +123,27 @@ class Qwen3:
         """
         return self.backend.run(self.forward_pass, batch, storage)
 
+    def hidden(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
+        """The same pass without the output head: float32 `[R, hidden]`, the last norm's result for `logit_rows`."""
+        return self.backend.run(self.hidden_pass, batch, storage)
+
     def forward_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
         """The operations of one pass, in order. What they do, at once or later, is the backend's business."""
+        return ops.to_numpy(ops.linear(self.hidden_rows(ops, batch, storage), self.weights.head))
+
+    def hidden_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
+        """`forward_pass` up to what the output head would read."""
+        return ops.to_numpy(self.hidden_rows(ops, batch, storage))
+
+    def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
+        """About how many bytes of arrays a pass needs beside weights and storage."""
+        config = self.config
+        heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+        per_row = 4 * (2 * config.hidden_size + 2 * heads + 2 * config.intermediate_size)
+        return num_rows * per_row + 4 * num_logit_rows * config.vocab_size
+
+    def hidden_rows(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
+        """All layers and the last norm: `[R, hidden]`, what the output head reads."""
         config, weights = self.config, self.weights
         ops.begin_layer(-1)
         x = ops.embed(weights.embedding, batch)
@@ -126,8 +153,7 @@ class Qwen3:
             x = ops.add(x, self._feed_forward(ops, layer, x))
         ops.begin_layer(-1)
         x = ops.logit_rows(x, batch)  # only rows whose logits are wanted pay for the head
-        x = ops.rms_norm(x, weights.output_norm, config.rms_norm_eps)
-        return ops.to_numpy(ops.linear(x, weights.head))
+        return ops.rms_norm(x, weights.output_norm, config.rms_norm_eps)
 
     def _attention(
         self, ops: Operations, index: int, layer: LayerWeights, x: Array, batch: ForwardBatch, storage: KvStorage

@@ -14,6 +14,10 @@ from forge.speculation.controller import Costs
 
 _RECENT = 15
 """Measurements that a median is taken over."""
+_ENOUGH = 3
+"""Measurements of one number of rows from which their median says something: the first of a process is a slow one."""
+_REFRESH = 8
+"""Forwards after which costs are worked out anew: that takes longer than a guess."""
 
 
 class CostMeter:
@@ -24,10 +28,20 @@ class CostMeter:
         self.assumed = assumed
         self._forward_ms: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._guess_ms: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
+        self._known: dict[int, Costs] = {}
+        self._age = 0
+
+    @property
+    def knows_plain_steps(self) -> bool:
+        """Whether forwards of one row were measured often enough to hold others against them."""
+        return len(self._forward_ms.get(1, ())) >= _ENOUGH
 
     def add_forward(self, num_rows: int, ms: float) -> None:
         """A forward of the target in which every sequence decoded or verified."""
         self._forward_ms[num_rows].append(ms)
+        self._age += 1
+        if self._age >= _REFRESH:
+            self._known, self._age = {}, 0
 
     def add_guesses(self, num_sequences: int, num_guesses: int, ms: float) -> None:
         """A proposing for so many sequences, of `num_guesses` tokens each."""
@@ -35,23 +49,32 @@ class CostMeter:
 
     def costs(self, num_sequences: int) -> Costs:
         """In units of a plain decode step of `num_sequences` sequences, of which each guesses."""
+        if num_sequences not in self._known:
+            self._known[num_sequences] = self._costs(num_sequences)
+        return self._known[num_sequences]
+
+    def _costs(self, num_sequences: int) -> Costs:
         line = self._line()
         if line is None:
             return self.assumed
         base, slope = line
         plain_ms = base + slope * num_sequences
-        row = slope * num_sequences / plain_ms if len(self._forward_ms) > 1 else self.assumed.row
-        nearest = min(self._guess_ms, key=lambda measured: abs(measured - num_sequences), default=None)
+        known = [measured for measured, times in self._guess_ms.items() if len(times) >= _ENOUGH]
+        nearest = min(known, key=lambda measured: abs(measured - num_sequences), default=None)
         guess = self.assumed.guess if nearest is None else median(self._guess_ms[nearest]) / plain_ms
-        return Costs(guess, row)
+        return Costs(guess, slope * num_sequences / plain_ms)
 
     def _line(self) -> tuple[float, float] | None:
-        """(base, slope) in milliseconds by least squares; None before the first forward."""
-        points = [(rows, median(times)) for rows, times in self._forward_ms.items()]
+        """(base, slope) in milliseconds by least squares; None before the first forward. As long as only one number of
+        rows has been seen often enough, the price of a row is the assumed one."""
+        points = [(rows, median(times)) for rows, times in self._forward_ms.items() if len(times) >= _ENOUGH]
         if not points:
             return None
         middle_rows, middle_ms = (fmean(values) for values in zip(*points, strict=True))
         spread = sum((rows - middle_rows) ** 2 for rows, _ in points)
-        slope = sum((rows - middle_rows) * (ms - middle_ms) for rows, ms in points) / spread if spread else 0.0
+        if spread:
+            slope = sum((rows - middle_rows) * (ms - middle_ms) for rows, ms in points) / spread
+        else:
+            slope = self.assumed.row * middle_ms / (1 + self.assumed.row * (middle_rows - 1))
         slope = min(max(slope, 0.0), middle_ms / middle_rows)  # neither part of a forward takes less than no time
         return middle_ms - slope * middle_rows, slope

@@ -53,6 +53,12 @@ class Lease(Generic[T]):
         return self._revoked_at is not None
 
     @property
+    def lent(self) -> T:
+        """What is lent, to ask it about itself: work with it goes by `use`. Raises `LeaseRevoked`."""
+        self.check()
+        return self._lent
+
+    @property
     def release_ms(self) -> float | None:
         """Milliseconds from revocation to release; None until it is released."""
         if self._revoked_at is None or self._released_at is None:

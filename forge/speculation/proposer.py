@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from forge.engine.sampling import Distribution
 from forge.engine.sampling_params import SamplingParams
+from forge.speculation.leases import Lease
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Proposer(ABC):
 
     name: str
     """What `--speculate` or the model calls it."""
+    lease: Lease | None = None
+    """What it guesses with, where that is lent to it."""
 
     @abstractmethod
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal, NamedTuple
 
-Phase = Literal["prefill", "decode"]
+Phase = Literal["prefill", "decode", "oneshot"]
+Pooling = Literal["last", "mean"]
 ExecutionClass = Literal["oneshot", "mixed", "decode"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 PreemptionMode = Literal["recompute", "swap"]
@@ -20,13 +21,15 @@ class ItemRecord(NamedTuple):
     seq_id: int
     phase: Phase
     """`decode` where all but the last token were there before; `prefill` where more than that had to be computed, a
-    prompt or what a preemption dropped."""
+    prompt or what a preemption dropped; `oneshot` for a request that this step answers and forgets."""
     start: int
     """The position of the first row: how many tokens the cache already held."""
     num_tokens: int
-    """Rows computed."""
+    """Rows computed of tokens that stand."""
     remaining: int = 0
     """Known tokens that are still to be computed after this step: a prompt that came in chunks."""
+    num_guesses: int = 0
+    """Further rows, each of which verified a guess or stood before one in another run of guesses."""
 
 
 class TokenRecord(NamedTuple):
@@ -56,6 +59,8 @@ class FinishRecord:
     """Output text that was held back until the end."""
     stop: str | int | None = None
     """Which stop string, or which token id, ended it."""
+    error: str | None = None
+    """What went wrong, where `reason` is `error` and it is known."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,16 @@ class HostPoolFull:
     free: int
 
 
-WaitReason = NoBlocks | MaxNumSeqs | NoBudget
+@dataclass(frozen=True)
+class Deferred:
+    """Another sequence computes blocks that this one begins with too: next step they are there."""
+
+    leader: int
+    num_tokens: int
+    """Tokens that need not be computed twice."""
+
+
+WaitReason = NoBlocks | MaxNumSeqs | NoBudget | Deferred
 
 
 @dataclass(frozen=True)
@@ -107,7 +121,8 @@ class AdmitRecord:
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """A sequence that the step left out, and why. Those behind it in the queue wait for it."""
+    """A sequence that the step left out, and why. Those behind it in the queue wait for it, unless it is deferred: then
+    they may pass."""
 
     seq_id: int
     reason: WaitReason
@@ -140,6 +155,20 @@ class RejectRecord:
 
     request_id: str
     message: str
+
+
+@dataclass(frozen=True)
+class ArriveRecord:
+    """A request that was put in the queue since the step before."""
+
+    request_id: str
+    seq_ids: tuple[int, ...]
+    """Its samples. Those after the first begin when the prompt that they share has been computed."""
+    num_prompt_tokens: int
+    max_output_tokens: int
+    arrived: float
+    """Seconds on the engine's monotonic clock."""
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -296,17 +325,32 @@ class StepRecord:
     waiting: tuple[WaitRecord, ...] = ()
     preempted: tuple[PreemptRecord, ...] = ()
     rejected: tuple[RejectRecord, ...] = ()
+    arrived: tuple[ArriveRecord, ...] = ()
     block_table_entries: int = 0
     """Blocks in the tables of the sequences that took part."""
+    temporary_bytes: int = 0
+    """About what the forward's own arrays took, logits included: nothing of it outlives the step."""
     events: tuple[CacheEvent, ...] = ()
     """What the step changed in the cache beyond growing it, in order."""
     blocks: BlockMap | None = None
     """Where every block is; only where it was asked for, because it is as long as the pool."""
+    cycles: "tuple[SpecCycle, ...]" = ()
+    """What was guessed, and what became of it."""
 
     @property
     def tokens_computed(self) -> int:
         """Rows that went through the model."""
-        return sum(item.num_tokens for item in self.items)
+        return sum([item.num_tokens + item.num_guesses for item in self.items])
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Rows of prompts, of either class."""
+        return sum(item.num_tokens for item in self.items if item.phase != "decode")
+
+    @property
+    def decode_tokens(self) -> int:
+        """Rows of sequences that were only extended."""
+        return sum(item.num_tokens for item in self.items if item.phase == "decode")
 
     @property
     def phase(self) -> Phase:
@@ -370,6 +414,17 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True)
+class EndRecord:
+    """A request whose samples have all ended. Whoever ran it makes this record of its output."""
+
+    request_id: str
+    reasons: tuple[FinishReason, ...]
+    """Why each sample ended."""
+    metrics: tuple[RequestMetrics, ...]
+    """What each sample cost."""
+
+
+@dataclass(frozen=True)
 class Spread:
     """Five numbers that describe a list of milliseconds."""
 
@@ -393,8 +448,8 @@ class TokenVerdict:
     accepted: bool
     target_argmax: int
     """The target's likeliest token there, after the repetition penalty."""
-    target_probability: float
-    """The target's own probability of the proposed token: softmax of its raw logits."""
+    target_probability: float | None = None
+    """The target's own probability of the proposed token, where it was asked for: softmax of its raw logits."""
     p: float | None = None
     """Under sampling, how likely the target's filtered distribution draws the token; None under greedy. Where several
     drafts guess, of what those before left of that distribution."""
@@ -436,13 +491,19 @@ class SpecCycle:
     emitted: tuple[int, ...]
     """The accepted tokens and the target's own one, as far as the sequence did not end before."""
     draft_ms: float
-    """Proposing, for all sequences of the step together."""
+    """This proposer's time, for all sequences of the step together."""
     target_ms: float
     """The step's forward pass, for all its sequences together."""
     decision: SpecDecision | None = None
     """Why so many were proposed."""
+    then: SpecDecision | None = None
+    """What was decided for the next cycle."""
+    won: bool = True
+    """Whether what was emitted is this proposer's run. Of several that guess for one sequence, one wins."""
     error: str | None = None
     """What ended the cycle before it was verified, such as a revoked lease."""
+    release_ms: float | None = None
+    """Milliseconds from the revocation of that lease to the release of what was lent."""
 
     @property
     def num_accepted(self) -> int:

@@ -1,24 +1,27 @@
-"""Two runs of the same prompt side by side: whether the tokens are the same, and what each cost.
+"""Two runs of the same prompt, or prompts, side by side: whether the tokens are the same, and what each cost.
 
 `compare_runs` turns two results into a `Comparison`, plain data; the rest of the file draws one.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
+from forge.engine.outputs import RequestOutput
 from forge.trace.records import StepRecord, TokenRecord
+from forge.views.cache_figures import CacheFigures, cache_figures_object
+from forge.views.comparison_rows import comparison_rows, two_sided_table
 from forge.views.curves import curve_plot, shape_sentence, short_name
-from forge.views.figures import count, ms, plural, rate, size, times
+from forge.views.figures import plural
 from forge.views.generation import sample_texts
 from forge.views.json_output import climb_object, run_object
-from forge.views.metrics import metrics_lines, with_unit
+from forge.views.metrics import metrics_lines
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.summary import Forward, RunResult
 from forge.views.terminal import can_redraw, print_table
@@ -26,6 +29,19 @@ from forge.views.text import one_line, quoted, tail
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one side said to one prompt."""
+
+    output: RequestOutput
+    logits: Sequence["np.ndarray"]
+    """Float32 `[vocab]` for each output token of the first sample."""
+
+    @property
+    def token_ids(self) -> list[tuple[int, ...]]:
+        return [sample.token_ids for sample in self.output.outputs]
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,25 @@ class Side:
     result: RunResult
     logits: Sequence["np.ndarray"]
     """Float32 `[vocab]` for each output token of the first sample."""
+
+    others: tuple[Answer, ...] = ()
+    """What it said to the prompts after the first, where there are several; its steps are all in `result`."""
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        return Answer(self.result.output, self.logits), *self.others
+
+    @cached_property
+    def cache(self) -> CacheFigures | None:
+        """None where no step ran."""
+        outputs = [answer.output for answer in self.answers]
+        return CacheFigures.of(self.result.records, outputs) if self.result.records else None
+
+    @property
+    def time_to_first_token_ms(self) -> float | None:
+        """The median of the prompts'."""
+        known = [answer.output.metrics.time_to_first_token_ms for answer in self.answers]
+        return median(value for value in known if value is not None) if any(known) else None
 
     @property
     def tokens(self) -> tuple[TokenRecord, ...]:
@@ -66,17 +101,23 @@ class Comparison:
     identical: bool
     """Every sample of both sides has the same tokens."""
     first_difference: int | None
-    """The first output token at which the first samples differ, counted from 1."""
+    """The first output token at which the first samples of a prompt differ, counted from 1."""
     logits: LogitDifference | None
     """None where the two cannot be held against each other: other vocabularies, or nothing generated."""
+    prompt: int = 0
+    """Which prompt, counted from 0, the first difference belongs to."""
 
 
 def compare_runs(question: str, option: str, left: Side, right: Side) -> Comparison:
-    ids = [[sample.token_ids for sample in side.result.output.outputs] for side in (left, right)]
-    first = _first_difference(ids[0][0], ids[1][0])
-    shared = min(len(left.logits), len(right.logits)) if first is None else first
-    logits = _logit_difference(left.logits[:shared], right.logits[:shared])
-    return Comparison(question, option, (left, right), ids[0] == ids[1], first, logits)
+    pairs = list(zip(left.answers, right.answers, strict=True))
+    differing = [place for place, (one, other) in enumerate(pairs) if one.token_ids != other.token_ids]
+    compared: list[tuple[np.ndarray, np.ndarray]] = []
+    for one, other in pairs:
+        first = _first_difference(one.token_ids[0], other.token_ids[0])
+        compared += list(zip(one.logits, other.logits, strict=False))[:first]  # all of them where nothing differs
+    prompt = differing[0] if differing else 0
+    first = _first_difference(*(answer.token_ids[0] for answer in pairs[prompt]))
+    return Comparison(question, option, (left, right), not differing, first, _logit_difference(compared), prompt)
 
 
 def question_for(option: str) -> str:
@@ -96,6 +137,7 @@ _QUESTIONS = {
 def comparison_object(comparison: Comparison) -> dict[str, Any]:
     """A comparison for `--json`."""
     logits = comparison.logits
+    several = bool(comparison.sides[0].others)
     return {
         "option": comparison.option,
         "identical": comparison.identical,
@@ -109,9 +151,23 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
                 "last_over_second_forward": side.result.last_over_second,
                 **run_object(side.result, token_text=str),
                 **climb_object(side.result.forwards),
+                "cache": side.cache and cache_figures_object(side.cache),
+                **({"prompts": [_answer_object(answer) for answer in side.answers]} if several else {}),
             }
             for side in comparison.sides
         ],
+    }
+
+
+def _answer_object(answer: Answer) -> dict[str, Any]:
+    output = answer.output
+    return {
+        "prompt": output.prompt,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "tokens_cached": output.metrics.tokens_cached,
+        "time_to_first_token_ms": output.metrics.time_to_first_token_ms,
+        "text": output.outputs[0].text,
+        "token_ids": list(output.outputs[0].token_ids),
     }
 
 
@@ -147,17 +203,19 @@ class ComparisonProgress:
 
 
 def print_comparison(console: Console, comparison: Comparison, prompt: str) -> None:
-    """Question, prompt, table, picture, verdict."""
+    """Question, prompt, table, picture, verdict. With several prompts there is no picture: no forward of theirs has a
+    shape of its own."""
     console.print(Text(comparison.question, TITLE))
     console.print(Text(one_line(tail(prompt, 200)), QUIET))
     console.print()
-    print_table(console, _table(comparison))
     sides = comparison.sides
-    plot = curve_plot(
-        [side.name for side in sides], [side.result.forwards for side in sides], _num_points(sides), console.width
-    )
-    for line in [Text(""), *plot, *legend(comparison)]:
-        console.print(line)
+    print_table(console, two_sided_table([side.name for side in sides], comparison_rows(sides)))
+    if not sides[0].others:
+        plot = curve_plot(
+            [side.name for side in sides], [side.result.forwards for side in sides], _num_points(sides), console.width
+        )
+        for line in [Text(""), *plot, *legend(comparison)]:
+            console.print(line)
     console.print()
     for line in verdict(comparison):
         console.print(line)
@@ -176,10 +234,15 @@ def verdict(comparison: Comparison) -> list[Text]:
     """Whether the two sides said the same, and how far apart their logits are."""
     logits = _logits_text(comparison.logits)
     if comparison.identical:
-        tokens = sum(len(sample.token_ids) for sample in comparison.sides[0].result.output.outputs)
-        return [Text.assemble(("✓ identical", GOOD), f": {plural(tokens, 'token')}, {logits}")]
-    first = comparison.first_difference
-    lines = [Text.assemble(("✗ the tokens differ", TROUBLE), f"{_where(first)}; {logits}")]
+        answers = comparison.sides[0].answers
+        tokens = plural(sum(len(token_ids) for answer in answers for token_ids in answer.token_ids), "token")
+        what = f"{tokens} of {len(answers)} prompts" if len(answers) > 1 else tokens
+        return [Text.assemble(("✓ identical", GOOD), f": {what}, {logits}")]
+    first, prompt = comparison.first_difference, comparison.prompt
+    of_prompt = f" of prompt {prompt + 1}" if comparison.sides[0].others else ""
+    lines = [Text.assemble(("✗ the tokens differ", TROUBLE), f"{_where(first)}{of_prompt}; {logits}")]
+    if prompt:
+        return [*lines, *(_answer_line(side, index, prompt) for index, side in enumerate(comparison.sides))]
     return [*lines, *(_continuation(side, index, first) for index, side in enumerate(comparison.sides))]
 
 
@@ -195,36 +258,6 @@ def _num_points(sides: Sequence[Side]) -> int:
     return max(len(side.result.records) for side in sides)
 
 
-def _table(comparison: Comparison) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("")
-    for index, side in enumerate(comparison.sides):
-        style = sequence_style(index)
-        table.add_column(Text(short_name(side.name), style), header_style=f"{TITLE} {style}", min_width=10)
-    table.add_column("")
-    for name, show, value in _ROWS:
-        left, right = (value(side.result) for side in comparison.sides)
-        table.add_row(Text(name, QUIET), show(left), show(right), _ratio(name, left, right))
-    return table
-
-
-_ROWS = (
-    ("time to first token", lambda value: with_unit(ms(value), "ms"), lambda run: run.time_to_first_token_ms),
-    ("decode", lambda value: with_unit(rate(value), "tok/s"), lambda run: run.decode_tokens_per_second),
-    ("last / second forward", times, lambda run: run.last_over_second),
-    ("all forwards", lambda value: with_unit(ms(value), "ms"), lambda run: sum(run.forward_ms)),
-    ("tokens computed", count, lambda run: run.tokens_computed),
-    ("KV held", size, lambda run: run.kv_bytes_held),
-)
-
-
-def _ratio(name: str, left: float | None, right: float | None) -> str:
-    """The faster over the slower, for decoding speed alone: the one figure that people quote."""
-    if name != "decode" or not left or not right:
-        return ""
-    return times(right / left)
-
-
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     for position, (one, other) in enumerate(zip(left, right, strict=False), start=1):
         if one != other:
@@ -232,10 +265,9 @@ def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     return None if len(left) == len(right) else min(len(left), len(right)) + 1
 
 
-def _logit_difference(left: Sequence["np.ndarray"], right: Sequence["np.ndarray"]) -> LogitDifference | None:
+def _logit_difference(pairs: "Sequence[tuple[np.ndarray, np.ndarray]]") -> LogitDifference | None:
     import numpy as np
 
-    pairs = list(zip(left, right, strict=False))
     if not pairs or pairs[0][0].shape != pairs[0][1].shape:
         return None
     largest = [float(np.max(np.abs(one - other))) for one, other in pairs]
@@ -256,6 +288,11 @@ def _where(first_difference: int | None) -> str:
     return "" if first_difference is None else f" from output token {first_difference} on"
 
 
+def _answer_line(side: Side, index: int, prompt: int) -> Text:
+    text = one_line(side.answers[prompt].output.outputs[0].text)
+    return Text.assemble((f"  {one_line(side.name)}  ", sequence_style(index)), text, no_wrap=True, overflow="ellipsis")
+
+
 def _continuation(side: Side, index: int, position: int | None) -> Text:
     """What one side said at the first difference and how sure it was, or how much it said in all."""
     line = Text(f"  {one_line(side.name)}  ", sequence_style(index))
@@ -263,5 +300,5 @@ def _continuation(side: Side, index: int, position: int | None) -> Text:
         token = side.tokens[position - 1]
         text = quoted(token.text) if token.text else f"token {token.token_id}"
         return line.append(f"{text} (p {token.probability:.3f})", "default")
-    ids = side.result.output.outputs[0].token_ids
+    ids = side.answers[0].token_ids[0]
     return line.append(f"{plural(len(ids), 'token')}, then {side.result.ending}", "default")

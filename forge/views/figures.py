@@ -51,6 +51,11 @@ def percent(share: float) -> str:
     return f"{share * 100:.0f} %"
 
 
+def share(value: float) -> str:
+    """A share that may be small: `6.2 %`."""
+    return f"{value * 100:.1f} %"
+
+
 def parameters(value: int) -> str:
     """`7.1 M`, `596.0 M`, `1.7 B`."""
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):

@@ -142,7 +142,8 @@ class TerminalKeys:
             event = self._wait(timeout)
             if event != "input":
                 return event
-            self._pending = os.read(self._descriptor, 1024)
+            with suppress(OSError):  # Linux says EIO once the other side has hung up
+                self._pending = os.read(self._descriptor, 1024)
             if not self._pending:
                 return EOF
         return self._decode()
@@ -206,7 +207,8 @@ class TerminalKeys:
         import termios
 
         self._taken = False
-        termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
 
     def _woken(self, number, frame) -> None:
         if number == signal.SIGCONT and self._taken:

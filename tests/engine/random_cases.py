@@ -21,7 +21,7 @@ from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.step_plan import StepPlan
 from forge.model.hash_model import HashModel
-from forge.trace.records import StepRecord
+from forge.trace.records import Deferred, StepRecord
 from tests.engine.scripted import PieceTokenizer
 
 PIECES = ("<eos>", "a", "b", "ab", "c")
@@ -58,6 +58,9 @@ class Case:
     victim: str = "lifo"
     preemption: str = "recompute"
     num_host_blocks: int = 64
+    oneshot: bool = False
+    prefix_planning: bool = False
+    oneshot_tokens: int = 64
 
     @property
     def pool_blocks(self) -> int | None:
@@ -89,7 +92,8 @@ def new_engine(case: Case) -> Engine:
     size = CacheSize(MAX_MODEL_LEN, case.max_num_seqs, case.block_size, 8, case.pool_blocks)
     kv_cache, storage_blocks = create_kv_cache(case.kv, size)
     model = new_model()
-    storage = model.new_storage(model.kv_layout(storage_blocks, case.block_size))
+    scratch = range(storage_blocks, storage_blocks + 12 * MAX_MODEL_LEN)
+    storage = model.new_storage(model.kv_layout(scratch.stop, case.block_size))
     storage.keys[:] = storage.values[:] = -1
     config = SchedulerConfig(
         case.max_num_seqs,
@@ -99,8 +103,11 @@ def new_engine(case: Case) -> Engine:
         case.victim,
         case.preemption,
         case.num_host_blocks,
+        case.prefix_planning,
+        case.oneshot,
+        case.oneshot_tokens,
     )
-    return Engine(model, PieceTokenizer(PIECES), kv_cache, storage, MAX_MODEL_LEN, config)
+    return Engine(model, PieceTokenizer(PIECES), kv_cache, storage, MAX_MODEL_LEN, config, scratch)
 
 
 # Making cases up
@@ -130,6 +137,9 @@ def random_case(seed: int, kv: str) -> Case:
         victim=one_of("lifo", "least-progressed"),
         preemption=one_of("recompute", "swap"),
         num_host_blocks=one_of(0, 2, least, 64),
+        oneshot=rng.random() < 0.7,
+        prefix_planning=rng.random() < 0.6,
+        oneshot_tokens=one_of(1, 12, 30, 64),
     )
 
 
@@ -140,7 +150,7 @@ def _random_request(rng: np.random.Generator, arrives: int) -> Request:
     return Request(
         prompt=tuple(1 + (word >> position % 2 & 1) for position in range(length)),
         params=SamplingParams(
-            max_tokens=int(rng.choice([1, 2, 5, 9, 14])),
+            max_tokens=int(rng.choice([1, 1, 1, 2, 5, 9, 14])),
             temperature=float(rng.choice([0, 0, 1])),
             seed=word,
             stop=[(), ("bc",), ("aab", "cc")][rng.integers(3)],
@@ -183,6 +193,7 @@ class Play:
         self.scheduler = self.engine.scheduler
         self.seen: Counter[str] = Counter()
         """What happened, and how often."""
+        self.seq_ids: dict[int, tuple[int, ...]] = {}
         self.said: dict[int, list[int]] = {}
         """By sequence: what its token records said."""
         self.ended: Counter[int] = Counter()
@@ -233,6 +244,7 @@ class Play:
         seq_ids = self.engine.add_request(
             str(index), request.prompt, request.params, priority=request.priority, salt=request.salt
         )
+        self.seq_ids[index] = seq_ids
         for seq_id in seq_ids:
             self.said[seq_id], self.first_position[seq_id] = [], len(request.prompt)
         self.check_state()
@@ -253,9 +265,10 @@ class Play:
 
     def check_plan(self, plan: StepPlan, running_before: list[int]) -> None:
         case, scheduler = self.case, self.scheduler
-        assert plan.items or plan.exhausted, "a step in which nothing happens"
+        assert plan.items or plan.oneshots or plan.exhausted, "a step in which nothing happens"
         assert plan.num_tokens <= scheduler._budget, "more tokens than the budget"
-        assert len(plan.waiting) <= 1
+        undeferred = [one for one in plan.waiting if not isinstance(one.reason, Deferred)]
+        assert len(undeferred) <= 2, "more than the heads of the two queues wait for lack of something"
         admitted = [one.seq_id for one in plan.admitted]
         preempted = [one.seq_id for one in plan.preempted]
         assert len(set(admitted)) == len(admitted) and not set(admitted) & set(running_before)
@@ -292,8 +305,12 @@ class Play:
         for item in plan.items:
             for position in range(item.start, item.start + item.num_tokens + item.num_guesses):
                 slots.append(item.block_table[position // size] * size + position % size)
+        for one in plan.oneshots:
+            for position in range(one.item.start, one.item.start + one.item.num_tokens):
+                slots.append(one.item.block_table[position // size] * size + position % size)
         assert len(set(slots)) == len(slots), "two rows write one slot"
         pool = getattr(self.scheduler.cache, "pool", None)
+        slots = [slot for slot in slots if pool is not None and slot < pool.num_blocks * size]
         for block in {slot // size for slot in slots} if pool is not None else ():
             assert pool.reference_counts[block] == 1, f"block {block} is written and shared"
 
@@ -301,7 +318,7 @@ class Play:
         scheduler, seen = self.scheduler, self.seen
         queues = record.queues
         assert (queues.waiting, queues.running, queues.swapped) == tuple(
-            map(len, (scheduler.waiting, scheduler.running, scheduler.swapped))
+            map(len, ([*scheduler.waiting, *scheduler.oneshots.requests()], scheduler.running, scheduler.swapped))
         )
         for token in record.tokens:
             said = self.said[token.seq_id]
@@ -318,13 +335,14 @@ class Play:
         for one in record.waiting:
             seen[type(one.reason).__name__] += 1
         seen["chunk"] += any(item.remaining for item in record.items)
+        seen["published"] += any(one.num_published > one.item.start for one in self.plan.oneshots)
         seen["mixed"] += len({item.phase for item in record.items}) > 1
 
     def check_outputs(self) -> None:
         for index, request in enumerate(self.case.requests):
             output = self.engine.output(str(index))
             expected, prompt_logprobs = alone(request.prompt, request.params, self.case.longest)
-            seq_ids = [one.seq_id for one in self.engine._requests[str(index)].sequences]
+            seq_ids = self.seq_ids[index]
             for seq_id, found, (token_ids, text, reason) in zip(seq_ids, output.outputs, expected, strict=True):
                 assert not self.case.interrupted or list(found.token_ids) == self.said[seq_id]
                 assert list(found.token_ids) == self.said[seq_id], "not what its records said"
@@ -337,15 +355,16 @@ class Play:
                 got = found.token_ids, found.text, found.finish_reason
                 assert got == (token_ids, text, reason), f"request {index}: {got}, alone {(token_ids, text, reason)}"
             if output.outputs[0].finish_reason != "abort":
+                self.seen["oneshot"] += str(index) in self.engine._oneshots
                 assert output.prompt_logprobs == prompt_logprobs, f"request {index}: other prompt log probabilities"
             self.engine.forget(str(index))
 
     def check_nothing_is_held(self) -> None:
         scheduler, stats = self.scheduler, self.engine.cache.stats()
         assert (stats.used_blocks, stats.tokens_held) == (0, 0), "blocks are still held"
-        assert not (scheduler.waiting or scheduler.running or scheduler.swapped or scheduler.kept)
+        assert not (scheduler.oneshots or scheduler.waiting or scheduler.running or scheduler.swapped or scheduler.kept)
         assert scheduler.host.num_free == scheduler.host.num_blocks, "the host's pool is not empty"
-        assert not (self.engine._requests or self.engine._work or self.engine._tables)
+        assert not (self.engine._requests or self.engine._work or self.engine._rows._tables)
         assert scheduler.num_finished == len(self.said)
 
 

@@ -14,6 +14,7 @@ from forge.engine.engine import Engine
 from forge.engine.outputs import CompletionOutput
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
+from forge.speculation.speculator import Speculator
 from forge.trace.records import StepRecord
 
 Script = Callable[[list[int]], int | np.ndarray]
@@ -47,6 +48,9 @@ class ScriptedModel:
         self.script, self.vocab_size = script, vocab_size
         self.forwards: list[list[int]] = []
         """The number of rows of each sequence in each forward."""
+
+    def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
+        return num_rows + num_logit_rows
 
     def forward(self, batch, storage) -> np.ndarray:
         slots = storage.keys[0].reshape(-1)
@@ -84,15 +88,17 @@ def new_engine(
     max_num_seqs: int = 4,
     num_blocks: int | None = None,
     block_size: int = 4,
+    speculation: Speculator | None = None,
     **scheduling,
 ) -> Engine:
     size = CacheSize(max_model_len, max_num_seqs, block_size, 8, num_blocks)
     cache, storage_blocks = create_kv_cache(kv, size)
-    storage = NumpyKvStorage(KvLayout(1, storage_blocks, block_size, 1, 1))
+    storage = NumpyKvStorage(KvLayout(1, storage_blocks + 64, block_size, 1, 1))
     storage.keys[:] = -1
     model = ScriptedModel(script, len(pieces))
+    scratch = range(storage_blocks, storage_blocks + 64)
     config = SchedulerConfig(max_num_seqs, **scheduling)
-    return Engine(model, PieceTokenizer(pieces), cache, storage, max_model_len, config)
+    return Engine(model, PieceTokenizer(pieces), cache, storage, max_model_len, config, scratch, speculation)
 
 
 def letters(text: str) -> list[int]:

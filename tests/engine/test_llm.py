@@ -182,7 +182,7 @@ def test_metrics_show_what_the_cache_saves(off, basic):
 def test_max_model_len_bounds_what_is_reserved(path):
     small, large = load(path, kv="basic", max_model_len=32), load(path, kv="basic", max_model_len=64)
 
-    assert large.kv_layout.num_blocks == 2 * small.kv_layout.num_blocks
+    assert large.engine.cache.num_blocks == 2 * small.engine.cache.num_blocks
     with pytest.raises(UsageError, match="the prompt has 33 tokens and the context holds 32"):
         small.generate([[1] * 33])
 

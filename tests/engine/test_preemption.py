@@ -107,12 +107,12 @@ def test_a_prompt_preempted_midway_is_scored_from_where_it_was():
     engine.add_request("short", letters("abcd"), SamplingParams(max_tokens=12, **UNENDING))
     engine.step()
     text = letters("a longer prompt of twenty")[:20]
-    engine.add_request("long", text, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    engine.add_request("long", text, SamplingParams(max_tokens=2, prompt_logprobs=1, ignore_eos=True))
     records = run_all(engine)
 
     assert any(0 < one.tokens_lost < 20 for one in preemptions(records)), "it was not preempted in its prompt"
     alone = new_engine(muddled)
-    alone.add_request("long", text, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    alone.add_request("long", text, SamplingParams(max_tokens=2, prompt_logprobs=1, ignore_eos=True))
     run_all(alone)
     assert engine.output("long").prompt_logprobs == alone.output("long").prompt_logprobs
 

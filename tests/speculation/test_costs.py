@@ -8,26 +8,35 @@ from forge.speculation.costs import CostMeter
 ASSUMED = Costs(0.1, 0.02)
 
 
+def metered(forwards: dict[int, float], guesses: dict[int, float] | None = None, times: int = 3) -> CostMeter:
+    """A meter that has measured forwards, {rows: ms}, and guesses, {sequences: ms of one guess for each}."""
+    meter = CostMeter(ASSUMED)
+    for _ in range(times):
+        for rows, ms in forwards.items():
+            meter.add_forward(rows, ms)
+        for num_sequences, ms in (guesses or {}).items():
+            meter.add_guesses(num_sequences, 4, 4 * ms)
+    return meter
+
+
 def test_what_was_assumed_holds_until_something_is_measured():
     assert CostMeter(ASSUMED).costs(1) == ASSUMED
 
 
-def test_rows_and_guesses_are_priced_in_plain_steps():
-    meter = CostMeter(ASSUMED)
-    for rows in (1, 5, 3):
-        meter.add_forward(rows, 10 + 0.5 * rows)
-    meter.add_guesses(1, 4, 8.4)
+def test_one_measurement_or_two_say_nothing_yet():
+    assert metered({1: 10.0}, {1: 9.0}, times=2).costs(1) == ASSUMED
+    assert metered({1: 10.0}, {1: 9.0}, times=3).costs(1) != ASSUMED
 
-    alone = meter.costs(1)
+
+def test_rows_and_guesses_are_priced_in_plain_steps():
+    alone = metered({rows: 10 + 0.5 * rows for rows in (1, 5, 3)}, {1: 2.1}).costs(1)
+
     assert alone.guess == pytest.approx(2.1 / 10.5)
     assert alone.row == pytest.approx(0.5 / 10.5)
 
 
 def test_in_a_batch_a_guess_for_each_is_a_row_for_each():
-    meter = CostMeter(ASSUMED)
-    for rows in (8, 16, 40):
-        meter.add_forward(rows, 10 + 0.5 * rows)
-    meter.add_guesses(8, 2, 4.2)
+    meter = metered({rows: 10 + 0.5 * rows for rows in (8, 16, 40)}, {8: 2.1})
 
     assert meter.costs(8).row == pytest.approx(8 * 0.5 / 14)
     assert meter.costs(8).guess == pytest.approx(2.1 / 14)
@@ -42,21 +51,34 @@ def test_one_slow_step_changes_nothing():
     assert meter.costs(1).guess == pytest.approx(0.2)
 
 
-def test_with_one_size_of_step_only_the_price_of_rows_stays_assumed():
-    meter = CostMeter(ASSUMED)
-    meter.add_forward(5, 10.0)
-    meter.add_guesses(1, 4, 8.0)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_with_one_size_of_step_only_the_price_of_rows_stays_assumed(rows):
+    costs = metered({rows: 10.0}, {1: 2.0}).costs(1)
 
-    assert meter.costs(1) == Costs(pytest.approx(0.2), ASSUMED.row)
+    assert costs.row == pytest.approx(ASSUMED.row)
+    assert costs.guess == pytest.approx(0.2 * (1 + (rows - 1) * ASSUMED.row))
+
+
+def test_plain_steps_are_known_once_three_were_measured():
+    assert not metered({1: 10.0}, times=2).knows_plain_steps
+    assert metered({1: 10.0}).knows_plain_steps
+    assert not metered({2: 10.0}).knows_plain_steps
+
+
+def test_costs_follow_what_is_measured_later():
+    meter = metered({1: 10.0, 5: 12.0}, {1: 1.0})
+    before = meter.costs(1)
+    for _ in range(15):
+        meter.add_guesses(1, 1, 5.0)
+        meter.add_forward(1, 10.0)
+
+    assert before.guess == pytest.approx(0.1)
+    assert meter.costs(1).guess == pytest.approx(0.5)
 
 
 def test_no_measurements_make_a_forward_take_less_than_no_time():
-    for points in ([(1, 5.0), (9, 1.0)], [(1, 0.1), (9, 10.0)]):
-        meter = CostMeter(ASSUMED)
-        for rows, ms in points:
-            meter.add_forward(rows, ms)
-        meter.add_guesses(1, 1, 1.0)
+    for points in ({1: 5.0, 9: 1.0}, {1: 0.1, 9: 10.0}):
         for num_sequences in (1, 4, 16):
-            costs = meter.costs(num_sequences)
+            costs = metered(points, {1: 1.0}).costs(num_sequences)
             assert costs.row >= 0
             assert costs.guess > 0

@@ -118,7 +118,7 @@ def test_greedy_output_is_the_targets_alone_for_every_proposer(target, device, e
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
-def test_batched_verification_of_k_and_1_rows_gives_the_bits_of_as_many_single_decodes(target, expected, k):
+def test_speculative_batched_verify_matches_sequential_decode_one_to_the_bit(target, expected, k):
     tokens = [*PROMPT, *expected[:k]]
     batched, single = Target(target), Target(target)
     for each in (batched, single):
@@ -158,7 +158,7 @@ def test_a_sampled_run_can_be_repeated_and_a_lookup_leaves_its_tokens_as_they_ar
     assert recent.accept_rate == 1, "a draft that is the target is never rejected"
 
 
-def test_the_bundled_pair_accepts_what_is_documented():
+def test_speculative_decode_accept_rate_in_reasonable_range():
     """`models/README.md`: of four guesses 3.11 are accepted. Here in the last 50 cycles over a few beginnings."""
     target, draft = (load(resolve_model(name), "cpu") for name in ("tales", "tales-draft"))
     proposer = DraftProposer.of_model(draft, vocab_size=target.vocab_size, max_num_seqs=1, max_model_len=LENGTH)

@@ -122,13 +122,31 @@ def norm_rope_store(op, ctx, thread, threads):
 
 
 @numba.njit
-def _gather_chunk(ctx, head, table, start, count, out, width, next_head, next_start, next_count):
+def _fetch_chunk(ctx, head, table, start, count):
+    """Ask for the keys or values that `_gather_chunk` will read with the same arguments.
+
+    A block of a head is a page of its own, at whose end the processor stops fetching ahead by itself.
+    """
+    block_size, row_bytes = word(ctx, w.CTX_BLOCK_SIZE), word(ctx, w.CTX_ROW_BYTES)
+    end = start + count
+    while start < end:
+        inside = start % block_size
+        run = min(block_size - inside, end - start)
+        block = np.int64(get_i32(table + 4 * (start // block_size)))
+        source = head + block * word(ctx, w.CTX_BLOCK_BYTES) + inside * row_bytes
+        for line in range(0, run * row_bytes, 64):
+            prefetch(source + line)
+        start += run
+
+
+@numba.njit
+def _gather_chunk(ctx, head, table, start, count, out, width, next_head, next_table, next_start, next_count):
     """Copy one head's keys or values of positions `start` to `start + count` - 1 into float32 `[count, width]`.
 
     `head` is the address of that head in block 0 of the layer. Goes block by block through the table; in a block the
     head's tokens lie side by side. A block of a head is a page of its own, at whose end the processor stops fetching
-    ahead by itself, so the `next_count` tokens at `next_head` from `next_start` on, which will be gathered next, are
-    asked for meanwhile, line by line.
+    ahead by itself, so the `next_count` tokens of `next_head` in `next_table` from `next_start` on, which will be
+    gathered next, are asked for meanwhile, line by line.
     """
     block_size, kind, row_bytes = word(ctx, w.CTX_BLOCK_SIZE), word(ctx, w.CTX_KV_KIND), word(ctx, w.CTX_ROW_BYTES)
     end, next_end = start + count, next_start + next_count
@@ -139,7 +157,7 @@ def _gather_chunk(ctx, head, table, start, count, out, width, next_head, next_st
         source = head + block * word(ctx, w.CTX_BLOCK_BYTES) + inside * row_bytes
         ahead = source
         if next_start < next_end:
-            block = np.int64(get_i32(table + 4 * (next_start // block_size)))
+            block = np.int64(get_i32(next_table + 4 * (next_start // block_size)))
             ahead = next_head + block * word(ctx, w.CTX_BLOCK_BYTES) + next_start % block_size * row_bytes
         if kind == w.KIND_F32:
             for element in range(0, run * width, 16):
@@ -156,24 +174,8 @@ def _gather_chunk(ctx, head, table, start, count, out, width, next_head, next_st
         start += run
         next_start += run
         out += 4 * run * width
-
-
-@numba.njit
-def _fetch_chunk(ctx, head, table, start, count):
-    """Ask for the keys or values that `_gather_chunk` will read with the same arguments.
-
-    A block of a head is a page of its own, at whose end the processor stops fetching ahead by itself.
-    """
-    block_size, row_bytes = word(ctx, w.CTX_BLOCK_SIZE), word(ctx, w.CTX_ROW_BYTES)
-    end = start + count
-    while start < end:
-        inside = start % block_size
-        run = min(block_size - inside, end - start)
-        block = np.int64(get_i32(table + 4 * (start // block_size)))
-        source = head + block * word(ctx, w.CTX_BLOCK_BYTES) + inside * row_bytes
-        for line in range(0, run * row_bytes, 64):
-            prefetch(source + line)
-        start += run
+    if next_start < next_end:
+        _fetch_chunk(ctx, next_head, next_table, next_start, next_end - next_start)
 
 
 @numba.njit
@@ -269,13 +271,13 @@ def _merge_values(weights, values, width, count, out, keep, gain):
 
 
 @numba.njit
-def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch):
+def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next_keys, next_table, next_count):
     """Attention of rows `first_row` to `last_row` - 1 of one sequence, all query heads that read one key/value head.
 
     Keys come in chunks of 64 absolute positions. A chunk is reduced alone (its own maximum, sum and weighted values)
     and then merged into what came before it, in ascending order; so a row's result depends on its own keys only,
     whatever the batch, the prefill's chunks or the blocks of the cache. Each chunk is widened to float32 once for all
-    rows here.
+    rows here. The first keys are on their way already; the last thing done is to ask for those of the next item.
     """
     head_dim, kv_heads = word(op, w.ATT_HEAD_DIM), word(op, w.ATT_KV_HEADS)
     width = (head_dim + 15) // 16 * 16
@@ -296,15 +298,12 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch):
             store_f32(outs + 4 * (i * width + offset), splat_f32(ZERO))
         put_f32(states + 16 * i, LOWEST)
         put_f32(states + 16 * i + 4, ZERO)
-    layer = word(op, w.ATT_LAYER) * word(ctx, w.CTX_LAYER_BYTES) + kv_head * word(ctx, w.CTX_HEAD_BYTES)
-    keys, values = word(ctx, w.CTX_KEYS) + layer, word(ctx, w.CTX_VALUES) + layer
-    table = word(ctx, w.CTX_TABLES) + 4 * sequence * word(ctx, w.CTX_TABLE_STRIDE)
-    positions = word(ctx, w.CTX_POSITIONS)
+    keys, values = _head_address(op, ctx, w.CTX_KEYS, kv_head), _head_address(op, ctx, w.CTX_VALUES, kv_head)
+    table, positions = _table_address(ctx, sequence), word(ctx, w.CTX_POSITIONS)
     end = np.int64(get_i32(positions + 4 * (last_row - 1))) + 1
-    _fetch_chunk(ctx, keys, table, 0, min(w.CHUNK, end))
     for start in range(0, end, w.CHUNK):
         present = min(w.CHUNK, end - start)
-        _gather_chunk(ctx, keys, table, start, present, chunk, width, values, start, present)
+        _gather_chunk(ctx, keys, table, start, present, chunk, width, values, table, start, present)
         query, weights, state = queries, all_weights, states
         for row in range(first_row, last_row):
             count = min(w.CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
@@ -314,8 +313,16 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch):
                 query += 4 * width
                 weights += 4 * w.CHUNK
                 state += 16
-        upcoming = min(w.CHUNK, end - start - present)
-        _gather_chunk(ctx, values, table, start, present, chunk, width, keys, start + w.CHUNK, upcoming)
+        following, left = start + w.CHUNK, end - start - present
+        if left == 0:
+            _gather_chunk(ctx, values, table, start, present, chunk, width, next_keys, next_table, 0, next_count)
+        else:
+            if left < w.CHUNK // 2:  # too short to fetch much meanwhile
+                _fetch_chunk(ctx, values, table, following, left)
+                _fetch_chunk(ctx, next_keys, next_table, 0, next_count)
+                next_count = 0
+            upcoming = min(w.CHUNK, left)
+            _gather_chunk(ctx, values, table, start, present, chunk, width, keys, table, following, upcoming)
         weights, state, out = all_weights, states, outs
         for row in range(first_row, last_row):
             count = min(w.CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
@@ -333,24 +340,58 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch):
             put_f32(out + 4 * element, get_f32(outs + 4 * (i * width + element)) * inverse)
 
 
+@numba.njit
+def _head_address(op, ctx, arrays, kv_head):
+    """Where the keys or values of a head in block 0 of an operation's layer lie."""
+    layer = word(op, w.ATT_LAYER) * word(ctx, w.CTX_LAYER_BYTES)
+    return word(ctx, arrays) + layer + kv_head * word(ctx, w.CTX_HEAD_BYTES)
+
+
+@numba.njit
+def _table_address(ctx, sequence):
+    return word(ctx, w.CTX_TABLES) + 4 * sequence * word(ctx, w.CTX_TABLE_STRIDE)
+
+
+@numba.njit
+def _find_item(ctx, kv_heads, item, sequence, before):
+    """Which rows and which head an item is, searched from `sequence` on, whose first item is number `before`.
+
+    (sequence, its first item, first row, last row + 1, head); the sequence is their number if there is no such item.
+    """
+    bounds = word(ctx, w.CTX_CU_SEQLENS)
+    while sequence < word(ctx, w.CTX_SEQUENCES):
+        first, last = np.int64(get_i32(bounds + 4 * sequence)), np.int64(get_i32(bounds + 4 * sequence + 4))
+        blocks = (last - first + w.ROWS_PER_BLOCK - 1) // w.ROWS_PER_BLOCK
+        if item < before + blocks * kv_heads:
+            # The last rows of a sequence see the most keys, so their blocks go first.
+            start = first + (blocks - 1 - (item - before) // kv_heads) * w.ROWS_PER_BLOCK
+            return sequence, before, start, min(last, start + w.ROWS_PER_BLOCK), (item - before) % kv_heads
+        before += blocks * kv_heads
+        sequence += 1
+    return sequence, before, np.int64(0), np.int64(0), np.int64(0)
+
+
 def attention(op, ctx, thread, threads):
-    """softmax(q · Kᵀ · scale) · V over the blocks of each sequence. One item per key/value head of a block of rows."""
+    """softmax(q · Kᵀ · scale) · V over the blocks of each sequence. One item per key/value head of a block of rows.
+
+    A thread takes the next item before it does the one that it has, so that it can fetch its first keys meanwhile; and
+    up to four at a time, because the heads of a block lie side by side.
+    """
     scratch = word(ctx, w.CTX_SCRATCH) + thread * word(ctx, w.CTX_SCRATCH_BYTES)
-    kv_heads, sequences, bounds = word(op, w.ATT_KV_HEADS), word(ctx, w.CTX_SEQUENCES), word(ctx, w.CTX_CU_SEQLENS)
-    sequence, before = 0, 0  # items of the sequences before this one
-    while True:
-        item = take(op, 1)
-        while sequence < sequences:
-            first, last = np.int64(get_i32(bounds + 4 * sequence)), np.int64(get_i32(bounds + 4 * sequence + 4))
-            blocks = (last - first + w.ROWS_PER_BLOCK - 1) // w.ROWS_PER_BLOCK
-            if item < before + blocks * kv_heads:
-                break
-            before += blocks * kv_heads
-            sequence += 1
-        if sequence >= sequences:
-            break
-        # The last rows of a sequence see the most keys, so their blocks go first.
-        block = blocks - 1 - (item - before) // kv_heads
-        start = first + block * w.ROWS_PER_BLOCK
-        end = min(last, start + w.ROWS_PER_BLOCK)
-        _attend_block(op, ctx, sequence, (item - before) % kv_heads, start, end, scratch)
+    kv_heads, sequences, positions = word(op, w.ATT_KV_HEADS), word(ctx, w.CTX_SEQUENCES), word(ctx, w.CTX_POSITIONS)
+    together = max(1, min(4, sequences * kv_heads // threads))
+    item = take(op, together)
+    sequence, before, first, last, head = _find_item(ctx, kv_heads, item, np.int64(0), np.int64(0))
+    if sequence < sequences:
+        end = np.int64(get_i32(positions + 4 * (last - 1))) + 1
+        _fetch_chunk(ctx, _head_address(op, ctx, w.CTX_KEYS, head), _table_address(ctx, sequence), 0, min(w.CHUNK, end))
+    while sequence < sequences:
+        item = item + 1 if (item + 1) % together != 0 else take(op, together)
+        next_sequence, before, next_first, next_last, next_head = _find_item(ctx, kv_heads, item, sequence, before)
+        next_count = np.int64(0)
+        if next_sequence < sequences:
+            next_count = min(w.CHUNK, np.int64(get_i32(positions + 4 * (next_last - 1))) + 1)
+        next_keys = _head_address(op, ctx, w.CTX_KEYS, next_head)
+        next_table = _table_address(ctx, next_sequence)
+        _attend_block(op, ctx, sequence, head, first, last, scratch, next_keys, next_table, next_count)
+        sequence, first, last, head = next_sequence, next_first, next_last, next_head

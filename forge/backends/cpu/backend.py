@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -100,6 +101,14 @@ class CpuKvStorage(KvStorage):
         return tokens.astype(np.float32)
 
 
+@dataclass
+class _Pass:
+    """A forward pass that was recorded, and where it is placed now."""
+
+    recording: Recording
+    program: Program
+
+
 class CpuBackend(Backend):
     name = "cpu"
     default_kv_dtype = "float16"
@@ -117,8 +126,7 @@ class CpuBackend(Backend):
         self._on_compile = on_compile
         self._arena = Arena()
         self._team: Team | None = None
-        self._recording: Recording | None = None
-        self._program: Program | None = None
+        self._passes: dict[ForwardPass, _Pass] = {}
         self._context = np.zeros(w.CTX_WORDS, np.int64)
         self._context_address = self._context.ctypes.data
         self._inputs: dict[str, np.ndarray] = {}
@@ -152,25 +160,27 @@ class CpuBackend(Backend):
     # Running
 
     def prepare(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
-        if self._recording is None:
-            self._record(forward_pass, layout)
-            self._program = place(self._recording, SMALLEST_PROGRAM, 1)
-            self._rotations(LEAST_POSITIONS)
+        if forward_pass not in self._passes:
+            recording = self._record(forward_pass, layout)
+            self._passes[forward_pass] = _Pass(recording, place(recording, SMALLEST_PROGRAM, 1))
+            if not len(self._cos):
+                self._rotations(recording, LEAST_POSITIONS)
 
     def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: CpuKvStorage) -> np.ndarray:
         self.prepare(forward_pass, storage.layout)
+        recorded = self._passes[forward_pass]
         self._team.settle()
-        self._fit(batch)
+        self._fit(recorded, batch)
         self._fill(batch, storage)
+        program = recorded.program
         if self._timed is None:
-            program = self._program
-            self._team.run(program.address, len(program.table), self._context_address, alone=self._runs_alone(batch))
+            alone = self._runs_alone(program, batch)
+            self._team.run(program.address, len(program.table), self._context_address, alone=alone)
         else:
-            self._run_timed()
-        width = self._recording.logits.width
-        return self._program.logits[: len(batch.logit_rows), :width].copy()
+            self._run_timed(recorded)
+        return program.logits[: len(batch.logit_rows), : recorded.recording.logits.width].copy()
 
-    def _runs_alone(self, batch: ForwardBatch) -> bool:
+    def _runs_alone(self, program: Program, batch: ForwardBatch) -> bool:
         """Whether one thread will be done before several have waited for each other.
 
         A barrier costs about 2 µs on two cores, and a forward has one per operation. Against that stands what the other
@@ -180,17 +190,22 @@ class CpuBackend(Backend):
         weight_bytes = self._weight_bytes
         seconds = max(weight_bytes / BYTES_PER_SECOND, batch.num_rows * weight_bytes / PRODUCTS_PER_SECOND)
         saved = seconds * (1 - 1 / self.threads)
-        return saved < len(self._program.table) * BARRIER_SECONDS
+        return saved < len(program.table) * BARRIER_SECONDS
 
-    def _record(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
+    def _record(self, forward_pass: ForwardPass, layout: KvLayout) -> Recording:
         recorder = Recorder(layout.num_kv_heads, layout.head_dim)
         forward_pass(recorder, None, None)
-        compile_all([*recorder.recording.kernels(), *TEAM_KERNELS], self._on_compile)
-        self._recording = recorder.recording
-        self._weight_bytes = sum(matrix.packed.nbytes for matrix in self._recording.matrices)
+        recording = recorder.recording
+        compile_all([*recording.kernels(), *TEAM_KERNELS], self._on_compile)
+        if self._team is None:
+            self._weight_bytes = sum(matrix.packed.nbytes for matrix in recording.matrices)
+            self._begin_team(recording, layout)
+        return recording
+
+    def _begin_team(self, recording: Recording, layout: KvLayout) -> None:
         self._team = Team(self.threads)
         weakref.finalize(self, self._team.close)  # its threads end with the backend
-        width, group = padded(layout.head_dim, LANES), self._recording.heads_per_kv_head
+        width, group = padded(layout.head_dim, LANES), recording.heads_per_kv_head
         queries = w.ROWS_PER_BLOCK * group
         # What `_attend_block` lays out: a chunk of keys or values; per query itself, its weights, output and state.
         floats = max(w.CHUNK * width + queries * (w.CHUNK + 2 * width + 4), w.GLU_SCRATCH_FLOATS)
@@ -198,21 +213,21 @@ class CpuBackend(Backend):
         self._inputs["scratch"] = scratch
         self._context[w.CTX_SCRATCH], self._context[w.CTX_SCRATCH_BYTES] = scratch.ctypes.data, scratch.shape[1]
 
-    def _fit(self, batch: ForwardBatch) -> None:
+    def _fit(self, recorded: "_Pass", batch: ForwardBatch) -> None:
         """Place the program for a larger batch, and extend the rotation tables, where this batch asks for it."""
         rows, logit_rows = batch.num_rows, len(batch.logit_rows)
-        program = self._program
+        program = recorded.program
         if rows > program.max_rows or logit_rows > program.max_logit_rows:
             sizes = _doubled(program.max_rows, rows), _doubled(program.max_logit_rows, logit_rows)
-            self._program = place(self._recording, *sizes)
+            recorded.program = place(recorded.recording, *sizes)
         last = int(batch.context_lens.max())
         if last > len(self._cos):
-            self._rotations(_doubled(len(self._cos), last))
+            self._rotations(recorded.recording, _doubled(len(self._cos), last))
 
-    def _rotations(self, positions: int) -> None:
+    def _rotations(self, recording: Recording, positions: int) -> None:
         """cos and sin of every position and frequency: float32 `[positions, head_dim / 2]`, computed in float64."""
-        half = self._recording.head_dim // 2
-        angles = np.arange(positions)[:, None] * self._recording.theta ** (-np.arange(half) / half)
+        half = recording.head_dim // 2
+        angles = np.arange(positions)[:, None] * recording.theta ** (-np.arange(half) / half)
         self._cos, self._sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         self._context[w.CTX_ROPE_COS], self._context[w.CTX_ROPE_SIN] = self._cos.ctypes.data, self._sin.ctypes.data
 
@@ -249,10 +264,10 @@ class CpuBackend(Backend):
             for (layer, name), (seconds, calls) in (self._timed or {}).items()
         )
 
-    def _run_timed(self) -> None:
+    def _run_timed(self, recorded: "_Pass") -> None:
         """One operation at a time, each as a program of its own."""
-        for number, operation in enumerate(self._recording.operations):
-            entry = self._program.table[number : number + 1].copy()
+        for number, operation in enumerate(recorded.recording.operations):
+            entry = recorded.program.table[number : number + 1].copy()
             entry[0, w.WAIT_WORD] = 1
             started = time.perf_counter()
             self._team.run(entry.ctypes.data, 1, self._context_address)

@@ -3,7 +3,8 @@
 Every tensor type becomes one of a few layouts, exactly: what the packed form stands for is what the gguf package
 dequantizes to, up to the one rounding of the multiplication.
 
-    8-bit   Q8_0, Q5_0 · Q5_1, Q5_K (with a minimum) · Q6_K (groups of 16)
+    8-bit   Q8_0, Q5_0 · Q5_1, Q5_K (with a minimum)
+    6-bit   Q6_K (groups of 16)
     4-bit   Q4_0 · Q4_1, Q4_K (with a minimum)
     float   F32, F16, BF16 as they are
 
@@ -24,7 +25,7 @@ from forge.backends.cpu.tiles import GROUP, LINE, SUPERBLOCK, TileLayout
 from forge.gguf import GGMLType, SuperblockScales, superblock_scales, unpack
 
 Q8 = TileLayout(bits=8, bias=128, group=32, scale_kind="f16", has_minimum=False)
-Q6K = TileLayout(bits=8, bias=128, group=16, scale_kind="k", has_minimum=False)
+Q6K = TileLayout(bits=6, bias=32, group=16, scale_kind="k", has_minimum=False)
 Q5M = TileLayout(bits=8, bias=0, group=32, scale_kind="f16", has_minimum=True)
 Q5KM = TileLayout(bits=8, bias=0, group=32, scale_kind="k", has_minimum=True)
 Q4 = TileLayout(bits=4, bias=8, group=32, scale_kind="f16", has_minimum=False)
@@ -52,7 +53,7 @@ ROWS_PER_PASS = 2048
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix of 8- or 4-bit groups. T tiles of 16 rows, G groups of 32 columns, both padded."""
+    """A matrix of 8-, 6- or 4-bit groups. T tiles of 16 rows, G groups of 32 columns, both padded."""
 
     rows: int
     columns: int
@@ -80,8 +81,11 @@ class QuantizedMatrix:
         """What the packed form stands for: float32 `[rows, columns]`. For tests."""
         layout, (tiles, groups) = self.layout, self.quants.shape[:2]
         lines = self.quants
-        if layout.bits == 4:
-            lines = np.concatenate([lines & 15, lines >> 4], axis=2)
+        if layout.bits < 8:
+            lines = np.concatenate([lines[:, :, :4] & 15, lines[:, :, :4] >> 4], axis=2)
+        if layout.bits == 6:
+            upper = np.stack([self.quants[:, :, 4:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=3)
+            lines |= upper.reshape(lines.shape) << 4
         # [T, G, 8 lines, 16 rows, 4 inputs] → [T, 16 rows, G, 8 lines, 4 inputs]
         quants = lines.reshape(tiles, groups, 8, LANES, 4).transpose(0, 3, 1, 2, 4).astype(np.float32) - layout.bias
         quants = quants.reshape(tiles * LANES, -1, layout.group)
@@ -289,11 +293,19 @@ def _interleave(quants: np.ndarray, layout: TileLayout, lines: np.ndarray) -> No
     fours = quants.view(np.uint32).reshape(-1, LANES, columns // GROUP, 8).transpose(0, 2, 3, 1)
     if layout.bits == 8:
         lines.view(np.uint32).reshape(fours.shape)[...] = fours
-    else:
-        halves = lines.view(np.uint32).reshape(*fours.shape[:2], 4, LANES)
+        return
+    words = lines.view(np.uint32).reshape(*fours.shape[:2], layout.bits, LANES)
+    halves = words[:, :, :4]
+    if layout.bits == 4:
         halves[...] = fours[:, :, 4:]
         halves <<= 4
         halves |= fours[:, :, :4]
+        return
+    low, high = np.uint32(0x0F0F0F0F), np.uint32(0x30303030)
+    halves[...] = (fours[:, :, 4:] & low) << 4 | fours[:, :, :4] & low
+    upper = words[:, :, 4:]
+    by_line = (fours & high).reshape(*fours.shape[:2], 2, 4, LANES)
+    upper[...] = by_line[:, :, :, 0] >> 4 | by_line[:, :, :, 1] >> 2 | by_line[:, :, :, 2] | by_line[:, :, :, 3] << 2
 
 
 def _tiled(per_row: np.ndarray) -> np.ndarray:

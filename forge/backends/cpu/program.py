@@ -162,7 +162,7 @@ def _new_buffer(owner: Buffer, rows: int, quantized: bool) -> dict[str, np.ndarr
     if quantized:
         parts |= {
             "quants": np.zeros((rows, owner.stride), np.int8),
-            "scales": np.zeros((rows, owner.stride // GROUP), np.float32),
+            "scales": np.zeros((rows, owner.stride // GROUP, 2), np.float32),
             "sums": np.zeros((rows, owner.stride // 16), np.int32),
         }
     return parts

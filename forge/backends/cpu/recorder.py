@@ -208,9 +208,12 @@ class Recorder(Operations):
     def logit_rows(self, x: Buffer, batch) -> Rows:
         return Rows(x)
 
-    def to_numpy(self, x: Product) -> None:
-        self.recording.logits = self._multiply(x)
-        self._wait()
+    def to_numpy(self, x: Product | Norm) -> None:
+        if isinstance(x, Norm):
+            self.recording.logits = self._normed(x)
+        else:
+            self.recording.logits = self._multiply(x)
+            self._wait()
 
     # Writing down
 
@@ -281,7 +284,7 @@ class Recorder(Operations):
             w.FFN_X_STRIDE: x.stride,
             w.FFN_GROUPS: packed.num_groups,
             w.FFN_PAIRS: packed.rows // GROUP,
-            w.FFN_CHUNK: max(1, min(4, packed.rows // GROUP // 8)),
+            w.FFN_CHUNK: max(1, min(2, packed.rows // GROUP // 8)),
             w.FFN_OUT_STRIDE: out.stride,
             w.FFN_QUANTS: Address(out, "quants"),
             w.FFN_SCALES: Address(out, "scales"),
@@ -360,7 +363,7 @@ class Recorder(Operations):
             w.MM_X_STRIDE: x.stride,
             w.MM_NUM_TILES: packed.num_tiles,
             w.MM_ADD: int(into is not None),
-            w.MM_CHUNK: max(1, min(8, packed.num_tiles // 16)),
+            w.MM_CHUNK: max(1, min(4, packed.num_tiles // 16)),
         }
         name = product.matrix.name
         if isinstance(packed, FloatMatrix):

@@ -5,6 +5,7 @@ A tile's weights lie in the order in which they are used. Four consecutive input
 
     8-bit line q (inputs 4q to 4q+3)    row 0: w w w w | row 1: w w w w | … | row 15: w w w w        64 bytes
     4-bit line                          the same, with inputs 4q … in the low and 4(q + 4) … in the high halves
+    6-bit lines                         four 4-bit lines, then two of upper bits: inputs 0 to 15, and 16 to 31
 
 so one load feeds one instruction for each activation row, and the 16 results stay apart in 16 lanes from the first
 product to the last store: nothing is ever added across lanes. Eight lines make a group of 32 inputs. Inside a group
@@ -12,11 +13,11 @@ the sums are integers and exact. After each group they become float32, are scale
 and added to the running sums, groups in ascending order. That order is the same for one row and for eight, so a row's
 result has the same bits whatever is computed beside it.
 
-Weights are stored unsigned, w + bias (128 for 8-bit quants, 8 for Q4_0), because the instructions want one operand
-unsigned. The bias is paid back once per group: the sum starts at -bias * (sum of the group's activations).
+Weights are stored unsigned, w + bias (128 for 8-bit quants, 32 for Q6_K, 8 for Q4_0), because the instructions want
+one operand unsigned. The bias is paid back once per group: the sum starts at -bias * (sum of the group's activations).
 
 Why the number of rows is fixed when the code is made: the running sums of all rows must stay in registers, and a loop
-over rows inside would spill them. One row is bound by memory (72 GB/s of weights seen on two cores), eight rows are
+over rows inside would spill them. One row is bound by memory, eight rows are
 bound by the multiplier; see forge/bench/RESULTS.md.
 """
 
@@ -56,7 +57,7 @@ class TileLayout:
     """How quantized weights lie in memory: what makes one compiled tile differ from another."""
 
     bits: int
-    """8 or 4."""
+    """8, 6 or 4."""
     bias: int
     """What was added to make the quants unsigned."""
     group: int
@@ -105,14 +106,15 @@ class TileLayout:
 
 TILE_ARGUMENTS = (
     "weights", "scales", "minimums", "x", "x_scales", "x_sums", "out",
-    "num_groups", "x_stride", "out_stride", "add", "next_weights",
+    "num_groups", "x_stride", "out_stride", "add", "ahead_low", "ahead_high",
 )  # fmt: skip
 """Addresses and numbers, all int64, that a tile function takes.
 
-weights, scales, minimums: this tile's. x: int8 `[rows, x_stride]`. x_scales: float32 `[rows, x_stride / 32]`. x_sums:
-int32 `[rows, x_stride / 16]`, sums of 16 consecutive activations. out: float32 `[rows, out_stride]`, of which 16
-columns are written; or added to, where `add` is 1. next_weights: where the next tile's weights lie, to be fetched while
-this one is computed, or 0.
+weights, scales, minimums: this tile's. x: int8 `[rows, x_stride]`. x_scales: float32 `[rows, x_stride / 32, 2]`, a
+group's scale and minus its scale times the sum of its quants. x_sums: int32 `[rows, x_stride / 16]`, sums of 16
+consecutive quants. out: float32 `[rows, out_stride]`, of which 16 columns are written; or added to, where `add` is 1.
+ahead_low, ahead_high: where the next tile's weights lie, the first or the second half of each group of which is to be
+fetched while this one is computed, or 0.
 """
 
 
@@ -167,14 +169,13 @@ class _TileCode:
         parts = GROUP // layout.group
         per_part = len(lines) // parts
         for part in range(parts):
-            part_sums = [self.activation_sum(row, index, part) for row in self.rows]
-            integers = [self.start(value) for value in part_sums]
+            integers = [self.start(row, index, part) for row in self.rows]
             for number in range(part * per_part, (part + 1) * per_part):
                 weights = lines[number]()
                 for row in self.rows:
                     x = splat(b, load(b, self.x_address(row, index, 4 * number), I32))
                     integers[row] = self.isa.dot(b, integers[row], weights, x)
-            sums = self.scaled(index, part, integers, part_sums, sums)
+            sums = self.scaled(index, part, integers, sums)
         return sums
 
     def weight_lines(self, index: ir.Value) -> list:
@@ -189,30 +190,40 @@ class _TileCode:
             flip = ir.Constant(V_I32, [-2139062144] * LANES)  # 0x80808080: unsigned w + 128 to signed w
             signed = self.isa.signed_weights and self.layout.bias == 128
             return [lambda n=n: b.xor(line(n), flip) if signed else line(n) for n in range(8)]
-        low = ir.Constant(V_I32, [0x0F0F0F0F] * LANES)
-        four = ir.Constant(V_I32, [4] * LANES)
-        return [lambda n=n: b.and_(line(n), low) for n in range(4)] + [
-            lambda n=n: b.and_(b.lshr(line(n), four), low) for n in range(4)
-        ]
 
-    def start(self, activation_sum: ir.Value) -> ir.Value:
-        """-bias * (sum of the group's activations), in every lane."""
+        def constant(number):
+            return ir.Constant(V_I32, [number] * LANES)
+
+        def low_bits(four):
+            half = line(four % 4)
+            return b.and_(half if four < 4 else b.lshr(half, constant(4)), constant(0x0F0F0F0F))
+
+        def six_bits(four):
+            upper, shift = line(4 + four // 4), 4 - 2 * (four % 4)
+            upper = b.shl(upper, constant(shift)) if shift >= 0 else b.lshr(upper, constant(-shift))
+            return b.or_(low_bits(four), b.and_(upper, constant(0x30303030)))
+
+        return [lambda n=n: low_bits(n) if self.layout.bits == 4 else six_bits(n) for n in range(8)]
+
+    def start(self, row: int, index: ir.Value, part: int) -> ir.Value:
+        """-bias * (sum of the part's activations), in every lane."""
         bias = self.layout.bias
         if bias == 0 or (self.isa.signed_weights and bias == 128):
             return ir.Constant(V_I32, [0] * LANES)
-        return splat(self.b, self.b.mul(activation_sum, I32(-bias)))
+        return splat(self.b, self.b.mul(self.activation_sum(row, index, part), I32(-bias)))
 
-    def scaled(self, index, part, integers, part_sums, sums):
-        """sums + integers * (weight scale * activation scale) - activation sum * (minimum * activation scale)."""
+    def scaled(self, index, part, integers, sums):
+        """sums + integers * (weight scale * activation scale) - minimum * (activation scale * activation sum)."""
         b = self.b
         scale, minimum = self.group_scales(index, part)
         results = []
-        for row, integer, part_sum, total in zip(self.rows, integers, part_sums, sums, strict=True):
-            x_scale = splat(b, load(b, self.row_address("x_scales", row, 32, index, 4), F32))
+        for row, integer, total in zip(self.rows, integers, sums, strict=True):
+            address = self.row_address("x_scales", row, 16, index, 8)
+            x_scale = splat(b, load(b, address, F32))
             total = fused_multiply_add(b, b.sitofp(integer, V_F32), b.fmul(scale, x_scale), total)
             if minimum is not None:
-                x_sum = splat(b, b.fneg(b.sitofp(part_sum, F32)))
-                total = fused_multiply_add(b, x_sum, b.fmul(minimum, x_scale), total)
+                offset = splat(b, load(b, b.add(address, I64(4)), F32))
+                total = fused_multiply_add(b, minimum, offset, total)
             results.append(total)
         return results
 
@@ -256,7 +267,7 @@ class _TileCode:
         return b.add(base, b.add(b.mul(index, I64(GROUP)), I64(offset)))
 
     def row_address(self, name: str, row: int, per: int, index: ir.Value, step: int) -> ir.Value:
-        """Where row `row` of a 4-byte array with one entry per `per` activations holds group `index`."""
+        """Where row `row` of an array with 4 bytes per `per` activations holds group `index`, `step` bytes."""
         b = self.b
         stride = b.mul(b.udiv(self.arg["x_stride"], I64(per)), I64(4 * row))
         return b.add(b.add(self.arg[name], stride), b.mul(index, I64(step)))
@@ -264,13 +275,13 @@ class _TileCode:
     def prefetch(self, index: ir.Value) -> None:
         """Ask for the same group of the next tile. Without it a pass with several rows leaves memory idle while it
         computes, and the next tile then waits for its weights: 39 ms against 29 for 16 rows of a 0.6B model."""
-        b = self.b
-        base = b.add(self.arg["next_weights"], b.mul(index, I64(self.layout.bytes_per_group)))
-        wanted = b.icmp_signed("!=", self.arg["next_weights"], I64(0))
-        with b.if_then(wanted):
-            for number in range(self.layout.lines_per_group):
-                pointer = b.inttoptr(b.add(base, I64(LINE * number)), I8.as_pointer())
-                call_intrinsic(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(2), I32(1))
+        b, half = self.b, self.layout.lines_per_group // 2
+        for name, first in (("ahead_low", 0), ("ahead_high", half)):
+            base = b.add(self.arg[name], b.mul(index, I64(self.layout.bytes_per_group)))
+            with b.if_then(b.icmp_signed("!=", self.arg[name], I64(0))):
+                for number in range(first, first + half):
+                    pointer = b.inttoptr(b.add(base, I64(LINE * number)), I8.as_pointer())
+                    call_intrinsic(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(2), I32(1))
 
     def write(self, results: list[ir.Value]) -> None:
         b = self.b

@@ -424,7 +424,7 @@ def _sum_each(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
 
 @intrinsic
 def call_tile(
-    typingctx, tile, weights, scales, minimums, x, x_scales, x_sums, out, groups, x_stride, out_stride, add, ahead
+    typingctx, tile, weights, scales, minimums, x, x_scales, x_sums, out, groups, x_stride, out_stride, add, low, high
 ):
     """Call a compiled tile (see `tiles.py`) by its address."""
 
@@ -433,7 +433,7 @@ def call_tile(
         builder.call(builder.inttoptr(args[0], function_type.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 13), codegen
+    return types.void(*[types.int64] * 14), codegen
 
 
 @intrinsic

@@ -58,7 +58,7 @@ def memory_tensor(name: str, ggml_type: GGMLType | str, data: np.ndarray) -> Mem
 class TeamBackend(CpuBackend):
     """`cpu`, with all of its threads at work however small the model, which would run on one of them otherwise."""
 
-    def _runs_alone(self, batch) -> bool:
+    def _runs_alone(self, program, batch) -> bool:
         assert hasattr(CpuBackend, "_runs_alone"), "this overrides nothing any more"
         return False
 

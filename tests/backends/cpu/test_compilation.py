@@ -47,7 +47,7 @@ def quantizes(kernel: Kernel) -> bool:
     from forge.backends.cpu.team import Team
 
     x = np.linspace(-1, 1, 32, dtype=np.float32)
-    quants, scales, sums = np.zeros(32, np.int8), np.zeros(1, np.float32), np.zeros(2, np.int32)
+    quants, scales, sums = np.zeros(32, np.int8), np.zeros(2, np.float32), np.zeros(2, np.int32)
     program, context = np.zeros((1, w.OP_WORDS), np.int64), np.zeros(w.CTX_WORDS, np.int64)
     program[0, 0], program[0, 1], program[0, w.ROWS_WORD] = kernel.address, 1, w.CTX_ROWS
     context[w.CTX_ROWS] = 1
@@ -286,7 +286,7 @@ def test_a_second_start_with_the_same_kind_of_model_compiles_nothing():
 def test_a_model_asks_for_the_kernels_that_its_file_needs(tensor_type, wanted, unwanted):
     model = small_model(TeamBackend(1), tensor_type)
     one_prefill(model, [1])
-    names = {item.name for item in model.backend._recording.kernels()}
+    names = {item.name for item in model.backend._passes[model.forward_pass].recording.kernels()}
 
     assert wanted <= names
     assert not names & unwanted

@@ -1,0 +1,166 @@
+"""Compiling the kernels for a GPU that is not there: what a model would launch, listed and compiled.
+
+`launched_by` runs a model of real sizes on torch's `meta` device, where arrays have shapes and no memory, and hands
+every launch to a listener. So what is compiled is what would run, in the same tiles and dtypes, with nothing kept in
+step by hand. `compile_for` makes machine code of one launch and reads from it what the kernel occupies.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from forge.backends.cuda.backend import CudaBackend
+from forge.gguf import GGMLType
+from forge.gguf.ggml_types import row_nbytes
+from forge.model.config import Qwen3Config, expected_tensors
+from forge.model.forward_batch import ForwardBatch
+from forge.model.loader import load_qwen3
+
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel in one specialization."""
+
+    kernel: Any
+    signature: tuple[tuple[str, str], ...]
+    """Argument → type, in order."""
+    aligned: tuple[int, ...]
+    """Arguments that are multiples of 16, or pointers to such addresses."""
+    constants: tuple[tuple[str, Any], ...]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def name(self) -> str:
+        """The kernel and what sets this specialization apart."""
+        short = {name: value for name, value in self.constants if value is not False}
+        return f"{self.kernel.__name__}({', '.join(f'{name}={value}' for name, value in short.items())})"
+
+
+@dataclass(frozen=True)
+class Occupied:
+    """What a compiled kernel takes of a multiprocessor."""
+
+    registers: int
+    """Per thread."""
+    spilled: int
+    """Bytes per thread that did not fit into registers."""
+    shared: int
+    """Bytes of shared memory per program."""
+
+
+def launched_by(
+    config: Qwen3Config, tensor_type: GGMLType, batches: Sequence[ForwardBatch], block_size: int = 16, **options: Any
+) -> list[Launch]:
+    """Every launch of a model of that size over `batches`, each specialization once, in order of first use.
+
+    options: of `CudaBackend`.
+    """
+    listed: dict[Launch, None] = {}
+    backend = CudaBackend("meta", launcher=_listener(lambda launch: listed.setdefault(launch)), **options)
+    model = load_qwen3(_Weightless(config, tensor_type), backend)
+    layout = model.kv_layout(1024, block_size, options.get("kv_dtype", backend.default_kv_dtype))
+    storage = backend.new_storage(layout)
+    backend.prepare(model.forward_pass, layout)
+    for batch in batches:
+        backend._run_fused(batch, storage)
+    return list(listed)
+
+
+def compile_for(launch: Launch, capability: int) -> Occupied:
+    """Machine code for a compute capability (90 for an H200), with no such device needed, and what it takes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = dict(launch.constants) | {"PDL": capability >= 90}
+    signature = dict(launch.signature) | dict.fromkeys(constants, "constexpr")
+    attributes = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return _occupied(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def _occupied(cubin: bytes, shared: int) -> Occupied:
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{word}:(\d+)", listing)[1]) for word in ("REG", "STACK", "LOCAL"))
+    return Occupied(registers, stack + local, shared)
+
+
+def _listener(tell: Callable[[Launch], None]) -> Callable[..., None]:
+    def listen(kernel, grid, *arguments, num_warps: int, num_stages: int, **constants) -> None:
+        assert all(size > 0 for size in grid), (kernel, grid)
+        assert grid[0] < 2**31 and all(size < 2**16 for size in grid[1:]), (kernel, grid)
+        names = kernel.arg_names[: len(arguments)]
+        types = tuple((name, _type_of(value)) for name, value in zip(names, arguments, strict=True))
+        aligned = tuple(index for index, value in enumerate(arguments) if _is_aligned(value))
+        tell(Launch(kernel, types, aligned, tuple(constants.items()), num_warps, num_stages))
+
+    return listen
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _TYPES[value.dtype]
+    if isinstance(value, int):
+        assert -(2**31) <= value < 2**31
+        return "i32"
+    return "fp32"
+
+
+def _is_aligned(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.storage_offset() * value.itemsize % 16 == 0
+    return isinstance(value, int) and value % 16 == 0
+
+
+class _Weightless:
+    """A `WeightSource` of the right shapes, all zeros that nobody touches."""
+
+    def __init__(self, config: Qwen3Config, tensor_type: GGMLType):
+        self.config, self._type, self.nbytes = config, tensor_type, 0
+
+    def tensor(self, name: str) -> "_Zeros":
+        shape = expected_tensors(self.config)[name]
+        return _Zeros(name, shape, GGMLType.F32 if len(shape) == 1 else self._type)
+
+    def release(self, name: str) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: GGMLType
+    nbytes: int = 0
+
+    def raw(self) -> np.ndarray:
+        rows = int(np.prod(self.shape[:-1]))
+        return np.zeros(rows * row_nbytes(self.ggml_type, self.shape[-1]), np.uint8)
+
+    def dequantize(self) -> np.ndarray:
+        return np.zeros(self.shape, np.float32)

@@ -1,0 +1,59 @@
+"""The forward pass as fused steps: about five launches a layer for a decode, then the head.
+
+Read it beside `Qwen3.forward_pass`: the same network, in the groups that `network.py` recognised. There is no
+synchronization in it, and nothing depends on the batch but through `Inputs`, so it can be captured in a CUDA graph as
+it stands; its arrays then come from the graph's own memory.
+"""
+
+import torch
+
+from forge.backends.cuda.inputs import Inputs
+from forge.backends.cuda.launches import Launches
+from forge.backends.cuda.network import Layer, Network
+from forge.backends.cuda.storage import TorchKvStorage
+
+
+def forward(network: Network, run: Launches, inputs: Inputs, storage: TorchKvStorage) -> torch.Tensor:
+    """Write the step's keys and values; return logits on the device, float32 `[logit rows, vocabulary]`."""
+    shape = inputs.shape
+    with run.step("embed", -1):
+        x = run.embed(network.embedding, inputs)
+    for index, layer in enumerate(network.layers):
+        logit_rows_only = shape.prunes and index == len(network.layers) - 1
+        attended = _attend(run, x, layer, storage, index, inputs, logit_rows_only)
+        if logit_rows_only:
+            if shape.num_logit_rows == 0:  # a chunk that only fills the cache: its keys are written, and that was all
+                break
+            x = run.pick(x, inputs)
+        with run.step("attn_output, add", index):
+            run.add_product(x, attended, layer.output)
+        with run.step("rms_norm, ffn_gate, ffn_up, swiglu", index):
+            gated = run.gated(x, layer.feed_forward_norm, layer.gate_up)
+        with run.step("ffn_down, add", index):
+            run.add_product(x, gated, layer.down)
+    with run.step("rms_norm, output head", -1):
+        if not (shape.is_decode or shape.prunes):
+            x = run.pick(x, inputs)
+        return run.logits(x[: shape.num_logit_rows], network.final_norm, network.head)
+
+
+def _attend(
+    run: Launches,
+    x: torch.Tensor,
+    layer: Layer,
+    storage: TorchKvStorage,
+    index: int,
+    inputs: Inputs,
+    logit_rows_only: bool,
+) -> torch.Tensor | None:
+    with run.step("rms_norm, attn_q, attn_k, attn_v", index):
+        qkv = run.products(x, layer.attention_norm, layer.qkv)
+    if run.fuses_attention(inputs):
+        with run.step("head norm, rope, write_kv, attention", index):
+            return run.decode_attention(qkv, layer, storage, index, inputs)
+    with run.step("head norm, rope, write_kv", index):
+        run.store_heads(qkv, layer, storage, index, inputs)
+    if logit_rows_only and inputs.shape.num_logit_rows == 0:
+        return None
+    with run.step("attention", index):
+        return run.attention(qkv, storage, index, inputs, logit_rows_only)

@@ -1,0 +1,76 @@
+"""CUDA graphs by hand: a step's launches recorded once, and from then on one call.
+
+A decode step of a 0.6B model launches some 140 kernels of a few microseconds each; asking for them one by one from
+Python takes longer than they run. A graph of one *shape* asks for all of them at once. What differs between two steps
+of a shape is read from device memory (`inputs.py`).
+
+A shape is captured when it comes for the second time: the first time it runs eagerly, which also compiles its kernels,
+so that nothing is compiled or loaded while a capture is under way. What graphs read and write must stay where it is, so
+whoever moves a buffer drops them all.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from forge.backends.cuda.inputs import Shape
+
+MAX_GRAPHS = 128
+"""Shapes that are kept captured; what comes after runs eagerly."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a step ran, for whoever shows it."""
+
+    mode: str
+    """`graph` or `eager`."""
+    reason: str
+    """Why, in a few words."""
+    rows: int
+    """Rows computed, padding included."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: "torch.cuda.CUDAGraph"
+    logits: torch.Tensor
+
+
+class Graphs:
+    """The captured shapes of one network on one storage. They do not keep the storage alive."""
+
+    def __init__(self):
+        self._captured: dict[Shape, _Captured] = {}
+        self._seen: set[Shape] = set()
+        self._pool: tuple | None = None
+
+    def drop(self) -> None:
+        """Forget all captures: something that they read or write has moved. Their kernels stay compiled."""
+        self._captured.clear()
+        self._pool = None
+
+    def run(self, shape: Shape, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Execution]:
+        """What `compute` returns for `shape`, by replay if it may be, and how it was run."""
+        if not shape.is_bucket:
+            return compute(), Execution("eager", "more rows than graphs are captured for", shape.num_rows)
+        if shape not in self._captured:
+            if shape not in self._seen:
+                self._seen.add(shape)
+                return compute(), Execution("eager", "the first step of this shape", shape.num_rows)
+            if len(self._captured) >= MAX_GRAPHS:
+                return compute(), Execution("eager", f"{MAX_GRAPHS} other shapes are captured", shape.num_rows)
+            self._captured[shape] = self._capture(compute)
+        captured = self._captured[shape]
+        captured.graph.replay()
+        return captured.logits, Execution("graph", f"captured for {shape.num_rows} rows", shape.num_rows)
+
+    def _capture(self, compute: Callable[[], torch.Tensor]) -> _Captured:
+        """All graphs share one pool of memory: they never run at the same time."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = compute()
+        self._pool = self._pool or graph.pool()
+        return _Captured(graph, logits)

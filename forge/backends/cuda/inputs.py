@@ -1,0 +1,216 @@
+"""A batch as the kernels read it: one run of int32 words, copied to the device in one go.
+
+Everything that differs between two steps of the same shape is in these words: tokens, positions, slots, block tables,
+which rows make a tile of attention. A captured graph reads them at fixed addresses, so the copy is all that a replay
+needs. What decides the shape (numbers of rows, tiles and logit rows, splits) is `Shape`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from forge.backends.cuda import shapes
+from forge.model.forward_batch import ForwardBatch
+
+LEAST_WORDS = 1 << 16
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of a decode step that graphs are captured for."""
+TOKEN_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
+"""Rows of any other step (prefills, chunks, verifications, mixtures) that graphs are captured for."""
+PRUNING = 4
+"""The last layer is computed for the logit rows alone where they are fewer than one row in this many."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything about a step that its kernels' launches depend on. Two steps of one shape can share a graph."""
+
+    num_rows: int
+    """Rows that are computed, padding included."""
+    num_logit_rows: int
+    is_decode: bool
+    """One row per sequence, all of which need logits."""
+    tiles: int
+    """Of attention, padding included; a decode has one per row."""
+    tile_rows: int
+    """Rows of a tile."""
+    splits: int
+    last_splits: int
+    """Of the last layer, which attends for the logit rows alone."""
+    is_bucket: bool
+    """Whether it is one of the shapes that graphs are captured for."""
+
+    @property
+    def prunes(self) -> bool:
+        """Whether the last layer computes the logit rows alone, once it has stored everyone's keys and values."""
+        return not self.is_decode and PRUNING * self.num_logit_rows <= self.num_rows
+
+    @property
+    def sections(self) -> dict[str, int]:
+        """The words of each array before the block tables, in their order."""
+        return {
+            "table_stride": 4,  # one word; what follows keeps 16-byte alignment
+            "token_ids": _padded(self.num_rows),
+            "positions": _padded(self.num_rows),
+            "slots": _padded(self.num_rows),
+            "tile_sequences": _padded(self.tiles),
+            "tile_firsts": _padded(self.tiles),
+            "tile_lengths": _padded(self.tiles),
+            "logit_rows": _padded(self.num_logit_rows),
+            "logit_sequences": _padded(self.num_logit_rows),
+            "logit_lengths": _padded(self.num_logit_rows),
+        }
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Views of the words on the device."""
+
+    shape: Shape
+    table_stride: torch.Tensor
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    tile_sequences: torch.Tensor
+    tile_firsts: torch.Tensor
+    tile_lengths: torch.Tensor
+    logit_rows: torch.Tensor
+    logit_sequences: torch.Tensor
+    logit_lengths: torch.Tensor
+    tables: torch.Tensor
+    """`[sequences, table_stride]` and whatever comes after."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a shape depends on beside the batch."""
+
+    heads: int
+    kv_heads: int
+    multiprocessors: int
+    invariant: bool
+    buckets: bool
+    """Whether to pad to the shapes that graphs are captured for."""
+
+
+def shape_of(batch: ForwardBatch, policy: Policy) -> Shape:
+    """The shape in which `batch` is computed."""
+    num_rows, num_sequences, num_logits = batch.num_rows, batch.num_sequences, len(batch.logit_rows)
+    longest = int(batch.context_lens.max())
+    is_decode = num_rows == num_sequences == num_logits
+    bucket = _bucket(num_rows, ROW_BUCKETS if is_decode else TOKEN_BUCKETS) if policy.buckets else None
+    rows = num_rows if bucket is None else bucket
+    if is_decode:
+        splits = _splits(policy, rows, longest)
+        return Shape(rows, rows, True, rows, one_row_tile(policy).rows, splits, splits, bucket is not None)
+    per_tile = attention_tile(policy, rows).rows
+    tiles = sum(-(-int(length) // per_tile) for length in np.diff(batch.cu_seqlens))
+    if bucket is not None:
+        num_logits = shapes.next_power_of_2(num_logits) if num_logits else 0
+        tiles = -(-rows // per_tile) + shapes.next_power_of_2(num_sequences)
+    splits = _splits(policy, tiles, longest)
+    last_splits = _splits(policy, max(1, num_logits), longest)
+    return Shape(rows, num_logits, False, tiles, per_tile, splits, last_splits, bucket is not None)
+
+
+def attention_tile(policy: Policy, num_rows: int) -> shapes.AttentionTile:
+    """The tile of a step that is not a decode."""
+    if policy.invariant:
+        return few_rows_tile(policy)
+    return shapes.attention_tile(num_rows, policy.heads, policy.kv_heads, policy.multiprocessors)
+
+
+def one_row_tile(policy: Policy) -> shapes.AttentionTile:
+    """The tile for rows that have their sequence to themselves: decodes, and the last layer's logit rows."""
+    if policy.invariant:
+        return few_rows_tile(policy)
+    return shapes.one_row_tile(policy.heads, policy.kv_heads)
+
+
+def few_rows_tile(policy: Policy) -> shapes.AttentionTile:
+    return shapes.few_rows_tile(policy.heads, policy.kv_heads)
+
+
+class InputBuffer:
+    """The words, here and on the device. Filled by one step after the other; it moves when it grows."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._words = 0
+        self._host = self._on_device = torch.zeros(0, dtype=torch.int32)
+
+    def reach(self, shape: Shape, batch: ForwardBatch) -> bool:
+        """Have room for a batch in that shape. Returns whether the buffer moved, which no graph survives."""
+        needed = sum(shape.sections.values()) + batch.block_tables.size
+        if needed <= self._words:
+            return False
+        self._words = max(LEAST_WORDS, shapes.next_power_of_2(needed))
+        self._host = torch.zeros(self._words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._on_device = torch.zeros(self._words, dtype=torch.int32, device=self._device)
+        return True
+
+    def fill(self, shape: Shape, batch: ForwardBatch) -> None:
+        """Write the batch's words and start their copy to the device. The step before must have ended."""
+        words = self._host.numpy()
+        place = _places(shape)
+        used = sum(shape.sections.values())
+        words[:used] = 0
+        words[0] = batch.block_tables.shape[1]
+        words[place["slots"]] = -1
+        own = batch.num_rows
+        for name, values in (
+            ("token_ids", batch.token_ids),
+            ("positions", batch.positions),
+            ("slots", batch.slot_mapping),
+        ):
+            words[place[name]][:own] = values
+        self._fill_tiles(words, place, shape, batch)
+        self._fill_logit_rows(words, place, batch)
+        tables = batch.block_tables.reshape(-1)
+        end = used + tables.size  # rows that are padding have no keys, so they need no table
+        words[used:end] = tables
+        self._on_device[:end].copy_(self._host[:end], non_blocking=True)
+
+    def inputs(self, shape: Shape) -> Inputs:
+        """Views of the device's words for that shape."""
+        place = _places(shape)
+        views = {name: self._on_device[span] for name, span in place.items()}
+        return Inputs(shape, tables=self._on_device[sum(shape.sections.values()) :], **views)
+
+    def _fill_tiles(self, words: np.ndarray, place: dict[str, slice], shape: Shape, batch: ForwardBatch) -> None:
+        lengths = np.diff(batch.cu_seqlens)
+        per_sequence = -(-lengths // shape.tile_rows)
+        sequences = np.repeat(np.arange(batch.num_sequences), per_sequence)
+        before = np.repeat(np.cumsum(per_sequence) - per_sequence, per_sequence)
+        offsets = (np.arange(len(sequences)) - before) * shape.tile_rows  # within the sequence's own rows
+        count = len(sequences)
+        words[place["tile_sequences"]][:count] = sequences
+        words[place["tile_firsts"]][:count] = batch.cu_seqlens[sequences] + offsets
+        words[place["tile_lengths"]][:count] = np.minimum(lengths[sequences] - offsets, shape.tile_rows)
+
+    def _fill_logit_rows(self, words: np.ndarray, place: dict[str, slice], batch: ForwardBatch) -> None:
+        count = len(batch.logit_rows)
+        words[place["logit_rows"]][:count] = batch.logit_rows
+        words[place["logit_sequences"]][:count] = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
+        words[place["logit_lengths"]][:count] = 1
+
+
+def _places(shape: Shape) -> dict[str, slice]:
+    places, start = {}, 0
+    for name, words in shape.sections.items():
+        places[name] = slice(start, start + words)
+        start += words
+    return places
+
+
+def _splits(policy: Policy, tiles: int, longest: int) -> int:
+    return 1 if policy.invariant else shapes.splits(tiles, policy.kv_heads, longest, policy.multiprocessors)
+
+
+def _bucket(count: int, buckets: tuple[int, ...]) -> int | None:
+    return next((bucket for bucket in buckets if bucket >= count), None)
+
+
+def _padded(count: int) -> int:
+    return -(-count // 4) * 4

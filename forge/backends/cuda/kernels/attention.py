@@ -1,0 +1,215 @@
+"""Attention over the paged cache, for any rows: prefills, chunks, verifications, and decodes where nothing is fused.
+
+A program takes a *tile*: some rows of one sequence, with all query heads that share one key/value head, as the rows of
+a matrix, and walks the keys through the block table, 64 absolute positions at a time, with a running maximum and sum
+(online softmax: Milakov and Gimelshein 2018; FlashAttention: Dao et al. 2022). Which chunk a key falls in depends on
+its position alone, and a chunk that a row may not see changes none of its bits; so a row's result depends neither on
+the rows beside it nor on where its prompt was cut.
+
+A few rows over a long context would leave most of the device idle. Then SPLITS programs share a tile, each with its
+part of the keys (flash-decoding: Dao et al. 2023), and whichever is done last merges their results, in ascending order:
+no second kernel, and no dependence on who was last.
+"""
+
+import triton
+import triton.language as tl
+
+from forge.backends.cuda.kernels.parts import dot, let_next_start, wait_for_previous
+
+
+@triton.jit
+def key_places(table, start, end, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """Where the keys of positions `start` to `start + CHUNK` lie: token slots, int64 `[CHUNK]`, and which are < end."""
+    position = start + tl.arange(0, CHUNK)
+    live = position < end
+    block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    return block * BLOCK_SIZE + position % BLOCK_SIZE, position, live
+
+
+@triton.jit
+def softmax_step(scores, maximum, total, mixed):
+    """One chunk's scores `[M, CHUNK]` into the running softmax: the chunk's weights and the rescaled state.
+
+    A row that has seen no key yet keeps a maximum of -inf, and weights of 0.
+    """
+    higher = tl.maximum(maximum, tl.max(scores, axis=1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp(scores - base[:, None])
+    fade = tl.exp(maximum - base)
+    return weights, higher, total * fade + tl.sum(weights, axis=1), mixed * fade[:, None]
+
+
+@triton.jit
+def is_last_split(
+    partial,  # float32 [tiles, SPLITS, LIVE, WIDTH]
+    extremes,  # float32 [tiles, SPLITS, 2, LIVE]: maximum, sum
+    counters,  # int32 [tiles], all 0
+    index,
+    split,
+    maximum,
+    total,
+    mixed,
+    LIVE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Leave this split's result for the others; whether all have left theirs now. Then the counter is 0 again.
+
+    Of the result's rows only the first LIVE mean anything.
+    """
+    WIDTH: tl.constexpr = mixed.shape[1]
+    own = tl.arange(0, mixed.shape[0])
+    column = tl.arange(0, WIDTH)
+    at = (index * SPLITS + split).to(tl.int64) * LIVE
+    tl.store(extremes + 2 * at + own, maximum, mask=own < LIVE)
+    tl.store(extremes + 2 * at + LIVE + own, total, mask=own < LIVE)
+    place = partial + at * WIDTH + own[:, None] * WIDTH + column[None, :]
+    tl.store(place, mixed, mask=(own < LIVE)[:, None] & (column < WIDTH)[None, :])
+    tl.debug_barrier()  # every thread has stored before one of them says so
+    arrived = tl.atomic_add(counters + index, 1, sem="acq_rel")
+    last = arrived == SPLITS - 1
+    if last:
+        tl.store(counters + index, 0)
+    return last
+
+
+@triton.jit
+def merged_splits(
+    partial, extremes, index, LIVE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """The splits of tile `index` as one: float32 `[LIVE, WIDTH]`. AT_ONCE of them are fetched and merged at a time.
+
+    One after the other they would cost the memory's latency each: 32 of them more than the attention itself.
+    """
+    own = tl.arange(0, LIVE)
+    column = tl.arange(0, WIDTH)
+    maximum = tl.full((LIVE,), float("-inf"), tl.float32)
+    total = tl.zeros((LIVE,), tl.float32)
+    mixed = tl.zeros((LIVE, WIDTH), tl.float32)
+    for first in range(0, SPLITS, AT_ONCE):
+        at = (index * SPLITS + first + tl.arange(0, AT_ONCE)).to(tl.int64)[:, None] * LIVE
+        # Around the first-level cache, which may hold what stood here before.
+        tops = tl.load(extremes + 2 * at + own[None, :], cache_modifier=".cg")
+        totals = tl.load(extremes + 2 * at + LIVE + own[None, :], cache_modifier=".cg")
+        place = partial + (at + own[None, :])[:, :, None] * WIDTH + column[None, None, :]
+        parts = tl.load(place, cache_modifier=".cg")
+        higher = tl.maximum(maximum, tl.max(tops, axis=0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        fade, gains = tl.exp(maximum - base), tl.exp(tops - base[None, :])
+        maximum, total = higher, total * fade + tl.sum(totals * gains, axis=0)
+        mixed = mixed * fade[:, None] + tl.sum(parts * gains[:, :, None], axis=0)
+    return mixed / tl.maximum(total, 1e-30)[:, None]
+
+
+@triton.jit
+def paged_attention(
+    qkv,  # [T, (HEADS + 2 * KV_HEADS) * HEAD_DIM]: queries ready to be used
+    positions,  # int32 [T]
+    tile_sequences,  # int32 [tiles]
+    tile_rows,  # int32 [tiles]: a tile's first row
+    tile_lengths,  # int32 [tiles]: its number of rows, 0 for a tile that is padding
+    tables,  # int32 [sequences, stride]
+    table_stride,  # int32 [1]
+    keys,  # one layer: [blocks * BLOCK_SIZE, KV_HEADS, HEAD_DIM]
+    values,
+    out,  # [T, HEADS * HEAD_DIM]; if COMPACT, where tiles have one row, [tiles, HEADS * HEAD_DIM]
+    partial,  # see `is_last_split`, used if SPLITS > 1; its tiles are these times the key/value heads
+    extremes,
+    counters,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LIVE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    COMPACT: tl.constexpr,
+    WIDE: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (tile, key/value head, split). Row m of the matrix is row m // BLOCK_GROUP, query head m % BLOCK_GROUP.
+
+    WIDE: queries meet keys, and weights values, in float32; otherwise in the cache's dtype.
+    LIVE is ROWS * BLOCK_GROUP, BLOCK_M at least that, BLOCK_GROUP at least HEADS / KV_HEADS, BLOCK_D at least HEAD_DIM.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kind: tl.constexpr = tl.float32 if WIDE else keys.dtype.element_ty
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(tile_lengths + tile)
+    row = tl.load(tile_rows + tile)
+    table = tables + tl.load(tile_sequences + tile).to(tl.int64) * tl.load(table_stride)
+    own = tl.arange(0, BLOCK_M)
+    member = own % BLOCK_GROUP
+    live = (own // BLOCK_GROUP < length) & (member < GROUP) & (own // BLOCK_GROUP < ROWS)
+    own_row = (row + own // BLOCK_GROUP).to(tl.int64)
+    head = kv_head * GROUP + member
+    column = tl.arange(0, BLOCK_D)
+    within = (column < HEAD_DIM)[None, :]
+    query = tl.load(
+        qkv + own_row[:, None] * (HEADS + 2 * KV_HEADS) * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :],
+        mask=live[:, None] & within,
+        other=0.0,
+    ).to(kind)
+    position = tl.load(positions + own_row, mask=live, other=-1)
+    end = tl.where(length > 0, tl.load(positions + row + length - 1, mask=length > 0, other=-1) + 1, 0)
+    share = tl.cdiv(tl.cdiv(end, CHUNK), SPLITS) * CHUNK
+
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in range(split * share, tl.minimum((split + 1) * share, end), CHUNK):
+        slot, key_position, exists = key_places(table, start, end, BLOCK_SIZE, CHUNK)
+        at = (slot * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
+        key = tl.load(keys + at, mask=exists[:, None] & within, other=0.0)
+        scores = dot(query, tl.trans(key.to(kind)), tl.zeros((BLOCK_M, CHUNK), tl.float32), EXACT) * scale
+        scores = tl.where(key_position[None, :] <= position[:, None], scores, float("-inf"))
+        weights, maximum, total, mixed = softmax_step(scores, maximum, total, mixed)
+        value = tl.load(values + at, mask=exists[:, None] & within, other=0.0)
+        mixed = dot(weights.to(kind), value.to(kind), mixed, EXACT)
+
+    if SPLITS == 1:
+        result = mixed / tl.maximum(total, 1e-30)[:, None]
+        store_heads(
+            out, result, kv_head, tile if COMPACT else row, length, HEADS, KV_HEADS, HEAD_DIM, ROWS, BLOCK_GROUP
+        )
+    else:
+        index = tile * KV_HEADS + kv_head
+        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, LIVE, SPLITS)
+        if last:
+            result = merged_splits(partial, extremes, index, LIVE, BLOCK_D, SPLITS, AT_ONCE)
+            store_heads(
+                out, result, kv_head, tile if COMPACT else row, length, HEADS, KV_HEADS, HEAD_DIM, ROWS, BLOCK_GROUP
+            )
+
+
+@triton.jit
+def store_heads(
+    out,
+    result,
+    kv_head,
+    row,
+    length,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+):
+    """Store a tile's result, `[ROWS * BLOCK_GROUP or more, HEAD_DIM or more]`: `length` rows of out from `row`."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    own = tl.arange(0, result.shape[0])
+    column = tl.arange(0, result.shape[1])
+    number, member = own // BLOCK_GROUP, own % BLOCK_GROUP
+    live = (number < length) & (number < ROWS) & (member < GROUP)
+    head = (row + number).to(tl.int64) * HEADS + kv_head * GROUP + member
+    tl.store(
+        out + head[:, None] * HEAD_DIM + column[None, :], result, mask=live[:, None] & (column < HEAD_DIM)[None, :]
+    )

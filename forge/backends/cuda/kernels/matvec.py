@@ -1,0 +1,151 @@
+"""One row times a matrix: the product of a decode step for one sequence.
+
+What bounds it is reading the weights once, so everything else is folded into the pass over them: the RMSNorm before,
+the residual or SwiGLU after. The norm costs no pass of its own because it is linear once its divisor is known: norm(x)
+· w = (Σ x·g·w) / sqrt(mean(x²) + eps), and Σ x² is summed along the way.
+
+A program reads BLOCK_N whole rows of the matrix, BLOCK_K columns at a time, and keeps BLOCK_N x BLOCK_K partial sums,
+so threads exchange numbers once, at the end. The first tile is asked for before the input is there (see PDL in
+`__init__.py`), each further one before the one in hand is multiplied.
+"""
+
+import triton
+import triton.language as tl
+
+from forge.backends.cuda.kernels.parts import Q4_K, Q8, gated, let_next_start, superblock_scales, wait_for_previous
+
+
+@triton.jit
+def matvec(
+    x,  # [M, columns]
+    weights,  # [rows, columns]
+    norm,  # float32 [columns], read if NORM
+    out,  # [M, rows], or [M, rows / 2] if GLU; added to if ADD
+    columns,
+    rows,
+    out_stride,
+    eps,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    GLU: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (i, j): rows i * BLOCK_N … of the matrix, for row j of x. GLU: rows come in pairs of gate and up."""
+    row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    column = tl.arange(0, BLOCK_K)
+    x += tl.program_id(1).to(tl.int64) * columns
+    line = weights + tl.minimum(row, rows - 1)[:, None] * columns  # past the end: the last row again, stored nowhere
+    tile = tl.load(line + column[None, :], mask=(column < columns)[None, :], other=0.0)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, columns, BLOCK_K):
+        here, following = start + column, start + BLOCK_K + column
+        values = tl.load(x + here, mask=here < columns, other=0.0).to(tl.float32)
+        if NORM:
+            squares += values * values
+            values *= tl.load(norm + here, mask=here < columns, other=0.0)
+        ahead = tl.load(line + following[None, :], mask=(following < columns)[None, :], other=0.0)
+        sums += tile.to(tl.float32) * values[None, :]
+        tile = ahead
+    total = tl.sum(sums, axis=1)
+    if NORM:
+        total *= tl.rsqrt(tl.sum(squares) / columns + eps)
+    store_row(out, total, rows, out_stride, ADD, GLU, BLOCK_N)
+
+
+@triton.jit
+def matvec_packed(
+    x,
+    values,
+    scales,
+    factors,
+    norm,
+    out,
+    columns,
+    rows,
+    out_stride,
+    eps,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    GLU: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`matvec` of a packed matrix, which is multiplied as the small integers that it holds.
+
+    A group's integers are summed against x first, and its scale multiplies the sum: one multiplication for 32 columns.
+    Q4_K's minimum multiplies the sum of x alone.
+    """
+    row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    row = tl.minimum(row, rows - 1)
+    groups = columns // 32
+    own = tl.arange(0, BLOCK_K // 32)
+    element = tl.arange(0, 32 if KIND == Q8 else 16)
+    x += tl.program_id(1).to(tl.int64) * columns
+    line = values + row[:, None, None] * groups * element.shape[0] + element[None, None, :]
+    tile = tl.load(line + own[None, :, None] * element.shape[0], mask=(own < groups)[None, :, None], other=0)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    sums = tl.zeros((BLOCK_N, BLOCK_K // 32), tl.float32)
+    squares = tl.zeros((BLOCK_K // 32,), tl.float32)
+    for start in range(0, groups, BLOCK_K // 32):
+        group, following = start + own, start + BLOCK_K // 32 + own
+        ahead = tl.load(
+            line + following[None, :, None] * element.shape[0], mask=(following < groups)[None, :, None], other=0
+        )
+        at = group[:, None] * 32 + element[None, :]
+        inside = (group < groups)[:, None]
+        first, square = normed_part(x, norm, at, inside, NORM)
+        if KIND == Q8:
+            partial = tl.sum(tile.to(tl.float32) * first[None, :, :], axis=2)
+            squares += square
+        else:
+            second, other_square = normed_part(x, norm, at + 16, inside, NORM)
+            squares += square + other_square
+            low, high = (tile & 15).to(tl.float32), (tile >> 4).to(tl.float32)
+            partial = tl.sum(low * first[None, :, :] + high * second[None, :, :], axis=2)
+            plain = tl.sum(first + second, axis=1)[None, :]
+        if KIND != Q4_K:
+            scale = tl.load(
+                scales + row[:, None] * groups + group[None, :], mask=(group < groups)[None, :], other=0.0
+            ).to(tl.float32)
+            sums += scale * (partial if KIND == Q8 else partial - 8.0 * plain)
+        else:
+            scale, minimum = superblock_scales(scales, factors, row, group, groups)
+            sums += scale * partial - minimum * plain
+        tile = ahead
+    total = tl.sum(sums, axis=1)
+    if NORM:
+        total *= tl.rsqrt(tl.sum(squares) / columns + eps)
+    store_row(out, total, rows, out_stride, ADD, GLU, BLOCK_N)
+
+
+@triton.jit
+def normed_part(x, norm, at, inside, NORM: tl.constexpr):
+    """x there, times the norm's weight if NORM, in float32; and per group the sum of x²."""
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    square = tl.sum(values * values, axis=1)
+    if NORM:
+        values *= tl.load(norm + at, mask=inside, other=0.0)
+    return values, square
+
+
+@triton.jit
+def store_row(out, total, rows, out_stride, ADD: tl.constexpr, GLU: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store BLOCK_N sums of row `program_id(1)`, each by the one program that computed it."""
+    out += tl.program_id(1).to(tl.int64) * out_stride
+    if GLU:
+        column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        values = tl.reshape(gated(tl.reshape(total, (1, BLOCK_N)), 1, BLOCK_N), (BLOCK_N // 2,))
+        tl.store(out + column, values, mask=column < rows // 2)
+    else:
+        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        if ADD:
+            total += tl.load(out + column, mask=column < rows, other=0.0).to(tl.float32)
+        tl.store(out + column, total, mask=column < rows)

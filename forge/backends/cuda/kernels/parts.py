@@ -1,0 +1,94 @@
+"""What several kernels have in common."""
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRETED = bool(knobs.runtime.interpret)
+"""Whether kernels defined from here on run under Triton's interpreter, on the CPU: decided by TRITON_INTERPRET=1 at the
+time of definition."""
+
+DENSE = tl.constexpr(0)
+Q8 = tl.constexpr(1)
+Q4 = tl.constexpr(2)
+Q4_K = tl.constexpr(3)
+"""`forge.backends.cuda.weights` says what each holds."""
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until all that was launched before has written its results."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Let the next kernel's programs start and read their first weights, as soon as all of this one's got here."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def dot(a, b, accumulator, EXACT: tl.constexpr):
+    """accumulator + a · b on the tensor cores, accumulated in float32.
+
+    EXACT multiplies in float32: for float32 weights, and under the interpreter, whose bfloat16 products are garbage.
+    """
+    if EXACT:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
+    else:
+        return tl.dot(a, b, accumulator)
+
+
+@triton.jit
+def weight_tile(values, scales, factors, rows, first, columns, KIND: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The weights of `rows` (int64 `[N]`) and columns `first` to `first + BLOCK_K`: `[N, BLOCK_K]`.
+
+    In float32 if they are packed, in their own dtype if dense. Columns past the end are 0; rows must exist.
+    """
+    if KIND == DENSE:
+        column = first + tl.arange(0, BLOCK_K)
+        return tl.load(values + rows[:, None] * columns + column[None, :], mask=(column < columns)[None, :], other=0.0)
+    else:
+        groups = columns // 32
+        group = first // 32 + tl.arange(0, BLOCK_K // 32)
+        inside = (group < groups)[None, :]
+        at = rows[:, None] * groups + group[None, :]
+        if KIND == Q8:
+            element = tl.arange(0, 32)
+            quants = tl.load(values + at[:, :, None] * 32 + element[None, None, :], mask=inside[:, :, None], other=0)
+            scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+            tile = quants.to(tl.float32) * scale[:, :, None]
+        else:
+            byte = tl.arange(0, 16)
+            pairs = tl.load(values + at[:, :, None] * 16 + byte[None, None, :], mask=inside[:, :, None], other=0)
+            # [N, groups, 16, 2] → [N, groups, 2, 16]: the low halves of a group are its first 16 columns
+            quants = tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 1, 3, 2)).to(tl.float32)
+            if KIND == Q4:
+                scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+                tile = (quants - 8.0) * scale[:, :, None, None]
+            else:
+                scale, minimum = superblock_scales(scales, factors, rows, group, groups)
+                tile = quants * scale[:, :, None, None] - minimum[:, :, None, None]
+        return tl.reshape(tile, (tile.shape[0], BLOCK_K))
+
+
+@triton.jit
+def superblock_scales(scales, factors, rows, group, groups):
+    """Q4_K's scale and minimum of each of `rows` and `group`: two float32 `[N, G]`, 0 past the end."""
+    inside = (group < groups)[None, :]
+    at = (rows[:, None] * groups + group[None, :]) * 2
+    superblock = (rows[:, None] * (groups // 8) + (group // 8)[None, :]) * 2
+    scale = tl.load(scales + at, mask=inside, other=0).to(tl.float32)
+    minimum = tl.load(scales + at + 1, mask=inside, other=0).to(tl.float32)
+    d = tl.load(factors + superblock, mask=inside, other=0.0).to(tl.float32)
+    dmin = tl.load(factors + superblock + 1, mask=inside, other=0.0).to(tl.float32)
+    return scale * d, minimum * dmin
+
+
+@triton.jit
+def gated(pairs, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """silu(gate) * up of `[ROWS, COLUMNS]` with gate in the even columns, up in the odd: `[ROWS, COLUMNS / 2]`."""
+    gate, up = tl.split(tl.reshape(pairs, (ROWS, COLUMNS // 2, 2)))
+    return gate / (1.0 + tl.exp(-gate)) * up

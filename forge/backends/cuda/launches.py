@@ -1,0 +1,389 @@
+"""The fused steps of a forward pass as launches: which kernel, on what grid, with which tile.
+
+By the number of rows a product is `matvec` (1), `matmul` (2 to 16), or cuBLAS with kernels of its own for what is fused
+elsewhere (more). With `invariant` it is `matmul` in one tile for any number, so that a row's bits never depend on how
+many rows there are.
+
+Every launch goes through one callable, `Launcher`, so that somebody else can take its place: tests list what a real
+model would launch and compile exactly that, without a device.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from forge.backends.cuda import shapes
+from forge.backends.cuda.inputs import Inputs, Policy, attention_tile, one_row_tile
+from forge.backends.cuda.kernels import attention, decode_attention, heads, matmul, matvec, rows
+from forge.backends.cuda.network import Layer, Network, Norm
+from forge.backends.cuda.rotations import Rotations
+from forge.backends.cuda.storage import TorchKvStorage
+from forge.backends.cuda.weights import DENSE, Matrix
+
+Launcher = Callable[..., None]
+"""Called with (kernel, grid, *arguments, num_warps=, num_stages=, **constants)."""
+
+EMBED_COLUMNS = 1024
+SWIGLU_COLUMNS = 1024
+LEAST_COUNTERS = 1 << 14
+HEAD_ROWS = 64
+"""Logit rows that share one pass over the output head at most."""
+
+
+class TritonLauncher:
+    """Launches for real. dependent: whether a kernel may start before the one before it has ended (sm_90)."""
+
+    def __init__(self, dependent: bool):
+        self.dependent = dependent
+        self._options = {"launch_pdl": True} if dependent else {}
+
+    def __call__(self, kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int, **constants) -> None:
+        kernel[grid](
+            *arguments, **constants, PDL=self.dependent, num_warps=num_warps, num_stages=num_stages, **self._options
+        )
+
+
+class Launches:
+    """The steps, on the arrays of one device."""
+
+    def __init__(
+        self,
+        network: Network,
+        policy: Policy,
+        rotations: Rotations,
+        device: torch.device,
+        dtype: torch.dtype,
+        launcher: Launcher,
+        exact: bool,
+    ):
+        """exact: multiply in float32 where tensor cores would not."""
+        self._network, self._policy, self._rotations = network, policy, rotations
+        self._device, self._dtype, self._launch, self._exact = device, dtype, launcher, exact
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
+        self._counters = torch.zeros(LEAST_COUNTERS, dtype=torch.int32, device=device)
+
+    def reserve(self, inputs: Inputs) -> bool:
+        """Have what outlives one step: counters, scratch. Returns whether anything moved, which no graph survives."""
+        shape = inputs.shape
+        needed = max(shape.tiles, shape.num_logit_rows) * self._network.num_kv_heads
+        if needed <= len(self._counters):
+            return False
+        self._counters = torch.zeros(shapes.next_power_of_2(needed), dtype=torch.int32, device=self._device)
+        return True
+
+    def step(self, name: str, layer: int) -> AbstractContextManager:
+        """Around everything that a step of the forward pass launches; for who keeps time."""
+        return nullcontext()
+
+    def fuses_attention(self, inputs: Inputs) -> bool:
+        """Whether a step's attention is one kernel, `decode_attention`."""
+        return inputs.shape.is_decode and not self._policy.invariant
+
+    # Steps
+
+    def embed(self, table: Matrix, inputs: Inputs) -> torch.Tensor:
+        """The stream's first value, `[T, hidden]`."""
+        out = self._empty(inputs.shape.num_rows, table.columns)
+        self._gather(table, inputs.token_ids, out)
+        return out
+
+    def products(self, x: torch.Tensor, norm: Norm, matrices: tuple[Matrix, ...]) -> torch.Tensor:
+        """norm(x) times each of `matrices`, side by side: `[T, rows of all]`."""
+        out = self._empty(len(x), sum(matrix.rows for matrix in matrices))
+        start = 0
+        normed = self._normed(x, norm) if self._is_wide(len(x)) else None
+        for matrix in matrices:
+            part = out[:, start : start + matrix.rows]
+            if normed is not None:
+                torch.mm(normed, self._dense(matrix).t(), out=part)
+            else:
+                self._multiply(x, matrix, part, norm=norm)
+            start += matrix.rows
+        return out
+
+    def add_product(self, stream: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
+        """stream += x times the matrix."""
+        if self._is_wide(len(x)):
+            stream.addmm_(x, self._dense(matrix).t())
+        else:
+            self._multiply(x, matrix, stream, add=True)
+
+    def gated(self, x: torch.Tensor, norm: Norm, gate_up: Matrix) -> torch.Tensor:
+        """silu(gate) * up of norm(x): `[T, ffn]`."""
+        width = gate_up.rows // 2
+        out = self._empty(len(x), width)
+        if not self._is_wide(len(x)):
+            self._multiply(x, gate_up, out, norm=norm, glu=True)
+            return out
+        pairs = self._normed(x, norm) @ self._dense(gate_up).t()
+        block = min(SWIGLU_COLUMNS, shapes.next_power_of_2(width))
+        self._launch(
+            rows.swiglu, (len(x), -(-width // block)), pairs, out, width, BLOCK=block, num_warps=4, num_stages=1
+        )
+        return out
+
+    def decode_attention(
+        self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs
+    ) -> torch.Tensor:
+        """A decode's head norms, rotation, cache and attention: `[T, heads * head_dim]`."""
+        network, tile, splits = self._network, one_row_tile(self._policy), inputs.shape.splits
+        out = self._empty(len(qkv), network.num_heads * network.head_dim)
+        block_d = max(16, shapes.next_power_of_2(network.head_dim))
+        group = shapes.next_power_of_2(network.num_heads // network.num_kv_heads)
+        self._launch(
+            decode_attention.decode_attention,
+            (len(qkv), network.num_kv_heads, splits),
+            qkv,
+            layer.query_norm.weight,
+            layer.key_norm.weight,
+            self._rotations.cos,
+            self._rotations.sin,
+            inputs.positions,
+            inputs.slots,
+            inputs.tables,
+            inputs.table_stride,
+            storage.keys[index],
+            storage.values[index],
+            out,
+            *self._split_buffers(len(qkv), splits, group, block_d),
+            layer.query_norm.eps,
+            network.head_dim**-0.5,
+            HEADS=network.num_heads,
+            KV_HEADS=network.num_kv_heads,
+            HEAD_DIM=network.head_dim,
+            BLOCK_SIZE=storage.layout.block_size,
+            BLOCK_M=tile.block_m,
+            BLOCK_HALF=max(16, shapes.next_power_of_2(network.head_dim // 2)),
+            BLOCK_D=block_d,
+            CHUNK=shapes.CHUNK,
+            SPLITS=splits,
+            LIVE=group,
+            AT_ONCE=shapes.splits_at_once(splits, group, block_d),
+            **self._precision(storage),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        return out
+
+    def store_heads(self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs) -> None:
+        """Head norms and rotation of queries in place; keys and values into the cache."""
+        network = self._network
+        self._launch(
+            heads.norm_rope_store,
+            (len(qkv),),
+            qkv,
+            layer.query_norm.weight,
+            layer.key_norm.weight,
+            self._rotations.cos,
+            self._rotations.sin,
+            inputs.positions,
+            inputs.slots,
+            storage.keys[index],
+            storage.values[index],
+            layer.query_norm.eps,
+            HEADS=network.num_heads,
+            KV_HEADS=network.num_kv_heads,
+            HEAD_DIM=network.head_dim,
+            BLOCK_HEADS=shapes.next_power_of_2(network.num_heads),
+            BLOCK_KV_HEADS=shapes.next_power_of_2(network.num_kv_heads),
+            BLOCK_HALF=max(16, shapes.next_power_of_2(network.head_dim // 2)),
+            num_warps=4,
+            num_stages=1,
+        )
+
+    def attention(
+        self, qkv: torch.Tensor, storage: TorchKvStorage, index: int, inputs: Inputs, logit_rows_only: bool
+    ) -> torch.Tensor:
+        """Attention of every row, or of the logit rows alone: `[T or R, heads * head_dim]`."""
+        network, shape = self._network, inputs.shape
+        if logit_rows_only:
+            tile, num_tiles, splits = one_row_tile(self._policy), shape.num_logit_rows, shape.last_splits
+            tiles = inputs.logit_sequences, inputs.logit_rows, inputs.logit_lengths
+        else:
+            is_decode, num_tiles, splits = shape.is_decode, shape.tiles, shape.splits
+            tile = one_row_tile(self._policy) if is_decode else attention_tile(self._policy, shape.num_rows)
+            tiles = inputs.tile_sequences, inputs.tile_firsts, inputs.tile_lengths
+        out = self._empty(num_tiles if logit_rows_only else len(qkv), network.num_heads * network.head_dim)
+        block_d = max(16, shapes.next_power_of_2(network.head_dim))
+        group = shapes.next_power_of_2(network.num_heads // network.num_kv_heads)
+        live = tile.rows * group
+        self._launch(
+            attention.paged_attention,
+            (num_tiles, network.num_kv_heads, splits),
+            qkv,
+            inputs.positions,
+            *tiles,
+            inputs.tables,
+            inputs.table_stride,
+            storage.keys[index],
+            storage.values[index],
+            out,
+            *self._split_buffers(num_tiles, splits, live, block_d),
+            network.head_dim**-0.5,
+            HEADS=network.num_heads,
+            KV_HEADS=network.num_kv_heads,
+            HEAD_DIM=network.head_dim,
+            BLOCK_SIZE=storage.layout.block_size,
+            ROWS=tile.rows,
+            BLOCK_GROUP=group,
+            BLOCK_M=tile.block_m,
+            BLOCK_D=block_d,
+            CHUNK=shapes.CHUNK,
+            SPLITS=splits,
+            LIVE=live,
+            AT_ONCE=shapes.splits_at_once(splits, live, block_d),
+            COMPACT=logit_rows_only,
+            **self._precision(storage),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        return out
+
+    def logits(self, x: torch.Tensor, norm: Norm, head: Matrix) -> torch.Tensor:
+        """float32 `[R, vocabulary]` of the stream's rows `[R, hidden]`."""
+        out = torch.empty((len(x), head.rows), dtype=torch.float32, device=self._device)
+        self._multiply(x, head, out, norm=norm)
+        return out
+
+    def pick(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """The logit rows of the stream."""
+        return x.index_select(0, inputs.logit_rows[: inputs.shape.num_logit_rows])
+
+    # Parts of steps
+
+    def _is_wide(self, num_rows: int) -> bool:
+        return num_rows > shapes.TILE_ROWS and not self._policy.invariant
+
+    def _multiply(
+        self,
+        x: torch.Tensor,
+        matrix: Matrix,
+        out: torch.Tensor,
+        norm: Norm | None = None,
+        add: bool = False,
+        glu: bool = False,
+    ) -> None:
+        """x · matrixᵀ by a kernel that reads the matrix in its own kind."""
+        weight, eps = (norm.weight, norm.eps) if norm is not None else (matrix_values(matrix), 0.0)
+        flags: dict[str, Any] = {"NORM": norm is not None, "ADD": add, "GLU": glu}
+        sizes = (matrix.columns, matrix.rows, out.stride(0), eps)
+        if len(x) <= shapes.MATVEC_ROWS and not self._policy.invariant:
+            tile = shapes.matvec_tile(matrix.rows, matrix.columns, matrix.kind, self._policy.multiprocessors)
+            flags |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+            flags |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            grid = (-(-matrix.rows // tile.block_n), len(x))
+            if matrix.kind == DENSE:
+                self._launch(matvec.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
+            else:
+                arrays = matrix_arrays(matrix)
+                self._launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
+            return
+        tile = shapes.INVARIANT_TILE
+        if not self._policy.invariant:
+            chosen = min(len(x), HEAD_ROWS)
+            tile = shapes.matmul_tile(chosen, matrix.rows, matrix.columns, matrix.kind, self._policy.multiprocessors)
+        self._launch(
+            matmul.matmul,
+            (-(-len(x) // tile.block_m), -(-matrix.rows // tile.block_n)),
+            x,
+            *matrix_arrays(matrix),
+            weight,
+            out,
+            len(x),
+            *sizes,
+            **flags,
+            KIND=matrix.kind,
+            EXACT=self._exact,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+    def _normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        out = torch.empty_like(x)
+        width = x.shape[1]
+        block = shapes.next_power_of_2(width)
+        warps = min(16, max(1, block // 512))
+        self._launch(
+            rows.rms_norm,
+            (len(x),),
+            x,
+            norm.weight,
+            out,
+            width,
+            norm.eps,
+            BLOCK=block,
+            num_warps=warps,
+            num_stages=1,
+        )
+        return out
+
+    def _dense(self, matrix: Matrix) -> torch.Tensor:
+        """The matrix in the activations' dtype: its copy if there is one, otherwise multiplied out into scratch."""
+        if matrix.dense is not None:
+            return matrix.dense
+        out = self._scratch[: matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)
+        self._gather(matrix, None, out)
+        return out
+
+    def make_scratch(self) -> None:
+        """Room for the largest matrix that has no dense copy."""
+        sizes = [
+            m.rows * m.columns for layer in self._network.layers for m in _layer_matrices(layer) if m.dense is None
+        ]
+        self._scratch = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
+
+    def _gather(self, matrix: Matrix, numbers: torch.Tensor | None, out: torch.Tensor) -> None:
+        block = min(EMBED_COLUMNS, max(32, shapes.next_power_of_2(matrix.columns)))
+        values, scales, factors = matrix_arrays(matrix)
+        self._launch(
+            rows.gather_rows,
+            (len(out), -(-matrix.columns // block)),
+            values,
+            scales,
+            factors,
+            numbers if numbers is not None else values,
+            out,
+            matrix.columns,
+            NUMBERED=numbers is not None,
+            KIND=matrix.kind,
+            BLOCK_K=block,
+            num_warps=4,
+            num_stages=1,
+        )
+
+    def _precision(self, storage: TorchKvStorage) -> dict[str, bool]:
+        wide = torch.float32 in (self._dtype, storage.keys.dtype)
+        return {"WIDE": wide, "EXACT": self._exact or wide}
+
+    def _split_buffers(
+        self, tiles: int, splits: int, live: int, block_d: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where the splits of each tile and head leave their results, if there are several."""
+        count = tiles * self._network.num_kv_heads * splits if splits > 1 else 0
+        partial = torch.empty((count, live, block_d), dtype=torch.float32, device=self._device)
+        extremes = torch.empty((count, 2, live), dtype=torch.float32, device=self._device)
+        return partial, extremes, self._counters
+
+    def _empty(self, num_rows: int, width: int) -> torch.Tensor:
+        return torch.empty((num_rows, width), dtype=self._dtype, device=self._device)
+
+
+def matrix_values(matrix: Matrix) -> torch.Tensor:
+    return matrix.dense if matrix.packed is None else matrix.packed.values
+
+
+def matrix_arrays(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """values, scales, factors as kernels take them; an array that the kind has not is stood in for by another."""
+    if matrix.packed is None:
+        return matrix.dense, matrix.dense, matrix.dense
+    packed = matrix.packed
+    return packed.values, packed.scales, packed.factors if packed.factors is not None else packed.scales
+
+
+def _layer_matrices(layer: Layer) -> tuple[Matrix, ...]:
+    return *layer.qkv, layer.output, layer.gate_up, layer.down

@@ -1,0 +1,30 @@
+"""The table of rotations: cos and sin of every position and frequency, for rotary position embedding."""
+
+import torch
+
+LEAST_POSITIONS = 4096
+"""What the table covers at first; doubled as longer contexts come."""
+
+
+class Rotations:
+    """float32 `[positions, head_dim / 2]`, computed in float64, so that position 40,000 keeps its fraction.
+
+    Tables, not arithmetic in the kernel: an angle of 40,000 in float32 is off by a few thousandths.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.cos = self.sin = torch.zeros(0, 0)
+
+    def reach(self, length: int, head_dim: int, theta: float) -> bool:
+        """Have the table cover positions below `length`. Returns whether it had to move in memory."""
+        if length <= len(self.cos):
+            return False
+        positions = max(LEAST_POSITIONS, len(self.cos))
+        while positions < length:
+            positions *= 2
+        half = head_dim // 2
+        frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
+        self.cos, self.sin = angles.cos().float().to(self._device), angles.sin().float().to(self._device)
+        return True

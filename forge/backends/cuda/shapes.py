@@ -1,0 +1,104 @@
+"""Which tile a kernel is launched with: plain numbers from plain numbers, so that a tuning changes one place.
+
+The aim is the same everywhere: enough programs for every multiprocessor, and per program so many bytes asked for at
+once that the memory is kept busy (an H200 has 132 multiprocessors and wants some 30 KB in flight on each).
+"""
+
+from dataclasses import dataclass
+
+from forge.backends.cuda.weights import DENSE
+
+MATVEC_ROWS = 1
+"""Up to here rows are multiplied one by one."""
+TILE_ROWS = 16
+"""Up to here rows share one pass of the tile kernel; more go to cuBLAS."""
+CHUNK = 64
+"""Keys that attention takes at a time, counted in absolute positions."""
+MAX_SPLITS = 32
+MULTIPROCESSORS = 132
+"""Of an H200; what shapes are chosen for where no device says otherwise."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A matrix product's tile and how a program of it runs."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """`rows` rows of a sequence, `block_m` rows of the matrix that they make with their heads."""
+
+    rows: int
+    block_m: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_2(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+def matvec_tile(rows: int, columns: int, kind: int, multiprocessors: int = MULTIPROCESSORS) -> Tile:
+    """A tile of `matvec`: half the rows per program until every multiprocessor has two."""
+    block_k = min(1024 if kind == DENSE else 2048, max(32, next_power_of_2(columns)))
+    block_n = 8
+    while block_n > 2 and -(-rows // block_n) < 2 * multiprocessors:
+        block_n //= 2
+    return Tile(1, block_n, block_k, num_warps=4, num_stages=1)
+
+
+def matmul_tile(batch_rows: int, rows: int, columns: int, kind: int, multiprocessors: int = MULTIPROCESSORS) -> Tile:
+    """A tile of `matmul` for that many rows of the batch."""
+    block_m = min(64, max(16, next_power_of_2(batch_rows)))
+    widest = 128 if kind == DENSE or block_m == 16 else 64  # packed weights take registers on their way
+    block_k = min(widest, max(32, next_power_of_2(columns)))
+    block_n = 64
+    while block_n > 16 and -(-rows // block_n) < multiprocessors:
+        block_n //= 2
+    return Tile(block_m, block_n, block_k, num_warps=4, num_stages=4 if kind == DENSE else 3)
+
+
+INVARIANT_TILE = Tile(16, 32, 64, num_warps=4, num_stages=4)
+"""The one tile of `--invariant`, for every matrix and every number of rows."""
+
+
+def attention_tile(num_rows: int, heads: int, kv_heads: int, multiprocessors: int = MULTIPROCESSORS) -> AttentionTile:
+    """A tile of `paged_attention` for sequences of several rows: large if that still makes enough programs.
+
+    Half as many as there are multiprocessors will do, since splits can double them.
+    """
+    group = next_power_of_2(heads // kv_heads)
+    for block_m, least in ((128, multiprocessors), (64, multiprocessors // 2), (32, multiprocessors // 2)):
+        rows = max(1, block_m // group)
+        if -(-num_rows // rows) * kv_heads >= least:
+            return AttentionTile(rows, max(block_m, group), 8 if block_m == 128 else 4, 3 if block_m < 128 else 2)
+    return few_rows_tile(heads, kv_heads)
+
+
+def few_rows_tile(heads: int, kv_heads: int) -> AttentionTile:
+    """The smallest tile of several rows, and the only one of `--invariant`."""
+    group = next_power_of_2(heads // kv_heads)
+    return AttentionTile(max(1, 16 // group), max(16, group), 4, 3)
+
+
+def one_row_tile(heads: int, kv_heads: int) -> AttentionTile:
+    return AttentionTile(1, max(16, next_power_of_2(heads // kv_heads)), 4, 3)
+
+
+def splits(tiles: int, kv_heads: int, longest: int, multiprocessors: int = MULTIPROCESSORS) -> int:
+    """Programs that share a tile's keys: as many as there are chunks to share and multiprocessors to fill."""
+    chunks = -(-longest // CHUNK)
+    room = max(1, 2 * multiprocessors // max(1, tiles * kv_heads))
+    largest = min(chunks, room, MAX_SPLITS)
+    return 1 << (max(1, largest).bit_length() - 1)
+
+
+def splits_at_once(splits: int, live: int, width: int) -> int:
+    """Results of splits that are merged together: what fits into 64 registers of 128 threads."""
+    return max(1, min(splits, 8192 // (live * width)))

@@ -1,0 +1,87 @@
+"""The KV cache's arrays in a torch device's memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from forge.cache.kv_storage import BlockCopy, KvLayout, KvStorage
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class HostBlocks:
+    """The contents of some blocks, in host memory: what swapping out leaves behind."""
+
+    keys: torch.Tensor
+    """`[num_layers, len(blocks), block_size, num_kv_heads, head_dim]` in the storage's dtype; values likewise."""
+    values: torch.Tensor
+
+
+class TorchKvStorage(KvStorage):
+    """K and V as two tensors `[num_layers, num_blocks, block_size, num_kv_heads, head_dim]`.
+
+    A token's key for one head is one run of bytes (256 for bfloat16 and 128 numbers), which is all that attention asks
+    of the order: it fetches keys one by one through the block table.
+    """
+
+    def __init__(self, layout: KvLayout, device: torch.device):
+        """Raises `MemoryError` if the device has no room."""
+        self.layout = layout
+        shape = (layout.num_layers, layout.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        dtype = TORCH_DTYPES[layout.kv_dtype]
+        try:
+            self.keys = torch.zeros(shape, dtype=dtype, device=device)
+            self.values = torch.zeros(shape, dtype=dtype, device=device)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if "memory" not in str(error):
+                raise
+            raise MemoryError(str(error).splitlines()[0]) from None
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """In order: a copy whose source an earlier one wrote begins a new batch of copies."""
+        for batch in _independent(copies):
+            sources = self._numbers([copy.source for copy in batch])
+            destinations = self._numbers([copy.destination for copy in batch])
+            for array in (self.keys, self.values):
+                array.index_copy_(1, destinations, array.index_select(1, sources))
+
+    def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
+        """A copy of `blocks` in host memory, for `write_blocks` of any blocks as many."""
+        numbers = self._numbers(blocks)
+        return HostBlocks(self.keys.index_select(1, numbers).cpu(), self.values.index_select(1, numbers).cpu())
+
+    def write_blocks(self, blocks: Sequence[int], data: HostBlocks) -> None:
+        """Make `blocks` hold what `read_blocks` gave."""
+        numbers = self._numbers(blocks)
+        self.keys.index_copy_(1, numbers, data.keys.to(self.keys.device))
+        self.values.index_copy_(1, numbers, data.values.to(self.values.device))
+
+    def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = self.rows(layer, self._numbers(block_table), length)
+        return keys.float().cpu().numpy(), values.float().cpu().numpy()
+
+    def rows(self, layer: int, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of positions 0 to `length` - 1 on the device, `[length, num_kv_heads, head_dim]`."""
+        blocks = block_table[: -(-length // self.layout.block_size)].long()
+        token_shape = (-1, self.layout.num_kv_heads, self.layout.head_dim)
+        keys, values = self.keys[layer, blocks], self.values[layer, blocks]
+        return keys.reshape(token_shape)[:length], values.reshape(token_shape)[:length]
+
+    def _numbers(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(blocks), dtype=torch.int64, device=self.keys.device)
+
+
+def _independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
+    """`copies` cut into runs in which no block that is written is read or written again."""
+    runs: list[list[BlockCopy]] = []
+    written: set[int] = set()
+    for copy in copies:
+        if not runs or copy.source in written or copy.destination in written:
+            runs.append([])
+            written = set()
+        runs[-1].append(copy)
+        written.add(copy.destination)
+    return runs

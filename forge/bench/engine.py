@@ -1,0 +1,102 @@
+"""What batching buys: the same requests one at a time, in batches that wait for their slowest, and continuously.
+
+Continuous batching is iteration-level scheduling (Yu et al. 2022, Orca): whoever ends makes room in the next step.
+Static batching is the same engine with one rule more: nobody begins before everybody of the batch before has ended.
+Every way must give the same tokens; `identical` says whether it did.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from forge.bench.workload import Workload, WorkloadRun
+from forge.engine.llm import LLM
+from forge.trace.lives import Life, lives_of
+from forge.trace.records import StepRecord
+from forge.trace.totals import Totals, totals_of
+
+How = Literal["sequential", "static", "continuous"]
+Tokens = tuple[tuple[int, ...], ...]
+"""Each request's output, in the order of the workload."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One way of running a workload; its figures are those of the turn with the median time."""
+
+    how: How
+    batch: int
+    """Sequences at once at most."""
+    seconds: float
+    """From the first arrival to the last token, engines made on the way included."""
+    all_seconds: tuple[float, ...]
+    """Of every turn."""
+    totals: Totals
+    tokens: Tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.totals.output_tokens / self.seconds
+
+    @property
+    def ms_per_request(self) -> float:
+        """The whole time by the number of requests: what one costs, not how long it takes."""
+        return self.seconds * 1e3 / len(self.tokens)
+
+
+def measure(llm: LLM, workload: Workload, how: How, batch: int, turns: int = 1) -> Measured:
+    """Run a workload `turns` times, each on a fresh engine with an empty cache (`sequential`: one for each request)."""
+    found = sorted((_turn(llm, workload, how, batch) for _ in range(turns)), key=lambda one: one.seconds)
+    middle = found[(len(found) - 1) // 2]
+    return replace(middle, all_seconds=tuple(one.seconds for one in found))
+
+
+def measure_all(
+    llm: LLM,
+    workload: Workload,
+    ways: Sequence[tuple[How, int]],
+    turns: int = 1,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> tuple[Measured, ...]:
+    """Every way in turn, after a turn that nobody times."""
+    on_progress("warming up")
+    _turn(llm, Workload(workload.requests[:2]), "continuous", 2)
+    found = []
+    for how, batch in ways:
+        on_progress(f"{how}, {batch} at once")
+        found.append(measure(llm, workload, how, batch, turns))
+    return tuple(found)
+
+
+def identical(measured: Sequence[Measured]) -> bool:
+    """Whether all ways gave every request the same tokens."""
+    return len({one.tokens for one in measured}) <= 1
+
+
+def speed_up(one: Measured, of: Measured) -> float:
+    """How many times the tokens per second of another."""
+    return one.tokens_per_second / of.tokens_per_second
+
+
+def _turn(llm: LLM, workload: Workload, how: How, batch: int) -> Measured:
+    parts = [replace(workload, requests=(one,)) for one in workload.requests] if how == "sequential" else [workload]
+    steps: list[StepRecord] = []
+    tokens: list[tuple[int, ...]] = []
+    lives: list[Life] = []
+    began = time.perf_counter()
+    for part in parts:
+        engine = llm.new_engine(max_num_seqs=batch)
+        run = WorkloadRun(engine, part, together=batch if how == "static" else None)
+        own = [_arrived_at(began, step) for step in run]
+        steps += own
+        lives += lives_of(own)
+        tokens += [output.outputs[0].token_ids for output in run.outputs]
+    seconds = time.perf_counter() - began
+    totals = totals_of(steps, lives)
+    return Measured(how, batch, seconds, (seconds,), totals, tuple(tokens))
+
+
+def _arrived_at(began: float, step: StepRecord) -> StepRecord:
+    """The step as if its requests had come when the run began: whoever is kept from the engine waits all the same."""
+    return replace(step, arrived=tuple(replace(one, arrived=began) for one in step.arrived)) if step.arrived else step

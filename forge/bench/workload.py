@@ -1,0 +1,238 @@
+"""Many requests made from a seed, and a run of them: who comes when, with how long a prompt, for how many tokens.
+
+The same seed makes the same requests, whatever runs them. Arrivals are of one of two clocks: seconds are the wall's, so
+that a faster engine has shorter queues; steps are the engine's own, so that every machine sees the same run.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from forge.engine.engine import Engine
+from forge.engine.outputs import RequestOutput
+from forge.engine.sampling_params import SamplingParams
+from forge.errors import UsageError
+from forge.trace.records import StepRecord
+
+PRIORITIES = 3
+"""Under the order `priority`, requests draw one of as many."""
+_NAP = 0.02
+"""Seconds between two looks at the clock while nothing runs."""
+PASSAGE = (
+    "Long before the mill had a wheel, the river kept the children of the valley company. It told them of the "
+    "mountain where it was born, of a fox who had crossed it on the ice, and of the lantern that an old woman hung "
+    "over the ford when the fog came down. Each evening somebody asked for the story of the ferry that went out and "
+    "did not return, and each evening the river began it in another way. Some heard of a silver bell, some of a queen "
+    "without a crown, and the youngest, who always fell asleep too early, dreamed the end."
+)
+"""What prompts are cut from, so that a model has something to go on with."""
+
+
+class Encoder(Protocol):
+    def encode(self, text: str) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What somebody will ask for."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    arrival: float = 0.0
+    """In the workload's clock, from the beginning of the run."""
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    requests: tuple[Request, ...]
+    """In the order of their arrival."""
+    clock: Literal["seconds", "steps"] = "seconds"
+
+    @property
+    def output_tokens(self) -> int:
+        """At most."""
+        return sum(request.max_tokens for request in self.requests)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Whole numbers from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str, option: str) -> "Range":
+        """`16`, or `16:256`. Raises `UsageError`, naming the option."""
+        low, colon, high = text.partition(":")
+        try:
+            found = cls(int(low), int(high if colon else low))
+        except ValueError:
+            raise UsageError(
+                f"{option} is a number of tokens or two of them, such as 16:256, and not {text!r}"
+            ) from None
+        if not 1 <= found.low <= found.high:
+            raise UsageError(f"{option} {text}: a range goes from at least 1 upwards")
+        return found
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.randint(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """When requests come."""
+
+    kind: Literal["all", "poisson", "every"]
+    rate: float = 0.0
+    """Of `poisson`: requests per second on average. Of `every`: steps between two."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Arrival":
+        """`all` at once, `poisson:20` (a second, by the wall's clock) or `every:3` (steps). Raises `UsageError`."""
+        kind, _, rate = text.partition(":")
+        if text == "all":
+            return cls("all")
+        try:
+            value = float(rate)
+        except ValueError:
+            value = 0.0
+        if kind not in ("poisson", "every") or not 0 < value < 1e6:
+            raise UsageError(
+                f"--arrival is all, poisson:20 (requests a second) or every:3 (one in as many steps), not {text!r}"
+            )
+        return cls(kind, value)
+
+    def times(self, number: int, rng: random.Random) -> list[float]:
+        """When each of `number` requests comes."""
+        if self.kind == "all":
+            return [0.0] * number
+        if self.kind == "every":
+            return [index * self.rate for index in range(number)]
+        now, found = 0.0, []
+        for _ in range(number):
+            now += rng.expovariate(self.rate)
+            found.append(now)
+        return found
+
+
+def make_workload(
+    tokenizer: Encoder,
+    number: int,
+    prompt_tokens: Range,
+    max_tokens: Range,
+    arrival: Arrival | None = None,
+    *,
+    priorities: bool = False,
+    seed: int = 0,
+) -> Workload:
+    """`number` requests whose prompts begin at random places of one passage. Raises `UsageError` for none."""
+    if number < 1:
+        raise UsageError(f"--requests must be at least 1, got {number}")
+    arrival = arrival or Arrival("all")
+    rng = random.Random(seed)
+    passage = list(tokenizer.encode(PASSAGE))
+    requests = [
+        Request(
+            _cut(passage, rng.randrange(len(passage)), prompt_tokens.draw(rng)),
+            max_tokens.draw(rng),
+            time,
+            rng.randrange(PRIORITIES) if priorities else 0,
+        )
+        for time in arrival.times(number, rng)
+    ]
+    return Workload(tuple(requests), "steps" if arrival.kind == "every" else "seconds")
+
+
+def _cut(passage: Sequence[int], start: int, length: int) -> tuple[int, ...]:
+    """`length` tokens from `start` on; after the last comes the first."""
+    return tuple(passage[(start + index) % len(passage)] for index in range(length))
+
+
+class WorkloadRun:
+    """A workload on its way through an engine: iterate to advance it, then read `outputs`.
+
+    With `together` the requests come in groups of that many, and a group begins when the one before it has ended:
+    static batching, as it was before schedulers decided anew in every step.
+    """
+
+    def __init__(self, engine: Engine, workload: Workload, together: int | None = None):
+        self._engine, self._workload, self._together = engine, workload, together
+        self._submitted: list[str] = []
+        self._open: list[str] = []
+        """Those of them that have not ended."""
+        self._pending = list(enumerate(workload.requests))
+        self._outputs: dict[str, RequestOutput] = {}
+        self._steps = 0
+        self._began: float | None = None
+        self.refused: list[tuple[int, str]] = []
+        """Requests by their number that could never run, and why."""
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        while self._pending or self._engine.has_unfinished():
+            self._submit()
+            if self._engine.has_unfinished():
+                record = self._engine.step()
+                self._steps += 1
+                if record.finished:
+                    self._collect()
+                yield record
+            elif self._pending:
+                self._wait()
+
+    def abort(self) -> None:
+        """End what has not ended; what has not come will not."""
+        self._pending.clear()
+        for request_id in self._open:
+            self._engine.abort(request_id)
+        self._collect()
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """Of the requests that have ended, in the order of their arrival."""
+        return [self._outputs[request_id] for request_id in self._submitted if request_id in self._outputs]
+
+    @property
+    def _now(self) -> float:
+        """On the workload's clock."""
+        if self._workload.clock == "steps":
+            return self._steps
+        if self._began is None:
+            self._began = time.perf_counter()
+        return time.perf_counter() - self._began
+
+    def _submit(self) -> None:
+        """Hand over the requests that have come."""
+        if self._together is not None and self._engine.has_unfinished():
+            return
+        now, room = self._now, self._together or len(self._pending)
+        while self._pending and room and self._pending[0][1].arrival <= now:
+            number, request = self._pending.pop(0)
+            params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
+            request_id = f"request-{number}"
+            try:
+                self._engine.add_request(request_id, request.prompt_token_ids, params, priority=request.priority)
+            except UsageError as error:
+                self.refused.append((number, str(error)))
+                continue
+            self._submitted.append(request_id)
+            self._open.append(request_id)
+            room -= 1
+
+    def _wait(self) -> None:
+        """Nothing runs: let time pass until somebody comes."""
+        if self._workload.clock == "steps":
+            self._steps = max(self._steps, int(self._pending[0][1].arrival + 0.999999))
+        else:
+            time.sleep(max(0.0, min(_NAP, self._pending[0][1].arrival - self._now)))
+
+    def _collect(self) -> None:
+        """Take the outputs of requests that have ended out of the engine."""
+        ended = [request_id for request_id in self._open if not self._engine.is_unfinished(request_id)]
+        for request_id in ended:
+            self._outputs[request_id] = self._engine.output(request_id)
+            self._engine.forget(request_id)
+            self._open.remove(request_id)

@@ -1,0 +1,95 @@
+"""Several requests in one engine, each of which comes while those before it are running."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+from forge.cli.running import INTERRUPTED, interruption, run_label
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from forge.engine.llm import LLM, Prompt, Run
+    from forge.engine.sampling_params import SamplingParams
+    from forge.trace.records import StepRecord
+    from forge.views.blocks import BlockScreen
+    from forge.views.summary import RunsResult
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request."""
+
+    prompt: "Prompt"
+    params: "SamplingParams"
+    step: int
+    """It comes when this many steps have been made, or as soon as nothing else is left to do."""
+
+
+def drive_arrivals(
+    llm: "LLM",
+    arrivals: Sequence[Arrival],
+    on_step: "Callable[[StepRecord], None]" = lambda record: None,
+    keep_logits: bool = False,
+) -> "RunsResult":
+    """Run all requests to their ends, or to Ctrl-C, handing on every step as it happens.
+
+    `arrivals` are in the order of their steps. `keep_logits` keeps those of every token, for comparing.
+    """
+    from forge.views.summary import RunsResult
+
+    records: list[StepRecord] = []
+    runs: list[Run] = []
+    logits: dict[int, list[np.ndarray]] = {}
+    if keep_logits:
+        llm.engine.on_logits = lambda seq_id, row: logits.setdefault(seq_id, []).append(row)
+    interrupted = False
+    try:
+        with interruption() as requested:
+            while not interrupted:
+                while len(runs) < len(arrivals):
+                    arrival = arrivals[len(runs)]
+                    if len(records) < arrival.step and llm.engine.has_unfinished():
+                        break
+                    runs.append(llm.start([arrival.prompt], arrival.params))
+                record = next((record for run in runs if (record := next(iter(run), None)) is not None), None)
+                if record is None:
+                    break
+                records.append(record)
+                on_step(record)
+                interrupted = requested()
+    finally:
+        llm.engine.on_logits = None
+        for run in runs:
+            run.abort()
+    return RunsResult(
+        run_label(llm),
+        tuple(records),
+        tuple(run.outputs[0] for run in runs),
+        tuple(tuple(logits[seq_id]) for seq_id in sorted(logits)),
+        interrupted,
+    )
+
+
+def watch_arrivals(
+    llm: "LLM", arrivals: Sequence[Arrival], screen: "BlockScreen", pace: float, quiet: bool
+) -> "RunsResult":
+    """The same with its blocks on the terminal, unless `quiet`, and remembered in `screen`."""
+    from forge.views.blocks import SilentBlocks, watch_blocks
+    from forge.views.terminal import open_console
+
+    llm.engine.report_blocks = True
+    try:
+        with SilentBlocks(screen) if quiet else watch_blocks(open_console(), screen, pace) as watch:
+            return whole(drive_arrivals(llm, arrivals, watch.step))
+    finally:
+        llm.engine.report_blocks = False
+
+
+def whole(result: "RunsResult") -> "RunsResult":
+    """A result that Ctrl-C did not cut short: half an experiment says nothing, so that ends the command."""
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    return result

@@ -1,0 +1,125 @@
+"""`forge replay` and `forge trace export`: a recorded run without the model that made it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forge.cli import options
+from forge.cli.running import Found
+
+if TYPE_CHECKING:
+    from forge.trace.recorder import Trace
+    from forge.views.history import History
+
+TraceArgument = Annotated[
+    Path, typer.Argument(metavar="FILE", help="What --trace has written.", show_default=False, dir_okay=False)
+]
+
+trace = typer.Typer(help="Turn a recorded run into other formats.", no_args_is_help=True, rich_markup_mode="rich")
+
+
+def replay(
+    file: TraceArgument,
+    step: options.StepOption = False,
+    svg: options.SvgOption = None,
+    json: options.JsonOption = False,
+) -> Found:
+    """Show a recorded run again, or walk through it step by step, forwards and backwards. Loads no model.
+
+    [dim]forge trace-scheduler --requests 64 --trace run.jsonl; forge replay run.jsonl --step[/dim]
+    """
+    from forge.trace.recorder import read_trace
+    from forge.views.report import Report
+    from forge.views.serving import serving_object
+    from forge.views.stepper import Stepper, require_terminal
+    from forge.views.terminal import open_console, open_error_console
+
+    console = open_console()
+    if step:
+        require_terminal(console)
+    recorded = read_trace(file)
+    if recorded.note:
+        open_error_console().print(f"{options.shown_path(file)}: {recorded.note}")
+    history = _history(recorded)
+    if step and history.records:
+        with Stepper(console, history) as stepper:
+            stepper.walk()
+        return 0
+    if svg is not None:
+        from forge.views.picture import save_serving
+
+        save_serving(svg, history)
+    if json:
+        return Report(serving_object(history.label, history.records, history.lives()), lambda console: None).as_json()
+    _show(console, history)
+    return 0
+
+
+def _history(recorded: "Trace") -> "History":
+    from forge.views.history import History
+    from forge.views.summary import RunLabel
+
+    header = recorded.header
+    label = RunLabel(header.model, header.kv, header.device, header.device_description)
+    history = History(label, header.max_num_seqs, header.order)
+    for record in recorded.steps:
+        history.feed(record)
+    history.end(recorded.ends)
+    return history
+
+
+def _show(console, history: "History") -> None:
+    """Every step as a line in a pipe, the last step's picture on a terminal; then what it came to."""
+    from forge.views.scheduler import print_step_line, scheduler_lines
+    from forge.views.serving import print_serving
+    from forge.views.terminal import can_redraw
+
+    if can_redraw(console) and history.records:
+        for line in scheduler_lines(history, len(history) - 1, console.width, console.height):
+            console.print(line)
+    elif history.records:
+        for record in history.records:
+            print_step_line(console, record)
+    console.print()
+    print_serving(console, history, history.lives(), " · recorded")
+
+
+@trace.command("export")
+def export(
+    file: TraceArgument,
+    perfetto: Annotated[bool, typer.Option("--perfetto", help="For ui.perfetto.dev and chrome://tracing.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where to.", show_default="FILE.perfetto.json", dir_okay=False),
+    ] = None,
+) -> None:
+    """Write a recorded run in a format that other tools open.
+
+    [dim]forge trace export run.jsonl --perfetto[/dim]
+    """
+    import json
+
+    from forge.errors import UsageError
+    from forge.trace.perfetto import perfetto_object
+    from forge.trace.recorder import TraceError, read_trace
+    from forge.views.figures import count
+    from forge.views.terminal import open_console
+
+    if not perfetto:
+        raise UsageError("say into which format: --perfetto")
+    recorded = read_trace(file)
+    target = out or file.with_name(f"{file.name.removesuffix('.jsonl')}.perfetto.json")
+    if target == file:
+        raise UsageError(f"{target} is the trace itself: give another file to --out")
+    found = perfetto_object(recorded)
+    try:
+        target.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+    except OSError as error:
+        raise TraceError(f"{target}: cannot write: {error.strerror or error}") from None
+    steps, events = count(len(recorded.steps)), count(len(found["traceEvents"]))
+    note = f" ({recorded.note})" if recorded.note else ""
+    open_console().print(
+        f"{options.shown_path(target)}: {steps} steps, {events} events{note}. Open it at ui.perfetto.dev",
+        soft_wrap=True,
+    )

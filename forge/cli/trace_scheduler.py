@@ -1,0 +1,123 @@
+"""`forge trace-scheduler`: many requests at once, and what the scheduler decides in every step, with its reasons."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forge.cli import options
+from forge.cli.running import (
+    INTERRUPTED,
+    Found,
+    Watch,
+    advance,
+    end_record,
+    load_model,
+    new_history,
+)
+
+if TYPE_CHECKING:
+    from forge.bench.workload import Workload
+    from forge.engine.llm import LLM
+
+_WORKLOAD = "Requests"
+
+
+def trace_scheduler(
+    requests: Annotated[
+        int, typer.Option("--requests", "-n", help="How many requests.", rich_help_panel=_WORKLOAD)
+    ] = 64,
+    arrival: Annotated[
+        str,
+        typer.Option(
+            "--arrival",
+            help="all at once, poisson:20 (a second, by the clock on the wall), or every:3 (one in 3 steps).",
+            rich_help_panel=_WORKLOAD,
+        ),
+    ] = "all",
+    prompt_tokens: options.PromptTokensOption = "16:64",
+    max_tokens: options.OutputTokensOption = "64",
+    seed: options.WorkloadSeedOption = 0,
+    model: options.ModelOption = "tales",
+    kv: options.KvOption = "paged",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    max_model_len: options.MaxModelLenOption = None,
+    block_size: options.BlockSizeOption = None,
+    num_blocks: options.NumBlocksOption = None,
+    kv_dtype: options.KvDtypeOption = None,
+    max_num_seqs: options.MaxNumSeqsOption = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokensOption = None,
+    chunked_prefill: options.ChunkedPrefillOption = True,
+    order: options.OrderOption = None,
+    preempt: options.PreemptOption = None,
+    mode: options.ModeOption = None,
+    num_host_blocks: options.NumHostBlocksOption = None,
+    trace: options.TraceOption = None,
+    step: options.StepOption = False,
+    svg: options.SvgOption = None,
+    json: options.JsonOption = False,
+) -> Found:
+    """Run many requests at once and see who runs, who waits, and why.
+
+    With --order priority each request draws a priority of 0, 1 or 2; a lower one is served first.
+
+    [dim]forge trace-scheduler --requests 64 --num-blocks 48 --preempt lifo --mode recompute --step[/dim]
+    """
+    from forge.bench.workload import Arrival, Range, make_workload
+
+    prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
+    output_range = Range.parse(max_tokens, "--max-tokens")
+    arrivals = Arrival.parse(arrival)
+    watch = Watch(trace, step)
+    loading = options.model_options(
+        kv=kv,
+        device=device,
+        threads=threads,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_dtype=kv_dtype,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        chunked_prefill=chunked_prefill,
+        order=order,
+        preempt=preempt,
+        mode=mode,
+        num_host_blocks=num_host_blocks,
+    )
+    llm = load_model(model, **loading)
+    priorities = order == "priority"
+    workload = make_workload(
+        llm.tokenizer, requests, prompt_range, output_range, arrivals, priorities=priorities, seed=seed
+    )
+    return _run(llm, workload, watch, svg, json)
+
+
+def _run(llm: "LLM", workload: "Workload", watch: Watch, svg, json: bool) -> Found:
+    from forge.bench.workload import WorkloadRun
+    from forge.errors import UsageError
+    from forge.views.report import Report
+    from forge.views.serving import print_serving, serving_object
+    from forge.views.serving_live import serving_view
+    from forge.views.terminal import open_console
+
+    engine = llm.engine
+    engine.report_probabilities = False  # nobody looks at them here
+    history = new_history(llm, engine)
+    run = WorkloadRun(engine, workload)
+    with serving_view(open_console(), history, quiet=json or watch.steps) as view:
+        driven = advance(llm, engine, run, view.step, watch, history)
+    if not history.records and run.refused:
+        raise UsageError(f"no request can run: {run.refused[0][1]}")
+    history.end([end_record(output) for output in run.outputs])
+    if svg is not None:
+        from forge.views.picture import save_serving
+
+        save_serving(svg, history)
+    lives = history.lives()
+    report = Report(
+        serving_object(history.label, history.records, lives),
+        lambda console: print_serving(console, history, lives),
+        INTERRUPTED if driven.interrupted and not driven.left else 0,
+    )
+    return report.as_json() if json else report

@@ -1,0 +1,193 @@
+"""The requests that keep nothing, from arrival until somebody has taken their answers.
+
+The scheduler's `OneShotQueue` decides when each runs; here is what comes of it. An answer is entered in one assignment
+when the step that computed it has happened, so a step that is undone leaves nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from forge.cache.kv_storage import KvStorage
+from forge.engine.answers import OneShotResult, answer, answer_in_slices, embed, joins_batch
+from forge.engine.oneshot import OneShotItem, OneShotRequest
+from forge.engine.output_text import OutputText
+from forge.engine.outputs import CompletionOutput, RequestOutput
+from forge.engine.scheduler import Scheduler
+from forge.model.qwen3 import Model
+from forge.tokenizer import StreamingDetokenizer, Tokenizer
+from forge.trace.records import FinishReason, FinishRecord, RequestMetrics, TokenRecord
+
+OnLogits = Callable[[int, np.ndarray], None]
+
+
+class Answered(NamedTuple):
+    """What a step's answers put into its record."""
+
+    tokens: tuple[TokenRecord, ...]
+    finished: tuple[FinishRecord, ...]
+
+
+class _End(NamedTuple):
+    """How a request ended."""
+
+    finish: FinishRecord
+    metrics: RequestMetrics
+    result: OneShotResult | None = None
+    text: str = ""
+
+
+@dataclass
+class _Known:
+    request: OneShotRequest
+    end: _End | None = None
+
+
+class OneShotRequests:
+    def __init__(self, vocab_size: int, storage: KvStorage, tokenizer: Tokenizer):
+        self._vocab_size = vocab_size
+        self._storage = storage
+        self._tokenizer = tokenizer
+        self._known: dict[str, _Known] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._known
+
+    def add(self, request: OneShotRequest) -> None:
+        self._known[request.request_id] = _Known(request)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        return self._known[request_id].end is None
+
+    def result(self, request_id: str) -> OneShotResult | None:
+        end = self._known[request_id].end
+        return end.result if end is not None else None
+
+    def forget(self, request_id: str) -> None:
+        assert self._known[request_id].end is not None, "it is still running"
+        del self._known[request_id]
+
+    def abort(self, request_id: str, reason: FinishReason, scheduler: Scheduler) -> None:
+        """End a request that has not ended."""
+        known = self._known[request_id]
+        if known.end is None:
+            request = known.request
+            metrics = RequestMetrics(len(request.token_ids), 0, request.arrived, None, None)
+            known.end = _End(FinishRecord(request.seq_id, reason), metrics)
+            scheduler.num_finished += 1
+        scheduler.oneshots.remove(known.request.seq_id)
+
+    def drop_ended(self, scheduler: Scheduler) -> None:
+        """Make the queue forget what has ended: an exception may have come between the two."""
+        for known in self._known.values():
+            if known.end is not None:
+                scheduler.oneshots.remove(known.request.seq_id)
+
+    # In a step
+
+    def joining(self, items: Sequence[OneShotItem]) -> list[OneShotItem]:
+        """Those whose rows go into the step's own forward."""
+        return [one for one in items if joins_batch(one, self._vocab_size)]
+
+    def run_apart(
+        self, items: Sequence[OneShotItem], model: Model, on_logits: OnLogits | None
+    ) -> dict[int, OneShotResult]:
+        """The answers of the others, by passes of their own."""
+        answers: dict[int, OneShotResult] = {}
+        embeddings = [one for one in items if one.request.task.head == "hidden"]
+        if embeddings:
+            results = embed(embeddings, model, self._storage)
+            answers |= {one.request.seq_id: result for one, result in zip(embeddings, results, strict=True)}
+        for one in items:
+            if one.request.task.head == "logits" and not joins_batch(one, self._vocab_size):
+                answers[one.request.seq_id] = answer_in_slices(one, model, self._storage, on_logits)
+        return answers
+
+    def answer(
+        self, joining: Sequence[OneShotItem], logits: np.ndarray | None, on_logits: OnLogits | None
+    ) -> dict[int, OneShotResult]:
+        """The answers of those that joined, whose rows are the last of `logits`."""
+        answers: dict[int, OneShotResult] = {}
+        first = len(logits) - sum(len(one.item.logit_rows) for one in joining) if joining else 0
+        for one in joining:
+            rows = logits[first : first + len(one.item.logit_rows)]
+            first += len(rows)
+            answers[one.request.seq_id] = answer(one.request, rows, on_logits)
+        return answers
+
+    def end(
+        self,
+        items: Sequence[OneShotItem],
+        answers: dict[int, OneShotResult],
+        forward_ms: float,
+        started: float,
+        now: float,
+    ) -> Answered:
+        """The step has happened: enter the answers, and say what it brought."""
+        tokens, finished = [], []
+        for one in items:
+            request, result = one.request, answers[one.request.seq_id]
+            end, token = self._ended(request, result)
+            first = now if token is not None else None
+            metrics = RequestMetrics(
+                len(request.token_ids),
+                int(token is not None),
+                request.arrived,
+                first,
+                first,
+                (forward_ms,),
+                (one.item.num_tokens,),
+                started,
+                tokens_cached=one.item.start,
+            )
+            self._known[request.request_id].end = end._replace(metrics=metrics)
+            finished.append(end.finish)
+            if token is not None:
+                tokens.append(token)
+        return Answered(tuple(tokens), tuple(finished))
+
+    def _ended(self, request: OneShotRequest, result: OneShotResult) -> tuple[_End, TokenRecord | None]:
+        """How a request ends with its answer: as a generation of one token does, or simply answered."""
+        choice = result.choice
+        if choice is None:  # a generation of no tokens has come to its length; anything else is simply answered
+            reason = "length" if request.params.max_tokens == 0 else "stop"
+            return _End(FinishRecord(request.seq_id, reason), None, result), None
+        if choice.token_id in self._tokenizer.eos_token_ids and not request.params.ignore_eos:
+            released = held = ""
+            reason, stop = "stop", choice.token_id
+        else:
+            output = OutputText(StreamingDetokenizer(self._tokenizer), request.params.stop)
+            released, held = output.push(choice.token_id), output.finish()
+            reason, stop = ("length", None) if output.stopped_by is None else ("stop", output.stopped_by)
+        position = len(request.token_ids)
+        token = TokenRecord(request.seq_id, position, choice.token_id, released, choice.probability, choice.logprobs)
+        finish = FinishRecord(request.seq_id, reason, held, stop)
+        return _End(finish, None, result, released + held), token
+
+    # Afterwards
+
+    def output(self, request_id: str) -> RequestOutput:
+        """A request as it stands, in the shape of a generation's output."""
+        known = self._known[request_id]
+        request, end = known.request, known.end
+        result = end.result if end is not None else None
+        choice = result.choice if result is not None else None
+        logprobs = scores = None
+        if request.params.logprobs is not None:
+            logprobs = (choice.logprobs,) if choice is not None else ()
+        if request.task.score_from is not None:
+            scores = (*[None] * request.task.score_from, *result.scores) if result is not None else ()
+        completion = CompletionOutput(
+            index=0,
+            text=end.text if end is not None else "",
+            token_ids=(choice.token_id,) if choice is not None else (),
+            finish_reason=end.finish.reason if end is not None else None,
+            stop_reason=end.finish.stop if end is not None else None,
+            logprobs=logprobs,
+            metrics=end.metrics
+            if end is not None
+            else RequestMetrics(len(request.token_ids), 0, request.arrived, None, None),
+        )
+        return RequestOutput(request_id, request.prompt, request.token_ids, (completion,), scores, request.seed)

@@ -1,0 +1,151 @@
+"""What one forward pass can answer, in the words of those who ask: classify, score, embed, rerank.
+
+Each turns its inputs into requests that keep nothing and their answers into values. How they are batched, and what of
+their prompts is computed once for several, is the engine's business.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from forge.engine.answers import OneShotResult
+from forge.engine.oneshot import OneShotTask
+from forge.errors import UsageError
+from forge.tokenizer import Tokenizer
+from forge.trace.records import Pooling
+
+Answer = Callable[[Sequence[tuple[Sequence[int], OneShotTask]]], list[OneShotResult]]
+"""Runs requests, each a prompt's tokens and what is wanted of it, and gives their results in order."""
+
+RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_RERANK_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
+    'answer can only be "yes" or "no".'
+)
+
+
+@dataclass(frozen=True)
+class Classification:
+    """One input's label probabilities."""
+
+    probabilities: dict[str, float]
+    """Of each label to come next, among the labels; they sum to 1."""
+    logprobs: dict[str, float]
+    """Natural log probability of each label's tokens to come next, among everything."""
+
+    @property
+    def label(self) -> str:
+        """The likeliest."""
+        return max(self.probabilities, key=self.probabilities.__getitem__)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a text is, token by token."""
+
+    token_ids: tuple[int, ...]
+    """The scored tokens."""
+    logprobs: tuple[float, ...]
+    """Natural log probability of each, given all before it."""
+    alternatives: tuple[tuple[tuple[int, float], ...], ...]
+    """At each place the likeliest tokens there, as many as were asked for."""
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log probability."""
+        return math.exp(-self.total / len(self.logprobs))
+
+
+def classify(prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], names: Sequence[str], answer: Answer):
+    """Label probabilities of each prompt: `Classification`s.
+
+    Labels of one token are all read off one row of logits. Where any has several, each is scored as a whole behind the
+    prompt: their probabilities are those of all their tokens together, and the prompt they share is cached where the
+    cache shares prefixes.
+    """
+    _check_labels(labels, names)
+    if all(len(label) == 1 for label in labels):
+        task = OneShotTask(candidates=tuple(label[0] for label in labels))
+        found = [result.candidates for result in answer([(prompt, task) for prompt in prompts])]
+    else:
+        requests = [([*prompt, *label], OneShotTask(score_from=len(prompt))) for prompt in prompts for label in labels]
+        totals = [
+            math.fsum(_own(scores, token_id) for scores, token_id in zip(result.scores, label, strict=True))
+            for result, label in zip(answer(requests), [*labels] * len(prompts), strict=True)
+        ]
+        found = [tuple(totals[first : first + len(labels)]) for first in range(0, len(totals), len(labels))]
+    return [Classification(_softmax(names, logprobs), dict(zip(names, logprobs, strict=True))) for logprobs in found]
+
+
+def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer: Answer) -> list[Score]:
+    """Each continuation's tokens given its prompt. A prompt may be empty: then the first token, which nothing precedes,
+    has no score."""
+    requests = []
+    for prompt, continuation in pairs:
+        if len(prompt) + len(continuation) < 2 or not continuation:
+            raise UsageError("there is nothing to score: it takes a token, and one before it")
+        requests.append(([*prompt, *continuation], OneShotTask(score_from=max(1, len(prompt)), top=top)))
+    scored = []
+    for (token_ids, task), result in zip(requests, answer(requests), strict=True):
+        own = token_ids[task.score_from :]
+        logprobs = tuple(_own(scores, token_id) for scores, token_id in zip(result.scores, own, strict=True))
+        scored.append(Score(tuple(own), logprobs, tuple(scores[:top] for scores in result.scores)))
+    return scored
+
+
+def embed(prompts: Sequence[Sequence[int]], pooling: Pooling, answer: Answer) -> np.ndarray:
+    """Unit vectors: float32 `[prompts, hidden]`."""
+    task = OneShotTask(pooling=pooling)
+    return np.stack([result.embedding for result in answer([(prompt, task) for prompt in prompts])])
+
+
+def rerank_prompt(tokenizer: Tokenizer, query: str, document: str, instruction: str = RERANK_INSTRUCTION) -> list[int]:
+    """The form that Qwen3-Reranker was trained with, ready for "yes" or "no"."""
+    messages = [
+        {"role": "system", "content": _RERANK_SYSTEM},
+        {"role": "user", "content": f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return tokenizer.encode(rendered, allow_special=True)
+
+
+def rerank(prompts: Sequence[Sequence[int]], yes: int, no: int, answer: Answer) -> list[float]:
+    """For each prompt the probability of "yes" against "no"."""
+    task = OneShotTask(candidates=(yes, no))
+    results = answer([(prompt, task) for prompt in prompts])
+    return [1 / (1 + math.exp(min(700.0, result.candidates[1] - result.candidates[0]))) for result in results]
+
+
+def single_token(tokenizer: Tokenizer, text: str) -> int:
+    """The one token that `text` is. Raises `UsageError` if it is several."""
+    token_ids = tokenizer.encode(text)
+    if len(token_ids) != 1:
+        raise UsageError(f"{text!r} is {len(token_ids)} tokens in this model's vocabulary, and one is needed")
+    return token_ids[0]
+
+
+def _check_labels(labels: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    if len(labels) < 2:
+        raise UsageError(f"a classification needs two labels or more, got {len(labels)}")
+    for index, label in enumerate(labels):
+        if not label:
+            raise UsageError("a label must not be empty")
+        for other in range(index):
+            if list(labels[other]) == list(label):
+                raise UsageError(f"labels {names[other]!r} and {names[index]!r} are the same tokens")
+
+
+def _own(scores: Iterable[tuple[int, float]], token_id: int) -> float:
+    return next(logprob for scored, logprob in scores if scored == token_id)
+
+
+def _softmax(names: Sequence[str], logprobs: Sequence[float]) -> dict[str, float]:
+    greatest = max(logprobs)
+    weights = [math.exp(logprob - greatest) for logprob in logprobs]
+    return {name: weight / math.fsum(weights) for name, weight in zip(names, weights, strict=True)}

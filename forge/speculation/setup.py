@@ -1,0 +1,120 @@
+"""From `--speculate` and `--draft` to proposers: loaded, checked against the target, with what they may cost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge.backends.devices import create_backend
+from forge.engine.draws import MAX_BRANCHES
+from forge.errors import UsageError
+from forge.model.catalog import model_name, resolve_model
+from forge.model.loader import load_qwen3
+from forge.model.weight_source import open_weights
+from forge.speculation.controller import Costs
+from forge.speculation.draft import DraftProposer, check_same_tokenizer
+from forge.speculation.ngram import NgramProposer
+from forge.speculation.proposer import Proposer
+from forge.tokenizer import Tokenizer
+
+MODES = ("off", "draft", "ngram")
+DEFAULT_DRAFT = "tales-draft"
+"""The bundled draft, for the bundled target."""
+DEFAULT_K = 4
+MAX_K = 64
+ASSUMED_ROW = 0.1
+"""What a row more is taken to add to the target's forward before that is measured."""
+ASSUMED_LOOKUP = 0.01
+"""What a guess without a model is taken to cost."""
+_SMALL_DRAFT_BYTES = 64 << 20
+"""A draft below this runs on one thread: several would wait for each other longer than they save."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What proposers have to know of the engine that they guess for."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    path: Path | None
+    max_model_len: int
+    max_num_seqs: int
+    device: str
+    threads: int | None
+    kv_dtype: str
+
+
+def checked_mode(mode: str | None, k: int) -> str:
+    """The mode that is meant, None being `off`. Raises `UsageError` for one that has no meaning, and for such a K."""
+    if mode not in (None, *MODES):
+        raise UsageError(f"unknown --speculate {mode!r}; supported: {', '.join(MODES)}")
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_K:
+        raise UsageError(f"--k is how many tokens to guess at a time, 1 to {MAX_K}, got {k!r}")
+    return mode or "off"
+
+
+def load_proposers(mode: str, drafts: Sequence[str | Path], target: Target) -> list[tuple[Proposer, Costs]]:
+    """The proposers that `mode` means, each with its assumed costs. Without `drafts` the bundled one.
+
+    Raises `UsageError` for a draft whose tokens are not the target's, and the `ForgeError` of its format for a file
+    that is not a sound model.
+    """
+    if mode == "off":
+        return []
+    if mode == "ngram":
+        return [(NgramProposer(), Costs(ASSUMED_LOOKUP, ASSUMED_ROW))]
+    if len(drafts) > MAX_BRANCHES:
+        raise UsageError(f"--draft is given {len(drafts)} times, and {MAX_BRANCHES} drafts at most can be told apart")
+    names: list[str] = []
+    proposers: list[tuple[Proposer, Costs]] = []
+    for draft in drafts or [DEFAULT_DRAFT]:
+        path = resolve_model(draft)
+        name = _unused(model_name(path), names)
+        names.append(name)
+        proposers.append((_load_draft(path, name, target, is_default=not drafts), _assumed_costs(path, target)))
+    return proposers
+
+
+def _load_draft(path: Path, name: str, target: Target, is_default: bool) -> DraftProposer:
+    threads = 1 if target.device == "cpu" and _num_bytes(path) < _SMALL_DRAFT_BYTES else target.threads
+    with open_weights(path) as weights:
+        try:
+            check_same_tokenizer(target.tokenizer, Tokenizer(weights.tokenizer_spec()))
+        except UsageError as error:
+            hint = "; give one that can with --draft MODEL, or take --speculate ngram" if is_default else ""
+            raise UsageError(f"{error}{hint}") from None
+        model = load_qwen3(weights, create_backend(target.device, threads))
+    try:
+        proposer = DraftProposer.of_model(
+            model,
+            vocab_size=target.vocab_size,
+            max_num_seqs=target.max_num_seqs,
+            max_model_len=target.max_model_len,
+            kv_dtype=target.kv_dtype,
+            name=name,
+        )
+    except (MemoryError, ValueError):  # NumPy raises the latter for more bytes than an address can hold
+        raise UsageError(
+            f"the KV cache of the draft {name} does not fit in memory: lower --max-model-len or --max-num-seqs"
+        ) from None
+    model.backend.prepare(model.forward_pass, proposer.storage.layout)
+    return proposer
+
+
+def _assumed_costs(draft: Path, target: Target) -> Costs:
+    """By the weights that a forward has to read."""
+    ratio = _num_bytes(draft) / _num_bytes(target.path) if target.path is not None else ASSUMED_LOOKUP
+    return Costs(ratio, ASSUMED_ROW)
+
+
+def _num_bytes(path: Path) -> int:
+    files = path.iterdir() if path.is_dir() else [path]
+    return max(1, sum(file.stat().st_size for file in files if file.is_file()))
+
+
+def _unused(name: str, names: Sequence[str]) -> str:
+    """`name`, numbered if it is taken: the same draft given twice guesses twice."""
+    number, candidate = 1, name
+    while candidate in names:
+        number += 1
+        candidate = f"{name} #{number}"
+    return candidate

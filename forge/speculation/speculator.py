@@ -1,0 +1,338 @@
+"""Speculation in the engine: who guesses for which sequence, how many tokens, and what is learned from that.
+
+    wanted() ─▶ the scheduler finds room ─▶ propose() ─▶ one forward, verified ─▶ learn() ─▶ SpecCycle, and wanted()
+
+How many guesses a sequence wants is decided sequence by sequence (`controller`). Under greedy it goes by times that are
+measured here (`costs`), because there the tokens are the same whatever is guessed. Under sampling a draft's guesses
+decide which draws a token is made from, so there it goes by costs that are fixed in advance, and by the sequence's own
+history.
+
+A proposer that fails (its lease was revoked, its logits are no numbers) is left out from then on, the cycle says why,
+and the target goes on alone or with the other proposers. New ones can be set at any time between two steps.
+
+What is known of a sequence is one value, replaced once its step has happened: an exception anywhere leaves either the
+old one or the new one, and both are right.
+"""
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from forge.engine.scheduler import Outcome
+from forge.engine.sequence import Sequence
+from forge.engine.step_plan import PlanItem, StepPlan
+from forge.errors import ForgeError
+from forge.speculation.controller import Costs, RecentCycles, SpeculationControl
+from forge.speculation.costs import CostMeter
+from forge.speculation.proposer import Proposal, ProposalRequest, Proposer
+from forge.speculation.verification import Verification
+from forge.trace.records import SpecCycle, SpecDecision
+
+
+@dataclass(eq=False)
+class _Source:
+    """A proposer beside what is known of it."""
+
+    proposer: Proposer
+    meter: CostMeter
+    recent: RecentCycles = field(default_factory=RecentCycles)
+
+
+class _State(NamedTuple):
+    """What is known of a sequence."""
+
+    control: SpeculationControl
+    since: int
+    """Tokens that it had when `control` was decided."""
+    follows: bool = False
+    """Whether its proposers have seen all but its last few tokens."""
+
+
+class Failure(NamedTuple):
+    """A proposer that could not answer."""
+
+    proposer: str
+    message: str
+    release_ms: float | None
+    """Milliseconds from the revocation of its lease to the release of what was lent."""
+
+
+@dataclass
+class StepGuesses:
+    """What was guessed for one step."""
+
+    runs: dict[int, tuple[Proposal, ...]] = field(default_factory=dict)
+    """The runs of each sequence for which anything was guessed, none of them empty."""
+    sources: dict[int, tuple[_Source, ...]] = field(default_factory=dict)
+    """Who guessed each of them."""
+    ms: dict[_Source, float] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    """By sequence: why guesses that it had room for were not made."""
+    total_ms: float = 0.0
+
+
+_NOTHING = StepGuesses()
+
+
+class Learned(NamedTuple):
+    """What a step taught."""
+
+    cycles: tuple[SpecCycle, ...] = ()
+    states: Mapping[int, _State] = {}
+
+
+class Speculator:
+    """The proposers of one engine, and what is known of each of its sequences. Without proposers it wants nothing."""
+
+    def __init__(
+        self,
+        proposers: Items[tuple[Proposer, Costs]] = (),
+        *,
+        max_k: int = 4,
+        vocab_size: int = 0,
+        fixed: bool = False,
+    ):
+        """proposers: each with what it is assumed to cost before that is measured, and under sampling for good.
+        max_k: guesses per cycle at most. vocab_size: the target's. fixed: always guess `max_k`, for study."""
+        self.max_k = max_k
+        self.vocab_size = vocab_size
+        self.fixed = fixed
+        self._sources: tuple[_Source, ...] = ()
+        self._states: dict[int, _State] = {}
+        self._unsaid: dict[int, SpecDecision] = {}
+        """Decisions not to begin at all, which no cycle has told of yet."""
+        self.set_proposers(proposers)
+
+    @property
+    def proposers(self) -> tuple[Proposer, ...]:
+        """Those that have not failed."""
+        return tuple(source.proposer for source in self._sources)
+
+    def set_proposers(self, proposers: Items[tuple[Proposer, Costs]]) -> None:
+        """Guess with these from now on. Every sequence begins anew with them."""
+        self._states, self._unsaid = {}, {}
+        self._sources = tuple(_Source(proposer, CostMeter(assumed)) for proposer, assumed in proposers)
+
+    def accept_rate(self, name: str) -> float | None:
+        """`recent_accept_rate` of a proposer; None before its first guess, or if there is no such proposer."""
+        return next((source.recent.accept_rate for source in self._sources if source.proposer.name == name), None)
+
+    def decision(self, seq_id: int) -> SpecDecision | None:
+        """How many guesses a sequence wants next, and why; None before its first step."""
+        state = self._states.get(seq_id)
+        return None if state is None else state.control.decision
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence has ended. After an exception from this, call it again."""
+        if seq_id in self._states:
+            for source in self._sources:
+                source.proposer.forget(seq_id)
+            self._unsaid.pop(seq_id, None)
+            self._states.pop(seq_id, None)
+
+    # Before a step
+
+    def wanted(self, sequence: Sequence) -> int:
+        """How many guesses the sequence would have verified in its next step."""
+        if not self._sources_of(sequence):
+            return 0
+        state = self._states.get(sequence.seq_id)
+        if state is None:
+            state = self._begin(sequence)
+        k = state.control.k
+        if k and not (self.fixed or self._can_tell(sequence)):
+            return 0
+        if k == 0:
+            num_plain = len(sequence.token_ids) - state.since
+            if num_plain >= state.control.decision.retry_in:
+                control = state.control.after_plain_tokens(num_plain, self._costs(sequence, 1))
+                self._states[sequence.seq_id] = _State(control, len(sequence.token_ids))
+                k = control.k
+        return k
+
+    def _can_tell(self, sequence: Sequence) -> bool:
+        """Whether it is known what a step without guesses costs. Otherwise the first few are made without."""
+        return not sequence.params.greedy or self._sources[0].meter.knows_plain_steps
+
+    def wanted_forks(self, sequence: Sequence) -> int:
+        """How many runs of guesses beyond the first: one for each further proposer."""
+        return max(0, len(self._sources_of(sequence)) - 1)
+
+    def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepGuesses:
+        """Guess for the items that have room for it. No proposer's failure is raised."""
+        items = [item for item in plan.items if item.num_guesses]
+        if not items:
+            return _NOTHING
+        guesses = StepGuesses()
+        for source in self._sources:
+            asked = [item for item in items if source in self._asked(item, running)]
+            if asked:
+                self._ask(source, asked, running, guesses)
+        guesses.total_ms = sum(guesses.ms.values())
+        return guesses
+
+    def _begin(self, sequence: Sequence) -> _State:
+        control = SpeculationControl.begin(self.max_k, self._costs(sequence, 1), fixed=self.fixed)
+        state = self._states[sequence.seq_id] = _State(control, len(sequence.token_ids))
+        if control.k == 0:
+            self._unsaid[sequence.seq_id] = control.decision
+        return state
+
+    def _sources_of(self, sequence: Sequence) -> tuple[_Source, ...]:
+        if sequence.drafts is None:
+            return self._sources
+        return tuple(source for source in self._sources if source.proposer.name in sequence.drafts)
+
+    def _asked(self, item: PlanItem, running: Mapping[int, Sequence]) -> tuple[_Source, ...]:
+        """As many of the sequence's proposers as there is room for runs."""
+        return self._sources_of(running[item.seq_id])[: 1 + len(item.forks)]
+
+    def _ask(
+        self, source: _Source, items: list[PlanItem], running: Mapping[int, Sequence], guesses: StepGuesses
+    ) -> None:
+        """Have one proposer guess for these items."""
+        requests = [self._request(source, item, running[item.seq_id]) for item in items]
+        started = time.perf_counter()
+        try:
+            proposals = source.proposer.propose(requests)
+        except ForgeError as error:
+            self._lose(source, error, items, guesses)
+            return
+        ms = guesses.ms[source] = (time.perf_counter() - started) * 1e3
+        longest = 0
+        for item, proposal in zip(items, proposals, strict=True):
+            proposal = proposal.cut(item.num_guesses, self.vocab_size)
+            if len(proposal):
+                longest = max(longest, len(proposal))
+                guesses.runs[item.seq_id] = (*guesses.runs.get(item.seq_id, ()), proposal)
+                guesses.sources[item.seq_id] = (*guesses.sources.get(item.seq_id, ()), source)
+        if longest and all(self._states[item.seq_id].follows for item in items):  # else it read a text as well
+            source.meter.add_guesses(len(items), longest, ms)
+
+    def _request(self, source: _Source, item: PlanItem, sequence: Sequence) -> ProposalRequest:
+        return ProposalRequest(
+            sequence.seq_id,
+            sequence.token_ids,
+            item.num_guesses,
+            sequence.params,
+            sequence.seed,
+            sequence.sample_index,
+            self._sources_of(sequence).index(source) if len(self._sources) > 1 else 0,
+        )
+
+    def _lose(self, source: _Source, error: ForgeError, items: list[PlanItem], guesses: StepGuesses) -> None:
+        """A proposer failed: go on without it."""
+        self._sources = tuple(other for other in self._sources if other is not source)
+        lease = source.proposer.lease
+        failure = Failure(source.proposer.name, str(error), lease and lease.release_ms)
+        for item in items:
+            guesses.failures[item.seq_id] = failure
+
+    # After a step
+
+    def learn(
+        self,
+        plan: StepPlan,
+        guesses: StepGuesses,
+        verified: Mapping[int, Verification],
+        outcomes: Items[Outcome],
+        running: Mapping[int, Sequence],
+        forward: tuple[int, float],
+    ) -> Learned:
+        """What a step's verifications teach, for `take`. Its sequences must not have their new tokens yet.
+
+        forward: the rows of the target's forward, and its milliseconds.
+        """
+        if not self._sources and not guesses.failures:
+            return Learned()
+        if plan.execution_class == "decode":
+            for source in self._sources:
+                source.meter.add_forward(*forward)
+        cycles: list[SpecCycle] = []
+        states: dict[int, _State] = {}
+        for outcome in outcomes if verified or guesses.failures else ():
+            seq_id = outcome.seq_id
+            if seq_id in verified:
+                sequence, verification = running[seq_id], verified[seq_id]
+                proposed = max(map(len, guesses.runs[seq_id]))
+                costs = self._costs(sequence, len(plan.items))
+                control = self._states[seq_id].control.after_cycle(proposed, verification.num_accepted, costs)
+                states[seq_id] = _State(control, outcome.position + len(outcome.token_ids), follows=control.k > 0)
+                cycles += self._cycles(outcome, guesses, verification, forward[1], control.decision)
+            if seq_id in guesses.failures:
+                cycles.append(self._failed(outcome, guesses, forward[1]))
+        if self._unsaid:
+            cycles += self._said(plan, running, forward[1])
+        return Learned(tuple(cycles), states)
+
+    def take(self, learned: Learned) -> None:
+        """The step has happened."""
+        self._states.update(learned.states)
+
+    def _cycles(
+        self, outcome: Outcome, guesses: StepGuesses, verification: Verification, ms: float, then: SpecDecision
+    ) -> list[SpecCycle]:
+        """A record for each run of guesses."""
+        seq_id, cycles = outcome.seq_id, []
+        runs = zip(guesses.sources[seq_id], guesses.runs[seq_id], verification.forks, strict=True)
+        for fork, (source, proposal, verdicts) in enumerate(runs):
+            won = fork == verification.winner
+            accepted = sum([verdict.accepted for verdict in verdicts])
+            source.recent = source.recent.add(len(proposal), accepted)
+            cycles.append(
+                SpecCycle(
+                    seq_id,
+                    source.proposer.name,
+                    outcome.position,
+                    proposal.token_ids,
+                    verdicts,
+                    outcome.token_ids if won else (),
+                    guesses.ms[source],
+                    ms,
+                    self._states[seq_id].control.decision,
+                    then,
+                    won,
+                )
+            )
+        return cycles
+
+    def _failed(self, outcome: Outcome, guesses: StepGuesses, ms: float) -> SpecCycle:
+        """The record of guesses that were not made. What was emitted may be in another proposer's record."""
+        failure = guesses.failures[outcome.seq_id]
+        return SpecCycle(
+            outcome.seq_id,
+            failure.proposer,
+            outcome.position,
+            proposed=(),
+            verdicts=(),
+            emitted=() if outcome.seq_id in guesses.runs else outcome.token_ids,
+            draft_ms=0.0,
+            target_ms=ms,
+            decision=self.decision(outcome.seq_id),
+            won=False,
+            error=failure.message,
+            release_ms=failure.release_ms,
+        )
+
+    def _said(self, plan: StepPlan, running: Mapping[int, Sequence], forward_ms: float) -> list[SpecCycle]:
+        """Tell of sequences of this step that were decided not to begin with."""
+        cycles = []
+        for item in plan.items:
+            decision = self._unsaid.pop(item.seq_id, None)
+            sequence = running[item.seq_id]
+            if decision is not None:
+                name = ", ".join(source.proposer.name for source in self._sources_of(sequence))
+                length = len(sequence.token_ids)
+                cycles.append(SpecCycle(item.seq_id, name, length, (), (), (), 0.0, forward_ms, decision))
+        return cycles
+
+    def _costs(self, sequence: Sequence, num_sequences: int) -> Costs:
+        """What a guess by each of the sequence's proposers costs together: measured, or under sampling as assumed."""
+        sources = self._sources_of(sequence)
+        measured = sequence.params.greedy
+        each = [source.meter.costs(num_sequences) if measured else source.meter.assumed for source in sources]
+        if len(each) == 1:
+            return each[0]
+        return Costs(sum(costs.guess for costs in each), sum(costs.row for costs in each))

@@ -1,0 +1,190 @@
+"""Records as plain JSON values and back, derived from the records' own types: reading gives what was written, equal.
+
+A dataclass or NamedTuple becomes an object by field name, without the fields that have their default value. A tuple
+becomes a list. Where a field may hold one of several records the object says which in `"is"`. Numbers that JSON does
+not have (NaN, infinities) become their names as text. A type needs nothing but its annotations to be recorded.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+TAG = "is"
+_PLURAL = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+class Codec(NamedTuple):
+    """How the values of one type are written and read."""
+
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any, str], Any]
+    """Called with (JSON value, where it stands). Raises `ValueError`, naming the place, for what is no such value."""
+
+
+@cache
+def codec_of(annotation: Any) -> Codec:
+    """The codec of a record class, a tuple, a union of records, a literal or a plain type."""
+    origin = get_origin(annotation)
+    if annotation in _PLURAL:
+        return _plain(annotation)
+    if annotation is NoneType:
+        return Codec(lambda value: value, _decode_none)
+    if origin is Literal:
+        return _literal(get_args(annotation))
+    if origin is tuple:
+        return _tuple(get_args(annotation))
+    if origin in (Union, UnionType):
+        return _union(get_args(annotation))
+    if _is_record(annotation):
+        return _record(annotation)
+    raise TypeError(f"{annotation} cannot be recorded")
+
+
+def _is_record(annotation: Any) -> bool:
+    return is_dataclass(annotation) or (isinstance(annotation, type) and hasattr(annotation, "_fields"))
+
+
+def _plain(kind: type) -> Codec:
+    def encode(value: Any) -> Any:
+        return repr(value) if kind is float and not math.isfinite(value) else value
+
+    def decode(value: Any, where: str) -> Any:
+        if kind is float and value in ("nan", "inf", "-inf"):
+            return float(value)
+        if not _is_plain(value, kind):
+            raise ValueError(f"{where} is {value!r} and should be {_PLURAL[kind]}")
+        return value
+
+    return Codec(encode, decode)
+
+
+def _is_plain(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _decode_none(value: Any, where: str) -> None:
+    if value is not None:
+        raise ValueError(f"{where} is {value!r} and should be null")
+
+
+def _literal(allowed: tuple[Any, ...]) -> Codec:
+    def decode(value: Any, where: str) -> Any:
+        if value not in allowed:
+            raise ValueError(f"{where} is {value!r} and should be one of {', '.join(map(str, allowed))}")
+        return value
+
+    return Codec(lambda value: value, decode)
+
+
+def _tuple(members: tuple[Any, ...]) -> Codec:
+    if members[-1] is Ellipsis:
+        each = codec_of(members[0])
+        return Codec(
+            lambda value: [each.encode(item) for item in value],
+            lambda value, where: tuple(
+                each.decode(item, f"{where}[{index}]") for index, item in enumerate(_require(value, list, where))
+            ),
+        )
+    codecs = [codec_of(member) for member in members]
+
+    def decode(value: Any, where: str) -> tuple:
+        if len(_require(value, list, where)) != len(codecs):
+            raise ValueError(f"{where} has {len(value)} values and should have {len(codecs)}")
+        return tuple(codec.decode(item, where) for codec, item in zip(codecs, value, strict=True))
+
+    return Codec(lambda value: [codec.encode(item) for codec, item in zip(codecs, value, strict=True)], decode)
+
+
+def _union(members: tuple[Any, ...]) -> Codec:
+    records = [member for member in members if _is_record(member)]
+    if len(records) > 1:
+        return _tagged(records, NoneType in members)
+    others = [member for member in members if member not in (NoneType, *records)]
+    codecs = [codec_of(member) for member in (*records, *others)]
+
+    def encode(value: Any) -> Any:
+        if value is None or not (records or len(others) == 1):
+            return value
+        return codecs[0].encode(value)
+
+    def decode(value: Any, where: str) -> Any:
+        if value is None and NoneType in members:
+            return None
+        for codec in codecs[:-1]:
+            try:
+                return codec.decode(value, where)
+            except ValueError:
+                continue
+        return codecs[-1].decode(value, where)
+
+    return Codec(encode, decode)
+
+
+def _tagged(records: Sequence[type], optional: bool) -> Codec:
+    by_name = {record.__name__: codec_of(record) for record in records}
+
+    def encode(value: Any) -> Any:
+        if value is None:
+            return None
+        name = type(value).__name__
+        return {TAG: name} | by_name[name].encode(value)
+
+    def decode(value: Any, where: str) -> Any:
+        if value is None and optional:
+            return None
+        name = _require(value, dict, where).get(TAG)
+        if name not in by_name:
+            raise ValueError(f"{where} is {name!r} and should be one of {', '.join(by_name)}")
+        return by_name[name].decode({key: item for key, item in value.items() if key != TAG}, where)
+
+    return Codec(encode, decode)
+
+
+def _record(kind: type) -> Codec:
+    hints = get_type_hints(kind)
+    defaults = _defaults(kind)
+    codecs = {name: codec_of(hints[name]) for name in defaults}
+
+    def encode(value: Any) -> dict[str, Any]:
+        found = {}
+        for name, codec in codecs.items():
+            item, default = getattr(value, name), defaults[name]
+            if default is MISSING or type(item) is not type(default) or item != default:
+                found[name] = codec.encode(item)
+        return found
+
+    def decode(value: Any, where: str) -> Any:
+        _require(value, dict, where)
+        prefix = f"{where}." if where else ""
+        for name in value:
+            if name not in codecs:
+                raise ValueError(f"{prefix}{name} is no field of {kind.__name__}")
+        for name, default in defaults.items():
+            if default is MISSING and name not in value:
+                raise ValueError(f"{prefix}{name} is missing")
+        return kind(**{name: codecs[name].decode(item, prefix + name) for name, item in value.items()})
+
+    return Codec(encode, decode)
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """Each field of a record and its default value, or MISSING."""
+    if is_dataclass(kind):
+        return {
+            field.name: field.default if field.default_factory is MISSING else field.default_factory()
+            for field in fields(kind)
+        }
+    return {name: kind._field_defaults.get(name, MISSING) for name in kind._fields}
+
+
+def _require(value: Any, kind: type, where: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"{where or 'the line'} is {value!r} and should be {'a list' if kind is list else 'an object'}"
+        )
+    return value

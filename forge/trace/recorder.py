@@ -1,0 +1,154 @@
+"""A run on disk: JSON Lines that hold every `StepRecord` and every request's end, and nothing that was rounded.
+
+The first line says what ran and which version of the schema the rest follows. Each further line is one record,
+`{"step": {…}}` or `{"end": {…}}`, in the order in which things happened. A line is written whole and at once, so a
+process that is killed leaves a file that can be read up to the step before.
+
+A field with a default may join a record without a new version; whatever else changes needs one.
+"""
+
+import json
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from forge import __version__
+from forge.errors import ForgeError
+from forge.trace.codec import codec_of
+from forge.trace.records import EndRecord, StepRecord
+
+SCHEMA_VERSION = 1
+_VERSION = "forge_trace"
+"""The field that every trace begins with."""
+_RECORDS: dict[str, type] = {"step": StepRecord, "end": EndRecord}
+
+
+class TraceError(ForgeError):
+    """A file is no trace, or not one that this version reads."""
+
+
+@dataclass(frozen=True)
+class TraceHeader:
+    """What ran."""
+
+    model: str
+    kv: str
+    device: str
+    device_description: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked_prefill: bool = True
+    order: str = "fcfs"
+    preempt: str = "lifo"
+    mode: str = "recompute"
+    num_host_blocks: int = 0
+    command: tuple[str, ...] = ()
+    """The command line, without the program."""
+    forge: str = __version__
+    """The version of forge that wrote it."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A run as it was recorded."""
+
+    header: TraceHeader
+    steps: tuple[StepRecord, ...]
+    ends: tuple[EndRecord, ...] = ()
+    note: str | None = None
+    """What is to be said about the file, such as that its last line is cut off."""
+
+
+class TraceWriter:
+    """Writes a trace. Used as a context manager, which closes the file."""
+
+    def __init__(self, path: Path):
+        """Raises `TraceError` if `path` cannot be written. What it held before is gone."""
+        self._path = path
+        self._begun = False
+        try:
+            self._file: TextIOWrapper = path.open("w", encoding="utf-8", newline="\n", buffering=1)
+        except OSError as error:
+            raise TraceError(f"{path}: cannot write the trace: {error.strerror or error}") from None
+
+    def __enter__(self) -> "TraceWriter":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._file.close()
+
+    def begin(self, header: TraceHeader) -> None:
+        """Write the first line; what follows a second call belongs to the same run."""
+        if not self._begun:
+            self._begun = True
+            self._write({_VERSION: SCHEMA_VERSION} | codec_of(TraceHeader).encode(header) | {"forge": header.forge})
+
+    def write(self, record: StepRecord | EndRecord) -> None:
+        name = next(name for name, kind in _RECORDS.items() if isinstance(record, kind))
+        self._write({name: codec_of(type(record)).encode(record)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+        except OSError as error:
+            raise TraceError(f"{self._path}: cannot write the trace: {error.strerror or error}") from None
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write a whole trace at once, steps first."""
+    with TraceWriter(path) as writer:
+        writer.begin(trace.header)
+        for record in (*trace.steps, *trace.ends):
+            writer.write(record)
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace. Raises `TraceError`, with the number of the line, for what is none or is not sound.
+
+    A last line that was cut off is left out, and the trace's `note` says so.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise TraceError(f"{path}: cannot read the trace: {error.strerror or error}") from None
+    cut = lines.pop()
+    header = _header(path, lines[0] if lines else cut)
+    found: dict[str, list] = {name: [] for name in _RECORDS}
+    for number, line in enumerate(lines[1:], start=2):
+        name, record = _record(path, number, line)
+        found[name].append(record)
+    note = None
+    if cut and lines:
+        note = f"the last line is cut off: {len(found['step'])} whole steps were read"
+    return Trace(header, tuple(found["step"]), tuple(found["end"]), note)
+
+
+def _header(path: Path, line: bytes) -> TraceHeader:
+    try:
+        fields = json.loads(line)
+        version = fields.pop(_VERSION)
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        raise TraceError(f"{path}: no forge trace: its first line does not say {_VERSION!r}") from None
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise TraceError(f"{path}, line 1: {_VERSION} is {version!r} and should be a version of the schema")
+    if version > SCHEMA_VERSION:
+        raise TraceError(
+            f"{path}: written by forge {fields.get('forge', '?')} in version {version} of the trace's schema, and this "
+            f"forge ({__version__}) reads up to {SCHEMA_VERSION}: update forge"
+        )
+    try:
+        return codec_of(TraceHeader).decode(fields, "")
+    except ValueError as error:
+        raise TraceError(f"{path}, line 1: {error}") from None
+
+
+def _record(path: Path, number: int, line: bytes) -> tuple[str, StepRecord | EndRecord]:
+    try:
+        fields = json.loads(line)
+        if not isinstance(fields, dict) or len(fields) != 1 or next(iter(fields)) not in _RECORDS:
+            raise ValueError(f"a line holds one of {', '.join(_RECORDS)}")
+        ((name, value),) = fields.items()
+        return name, codec_of(_RECORDS[name]).decode(value, "")
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{path}, line {number}: {str(error) or 'nested too deeply'}") from None

@@ -1,0 +1,149 @@
+"""Ways of running the same requests side by side: throughput, what a request waits, and that nothing else changes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge.bench.engine import Measured, identical, speed_up
+from forge.bench.workload import Workload
+from forge.views.charts import bar
+from forge.views.figures import count, ms, plural, rate, times
+from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
+from forge.views.serving import totals_object
+from forge.views.summary import RunLabel
+from forge.views.terminal import print_table
+
+QUESTION = "What does it buy to run requests together, and who pays?"
+_BAR = 14
+_WIDE = 94
+"""Columns from which on there is room for a bar."""
+
+
+def way_name(one: Measured) -> str:
+    """How facts name it: `sequential`, `static_4`, `continuous_16`."""
+    return one.how if one.how == "sequential" else f"{one.how}_{one.batch}"
+
+
+def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> dict[str, Any]:
+    """The experiment as facts: one object per way, under its name."""
+    return {
+        "model": label.model,
+        "kv": label.kv,
+        "device": label.device,
+        "device_description": label.device_description,
+        "requests": len(workload.requests),
+        "prompt_tokens": sum(len(request.prompt_token_ids) for request in workload.requests),
+        "max_output_tokens": workload.output_tokens,
+        "identical": identical(measured),
+        **{way_name(one): _way_object(one, measured[0]) for one in measured},
+    }
+
+
+def _way_object(one: Measured, first: Measured) -> dict[str, Any]:
+    return {
+        "how": one.how,
+        "batch": one.batch,
+        "seconds": one.seconds,
+        "all_seconds": list(one.all_seconds),
+        "tokens_per_second": one.tokens_per_second,
+        "ms_per_request": one.ms_per_request,
+        "speed_up": speed_up(one, first),
+        "totals": totals_object(one.totals),
+    }
+
+
+def print_batching(console: Console, label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> None:
+    """The table, what it shows, and whether the tokens are the same."""
+    console.print(Text(QUESTION, TITLE))
+    console.print(Text(f"{label} · {workload_text(workload)}{turns_text(measured)}", QUIET))
+    console.print()
+    print_table(console, ways_table(measured, console.width))
+    console.print()
+    for sentence in batching_sentences(measured):
+        console.print(Text(sentence))
+    console.print(identity_text(measured))
+
+
+def workload_text(workload: Workload) -> str:
+    """`64 requests, prompts of 16 tokens, outputs of 8 to 64`."""
+    prompts = [len(request.prompt_token_ids) for request in workload.requests]
+    outputs = [request.max_tokens for request in workload.requests]
+    return f"{plural(len(prompts), 'request')}, prompts of {_span(prompts)} tokens, outputs of {_span(outputs)}"
+
+
+def turns_text(measured: Sequence[Measured]) -> str:
+    turns = len(measured[0].all_seconds)
+    return "" if turns == 1 else f", median of {turns} turns"
+
+
+def ways_table(measured: Sequence[Measured], width: int) -> Table:
+    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    table.add_column("at once", no_wrap=True)
+    for name in ("tok/s", "", "ms/req", "TTFT", "TPOT", "e2e", "e2e p99"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if width >= _WIDE:
+        table.add_column("", no_wrap=True)
+    most = max(one.tokens_per_second for one in measured)
+    for one in measured:
+        totals = one.totals
+        row = [
+            Text(f"{one.batch} {one.how}" if one.how != "sequential" else "sequential"),
+            rate(one.tokens_per_second),
+            times(speed_up(one, measured[0])),
+            ms(one.ms_per_request),
+            ms(totals.first_token.p50 if totals.first_token else None),
+            ms(totals.per_token.p50 if totals.per_token else None),
+            ms(totals.end_to_end.p50 if totals.end_to_end else None),
+            ms(totals.end_to_end.p99 if totals.end_to_end else None),
+        ]
+        if width >= _WIDE:
+            row.append(Text(bar(one.tokens_per_second, most, _BAR), ACCENT))
+        table.add_row(*row)
+    return table
+
+
+def batching_sentences(measured: Sequence[Measured]) -> list[str]:
+    """What the table shows, as measured."""
+    first, best = measured[0], max(measured, key=lambda one: one.tokens_per_second)
+    said = [
+        "ms/req: the whole time by the number of requests. TTFT, TPOT, end to end: medians, from the request's arrival."
+    ]
+    if best is not first:
+        said.append(
+            f"{best.batch} at once, {best.how}: {times(speed_up(best, first))} the tokens per second of "
+            f"{_phrase(first)}, while a token takes {ms(_per_token(best))} ms instead of {ms(_per_token(first))}."
+        )
+    pairs = {(one.how, one.batch): one for one in measured}
+    for one in measured:
+        static = pairs.get(("static", one.batch))
+        if one.how == "continuous" and static is not None and one.batch == best.batch:
+            said.append(
+                f"Of {one.batch} places, {static.totals.batch[0]:.1f} are taken on average where a batch waits for its "
+                f"slowest, {one.totals.batch[0]:.1f} where whoever ends makes room: {count(static.totals.num_steps)} "
+                f"steps become {count(one.totals.num_steps)}."
+            )
+    return said
+
+
+def identity_text(measured: Sequence[Measured]) -> Text:
+    tokens = sum(len(output) for output in measured[0].tokens)
+    if identical(measured):
+        same = f": {plural(len(measured[0].tokens), 'request')}, {count(tokens)} tokens each way"
+        return Text.assemble(("✓ identical", GOOD), same)
+    return Text("✗ the tokens differ between the ways", TROUBLE)
+
+
+def _phrase(one: Measured) -> str:
+    return "one request after another" if one.how == "sequential" or one.batch == 1 else f"{one.batch}, {one.how}"
+
+
+def _per_token(one: Measured) -> float | None:
+    return one.totals.per_token.p50 if one.totals.per_token else None
+
+
+def _span(values: Sequence[int]) -> str:
+    return str(min(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"

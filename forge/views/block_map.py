@@ -1,0 +1,217 @@
+"""Where every block is, as text: the pool as a map of cells, the block table of each sequence, the cache's figures.
+
+One character is one block, so that the map needs no colour: the number of the sequence that has it, or what is worth
+more to know. Where the pool is too large for that, a character is several neighbours and shows the most telling one.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from rich.text import Text
+
+from forge.trace.records import BlockMap, CacheRecord, TableRecord
+from forge.views.figures import count, plural, share, size
+from forge.views.metrics import Fact
+from forge.views.palette import QUIET, sequence_style
+
+FREE, CACHED, RESERVED, OWNED, SHARED, WRITTEN = range(6)
+"""What a cell shows; of several that share a character the greatest."""
+_SIGNS = {FREE: "·", CACHED: "▒", RESERVED: "-", SHARED: "*", WRITTEN: "!"}
+LEGEND = "0 1 2 whose   ! written now   * shared   - reserved, empty   ▒ cached   · free"
+_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_SNAPSHOT = "s"
+_ROW_LENGTHS = (64, 32, 16, 8)
+_SPACED_ROWS = 4
+"""A map of more rows than these has no gaps between its cells."""
+_BAR = 16
+_NARROW = 72
+"""Columns from which on a block is drawn slot by slot."""
+
+
+class SequenceNames:
+    """Small numbers for sequences, in the order in which a view meets them: an engine's ids may begin anywhere."""
+
+    def __init__(self):
+        self._numbers: dict[int, int] = {}
+
+    def number(self, seq_id: int) -> int:
+        return self._numbers.setdefault(seq_id, len(self._numbers))
+
+    def label(self, seq_id: int) -> str:
+        return f"seq {self.number(seq_id)}"
+
+
+class Cell(NamedTuple):
+    """One character of the map."""
+
+    state: int
+    owner: int | None = None
+    """The number of the first sequence that has the block; None for a snapshot's, and where nobody has it."""
+
+    def text(self) -> tuple[str, str]:
+        """Its character and its style."""
+        if self.state in (FREE, CACHED):
+            return _SIGNS[self.state], QUIET
+        style = QUIET if self.owner is None else sequence_style(self.owner)
+        if self.state == RESERVED:
+            return _SIGNS[RESERVED], style
+        if self.state == OWNED:
+            sign = _SNAPSHOT if self.owner is None else _DIGITS[self.owner % len(_DIGITS)]
+            return sign, f"{style} reverse"
+        return _SIGNS[self.state], f"{style} reverse bold"
+
+
+def cells(block_map: BlockMap, names: SequenceNames) -> list[Cell]:
+    """One per block of the pool, in order."""
+    found = [Cell(FREE)] * len(block_map.reference_counts)
+    for block in block_map.cached:
+        found[block] = Cell(CACHED)
+    written = set(block_map.written)
+    for table in reversed(block_map.tables):  # the first one has the last word
+        owner = None if table.is_snapshot else names.number(table.owner)
+        filled = -(-table.computed // block_map.block_size)
+        for place, block in enumerate(table.blocks):
+            if block in written:
+                state = WRITTEN
+            elif block_map.reference_counts[block] > 1:
+                state = SHARED
+            else:
+                state = OWNED if place < filled else RESERVED
+            found[block] = Cell(state, owner)
+    return found
+
+
+def pool_lines(
+    block_map: BlockMap, names: SequenceNames, width: int, max_rows: int, hide_free: bool = False
+) -> list[Text]:
+    """The map, each row behind the number of its first block, and what a character stands for if not for one block.
+
+    hide_free: only count the rows at the end, past one of them, in which all blocks are free.
+    """
+    every = cells(block_map, names)
+    margin = len(str(len(every))) + 2
+    per_row, gap, per_cell = _map_shape(len(every), width - margin, max_rows)
+    shown = [max(every[start : start + per_cell], key=_state) for start in range(0, len(every), per_cell)]
+    lines, hidden = [], 0
+    if hide_free:
+        used = max((place + 1 for place, cell in enumerate(shown) if cell.state != FREE), default=1)
+        end = -(-used // per_row) * per_row + per_row
+        shown, hidden = shown[:end], max(0, len(every) - end * per_cell)
+    for start in range(0, len(shown), per_row):
+        line = Text(f"{start * per_cell:>{margin - 2}}  ", QUIET, no_wrap=True)
+        for sign, style in (cell.text() for cell in shown[start : start + per_row]):
+            line.append(sign, style).append(" " * gap)
+        line.rstrip()
+        lines.append(line)
+    if hidden:
+        lines.append(Text(f"{'':{margin}}and {plural(hidden, 'more free block')}", QUIET))
+    if per_cell > 1:
+        lines.append(Text(f"each character is {per_cell} blocks and shows the most telling one", QUIET))
+    return lines
+
+
+def _state(cell: Cell) -> int:
+    return cell.state
+
+
+def _map_shape(num_blocks: int, room: int, max_rows: int) -> tuple[int, int, int]:
+    """Cells in a row, spaces between them, blocks in a cell."""
+    for gap, rows in ((1, min(max_rows, _SPACED_ROWS)), (0, max_rows)):
+        per_row = next((length for length in _ROW_LENGTHS if length * (1 + gap) - gap <= room), _ROW_LENGTHS[-1])
+        if num_blocks <= per_row * rows:
+            return per_row, gap, 1
+    return per_row, 0, -(-num_blocks // (per_row * (max_rows - 1 if max_rows > 1 else 1)))
+
+
+def table_lines(block_map: BlockMap, names: SequenceNames, width: int, max_rows: int) -> list[Text]:
+    """A heading and one line per table; those for which there is no line are counted."""
+    tables, size = block_map.tables, block_map.block_size
+    if not tables:
+        return [Text("no sequence has a block", QUIET)]
+    shown = tables if len(tables) <= max_rows else tables[: max(1, max_rows - 1)]
+    labels = [_label(table, names) for table in shown]
+    margin = max(len(label) for label in labels)
+    bar = min(size, _BAR if width >= _NARROW else 6)
+    fill = 2 * len(str(size)) + 1
+    heading = f"{'':{margin}}  tokens  {'last block':<{bar + 1 + fill}}  blocks, in the order of positions"
+    lines = [Text(heading[:width].rstrip(), QUIET)]
+    for label, table in zip(labels, shown, strict=True):
+        style = QUIET if table.is_snapshot else sequence_style(names.number(table.owner))
+        held = last_fill(table, size)
+        cells_filled = round(held / size * bar) if held in (0, size) else min(bar - 1, max(1, held * bar // size))
+        line = Text.assemble(
+            (f"{label:<{margin}}  ", style),
+            f"{count(table.computed):>6}  ",
+            ("▉" * cells_filled, style),
+            ("░" * (bar - cells_filled), QUIET),
+            f" {f'{held}/{size}':>{fill}}  ",
+            no_wrap=True,
+        )
+        line.append_text(_fitted(_block_texts(table, block_map), width - line.cell_len))
+        lines.append(line)
+    hidden = tables[len(shown) :]
+    if hidden:
+        blocks = sum(len(table.blocks) for table in hidden)
+        lines.append(Text(f"and {plural(len(hidden), 'more sequence')} with {plural(blocks, 'block')}", QUIET))
+    return lines
+
+
+def last_fill(table: TableRecord, block_size: int) -> int:
+    """Slots in use of the last block that holds anything."""
+    return (table.computed - 1) % block_size + 1 if table.computed else 0
+
+
+def _label(table: TableRecord, names: SequenceNames) -> str:
+    return f"snapshot {table.owner}" if table.is_snapshot else names.label(table.owner)
+
+
+def _block_texts(table: TableRecord, block_map: BlockMap) -> list[str]:
+    """`0 1 2*3 13!`: neighbours without a mark are drawn together as `4–9`; behind a `*` how many have the block."""
+    written = set(block_map.written)
+
+    def marks(block: int) -> str:
+        references = block_map.reference_counts[block]
+        return (f"*{references}" if references > 1 else "") + ("!" if block in written else "")
+
+    texts = []
+    runs = groupby(enumerate(table.blocks), key=lambda at: marks(at[1]) or at[1] - at[0])
+    for key, run in runs:
+        blocks = [block for _, block in run]
+        if isinstance(key, str):
+            texts += [f"{block}{key}" for block in blocks]
+        elif len(blocks) > 2:
+            texts.append(f"{blocks[0]}–{blocks[-1]}")
+        else:
+            texts += map(str, blocks)
+    return texts
+
+
+def _fitted(texts: Sequence[str], width: int) -> Text:
+    """As many as fit: the last ones, where sequences grow, and the first."""
+    if len(" ".join(texts)) <= width:
+        return Text(" ".join(texts))
+    front, back = list(texts[:1]), []
+    for text in reversed(texts[1:]):
+        if len(" ".join([*front, "…", text, *back])) > width:
+            break
+        back.insert(0, text)
+    return Text(" ".join([*front, "…", *back])[: max(0, width)])
+
+
+def cache_facts(cache: CacheRecord) -> list[Fact]:
+    """What a cache's record says, in the order in which a reader asks. What cannot be there is left out."""
+    facts = [
+        ("used", f"{count(cache.used_blocks)} of {count(cache.num_blocks)} ({share(cache.utilization)})"),
+        *([("cached", count(cache.cached_blocks))] if cache.kind == "prefix" else []),
+        ("free", count(cache.free_blocks)),
+        ("internal fragmentation", share(cache.internal_fragmentation)),
+    ]
+    if cache.kind in ("paged", "prefix"):
+        facts += [("saved by sharing", share(cache.sharing)), ("copy-on-write", count(cache.splits))]
+    if cache.kind == "prefix":
+        facts += [
+            ("prefix hits", f"{count(cache.prefix_hits)} of {plural(cache.prefix_queries, 'token')}"),
+            ("evicted", count(cache.evictions)),
+        ]
+    return [*facts, ("KV held", f"{size(cache.bytes_held)} of {size(cache.bytes_reserved)} reserved")]

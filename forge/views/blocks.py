@@ -1,0 +1,283 @@
+"""`--show blocks`: the pool and the block tables while tokens are generated, and what just happened in words.
+
+On a terminal every step is drawn where the last one was, and stays for as long as `--pace` says: a token of a small
+model takes a fraction of a millisecond, and nobody could follow. The waiting lies between steps, so no figure contains
+it. In a pipe a step is one line.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from forge.trace.records import BlockSplit, StepRecord
+from forge.views.block_map import LEGEND, SequenceNames, cache_facts, pool_lines, table_lines
+from forge.views.block_story import BlockStory, Sentence
+from forge.views.figures import count, plural, share
+from forge.views.generation import FRAMES_PER_SECOND, sample_texts
+from forge.views.metrics import flowing, metrics_lines, plain_metrics
+from forge.views.palette import QUIET, TITLE, sequence_style
+from forge.views.streams import TextStreams
+from forge.views.summary import RunResult
+from forge.views.terminal import can_redraw
+from forge.views.text import neutralise, tail
+
+QUESTION = "Where does every token's key and value live?"
+LOG = 200
+"""Sentences that are remembered."""
+PICTURE_ROWS = 16
+"""Rows of the map, and of the tables, in a picture that stays."""
+PICTURE_SENTENCES = 14
+_TALL = 30
+"""Lines of a terminal from which on more of the past, and more texts, are shown."""
+
+
+class BlockWatch(Protocol):
+    """Follows a run's blocks. Used as a context manager, so that the terminal is restored whatever happens."""
+
+    def __enter__(self) -> "BlockWatch": ...
+
+    def __exit__(self, *exception) -> None: ...
+
+    def step(self, record: StepRecord) -> None:
+        """A step has ended. Its record has a `BlockMap`."""
+
+
+class BlockScreen:
+    """What there is to see: kept up to date step by step, drawn at any size."""
+
+    def __init__(self, question: str = QUESTION):
+        self.question = question
+        self.names = SequenceNames()
+        self.sentences: deque[Sentence] = deque(maxlen=LOG)
+        """What was out of the ordinary, oldest first."""
+        self.latest: list[Sentence] = []
+        """All about the last step."""
+        self.steps = 0
+        self.record: StepRecord | None = None
+        self.fullest: tuple[int, StepRecord] | None = None
+        """The step that used the most blocks, of equals the last one; its number and its record."""
+        self.split: tuple[int, StepRecord] | None = None
+        """The first step in which a shared block was copied because somebody wrote into it."""
+        self.streams = TextStreams()
+        self._story = BlockStory(self.names)
+
+    def feed(self, record: StepRecord) -> list[Sentence]:
+        """Take a step in; returns what it did, in words."""
+        self.steps += 1
+        self.record = record
+        if self.fullest is None or record.cache.used_blocks >= self.fullest[1].cache.used_blocks:
+            self.fullest = self.steps, record
+        if self.split is None and any(isinstance(event, BlockSplit) for event in record.events):
+            self.split = self.steps, record
+        self.streams.feed(record)
+        self.latest = self._story.tell(record)
+        self.sentences.extend(sentence for sentence in self.latest if not sentence.routine)
+        return self.latest
+
+    def frame(self, width: int, height: int) -> list[Text]:
+        """The last step, in no more than `height` lines."""
+        record = self.record
+        facts = flowing(cache_facts(record.cache), width)
+        texts, sentences = (2, 4) if height >= _TALL else (1, 3)
+        room = height - len(facts) - 6 - texts - sentences
+        tables = table_lines(record.blocks, self.names, width, max(2, min(len(record.blocks.tables), room - 4)))
+        pool = pool_lines(record.blocks, self.names, width, max(2, room - len(tables)))
+        lines = [_title(self.question, self.steps, record, width), Text(""), *pool, legend_line(width), Text("")]
+        lines += [*tables, Text(""), *facts, Text(""), *self._log(width, sentences)]
+        return [*lines, *self._texts(width, texts)][:height]
+
+    def picture(self, width: int, moment: tuple[int, StepRecord] | None = None) -> list[Text]:
+        """A step, the fullest if nobody names one, with all its tables as far as there is reason to."""
+        if self.fullest is None:
+            return [Text("no step ran")]
+        step, record = moment or self.fullest
+        return [
+            _title(self.question, step, record, width),
+            Text(""),
+            *pool_lines(record.blocks, self.names, width, PICTURE_ROWS, hide_free=True),
+            legend_line(width),
+            Text(""),
+            *table_lines(record.blocks, self.names, width, PICTURE_ROWS),
+            Text(""),
+            *flowing(cache_facts(record.cache), width),
+        ]
+
+    def story_lines(self, width: int) -> list[Text]:
+        """The sentences of the run: the first ones and the last ones where there are many."""
+        every = list(self.sentences)
+        if len(every) > PICTURE_SENTENCES:
+            half = PICTURE_SENTENCES // 2
+            left_out = Text(f"… {count(len(every) - 2 * half)} more", QUIET)
+            lines = [_sentence(one, width) for one in (*every[:half], *every[-half:])]
+            return [*lines[:half], left_out, *lines[half:]]
+        return [_sentence(one, width) for one in every]
+
+    def _log(self, width: int, rows: int) -> list[Text]:
+        """The latest sentences, the last step's at the bottom and bright."""
+        now = self.latest[-rows:]
+        before = [one for one in self.sentences if one.step < self.steps][-rows:][len(now) :]
+        lines = [_sentence(one, width, QUIET) for one in before] + [_sentence(one, width) for one in now]
+        return lines + [Text("")] * (rows - len(lines))
+
+    def _texts(self, width: int, rows: int) -> list[Text]:
+        """The end of what the latest sequences say."""
+        return [
+            Text.assemble((f"{number} ", sequence_style(number)), _end_of(text, width - 4), no_wrap=True)
+            for number, text in list(enumerate(self.streams.texts))[-rows:]
+        ]
+
+
+def watch_blocks(console: Console, screen: BlockScreen, pace: float) -> BlockWatch:
+    """Follow a run on a terminal, at `pace` steps a second at most; in a pipe nothing is shown while it runs."""
+    return LiveBlocks(console, screen, pace) if can_redraw(console) else SilentBlocks(screen)
+
+
+class SilentBlocks:
+    """Only remembers, for whoever draws the end."""
+
+    def __init__(self, screen: BlockScreen):
+        self._screen = screen
+
+    def __enter__(self) -> "SilentBlocks":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        pass
+
+    def step(self, record: StepRecord) -> None:
+        self._screen.feed(record)
+
+
+class LiveBlocks:
+    """The frame of each step in the place of the one before; gone at the end."""
+
+    def __init__(self, console: Console, screen: BlockScreen, pace: float):
+        self._console, self._screen = console, screen
+        self._seconds = 1 / pace if pace else 0.0
+        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._next = 0.0
+
+    def __enter__(self) -> "LiveBlocks":
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._live.update(Text(""), refresh=True)
+        self._live.stop()
+
+    def step(self, record: StepRecord) -> None:
+        self._screen.feed(record)
+        now = time.monotonic()
+        if self._seconds or now >= self._next:
+            width, height = self._console.size
+            self._live.update(Group(*self._screen.frame(width, height - 1)), refresh=True)
+            self._next = now + (self._seconds or 1 / FRAMES_PER_SECOND)
+        if self._seconds:
+            time.sleep(max(0.0, self._next - time.monotonic()))
+
+
+class BlockGeneration:
+    """`forge generate --show blocks`: the steps as they happen, then the text, the fullest step, the figures."""
+
+    def __init__(self, console: Console, prompt: str, echo: bool, pace: float):
+        self._console = console
+        self._redraws = can_redraw(console)
+        self._prompt, self._echo = prompt if echo or self._redraws else "", echo
+        self.screen = BlockScreen()
+        self._watch = watch_blocks(console, self.screen, pace)
+
+    def __enter__(self) -> "BlockGeneration":
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._watch.__exit__(*exception)
+
+    def step(self, record: StepRecord) -> None:
+        self._watch.step(record)
+        if not self._redraws:
+            self._console.print(Text(step_line(self.screen)), soft_wrap=True)
+
+    def finish(self, result: RunResult) -> None:
+        self._watch.__exit__()
+        console, width = self._console, self._console.width
+        for text in sample_texts(result, self._prompt, quiet_prompt=self._redraws and not self._echo):
+            if text.plain:
+                console.print()
+                console.print(text, soft_wrap=not self._redraws)
+        print_lines(console, [Text(""), *self.screen.picture(width), Text("")])
+        if self._redraws:
+            print_lines(console, [*self.screen.story_lines(width), Text(""), *metrics_lines(result, width)])
+        else:
+            print_lines(console, [Text(line) for line in plain_metrics(result)])
+
+
+def blocks_object(record: StepRecord, sentences: Sequence[Sentence], names: SequenceNames) -> dict[str, Any]:
+    """A step's blocks for `--json`. Sequences are numbered as on the screen."""
+    block_map, cache = record.blocks, record.cache
+    return {
+        "used_blocks": cache.used_blocks,
+        "cached_blocks": cache.cached_blocks,
+        "free_blocks": cache.free_blocks,
+        "internal_fragmentation": cache.internal_fragmentation,
+        "sharing": cache.sharing,
+        "tables": [
+            {
+                "sequence": None if table.is_snapshot else names.number(table.owner),
+                "snapshot": table.owner if table.is_snapshot else None,
+                "blocks": list(table.blocks),
+                "reference_counts": [block_map.reference_counts[block] for block in table.blocks],
+                "tokens": table.computed,
+            }
+            for table in block_map.tables
+        ],
+        "cached": list(block_map.cached),
+        "written": list(block_map.written),
+        "sentences": [sentence.text for sentence in sentences],
+    }
+
+
+def step_line(screen: BlockScreen) -> str:
+    """`step  41  used 10  cached 0  free 54  fragmentation 6.2 %  seq 0 took block 13; seq 0 wrote token 57 …`."""
+    cache = screen.record.cache
+    cached = f"  cached {cache.cached_blocks:>3}" if cache.kind == "prefix" else ""
+    figures = f"used {cache.used_blocks:>3}{cached}  free {cache.free_blocks:>3}"
+    said = "; ".join(sentence.text for sentence in screen.latest)
+    return f"step {screen.steps:>3}  {figures}  fragmentation {share(cache.internal_fragmentation):>6}  {said}".rstrip()
+
+
+def print_lines(console: Console, lines: list[Text]) -> None:
+    for line in lines:
+        console.print(line, no_wrap=True, overflow="ellipsis", crop=console.is_terminal)
+
+
+def _title(question: str, step: int, record: StepRecord, width: int) -> Text:
+    """The question on the left, and on the right when and of what, as far as there is room."""
+    cache = record.cache
+    for what in (
+        f"step {count(step)} · kv {cache.kind} · block size {cache.block_size} · {plural(cache.num_blocks, 'block')}",
+        f"step {count(step)} · {plural(cache.num_blocks, 'block')} of {cache.block_size}",
+        f"step {count(step)}",
+    ):
+        if len(question) + 3 + len(what) <= width:
+            return Text.assemble((question, TITLE), (f"{what:>{width - len(question)}}", QUIET), no_wrap=True)
+    return Text(question, TITLE)
+
+
+def legend_line(width: int) -> Text:
+    return Text(LEGEND if len(LEGEND) <= width else LEGEND[: width - 1] + "…", QUIET)
+
+
+def _sentence(sentence: Sentence, width: int, style: str = "") -> Text:
+    line = Text.assemble((f"step {sentence.step:>3}  ", QUIET), (sentence.text, style or "default"), no_wrap=True)
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _end_of(text: str, width: int) -> str:
+    return tail(" ".join(neutralise(text).split()), width - 1)

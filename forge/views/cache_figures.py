@@ -1,0 +1,74 @@
+"""What a run did with its cache, worked out from its records: how much it held, how much of that was empty, what it
+found there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forge.engine.outputs import RequestOutput
+from forge.trace.records import BlockEvicted, BlockSplit, StepRecord
+
+
+@dataclass(frozen=True)
+class CacheFigures:
+    kind: str
+    block_size: int
+    num_blocks: int
+    most_blocks: int
+    """Used at once."""
+    most_bytes_held: int
+    most_bytes_reserved: int
+    fragmentation: float | None
+    """The share of reserved slots with nothing in them, over all steps together; None where nothing was reserved."""
+    most_saved: int
+    """References beyond the first, at once: blocks that sharing saved."""
+    splits: int
+    evictions: int
+    prompt_tokens: int
+    tokens_cached: int
+    """Of those, the ones that were in the cache when their request began."""
+
+    @classmethod
+    def of(cls, records: Sequence[StepRecord], outputs: Sequence[RequestOutput]) -> "CacheFigures":
+        """Raises ValueError where no step ran."""
+        caches = [record.cache for record in records]
+        events = [event for record in records for event in record.events]
+        reserved = sum(cache.slots_reserved for cache in caches)
+        samples = [sample.metrics for output in outputs for sample in output.outputs[:1]]
+        return cls(
+            kind=caches[0].kind,
+            block_size=caches[0].block_size,
+            num_blocks=caches[0].num_blocks,
+            most_blocks=max(cache.used_blocks for cache in caches),
+            most_bytes_held=max(cache.bytes_held for cache in caches),
+            most_bytes_reserved=max(cache.bytes_reserved for cache in caches),
+            fragmentation=1 - sum(cache.slots_filled for cache in caches) / reserved if reserved else None,
+            most_saved=max(cache.blocks_saved for cache in caches),
+            splits=sum(isinstance(event, BlockSplit) for event in events),
+            evictions=sum(isinstance(event, BlockEvicted) for event in events),
+            prompt_tokens=sum(metrics.num_prompt_tokens for metrics in samples),
+            tokens_cached=sum(metrics.tokens_cached for metrics in samples),
+        )
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of prompt tokens that needed no computing."""
+        return self.tokens_cached / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def cache_figures_object(figures: CacheFigures) -> dict[str, Any]:
+    """For `--json`."""
+    return {
+        "block_size": figures.block_size,
+        "num_blocks": figures.num_blocks,
+        "most_blocks": figures.most_blocks,
+        "most_bytes_held": figures.most_bytes_held,
+        "most_bytes_reserved": figures.most_bytes_reserved,
+        "internal_fragmentation": figures.fragmentation,
+        "most_blocks_saved": figures.most_saved,
+        "copy_on_write": figures.splits,
+        "evictions": figures.evictions,
+        "prompt_tokens": figures.prompt_tokens,
+        "tokens_cached": figures.tokens_cached,
+        "hit_rate": figures.hit_rate,
+    }

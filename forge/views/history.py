@@ -1,0 +1,65 @@
+"""A run as a view follows it: its records, and after each of them what a picture of that moment needs.
+
+Nothing is taken back, so a reader may look at any step of the past: index i shows the run as it stood after step i.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forge.trace.lives import Life, Lives
+from forge.trace.records import EndRecord, StepRecord
+from forge.views.summary import RunLabel
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is shown of a step beyond its own record."""
+
+    running: tuple[int, ...]
+    """Sequences with a place in the batch, in the order of their admission."""
+    waiting: tuple[int, ...]
+    """In the order in which they will be admitted."""
+    preemptions: int
+    """So far."""
+    tokens_per_second: float
+    """Of this step alone."""
+
+
+@dataclass
+class History:
+    label: RunLabel
+    max_num_seqs: int | None = None
+    order: str = "fcfs"
+    """Of admission."""
+    records: list[StepRecord] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+    _lives: Lives = field(default_factory=Lives)
+
+    def feed(self, record: StepRecord) -> None:
+        """The next step has ended."""
+        running_before = self._lives.running
+        self._lives.feed(record)
+        before = self.moments[-1].preemptions if self.moments else 0
+        seconds = record.ended - record.started
+        took_part = dict.fromkeys((*running_before, *self._lives.running, *(item.seq_id for item in record.items)))
+        lost = {one.seq_id for one in record.preempted}
+        self.records.append(record)
+        self.moments.append(
+            Moment(
+                tuple(seq_id for seq_id in took_part if seq_id not in lost),
+                self._lives.queue(self.order == "priority"),
+                before + len(record.preempted),
+                len(record.tokens) / seconds if seconds > 0 else 0.0,
+            )
+        )
+
+    def end(self, ends: Sequence[EndRecord]) -> None:
+        """Requests have ended, some of them perhaps between two steps."""
+        for record in ends:
+            self._lives.end(record)
+
+    def lives(self) -> tuple[Life, ...]:
+        return self._lives.lives()
+
+    def __len__(self) -> int:
+        return len(self.records)

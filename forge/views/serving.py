@@ -1,0 +1,207 @@
+"""What a run of many requests came to: the closing table, the charts over its whole time, and the longest waits.
+
+`forge trace-scheduler` and `forge replay` end with it; `serving_object` is the same for programs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge.trace.lives import Life, preemption_line, wait_line, why
+from forge.trace.records import StepRecord
+from forge.trace.totals import Percentiles, Totals, totals_of
+from forge.views.charts import sparkline
+from forge.views.figures import NOTHING, count, ms, percent, plural, rate
+from forge.views.history import History
+from forge.views.metrics import flowing
+from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.scheduler import chart_series
+from forge.views.summary import RunLabel
+from forge.views.terminal import print_table
+from forge.views.text import one_line
+
+_LONGEST_WAITS = 3
+_CHART_WIDTH = 60
+_TIMES = (
+    ("queue time", "queue"),
+    ("time to first token", "first_token"),
+    ("time per output token", "per_token"),
+    ("end to end", "end_to_end"),
+)
+
+
+def serving_object(label: RunLabel, records: Sequence[StepRecord], lives: Sequence[Life]) -> dict[str, Any]:
+    """A run for `--json`: totals, every sequence's life with its `why` lines, and every step in short."""
+    totals = totals_of(records, lives) if records else None
+    return {
+        "model": label.model,
+        "kv": label.kv,
+        "device": label.device,
+        "device_description": label.device_description,
+        "totals": None if totals is None else totals_object(totals),
+        "sequences": [life_object(life) for life in lives],
+        "steps": [step_object(record) for record in records],
+    }
+
+
+def totals_object(totals: Totals) -> dict[str, Any]:
+    found = asdict(totals) | {
+        "tokens_per_second": totals.tokens_per_second,
+        "recomputed_share": totals.recomputed_share,
+    }
+    for name in ("utilization", "fragmentation", "batch"):
+        mean, most = found.pop(name)
+        found |= {f"{name}_mean": mean, f"{name}_max": most}
+    for _, name in _TIMES:
+        found[f"{name}_ms"] = found.pop(name)
+    return found
+
+
+def life_object(life: Life) -> dict[str, Any]:
+    return {
+        "seq_id": life.seq_id,
+        "request_id": life.request_id,
+        "sample": life.sample,
+        "num_prompt_tokens": life.num_prompt_tokens,
+        "num_output_tokens": life.num_output_tokens,
+        "finish_reason": life.reason,
+        "queue_ms": life.queue_ms,
+        "time_to_first_token_ms": life.time_to_first_token_ms,
+        "time_per_output_token_ms": life.time_per_output_token_ms,
+        "end_to_end_ms": life.end_to_end_ms,
+        "steps_waited": life.steps_waited,
+        "times_preempted": life.times_preempted,
+        "tokens_computed": life.tokens_computed,
+        "tokens_recomputed": life.tokens_recomputed,
+        "tokens_cached": life.tokens_cached,
+        "why": list(why(life)),
+    }
+
+
+def step_object(record: StepRecord) -> dict[str, Any]:
+    """A step in short; a trace has all of it."""
+    return {
+        "step": record.step,
+        "class": record.execution_class,
+        "sequences": len(record.items),
+        "tokens_computed": record.tokens_computed,
+        "schedule_ms": record.schedule_ms,
+        "forward_ms": record.forward_ms,
+        "sample_ms": record.sample_ms,
+        **asdict(record.queues),
+        "used_blocks": record.cache.used_blocks,
+        "num_blocks": record.cache.num_blocks,
+        "fragmentation": record.cache.internal_fragmentation,
+        "admitted": [one.seq_id for one in record.admitted],
+        "preempted": [one.seq_id for one in record.preempted],
+        "finished": [one.seq_id for one in record.finished],
+    }
+
+
+def print_serving(console: Console, history: History, lives: Sequence[Life], note: str = "") -> None:
+    """The closing table of a run, its charts, and the longest waits with their reasons."""
+    if not history.records:
+        console.print(Text("No step ran."))
+        return
+    totals = totals_of(history.records, lives)
+    console.print(Text("What did the run come to?", TITLE))
+    console.print(Text(f"{history.label}{note}", QUIET))
+    console.print()
+    for line in flowing(total_facts(totals, lives), console.width):
+        console.print(line)
+    console.print()
+    print_table(console, times_table(totals))
+    console.print()
+    for line in charts_over_time(history, console.width):
+        console.print(line)
+    print_reasons(console, lives)
+
+
+def total_facts(totals: Totals, lives: Sequence[Life]) -> list[tuple[str, str]]:
+    """Name and figure, in the order in which a reader asks."""
+    classes = ", ".join(f"{name} {count(number)}" for name, number in sorted(totals.steps_by_class.items()))
+    ended = ", ".join(f"{name} {count(number)}" for name, number in sorted(totals.ended.items()))
+    facts = [
+        ("steps", f"{count(totals.num_steps)} ({classes})"),
+        ("seconds", f"{totals.seconds:.2f}"),
+        ("throughput", f"{rate(totals.tokens_per_second)} tok/s"),
+        ("output tokens", count(totals.output_tokens)),
+        ("tokens computed", count(totals.tokens_computed)),
+        ("batch", f"{totals.batch[0]:.1f} on average, {totals.batch[1]} at most"),
+        ("ended", ended or NOTHING),
+        ("preemptions", preemptions_text(totals)),
+        ("pool used", f"{percent(totals.utilization[0])} on average, {percent(totals.utilization[1])} at most"),
+        ("fragmentation", f"{percent(totals.fragmentation[0])} on average"),
+    ]
+    if totals.tokens_cached:
+        facts.append(("from cache", plural(totals.tokens_cached, "token")))
+    if totals.rejected:
+        facts.append(("refused", plural(totals.rejected, "request")))
+    return facts
+
+
+def preemptions_text(totals: Totals) -> str:
+    """`35 of 30 sequences, 1,203 tokens computed again (3 % of all)`."""
+    if not totals.preemptions:
+        return "0"
+    text = f"{count(totals.preemptions)} of {plural(totals.sequences_preempted, 'sequence')}"
+    if totals.swaps:
+        text += f", {count(totals.swaps)} swapped"
+    return f"{text}, {plural(totals.tokens_recomputed, 'token')} computed again ({percent(totals.recomputed_share)})"
+
+
+def times_table(totals: Totals) -> Table:
+    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    table.add_column("milliseconds")
+    for name in ("p50", "p90", "p99", "max"):
+        table.add_column(name, justify="right", min_width=8)
+    for title, name in _TIMES:
+        found: Percentiles | None = getattr(totals, name)
+        values = (found.p50, found.p90, found.p99, found.maximum) if found else (None,) * 4
+        table.add_row(Text(title, QUIET), *(ms(value) for value in values))
+    return table
+
+
+def charts_over_time(history: History, width: int) -> list[Text]:
+    """One strip per figure over the whole run, with the value that its upper edge stands for."""
+    lines = []
+    ends = {"tok/s": rate, "pool": percent, "queue": lambda value: count(round(value)), "frag": percent}
+    names = {"frag": "fragmentation"}
+    for name, values, scale in chart_series(history, len(history) - 1, len(history)):
+        strip = sparkline(values, scale, max(8, min(_CHART_WIDTH, width - 26)))
+        lines.append(
+            Text.assemble(
+                (f"{names.get(name, name):<14}", QUIET), (strip, ACCENT), (f"  to {ends[name](scale)}", QUIET)
+            )
+        )
+    return lines
+
+
+def print_reasons(console: Console, lives: Sequence[Life]) -> None:
+    """The sequences that waited longest and the one that was preempted most, and why."""
+    waited = [(wait.seconds, life.seq_id, wait) for life in lives for wait in life.waits]
+    waited.sort(key=lambda one: (-one[0], one[1]))
+    told = [(seq_id, wait_line(wait, seq_id)) for _, seq_id, wait in waited[:_LONGEST_WAITS]]
+    _print_told(console, "The longest waits", told)
+    victim = max(lives, key=lambda life: life.times_preempted, default=None)
+    if victim is not None and victim.preemptions:
+        told = [(victim.seq_id, preemption_line(one)) for one in victim.preemptions[:_LONGEST_WAITS]]
+        _print_told(console, "Preempted most often", told)
+
+
+def _print_told(console: Console, title: str, told: Sequence[tuple[int, str]]) -> None:
+    if not told:
+        return
+    console.print()
+    console.print(Text(title, TITLE))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for seq_id, line in told:
+        table.add_row(Text(f"seq {seq_id}", sequence_style(seq_id)), Text(one_line(line)))
+    print_table(console, table)

@@ -1,0 +1,63 @@
+"""Compile what a Qwen3 would launch, for the compute capabilities named, and print what it takes as JSON lines.
+
+A process of its own: kernels defined under the interpreter cannot be compiled.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+
+from forge.backends.cuda.ahead_of_time import Launch, compile_for, launched_by
+from forge.gguf import GGMLType
+from forge.model.config import Qwen3Config
+from tests.model.forwards import Part, flat_batch
+
+QWEN3_0_6B = Qwen3Config(151936, 1024, 3072, 1, 16, 8, 128, 1e-6, 1e6, 40960, True)
+QWEN3_4B = Qwen3Config(151936, 2560, 9728, 1, 32, 8, 128, 1e-6, 1e6, 40960, True)
+"""Of one layer: the others launch the same."""
+
+
+def decode(rows: int, context: int):
+    table = list(range(-(-context // 16)))
+    return flat_batch([Part(list(range(context)), context - 1, context, table) for _ in range(rows)], 16)
+
+
+def prefill(length: int):
+    table = list(range(-(-length // 16)))
+    return flat_batch([Part(list(range(length)), 0, length, table)], 16, logit_rows=[length - 1])
+
+
+BATCHES = [decode(1, 2048), decode(16, 160), decode(64, 160), prefill(128), prefill(4096)]
+
+
+def launches() -> list[Launch]:
+    """Each kernel once per kind of weight and set of flags, in its largest tile."""
+    listed = [
+        launch
+        for config, kind, options in (
+            (QWEN3_0_6B, GGMLType.BF16, {}),
+            (QWEN3_4B, GGMLType.BF16, {}),
+            (QWEN3_4B, GGMLType.BF16, {"invariant": True}),
+            (QWEN3_4B, GGMLType.Q8_0, {}),
+            (QWEN3_4B, GGMLType.Q4_0, {}),
+            (QWEN3_4B, GGMLType.Q4_K, {}),
+        )
+        for launch in launched_by(config, kind, BATCHES, **options)
+    ]
+    largest: dict[tuple, Launch] = {}
+    for launch in listed:
+        sizes = {name: value for name, value in launch.constants if name.startswith("BLOCK")}
+        kind = tuple((name, value) for name, value in launch.constants if name in ("KIND", "NORM", "GLU", "COMPACT"))
+        area = sizes.get("BLOCK_M", 1) * sizes.get("BLOCK_N", 1) * sizes.get("BLOCK_K", 1)
+        best = largest.setdefault((launch.kernel, kind), launch)
+        best_sizes = dict(best.constants)
+        if area > best_sizes.get("BLOCK_M", 1) * best_sizes.get("BLOCK_N", 1) * best_sizes.get("BLOCK_K", 1):
+            largest[launch.kernel, kind] = launch
+    return list(largest.values())
+
+
+if __name__ == "__main__":
+    for launch in launches():
+        for capability in map(int, sys.argv[1:]):
+            occupied = compile_for(launch, capability)
+            print(json.dumps({"launch": launch.name, "capability": capability, **asdict(occupied)}), flush=True)

@@ -1,0 +1,207 @@
+"""`forge bench cuda`: what is asked of whom, what becomes of a peer that fails, and forge's worker on a small model."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from forge.bench import cuda
+from forge.bench.contender import ContenderError, ContenderMissing
+from forge.bench.cuda import LOADS, STEPS, Effort, Plan, plan_for, run
+from forge.bench.cuda_load import drive, unique_prompts
+from forge.bench.cuda_results import Load, LoadResult, Percentiles, cuda_benchmark_object
+from forge.errors import UsageError
+from forge.views.cuda_bench import print_cuda_benchmark
+from forge.views.json_output import to_json
+from tests.small_models import write_small_qwen3
+
+LIMITS = {
+    "device": "a GPU",
+    "versions": "torch",
+    "memory_bytes": 1 << 30,
+    "copy_bytes_per_second": 2e12,
+    "read_bytes_per_second": 1e12,
+    "products_per_second": 1e14,
+}
+
+
+class Scripted:
+    """Stands in for `Contender`."""
+
+    asked: list[tuple[str, str]]
+
+    def __init__(self, answers):
+        self.answers, self.asked = answers, []
+
+    def __call__(self, launch):
+        self.name = launch.name
+        return self
+
+    def ask(self, do, **fields):
+        self.asked.append((self.name, do))
+        answer = self.answers.get((self.name, do)) or self.answers.get(do)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+ANSWERS = {
+    "measure": LIMITS,
+    "load": {"description": "it", "seconds": 1.5, "read_bytes": 10**9, "kv_bytes": 10**5},
+    "prepare": {"setting": "graph", "seconds": 0.1},
+    "turn": {"seconds": [0.004, 0.002, 0.003], "top_tokens": [7]},
+    "requests": {"setting": "in process", "seconds": 2.0, "first_token": [0.1, 0.3], "end": [0.4, 0.6]},
+}
+
+
+@pytest.fixture
+def plan(tmp_path) -> Plan:
+    model = str(write_small_qwen3(tmp_path / "m.gguf"))
+    return Plan(model, steps=STEPS[:1], loads=(Load("3in4@2", 3, 4, 2, 2),), effort=Effort(repetitions=2))
+
+
+def measured(plan, monkeypatch, answers=ANSWERS):
+    script = Scripted(answers)
+    monkeypatch.setattr(cuda, "Contender", script)
+    *_, last = run(plan)
+    return last, script
+
+
+def test_each_contender_has_the_gpu_to_itself_from_loading_to_its_last_request(plan, monkeypatch):
+    result, script = measured(plan, monkeypatch)
+
+    own = ["load", "prepare", "turn", "turn", "requests"]
+    assert script.asked[0][1] == "measure"
+    assert script.asked[1:] == [(name, do) for name in ("forge", "transformers") for do in own]
+    assert [step.seconds.median for step in result.steps] == [0.003, 0.003]
+    assert result.bandwidth_share(result.steps[0]) == pytest.approx((1e9 + 160 * 1e5) / 0.003 / 1e12)
+    assert result.bandwidth_share(result.steps[1]) is None
+    assert result.loads[0].requests_per_second == 1.0
+    assert result.loads[0].per_token.p50 == pytest.approx(0.1)
+
+
+def test_a_peer_that_fails_is_left_out_with_its_reason(plan, monkeypatch):
+    broken = ANSWERS | {("transformers", "prepare"): ContenderError("transformers: out of memory")}
+    result, _ = measured(plan, monkeypatch, broken)
+    assert [step.contender for step in result.steps] == ["forge"]
+    assert "out of memory" in result.skipped[0].reason
+
+    missing = ANSWERS | {("transformers", "requests"): ContenderMissing("no continuous batching here")}
+    result, _ = measured(plan, monkeypatch, missing)
+    assert [step.contender for step in result.steps] == ["forge", "transformers"]
+    assert [load.contender for load in result.loads] == ["forge"]
+
+
+def test_if_forge_fails_nothing_is_pretended(plan, monkeypatch):
+    with pytest.raises(ContenderError):
+        measured(plan, monkeypatch, ANSWERS | {("forge", "turn"): ContenderError("forge: broke")})
+
+
+def test_the_screen_and_the_json_show_what_was_measured(plan, monkeypatch, capsys):
+    from rich.console import Console
+
+    result, _ = measured(plan, monkeypatch)
+    print_cuda_benchmark(Console(width=160), replace(result, interrupted=True))
+    shown = capsys.readouterr().out
+    for text in ("a GPU", "decode 1 @ 160", "3.00 (3.00–3.00)", "34 %", "graph", "3 in, 4 out", "interrupted"):
+        assert text in shown
+    read = json.loads(to_json(cuda_benchmark_object(result)))
+    assert read["steps"][0]["seconds"]["median"] == 0.003 and read["loads"][0]["end"]["p95"] == 0.6
+
+
+def test_a_plan_takes_the_published_loads_of_its_shape():
+    for shape, names in (("qwen3-0.6b", ["128in1@1", "128in32@4"]), ("qwen3-4b", [load.name for load in LOADS[2:]])):
+        plan = plan_for(shape, "BF16", None, ["all"], "paged", Effort())
+        assert [load.name for load in plan.loads] == names and plan.steps == STEPS
+    only = plan_for("qwen3-4b", "BF16", "decode16@160, 512in1@64", ["none"], "paged", Effort())
+    assert [case.name for case in only.steps] == ["decode16@160"]
+    assert [load.requests for load in only.loads] == [2000] and only.peers == ()
+
+
+@pytest.mark.parametrize(("only", "peers"), [("decode7", ["all"]), (None, ["vllm"])])
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(only, peers):
+    with pytest.raises(UsageError, match="there are"):
+        plan_for("qwen3-0.6b", "BF16", only, peers, "paged", Effort())
+
+
+def test_without_a_gpu_the_command_says_so_in_one_line(capsys):
+    from forge.backends.devices import why_not_cuda
+    from forge.cli.main import main
+
+    if why_not_cuda() is None:
+        pytest.skip("this machine has a GPU")
+    assert main(["bench", "cuda", "--quick"]) == 2
+    assert capsys.readouterr().err.startswith("forge: forge bench cuda needs")
+
+
+class Countdown:
+    """An engine whose requests give a token a step, and whose clock ticks once a step."""
+
+    def __init__(self):
+        self.left, self.now, self.most = {}, 0, 0
+
+    def add(self, prompt, output_tokens):
+        number = len(self.left) + 1000 * self.now
+        self.left[number] = output_tokens
+        self.most = max(self.most, len(self.left))
+        return number
+
+    def step(self):
+        self.now += 1
+        came = list(self.left)
+        for number in came:
+            self.left[number] -= 1
+        ended = [number for number in came if self.left[number] == 0]
+        for number in ended:
+            del self.left[number]
+        return came, ended
+
+
+def test_a_closed_loop_keeps_as_many_requests_as_asked_for_and_times_each():
+    engine = Countdown()
+
+    moments, seconds = drive(engine, [[1]] * 7, output_tokens=3, concurrency=2, clock=lambda: engine.now)
+
+    assert engine.most == 2 and len(moments) == 7 and seconds == 12
+    assert all((each.first_token, each.end) == (1, 3) for each in moments)
+
+
+def test_no_two_prompts_begin_alike():
+    prompts = unique_prompts(200, 5, 300, seed=1)
+    assert len({prompt[0] for prompt in prompts}) == 200
+    assert all(len(prompt) == 5 and all(0 <= token < 300 for token in prompt) for prompt in prompts)
+    assert prompts == unique_prompts(200, 5, 300, seed=1)
+
+
+def test_percentiles_are_values_that_were_measured():
+    assert Percentiles.of([5.0]) == Percentiles(5.0, 5.0, 5.0)
+    assert Percentiles.of([float(n) for n in range(1, 101)]) == Percentiles(50.5, 50.0, 95.0)
+    one_token = {"setting": "", "seconds": 1.0, "first_token": [0.1], "end": [0.1]}
+    assert LoadResult.of(Load("", 3, 1, 1, 1), "forge", one_token).per_token is None
+
+
+def test_forges_worker_answers_every_question(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    from forge.backends.cuda.backend import CudaBackend
+    from forge.bench.cuda_forge_worker import CudaForgeContender
+    from forge.engine import llm
+
+    monkeypatch.setattr(llm, "create_backend", lambda *_, **__: CudaBackend("cpu", kernels="torch"))
+    model = str(write_small_qwen3(tmp_path / "m.gguf"))
+    contender = CudaForgeContender(device="reference")  # whatever it is called, the line above makes it
+
+    loaded = contender.load(model, max_context=24, max_sequences=2, kv="basic")
+    prepared = contender.prepare("decode", 16, [list(range(17)), list(range(1, 18))])
+    turn = contender.turn(2, 0.0)
+    answer = contender.requests(5, 3, 2, 6, seed=1)
+
+    assert loaded["read_bytes"] > 0 and loaded["kv_bytes"] == 2 * 2 * 2 * 32 * 2
+    assert prepared["setting"] == "eager" and len(turn["top_tokens"]) == 2 and len(turn["seconds"]) >= 2
+    assert len(answer["first_token"]) == len(answer["end"]) == 6
+    assert all(0 < first <= end for first, end in zip(answer["first_token"], answer["end"], strict=True))

@@ -1,0 +1,153 @@
+"""The chapters themselves: every one runs to its end, its checks hold, its commands work, its sources are there."""
+
+import re
+import shlex
+
+import pytest
+
+from forge.bench import kernels
+from forge.book.chapter import Check, Predict, Prose, Run, Source, Verdict, names_of
+from forge.book.measured import expressions_in, names_in
+from forge.book.shelf import chapters_folder, entries
+from forge.book.source_code import excerpt
+from forge.cli.compare import DIFFERENT
+from forge.cli.main import command_named, main
+
+ENTRIES = entries()
+COLUMNS = 76
+"""A picture that is wider does not fit a terminal of 80."""
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PARTS = ("What is still wrong", "What production engines do differently", "Exercises", "Answers", "References")
+
+each_chapter = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.command)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Measurements that take no longer than they must."""
+    for name, value in {
+        "SHAPE_LAYERS": 1,
+        "ROUND_SECONDS": 0.0005,
+        "LIMIT_SECONDS": 0.01,
+        "ARRAY_BYTES": 1 << 22,
+    }.items():
+        monkeypatch.setattr(kernels, name, value)
+
+
+def blocks(entry, kind) -> list:
+    return [block for block in entry.chapter.blocks if isinstance(block, kind)]
+
+
+def typed_commands(entry) -> list[str]:
+    """The command lines that a reader is told to type, those of the runs left out."""
+    text = entry.path.read_text(encoding="utf-8")
+    fenced = [line for kind, body in FENCE.findall(text) if kind == "sh" for line in body.splitlines()]
+    runs = {run.command for run in entry.chapter.runs()}
+    return [line for line in fenced if line.startswith("forge ") and line not in runs]
+
+
+def test_chapters_are_numbered_without_a_gap_and_each_is_a_command():
+    assert [entry.number for entry in ENTRIES] == list(range(1, len(ENTRIES) + 1)) and len(ENTRIES) >= 3
+    for entry in ENTRIES:
+        assert command_named(entry.command) is not None
+        assert entry.path.read_text(encoding="utf-8").startswith(f"# {entry.number} · ")
+
+
+def test_the_list_names_every_chapter():
+    readme = (chapters_folder() / "README.md").read_text(encoding="utf-8")
+    for entry in ENTRIES:
+        assert f"| {entry.number} | `forge {entry.command}` |" in readme
+
+
+@each_chapter
+def test_a_chapter_has_its_parts(entry):
+    text = entry.path.read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert set(PARTS) <= set(headings)
+    assert blocks(entry, Run) and blocks(entry, Source) and blocks(entry, Predict)
+    assert len(blocks(entry, Verdict)) == len(blocks(entry, Predict))
+    words = sum(len(block.text.split()) for block in blocks(entry, Prose))
+    assert 800 <= words <= 1800
+    exercises, answers = (text.split(f"## {part}\n")[1].split("\n## ")[0] for part in ("Exercises", "Answers"))
+    for part in (exercises, answers):
+        assert re.findall(r"^(\d+)\. ", part, re.MULTILINE) == ["1", "2", "3"]
+    assert len(FENCE.findall(exercises)) == 3
+
+
+@each_chapter
+def test_every_source_is_there(entry):
+    for source in blocks(entry, Source):
+        assert excerpt(source.dotted, source.light, source.start, source.stop).lines
+
+
+@each_chapter
+def test_nothing_is_said_before_it_is_measured(entry):
+    over: set[str] = set()
+    for block in entry.chapter.blocks:
+        if isinstance(block, Run):
+            over.add(block.name)
+        elif isinstance(block, Predict):
+            texts = (block.question, *(choice.text for choice in block.choices))
+            asked = {name for text in texts for expression in expressions_in(text) for name in names_in(expression)}
+            assert asked <= over
+        else:
+            assert names_of(block.predict if isinstance(block, Verdict) else block) <= over
+
+
+@each_chapter
+def test_pictures_fit_a_narrow_terminal(entry):
+    text = entry.path.read_text(encoding="utf-8")
+    shown = [line for kind, body in FENCE.findall(text) if not kind.startswith("forge") for line in body.splitlines()]
+    assert not [line for line in shown if len(line) > COLUMNS]
+
+
+@each_chapter
+def test_a_chapter_runs_to_its_end_and_its_checks_hold(entry, capfd, short):
+    assert main([entry.command]) == 0
+    out, err = capfd.readouterr()
+    assert err == "" and "\x1b" not in out
+    claims = [claim for check in blocks(entry, Check) for claim in check.claims]
+    certain = [claim for check in blocks(entry, Check) if check.certain for claim in check.claims]
+    assert len(re.findall(r"^[✓✗] ", out, re.MULTILINE)) >= len(claims) > len(certain) >= 1
+    for claim in certain:
+        assert f"✓ {claim.sentence[:60].split('{{')[0]}" in out
+    assert "does not tell" not in out and "{{" not in out
+    for line in out.splitlines():
+        assert len(line) <= 80
+        assert not re.search(r"(^|[ (])–( |$|[.,:;)])", line), f"something was not measured: {line}"
+
+
+@each_chapter
+def test_every_command_that_a_reader_is_told_to_type_works(entry, capfd, short):
+    assert typed_commands(entry)
+    for line in typed_commands(entry):
+        status = main(shlex.split(line)[1:])
+        out, err = capfd.readouterr()
+        assert status == 0 or (status == DIFFERENT and "forge compare" in line), f"{line}: {err}"
+        assert out and err == ""
+
+
+def test_a_chapter_may_be_opened_by_its_number(forge, small, short):
+    by_command = forge("naive", "Once", "6", *small)
+    assert by_command.status == 0 and by_command.out.startswith("── 1 · ")
+    assert "$ forge naive Once 6 --only run --model" in by_command.out
+    wrong = forge("chapter", "99")
+    assert wrong.status == 2 and "there is no chapter 99; there are 1 to" in wrong.err
+    assert "did you mean kv-cache?" in forge("chapter", "kv-cash").err
+
+
+def test_an_experiment_alone_has_no_text(forge, small):
+    found = forge("naive", "Once", "6", *small, "--only", "run")
+    assert found.status == 0 and "── 1 · " not in found.out
+    assert forge("naive", "--only", "prose").err == "forge: --only takes run, and 'prose' is something else\n"
+
+
+def test_a_mistake_in_the_readers_options_is_one_line(forge):
+    found = forge("naive", "--model", "nothing.gguf")
+    assert found.status == 2 and found.err.count("\n") == 1 and "no such file" in found.err
+
+
+def test_reading_without_a_terminal_is_no_progress(forge, small, state_home):
+    forge("naive", "Once", "3", *small)
+    assert not state_home.exists()
+    assert "0 of" in forge("chapters").out and forge("chapters").out.startswith("What is there to read?")

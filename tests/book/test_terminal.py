@@ -1,0 +1,122 @@
+"""A chapter on a real terminal: paging, predicting, a changed size, Ctrl-C, and terminals that can do little."""
+
+import os
+import re
+
+import pytest
+
+from tests.book.terminal import Terminal
+from tests.cli.conftest import environment, start
+from tests.small_models import write_small_qwen3
+
+
+@pytest.fixture(scope="module")
+def naive(tmp_path_factory) -> tuple[str, ...]:
+    """Chapter 1 on a small random model that runs at once and needs no compiled kernels."""
+    path = write_small_qwen3(tmp_path_factory.mktemp("models") / "small.gguf")
+    return ("naive", "Once", "12", "-m", str(path), "--device", "reference")
+
+
+def test_reading_predicting_and_stopping(naive):
+    with Terminal(*naive) as terminal:
+        first = terminal.wait_for("[q]uit")
+        assert first.strip().startswith("── 1 · A forward pass") and " 1 / " in first
+        assert " 2 / " in terminal.press("n")
+        assert " 1 / " in terminal.press("b")
+        terminal.press_until("Your guess: ▌", " ")
+        assert "Your guess: 3▌" in terminal.press("3")
+        assert "  1  attention" in terminal.press("\r")
+        assert "$ forge naive Once 12 --only run" in terminal.press("2")
+        terminal.press_until("You said 3")
+        terminal.press_until("You said 2")
+        assert "Your guess" not in terminal.press_until("Predict", "b")
+        terminal.send("q")
+        assert terminal.finish() == 0 and terminal.is_sane()
+
+
+def test_again_with_other_options_and_a_command_of_ones_own(naive):
+    with Terminal(*naive) as terminal:
+        terminal.wait_for("[q]uit")
+        terminal.press_until("[a]gain")
+        terminal.send("a")
+        terminal.wait_for("again: ")
+        command = " ".join(("forge naive x 3 --only run", *naive[3:]))
+        assert "$ forge naive x 3 --only run -m" in terminal.press("\x7f" * 500 + command + "\r")
+        terminal.send(":")
+        terminal.wait_for(": forge ")
+        terminal.send("--version\r")
+        assert "forge 0." in terminal.wait_for("Any key returns")
+        assert "[a]gain" in terminal.press("x")
+        terminal.send("\x04")
+        assert terminal.finish() == 0 and terminal.is_sane()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 80), (40, 120), (12, 50)])
+def test_a_page_fits_the_terminal_whatever_its_size_becomes(naive, rows, columns):
+    with Terminal(*naive, rows=24, columns=100) as terminal:
+        terminal.wait_for("[q]uit")
+        terminal.resize(rows, columns)
+        page = terminal.press("n")
+        lines = page.strip("\n").split("\n")
+        assert len(lines) <= rows and max(map(len, lines)) <= columns
+        assert len(lines[0]) == columns
+        terminal.send("q")
+        assert terminal.finish() == 0 and terminal.is_sane()
+
+
+@pytest.mark.parametrize("where", ["[q]uit", "Your guess: ▌"])
+def test_ctrl_c_leaves_the_terminal_sane(naive, where):
+    with Terminal(*naive) as terminal:
+        terminal.wait_for("[q]uit")
+        terminal.press_until(where)
+        terminal.interrupt()
+        assert terminal.finish() == 130 and terminal.is_sane()
+        assert "Traceback" not in terminal.written
+
+
+def test_the_reader_is_brought_back_to_the_page_that_was_left(naive, state_home):
+    with Terminal(*naive) as terminal:
+        terminal.wait_for("[q]uit")
+        terminal.press("n")
+        terminal.send("q")
+        terminal.finish()
+    with Terminal("next") as terminal:
+        page = terminal.wait_for("[q]uit")
+        assert " 2 / " in page and "From text to numbers" in page
+        terminal.send("q")
+        assert terminal.finish() == 0
+    with Terminal("chapters") as terminal:
+        assert terminal.finish() == 0 and "page 2 of" in terminal.page
+
+
+def test_no_colour(naive):
+    with Terminal(*naive, NO_COLOR="1") as terminal:
+        terminal.wait_for("[q]uit")
+        terminal.press_until("[a]gain")
+        terminal.send("q")
+        assert terminal.finish() == 0
+        assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|38;5;\d+)m", terminal.written)
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_pages_one_after_another(naive):
+    with Terminal(*naive, TERM="dumb") as terminal:
+        terminal.wait_for("[q]uit")
+        terminal.send("\n")
+        terminal.wait_for(" 2 / ")
+        terminal.send("next\n")
+        terminal.wait_for(" 3 / ")
+        terminal.send("q\n")
+        assert terminal.finish() == 0 and terminal.is_sane()
+        assert "\x1b" not in terminal.written and terminal.written.count("── 1 · ") == 3
+
+
+def test_no_pause_runs_straight_through_on_a_terminal(naive):
+    with Terminal(*naive, "--no-pause") as terminal:
+        assert terminal.finish() == 0 and terminal.is_sane()
+        assert "References" in terminal.written and "[q]uit" not in terminal.written
+
+
+def test_without_a_terminal_to_read_keys_from_nobody_waits(naive):
+    process = start(*naive, env=environment(**os.environ))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and err == b"" and b"\x1b" not in out and b"References" in out
