@@ -33,7 +33,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="A bundled or pulled model's name, a GGUF file, or a Hugging Face folder.",
+        help="A bundled or pulled model's name, a GGUF file, a Hugging Face folder, or hash.",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -71,6 +71,8 @@ class _Work:
     forward_tokens: list[int] = field(default_factory=list)
     tokens_cached: int = 0
     tokens_recomputed: int = 0
+    tokens_lost: int = 0
+    """By its last preemption, while it waits: when it begins again the cache may still have some of them."""
 
     def metrics(self, sequence: Sequence) -> RequestMetrics:
         return RequestMetrics(
@@ -704,8 +706,10 @@ class Engine:
             own = work[admission.seq_id]
             if own.admitted is None:
                 own.admitted, own.tokens_cached = started, admission.num_cached
+            own.tokens_recomputed += max(0, own.tokens_lost - admission.num_cached)
+            own.tokens_lost = 0
         for preemption in plan.preempted:
-            work[preemption.seq_id].tokens_recomputed += preemption.tokens_lost
+            work[preemption.seq_id].tokens_lost = preemption.tokens_lost
         for item in plan.items:
             own = work[item.seq_id]
             own.forward_ms.append(forward_ms)
