@@ -16,6 +16,7 @@ from forge import __version__
 from forge.cli.bench import bench
 from forge.cli.chat import chat
 from forge.cli.compare import compare
+from forge.cli.cuda import cuda
 from forge.cli.doctor import doctor
 from forge.cli.generate import generate
 from forge.cli.kv_cache import kv_cache
@@ -60,6 +61,7 @@ app.command("chat", rich_help_panel=_RUN)(chat)
 app.command("compare", rich_help_panel=_RUN, cls=VersusCommand)(compare)
 app.command("naive", rich_help_panel=_CHAPTERS)(naive)
 app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)
+app.command("cuda", rich_help_panel=_CHAPTERS)(cuda)
 app.add_typer(models, name="models", rich_help_panel=_MACHINE)
 app.add_typer(bench, name="bench", rich_help_panel=_MACHINE)
 app.command("doctor", rich_help_panel=_MACHINE)(doctor)
