@@ -136,18 +136,21 @@ class CudaBackend(Backend):
         network = fused.network
         moved = fused.buffer.reach(shape, batch)
         moved |= self._rotations.reach(int(batch.context_lens.max()), network.head_dim, network.theta)
+        moved |= fused.launches.reserve(shape)
         fused.buffer.fill(shape, batch)
-        inputs = fused.buffer.inputs(shape)
-        moved |= fused.launches.reserve(inputs)
         if moved:
             for graphs in self._graphs.values():
                 graphs.drop()
+
+        def compute() -> torch.Tensor:
+            return forward(network, fused.launches, fused.buffer.inputs(shape), storage)
+
         if not self.uses_graphs or self._clock is not None:
             why = "time is kept per operation" if self._clock is not None else "graphs are off"
             self.execution = Execution("eager", why, shape.num_rows)
-            return forward(network, fused.launches, inputs, storage)
+            return compute()
         graphs = self._graphs.setdefault(storage, Graphs())
-        logits, self.execution = graphs.run(shape, lambda: forward(network, fused.launches, inputs, storage))
+        logits, self.execution = graphs.run(shape, compute)
         return logits
 
     def _on_host(self, logits: torch.Tensor, wanted: int) -> np.ndarray:

@@ -47,9 +47,8 @@ class Setting:
         buffer.reach(shape, batch)
         buffer.fill(shape, batch)
         self.run._rotations.reach(int(batch.context_lens.max()), self.head_dim, THETA)
-        inputs = buffer.inputs(shape)
-        self.run.reserve(inputs)
-        return inputs
+        self.run.reserve(shape)
+        return buffer.inputs(shape)
 
     def expected(self) -> torch.Tensor:
         """float64, from the definition."""
