@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forge.bench.cuda_load import drive, unique_prompts
-from forge.bench.forge_worker import BLOCK_SIZE, CHUNK, _batch
+from forge.bench.forge_worker import BLOCK_SIZE, CHUNK, batch_of
 from forge.bench.worker import Missing, peak_memory, serve, take_turn, timed
 
 WARM_ROUNDS = 3
@@ -53,8 +53,8 @@ class CudaForgeContender:
         for index, ids in enumerate(token_ids):
             for start in range(0, context, CHUNK):
                 stop = min(context, start + CHUNK)
-                model.forward(_batch([ids[start:stop]], start, blocks, first=index), self._storage)
-        self._batch = _batch([ids[context:] for ids in token_ids], context, blocks)
+                model.forward(batch_of([ids[start:stop]], start, blocks, first=index), self._storage)
+        self._batch = batch_of([ids[context:] for ids in token_ids], context, blocks)
         for _ in range(WARM_ROUNDS):
             self._expected = self._step()
         execution = getattr(model.backend, "execution", None)

@@ -50,8 +50,8 @@ class ForgeContender:
         for index, ids in enumerate(token_ids):
             for start in range(0, context, CHUNK):
                 stop = min(context, start + CHUNK)
-                model.forward(_batch([ids[start:stop]], start, blocks, first=index), self._storage)
-        self._batch = _batch([ids[context:] for ids in token_ids], context, blocks)
+                model.forward(batch_of([ids[start:stop]], start, blocks, first=index), self._storage)
+        self._batch = batch_of([ids[context:] for ids in token_ids], context, blocks)
         self._expected = self._step()
         return {"setting": f"{self._llm.kv_dtype} KV", "seconds": self._expected}
 
@@ -66,7 +66,7 @@ class ForgeContender:
         return seconds
 
 
-def _batch(token_ids: list[list[int]], start: int, blocks: int, first: int = 0):
+def batch_of(token_ids: list[list[int]], start: int, blocks: int, first: int = 0):
     """Rows of sequences `first`, `first + 1`, … from position `start` on, with the logits of each one's last."""
     import numpy as np
 

@@ -8,6 +8,7 @@ from forge.backends.cuda.backend import CudaBackend
 from forge.backends.reference import ReferenceBackend
 from forge.cache.factory import KV_MODES
 from forge.engine import llm as llm_module
+from forge.model import loader as loader_module
 from tests.backends.cuda.test_invariance import rows_alike  # noqa: F401 (a fixture)
 from tests.small_models import write_small_qwen3
 
@@ -23,7 +24,8 @@ def path(tmp_path_factory) -> str:
 @pytest.fixture
 def engine_on(path, monkeypatch):
     def make(backend, kv: str = "basic", **options) -> LLM:
-        monkeypatch.setattr(llm_module, "create_backend", lambda *_, **__: backend)
+        for module in (llm_module, loader_module):
+            monkeypatch.setattr(module, "create_backend", lambda *_, **__: backend, raising=False)
         return LLM(path, kv=kv, kv_dtype="float32", max_model_len=32, block_size=4, **options)
 
     return make
