@@ -132,7 +132,7 @@ class CudaBackend(Backend):
         from forge.backends.cuda.forward import forward
 
         fused = self._fused
-        shape = shape_of(batch, fused.policy)
+        shape = shape_of(batch, fused.policy, storage.layout.block_size)
         network = fused.network
         moved = fused.buffer.reach(shape, batch)
         moved |= self._rotations.reach(int(batch.context_lens.max()), network.head_dim, network.theta)
@@ -154,7 +154,9 @@ class CudaBackend(Backend):
         return logits
 
     def _on_host(self, logits: torch.Tensor, wanted: int) -> np.ndarray:
-        """The rows that are not padding, in memory that is the caller's."""
+        """The rows that are not padding, in memory that is the caller's. Waits for the step only if there are any."""
+        if wanted == 0:
+            return np.empty((0, logits.shape[1]), np.float32)
         if not self._on_gpu:
             return logits[:wanted].numpy().copy()
         host = torch.empty((wanted, logits.shape[1]), dtype=torch.float32, pin_memory=True)
