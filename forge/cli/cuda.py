@@ -14,6 +14,7 @@ def cuda(
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
     model: options.ModelOption = "tales",
     threads: options.ThreadsOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """The same prompt on cpu and cuda, with graphs and without. What does a forward wait for?"""
     from forge.backends.devices import why_not_cuda
@@ -23,7 +24,8 @@ def cuda(
     if reason is not None:
         raise UsageError(reason.replace("--device cuda", "forge cuda").replace(": use --device cpu", ""))
     from forge.bench.cuda_limits_worker import measure
-    from forge.views.cuda import DeviceRun, Roof, Work, print_cuda
+    from forge.views.cuda import DeviceRun, Roof, Work, cuda_object, print_cuda
+    from forge.views.json_output import to_json
     from forge.views.terminal import open_console
 
     text = options.read_prompt(prompt)
@@ -38,7 +40,10 @@ def cuda(
     matrices = on_gpu.model.backend.matrices
     work = Work(sum(m.read_bytes for m in matrices), sum(m.rows * m.columns for m in matrices))
     roof = Roof(limits["device"], limits["read_bytes_per_second"], 2 * limits["products_per_second"])
-    print_cuda(open_console(), runs, work, roof)
+    if json:
+        open_console().print(to_json(cuda_object(runs, work, roof)), soft_wrap=True)
+    else:
+        print_cuda(open_console(), runs, work, roof)
     raise typer.Exit(exit_status(*(run.result for run in runs)))
 
 

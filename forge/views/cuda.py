@@ -5,6 +5,7 @@ and as graphs. What does a forward cost there, and what does it wait for?
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -76,6 +77,27 @@ def print_cuda(console: Console, runs: Sequence[DeviceRun], work: Work, roof: Ro
         console.print(line)
     console.print()
     console.print(Text(LEADS_ON, ACCENT))
+
+
+def cuda_object(runs: Sequence[DeviceRun], work: Work, roof: Roof) -> dict[str, Any]:
+    """The same for programs; nothing rounded."""
+    return {
+        "device": roof.device,
+        "bytes_per_second": roof.bytes_per_second,
+        "operations_per_second": roof.operations_per_second,
+        "weight_bytes": work.weight_bytes,
+        "weights": work.weights,
+        "runs": [
+            {
+                "name": run.name,
+                "median_decode_ms": _decode_ms(run.result),
+                "forward_ms": list(run.result.forward_ms),
+                "modes": list(run.modes),
+                "token_ids": list(run.result.output.outputs[0].token_ids),
+            }
+            for run in runs
+        ],
+    }
 
 
 def sentences(runs: Sequence[DeviceRun], work: Work, roof: Roof) -> list[str]:
