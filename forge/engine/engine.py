@@ -539,8 +539,9 @@ class Engine:
         return token_ids
 
     def _keeps_nothing(self, params: SamplingParams, room: int) -> bool:
-        """Whether a generation ends with its first token at the latest."""
-        return self.scheduler.config.oneshot and params.n == 1 and min(params.max_tokens, room) <= 1
+        """Whether a generation ends with its first token at the latest, and there are blocks to compute it in."""
+        few = params.n == 1 and min(params.max_tokens, room) <= 1
+        return few and self.scheduler.config.oneshot and len(self.scheduler.scratch) > 0
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._requests or request_id in self._oneshots:
