@@ -126,6 +126,7 @@ class Engine:
         guesses, and how many tokens; None for nobody."""
         self.lease = Lease("target", model)
         self.tokenizer = tokenizer
+        self._eos_token_ids = tokenizer.eos_token_ids
         self.cache = cache
         self.storage = storage
         self.max_model_len = max_model_len
@@ -600,7 +601,7 @@ class Engine:
         """Choose a sequence's next token from a row of logits whose greatest is at `likeliest`."""
         if self._is_plain(sequence):
             check_greatest(logits[likeliest])
-            choice = Choice(likeliest, None, None)
+            choice = likeliest, None, None  # a `Choice` in all but name: making one takes as long as all the rest
         else:
             tokens = sequence.token_ids
             choice = choose(logits, sequence.params, tokens, sequence.seed, sequence.sample_index, len(tokens))
@@ -678,7 +679,7 @@ class Engine:
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
 
     def _is_eos(self, sequence: Sequence, token_id: int) -> bool:
-        return token_id in self.tokenizer.eos_token_ids and not sequence.params.ignore_eos
+        return token_id in self._eos_token_ids and not sequence.params.ignore_eos
 
     def _score_prompt(self, sequence: Sequence, position: int, rows: np.ndarray) -> None:
         """Log probabilities of prompt tokens given those before them. `rows` are the logits after the tokens from
@@ -736,7 +737,7 @@ class Engine:
 
 
 def _item_record(item: PlanItem, guesses: StepGuesses | None = None) -> ItemRecord:
-    num_guesses = _num_guess_rows(item, guesses) if guesses is not None else 0
+    num_guesses = _num_guess_rows(item, guesses) if item.num_guesses and guesses is not None else 0
     return ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining, num_guesses)
 
 

@@ -136,7 +136,7 @@ class Speculator:
 
     def wanted(self, sequence: Sequence) -> int:
         """How many guesses the sequence would have verified in its next step."""
-        if not self._sources_of(sequence):
+        if not self._sources or not self._sources_of(sequence):
             return 0
         state = self._states.get(sequence.seq_id)
         if state is None:
