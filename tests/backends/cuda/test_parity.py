@@ -70,7 +70,7 @@ def test_fused_kernels_give_the_references_logits(tensor_type, dtype, sizes, dev
 
 @pytest.mark.parametrize("copies", [True, False], ids=["dense copies", "multiplied out each time"])
 def test_many_rows_of_a_packed_model_go_through_dense_products(copies, device):
-    tokens = tokens_of(20)
+    tokens = tokens_of(66)
     sizes = {"num_layers": 1}
     want = one_prefill(small_model(ReferenceBackend(), "Q8_0", seed=3, **sizes), tokens)
     model = small_model(CudaBackend(device, dtype="float32", dense_copies=copies), "Q8_0", seed=3, **sizes)
