@@ -257,6 +257,15 @@ class Launches:
         most = shapes.TILE_ROWS if matrix.kind == DENSE else shapes.PACKED_TILE_ROWS
         return num_rows > most and not self._policy.invariant
 
+    def tile_for(self, num_rows: int, matrix: Matrix) -> shapes.Tile:
+        """The tile of a product with that many rows; one of a single row is `matvec`'s."""
+        if self._policy.invariant:
+            return shapes.INVARIANT_TILE
+        size = (matrix.rows, matrix.columns, matrix.kind, self._policy.multiprocessors)
+        if num_rows <= shapes.MATVEC_ROWS:
+            return shapes.matvec_tile(*size)
+        return shapes.matmul_tile(min(num_rows, HEAD_ROWS), *size)
+
     def _multiply(
         self,
         x: torch.Tensor,
@@ -267,42 +276,23 @@ class Launches:
         glu: bool = False,
     ) -> None:
         """x · matrixᵀ by a kernel that reads the matrix in its own kind."""
+        tile = self.tile_for(len(x), matrix)
         weight, eps = (norm.weight, norm.eps) if norm is not None else (matrix_values(matrix), 0.0)
-        flags: dict[str, Any] = {"NORM": norm is not None, "ADD": add, "GLU": glu}
         sizes = (matrix.columns, matrix.rows, out.stride(0), eps)
-        if len(x) <= shapes.MATVEC_ROWS and not self._policy.invariant:
-            tile = shapes.matvec_tile(matrix.rows, matrix.columns, matrix.kind, self._policy.multiprocessors)
-            flags |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-            flags |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-            grid = (-(-matrix.rows // tile.block_n), len(x))
-            if matrix.kind == DENSE:
-                self._launch(matvec.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
-            else:
-                arrays = matrix_arrays(matrix)
-                self._launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
+        flags: dict[str, Any] = {"NORM": norm is not None, "ADD": add, "GLU": glu}
+        flags |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+        flags |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        arrays = matrix_arrays(matrix)
+        if tile.block_m > 1:
+            grid = (-(-len(x) // tile.block_m), -(-matrix.rows // tile.block_n))
+            flags |= {"KIND": matrix.kind, "EXACT": self._exact, "BLOCK_M": tile.block_m}
+            self._launch(matmul.matmul, grid, x, *arrays, weight, out, len(x), *sizes, **flags)
             return
-        tile = shapes.INVARIANT_TILE
-        if not self._policy.invariant:
-            chosen = min(len(x), HEAD_ROWS)
-            tile = shapes.matmul_tile(chosen, matrix.rows, matrix.columns, matrix.kind, self._policy.multiprocessors)
-        self._launch(
-            matmul.matmul,
-            (-(-len(x) // tile.block_m), -(-matrix.rows // tile.block_n)),
-            x,
-            *matrix_arrays(matrix),
-            weight,
-            out,
-            len(x),
-            *sizes,
-            **flags,
-            KIND=matrix.kind,
-            EXACT=self._exact,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+        grid = (-(-matrix.rows // tile.block_n), len(x))
+        if matrix.kind == DENSE:
+            self._launch(matvec.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
+        else:
+            self._launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
 
     def _normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         out = torch.empty_like(x)
