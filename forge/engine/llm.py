@@ -114,6 +114,7 @@ class LLM:
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
         backend.prepare(self.model.forward_pass, layout)
         self._kv, self._cache_size, self._config = kv, size, config
+        self.max_num_seqs = config.max_num_seqs
         self.engine = self.new_engine()
         self.kv = self.engine.cache.kind
         self._request_ids = count()
