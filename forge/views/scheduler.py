@@ -79,7 +79,7 @@ def queue_lines(history: History, record: StepRecord, moment: Moment, width: int
         line = Text.assemble(("queue    ", QUIET))
         for place, seq_id in enumerate(moment.waiting):
             if line.cell_len + 12 > width:
-                line.append(f"… {len(moment.waiting) - place} more", QUIET)
+                line.append(f"… {queues.waiting + queues.swapped - place} more", QUIET)
                 break
             line.append(f"{seq_id} ", sequence_style(seq_id))
         lines.append(line)
