@@ -10,19 +10,25 @@ import typer
 
 from forge.cli import options
 from forge.cli.arrivals import Arrival, drive_arrivals
-from forge.cli.running import Found, exit_status, load_model, warm_up
-from forge.cli.versus import versus_of
+from forge.cli.running import Found, exit_status, load_model, run_label, warm_up
+from forge.cli.versus import Versus, versus_of
 
 if TYPE_CHECKING:
     from forge.trace.records import StepRecord
     from forge.views.comparison import Side
 
+_WORKLOAD = "Requests"
+MANY = 32
+"""Requests of a comparison that is about many and does not say how many."""
 DIFFERENT = 1
 """The exit status when the two sides' tokens differ."""
 
 _LOADING = (
     "kv", "device", "threads", "max_model_len", "block_size", "num_blocks", "kv_memory", "kv_dtype", "quantize",
 )  # fmt: skip
+_SCHEDULING = ("max_num_batched_tokens", "chunked_prefill", "order", "preempt", "mode")
+_OF_MANY = ("requests", "batch", "max_num_batched_tokens", "order", "preempt", "mode")
+"""Options that mean something for many requests alone."""
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 
 
@@ -56,9 +62,25 @@ def compare(
             rich_help_panel="Prompt",
         ),
     ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option("--requests", "-n", help="Run as many requests instead of one.", rich_help_panel=_WORKLOAD),
+    ] = None,
+    prompt_tokens: options.PromptTokensOption = "16:64",
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", help="Of many requests, how many run at once.", rich_help_panel=_WORKLOAD),
+    ] = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokensOption = None,
+    chunked_prefill: options.ChunkedPrefillOption = True,
+    order: options.OrderOption = None,
+    preempt: options.PreemptOption = None,
+    mode: options.ModeOption = None,
     json: options.JsonOption = False,
 ) -> Found:
     """Run one prompt, or those of a file, on two sides that differ in one option, given as A vs B.
+
+    With --requests, or an option of the scheduler, it runs many requests on either side.
 
     Every other option holds for both sides. Exit status 1 if the tokens differ.
 
@@ -79,6 +101,8 @@ def compare(
     from forge.views.terminal import open_console
 
     versus = versus_of(ctx)
+    if any(given[option] is not None for given in (ctx.params, versus.right) for option in _OF_MANY):
+        return _compare_many(ctx, versus)
     if prompts is None:
         texts = [options.read_prompt(prompt)]
     else:
@@ -118,6 +142,46 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
     if given == ["prompt"] and prompt.isdecimal():
         return int(prompt)
     raise UsageError(f"--prompts is a file with the prompts: leave out {prompt!r}, and give MAX_TOKENS alone")
+
+
+def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
+    """The same requests on either side: prompts of random lengths, or the prompt that was given, over and over."""
+    from forge.bench.engine import identical
+    from forge.views.many import many_object, print_many
+    from forge.views.report import Report
+
+    explicit = {name for name in ("kv", "prompt") if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+    sides, labels, workload = [], [], None
+    for given in (ctx.params, versus.right):
+        workload, label, measured = _serve_side(given, explicit)
+        sides.append(measured)
+        labels.append(label)
+    report = Report(
+        many_object(versus.option, versus.names, sides),
+        lambda console: print_many(console, versus.option, versus.names, labels, workload, sides),
+        0 if identical(sides) else DIFFERENT,
+    )
+    return report.as_json() if ctx.params["json"] else report
+
+
+def _serve_side(given: Mapping[str, Any], explicit: set[str]):
+    """Load what this side asks for and serve its requests."""
+    from forge.bench.engine import measure_all
+    from forge.bench.workload import Range, Request, Workload, make_workload
+
+    number, batch, length = given["requests"] or MANY, given["batch"], given["max_tokens"]
+    loading = {option: given[option] for option in (*_LOADING, *_SCHEDULING)} | {"max_num_seqs": batch}
+    llm = load_model(given["model"], **options.model_options(**loading | ({} if "kv" in explicit else {"kv": "paged"})))
+    if "prompt" in explicit:
+        token_ids = tuple(llm.tokenizer.encode(options.read_prompt(given["prompt"])))
+        workload = Workload((Request(token_ids, length),) * number)
+    else:
+        prompt_range = Range.parse(given["prompt_tokens"], "--prompt-tokens")
+        workload = make_workload(
+            llm.tokenizer, number, prompt_range, Range(length, length), priorities=given["order"] == "priority"
+        )
+    (measured,) = measure_all(llm, workload, [("continuous", llm.max_num_seqs)])
+    return workload, run_label(llm), measured
 
 
 def _run_side(
