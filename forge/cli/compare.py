@@ -18,6 +18,7 @@ DIFFERENT = 1
 """The exit status when the two sides' tokens differ."""
 
 _LOADING = ("kv", "device", "threads", "max_model_len", "block_size", "kv_dtype", "quantize")
+_SPECULATION = ("speculate", "draft", "k", "speculate_fixed")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 
 
@@ -33,6 +34,10 @@ def compare(
     block_size: options.BlockSizeOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantize: options.QuantizeOption = None,
+    speculate: options.SpeculateOption = None,
+    draft: options.DraftOption = None,
+    k: options.KOption = None,
+    speculate_fixed: options.SpeculateFixedOption = False,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,
@@ -48,6 +53,8 @@ def compare(
     Every other option holds for both sides. Exit status 1 if the tokens differ.
 
     [dim]forge compare --kv off vs on "The fox and the lantern" 64[/dim]
+
+    [dim]forge compare --kv on --speculate off vs draft[/dim]
     """
     from forge.views.comparison import (
         ComparisonProgress,
@@ -97,7 +104,8 @@ def _run_side(
     params = options.sampling_params(**{option: given[option] for option in _SAMPLING})
     if earlier and params.seed is None:
         params = replace(params, seed=earlier[0].result.output.seed)
-    llm = load_model(given["model"], **options.model_options(**{option: given[option] for option in _LOADING}))
+    loading = options.model_options(**{option: given[option] for option in (*_LOADING, *_SPECULATION)})
+    llm = load_model(given["model"], **loading)
     warm_up(llm, prompt)
     run = llm.start([prompt], params, keep_logits=True)
     result = drive(llm, run, params, lambda record: on_step(len(earlier), record))

@@ -25,6 +25,10 @@ def generate(
     block_size: options.BlockSizeOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantize: options.QuantizeOption = None,
+    speculate: options.SpeculateOption = None,
+    draft: options.DraftOption = None,
+    k: options.KOption = None,
+    speculate_fixed: options.SpeculateFixedOption = False,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,
@@ -79,6 +83,10 @@ def generate(
         block_size=block_size,
         kv_dtype=kv_dtype,
         quantize=quantize,
+        speculate=speculate,
+        draft=draft,
+        k=k,
+        speculate_fixed=speculate_fixed,
     )
     llm = load_model(model, **loading)
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from forge.engine.sampling_params import SamplingParams
 
-_MODEL, _SAMPLING, _OUTPUT = "Model", "Sampling", "Output"
+_MODEL, _SAMPLING, _OUTPUT, _SPECULATION = "Model", "Sampling", "Output", "Speculation"
 
 DEFAULT_PROMPT = "Once upon a time"
 DEFAULT_MAX_TOKENS = 32
@@ -72,6 +72,35 @@ KvDtypeOption = Annotated[
 QuantizeOption = Annotated[
     str | None,
     typer.Option("--quantize", help="Quantize float weights as they are loaded: q8_0.", rich_help_panel=_MODEL),
+]
+
+SpeculateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--speculate",
+        help="Guess tokens ahead and verify them together: draft, a small model; ngram, what followed before; off.",
+        show_default="off",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+DraftOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft",
+        help="The draft model; may be repeated, then all of them guess.",
+        show_default="tales-draft",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+KOption = Annotated[
+    int | None,
+    typer.Option("--k", help="Tokens to guess at a time, at most; 4 if not given.", rich_help_panel=_SPECULATION),
+]
+SpeculateFixedOption = Annotated[
+    bool,
+    typer.Option(
+        "--speculate-fixed", help="Always guess that many, also where it loses.", rich_help_panel=_SPECULATION
+    ),
 ]
 
 TemperatureOption = Annotated[
