@@ -24,6 +24,7 @@ from forge.cli.kv_cache import kv_cache
 from forge.cli.models import models
 from forge.cli.naive import naive
 from forge.cli.running import INTERRUPTED
+from forge.cli.speculation import speculation
 from forge.cli.versus import VersusCommand
 from forge.errors import ForgeError
 
@@ -69,6 +70,7 @@ app.command("next", rich_help_panel=_CHAPTERS)(next_chapter)
 app.command("naive", rich_help_panel=_CHAPTERS)(naive)
 app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)
 app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
+app.command("speculation", rich_help_panel=_CHAPTERS)(speculation)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)

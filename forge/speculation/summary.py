@@ -1,4 +1,4 @@
-"""What the cycles of a run add up to: acceptance, tokens per forward, and the speed-up beside what the formula predicts.
+"""What the cycles of a run add up to: acceptance, tokens per forward, the speed-up measured and predicted.
 
 Everything comes from records. The measured speed-up is plain decoding's time per token over speculation's, both by the
 engine's own clock from the first token on. The formula is taken twice: as it stands, where verifying K guesses costs
@@ -8,7 +8,7 @@ work outside the models.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import median
 
 from forge.trace.records import SpecCycle, StepRecord
 
@@ -20,8 +20,9 @@ class DecodeTime:
     num_tokens: int
     ms: float
     forward_ms: float
-    """Of the target, a step on average."""
-    num_steps: int
+    """Of the target, in the median step."""
+    other_ms: float
+    """A step's, outside the models, on average."""
 
     @classmethod
     def of(cls, records: Sequence[StepRecord]) -> "DecodeTime | None":
@@ -33,8 +34,9 @@ class DecodeTime:
         return cls(
             sum(len(record.tokens) for record in decoding),
             (decoding[-1].ended - first) * 1e3,
-            fmean(record.forward_ms for record in decoding),
-            len(decoding),
+            median(record.forward_ms for record in decoding),
+            ((decoding[-1].ended - first) * 1e3 - sum(record.forward_ms + _draft_ms(record) for record in decoding))
+            / len(decoding),
         )
 
     @property
@@ -79,8 +81,8 @@ class SpeculationSummary:
             accepted=sum(cycle.num_accepted for cycle in won),
             emitted=sum(len(cycle.emitted) for cycle in won),
             accepted_by_position=_by_position(won),
-            guess_ms=fmean(_draft_ms(record) / _longest(record) for record in guessing),
-            verify_ms=fmean(record.forward_ms for record in guessing),
+            guess_ms=median(_draft_ms(record) / _longest(record) for record in guessing),
+            verify_ms=median(record.forward_ms for record in guessing),
             plain=times[0],
             speculative=times[1],
         )
@@ -125,12 +127,8 @@ class SpeculationSummary:
 
     @property
     def other_ms(self) -> tuple[float, float]:
-        """Milliseconds of a step outside the models: of a plain one, and of a speculative one."""
-        drafts = self.num_cycles * self.mean_k * self.guess_ms / self.speculative.num_steps
-        return (
-            self.plain.ms / self.plain.num_steps - self.plain.forward_ms,
-            self.speculative.ms / self.speculative.num_steps - self.speculative.forward_ms - drafts,
-        )
+        """Milliseconds of a step outside the models: of a plain one, and of one with guesses, on average."""
+        return self.plain.other_ms, self.speculative.other_ms
 
 
 def cycles_of(records: Sequence[StepRecord]) -> list[SpecCycle]:
