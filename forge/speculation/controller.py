@@ -142,26 +142,33 @@ class SpeculationControl:
 
     def _decided(self, costs: Costs) -> "SpeculationControl":
         """With the best number of guesses for what is known now, or off."""
+        predicted = self._predicted(costs)
         if self.fixed:
-            predicted = self._predicted(self.max_k, costs)
-            return replace(self, decision=self._decision(self.max_k, "fixed", predicted))
-        k = max(range(1, self.max_k + 1), key=lambda k: self._predicted(k, costs))
-        if self._predicted(k, costs) <= 1:
+            return replace(self, decision=self._decision(self.max_k, "fixed", predicted[-1]))
+        best = max(predicted)
+        if best <= 1:
             return self._off(costs)
+        k = 1 + predicted.index(best)
         reason: SpecReason = "wins" if k == self.max_k else "turned_down"
         if self.decision.reason == "probes":
             reason = "on_again"
-        return replace(self, decision=self._decision(k, reason, self._predicted(k, costs)))
+        return replace(self, decision=self._decision(k, reason, best))
 
     def _off(self, costs: Costs) -> "SpeculationControl":
         could_win = speed_up(1, self.max_k, costs) > 1
         pause = self.pause if could_win else max(self.pause, _LONG_PAUSE)
-        predicted = max(self._predicted(k, costs) for k in range(1, self.max_k + 1))
-        decision = self._decision(0, "loses" if could_win else "cannot_win", predicted, pause)
+        decision = self._decision(0, "loses" if could_win else "cannot_win", max(self._predicted(costs)), pause)
         return replace(self, decision=decision, trusted=0, pause=2 * pause)
 
-    def _predicted(self, k: int, costs: Costs) -> float:
-        return speed_up(expected_accepted(self.recent.acceptance(self.trusted), k) / k, k, costs)
+    def _predicted(self, costs: Costs) -> list[float]:
+        """What 1, 2, … `max_k` guesses would gain."""
+        acceptance, each = self.recent.acceptance(self.trusted), costs.guess + costs.row
+        product, accepted, gains = 1.0, 0.0, []
+        for k in range(1, self.max_k + 1):
+            product *= acceptance
+            accepted += product
+            gains.append((accepted + 1) / (1 + k * each))
+        return gains
 
     def _decision(self, k: int, reason: SpecReason, predicted: float, retry_in: int | None = None) -> SpecDecision:
         return SpecDecision(k, reason, predicted, self.recent.accept_rate, retry_in)

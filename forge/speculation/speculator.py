@@ -15,6 +15,7 @@ old one or the new one, and both are right.
 """
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from forge.engine.scheduler import Outcome
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.errors import ForgeError
-from forge.speculation.controller import Costs, RecentCycles, SpeculationControl
+from forge.speculation.controller import WINDOW, Costs, Cycle, RecentCycles, SpeculationControl
 from forge.speculation.costs import CostMeter
 from forge.speculation.proposer import Proposal, ProposalRequest, Proposer
 from forge.speculation.verification import Verification
@@ -37,7 +38,7 @@ class _Source:
 
     proposer: Proposer
     meter: CostMeter
-    recent: RecentCycles = field(default_factory=RecentCycles)
+    recent: deque[Cycle] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
 
 class _State(NamedTuple):
@@ -48,6 +49,19 @@ class _State(NamedTuple):
     """Tokens that it had when `control` was decided."""
     follows: bool = False
     """Whether its proposers have seen all but its last few tokens."""
+    silent: int = 0
+    """How many times in a row nobody had a guess."""
+
+    @property
+    def rest(self) -> int:
+        """For how many tokens nobody is asked, after nobody had a guess so many times."""
+        return min(self.silent // _PATIENCE, _LONGEST_REST)
+
+
+_PATIENCE = 4
+"""After each so many times without a guess the rest until the next question grows by a token, …"""
+_LONGEST_REST = 15
+"""… up to this. Asking in vain takes a tenth of a small model's step."""
 
 
 class Failure(NamedTuple):
@@ -70,6 +84,8 @@ class StepGuesses:
     ms: dict[_Source, float] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     """By sequence: why guesses that it had room for were not made."""
+    silent: set[int] = field(default_factory=set)
+    """Sequences about which everybody was asked and nobody had a guess."""
     total_ms: float = 0.0
 
 
@@ -115,9 +131,15 @@ class Speculator:
         self._states, self._unsaid = {}, {}
         self._sources = tuple(_Source(proposer, CostMeter(assumed)) for proposer, assumed in proposers)
 
+    def fix(self, k: int) -> None:
+        """From now on always guess `k` tokens, for study. Every sequence begins anew."""
+        self.max_k, self.fixed = k, True
+        self._states, self._unsaid = {}, {}
+
     def accept_rate(self, name: str) -> float | None:
         """`recent_accept_rate` of a proposer; None before its first guess, or if there is no such proposer."""
-        return next((source.recent.accept_rate for source in self._sources if source.proposer.name == name), None)
+        recent = next((source.recent for source in self._sources if source.proposer.name == name), ())
+        return RecentCycles(tuple(recent)).accept_rate
 
     def decision(self, seq_id: int) -> SpecDecision | None:
         """How many guesses a sequence wants next, and why; None before its first step."""
@@ -143,6 +165,8 @@ class Speculator:
             state = self._begin(sequence)
         k = state.control.k
         if k and not (self.fixed or self._can_tell(sequence)):
+            return 0
+        if state.silent and len(sequence.token_ids) - state.since <= state.rest:
             return 0
         if k == 0:
             num_plain = len(sequence.token_ids) - state.since
@@ -171,6 +195,7 @@ class Speculator:
             if asked:
                 self._ask(source, asked, running, guesses)
         guesses.total_ms = sum(guesses.ms.values())
+        guesses.silent = {item.seq_id for item in items} - guesses.runs.keys()
         return guesses
 
     def _begin(self, sequence: Sequence) -> _State:
@@ -252,7 +277,7 @@ class Speculator:
                 source.meter.add_forward(*forward)
         cycles: list[SpecCycle] = []
         states: dict[int, _State] = {}
-        for outcome in outcomes if verified or guesses.failures else ():
+        for outcome in outcomes if guesses is not _NOTHING else ():
             seq_id = outcome.seq_id
             if seq_id in verified:
                 sequence, verification = running[seq_id], verified[seq_id]
@@ -261,6 +286,9 @@ class Speculator:
                 control = self._states[seq_id].control.after_cycle(proposed, verification.num_accepted, costs)
                 states[seq_id] = _State(control, outcome.position + len(outcome.token_ids), follows=control.k > 0)
                 cycles += self._cycles(outcome, guesses, verification, forward[1], control.decision)
+            elif seq_id in guesses.silent:
+                state = self._states[seq_id]
+                states[seq_id] = state._replace(since=outcome.position, silent=state.silent + 1)
             if seq_id in guesses.failures:
                 cycles.append(self._failed(outcome, guesses, forward[1]))
         if self._unsaid:
@@ -280,7 +308,7 @@ class Speculator:
         for fork, (source, proposal, verdicts) in enumerate(runs):
             won = fork == verification.winner
             accepted = sum([verdict.accepted for verdict in verdicts])
-            source.recent = source.recent.add(len(proposal), accepted)
+            source.recent.append(Cycle(len(proposal), accepted))
             cycles.append(
                 SpecCycle(
                     seq_id,
