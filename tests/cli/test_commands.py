@@ -122,7 +122,20 @@ def test_help_has_its_panels(forge):
 
 @pytest.mark.parametrize(
     "command",
-    ["generate", "compare", "chapters", "chapter", "next", "naive", "kv-cache", "kernels", "chat", "models", "doctor"],
+    [
+        "generate",
+        "compare",
+        "chapters",
+        "chapter",
+        "next",
+        "naive",
+        "kv-cache",
+        "kernels",
+        "speculation",
+        "chat",
+        "models",
+        "doctor",
+    ],
 )
 def test_every_command_has_help(forge, command):
     found = forge(command, "--help")
