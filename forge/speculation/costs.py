@@ -34,9 +34,9 @@ class CostMeter:
         self._age = 0
 
     @property
-    def knows_plain_steps(self) -> bool:
-        """Whether forwards of one row were measured often enough to hold others against them."""
-        return len(self._forward_ms.get(1, ())) >= _ENOUGH
+    def knows_a_forward(self) -> bool:
+        """Whether forwards of some number of rows were measured often enough to hold guesses against them."""
+        return any(len(times) >= _ENOUGH for times in self._forward_ms.values())
 
     def add_forward(self, num_rows: int, ms: float) -> None:
         """A forward of the target in which every sequence decoded or verified."""

@@ -47,15 +47,22 @@ class _State(NamedTuple):
     control: SpeculationControl
     since: int
     """Tokens that it had when `control` was decided."""
+    until: int
+    """Tokens before which nobody need be asked."""
     follows: bool = False
     """Whether its proposers have seen all but its last few tokens."""
     silent: int = 0
     """How many times in a row nobody had a guess."""
 
-    @property
-    def rest(self) -> int:
-        """For how many tokens nobody is asked, after nobody had a guess so many times."""
-        return min(self.silent // _PATIENCE, _LONGEST_REST)
+    @classmethod
+    def after(cls, control: SpeculationControl, length: int, follows: bool = False) -> "_State":
+        """Decided for a sequence of `length` tokens."""
+        return cls(control, length, length if control.k else length + control.decision.retry_in, follows)
+
+    def after_silence(self, length: int) -> "_State":
+        """Nobody had a guess about `length` tokens."""
+        rest = min(self.silent // _PATIENCE, _LONGEST_REST)
+        return self._replace(until=length + 1 + rest, silent=self.silent + 1)
 
 
 _PATIENCE = 4
@@ -97,6 +104,9 @@ class Learned(NamedTuple):
 
     cycles: tuple[SpecCycle, ...] = ()
     states: Mapping[int, _State] = {}
+
+
+_NOTHING_LEARNED = Learned()
 
 
 class Speculator:
@@ -163,22 +173,19 @@ class Speculator:
         state = self._states.get(sequence.seq_id)
         if state is None:
             state = self._begin(sequence)
+        length = len(sequence.token_ids)
+        if length < state.until:
+            return 0
         k = state.control.k
-        if k and not (self.fixed or self._can_tell(sequence)):
-            return 0
-        if state.silent and len(sequence.token_ids) - state.since <= state.rest:
-            return 0
         if k == 0:
-            num_plain = len(sequence.token_ids) - state.since
-            if num_plain >= state.control.decision.retry_in:
-                control = state.control.after_plain_tokens(num_plain, self._costs(sequence, 1))
-                self._states[sequence.seq_id] = _State(control, len(sequence.token_ids))
-                k = control.k
-        return k
+            control = state.control.after_plain_tokens(length - state.since, self._costs(sequence, 1))
+            self._states[sequence.seq_id] = _State.after(control, length)
+            k = control.k
+        return k if self.fixed or self._can_tell(sequence) else 0
 
     def _can_tell(self, sequence: Sequence) -> bool:
-        """Whether it is known what a step without guesses costs. Otherwise the first few are made without."""
-        return not sequence.params.greedy or self._sources[0].meter.knows_plain_steps
+        """Whether it is known what a step without guesses costs. The first few are made without, to learn that."""
+        return not sequence.params.greedy or self._sources[0].meter.knows_a_forward
 
     def wanted_forks(self, sequence: Sequence) -> int:
         """How many runs of guesses beyond the first: one for each further proposer."""
@@ -200,7 +207,7 @@ class Speculator:
 
     def _begin(self, sequence: Sequence) -> _State:
         control = SpeculationControl.begin(self.max_k, self._costs(sequence, 1), fixed=self.fixed)
-        state = self._states[sequence.seq_id] = _State(control, len(sequence.token_ids))
+        state = self._states[sequence.seq_id] = _State.after(control, len(sequence.token_ids))
         if control.k == 0:
             self._unsaid[sequence.seq_id] = control.decision
         return state
@@ -270,11 +277,14 @@ class Speculator:
 
         forward: the rows of the target's forward, and its milliseconds.
         """
-        if not self._sources and not guesses.failures:
-            return Learned()
-        if plan.execution_class == "decode":
+        nothing = guesses is _NOTHING and not self._unsaid
+        if nothing and not self._sources:
+            return _NOTHING_LEARNED
+        if forward[0] == len(plan.items) or plan.execution_class == "decode":  # the first says the same, and sooner
             for source in self._sources:
                 source.meter.add_forward(*forward)
+        if nothing:
+            return _NOTHING_LEARNED
         cycles: list[SpecCycle] = []
         states: dict[int, _State] = {}
         for outcome in outcomes if guesses is not _NOTHING else ():
@@ -284,11 +294,11 @@ class Speculator:
                 proposed = max(map(len, guesses.runs[seq_id]))
                 costs = self._costs(sequence, len(plan.items))
                 control = self._states[seq_id].control.after_cycle(proposed, verification.num_accepted, costs)
-                states[seq_id] = _State(control, outcome.position + len(outcome.token_ids), follows=control.k > 0)
+                length = outcome.position + len(outcome.token_ids)
+                states[seq_id] = _State.after(control, length, follows=control.k > 0)
                 cycles += self._cycles(outcome, guesses, verification, forward[1], control.decision)
             elif seq_id in guesses.silent:
-                state = self._states[seq_id]
-                states[seq_id] = state._replace(since=outcome.position, silent=state.silent + 1)
+                states[seq_id] = self._states[seq_id].after_silence(outcome.position)
             if seq_id in guesses.failures:
                 cycles.append(self._failed(outcome, guesses, forward[1]))
         if self._unsaid:
