@@ -11,7 +11,7 @@ accepted with probability a after its predecessors were, αK = a + a² + … + a
 guesses over guesses that the target decided about, recent cycles weighing more.
 
 Below 1 for every K, speculation goes off; after a pause, counted in output tokens, a single guess is tried. If that is
-rejected the pause doubles. So a useless draft costs a few guesses at first and ever fewer later.
+rejected the pause grows, up to a limit. So a useless draft costs a few guesses at first and ever fewer later.
 
 `SpeculationControl` is a value: what happened goes in, the next value comes out, and no clock is read. Under sampling
 the number of guesses decides which draws a token is made from, so there the caller passes costs that are fixed in
@@ -32,7 +32,9 @@ _FIRST_BELIEF = 0.7
 """What a is taken for before the first cycle, …"""
 _BELIEF_GUESSES = 2.0
 """… as if so many guesses had shown it. Fades like a cycle."""
-_FIRST_PAUSE = 16
+_FIRST_PAUSE = 32
+"""Output tokens before it is tried again for the first time. A probe is dear: the draft has to read what it missed."""
+_LONGEST_PAUSE = 256
 _LONG_PAUSE = 64
 """The least pause where not even perfect guesses would pay: only new measurements can change that."""
 _PROVEN = 16
@@ -158,7 +160,7 @@ class SpeculationControl:
         could_win = speed_up(1, self.max_k, costs) > 1
         pause = self.pause if could_win else max(self.pause, _LONG_PAUSE)
         decision = self._decision(0, "loses" if could_win else "cannot_win", max(self._predicted(costs)), pause)
-        return replace(self, decision=decision, trusted=0, pause=2 * pause)
+        return replace(self, decision=decision, trusted=0, pause=min(3 * pause, _LONGEST_PAUSE))
 
     def _predicted(self, costs: Costs) -> list[float]:
         """What 1, 2, … `max_k` guesses would gain."""

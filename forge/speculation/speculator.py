@@ -65,7 +65,7 @@ class _State(NamedTuple):
         return self._replace(until=length + 1 + rest, silent=self.silent + 1)
 
 
-_PATIENCE = 4
+_PATIENCE = 2
 """After each so many times without a guess the rest until the next question grows by a token, …"""
 _LONGEST_REST = 15
 """… up to this. Asking in vain takes a tenth of a small model's step."""
