@@ -12,7 +12,7 @@ from forge.cli.running import INTERRUPTED, Found
 _MEASURE, _OUTPUT = "Measurement", "Output"
 
 bench = typer.Typer(
-    help="Measure speed beside llama.cpp and transformers, the caches beside one another, or the accuracy of "
+    help="Measure speed beside llama.cpp and transformers, the caches, the engine and guessing ahead, or the accuracy of "
     "quantization.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -261,3 +261,80 @@ def bench_host(
         open_console().print(to_json(host_time_object(times)), soft_wrap=True)
     else:
         print_host_time(open_console(), times, machine.cpu_model())
+
+
+@bench.command("speculation")
+def bench_speculation(
+    model: options.ModelOption = "tales",
+    draft: options.DraftOption = None,
+    kv: options.KvOption = "paged",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    speculate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--speculate",
+            help="draft or ngram; may be repeated.",
+            show_default="both",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = None,
+    k: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--k", help="Guesses at a time; may be repeated.", show_default="1 to 8", rich_help_panel=_MEASURE
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option("--batch", help="Sequences; may be repeated.", show_default="1, 4, 16", rich_help_panel=_MEASURE),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Of each sequence; 128 if not given.", rich_help_panel=_MEASURE)
+    ] = None,
+    reps: Annotated[
+        int | None, typer.Option("--reps", help="Rounds; 5 if not given.", rich_help_panel=_MEASURE)
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few and short turns: to see it run.", rich_help_panel=_MEASURE)
+    ] = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Acceptance, tokens per cycle and speed-up by the number of guesses, beside what the formula predicts.
+
+    [dim]forge bench speculation --batch 1 --k 2 --k 4[/dim]
+    """
+    from forge.bench.speculation import BATCHES, GUESSES, Effort, Plan, benchmark_object, run
+    from forge.cli.running import load_model, run_label
+    from forge.speculation.setup import checked_mode
+    from forge.views.bench import BenchProgress
+    from forge.views.bench_speculation import print_speculation_benchmark
+    from forge.views.json_output import to_json
+    from forge.views.terminal import open_console, open_error_console
+
+    for mode in speculate or ():
+        checked_mode(mode, 1)
+    for number in k or ():
+        checked_mode("off", number)
+    effort = Effort.quick() if quick else Effort()
+    given = {"num_tokens": tokens, "repetitions": reps}
+    effort = replace(effort, **{name: value for name, value in given.items() if value is not None})
+    plan = Plan(tuple(speculate or ("draft", "ngram")), tuple(k or GUESSES), tuple(batch or BATCHES), effort)
+    llm = load_model(model, **options.model_options(kv=kv, device=device, threads=threads))
+    llm.engine.report_probabilities = False
+    figures, interrupted = [], False
+    with BenchProgress(open_error_console()) as progress:
+        try:
+            for figure in run(llm, plan, draft or (), progress):
+                figures.append(figure)
+        except KeyboardInterrupt:
+            if not figures:
+                raise
+            interrupted = True
+    label = f"{run_label(llm)} · {machine.cpu_model()}"
+    if json:
+        facts = {"label": label, "tokens": effort.num_tokens, "repetitions": effort.repetitions}
+        open_console().print(to_json(benchmark_object(figures, facts)), soft_wrap=True)
+    else:
+        print_speculation_benchmark(open_console(), figures, label)
+    raise typer.Exit(INTERRUPTED if interrupted else 0)

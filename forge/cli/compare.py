@@ -29,6 +29,7 @@ _LOADING = (
 _SCHEDULING = ("max_num_batched_tokens", "chunked_prefill", "order", "preempt", "mode")
 _OF_MANY = ("requests", "batch", "max_num_batched_tokens", "order", "preempt", "mode")
 """Options that mean something for many requests alone."""
+_SPECULATION = ("speculate", "draft", "k", "speculate_fixed")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 
 
@@ -46,6 +47,10 @@ def compare(
     kv_memory: options.KvMemoryOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantize: options.QuantizeOption = None,
+    speculate: options.SpeculateOption = None,
+    draft: options.DraftOption = None,
+    k: options.KOption = None,
+    speculate_fixed: options.SpeculateFixedOption = False,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,
@@ -87,6 +92,7 @@ def compare(
     [dim]forge compare --kv off vs on "The fox and the lantern" 64[/dim]
 
     [dim]forge compare --kv paged vs prefix --prompts questions.txt[/dim]
+    [dim]forge compare --kv on --speculate off vs draft[/dim]
     """
     from forge.views.comparison import (
         ComparisonProgress,
@@ -199,7 +205,8 @@ def _run_side(
     if params.seed is None:
         seed = earlier[0].result.output.seed if earlier else secrets.randbits(32)
         params = replace(params, seed=seed)
-    llm = load_model(given["model"], **options.model_options(**{option: given[option] for option in _LOADING}))
+    loading = options.model_options(**{option: given[option] for option in (*_LOADING, *_SPECULATION)})
+    llm = load_model(given["model"], **loading)
     warm_up(llm, prompts[0])
     arrivals = [Arrival(prompt, params, step) for step, prompt in enumerate(prompts)]
     found = drive_arrivals(llm, arrivals, lambda record: on_step(len(earlier), record), keep_logits=True)

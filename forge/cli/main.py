@@ -29,6 +29,7 @@ from forge.cli.paged import paged
 from forge.cli.prefix import prefix
 from forge.cli.replay import replay, trace
 from forge.cli.running import INTERRUPTED
+from forge.cli.speculation import speculation
 from forge.cli.trace_scheduler import trace_scheduler
 from forge.cli.versus import VersusCommand
 from forge.errors import ForgeError
@@ -80,6 +81,7 @@ app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
 app.command("paged", rich_help_panel=_CHAPTERS)(paged)
 app.command("prefix", rich_help_panel=_CHAPTERS)(prefix)
 app.command("batching", rich_help_panel=_CHAPTERS)(batching)
+app.command("speculation", rich_help_panel=_CHAPTERS)(speculation)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)

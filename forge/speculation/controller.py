@@ -11,7 +11,7 @@ accepted with probability a after its predecessors were, αK = a + a² + … + a
 guesses over guesses that the target decided about, recent cycles weighing more.
 
 Below 1 for every K, speculation goes off; after a pause, counted in output tokens, a single guess is tried. If that is
-rejected the pause doubles. So a useless draft costs a few guesses at first and ever fewer later.
+rejected the pause grows, up to a limit. So a useless draft costs a few guesses at first and ever fewer later.
 
 `SpeculationControl` is a value: what happened goes in, the next value comes out, and no clock is read. Under sampling
 the number of guesses decides which draws a token is made from, so there the caller passes costs that are fixed in
@@ -32,7 +32,9 @@ _FIRST_BELIEF = 0.7
 """What a is taken for before the first cycle, …"""
 _BELIEF_GUESSES = 2.0
 """… as if so many guesses had shown it. Fades like a cycle."""
-_FIRST_PAUSE = 16
+_FIRST_PAUSE = 32
+"""Output tokens before it is tried again for the first time. A probe is dear: the draft has to read what it missed."""
+_LONGEST_PAUSE = 256
 _LONG_PAUSE = 64
 """The least pause where not even perfect guesses would pay: only new measurements can change that."""
 _PROVEN = 16
@@ -142,26 +144,33 @@ class SpeculationControl:
 
     def _decided(self, costs: Costs) -> "SpeculationControl":
         """With the best number of guesses for what is known now, or off."""
+        predicted = self._predicted(costs)
         if self.fixed:
-            predicted = self._predicted(self.max_k, costs)
-            return replace(self, decision=self._decision(self.max_k, "fixed", predicted))
-        k = max(range(1, self.max_k + 1), key=lambda k: self._predicted(k, costs))
-        if self._predicted(k, costs) <= 1:
+            return replace(self, decision=self._decision(self.max_k, "fixed", predicted[-1]))
+        best = max(predicted)
+        if best <= 1:
             return self._off(costs)
+        k = 1 + predicted.index(best)
         reason: SpecReason = "wins" if k == self.max_k else "turned_down"
         if self.decision.reason == "probes":
             reason = "on_again"
-        return replace(self, decision=self._decision(k, reason, self._predicted(k, costs)))
+        return replace(self, decision=self._decision(k, reason, best))
 
     def _off(self, costs: Costs) -> "SpeculationControl":
         could_win = speed_up(1, self.max_k, costs) > 1
         pause = self.pause if could_win else max(self.pause, _LONG_PAUSE)
-        predicted = max(self._predicted(k, costs) for k in range(1, self.max_k + 1))
-        decision = self._decision(0, "loses" if could_win else "cannot_win", predicted, pause)
-        return replace(self, decision=decision, trusted=0, pause=2 * pause)
+        decision = self._decision(0, "loses" if could_win else "cannot_win", max(self._predicted(costs)), pause)
+        return replace(self, decision=decision, trusted=0, pause=min(3 * pause, _LONGEST_PAUSE))
 
-    def _predicted(self, k: int, costs: Costs) -> float:
-        return speed_up(expected_accepted(self.recent.acceptance(self.trusted), k) / k, k, costs)
+    def _predicted(self, costs: Costs) -> list[float]:
+        """What 1, 2, … `max_k` guesses would gain."""
+        acceptance, each = self.recent.acceptance(self.trusted), costs.guess + costs.row
+        product, accepted, gains = 1.0, 0.0, []
+        for k in range(1, self.max_k + 1):
+            product *= acceptance
+            accepted += product
+            gains.append((accepted + 1) / (1 + k * each))
+        return gains
 
     def _decision(self, k: int, reason: SpecReason, predicted: float, retry_in: int | None = None) -> SpecDecision:
         return SpecDecision(k, reason, predicted, self.recent.accept_rate, retry_in)

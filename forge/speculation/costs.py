@@ -1,21 +1,23 @@
 """What a forward costs by its number of rows, and a guess: measured as the engine runs.
 
 A decode step of the target takes base + slope · rows milliseconds, near enough: it streams the weights once whatever
-the rows, and multiplies for each of them. Both numbers are fitted to medians of recent steps, so that a step in which
-the machine was busy elsewhere, or one in which a draft read a whole prompt, counts for nothing.
+the rows, and multiplies for each of them. Both numbers are fitted to what recent steps took when nothing disturbed
+them, their lower quartile: so a step in which the machine was busy elsewhere, or the first of its kind, which pays for
+memory that has never been touched, counts for nothing.
 
 The times are given, no clock is read.
 """
 
 from collections import defaultdict, deque
-from statistics import fmean, median
+from collections.abc import Sequence
+from statistics import fmean
 
 from forge.speculation.controller import Costs
 
 _RECENT = 15
-"""Measurements that a median is taken over."""
+"""Measurements of a kind that count."""
 _ENOUGH = 3
-"""Measurements of one number of rows from which their median says something: the first of a process is a slow one."""
+"""Measurements of a kind from which they say something."""
 _REFRESH = 8
 """Forwards after which costs are worked out anew: that takes longer than a guess."""
 
@@ -32,9 +34,9 @@ class CostMeter:
         self._age = 0
 
     @property
-    def knows_plain_steps(self) -> bool:
-        """Whether forwards of one row were measured often enough to hold others against them."""
-        return len(self._forward_ms.get(1, ())) >= _ENOUGH
+    def knows_a_forward(self) -> bool:
+        """Whether forwards of some number of rows were measured often enough to hold guesses against them."""
+        return any(len(times) >= _ENOUGH for times in self._forward_ms.values())
 
     def add_forward(self, num_rows: int, ms: float) -> None:
         """A forward of the target in which every sequence decoded or verified."""
@@ -61,13 +63,13 @@ class CostMeter:
         plain_ms = base + slope * num_sequences
         known = [measured for measured, times in self._guess_ms.items() if len(times) >= _ENOUGH]
         nearest = min(known, key=lambda measured: abs(measured - num_sequences), default=None)
-        guess = self.assumed.guess if nearest is None else median(self._guess_ms[nearest]) / plain_ms
+        guess = self.assumed.guess if nearest is None else _undisturbed(self._guess_ms[nearest]) / plain_ms
         return Costs(guess, slope * num_sequences / plain_ms)
 
     def _line(self) -> tuple[float, float] | None:
         """(base, slope) in milliseconds by least squares; None before the first forward. As long as only one number of
         rows has been seen often enough, the price of a row is the assumed one."""
-        points = [(rows, median(times)) for rows, times in self._forward_ms.items() if len(times) >= _ENOUGH]
+        points = [(rows, _undisturbed(times)) for rows, times in self._forward_ms.items() if len(times) >= _ENOUGH]
         if not points:
             return None
         middle_rows, middle_ms = (fmean(values) for values in zip(*points, strict=True))
@@ -78,3 +80,7 @@ class CostMeter:
             slope = self.assumed.row * middle_ms / (1 + self.assumed.row * (middle_rows - 1))
         slope = min(max(slope, 0.0), middle_ms / middle_rows)  # neither part of a forward takes less than no time
         return middle_ms - slope * middle_rows, slope
+
+
+def _undisturbed(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 4]

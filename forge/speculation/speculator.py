@@ -15,6 +15,7 @@ old one or the new one, and both are right.
 """
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from forge.engine.scheduler import Outcome
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.errors import ForgeError
-from forge.speculation.controller import Costs, RecentCycles, SpeculationControl
+from forge.speculation.controller import WINDOW, Costs, Cycle, RecentCycles, SpeculationControl
 from forge.speculation.costs import CostMeter
 from forge.speculation.proposer import Proposal, ProposalRequest, Proposer
 from forge.speculation.verification import Verification
@@ -37,7 +38,7 @@ class _Source:
 
     proposer: Proposer
     meter: CostMeter
-    recent: RecentCycles = field(default_factory=RecentCycles)
+    recent: deque[Cycle] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
 
 class _State(NamedTuple):
@@ -46,8 +47,28 @@ class _State(NamedTuple):
     control: SpeculationControl
     since: int
     """Tokens that it had when `control` was decided."""
+    until: int
+    """Tokens before which nobody need be asked."""
     follows: bool = False
     """Whether its proposers have seen all but its last few tokens."""
+    silent: int = 0
+    """How many times in a row nobody had a guess."""
+
+    @classmethod
+    def after(cls, control: SpeculationControl, length: int, follows: bool = False) -> "_State":
+        """Decided for a sequence of `length` tokens."""
+        return cls(control, length, length if control.k else length + control.decision.retry_in, follows)
+
+    def after_silence(self, length: int) -> "_State":
+        """Nobody had a guess about `length` tokens."""
+        rest = min(self.silent // _PATIENCE, _LONGEST_REST)
+        return self._replace(until=length + 1 + rest, silent=self.silent + 1)
+
+
+_PATIENCE = 2
+"""After each so many times without a guess the rest until the next question grows by a token, …"""
+_LONGEST_REST = 15
+"""… up to this. Asking in vain takes a tenth of a small model's step."""
 
 
 class Failure(NamedTuple):
@@ -70,6 +91,8 @@ class StepGuesses:
     ms: dict[_Source, float] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     """By sequence: why guesses that it had room for were not made."""
+    silent: set[int] = field(default_factory=set)
+    """Sequences about which everybody was asked and nobody had a guess."""
     total_ms: float = 0.0
 
 
@@ -81,6 +104,9 @@ class Learned(NamedTuple):
 
     cycles: tuple[SpecCycle, ...] = ()
     states: Mapping[int, _State] = {}
+
+
+_NOTHING_LEARNED = Learned()
 
 
 class Speculator:
@@ -115,9 +141,15 @@ class Speculator:
         self._states, self._unsaid = {}, {}
         self._sources = tuple(_Source(proposer, CostMeter(assumed)) for proposer, assumed in proposers)
 
+    def fix(self, k: int) -> None:
+        """From now on always guess `k` tokens, for study. Every sequence begins anew."""
+        self.max_k, self.fixed = k, True
+        self._states, self._unsaid = {}, {}
+
     def accept_rate(self, name: str) -> float | None:
         """`recent_accept_rate` of a proposer; None before its first guess, or if there is no such proposer."""
-        return next((source.recent.accept_rate for source in self._sources if source.proposer.name == name), None)
+        recent = next((source.recent for source in self._sources if source.proposer.name == name), ())
+        return RecentCycles(tuple(recent)).accept_rate
 
     def decision(self, seq_id: int) -> SpecDecision | None:
         """How many guesses a sequence wants next, and why; None before its first step."""
@@ -141,20 +173,19 @@ class Speculator:
         state = self._states.get(sequence.seq_id)
         if state is None:
             state = self._begin(sequence)
-        k = state.control.k
-        if k and not (self.fixed or self._can_tell(sequence)):
+        length = len(sequence.token_ids)
+        if length < state.until:
             return 0
+        k = state.control.k
         if k == 0:
-            num_plain = len(sequence.token_ids) - state.since
-            if num_plain >= state.control.decision.retry_in:
-                control = state.control.after_plain_tokens(num_plain, self._costs(sequence, 1))
-                self._states[sequence.seq_id] = _State(control, len(sequence.token_ids))
-                k = control.k
-        return k
+            control = state.control.after_plain_tokens(length - state.since, self._costs(sequence, 1))
+            self._states[sequence.seq_id] = _State.after(control, length)
+            k = control.k
+        return k if self.fixed or self._can_tell(sequence) else 0
 
     def _can_tell(self, sequence: Sequence) -> bool:
-        """Whether it is known what a step without guesses costs. Otherwise the first few are made without."""
-        return not sequence.params.greedy or self._sources[0].meter.knows_plain_steps
+        """Whether it is known what a step without guesses costs. The first few are made without, to learn that."""
+        return not sequence.params.greedy or self._sources[0].meter.knows_a_forward
 
     def wanted_forks(self, sequence: Sequence) -> int:
         """How many runs of guesses beyond the first: one for each further proposer."""
@@ -171,11 +202,12 @@ class Speculator:
             if asked:
                 self._ask(source, asked, running, guesses)
         guesses.total_ms = sum(guesses.ms.values())
+        guesses.silent = {item.seq_id for item in items} - guesses.runs.keys()
         return guesses
 
     def _begin(self, sequence: Sequence) -> _State:
         control = SpeculationControl.begin(self.max_k, self._costs(sequence, 1), fixed=self.fixed)
-        state = self._states[sequence.seq_id] = _State(control, len(sequence.token_ids))
+        state = self._states[sequence.seq_id] = _State.after(control, len(sequence.token_ids))
         if control.k == 0:
             self._unsaid[sequence.seq_id] = control.decision
         return state
@@ -245,22 +277,28 @@ class Speculator:
 
         forward: the rows of the target's forward, and its milliseconds.
         """
-        if not self._sources and not guesses.failures:
-            return Learned()
-        if plan.execution_class == "decode":
+        nothing = guesses is _NOTHING and not self._unsaid
+        if nothing and not self._sources:
+            return _NOTHING_LEARNED
+        if forward[0] == len(plan.items) or plan.execution_class == "decode":  # the first says the same, and sooner
             for source in self._sources:
                 source.meter.add_forward(*forward)
+        if nothing:
+            return _NOTHING_LEARNED
         cycles: list[SpecCycle] = []
         states: dict[int, _State] = {}
-        for outcome in outcomes if verified or guesses.failures else ():
+        for outcome in outcomes if guesses is not _NOTHING else ():
             seq_id = outcome.seq_id
             if seq_id in verified:
                 sequence, verification = running[seq_id], verified[seq_id]
                 proposed = max(map(len, guesses.runs[seq_id]))
                 costs = self._costs(sequence, len(plan.items))
                 control = self._states[seq_id].control.after_cycle(proposed, verification.num_accepted, costs)
-                states[seq_id] = _State(control, outcome.position + len(outcome.token_ids), follows=control.k > 0)
+                length = outcome.position + len(outcome.token_ids)
+                states[seq_id] = _State.after(control, length, follows=control.k > 0)
                 cycles += self._cycles(outcome, guesses, verification, forward[1], control.decision)
+            elif seq_id in guesses.silent:
+                states[seq_id] = self._states[seq_id].after_silence(outcome.position)
             if seq_id in guesses.failures:
                 cycles.append(self._failed(outcome, guesses, forward[1]))
         if self._unsaid:
@@ -280,7 +318,7 @@ class Speculator:
         for fork, (source, proposal, verdicts) in enumerate(runs):
             won = fork == verification.winner
             accepted = sum([verdict.accepted for verdict in verdicts])
-            source.recent = source.recent.add(len(proposal), accepted)
+            source.recent.append(Cycle(len(proposal), accepted))
             cycles.append(
                 SpecCycle(
                     seq_id,

@@ -59,10 +59,10 @@ def test_with_one_size_of_step_only_the_price_of_rows_stays_assumed(rows):
     assert costs.guess == pytest.approx(0.2 * (1 + (rows - 1) * ASSUMED.row))
 
 
-def test_plain_steps_are_known_once_three_were_measured():
-    assert not metered({1: 10.0}, times=2).knows_plain_steps
-    assert metered({1: 10.0}).knows_plain_steps
-    assert not metered({2: 10.0}).knows_plain_steps
+def test_a_forward_is_known_once_it_was_measured_three_times():
+    assert not metered({1: 10.0, 4: 11.0}, times=2).knows_a_forward
+    assert metered({1: 10.0}).knows_a_forward
+    assert metered({4: 10.0}).knows_a_forward
 
 
 def test_costs_follow_what_is_measured_later():

@@ -407,6 +407,22 @@ def test_a_useless_draft_is_switched_off_and_says_so(plain):
     assert cycles[-1].then.retry_in >= 16
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_batch_speculates_once_plain_steps_are_known(batch, plain):
+    """Their times are given here, because those of a model without weights say nothing."""
+    speculation = speculator(scripted_draft(), k=4, fixed=False)
+    engine = new_engine(muddled, speculation=speculation)
+    for source in speculation._sources:
+        source.meter.add_guesses = lambda *measured: None
+        source.meter.costs = lambda num_sequences: FREE
+    for index in range(batch):
+        engine.add_request(f"{index}", letters("ab"), REQUESTS["plain"][1])
+    records = run_all(engine)
+
+    assert [len(record.cycles) for record in records[:5]] == [0, 0, 0, 0, batch]
+    assert all(results(engine.output(f"{index}")) == plain["plain"] for index in range(batch))
+
+
 def test_one_that_cannot_win_never_begins_and_says_so():
     draft = scripted_draft()
     engine = new_engine(muddled, speculation=speculator(draft, fixed=False, costs=Costs(2.0)))
