@@ -12,8 +12,8 @@ from forge.cli.running import INTERRUPTED, Found
 _MEASURE, _OUTPUT = "Measurement", "Output"
 
 bench = typer.Typer(
-    help="Measure speed beside llama.cpp and transformers, the caches, the engine and guessing ahead, or the accuracy of "
-    "quantization.",
+    help="Measure speed beside llama.cpp and transformers, the caches, the engine, guessing ahead, or the accuracy "
+    "of quantization.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
