@@ -55,6 +55,7 @@ def trace_scheduler(
     trace: options.TraceOption = None,
     step: options.StepOption = False,
     svg: options.SvgOption = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show the summary alone.", rich_help_panel="Output")] = False,
     json: options.JsonOption = False,
 ) -> Found:
     """Run many requests at once and see who runs, who waits, and why.
@@ -90,10 +91,10 @@ def trace_scheduler(
     workload = make_workload(
         llm.tokenizer, requests, prompt_range, output_range, arrivals, priorities=priorities, seed=seed
     )
-    return _run(llm, workload, watch, svg, json)
+    return _run(llm, workload, watch, svg, quiet, json)
 
 
-def _run(llm: "LLM", workload: "Workload", watch: Watch, svg, json: bool) -> Found:
+def _run(llm: "LLM", workload: "Workload", watch: Watch, svg, quiet: bool, json: bool) -> Found:
     from forge.bench.workload import WorkloadRun
     from forge.errors import UsageError
     from forge.views.report import Report
@@ -105,7 +106,7 @@ def _run(llm: "LLM", workload: "Workload", watch: Watch, svg, json: bool) -> Fou
     engine.report_probabilities = False  # nobody looks at them here
     history = new_history(llm, engine)
     run = WorkloadRun(engine, workload)
-    with serving_view(open_console(), history, quiet=json or watch.steps) as view:
+    with serving_view(open_console(), history, quiet=quiet or json or watch.steps) as view:
         driven = advance(llm, engine, run, view.step, watch, history)
     if not history.records and run.refused:
         raise UsageError(f"no request can run: {run.refused[0][1]}")
