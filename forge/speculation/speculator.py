@@ -15,7 +15,6 @@ old one or the new one, and both are right.
 """
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from forge.engine.scheduler import Outcome
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.errors import ForgeError
-from forge.speculation.controller import WINDOW, Costs, Cycle, RecentCycles, SpeculationControl
+from forge.speculation.controller import NO_CYCLES, Costs, RecentCycles, SpeculationControl
 from forge.speculation.costs import CostMeter
 from forge.speculation.proposer import Proposal, ProposalRequest, Proposer
 from forge.speculation.verification import Verification
@@ -38,7 +37,7 @@ class _Source:
 
     proposer: Proposer
     meter: CostMeter
-    recent: deque[Cycle] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    recent: RecentCycles = NO_CYCLES
 
 
 class _State(NamedTuple):
@@ -160,8 +159,7 @@ class Speculator:
 
     def accept_rate(self, name: str) -> float | None:
         """`recent_accept_rate` of a proposer; None before its first guess, or if there is no such proposer."""
-        recent = next((source.recent for source in self._sources if source.proposer.name == name), ())
-        return RecentCycles(tuple(recent)).accept_rate
+        return next((source.recent.accept_rate for source in self._sources if source.proposer.name == name), None)
 
     def decision(self, seq_id: int) -> SpecDecision | None:
         """How many guesses a sequence wants next, and why; None before its first step."""
@@ -291,11 +289,11 @@ class Speculator:
         if nothing and not self._sources:
             return _NOTHING_LEARNED
         self._batch = len(plan.items)
-        if spent.num_rows == len(plan.items) or plan.execution_class == "decode":  # the first says the same, and sooner
-            for source in self._sources:
-                source.meter.add_forward(spent.num_rows, spent.step_ms)
         if nothing:
+            if spent.num_rows == len(plan.items):
+                self._meter(spent.num_rows, spent.step_ms)
             return _NOTHING_LEARNED
+        started = time.perf_counter()
         cycles: list[SpecCycle] = []
         states: dict[int, _State] = {}
         for outcome in outcomes if guesses is not _NOTHING else ():
@@ -314,7 +312,13 @@ class Speculator:
                 cycles.append(self._failed(outcome, guesses, spent.forward_ms))
         if self._unsaid:
             cycles += self._said(plan, running, spent.forward_ms)
+        if plan.execution_class == "decode":
+            self._meter(spent.num_rows, spent.step_ms + (time.perf_counter() - started) * 1e3)
         return Learned(tuple(cycles), states)
+
+    def _meter(self, num_rows: int, step_ms: float) -> None:
+        for source in self._sources:
+            source.meter.add_forward(num_rows, step_ms)
 
     def take(self, learned: Learned) -> None:
         """The step has happened."""
@@ -329,7 +333,7 @@ class Speculator:
         for fork, (source, proposal, verdicts) in enumerate(runs):
             won = fork == verification.winner
             accepted = sum([verdict.accepted for verdict in verdicts])
-            source.recent.append(Cycle(len(proposal), accepted))
+            source.recent = source.recent.add(len(proposal), accepted)
             cycles.append(
                 SpecCycle(
                     seq_id,
