@@ -34,11 +34,9 @@ _BELIEF_GUESSES = 2.0
 """… as if so many guesses had shown it. Fades like a cycle."""
 _WORTHWHILE = 1.05
 """A lesser gain is not worth it: it is smaller than what the costs leave out."""
-_FIRST_PAUSE = 32
+_FIRST_PAUSE = 64
 """Output tokens before it is tried again for the first time. A probe is dear: the draft has to read what it missed."""
 _LONGEST_PAUSE = 256
-_LONG_PAUSE = 64
-"""The least pause where not even perfect guesses would pay: only new measurements can change that."""
 _PROVEN = 16
 """Cycles in a row after which what made it pause before is forgotten."""
 
@@ -178,9 +176,10 @@ class SpeculationControl:
 
     def _off(self, costs: Costs) -> "SpeculationControl":
         could_win = speed_up(1, self.max_k, costs) > 1
-        pause = self.pause if could_win else max(self.pause, _LONG_PAUSE)
-        decision = self._decision(0, "loses" if could_win else "cannot_win", max(self._predicted(costs)), pause)
-        return replace(self, decision=decision, belief=_NOTHING_SEEN, trusted=0, pause=min(3 * pause, _LONGEST_PAUSE))
+        reason: SpecReason = "loses" if could_win else "cannot_win"
+        decision = self._decision(0, reason, max(self._predicted(costs)), self.pause)
+        longer = min(3 * self.pause, _LONGEST_PAUSE)
+        return replace(self, decision=decision, belief=_NOTHING_SEEN, trusted=0, pause=longer)
 
     def _predicted(self, costs: Costs) -> list[float]:
         """What 1, 2, … `max_k` guesses would gain."""

@@ -410,7 +410,7 @@ def test_a_useless_draft_is_switched_off_and_says_so():
 
     cycles = cycles_of(run_all(engine))
 
-    assert (cycles[-1].then.k, cycles[-1].then.reason, cycles[-1].then.retry_in) == (0, "loses", 32)
+    assert (cycles[-1].then.k, cycles[-1].then.reason, cycles[-1].then.retry_in) == (0, "loses", 64)
     assert len(cycles) < 6
 
 
