@@ -42,7 +42,7 @@ from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch
 from forge.model.qwen3 import Model
 from forge.speculation.leases import Lease, LeaseRevoked
-from forge.speculation.speculator import Learned, Speculator, StepGuesses
+from forge.speculation.speculator import Learned, Speculator, Spent, StepGuesses
 from forge.speculation.verification import Verification, verify_forks, verify_likeliest
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 from forge.trace.records import (
@@ -311,8 +311,9 @@ class Engine:
         choices = self._choose(plan, guesses, logits)
         answers |= self._oneshots.answer(joining, logits, self.on_logits)
         ended_at = time.perf_counter()
-        forward = (batch.num_rows if batch is not None else 0, forward_ms)
-        learned = self.speculation.learn(plan, guesses, choices.verified, choices.outcomes, running, forward)
+        num_rows = batch.num_rows if batch is not None else 0
+        spent = Spent(num_rows, forward_ms, (ended_at - started) * 1e3 - guesses.total_ms)
+        learned = self.speculation.learn(plan, guesses, choices.verified, choices.outcomes, running, spent)
         self._decided = choices.outcomes, learned  # from here on the step has happened
         self._account(plan, guesses, forward_ms, started, choices, ended_at)
         answered = self._oneshots.end(plan.oneshots, answers, forward_ms, started, ended_at)

@@ -15,7 +15,6 @@ old one or the new one, and both are right.
 """
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from forge.engine.scheduler import Outcome
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.errors import ForgeError
-from forge.speculation.controller import WINDOW, Costs, Cycle, RecentCycles, SpeculationControl
+from forge.speculation.controller import NO_CYCLES, Costs, RecentCycles, SpeculationControl
 from forge.speculation.costs import CostMeter
 from forge.speculation.proposer import Proposal, ProposalRequest, Proposer
 from forge.speculation.verification import Verification
@@ -38,7 +37,7 @@ class _Source:
 
     proposer: Proposer
     meter: CostMeter
-    recent: deque[Cycle] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    recent: RecentCycles = NO_CYCLES
 
 
 class _State(NamedTuple):
@@ -99,6 +98,16 @@ class StepGuesses:
 _NOTHING = StepGuesses()
 
 
+class Spent(NamedTuple):
+    """What a step took."""
+
+    num_rows: int
+    """Of the target's forward."""
+    forward_ms: float
+    step_ms: float
+    """The forward, and all work around it but the proposers'."""
+
+
 class Learned(NamedTuple):
     """What a step taught."""
 
@@ -129,6 +138,8 @@ class Speculator:
         self._states: dict[int, _State] = {}
         self._unsaid: dict[int, SpecDecision] = {}
         """Decisions not to begin at all, which no cycle has told of yet."""
+        self._batch = 1
+        """Sequences in the last step."""
         self.set_proposers(proposers)
 
     @property
@@ -148,8 +159,7 @@ class Speculator:
 
     def accept_rate(self, name: str) -> float | None:
         """`recent_accept_rate` of a proposer; None before its first guess, or if there is no such proposer."""
-        recent = next((source.recent for source in self._sources if source.proposer.name == name), ())
-        return RecentCycles(tuple(recent)).accept_rate
+        return next((source.recent.accept_rate for source in self._sources if source.proposer.name == name), None)
 
     def decision(self, seq_id: int) -> SpecDecision | None:
         """How many guesses a sequence wants next, and why; None before its first step."""
@@ -178,7 +188,7 @@ class Speculator:
             return 0
         k = state.control.k
         if k == 0:
-            control = state.control.after_plain_tokens(length - state.since, self._costs(sequence, 1))
+            control = state.control.after_plain_tokens(length - state.since, self._costs(sequence))
             self._states[sequence.seq_id] = _State.after(control, length)
             k = control.k
         return k if self.fixed or self._can_tell(sequence) else 0
@@ -206,7 +216,7 @@ class Speculator:
         return guesses
 
     def _begin(self, sequence: Sequence) -> _State:
-        control = SpeculationControl.begin(self.max_k, self._costs(sequence, 1), fixed=self.fixed)
+        control = SpeculationControl.begin(self.max_k, self._costs(sequence), fixed=self.fixed)
         state = self._states[sequence.seq_id] = _State.after(control, len(sequence.token_ids))
         if control.k == 0:
             self._unsaid[sequence.seq_id] = control.decision
@@ -240,8 +250,9 @@ class Speculator:
                 longest = max(longest, len(proposal))
                 guesses.runs[item.seq_id] = (*guesses.runs.get(item.seq_id, ()), proposal)
                 guesses.sources[item.seq_id] = (*guesses.sources.get(item.seq_id, ()), source)
-        if longest and all(self._states[item.seq_id].follows for item in items):  # else it read a text as well
-            source.meter.add_guesses(len(items), longest, ms)
+        if longest:
+            follows = all(self._states[item.seq_id].follows for item in items)  # else it read a text as well
+            (source.meter.add_guesses if follows else source.meter.add_bound)(len(items), longest, ms)
 
     def _request(self, source: _Source, item: PlanItem, sequence: Sequence) -> ProposalRequest:
         return ProposalRequest(
@@ -271,20 +282,18 @@ class Speculator:
         verified: Mapping[int, Verification],
         outcomes: Items[Outcome],
         running: Mapping[int, Sequence],
-        forward: tuple[int, float],
+        spent: Spent,
     ) -> Learned:
-        """What a step's verifications teach, for `take`. Its sequences must not have their new tokens yet.
-
-        forward: the rows of the target's forward, and its milliseconds.
-        """
+        """What a step's verifications teach, for `take`. Its sequences must not have their new tokens yet."""
         nothing = guesses is _NOTHING and not self._unsaid
         if nothing and not self._sources:
             return _NOTHING_LEARNED
-        if forward[0] == len(plan.items) or plan.execution_class == "decode":  # the first says the same, and sooner
-            for source in self._sources:
-                source.meter.add_forward(*forward)
+        self._batch = len(plan.items)
         if nothing:
+            if spent.num_rows == len(plan.items):
+                self._meter(spent.num_rows, spent.step_ms)
             return _NOTHING_LEARNED
+        started = time.perf_counter()
         cycles: list[SpecCycle] = []
         states: dict[int, _State] = {}
         for outcome in outcomes if guesses is not _NOTHING else ():
@@ -292,18 +301,24 @@ class Speculator:
             if seq_id in verified:
                 sequence, verification = running[seq_id], verified[seq_id]
                 proposed = max(map(len, guesses.runs[seq_id]))
-                costs = self._costs(sequence, len(plan.items))
-                control = self._states[seq_id].control.after_cycle(proposed, verification.num_accepted, costs)
+                control = self._states[seq_id].control
+                control = control.after_cycle(proposed, verification.num_accepted, self._costs(sequence))
                 length = outcome.position + len(outcome.token_ids)
                 states[seq_id] = _State.after(control, length, follows=control.k > 0)
-                cycles += self._cycles(outcome, guesses, verification, forward[1], control.decision)
+                cycles += self._cycles(outcome, guesses, verification, spent.forward_ms, control.decision)
             elif seq_id in guesses.silent:
                 states[seq_id] = self._states[seq_id].after_silence(outcome.position)
             if seq_id in guesses.failures:
-                cycles.append(self._failed(outcome, guesses, forward[1]))
+                cycles.append(self._failed(outcome, guesses, spent.forward_ms))
         if self._unsaid:
-            cycles += self._said(plan, running, forward[1])
+            cycles += self._said(plan, running, spent.forward_ms)
+        if plan.execution_class == "decode":
+            self._meter(spent.num_rows, spent.step_ms + (time.perf_counter() - started) * 1e3)
         return Learned(tuple(cycles), states)
+
+    def _meter(self, num_rows: int, step_ms: float) -> None:
+        for source in self._sources:
+            source.meter.add_forward(num_rows, step_ms)
 
     def take(self, learned: Learned) -> None:
         """The step has happened."""
@@ -318,7 +333,7 @@ class Speculator:
         for fork, (source, proposal, verdicts) in enumerate(runs):
             won = fork == verification.winner
             accepted = sum([verdict.accepted for verdict in verdicts])
-            source.recent.append(Cycle(len(proposal), accepted))
+            source.recent = source.recent.add(len(proposal), accepted)
             cycles.append(
                 SpecCycle(
                     seq_id,
@@ -366,11 +381,11 @@ class Speculator:
                 cycles.append(SpecCycle(item.seq_id, name, length, (), (), (), 0.0, forward_ms, decision))
         return cycles
 
-    def _costs(self, sequence: Sequence, num_sequences: int) -> Costs:
+    def _costs(self, sequence: Sequence) -> Costs:
         """What a guess by each of the sequence's proposers costs together: measured, or under sampling as assumed."""
         sources = self._sources_of(sequence)
         measured = sequence.params.greedy
-        each = [source.meter.costs(num_sequences) if measured else source.meter.assumed for source in sources]
+        each = [source.meter.costs(self._batch) if measured else source.meter.assumed for source in sources]
         if len(each) == 1:
             return each[0]
         return Costs(sum(costs.guess for costs in each), sum(costs.row for costs in each))

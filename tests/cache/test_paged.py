@@ -166,7 +166,7 @@ def test_a_split_that_finds_no_block_changes_nothing(kind):
         cache.reserve(1, 1)
 
     assert (shortage.value.needed, shortage.value.free) == (1, 0)
-    assert (cache.stats(), cache.block_map(), cache.owed_copies, cache.take_events()) == (*before, (), ())
+    assert (cache.stats(), cache.block_map(), cache.take_events()) == (*before, ())
     cache.check_invariants()
     cache.remove(0)  # now it is the child's own
     assert cache.reserve(1, 1) == ()
@@ -217,21 +217,6 @@ def test_a_slot_that_several_have_is_filled_once_and_as_far_as_the_longest_says(
     assert cache.stats().slots_filled == 7
     cache.remove(0)
     assert cache.stats().slots_filled == 5
-
-
-@BOTH
-def test_an_owed_copy_is_remembered_until_it_is_performed(kind):
-    cache = kind(8, 4)
-    grown(cache, 0, 6)
-    cache.fork(0, 1)
-    assert cache.owed_copies == ()
-    copies = cache.reserve(1, 1)
-
-    assert cache.owed_copies == copies != ()
-    cache.truncate(1, 6)
-    assert cache.owed_copies == copies, "the table has the destination already"
-    cache.copies_performed()
-    assert cache.owed_copies == ()
 
 
 @BOTH

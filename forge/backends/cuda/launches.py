@@ -25,6 +25,8 @@ from forge.backends.cuda.weights import DENSE, Matrix
 Launcher = Callable[..., None]
 """Called with (kernel, grid, *arguments, num_warps=, num_stages=, **constants)."""
 
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+"""Multiply and add in one instruction, whatever this Triton's default is."""
 EMBED_COLUMNS = 1024
 SWIGLU_COLUMNS = 1024
 LEAST_COUNTERS = 1 << 14
@@ -37,7 +39,7 @@ class TritonLauncher:
 
     def __init__(self, dependent: bool):
         self.dependent = dependent
-        self._options = {"launch_pdl": True} if dependent else {}
+        self._options = COMPILE_OPTIONS | ({"launch_pdl": True} if dependent else {})
 
     def __call__(self, kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int, **constants) -> None:
         kernel[grid](
