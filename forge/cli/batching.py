@@ -40,7 +40,7 @@ def batching(
     [dim]forge batching --only run --requests 32[/dim]
     """
     if bug is not None:
-        return run_bug("batching", bug, model, device, threads, json)
+        return run_bug("batching", bug, device, threads, json)
     if reads_chapter(only, json) and has_chapter(ctx):
         return read_chapter(ctx, pause)
     loading = options.model_options(device=device, threads=threads)

@@ -52,7 +52,7 @@ def paged(
     from forge.errors import UsageError
 
     if bug is not None:
-        return run_bug("paged", bug, model, device, threads, json)
+        return run_bug("paged", bug, device, threads, json)
     if reads_chapter(only, json) and has_chapter(ctx):
         return read_chapter(ctx, pause)
     if sequences < 1:

@@ -76,7 +76,7 @@ def prefix(
     from forge.errors import UsageError
 
     if bug is not None:
-        return run_bug("prefix", bug, model, device, threads, json)
+        return run_bug("prefix", bug, device, threads, json)
     if reads_chapter(only, json) and has_chapter(ctx):
         return read_chapter(ctx, pause)
     for name, value, least in (("--branches", branches, 1), ("--requests", requests, 2), ("MAX_TOKENS", max_tokens, 4)):

@@ -62,13 +62,13 @@ def speculation(
     from forge.errors import UsageError
 
     if bug is not None:
-        return run_bug("speculation", bug, model, device, threads, json)
-    if reads_chapter(only, json) and has_chapter(ctx):
-        return read_chapter(ctx, pause)
+        return run_bug("speculation", bug, device, threads, json)
     if speculate == "off":
         raise UsageError("nobody guesses with --speculate off: take draft or ngram, or forge generate")
     if revoke_draft_at is not None and (speculate != "draft" or revoke_draft_at < 1):
         raise UsageError("--revoke-draft-at is a number of output tokens, at least 1, for --speculate draft")
+    if reads_chapter(only, json) and has_chapter(ctx):
+        return read_chapter(ctx, pause)
     drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     loading = {"kv": kv, "device": device, "threads": threads, "max_model_len": max_model_len}
     guessing = {"speculate": speculate, "draft": draft, "k": k, "speculate_fixed": speculate_fixed}
