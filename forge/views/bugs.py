@@ -45,7 +45,7 @@ def bug_object(trial: Trial) -> dict[str, Any]:
 
 def print_bug(console: Console, trial: Trial) -> None:
     bug = trial.bug
-    console.print(Text.assemble(("What catches it? ", TITLE), (f"forge {bug.chapter} --bug {bug.name}", QUIET)))
+    console.print(Text.assemble(("What catches it? ", TITLE), (bug.name, QUIET)))
     console.print()
     print_table(console, _labelled(("the rule", bug.rule), ("the bug", bug.mistake), ("known from", bug.known)))
     console.print()
