@@ -1,10 +1,14 @@
 """Each bug is caught as it says, the engine is sound without it, and nothing of it is left behind."""
 
 import inspect
+import json
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
 from forge.backends.reference import ReferenceOperations
+from forge.book import bugs
 from forge.book.bugs import BUGS, TrialRequest, bugs_of
 from forge.book.trial import run_trial, try_bug
 from forge.cache.paged import PagedKvCache
@@ -59,6 +63,20 @@ def test_a_bug_that_is_not_there_goes_unnoticed(model):
     llm = load_model(model, device="reference", kv="paged", num_blocks=16)
     run = run_trial(llm, (TrialRequest("Once", {"max_tokens": 3, "ignore_eos": True}),), checked=True)
     assert run.failure is None and run.steps == 3 and len(run.token_ids[0]) == 3
+
+
+def test_the_command_shows_what_caught_a_bug(forge):
+    found = forge("paged", "--bug", "decref-first")
+    assert found.status == 0 and "✓ caught by an invariant, in step 2" in found.out
+    assert max(map(len, found.out.splitlines())) <= 80
+    facts = json.loads(forge("paged", "--bug", "decref-first", "--json").out)
+    assert facts["caught_by"] == "invariant" and facts["step"] == 2 and facts["sound"] and facts["different"] == 1
+
+
+def test_a_bug_that_nothing_catches_is_a_failure(forge, monkeypatch):
+    monkeypatch.setattr(bugs, "BUGS", {"decref-first": replace(BUGS["decref-first"], switch=nullcontext)})
+    found = forge("paged", "--bug", "decref-first")
+    assert found.status == 1 and "✗ unnoticed" in found.out and "nothing to be seen" in found.out
 
 
 def test_switches_do_nothing_until_they_are_entered():

@@ -36,6 +36,7 @@ def short(monkeypatch):
         "ARRAY_BYTES": 1 << 22,
     }.items():
         monkeypatch.setattr(kernels, name, value)
+    monkeypatch.setattr("forge.cli.paged.TIMES", 1)
 
 
 def blocks(entry, kind) -> list:
