@@ -159,6 +159,7 @@ class Engine:
         assert continues is None or params.n == 1, "one cache can be continued once"
         try:
             token_ids = self._checked_prompt(prompt_token_ids)
+            self._check_bias(params)
             if request_id in self._requests:
                 raise UsageError(f"request {request_id!r} is already running")
         except UsageError as error:
@@ -401,6 +402,13 @@ class Engine:
             )
         return token_ids
 
+    def _check_bias(self, params: SamplingParams) -> None:
+        for token_id, _ in params.logit_bias[-1:]:  # they ascend
+            if token_id >= self.model.vocab_size:
+                raise UsageError(
+                    f"logit_bias: token id {token_id} is outside the vocabulary of {self.model.vocab_size}"
+                )
+
     def _forward_batch(self, plan: StepPlan) -> ForwardBatch:
         """Lay the plan's rows end to end."""
         block_size, running = self.cache.block_size, self.scheduler.running
@@ -502,16 +510,19 @@ class Engine:
         if self.on_logits is not None:
             self.on_logits(sequence.seq_id, logits.copy())
         params = sequence.params
-        if (
-            params.greedy
-            and params.repetition_penalty == 1
-            and params.logprobs is None
-            and not self.report_probabilities
-        ):
+        if params.plain_greedy and not self.report_probabilities:
             check_greatest(logits[likeliest])
             token_id, probability, logprobs = likeliest, None, None
         else:
-            choice = choose(logits, params, sequence.token_ids, sequence.seed, sequence.sample_index, position)
+            choice = choose(
+                logits,
+                params,
+                sequence.token_ids,
+                sequence.seed,
+                sequence.sample_index,
+                position,
+                sequence.num_prompt_tokens,
+            )
             token_id, probability, logprobs = choice
             if logprobs is not None:
                 sequence.logprobs.append(logprobs)
