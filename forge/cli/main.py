@@ -24,6 +24,7 @@ from forge.cli.kv_cache import kv_cache
 from forge.cli.models import models
 from forge.cli.naive import naive
 from forge.cli.running import INTERRUPTED
+from forge.cli.serve import serve
 from forge.cli.versus import VersusCommand
 from forge.errors import ForgeError
 
@@ -72,6 +73,7 @@ app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)
+app.command("serve", rich_help_panel=_RUN)(serve)
 
 app.add_typer(models, name="models", rich_help_panel=_INSPECT)
 app.command("doctor", rich_help_panel=_INSPECT)(doctor)

@@ -1,0 +1,97 @@
+"""Server-sent events to one client, and a client's going away.
+
+Each send waits for the client's socket to have room, `stall_timeout` seconds at most; meanwhile what the engine makes
+for this client piles up in its `Generation`, merged, and the engine is never held up.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from forge.server.errors import error_object, to_api_error
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: Any) -> bytes:
+    """`value` as one server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class _Stalled(Exception):
+    """The client takes nothing."""
+
+
+class EventStream(Response):
+    """Sends what `events` yields, each piece as soon as it comes.
+
+    `on_gone` is called once, whatever ends the stream: its last event, a client that left, one that takes nothing.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], stall_timeout: float, on_gone: Callable[[], None]):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._stall_timeout, self._on_gone = events, stall_timeout, on_gone
+
+    async def __call__(self, scope, receive, send) -> None:
+        leaving = asyncio.create_task(_disconnected(receive))
+        sending = asyncio.current_task()
+        leaving.add_done_callback(lambda task: None if task.cancelled() else sending.cancel())
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send_events(send)
+        except asyncio.CancelledError:
+            if not leaving.done():
+                raise  # the server is closing: somebody else's cancellation
+            sending.uncancel()
+        except _Stalled:
+            raise ClientDisconnect from None  # the server closes a connection whose answer has no end
+        finally:
+            self._on_gone()
+            leaving.cancel()
+
+    async def _send_events(self, send) -> None:
+        try:
+            async for piece in self._events:
+                await self._send(send, piece, True)
+        except _Stalled:
+            raise
+        except Exception as error:
+            await self._send(send, event(error_object(to_api_error(error))) + DONE, True)
+        await self._send(send, b"", False)
+
+    async def _send(self, send, body: bytes, more: bool) -> None:
+        try:
+            async with asyncio.timeout(self._stall_timeout):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            raise _Stalled from None
+
+
+async def _disconnected(receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@asynccontextmanager
+async def leaving_client(request: Request) -> AsyncIterator[None]:
+    """Within it, a client that goes away ends the waiting, with `ClientDisconnect`."""
+    waiting = asyncio.current_task()
+    leaving = asyncio.create_task(_disconnected(request.receive))
+    leaving.add_done_callback(lambda task: None if task.cancelled() else waiting.cancel())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if leaving.done():
+            waiting.uncancel()
+            raise ClientDisconnect from None
+        raise
+    finally:
+        leaving.cancel()
