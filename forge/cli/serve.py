@@ -1,6 +1,7 @@
 """`forge serve`: an OpenAI-compatible server on one engine that all requests share."""
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -114,7 +115,7 @@ def serve(
         port,
         api_key,
         tuple(allow_origin or ()),
-        tuple(served_model_name or (model,)),
+        tuple(served_model_name or ([] if Path(model).exists() else [model])),
         log_interval,
         Limits(**limits),
     )

@@ -34,6 +34,7 @@ from forge.server.schema import (
     TokenizeRequest,
 )
 from forge.server.settings import Settings
+from forge.server.strict_json import StrictRoute
 from forge.server.streaming import DONE, EventStream, event, leaving_client
 
 _ERRORS = {
@@ -117,6 +118,7 @@ def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAP
         title="forge", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS, redirect_slashes=False
     )
     app.state.service = service
+    app.router.route_class = StrictRoute
     install_handlers(app)
     _add_generation(app, service)
     _add_text(app, service)
