@@ -9,12 +9,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from forge import __version__
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.server.engine_client import Delta, EngineClient, EngineDead, Generation, Prompt
+from forge.server.engine_client import Delta, EngineClient, EngineDead, Generation, Prompt, ShuttingDown
 from forge.server.errors import ApiError, install_handlers
 from forge.server.gate import Draining, Gate
 from forge.server.messages import Ready
@@ -34,8 +34,8 @@ from forge.server.schema import (
     TokenizeRequest,
 )
 from forge.server.settings import Settings
-from forge.server.strict_json import StrictRoute
 from forge.server.streaming import DONE, EventStream, event, leaving_client
+from forge.server.strict_json import StrictRoute
 
 _ERRORS = {
     status: {"description": text}
@@ -49,6 +49,9 @@ _ERRORS = {
         (503, "The server is closing, or its engine has stopped"),
     )
 }
+
+
+_STREAMED = {200: {"content": {"text/event-stream": {}}, "description": "One body, or events where stream is true"}}
 
 
 class Service:
@@ -124,6 +127,7 @@ def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAP
     _add_text(app, service)
     _add_scores(app, service)
     _add_watching(app, service)
+    _describe(app)
     app.add_middleware(Gate, api_key=settings.api_key, limits=settings.limits, draining=service.draining)
     if settings.allow_origins:
         app.add_middleware(
@@ -133,7 +137,7 @@ def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAP
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
         reader, request_id = service.reader, f"cmpl-{secrets.token_hex(12)}"
@@ -151,7 +155,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         events = _completion_events(shape, generation, body, piecemeal)
         return await service.stream(generation, request, events)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         reader, request_id = service.reader, f"chatcmpl-{secrets.token_hex(12)}"
@@ -167,7 +171,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             return JSONResponse(shape.body(shape.choices(outputs), outputs))
         return await service.stream(generation, request, _chat_events(shape, generation, body))
 
-    @app.post("/generate")
+    @app.post("/generate", responses=_STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue a text, and say what it cost and why it waited."""
         reader, request_id = service.reader, f"gen-{secrets.token_hex(12)}"
@@ -242,10 +246,10 @@ def _add_watching(app: FastAPI, service: Service) -> None:
         if service.client.dead:
             raise EngineDead
         if service.draining.begun:
-            raise ApiError("the server is shutting down", 503, code="shutting_down")
+            raise ShuttingDown
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Everything that is counted, for Prometheus."""
         return Response(service.metrics.text(service.client.gauges), media_type=CONTENT_TYPE)
@@ -258,12 +262,21 @@ def _add_watching(app: FastAPI, service: Service) -> None:
             raise ApiError("no such request is remembered", 404)
         return life
 
-    @app.get("/debug/steps")
+    @app.get("/debug/steps", responses=_STREAMED)
     async def debug_steps() -> Response:
         """The engine's steps from now on, as server-sent events."""
         if service.client.dead:
             raise EngineDead
         return EventStream(_step_events(service.client), service.limits.stall_timeout, lambda: None)
+
+
+def _describe(app: FastAPI) -> None:
+    """The description of the endpoints, without the framework's own status for a wrong body, which here is 400."""
+    document = app.openapi()
+    for operation in (one for methods in document["paths"].values() for one in methods.values()):
+        operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
 
 
 async def _completion_events(

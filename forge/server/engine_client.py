@@ -50,7 +50,14 @@ class EngineDead(ForgeError):
 
 
 class RequestFailed(ForgeError):
-    """The engine could not finish a request: its own fault, or the server is shutting down."""
+    """The engine could not finish a request, and that is its own fault."""
+
+
+class ShuttingDown(ForgeError):
+    """The server is going: another one may take the request."""
+
+    def __init__(self):
+        super().__init__("the server is shutting down")
 
 
 class FollowerStalled(ForgeError):

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from forge.errors import ForgeError
-from forge.server.engine_client import EngineDead, FollowerStalled, RequestFailed
+from forge.server.engine_client import EngineDead, FollowerStalled, RequestFailed, ShuttingDown
 
 logger = logging.getLogger("forge.server")
 
@@ -51,6 +51,8 @@ def to_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, EngineDead):
         return ApiError(str(error), 503, code="engine_dead")
+    if isinstance(error, ShuttingDown):
+        return ApiError(str(error), 503, code="shutting_down", retry_after=5)
     if isinstance(error, RequestFailed | FollowerStalled):
         return ApiError(str(error), 500, code="request_failed")
     if isinstance(error, ForgeError):

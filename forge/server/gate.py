@@ -6,6 +6,8 @@ An ASGI application around another. It reads the whole body, so that what is beh
 import asyncio
 import hmac
 
+from forge.errors import ForgeError
+from forge.server.engine_client import ShuttingDown
 from forge.server.errors import ApiError, error_response
 from forge.server.settings import Limits
 
@@ -34,11 +36,11 @@ class Gate:
         try:
             self._check_key(scope)
             if self._draining.begun and scope["method"] != "GET":
-                raise ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
+                raise ShuttingDown
             receive = await self._with_body(scope, receive)
-        except ApiError as error:
+        except ForgeError as error:
             response = error_response(error)
-            if error.status in (400, 413):
+            if response.status_code in (400, 413):
                 response.headers["connection"] = "close"  # what is left of the body is not read
             await response(scope, receive, send)
             return

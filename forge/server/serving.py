@@ -21,7 +21,7 @@ from uvicorn.importer import import_from_string
 
 from forge.errors import UsageError
 from forge.server.app import create_app
-from forge.server.engine_client import EngineClient, RequestFailed
+from forge.server.engine_client import EngineClient, ShuttingDown
 from forge.server.metrics import ThroughputLine
 from forge.server.settings import Settings
 from forge.trace.records import StepRecord
@@ -157,7 +157,7 @@ class _Ending:
         while self._client.num_unfinished and not self._hurry.is_set() and time.monotonic() < deadline:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), 0.05)
-        self._client.abort_all(RequestFailed("the server is shutting down"))
+        self._client.abort_all(ShuttingDown())
         self._server.should_exit = True
 
 

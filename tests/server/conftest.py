@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import openai
 import pytest
 
 from forge import LLM
-from tests.cli.conftest import start
+from tests.cli.conftest import forge, start  # noqa: F401 (a fixture)
 from tests.small_models import write_small_qwen3
 
 PATIENCE = 60
@@ -29,9 +28,7 @@ class Server:
     """`forge serve` on a port of its own."""
 
     def __init__(self, *args: str, **variables: str):
-        self.process = start(
-            "serve", "--port", "0", "--log-interval", "0", *args, stdout=subprocess.DEVNULL, text=True
-        )
+        self.process = start("serve", "--port", "0", "--log-interval", "0", *args, stdout=subprocess.DEVNULL, text=True)
         self.log: list[str] = []
         self._has_begun = threading.Event()
         self.url = ""
@@ -53,9 +50,7 @@ class Server:
     def request(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
         """Status and JSON (or text) of one request; `body` may be bytes to be sent as they are."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data, {"content-type": "application/json"} | (headers or {})
-        )
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"} | (headers or {}))
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
                 status, text = answer.status, answer.read().decode()

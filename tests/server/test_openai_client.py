@@ -96,7 +96,10 @@ def test_chat_logprobs_are_the_same_streamed_and_whole(client):
 
 
 def test_text_parts_and_a_developer_are_understood(client):
-    parts = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    parts = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
     plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     answers = [
         client.chat.completions.create(model="small", messages=messages, max_completion_tokens=6, temperature=0)
