@@ -32,7 +32,6 @@ from forge.server.messages import (
     SampleEnd,
     StepSummary,
     Submit,
-    TokenDelta,
     Update,
     Watch,
     frame,
@@ -191,7 +190,7 @@ class EngineServer:
         for seq_id, _, token_id, text, _, logprobs in record.tokens:
             request, sample = samples[seq_id]
             if request.stream:
-                update.tokens.append(TokenDelta(request.key, sample, token_id, text, logprobs))
+                update.tokens.append((request.key, sample, token_id, text, logprobs))
         for finish in record.finished:
             request, sample = samples[finish.seq_id]
             if request.stream:

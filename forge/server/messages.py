@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any, NamedTuple
 
-from forge.engine.outputs import RequestOutput
+from forge.engine.outputs import Logprobs, RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.tokenizer import Tokenizer, TokenizerSpec
 from forge.trace.records import StepRecord
@@ -75,14 +75,9 @@ class LoadFailed(NamedTuple):
     exit_code: int
 
 
-class TokenDelta(NamedTuple):
-    """One token of a streamed request."""
-
-    key: int
-    sample: int
-    token_id: int
-    text: str
-    logprobs: tuple[tuple[int, float], ...] | None
+TokenDelta = tuple[int, int, int, str, Logprobs | None]
+"""One token of a streamed request: its key, sample, token id, text, and logprobs where they were asked for. There are
+thousands a second, so it is a plain tuple: those are pickled without a call."""
 
 
 class SampleEnd(NamedTuple):

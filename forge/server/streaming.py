@@ -6,6 +6,7 @@ for this client piles up in its `Generation`, merged, and the engine is never he
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,10 +24,6 @@ def event(value: Any) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-class _Stalled(Exception):
-    """The client takes nothing."""
-
-
 class EventStream(Response):
     """Sends what `events` yields, each piece as soon as it comes.
 
@@ -39,40 +36,54 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._stall_timeout, self._on_gone = events, stall_timeout, on_gone
+        self._sending_since: float | None = None
+        """When the send began that has not ended."""
+        self._stalled = False
+        self._watching: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope, receive, send) -> None:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
         leaving = asyncio.create_task(_disconnected(receive))
-        sending = asyncio.current_task()
-        leaving.add_done_callback(lambda task: None if task.cancelled() else sending.cancel())
+        leaving.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
+        watching = loop.call_later(self._stall_timeout, self._watch, task)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._send_events(send)
         except asyncio.CancelledError:
-            if not leaving.done():
+            if not leaving.done() and not self._stalled:
                 raise  # the server is closing: somebody else's cancellation
-            sending.uncancel()
-        except _Stalled:
-            raise ClientDisconnect from None  # the server closes a connection whose answer has no end
+            task.uncancel()
+            if self._stalled:
+                raise ClientDisconnect from None  # the server closes a connection whose answer has no end
         finally:
             self._on_gone()
             leaving.cancel()
+            (self._watching or watching).cancel()
 
     async def _send_events(self, send) -> None:
         try:
             async for piece in self._events:
-                await self._send(send, piece, True)
-        except _Stalled:
-            raise
+                await self._send(send, {"type": "http.response.body", "body": piece, "more_body": True})
         except Exception as error:
-            await self._send(send, event(error_object(to_api_error(error))) + DONE, True)
-        await self._send(send, b"", False)
+            last = event(error_object(to_api_error(error))) + DONE
+            await self._send(send, {"type": "http.response.body", "body": last, "more_body": True})
+        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send, body: bytes, more: bool) -> None:
-        try:
-            async with asyncio.timeout(self._stall_timeout):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            raise _Stalled from None
+    async def _send(self, send, message: dict[str, Any]) -> None:
+        self._sending_since = time.monotonic()
+        await send(message)
+        self._sending_since = None
+
+    def _watch(self, task: asyncio.Task) -> None:
+        """Look now and then whether the client takes anything: a timer for each event would cost as much as sending
+        it."""
+        since = self._sending_since
+        if since is not None and time.monotonic() - since > self._stall_timeout:
+            self._stalled = True
+            task.cancel()
+        else:
+            loop = asyncio.get_running_loop()
+            self._watching = loop.call_later(self._stall_timeout / 4, self._watch, task)
 
 
 async def _disconnected(receive) -> None:

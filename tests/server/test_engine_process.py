@@ -67,10 +67,10 @@ def test_a_stream_brings_every_token_and_the_same_text_as_the_output(peer):
     one.submit(1, "abc", max_tokens=8, n=2, temperature=1.0, seed=3)
     found = one.until(lambda update: update.ends)
     for sample in found.ends[0].output.outputs:
-        tokens = [token for token in found.tokens if token.sample == sample.index]
+        tokens = [(token_id, text) for _, index, token_id, text, _ in found.tokens if index == sample.index]
         ends = [end for end in found.sample_ends if end.sample == sample.index]
-        assert tuple(token.token_id for token in tokens) == sample.token_ids
-        assert "".join(token.text for token in tokens) + ends[0].text == sample.text
+        assert tuple(token_id for token_id, _ in tokens) == sample.token_ids
+        assert "".join(text for _, text in tokens) + ends[0].text == sample.text
 
 
 def test_what_is_not_streamed_comes_once(peer):
