@@ -23,16 +23,13 @@ from forge.server.requests import RequestReader
 from forge.server.responses import ChatShape, CompletionShape, usage_object
 from forge.server.schema import (
     ChatRequest,
-    ClassifyRequest,
     CompletionRequest,
     DetokenizeRequest,
-    EmbeddingRequest,
     GenerateRequest,
-    RerankRequest,
     Sampling,
-    ScoreRequest,
     TokenizeRequest,
 )
+from forge.server.scores import add_scores
 from forge.server.settings import Settings
 from forge.server.streaming import DONE, EventStream, event, leaving_client
 from forge.server.strict_json import StrictRoute
@@ -72,16 +69,16 @@ class Service:
     def submit(
         self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling, stream: bool
     ) -> Generation:
-        if self.client.num_unfinished + len(prompts) > self.limits.max_queue:
-            raise ApiError(
-                f"{self.client.num_unfinished} prompts are waiting already: come back later",
-                429,
-                code="queue_full",
-                retry_after=1,
-            )
+        self.check_queue(len(prompts))
         return self.client.submit(
             request_id, prompts, params, stream=stream, priority=body.priority or 0, salt=body.cache_salt or ""
         )
+
+    def check_queue(self, num_prompts: int) -> None:
+        """Raises where so many more would be too many."""
+        if self.client.num_unfinished + num_prompts > self.limits.max_queue:
+            message = f"{self.client.num_unfinished} prompts are waiting already: come back later"
+            raise ApiError(message, 429, code="queue_full", retry_after=1)
 
     def give_up(self, generation: Generation) -> None:
         """Nobody waits for it any more."""
@@ -125,7 +122,7 @@ def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAP
     install_handlers(app)
     _add_generation(app, service)
     _add_text(app, service)
-    _add_scores(app, service)
+    add_scores(app, service)
     _add_watching(app, service)
     _describe(app)
     app.add_middleware(Gate, api_key=settings.api_key, limits=settings.limits, draining=service.draining)
@@ -216,27 +213,6 @@ def _add_text(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         return _model_object(service, service.reader.model(name))
-
-
-def _add_scores(app: FastAPI, service: Service) -> None:
-    def missing(what: str) -> ApiError:
-        return ApiError(f"{what} is not supported yet by this build", code="unsupported")
-
-    @app.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest) -> dict[str, Any]:
-        raise missing("embedding")
-
-    @app.post("/v1/rerank")
-    async def rerank(body: RerankRequest) -> dict[str, Any]:
-        raise missing("reranking")
-
-    @app.post("/v1/score")
-    async def score(body: ScoreRequest) -> dict[str, Any]:
-        raise missing("scoring")
-
-    @app.post("/classify")
-    async def classify(body: ClassifyRequest) -> dict[str, Any]:
-        raise missing("classification")
 
 
 def _add_watching(app: FastAPI, service: Service) -> None:

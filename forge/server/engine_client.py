@@ -23,6 +23,7 @@ from forge.server.messages import (
     Abort,
     Answer,
     Ask,
+    AskOneShots,
     Gauges,
     Inbox,
     LoadFailed,
@@ -252,8 +253,8 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Prompts that have not ended."""
-        return len(self._generations)
+        """Prompts that have not ended, and questions that have no answer."""
+        return len(self._generations) + len(self._questions)
 
     # Requests
 
@@ -297,11 +298,18 @@ class EngineClient(asyncio.Protocol):
 
     async def ask(self, what: str, *arguments: Any) -> Any:
         """The engine's answer, between two steps. Raises `UsageError` where the question is wrong, and `EngineDead`."""
+        return await self._answer_to(Ask(next(self._numbers), what, arguments))
+
+    async def answer(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
+        """The results of requests that keep nothing, each a prompt's tokens and a task. Raises as `ask` does."""
+        return await self._answer_to(AskOneShots(next(self._numbers), requests))
+
+    async def _answer_to(self, question: Ask | AskOneShots) -> Any:
         if self.dead:
             raise EngineDead
-        number = next(self._numbers)
+        number = question.number
         future = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._send(Ask(number, what, arguments))
+        self._send(question)
         try:
             return await future
         finally:

@@ -22,6 +22,7 @@ from forge.server.messages import (
     Abort,
     Answer,
     Ask,
+    AskOneShots,
     Gauges,
     Inbox,
     LoadFailed,
@@ -90,6 +91,17 @@ class _Request:
         self.key, self.request_id, self.stream = key, request_id, stream
 
 
+class _Group:
+    """The one-shot requests of one question."""
+
+    __slots__ = ("missing", "number", "request_ids")
+
+    def __init__(self, number: int):
+        self.number = number
+        self.request_ids: list[str] = []
+        self.missing = 0
+
+
 class EngineServer:
     """An engine at one end of a socket."""
 
@@ -104,6 +116,8 @@ class EngineServer:
         self._keys: dict[str, int] = {}
         self._samples: dict[int, tuple[_Request, int]] = {}
         """From a sequence's id to its request and which sample it is."""
+        self._groups: dict[int, _Group] = {}
+        """From a one-shot's sequence id to the question that it belongs to."""
         self._watched = False
         self._gauges: Gauges | None = None
         self._lives = LifeBook()
@@ -138,7 +152,7 @@ class EngineServer:
             for command in self._inbox.feed(data):
                 self._carry_out(command)
 
-    def _carry_out(self, command: Submit | Abort | Ask | Watch) -> None:
+    def _carry_out(self, command: Submit | Abort | Ask | AskOneShots | Watch) -> None:
         if isinstance(command, Submit):
             self._submit(command)
         elif isinstance(command, Abort):
@@ -146,6 +160,8 @@ class EngineServer:
                 self._end(self._requests[command.key], None)
         elif isinstance(command, Watch):
             self._watched = command.wanted
+        elif isinstance(command, AskOneShots):
+            self._begin_group(command)
         else:
             self._update.answers.append(self._answer(command))
 
@@ -177,6 +193,34 @@ class EngineServer:
         output = self.engine.output(request_id) if request_id in self._keys else None
         return self._lives.life(request_id, output)
 
+    def _begin_group(self, question: AskOneShots) -> None:
+        """Queue all of a question's requests, or none."""
+        group = _Group(question.number)
+        try:
+            for index, (token_ids, task) in enumerate(question.requests):
+                request_id = f"ask-{question.number}-{index}"
+                seq_id = self.engine.add_oneshot(request_id, token_ids, task)
+                group.request_ids.append(request_id)
+                self._groups[seq_id] = group
+        except ForgeError as error:
+            self._end_group(group, str(error))
+            return
+        group.missing = len(group.request_ids)
+
+    def _end_group(self, group: _Group, error: str | None) -> None:
+        """Answer a question: its requests have all ended, or end now."""
+        if error is not None:
+            for request_id in group.request_ids:
+                self.engine.abort(request_id)
+        results = [self.engine.result(request_id) for request_id in group.request_ids]
+        for request_id in group.request_ids:
+            self.engine.forget(request_id)
+        for seq_id in [seq_id for seq_id, other in self._groups.items() if other is group]:
+            del self._groups[seq_id]
+        if error is None and None in results:
+            error = "the engine could not answer"
+        self._update.answers.append(Answer(group.number, results if error is None else None, error))
+
     # Steps
 
     def _step(self) -> None:
@@ -191,30 +235,51 @@ class EngineServer:
             request, sample = samples[seq_id]
             if request.stream:
                 update.tokens.append((request.key, sample, token_id, text, logprobs))
+        ended: dict[_Request, str | None] = {}
         for finish in record.finished:
+            if finish.seq_id not in samples:
+                self._take_oneshot(finish.seq_id)
+                continue
             request, sample = samples[finish.seq_id]
+            ended[request] = getattr(finish, "error", None)
             if request.stream:
                 update.sample_ends.append(SampleEnd(request.key, sample, finish.reason, finish.text, finish.stop))
         update.steps.append(_summary(record))
         if self._watched:
             update.records.append(record)
         self._lives.note(record)
-        touched = {samples[finish.seq_id][0]: getattr(finish, "error", None) for finish in record.finished}
-        for request, error in touched.items():
+        for request, error in ended.items():
             if not self.engine.is_unfinished(request.request_id):
                 self._take_output(request, error)
 
+    def _take_oneshot(self, seq_id: int) -> None:
+        group = self._groups[seq_id]
+        group.missing -= 1
+        if not group.missing:
+            self._end_group(group, None)
+
     def _fail(self, error: Exception) -> None:
-        """A step ended in `error`: the requests that were in it end with it. The engine undoes the step."""
+        """A step ended in `error`: the requests that were in it end with it. The engine undoes the step.
+
+        A request of which the scheduler has no sequence is a one-shot, and may have been in any step.
+        """
         scheduler = self.engine.scheduler
-        concerned = list(scheduler.running.values()) or list(scheduler.unfinished())
+        running = {sequence.request_id for sequence in scheduler.running.values()}
+        seq_ids = {request: seq_id for seq_id, (request, _) in self._samples.items()}
+        concerned = [
+            request
+            for request, seq_id in seq_ids.items()
+            if request.request_id in running or scheduler.find(seq_id) is None
+        ]
         if isinstance(error, ForgeError):
             message = str(error)
         else:
             logger.error("a step failed", exc_info=error)
             message = f"the step that this request was part of failed ({type(error).__name__})"
-        for request_id in {sequence.request_id for sequence in concerned}:
-            self._end(self._requests[self._keys[request_id]], message)
+        for group in set(self._groups.values()):
+            self._end_group(group, message)
+        for request in concerned or list(self._requests.values()):
+            self._end(request, message)
 
     def _end(self, request: _Request, error: str | None) -> None:
         """End a request before its time: it failed, or nobody waits for it any more."""

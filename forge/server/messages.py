@@ -45,6 +45,13 @@ class Ask(NamedTuple):
     arguments: tuple[Any, ...] = ()
 
 
+class AskOneShots(NamedTuple):
+    """Requests that keep nothing, each a prompt's tokens and a `OneShotTask`: answered together, when all are there."""
+
+    number: int
+    requests: list[tuple[list[int], Any]]
+
+
 class Watch(NamedTuple):
     """Whether whole `StepRecord`s are wanted from now on."""
 

@@ -124,6 +124,7 @@ class ScoreRequest(Body):
 
 class ClassifyRequest(Body):
     input: str | list[str]
+    labels: Annotated[list[str], Field(min_length=2, max_length=100)]
     model: str | None = None
 
 

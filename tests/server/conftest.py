@@ -20,7 +20,7 @@ from forge import LLM
 from tests.cli.conftest import forge, start  # noqa: F401 (a fixture)
 from tests.small_models import write_small_qwen3
 
-PATIENCE = 60
+PATIENCE = 120
 """Seconds after which a hanging server is given up."""
 
 
