@@ -30,6 +30,14 @@ def serve(
     ] = None,
     kv_dtype: options.KvDtypeOption = None,
     quantize: options.QuantizeOption = None,
+    speculate: Annotated[
+        str | None,
+        typer.Option("--speculate", help="Who guesses ahead: draft or ngram.", rich_help_panel=_SCHEDULER),
+    ] = None,
+    draft: Annotated[str | None, typer.Option("--draft", help="The draft model.", rich_help_panel=_SCHEDULER)] = None,
+    k: Annotated[
+        int | None, typer.Option("--k", help="Tokens to guess at a time, at most.", rich_help_panel=_SCHEDULER)
+    ] = None,
     host: Annotated[
         str | None,
         typer.Option("--host", help="Address to listen on.", show_default=DEFAULT_HOST, rich_help_panel=_SERVER),
@@ -98,6 +106,7 @@ def serve(
 
     [dim]forge serve --model tales --port 8080[/dim]
     """
+    _require_server()
     from forge.server.serving import configure_logging
     from forge.server.serving import serve as run
     from forge.server.settings import Limits, Settings
@@ -134,6 +143,9 @@ def serve(
         order=order,
         preempt=preempt,
         mode=mode,
+        speculate=speculate,
+        draft=draft,
+        k=k,
     )
     configure_logging()
     return run(model, loading, settings, live_view() if live else None, _say_ready(model))
@@ -152,6 +164,17 @@ def address(host: str | None, port: int | None, variable: str | None) -> tuple[s
     if not number.isdigit() or int(number) > 65_535:
         raise UsageError(f"{ADDRESS_VARIABLE}={variable}: give host:port, such as {DEFAULT_HOST}:{DEFAULT_PORT}")
     return name.strip("[]") or DEFAULT_HOST, int(number)
+
+
+def _require_server() -> None:
+    """Raises `UsageError` where the libraries that speak HTTP are not installed."""
+    from importlib.util import find_spec
+
+    from forge.errors import UsageError
+
+    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"serving needs {' and '.join(missing)}: pip install 'forge-llm[serve]'")
 
 
 def live_view():
