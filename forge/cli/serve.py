@@ -2,11 +2,17 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forge.cli import options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forge.server.messages import Ready
+    from forge.trace.records import StepRecord
 
 _SERVER, _SCHEDULER, _LIMITS = "Server", "Scheduler", "Limits"
 ADDRESS_VARIABLE = "FORGE_ADDR"
@@ -148,7 +154,7 @@ def serve(
         k=k,
     )
     configure_logging()
-    return run(model, loading, settings, live_view() if live else None, _say_ready(model))
+    return run(model, loading, settings, live_view if live else None, _say_ready(model))
 
 
 def address(host: str | None, port: int | None, variable: str | None) -> tuple[str, int]:
@@ -177,7 +183,7 @@ def _require_server() -> None:
         raise UsageError(f"serving needs {' and '.join(missing)}: pip install 'forge-llm[serve]'")
 
 
-def live_view():
+def live_view(ready: "Ready") -> "Callable[[StepRecord], None]":
     """What is called with every step's record: one line per step on standard output."""
     from forge.views.steps import print_step
     from forge.views.terminal import open_console
@@ -186,7 +192,7 @@ def live_view():
     return lambda record: print_step(console, record)
 
 
-def _say_ready(model: str):
+def _say_ready(model: str) -> "Callable[[str], None]":
     def say(url: str) -> None:
         import logging
 

@@ -22,6 +22,7 @@ from uvicorn.importer import import_from_string
 from forge.errors import UsageError
 from forge.server.app import create_app
 from forge.server.engine_client import EngineClient, ShuttingDown
+from forge.server.messages import Ready
 from forge.server.metrics import ThroughputLine
 from forge.server.settings import Settings
 from forge.trace.records import StepRecord
@@ -33,20 +34,20 @@ def serve(
     model: str,
     options: dict[str, Any],
     settings: Settings,
-    on_record: Callable[[StepRecord], None] | None = None,
+    live: Callable[[Ready], Callable[[StepRecord], None]] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Serve until a signal; return the exit status.
 
-    `options` are keyword arguments of `LLM`. `on_record` is given every step's record; `on_ready` the server's address
-    once it answers. Raises the `ForgeError` of a model that cannot be loaded, or an address that cannot be had.
+    `options` are keyword arguments of `LLM`. `live` is told what is served and gives what is called with every step's
+    record; `on_ready` is given the server's address once it answers. Raises the `ForgeError` of a model that cannot be loaded, or an address that cannot be had.
     """
     listening = listen(settings)
     _raise_file_limit()
     client = EngineClient(model, options)
     try:
         ready = client.wait_until_ready()
-        client.on_record = on_record
+        client.on_record = live(ready) if live is not None else None
         return asyncio.run(_serve(client, ready, settings, listening, on_ready))
     finally:
         client.close()
