@@ -40,7 +40,8 @@ def serve(
     """Serve until a signal; return the exit status.
 
     `options` are keyword arguments of `LLM`. `live` is told what is served and gives what is called with every step's
-    record; `on_ready` is given the server's address once it answers. Raises the `ForgeError` of a model that cannot be loaded, or an address that cannot be had.
+    record; `on_ready` is given the server's address once it answers. Raises the `ForgeError` of a model that cannot be
+    loaded, or an address that cannot be had.
     """
     listening = listen(settings)
     _raise_file_limit()
