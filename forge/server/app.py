@@ -100,11 +100,10 @@ class Service:
         async with self.followed(generation, request):
             return await generation.finished()
 
-    async def stream(self, generation: Generation, request: Request, events: AsyncIterator[bytes]) -> EventStream:
+    async def stream(self, generation: Generation, events: AsyncIterator[bytes]) -> EventStream:
         """The answer that sends `events`. Raises, before anything is sent, what the engine has against a prompt."""
         try:
-            async with leaving_client(request):
-                await generation.accepted()
+            await generation.accepted()
         except BaseException:
             self.give_up(generation)
             raise
@@ -150,7 +149,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             outputs = await service.whole(generation, request)
             return JSONResponse(shape.body(shape.choices(outputs), outputs))
         events = _completion_events(shape, generation, body, piecemeal)
-        return await service.stream(generation, request, events)
+        return await service.stream(generation, events)
 
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -166,7 +165,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         if not body.stream:
             outputs = await service.whole(generation, request)
             return JSONResponse(shape.body(shape.choices(outputs), outputs))
-        return await service.stream(generation, request, _chat_events(shape, generation, body))
+        return await service.stream(generation, _chat_events(shape, generation, body))
 
     @app.post("/generate", responses=_STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
@@ -180,7 +179,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         if not body.stream:
             await service.whole(generation, request)
             return JSONResponse(await _native_body(service, generation))
-        return await service.stream(generation, request, _native_events(service, generation))
+        return await service.stream(generation, _native_events(service, generation))
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
@@ -263,24 +262,35 @@ async def _completion_events(
             for choice in range(len(generation.prompts) * generation.params.n):
                 yield event(shape.echo_chunk(choice, choice // generation.params.n))
         async for deltas in generation.updates():
-            yield b"".join([event(shape.delta(delta)) for delta in deltas if _says_something(delta)])
+            piece = b"".join([event(shape.delta(delta)) for delta in deltas if _says_something(delta)])
+            if generation.has_nothing_more:
+                yield piece + await _last_events(shape, generation, body)
+                return
+            if piece:
+                yield piece
     else:
         for choice in shape.choices(await generation.finished()):
             yield event(shape.chunk_of([choice]))
-    if body.stream_options and body.stream_options.include_usage:
-        yield event(shape.usage_chunk(await generation.finished()))
-    yield DONE
+    yield await _last_events(shape, generation, body)
 
 
 async def _chat_events(shape: ChatShape, generation: Generation, body: ChatRequest) -> AsyncIterator[bytes]:
-    for choice in range(generation.params.n):
-        yield event(shape.role_chunk(choice))
+    yield b"".join([event(shape.role_chunk(choice)) for choice in range(generation.params.n)])
     async for deltas in generation.updates():
-        if chunks := [event(chunk) for delta in deltas for chunk in shape.delta(delta)]:
-            yield b"".join(chunks)
-    if body.stream_options and body.stream_options.include_usage:
-        yield event(shape.usage_chunk(await generation.finished()))
-    yield DONE
+        piece = b"".join([event(chunk) for delta in deltas for chunk in shape.delta(delta)])
+        if generation.has_nothing_more:
+            yield piece + await _last_events(shape, generation, body)
+            return
+        if piece:
+            yield piece
+    yield await _last_events(shape, generation, body)
+
+
+async def _last_events(shape: CompletionShape | ChatShape, generation: Generation, body: Sampling) -> bytes:
+    """What follows the last choice's end: usage, where it is wanted, and the mark of the end."""
+    outputs = await generation.finished()
+    wanted = body.stream_options is not None and body.stream_options.include_usage
+    return event(shape.usage_chunk(outputs)) + DONE if wanted else DONE
 
 
 def _says_something(delta: Delta) -> bool:

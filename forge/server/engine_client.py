@@ -40,6 +40,7 @@ logger = logging.getLogger("forge.server")
 
 EVENTS_PER_SECOND = 1_500
 """Of all streams together. An event costs the server and its client some 50 µs each, most of it in the system."""
+_RECEIVE = 1 << 18
 MAX_PENDING_CHARS = 1 << 20
 """What a follower may leave unread before its request is aborted."""
 
@@ -110,6 +111,11 @@ class Generation:
     @property
     def ended(self) -> bool:
         return self.error is not None or all(output is not None for output in self.outputs)
+
+    @property
+    def has_nothing_more(self) -> bool:
+        """Whether it has ended well and all of it has been taken."""
+        return not self._deltas and self.error is None and self.ended
 
     async def accepted(self) -> None:
         """Wait until the engine has taken all prompts. Raises `UsageError` for one that cannot run."""
@@ -182,7 +188,7 @@ class Generation:
         return self._pending_chars > MAX_PENDING_CHARS
 
 
-class EngineClient(asyncio.Protocol):
+class EngineClient(asyncio.BufferedProtocol):
     """Starts the engine's process and talks with it.
 
     It is made before the loop runs, so that a bad model is a plain error.
@@ -206,6 +212,7 @@ class EngineClient(asyncio.Protocol):
         self.on_record: Callable[[StepRecord], None] | None = None
         """For `--live`: called with every step's whole record."""
         self._inbox = Inbox()
+        self._received = memoryview(bytearray(_RECEIVE))
         self._generations: dict[int, tuple[Generation, int]] = {}
         """From a key to its generation and which of its prompts it is."""
         self._keys, self._numbers = count(), count()
@@ -333,8 +340,11 @@ class EngineClient(asyncio.Protocol):
 
     # Updates
 
-    def data_received(self, data: bytes) -> None:
-        for update in self._inbox.feed(data):
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._received
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        for update in self._inbox.feed(self._received[:num_bytes]):
             self._take_in(update)
         self._flush_when_due()
 

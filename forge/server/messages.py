@@ -176,7 +176,7 @@ class Inbox:
     def __init__(self):
         self._bytes = bytearray()
 
-    def feed(self, data: bytes) -> list[Any]:
+    def feed(self, data: bytes | memoryview) -> list[Any]:
         """The messages that `data` completes."""
         self._bytes += data
         messages, start = [], 0

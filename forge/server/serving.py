@@ -16,12 +16,11 @@ from ipaddress import ip_address
 from typing import Any
 
 import uvicorn
-from uvicorn.config import HTTP_PROTOCOLS
-from uvicorn.importer import import_from_string
 
 from forge.errors import UsageError
 from forge.server.app import create_app
 from forge.server.engine_client import EngineClient, ShuttingDown
+from forge.server.http_protocol import protocol_class
 from forge.server.messages import Ready
 from forge.server.metrics import ThroughputLine
 from forge.server.settings import Settings
@@ -97,7 +96,7 @@ async def _serve(client, ready, settings: Settings, listening, on_ready) -> int:
     server = _Server(
         uvicorn.Config(
             app,
-            http=_protocol(settings.limits.header_timeout),
+            http=protocol_class(settings.limits.header_timeout),
             ws="none",
             log_config=None,
             access_log=False,
@@ -172,49 +171,6 @@ async def _log_throughput(client: EngineClient, service, interval: float) -> Non
         if text is not None:
             logger.info(text)
         await asyncio.sleep(interval)
-
-
-def _protocol(header_timeout: float) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, closing connections whose request does not come in time."""
-    try:
-        import httptools  # noqa: F401
-
-        base = import_from_string(HTTP_PROTOCOLS["httptools"])
-    except ImportError:
-        base = import_from_string(HTTP_PROTOCOLS["h11"])
-
-    class Protocol(base):
-        _deadline: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport) -> None:
-            super().connection_made(transport)
-            self._expect_head()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._stop_expecting()
-            elif self._deadline is None:
-                self._expect_head()
-
-        def connection_lost(self, error) -> None:
-            self._stop_expecting()
-            super().connection_lost(error)
-
-        def _expect_head(self) -> None:
-            self._deadline = self.loop.call_later(header_timeout, self._too_late)
-
-        def _stop_expecting(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-        def _too_late(self) -> None:
-            self._deadline = None
-            if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
-                self.transport.close()
-
-    return Protocol
 
 
 def configure_logging() -> None:

@@ -25,7 +25,7 @@ def event(value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what `events` yields, each piece as soon as it comes.
+    """Sends what `events` yields, each piece as soon as it comes; the last one ends with `DONE`.
 
     `on_gone` is called once, whatever ends the stream: its last event, a client that left, one that takes nothing.
     """
@@ -63,11 +63,11 @@ class EventStream(Response):
     async def _send_events(self, send) -> None:
         try:
             async for piece in self._events:
-                await self._send(send, {"type": "http.response.body", "body": piece, "more_body": True})
+                more = not piece.endswith(DONE)
+                await self._send(send, {"type": "http.response.body", "body": piece, "more_body": more})
         except Exception as error:
             last = event(error_object(to_api_error(error))) + DONE
-            await self._send(send, {"type": "http.response.body", "body": last, "more_body": True})
-        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send(send, {"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send(self, send, message: dict[str, Any]) -> None:
         self._sending_since = time.monotonic()
