@@ -9,8 +9,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from forge.errors import ForgeError
 from forge.server.engine_client import EngineDead, FollowerStalled, RequestFailed, ShuttingDown
@@ -99,6 +100,10 @@ def install_handlers(app: FastAPI) -> None:
         found = error_response(ApiError(str(error.detail), error.status_code))
         found.headers.update(error.headers or {})
         return found
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody will see it
 
     @app.exception_handler(ForgeError)
     async def on_forge(request: Request, error: ForgeError) -> JSONResponse:

@@ -15,8 +15,8 @@ from uvicorn.importer import import_from_string
 class CorkedTransport:
     """A transport that gathers what is written until the loop turns. All else is the transport's own."""
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
-        self._transport, self._loop = transport, loop
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, linger: float):
+        self._transport, self._loop, self._linger = transport, loop, linger
         self._pieces: list[bytes] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -28,8 +28,11 @@ class CorkedTransport:
         self._pieces.append(data)
 
     def close(self) -> None:
+        """Close once all has been taken, or when nobody has taken it after `linger` seconds."""
         self._flush()
         self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._loop.call_later(self._linger, self._transport.abort)
 
     def _flush(self) -> None:
         pieces, self._pieces = self._pieces, []
@@ -50,7 +53,7 @@ def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
         _deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport) -> None:
-            super().connection_made(CorkedTransport(transport, self.loop))
+            super().connection_made(CorkedTransport(transport, self.loop, header_timeout))
             self._expect_head()
 
         def data_received(self, data: bytes) -> None:

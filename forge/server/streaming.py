@@ -52,9 +52,7 @@ class EventStream(Response):
         except asyncio.CancelledError:
             if not leaving.done() and not self._stalled:
                 raise  # the server is closing: somebody else's cancellation
-            task.uncancel()
-            if self._stalled:
-                raise ClientDisconnect from None  # the server closes a connection whose answer has no end
+            task.uncancel()  # the connection of an answer without an end is closed
         finally:
             self._on_gone()
             leaving.cancel()

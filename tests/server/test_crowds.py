@@ -50,6 +50,7 @@ def test_two_hundred_clients_that_leave_in_the_middle_leave_nothing_behind(serve
 
     asyncio.run(waves())
     assert until(server.is_idle)
+    assert not [line for line in server.log if "Traceback" in line], "a client that leaves is no news"
     assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
 
 
@@ -77,6 +78,7 @@ def test_a_client_that_reads_nothing_is_given_up_and_holds_up_nobody(strict):
     assert status == 200
     assert until(lambda: strict.metric(running, KEY) == 0)
     slow.close()
+    assert not [line for line in strict.log if "Traceback" in line]
 
 
 def test_a_full_queue_is_429_and_says_when_to_come_back(strict):
