@@ -4,6 +4,8 @@ import asyncio
 import json
 import random
 import socket
+import urllib.error
+import urllib.request
 
 import openai
 import pytest
@@ -58,7 +60,8 @@ def test_two_hundred_clients_that_leave_in_the_middle_leave_nothing_behind(serve
 def strict(model_path, alone):
     """A server with narrow limits."""
     limits = ("--stall-timeout", "0.5", "--header-timeout", "0.5", "--max-queue", "4", "--max-body-bytes", "20000")
-    one = Server("-m", model_path, "--num-blocks", "256", *limits, "--api-key", "geheim")
+    origin = ("--allow-origin", "http://app.example")
+    one = Server("-m", model_path, "--num-blocks", "256", *limits, "--api-key", "geheim", *origin)
     yield one
     one.stop()
 
@@ -127,9 +130,21 @@ def test_a_request_that_never_comes_is_hung_up_on(strict):
         assert raw.recv(1000) == b""
 
 
-def test_there_is_no_cors_unless_asked_for(server):
-    import urllib.request
+def test_an_allowed_origin_may_ask_first_and_others_may_not(strict):
+    def preflight(origin: str) -> str | None:
+        headers = {"origin": origin, "access-control-request-method": "POST"}
+        request = urllib.request.Request(strict.url + "/v1/completions", headers=headers, method="OPTIONS")
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return answer.headers["access-control-allow-origin"]
+        except urllib.error.HTTPError as error:
+            return error.headers["access-control-allow-origin"]
 
+    assert preflight("http://app.example") == "http://app.example"
+    assert preflight("http://elsewhere.example") is None
+
+
+def test_there_is_no_cors_unless_asked_for(server):
     request = urllib.request.Request(server.url + "/health", headers={"origin": "http://elsewhere"})
     with urllib.request.urlopen(request) as answer:
         assert not [name for name in answer.headers if name.lower().startswith("access-control")]
