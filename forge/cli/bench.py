@@ -338,3 +338,85 @@ def bench_speculation(
     else:
         print_speculation_benchmark(open_console(), figures, label)
     raise typer.Exit(INTERRUPTED if interrupted else 0)
+
+
+@bench.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Option("--url", help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8080",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="As the server calls it.", show_default="its first")
+    ] = None,
+    dataset: Annotated[str, typer.Option("--dataset", help="random", rich_help_panel=_MEASURE)] = "random",
+    input_tokens: Annotated[int, typer.Option("--input-tokens", rich_help_panel=_MEASURE)] = 128,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", rich_help_panel=_MEASURE)] = 32,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", rich_help_panel=_MEASURE)] = 400,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", help="Requests under way at most.", rich_help_panel=_MEASURE)
+    ] = 4,
+    request_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--request-rate", help="Requests per second.", show_default="as answered", rich_help_panel=_MEASURE
+        ),
+    ] = None,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option("--goodput", help="A goal, such as ttft:100; may be repeated.", rich_help_panel=_MEASURE),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", rich_help_panel=_MEASURE)] = 0,
+    probe_health: Annotated[
+        bool, typer.Option("--probe-health", help="Time /health meanwhile.", rich_help_panel=_MEASURE)
+    ] = False,
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", help="Then run the same on this model without a server.", rich_help_panel=_MEASURE),
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option("--num-blocks", help="For --engine.", rich_help_panel=_MEASURE)
+    ] = None,
+    threads: options.ThreadsOption = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="FORGE_API_KEY")] = None,
+    json: options.JsonOption = False,
+) -> int:
+    """What clients of a server see: TTFT, TPOT, ITL, end-to-end latency, throughput.
+
+    [dim]forge bench serve --url http://127.0.0.1:8080 --concurrency 64 --num-prompts 400[/dim]
+    """
+    import shlex
+    import sys
+
+    from forge.bench.serve import ServePlan, parse_goodput, run, serve_object
+    from forge.bench.serve_engine import engine_tokens_per_second
+    from forge.views.bench import BenchProgress
+    from forge.views.json_output import to_json
+    from forge.views.serve_bench import print_serve_benchmark
+    from forge.views.terminal import open_console, open_error_console
+
+    plan = ServePlan(
+        url,
+        model,
+        dataset,
+        input_tokens,
+        output_tokens,
+        num_prompts,
+        concurrency,
+        request_rate,
+        seed,
+        goodput=parse_goodput(goodput or ()),
+        api_key=api_key,
+        probe_health=probe_health,
+    )
+    with BenchProgress(open_error_console()) as progress:
+        result = run(plan, progress)
+        result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
+        if engine is not None:
+            progress("the engine alone")
+            loading = options.model_options(num_blocks=num_blocks, threads=threads)
+            loading |= {"kv": "prefix", "max_num_seqs": 64}
+            own = engine_tokens_per_second(engine, loading, plan)
+            result = replace(result, engine_tokens_per_second=own)
+    if json:
+        open_console().print(to_json(serve_object(result)), soft_wrap=True)
+    else:
+        print_serve_benchmark(open_console(), result)
+    return 0 if result.good else 1

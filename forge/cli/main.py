@@ -29,6 +29,7 @@ from forge.cli.paged import paged
 from forge.cli.prefix import prefix
 from forge.cli.replay import replay, trace
 from forge.cli.running import INTERRUPTED
+from forge.cli.serve import serve
 from forge.cli.speculation import speculation
 from forge.cli.trace_scheduler import trace_scheduler
 from forge.cli.versus import VersusCommand
@@ -88,6 +89,7 @@ app.command("chat", rich_help_panel=_RUN)(chat)
 app.command("trace-scheduler", rich_help_panel=_RUN)(trace_scheduler)
 app.command("replay", rich_help_panel=_RUN)(replay)
 app.add_typer(trace, name="trace", rich_help_panel=_RUN)
+app.command("serve", rich_help_panel=_RUN)(serve)
 
 app.add_typer(models, name="models", rich_help_panel=_INSPECT)
 app.command("doctor", rich_help_panel=_INSPECT)(doctor)

@@ -115,5 +115,5 @@ def _with_next_token(
     if task.sample:
         if on_logits is not None:
             on_logits(request.seq_id, logits.copy())
-        choice = choose(logits, request.params, request.token_ids, request.seed, 0, length)
+        choice = choose(logits, request.params, request.token_ids, request.seed, 0, length, length)
     return OneShotResult(choice, candidates, scores)

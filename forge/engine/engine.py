@@ -189,6 +189,7 @@ class Engine:
         assert continues is None or params.n == 1, "one cache can be continued once"
         try:
             token_ids = self._checked_prompt(prompt_token_ids)
+            self._check_bias(params)
             self._check_unused(request_id)
         except UsageError as error:
             self._rejected.append(RejectRecord(request_id, str(error)))
@@ -545,6 +546,13 @@ class Engine:
         few = params.n == 1 and min(params.max_tokens, room) <= 1
         return few and self.scheduler.config.oneshot and len(self.scheduler.scratch) > 0
 
+    def _check_bias(self, params: SamplingParams) -> None:
+        for token_id, _ in params.logit_bias[-1:]:  # they ascend
+            if token_id >= self.model.vocab_size:
+                raise UsageError(
+                    f"logit_bias: token id {token_id} is outside the vocabulary of {self.model.vocab_size}"
+                )
+
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._requests or request_id in self._oneshots:
             raise UsageError(f"request {request_id!r} is already running")
@@ -604,8 +612,15 @@ class Engine:
             check_greatest(logits[likeliest])
             choice = likeliest, None, None  # a `Choice` in all but name: making one takes as long as all the rest
         else:
-            tokens = sequence.token_ids
-            choice = choose(logits, sequence.params, tokens, sequence.seed, sequence.sample_index, len(tokens))
+            choice = choose(
+                logits,
+                sequence.params,
+                sequence.token_ids,
+                sequence.seed,
+                sequence.sample_index,
+                len(sequence.token_ids),
+                sequence.num_prompt_tokens,
+            )
         return self._emit(sequence, (choice,), (logits,), choices)
 
     def _verified(
@@ -628,7 +643,15 @@ class Engine:
         if self._is_plain(sequence):
             found = verify_likeliest(greatest, rows, runs)
         else:
-            found = verify_forks(rows, runs, sequence.params, sequence.token_ids, sequence.seed, sequence.sample_index)
+            found = verify_forks(
+                rows,
+                runs,
+                sequence.params,
+                sequence.token_ids,
+                sequence.seed,
+                sequence.sample_index,
+                sequence.num_prompt_tokens,
+            )
         choices.verified[item.seq_id] = found
         outcome = self._emit(sequence, found.choices, rows[found.winner], choices)
         # Where the sequence ended on a guess, that guess counts as its last token, whose keys nobody needs.
