@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import fmean, median, pstdev
 from typing import Any
@@ -21,6 +21,8 @@ from forge.errors import UsageError
 PERCENTILES = (50, 90, 95, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
 DATASETS = ("random",)
+TURNS = 7
+"""Of server and engine, where the two are compared."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,9 @@ class ServeBenchmark:
     """Seconds until the server answered for the first time."""
     health_ms: tuple[float, ...] = ()
     command: str = ""
-    engine_tokens_per_second: float | None = None
-    """The engine's own on the same requests, where it was measured."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    turns: tuple[tuple[float, float], ...] = ()
+    """Output tokens per second of the server, and of the engine alone on the same requests right after, turn by turn;
+    where that was asked for."""
 
     @property
     def good(self) -> list[Timed]:
@@ -87,6 +89,15 @@ class ServeBenchmark:
     def client_cpu_share(self) -> float:
         """Of one CPU."""
         return self.cpu_seconds / self.duration
+
+    @property
+    def engine_share(self) -> float | None:
+        """The server's speed over the engine's own: the median over the turns."""
+        return median(server / engine for server, engine in self.turns) if self.turns else None
+
+    @property
+    def engine_tokens_per_second(self) -> float | None:
+        return median(engine for _, engine in self.turns) if self.turns else None
 
     @property
     def output_tokens_per_second(self) -> float:
@@ -123,12 +134,21 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def run(plan: ServePlan, progress: Callable[[str], None] = lambda text: None, patience: float = 60) -> ServeBenchmark:
-    """Measure. Raises `ServerProblem` if the server does not answer within `patience` seconds."""
-    return asyncio.run(_run(plan, progress, patience))
+def run(
+    plan: ServePlan,
+    progress: Callable[[str], None] = lambda text: None,
+    patience: float = 60,
+    engine_turn: Callable[[list[list[int]]], float] | None = None,
+) -> ServeBenchmark:
+    """Measure. Raises `ServerProblem` if the server does not answer within `patience` seconds.
+
+    `engine_turn` runs prompts without the server and gives the output tokens per second. With it the requests come in
+    `TURNS` parts, and after each of them it is the engine's turn on the same.
+    """
+    return asyncio.run(_run(plan, progress, patience, engine_turn))
 
 
-async def _run(plan: ServePlan, progress: Callable[[str], None], patience: float) -> ServeBenchmark:
+async def _run(plan: ServePlan, progress: Callable[[str], None], patience: float, engine_turn) -> ServeBenchmark:
     client = HttpClient(plan.url, plan.api_key)
     try:
         waited = time.perf_counter()
@@ -138,14 +158,27 @@ async def _run(plan: ServePlan, progress: Callable[[str], None], patience: float
         await client.stream("/v1/completions", _body(plan, model, prompts[0][::-1]))  # nobody times the first one
         health: list[float] = []
         probing = asyncio.create_task(_probe(client, health)) if plan.probe_health else None
-        began, cpu = time.perf_counter(), time.process_time()
-        found = await _ask_all(plan, model, prompts, client, progress)
-        duration, cpu = time.perf_counter() - began, time.process_time() - cpu
+        found, turns, duration, cpu = [], [], 0.0, 0.0
+        for part in _parts(prompts, TURNS if engine_turn is not None else 1):
+            began, cpu_before = time.perf_counter(), time.process_time()
+            answers = await _ask_all(plan, model, part, client, progress)
+            seconds = time.perf_counter() - began
+            cpu += time.process_time() - cpu_before
+            duration += seconds
+            found += answers
+            if engine_turn is not None:
+                tokens = sum(output_tokens(one) for one in answers if one.error is None)
+                turns.append((tokens / seconds, engine_turn(part)))
         if probing is not None:
             probing.cancel()
-        return ServeBenchmark(plan, model, tuple(found), duration, cpu, ready_after, tuple(health))
+        return ServeBenchmark(plan, model, tuple(found), duration, cpu, ready_after, tuple(health), turns=tuple(turns))
     finally:
         client.close()
+
+
+def _parts(prompts: list[list[int]], number: int) -> list[list[list[int]]]:
+    """The prompts in `number` parts that differ in length by one at most; fewer where there are fewer prompts."""
+    return [part for first in range(number) if (part := prompts[first::number])]
 
 
 async def _only_model(client: HttpClient, patience: float, progress: Callable[[str], None]) -> str:
@@ -238,6 +271,7 @@ def serve_object(result: ServeBenchmark) -> dict[str, Any]:
         "client_cpu_share": result.client_cpu_share,
         "ready_after_s": result.ready_after,
         "engine_output_throughput": result.engine_tokens_per_second,
+        "engine_share": result.engine_share,
     }
     for metric in METRICS:
         values = result.values(metric)
