@@ -60,7 +60,8 @@ def server(answer):
     try:
         yield f"http://127.0.0.1:{address[0]}"
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+        loop.call_soon_threadsafe(lambda: loop.call_later(0.05, loop.stop))
         thread.join()
 
 
