@@ -338,6 +338,7 @@ async def _native_body(service: Service, generation: Generation) -> dict[str, An
 async def _step_events(client: EngineClient) -> AsyncIterator[bytes]:
     async for record in client.records():
         yield event(asdict(record))
+    yield DONE
 
 
 def _text_of(service: Service, prompt: Prompt) -> str:

@@ -335,6 +335,11 @@ class EngineClient(asyncio.BufferedProtocol):
             if not self._watchers and self.on_record is None and not self.dead:
                 self._send(Watch(False))
 
+    def end_records(self) -> None:
+        """Nobody who follows `records` gets any more."""
+        for queue in self._watchers:
+            _offer(queue, None)
+
     def _send(self, command: Any) -> None:
         self._transport.write(frame(command))
 
@@ -357,8 +362,7 @@ class EngineClient(asyncio.BufferedProtocol):
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(EngineDead())
-        for queue in self._watchers:
-            _offer(queue, None)
+        self.end_records()
 
     def _take_in(self, update: Update) -> None:
         find = self._generations.get
