@@ -1,6 +1,6 @@
 """`forge bench serve`: what clients of an OpenAI-compatible server see, whoever's server it is.
 
-Each request is a prompt of random tokens, streamed. What counts as a token is the server's own count (its `usage`), for
+Each request is a prompt of random tokens, or of random common words for servers that take no token ids, streamed. What counts as a token is the server's own count (its `usage`), for
 a server may send several in one event. Times are the field's: TTFT from sending to the first text, TPOT the mean
 between tokens after the first, ITL between one event and the next, E2EL to the end. The client shares the machine with
 the server, so its own share of a CPU is part of the result.
@@ -20,9 +20,14 @@ from forge.errors import UsageError
 
 PERCENTILES = (50, 90, 95, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
-DATASETS = ("random",)
+DATASETS = ("random", "words")
+WORDS = "time year people way day man thing woman life child world school state family student group country problem"
+"""Each a token of most vocabularies, with the space before it."""
 TURNS = 7
 """Of server and engine, where the two are compared."""
+
+
+Prompt = str | list[int]
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,13 @@ class ServePlan:
         if self.dataset not in DATASETS:
             raise UsageError(f"unknown dataset {self.dataset!r}; supported: {', '.join(DATASETS)}")
 
-    def prompts(self) -> list[list[int]]:
+    def prompts(self) -> list[Prompt]:
         """The prompts; the same for the same seed."""
-        rng, (low, high) = random.Random(self.seed), self.token_range
-        return [[rng.randrange(low, high) for _ in range(self.input_tokens)] for _ in range(self.num_prompts)]
+        rng, (low, high), length = random.Random(self.seed), self.token_range, range(self.input_tokens)
+        if self.dataset == "words":
+            words = WORDS.split()
+            return [" ".join(rng.choice(words) for _ in length) for _ in range(self.num_prompts)]
+        return [[rng.randrange(low, high) for _ in length] for _ in range(self.num_prompts)]
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,7 @@ def run(
     plan: ServePlan,
     progress: Callable[[str], None] = lambda text: None,
     patience: float = 60,
-    engine_turn: Callable[[list[list[int]]], float] | None = None,
+    engine_turn: Callable[[list[Prompt]], float] | None = None,
 ) -> ServeBenchmark:
     """Measure. Raises `ServerProblem` if the server does not answer within `patience` seconds.
 
@@ -176,7 +184,7 @@ async def _run(plan: ServePlan, progress: Callable[[str], None], patience: float
         client.close()
 
 
-def _parts(prompts: list[list[int]], number: int) -> list[list[list[int]]]:
+def _parts(prompts: list[Prompt], number: int) -> list[list[Prompt]]:
     """The prompts in `number` parts that differ in length by one at most; fewer where there are fewer prompts."""
     return [part for first in range(number) if (part := prompts[first::number])]
 
@@ -206,7 +214,7 @@ async def _ask_all(plan: ServePlan, model: str, prompts, client: HttpClient, pro
     places, rng = asyncio.Semaphore(plan.concurrency), random.Random(plan.seed)
     done = 0
 
-    async def ask(prompt: list[int]) -> Timed:
+    async def ask(prompt: Prompt) -> Timed:
         nonlocal done
         async with places:
             found = await client.stream("/v1/completions", _body(plan, model, prompt))
@@ -223,7 +231,7 @@ async def _ask_all(plan: ServePlan, model: str, prompts, client: HttpClient, pro
     return await asyncio.gather(*tasks)
 
 
-def _body(plan: ServePlan, model: str, prompt: list[int]) -> dict[str, Any]:
+def _body(plan: ServePlan, model: str, prompt: Prompt) -> dict[str, Any]:
     return {
         "model": model,
         "prompt": prompt,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from forge.bench.serve import ServePlan
+from forge.bench.serve import Prompt, ServePlan
 
 
 class EngineTurns:
@@ -29,7 +29,7 @@ class EngineTurns:
         self._pipe.close()
         self._process.join()
 
-    def turn(self, prompts: Sequence[list[int]]) -> float:
+    def turn(self, prompts: Sequence[Prompt]) -> float:
         """Output tokens per second with `plan.concurrency` requests under way at any time."""
         self._pipe.send(prompts)
         return self._pipe.recv()
@@ -45,7 +45,8 @@ def _work(pipe, model: str, options: dict[str, Any], plan: ServePlan) -> None:
     pipe.send(None)
     try:
         while True:
-            pipe.send(_turn(llm.engine, pipe.recv(), params, plan.concurrency))
+            prompts = [llm.tokenizer.encode(one) if isinstance(one, str) else one for one in pipe.recv()]
+            pipe.send(_turn(llm.engine, prompts, params, plan.concurrency))
     except EOFError:
         pass
 

@@ -153,7 +153,9 @@ def bench_serve(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="As the server calls it.", show_default="its first")
     ] = None,
-    dataset: Annotated[str, typer.Option("--dataset", help="random", rich_help_panel=_MEASURE)] = "random",
+    dataset: Annotated[
+        str, typer.Option("--dataset", help="random token ids, or words.", rich_help_panel=_MEASURE)
+    ] = "random",
     input_tokens: Annotated[int, typer.Option("--input-tokens", rich_help_panel=_MEASURE)] = 128,
     output_tokens: Annotated[int, typer.Option("--output-tokens", rich_help_panel=_MEASURE)] = 32,
     num_prompts: Annotated[int, typer.Option("--num-prompts", rich_help_panel=_MEASURE)] = 400,

@@ -141,6 +141,11 @@ def test_the_same_seed_asks_the_same():
     assert ServePlan("x").prompts() == ServePlan("y").prompts() != ServePlan("x", seed=1).prompts()
 
 
+def test_words_are_text():
+    (prompt,) = ServePlan("x", dataset="words", input_tokens=7, num_prompts=1).prompts()
+    assert len(prompt.split()) == 7
+
+
 def timed(started, chunks, ended, tokens) -> Timed:
     return Timed(started, chunks, ended, 3, tokens)
 
