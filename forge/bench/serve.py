@@ -2,8 +2,9 @@
 
 Each request is a prompt of random tokens, or of random common words for servers that take no token ids, streamed. What
 counts as a token is the server's own count (its `usage`), for a server may send several in one event. Times are the
-field's: TTFT from sending to the first text, TPOT the mean between tokens after the first, ITL between one event and the
-next, E2EL to the end. The client shares the machine with the server, so its own share of a CPU is part of the result.
+field's: TTFT from sending to the first text, TPOT the mean between tokens after the first, ITL between one event and
+the next, E2EL to the end. The client shares the machine with the server, so its own share of a CPU is part of the
+result.
 """
 
 import asyncio
