@@ -295,7 +295,7 @@ async def _last_events(shape: CompletionShape | ChatShape, generation: Generatio
 
 def _says_something(delta: Delta) -> bool:
     """A token may bring nothing that can be shown yet."""
-    return bool(delta.text or delta.finish_reason or (delta.logprobs and delta.logprobs[0] is not None))
+    return bool(delta.text or delta.finish_reason or delta.logprobs)
 
 
 async def _native_events(service: Service, generation: Generation) -> AsyncIterator[bytes]:
@@ -338,6 +338,7 @@ async def _native_body(service: Service, generation: Generation) -> dict[str, An
 async def _step_events(client: EngineClient) -> AsyncIterator[bytes]:
     async for record in client.records():
         yield event(asdict(record))
+    yield DONE
 
 
 def _text_of(service: Service, prompt: Prompt) -> str:

@@ -57,6 +57,17 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_work(long_model):
     assert refused.startswith("HTTP/1.1 503") and "shutting_down" in refused
 
 
+def test_a_watcher_does_not_hold_up_the_end(long_model):
+    server = Server("-m", long_model)
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert raw.recv(1000).startswith(b"HTTP/1.1 200")
+        server.process.send_signal(signal.SIGTERM)
+        assert "[DONE]" in rest(raw)
+    assert server.stop() == 0
+    assert not [line for line in server.log if "ERROR" in line]
+
+
 def test_after_the_grace_time_a_stream_ends_with_an_error(long_model):
     server = Server("-m", long_model, "--grace", "0.1")
     raw = begin_stream(server, LONG | {"n": 4, "temperature": 1})
