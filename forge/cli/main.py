@@ -17,8 +17,10 @@ from forge.cli.batching import batching
 from forge.cli.bench import bench
 from forge.cli.chapters import chapter, chapters, next_chapter
 from forge.cli.chat import chat
+from forge.cli.classify import classify
 from forge.cli.compare import compare
 from forge.cli.doctor import doctor
+from forge.cli.embed import embed
 from forge.cli.generate import generate
 from forge.cli.kernels import kernels
 from forge.cli.kv_cache import kv_cache
@@ -27,7 +29,9 @@ from forge.cli.naive import naive
 from forge.cli.paged import paged
 from forge.cli.prefix import prefix
 from forge.cli.replay import replay, trace
+from forge.cli.rerank import rerank
 from forge.cli.running import INTERRUPTED
+from forge.cli.score import logprobs, score
 from forge.cli.trace_scheduler import trace_scheduler
 from forge.cli.versus import VersusCommand
 from forge.errors import ForgeError
@@ -81,6 +85,11 @@ app.command("batching", rich_help_panel=_CHAPTERS)(batching)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)
+app.command("classify", rich_help_panel=_RUN)(classify)
+app.command("score", rich_help_panel=_RUN)(score)
+app.command("logprobs", rich_help_panel=_RUN)(logprobs)
+app.command("embed", rich_help_panel=_RUN)(embed)
+app.command("rerank", rich_help_panel=_RUN)(rerank)
 app.command("trace-scheduler", rich_help_panel=_RUN)(trace_scheduler)
 app.command("replay", rich_help_panel=_RUN)(replay)
 app.add_typer(trace, name="trace", rich_help_panel=_RUN)

@@ -245,7 +245,7 @@ class Scheduler:
         tokens = min(draft.budget, config.oneshot_tokens) if items else config.oneshot_tokens
         if tokens <= 0:
             return ()
-        free = OneShotBudget(tokens, config.oneshot_bytes, self.cache.num_available, list(self._scratch))
+        free = OneShotBudget(tokens, config.oneshot_memory, self.cache.num_available, list(self._scratch))
         oneshots, waits = self.oneshots.plan(free, draft.leaders)
         draft.waiting += waits
         return oneshots
