@@ -10,8 +10,9 @@ import typer
 
 from forge.cli import options
 from forge.cli.arrivals import Arrival, drive_arrivals
+from forge.cli.compare_judging import compare_judging, is_judging
 from forge.cli.running import Found, exit_status, load_model, warm_up
-from forge.cli.versus import versus_of
+from forge.cli.versus import Versus, versus_of
 
 if TYPE_CHECKING:
     from forge.trace.records import StepRecord
@@ -56,6 +57,25 @@ def compare(
             rich_help_panel="Prompt",
         ),
     ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option("--requests", "-n", help="So many judge requests instead, all at once.", rich_help_panel="Prompt"),
+    ] = None,
+    execution_class: Annotated[
+        str,
+        typer.Option(
+            "--class", help="Life of a request of one token: oneshot, or decode.", rich_help_panel="Scheduler"
+        ),
+    ] = "oneshot",
+    planning: Annotated[
+        str,
+        typer.Option(
+            "--planning",
+            help="Wait for what another request computes: on, or off. With it a file's prompts come all at once.",
+            rich_help_panel="Scheduler",
+        ),
+    ] = "on",
+    max_num_seqs: options.MaxNumSeqsOption = None,
     json: options.JsonOption = False,
 ) -> Found:
     """Run one prompt, or those of a file, on two sides that differ in one option, given as A vs B.
@@ -65,6 +85,8 @@ def compare(
     [dim]forge compare --kv off vs on "The fox and the lantern" 64[/dim]
 
     [dim]forge compare --kv paged vs prefix --prompts questions.txt[/dim]
+
+    [dim]forge compare --class decode vs oneshot --requests 64[/dim]
     """
     from forge.views.comparison import (
         ComparisonProgress,
@@ -79,7 +101,11 @@ def compare(
     from forge.views.terminal import open_console
 
     versus = versus_of(ctx)
-    texts = options.read_prompts(prompts) if prompts is not None else [options.read_prompt(prompt)]
+    texts = options.read_prompts(prompts) if prompts is not None else None
+    if is_judging(ctx.params, versus):
+        report = compare_judging(*_for_judging(ctx, versus), texts)
+        return report.as_json() if json else report
+    texts = texts or [options.read_prompt(prompt)]
     question = question_for(versus.option)
     console = open_console()
     sides: list[Side] = []
@@ -100,6 +126,15 @@ def compare(
         0 if comparison.identical else DIFFERENT,
     )
     return report.as_json() if json else report
+
+
+def _for_judging(ctx: typer.Context, versus: "Versus") -> "tuple[dict[str, Any], Versus, int]":
+    """Both sides' parameters and the length of an answer: where nobody said otherwise, a cache that shares prefixes,
+    and one token."""
+    unsaid = {name for name in ("kv", "max_tokens") if ctx.get_parameter_source(name).name == "DEFAULT"}
+    kv = {"kv": "prefix"} if "kv" in unsaid and versus.option != "--kv" else {}
+    sides = ctx.params | kv, replace(versus, right=dict(versus.right) | kv)
+    return *sides, 1 if "max_tokens" in unsaid else ctx.params["max_tokens"]
 
 
 def _run_side(

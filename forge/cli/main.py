@@ -26,6 +26,7 @@ from forge.cli.kernels import kernels
 from forge.cli.kv_cache import kv_cache
 from forge.cli.models import models
 from forge.cli.naive import naive
+from forge.cli.oneshot import oneshot
 from forge.cli.paged import paged
 from forge.cli.prefix import prefix
 from forge.cli.replay import replay, trace
@@ -82,6 +83,7 @@ app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
 app.command("paged", rich_help_panel=_CHAPTERS)(paged)
 app.command("prefix", rich_help_panel=_CHAPTERS)(prefix)
 app.command("batching", rich_help_panel=_CHAPTERS)(batching)
+app.command("oneshot", rich_help_panel=_CHAPTERS)(oneshot)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)
