@@ -65,10 +65,14 @@ class StepTime:
     """Tokens in the cache when the first step began."""
     block_size: int
     basic: Middle
-    """Seconds, as for paged; what is low and high are quartiles, here and below."""
+    """Seconds, as for the others; what is low and high are quartiles, here and below."""
     paged: Middle
+    """In a pool that nobody used before, whose blocks are handed out in order."""
+    scattered: Middle
+    """In a pool whose blocks are handed out in no order, as after a long time."""
     ratio: Middle
     """Paged over contiguous, step by step: above 1 it costs more."""
+    scattered_ratio: Middle
 
 
 @dataclass(frozen=True)
@@ -161,11 +165,12 @@ def run(
     """
     from forge.engine.llm import LLM
 
-    for name, values in (("--length", lengths), ("--block-size", block_sizes)):
+    for name, values in (("--length", lengths), ("--block-size", block_sizes), ("--reps", [effort.steps])):
         if not values or min(values) < 1:
             raise UsageError(f"{name} is at least 1")
     on_progress(f"load {model}")
-    llm = LLM(model, **{key: value for key, value in (("device", device), ("threads", threads)) if value is not None})
+    chosen = {name: value for name, value in (("device", device), ("threads", threads)) if value is not None}
+    llm = LLM(model, kv="paged", num_blocks=1, **chosen)  # its own cache is not used
     fitting = [length for length in lengths if length + effort.steps + 2 <= llm.max_model_len]
     times = []
     for length in fitting:
@@ -192,27 +197,29 @@ def run(
 
 
 def _step_time(llm: "LLM", length: int, block_size: int, steps: int) -> StepTime:
-    """Decode steps of both kinds in turn, from the same prompt on."""
+    """Decode steps of all three in turn, from the same prompt on."""
     longest = length + steps + 2
     blocks = -(-longest // block_size)
     rng = random.Random(SEED)
     prompt = [rng.randrange(llm.model.vocab_size) for _ in range(length)]
     engines = [
         _engine(llm, BasicKvCache(1, longest, block_size), longest),
-        _engine(llm, _scattered(PagedKvCache(2 * blocks, block_size), blocks), longest),
+        _engine(llm, PagedKvCache(2 * blocks, block_size), longest),
+        _engine(llm, _scattered(PagedKvCache(2 * blocks, block_size)), longest),
     ]
     for engine in engines:
         _begin(engine, prompt, steps + 2)
         while not engine.step().tokens:
             pass
         engine.step()  # the first decode after a prefill finds nothing of the weights in the processor's cache
-    seconds: list[list[float]] = [[], []]
+    seconds: list[list[float]] = [[], [], []]
     for turn in range(steps):
-        for which in (0, 1) if turn % 2 else (1, 0):
+        for which in (0, 1, 2) if turn % 2 else (2, 1, 0):
             started = time.perf_counter()
             engines[which].step()
             seconds[which].append(time.perf_counter() - started)
-    return StepTime(length, block_size, *map(_middle, seconds), _ratio(seconds[1], seconds[0]))
+    ratios = (_ratio(seconds[1], seconds[0]), _ratio(seconds[2], seconds[0]))
+    return StepTime(length, block_size, *map(_middle, seconds), *ratios)
 
 
 def _middle(values: Sequence[float]) -> Middle:
@@ -227,8 +234,8 @@ def _ratio(values: Sequence[float], others: Sequence[float]) -> Middle:
     return _middle([value / other for value, other in zip(values, others, strict=True)])
 
 
-def _scattered(cache: PagedKvCache, blocks: int) -> PagedKvCache:
-    """The same cache with a free list out of order, as it is after a while: neighbours are no longer neighbours."""
+def _scattered(cache: PagedKvCache) -> PagedKvCache:
+    """The same cache with a free list out of order: neighbours are no longer neighbours."""
     order = list(cache.pool.allocate(cache.pool.num_free))
     random.Random(SEED).shuffle(order)
     for block in order:
@@ -294,7 +301,7 @@ def bookkeeping(cache: KvCache, steps: int) -> Bookkeeping:
     sequences = range(BOOKKEEPING_SEQUENCES)
     for seq_id in sequences:
         tokens = [rng.randrange(1000) for _ in range(BOOKKEEPING_LENGTH + seq_id % cache.block_size)]
-        cache.add(seq_id, tokens)
+        cache.add(seq_id, tokens, max_cached=0)
         cache.reserve(seq_id, len(tokens))
         cache.commit(seq_id, tokens)
     seconds = []

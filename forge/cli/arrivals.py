@@ -81,6 +81,7 @@ def watch_arrivals(
     from forge.views.terminal import open_console
 
     llm.engine.report_blocks = True
+    screen.since = llm.engine.cache.stats()
     try:
         with SilentBlocks(screen) if quiet else watch_blocks(open_console(), screen, pace) as watch:
             return whole(drive_arrivals(llm, arrivals, watch.step))

@@ -112,6 +112,10 @@ def bench_cache(
             rich_help_panel=_MEASURE,
         ),
     ] = None,
+    reps: Annotated[
+        int | None,
+        typer.Option("--reps", help="Steps of each cache per figure; 60 if not given.", rich_help_panel=_MEASURE),
+    ] = None,
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
     quick: Annotated[
@@ -130,6 +134,8 @@ def bench_cache(
     from forge.views.terminal import open_console, open_error_console
 
     effort = Effort.quick() if quick else Effort()
+    if reps is not None:
+        effort = replace(effort, steps=reps)
     with BenchProgress(open_error_console()) as progress:
         result = run(
             model,
@@ -236,3 +242,22 @@ def bench_quality(
         open_console().print(to_json(quality_object(result)), soft_wrap=True)
     else:
         print_quality(open_console(), result)
+
+
+@bench.command("host")
+def bench_host(
+    kv: Annotated[str, typer.Option("--kv", help="off, basic, paged or prefix.")] = "paged",
+    steps: Annotated[int, typer.Option("--steps", help="Steps per figure.", min=2)] = 200,
+    json: options.JsonOption = False,
+) -> None:
+    """What a step costs beside its forward pass: planning, choosing tokens, records; with 1, 4, 16 and 64 sequences."""
+    from forge.bench.host_time import measure
+    from forge.views.host_time import host_time_object, print_host_time
+    from forge.views.json_output import to_json
+    from forge.views.terminal import open_console
+
+    times = measure(kv, steps=steps)
+    if json:
+        open_console().print(to_json(host_time_object(times)), soft_wrap=True)
+    else:
+        print_host_time(open_console(), times, machine.cpu_model())

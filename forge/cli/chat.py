@@ -19,6 +19,9 @@ def chat(
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
     max_model_len: options.MaxModelLenOption = None,
+    block_size: options.BlockSizeOption = None,
+    num_blocks: options.NumBlocksOption = None,
+    kv_memory: options.KvMemoryOption = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of one answer at most.")] = 256,
     temperature: options.TemperatureOption = 0.0,
@@ -28,6 +31,7 @@ def chat(
     repetition_penalty: options.RepetitionPenaltyOption = 1.0,
     seed: options.SeedOption = None,
     stop: options.StopOption = None,
+    show: options.ShowOption = None,
     trace: options.TraceOption = None,
     step: options.StepOption = False,
 ) -> None:
@@ -48,9 +52,19 @@ def chat(
         seed=seed,
         stop=stop,
     )
-    loading = options.model_options(kv=kv, device=device, threads=threads, max_model_len=max_model_len)
+    blocks = options.shows_blocks(show, kv)
+    loading = options.model_options(
+        kv=kv,
+        device=device,
+        threads=threads,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_memory=kv_memory,
+    )
     watch = Watch(trace, step)
     llm = load_model(model, **loading)
+    llm.engine.report_blocks = blocks
     view = ChatView(open_console(), run_label(llm))
     view.welcome()
     _converse(llm, llm.chat_session(system), params, view, watch)

@@ -101,17 +101,24 @@ def compare(
     from forge.views.terminal import open_console
 
     versus = versus_of(ctx)
+<<<<<<< HEAD
     texts = options.read_prompts(prompts) if prompts is not None else None
     if is_judging(ctx.params, versus):
         report = compare_judging(*_for_judging(ctx, versus), texts)
         return report.as_json() if json else report
     texts = texts or [options.read_prompt(prompt)]
+=======
+    if prompts is None:
+        texts = [options.read_prompt(prompt)]
+    else:
+        texts, max_tokens = options.read_prompts(prompts), _number_alone(ctx, prompt, max_tokens)
+>>>>>>> main
     question = question_for(versus.option)
     console = open_console()
     sides: list[Side] = []
     with ComparisonProgress(console, question, versus.names, max_tokens, quiet=json) as progress:
         for name, given in zip(versus.names, (ctx.params, versus.right), strict=True):
-            side = _run_side(name, given, texts, sides, progress.step)
+            side = _run_side(name, {**given, "max_tokens": max_tokens}, texts, sides, progress.step)
             sides.append(side)
             if side.result.interrupted:
                 break
@@ -128,6 +135,7 @@ def compare(
     return report.as_json() if json else report
 
 
+<<<<<<< HEAD
 def _for_judging(ctx: typer.Context, versus: "Versus") -> "tuple[dict[str, Any], Versus, int]":
     """Both sides' parameters and the length of an answer: where nobody said otherwise, a cache that shares prefixes,
     and one token."""
@@ -135,6 +143,21 @@ def _for_judging(ctx: typer.Context, versus: "Versus") -> "tuple[dict[str, Any],
     kv = {"kv": "prefix"} if "kv" in unsaid and versus.option != "--kv" else {}
     sides = ctx.params | kv, replace(versus, right=dict(versus.right) | kv)
     return *sides, 1 if "max_tokens" in unsaid else ctx.params["max_tokens"]
+=======
+def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
+    """MAX_TOKENS where a file has the prompts: what stands in the place of the prompt can only be that.
+
+    Raises `UsageError` for a prompt beside the file.
+    """
+    from forge.errors import UsageError
+
+    given = [name for name in ("prompt", "max_tokens") if ctx.get_parameter_source(name).name == "COMMANDLINE"]
+    if not given:
+        return max_tokens
+    if given == ["prompt"] and prompt.isdecimal():
+        return int(prompt)
+    raise UsageError(f"--prompts is a file with the prompts: leave out {prompt!r}, and give MAX_TOKENS alone")
+>>>>>>> main
 
 
 def _run_side(

@@ -19,6 +19,7 @@ from forge.cli.chapters import chapter, chapters, next_chapter
 from forge.cli.chat import chat
 from forge.cli.classify import classify
 from forge.cli.compare import compare
+from forge.cli.cuda import cuda
 from forge.cli.doctor import doctor
 from forge.cli.embed import embed
 from forge.cli.generate import generate
@@ -78,6 +79,7 @@ app.command("chapters", rich_help_panel=_CHAPTERS)(chapters)
 app.command("chapter", rich_help_panel=_CHAPTERS, context_settings=_ANY_OPTIONS)(chapter)
 app.command("next", rich_help_panel=_CHAPTERS)(next_chapter)
 app.command("naive", rich_help_panel=_CHAPTERS)(naive)
+app.command("cuda", rich_help_panel=_CHAPTERS)(cuda)
 app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)
 app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
 app.command("paged", rich_help_panel=_CHAPTERS)(paged)

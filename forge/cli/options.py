@@ -35,7 +35,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="A bundled or pulled model's name, a GGUF file, or a Hugging Face folder.",
+        help="A bundled or pulled model's name, a GGUF file, a Hugging Face folder, or hash.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -95,9 +95,7 @@ ShowOption = Annotated[
 ]
 PaceOption = Annotated[
     float,
-    typer.Option(
-        "--pace", help="With --show, on a terminal: steps per second; 0 waits for nobody.", rich_help_panel=_OUTPUT
-    ),
+    typer.Option("--pace", help="Steps per second that a terminal shows; 0 waits for nobody.", rich_help_panel=_OUTPUT),
 ]
 
 KvDtypeOption = Annotated[

@@ -71,6 +71,8 @@ class _Work:
     forward_tokens: list[int] = field(default_factory=list)
     tokens_cached: int = 0
     tokens_recomputed: int = 0
+    tokens_lost: int = 0
+    """By its last preemption, while it waits: when it begins again the cache may still have some of them."""
 
     def metrics(self, sequence: Sequence) -> RequestMetrics:
         return RequestMetrics(
@@ -537,8 +539,9 @@ class Engine:
         return token_ids
 
     def _keeps_nothing(self, params: SamplingParams, room: int) -> bool:
-        """Whether a generation ends with its first token at the latest."""
-        return self.scheduler.config.oneshot and params.n == 1 and min(params.max_tokens, room) <= 1
+        """Whether a generation ends with its first token at the latest, and there are blocks to compute it in."""
+        few = params.n == 1 and min(params.max_tokens, room) <= 1
+        return few and self.scheduler.config.oneshot and len(self.scheduler.scratch) > 0
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._requests or request_id in self._oneshots:
@@ -704,8 +707,10 @@ class Engine:
             own = work[admission.seq_id]
             if own.admitted is None:
                 own.admitted, own.tokens_cached = started, admission.num_cached
+            own.tokens_recomputed += max(0, own.tokens_lost - admission.num_cached)
+            own.tokens_lost = 0
         for preemption in plan.preempted:
-            work[preemption.seq_id].tokens_recomputed += preemption.tokens_lost
+            work[preemption.seq_id].tokens_lost = preemption.tokens_lost
         for item in plan.items:
             own = work[item.seq_id]
             own.forward_ms.append(forward_ms)

@@ -43,6 +43,9 @@ class OutputText:
         return released
 
     def _take(self, new_text: str) -> str:
+        if not self._stop:  # nothing is ever held back
+            self._released.append(new_text)
+            return new_text
         if self.stopped_by is not None:
             return ""
         self._held += new_text

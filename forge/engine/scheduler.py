@@ -131,7 +131,7 @@ class Scheduler:
         self._arrivals = count()
         self._fork_ids = count(-1, -1)
         self.oneshots = OneShotQueue(cache, temporary_bytes, config.prefix_planning)
-        self._scratch = scratch
+        self.scratch = scratch
         self._key = config.admission_order
         # Without a cache a step computes whole sequences; it has no part of one to begin or to end with.
         self._budget = config.token_budget if cache.remembers else _UNLIMITED
@@ -245,7 +245,7 @@ class Scheduler:
         tokens = min(draft.budget, config.oneshot_tokens) if items else config.oneshot_tokens
         if tokens <= 0:
             return ()
-        free = OneShotBudget(tokens, config.oneshot_memory, self.cache.num_available, list(self._scratch))
+        free = OneShotBudget(tokens, config.oneshot_memory, self.cache.num_available, list(self.scratch))
         oneshots, waits = self.oneshots.plan(free, draft.leaders)
         draft.waiting += waits
         return oneshots

@@ -16,6 +16,8 @@ from functools import cached_property
 from typing import Any
 from unicodedata import normalize
 
+import numpy as np
+
 from forge.errors import UsageError
 from forge.tokenizer.byte_level import from_byte_alphabet
 from forge.tokenizer.encoders import Encoders, Preference
@@ -131,7 +133,7 @@ class Tokenizer:
 
     def is_hidden(self, token_id: int) -> bool:
         """Whether `skip_special` leaves this token out."""
-        return self.token_type(token_id) in _HIDDEN_TYPES
+        return token_id in self._hidden_ids
 
     def apply_chat_template(
         self,
@@ -156,6 +158,11 @@ class Tokenizer:
         tokens = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
         variables = {name: self.spec.tokens[i] if i is not None else "" for name, i in tokens.items()}
         return ChatTemplate(self.spec.chat_template or QWEN3_CHAT_TEMPLATE, variables)
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        """Asked of every token that is generated, so it is found out once."""
+        return frozenset(np.flatnonzero(np.isin(self.spec.token_types, _HIDDEN_TYPES)).tolist())
 
     @cached_property
     def _id_of_matched(self) -> dict[str, int]:

@@ -68,8 +68,8 @@ def cells(block_map: BlockMap, names: SequenceNames) -> list[Cell]:
     for block in block_map.cached:
         found[block] = Cell(CACHED)
     written = set(block_map.written)
-    for table in reversed(block_map.tables):  # the first one has the last word
-        owner = None if table.is_snapshot else names.number(table.owner)
+    owners = [None if table.is_snapshot else names.number(table.owner) for table in block_map.tables]
+    for owner, table in reversed(list(zip(owners, block_map.tables, strict=True))):  # the first has the last word
         filled = -(-table.computed // block_map.block_size)
         for place, block in enumerate(table.blocks):
             if block in written:

@@ -31,8 +31,9 @@ class Sentence(NamedTuple):
 class BlockStory:
     """Tells step by step; what sequences had before is remembered from the step before."""
 
-    def __init__(self, names: SequenceNames):
-        self._names = names
+    def __init__(self, names: SequenceNames, keeps: bool = False):
+        """keeps: sequences that end keep their blocks, for a continuation."""
+        self._names, self._keeps = names, keeps
         self._before: dict[int, TableRecord] = {}
         self._steps = 0
 
@@ -99,8 +100,9 @@ class BlockStory:
             yield f"{len(held)} sequences ended and let go of {_count(sum(held.values()))}"
             return
         for finish in record.finished:
-            lets_go = f" and lets go of {_count(held[finish.seq_id])}" if finish.seq_id in held else ""
-            yield f"{self._label(finish.seq_id)} ended ({finish.reason}){lets_go}"
+            verb = "keeps its" if self._keeps else "lets go of"
+            blocks = f" and {verb} {_count(held[finish.seq_id])}" if finish.seq_id in held else ""
+            yield f"{self._label(finish.seq_id)} ended ({finish.reason}){blocks}"
 
     def _writes(self, record: StepRecord) -> Iterator[str]:
         tables = _tables(record.blocks)
@@ -119,6 +121,8 @@ class BlockStory:
             return f"{label} began{again} with {plural(hit.num_tokens, 'token')} from {_blocks(hit.blocks)}"
         if admission.how == "swap":
             return f"{label} came back with {plural(admission.num_cached, 'token')} in {_count(admission.num_blocks)}"
+        if admission.num_cached:
+            return f"{label} went on with {plural(admission.num_cached, 'token')}, which it had kept"
         where = f": {_blocks(table.blocks)}" if table is not None else ""
         return f"{label} began{again}{where}"
 

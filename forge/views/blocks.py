@@ -8,13 +8,15 @@ it. In a pipe a step is one line.
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from forge.trace.records import BlockSplit, StepRecord
+from forge.cache.kv_cache import CacheStats
+from forge.trace.records import BlockSplit, CacheRecord, StepRecord
 from forge.views.block_map import LEGEND, SequenceNames, cache_facts, pool_lines, table_lines
 from forge.views.block_story import BlockStory, Sentence
 from forge.views.figures import count, plural, share
@@ -50,8 +52,11 @@ class BlockWatch(Protocol):
 class BlockScreen:
     """What there is to see: kept up to date step by step, drawn at any size."""
 
-    def __init__(self, question: str = QUESTION):
+    def __init__(self, question: str = QUESTION, keeps: bool = False):
+        """keeps: sequences that end keep their blocks, as a conversation does between turns."""
         self.question = question
+        self.since: CacheStats | None = None
+        """The cache before the run, if it was not new: what it had counted by then is not this run's."""
         self.names = SequenceNames()
         self.sentences: deque[Sentence] = deque(maxlen=LOG)
         """What was out of the ordinary, oldest first."""
@@ -64,10 +69,12 @@ class BlockScreen:
         self.split: tuple[int, StepRecord] | None = None
         """The first step in which a shared block was copied because somebody wrote into it."""
         self.streams = TextStreams()
-        self._story = BlockStory(self.names)
+        self._story = BlockStory(self.names, keeps)
 
     def feed(self, record: StepRecord) -> list[Sentence]:
         """Take a step in; returns what it did, in words."""
+        if self.since is not None:
+            record = replace(record, cache=_counted_since(record.cache, self.since))
         self.steps += 1
         self.record = record
         if self.fullest is None or record.cache.used_blocks >= self.fullest[1].cache.used_blocks:
@@ -119,7 +126,9 @@ class BlockScreen:
 
     def _log(self, width: int, rows: int) -> list[Text]:
         """The latest sentences, the last step's at the bottom and bright."""
-        now = self.latest[-rows:]
+        now = self.latest
+        if len(now) > rows:
+            now = [one for one in now if not one.routine][:rows]
         before = [one for one in self.sentences if one.step < self.steps][-rows:][len(now) :]
         lines = [_sentence(one, width, QUIET) for one in before] + [_sentence(one, width) for one in now]
         return lines + [Text("")] * (rows - len(lines))
@@ -130,6 +139,11 @@ class BlockScreen:
             Text.assemble((f"{number} ", sequence_style(number)), _end_of(text, width - 4), no_wrap=True)
             for number, text in list(enumerate(self.streams.texts))[-rows:]
         ]
+
+
+def _counted_since(cache: CacheRecord, since: CacheStats) -> CacheRecord:
+    counters = ("prefix_queries", "prefix_hits", "splits", "evictions")
+    return replace(cache, **{name: getattr(cache, name) - getattr(since, name) for name in counters})
 
 
 def watch_blocks(console: Console, screen: BlockScreen, pace: float) -> BlockWatch:

@@ -8,7 +8,7 @@ from rich.text import Text
 from forge.bench.cache import CacheBenchmark
 from forge.bench.results import Middle
 from forge.views.bench import middle, ratio_text
-from forge.views.figures import count, ms, plural, rate, share, size
+from forge.views.figures import NOTHING, count, ms, plural, rate, share, size
 from forge.views.palette import QUIET, TITLE
 from forge.views.terminal import print_table
 from forge.views.text import one_line
@@ -25,21 +25,19 @@ def print_cache_benchmark(console: Console, result: CacheBenchmark) -> None:
 
 
 def _print_steps(console: Console, result: CacheBenchmark) -> None:
-    table = _new_table("ms per step", "block", "contiguous", "paged", "paged / contiguous")
+    table = _new_table("decode at", "block", "cache", "ms per step", "of contiguous")
     for one in result.step_times:
         table.add_row(
-            f"{count(one.length)} tokens",
-            str(one.block_size),
-            _milliseconds(one.basic),
-            _milliseconds(one.paged),
-            _ratio(one.ratio),
+            f"{count(one.length)} tokens", str(one.block_size), "contiguous", _milliseconds(one.basic), NOTHING
         )
+        table.add_row("", "", "paged", _milliseconds(one.paged), _ratio(one.ratio))
+        table.add_row("", "", "scattered", _milliseconds(one.scattered), _ratio(one.scattered_ratio))
     print_table(console, table)
     turns = plural(result.steps, "step")
     _say(
         console,
         f"One sequence, whole steps: scheduling, forward pass, choice. {turns} of each, in turn, from the same prompt; "
-        "medians (quartiles), the ratio taken step by step. The blocks of paged lie out of order.",
+        "medians (quartiles), the ratio taken step by step. scattered: paged, its blocks in no order.",
     )
     for reason in result.skipped:
         _say(console, f"· {reason}")
@@ -49,10 +47,9 @@ def _print_first_token(console: Console, result: CacheBenchmark) -> None:
     one = result.first_token
     if one is None:
         return _say(console, "· time to first token: the model's context is too short")
-    table = _new_table("ms to first token", "computed", "paged", "prefix", "sooner")
-    computed = f"{count(one.prompt_tokens - one.cached_tokens)} of {count(one.prompt_tokens)}"
-    row = (f"{share(one.cached_tokens / one.prompt_tokens)} found", computed)
-    table.add_row(*row, _milliseconds(one.paged), _milliseconds(one.prefix), _ratio(one.ratio))
+    table = _new_table("ms to first token", "paged", "prefix", "sooner")
+    found = f"{count(one.cached_tokens)} of {count(one.prompt_tokens)} found"
+    table.add_row(found, _milliseconds(one.paged), _milliseconds(one.prefix), _ratio(one.ratio))
     print_table(console, table)
 
 

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.trace.records import StepRecord
+from forge.views.blocks import BlockScreen, print_lines
 from forge.views.figures import count, ms, plural, rate
 from forge.views.palette import QUIET, TROUBLE
 from forge.views.summary import RunLabel, RunResult
@@ -48,6 +49,16 @@ class ChatView:
         self._say(self._wrap.flush())
         self._console.print()
         self._quiet(turn_sentence(result))
+        if result.records and result.records[-1].blocks is not None:
+            self._show_blocks(result)
+
+    def _show_blocks(self, result: RunResult) -> None:
+        """Where the conversation lies after the turn, and what the turn did to the blocks."""
+        screen = BlockScreen(keeps=True)
+        for record in result.records:
+            screen.feed(record)
+        print_lines(self._console, [Text(""), *screen.picture(self._console.width), Text("")])
+        print_lines(self._console, [*screen.story_lines(self._console.width), Text("")])
 
     def forgotten(self) -> None:
         self._quiet("forgotten: the next message starts a new conversation")

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from forge.cli.options import memory_bytes
+
 
 def test_generate_in_a_pipe(forge, model):
     found = forge("generate", "Once upon a time", "5", "-m", model, "--kv", "basic", "--ignore-eos")
@@ -120,10 +122,176 @@ def test_help_has_its_panels(forge):
         assert expected in out
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["generate", "compare", "chapters", "chapter", "next", "naive", "kv-cache", "kernels", "chat", "models", "doctor"],
-)
+COMMANDS = (
+    "generate", "compare", "chapters", "chapter", "next", "naive", "kv-cache", "kernels", "paged", "prefix", "chat",
+    "models", "doctor",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(forge, command):
     found = forge(command, "--help")
     assert found.status == 0 and "Usage" in found.out
+
+
+def test_generate_shows_its_blocks(forge, small):
+    sizes = ("--kv", "paged", "--num-blocks", "8", "--block-size", "16", "--show", "blocks")
+    found = forge("generate", "Once", "8", *small, *sizes, "--ignore-eos", "--n", "2", "--temperature", "1")
+    assert found.status == 0 and found.err == ""
+    for expected in (
+        "seq 1 began as a fork",
+        "shared by 2: copied to",
+        "blocks, in the order of positions",
+        "8 blocks",
+    ):
+        assert expected in found.out
+    run = json.loads(forge("generate", "Once", "8", *small, *sizes, "--ignore-eos", "--json").out)
+    assert len(run["blocks"]) == len(run["forwards"]) and run["blocks"][-1]["tables"][0]["reference_counts"]
+
+
+def test_the_pool_is_as_large_as_was_asked_for(forge, small):
+    shown = ("--show", "blocks", "--json", "--ignore-eos", "--kv", "paged")
+    by_number = json.loads(forge("generate", "Once", "1", *small, *shown, "--num-blocks", "7").out)["blocks"][0]
+    by_bytes = json.loads(forge("generate", "Once", "1", *small, *shown, "--kv-memory", "64KiB").out)["blocks"][0]
+    assert by_number["used_blocks"] + by_number["free_blocks"] == 7
+    assert by_bytes["used_blocks"] + by_bytes["free_blocks"] == 65536 // (16 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--kv", "paged", "--show", "bricks"), "--show takes blocks"),
+        (("--kv", "off", "--show", "blocks"), "nothing to show with --kv off"),
+        (("--kv", "paged", "--kv-memory", "lots"), "--kv-memory takes a size such as 64MB"),
+        (("--kv", "paged", "--kv-memory", "1ib"), "--kv-memory takes a size such as 64MB"),
+        (("--kv", "paged", "--kv-memory", "100B"), "cannot hold one block"),
+        (("--kv", "paged", "--kv-memory", "1MB", "--num-blocks", "3"), "give one of them"),
+        (("--kv", "paged", "--num-blocks", "0"), "--num-blocks must be a whole number"),
+        (("--kv", "paged", "--show", "blocks", "--pace", "-1"), "--pace is a number of steps per second"),
+    ],
+)
+def test_a_bad_size_or_view_is_one_line(forge, small, options, said):
+    found = forge("generate", "Once", "1", *small, *options)
+    assert found.status == 2 and said in found.err and found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("1", 1), ("64MB", 64_000_000), ("1.5 gb", 1_500_000_000), ("256MiB", 1 << 28), ("2k", 2000)]
+)
+def test_sizes_in_bytes(text, number):
+    assert memory_bytes(text) == number
+
+
+def test_compare_shows_what_paging_saves(forge, small):
+    found = forge("compare", "--kv", "basic", "vs", "paged", "Once", "6", *small, "--ignore-eos")
+    assert found.status == 0
+    for expected in ("✓ identical: 6 tokens", "KV reserved", "blocks used at once", "reserved and empty"):
+        assert expected in found.out
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.txt"
+    beginning = "The fox and the lantern and the old mill by the river"
+    path.write_text(f"{beginning}, once\n\n{beginning}, twice\n{beginning}\n", encoding="utf-8")
+    return str(path)
+
+
+def test_compare_runs_every_prompt_of_a_file(forge, small, prompts):
+    line = ("compare", "--kv", "paged", "vs", "prefix", "--prompts", prompts, *small, "--block-size", "4")
+    found = forge(*line, "6", "--ignore-eos")
+    assert found.status == 0 and found.err == ""
+    for expected in ("3 prompts of", "✓ identical: 18 tokens of 3 prompts, logits equal", "prompt tokens found"):
+        assert expected in found.out
+    paged, prefix = json.loads(forge(*line, "6", "--ignore-eos", "--json").out)["sides"]
+    assert [one["token_ids"] for one in paged["prompts"]] == [one["token_ids"] for one in prefix["prompts"]]
+    assert paged["cache"]["tokens_cached"] == 0 < prefix["cache"]["tokens_cached"]
+    saved = prefix["cache"]["tokens_cached"]
+    assert paged["tokens_computed"] - prefix["tokens_computed"] == saved
+    assert prefix["cache"]["most_blocks_saved"] > 0 and len(prefix["prompts"]) == 3
+
+
+def test_any_option_can_vary_over_several_prompts(forge, small, prompts):
+    found = forge("compare", "--seed", "1", "vs", "2", "--prompts", prompts, "--temperature", "2", *small, "8")
+    assert found.status == 1 and "✗ the tokens differ from output token" in found.out and "of prompt 1" in found.out
+
+
+def test_a_seed_that_nobody_gave_is_the_same_on_both_sides_for_every_prompt(forge, small, prompts):
+    line = ("--prompts", prompts, "--temperature", "2", *small, "6", "--ignore-eos")
+    assert forge("compare", "--kv", "off", "vs", "prefix", *line).status == 0
+
+
+def test_a_prompt_beside_a_file_of_prompts_is_one_line(forge, small, prompts):
+    for words in (("Once",), ("Once", "6")):
+        found = forge("compare", "--kv", "off", "vs", "on", "--prompts", prompts, *small, *words)
+        assert found.status == 2 and "leave out 'Once'" in found.err and found.err.count("\n") == 1
+
+
+def test_a_file_without_prompts_is_one_line(forge, small, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    for name, said in (("empty.txt", "has no prompt in it"), ("missing.txt", "No such file")):
+        found = forge("compare", "--kv", "off", "vs", "on", "--prompts", str(tmp_path / name), *small)
+        assert found.status == 2 and said in found.err and found.err.count("\n") == 1
+
+
+PAGED = ("paged", "Once", "--sequences", "6", "--num-blocks", "16", "--block-size", "4", "--max-model-len", "32")
+
+
+def test_paged_holds_both_caches_against_each_other(forge, small):
+    found = forge(*PAGED, *small, "--only", "run")
+    assert found.status == 0 and found.err == "" and "\x1b" not in found.out
+    for expected in ("contiguous", "stories at once", "reserved and empty", "✓ identical", "blocks aside for a story"):
+        assert expected in found.out
+
+
+def test_paged_as_json_has_what_its_chapter_names(forge, small):
+    facts = json.loads(forge(*PAGED, *small, "--json").out)
+    contiguous, paged = facts["contiguous"], facts["paged"]
+    assert facts["identical"] and facts["blocks_per_run"] == 8 and facts["longest"] <= 32
+    assert contiguous["most_running"] == 2 < paged["most_running"]
+    assert paged["internal_fragmentation"] < contiguous["internal_fragmentation"]
+    assert paged["steps"] < contiguous["steps"]
+
+
+PREFIX = ("prefix", "Once", "16", "--block-size", "4", "--branches", "2", "--requests", "3")
+
+
+def test_prefix_forks_a_story_and_shares_a_rubric(forge, small, tmp_path):
+    (tmp_path / "rubric.txt").write_text("Read the story of the fox and answer.\n")
+    found = forge(*PREFIX, *small, "--only", "run", "--rubric", str(tmp_path / "rubric.txt"))
+    assert found.status == 0 and found.err == "" and "\x1b" not in found.out
+    for expected in ("copied to", "began as a fork", "request 3", "✓ identical", "without sharing it would have been"):
+        assert expected in found.out
+
+
+def test_prefix_as_json_has_what_its_chapter_names(forge, small, tmp_path):
+    (tmp_path / "rubric.txt").write_text("Read the story of the fox and answer.\n")
+    facts = json.loads(forge(*PREFIX, *small, "--json", "--rubric", str(tmp_path / "rubric.txt")).out)
+    story, rubric = facts["story"], facts["rubric"]
+    assert story["hit_tokens"] == story["beginning_tokens"] - 1 and story["hit_tokens"] % 4
+    assert len(story["splits"]) == 2 and story["splits"][0]["references"] == 2
+    assert story["tokens_computed"] == story["tokens_without_sharing"] - story["hit_tokens"] - story["beginning_tokens"]
+    found = sum(request["tokens_cached"] for request in rubric["requests"])
+    assert found >= 2 * rubric["tokens"] - 2
+    assert rubric["paged"]["tokens_computed"] - rubric["prefix"]["tokens_computed"] == found
+    assert facts["identical"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("paged", "Once", "--sequences", "0"), "--sequences is at least 1"),
+        (("prefix", "Once", "--requests", "1"), "--requests is at least 2"),
+        (("prefix", "Once", "16", "--branch-at", "16"), "--branch-at is between 1 and 15"),
+    ],
+)
+def test_an_experiment_without_a_meaning_is_one_line(forge, small, line, said):
+    found = forge(*line, *small, "--only", "run")
+    assert found.status == 2 and said in found.err and found.err.count("\n") == 1
+
+
+def test_bench_cache_measures_both_caches(forge, small):
+    found = forge("bench", "cache", *small, "--quick", "--length", "20", "--block-size", "4")
+    assert found.status == 0
+    for expected in ("contiguous", "scattered", "bookkeeping of a step, 64 sequences, prefix", "hit rate"):
+        assert expected in found.out

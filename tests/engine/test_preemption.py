@@ -72,16 +72,22 @@ def test_a_step_that_preempts_still_delivers_the_tokens_of_the_others():
         assert not victims & complete
 
 
-def test_metrics_count_preemptions_and_what_they_cost():
-    engine = pressed(num_blocks=6)
+@pytest.mark.parametrize("kv", ["paged", "prefix"])
+def test_metrics_count_preemptions_and_what_had_to_be_computed_again(kv):
+    engine = pressed(kv)
     add_all(engine)
     records = run_all(engine)
 
     for seq_id, text in enumerate(TEXTS):
         metrics = engine.output(text).metrics
         lost = [one.tokens_lost for one in preemptions(records) if one.seq_id == seq_id]
-        assert (metrics.times_preempted, metrics.tokens_recomputed) == (len(lost), sum(lost))
-        assert metrics.tokens_computed == len(text) + 9 + sum(lost)
+        found = [one.num_cached for record in records for one in record.admitted if one.seq_id == seq_id]
+        assert (metrics.times_preempted, metrics.tokens_cached) == (len(lost), found[0])
+        assert metrics.tokens_recomputed == sum(lost) - sum(found[1:])
+        assert metrics.tokens_computed == len(text) + 9 - found[0] + metrics.tokens_recomputed
+    assert any(one.how == "recompute" and one.num_cached for record in records for one in record.admitted) == (
+        kv == "prefix"
+    )
 
 
 @pytest.mark.parametrize("config", [{"max_num_batched_tokens": 4}, {"chunked_prefill": False}, {}])

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from forge.trace.records import ItemRecord
+from forge.trace.records import BlockMap, ItemRecord, TableRecord
 from forge.views.chat import ChatView, turn_sentence
 from tests.views.records import LABEL, flat, piped, step, written
 
@@ -19,3 +19,11 @@ def test_a_turn_says_what_the_cache_saved():
     sentence = turn_sentence(replace(result, records=(first, *result.records[1:])))
     assert sentence.startswith("1 of 4 prompt tokens computed, 3 held · first token 2.1 ms")
     assert sentence.endswith("length")
+
+
+def test_a_turn_whose_blocks_are_reported_ends_with_a_picture_of_them():
+    console, result = piped(), flat(3)
+    blocks = BlockMap(16, (TableRecord(7, False, (0,), 6, 6),), (1, 0, 0), (), (0,))
+    shown = replace(result, records=tuple(replace(record, blocks=blocks) for record in result.records))
+    ChatView(console, LABEL).finish(shown)
+    assert "seq 0" in written(console) and "and keeps its 1 block" in written(console)

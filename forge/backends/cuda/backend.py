@@ -64,8 +64,9 @@ class CudaBackend(Backend):
         launcher: "Launcher | None" = None,
     ):
         """invariant: one tiling for every number of rows, so that a row's bits never depend on its batch (needs
-        `triton`). graphs: None for where there is a GPU. dense_copies: whether packed weights are kept dense too, for
-        batches of many rows; None asks the device's memory. launcher: who is handed every launch instead of Triton."""
+        `triton`). graphs: whether to capture steps as CUDA graphs; None for where there is a GPU. dense_copies: whether
+        packed weights are kept dense too, for batches of many rows; None asks the device's memory. launcher: who is
+        handed every launch instead of Triton."""
         if kernels not in KERNELS:
             raise UsageError(f"unknown kernels {kernels!r}; there are {', '.join(KERNELS)}")
         if dtype not in DTYPES:
@@ -76,7 +77,8 @@ class CudaBackend(Backend):
         self._on_gpu = self._device.type == "cuda"
         self._kernels, self._dtype, self._invariant, self._quantize = kernels, DTYPES[dtype], invariant, quantize
         self._dense_copies, self._launcher = dense_copies, launcher
-        self._uses_graphs = (self._on_gpu if graphs is None else graphs) and kernels == "triton"
+        self.uses_graphs = (self._on_gpu if graphs is None else graphs) and kernels == "triton"
+        """May be switched off and on between steps, to see what graphs are worth."""
         self._graphs: WeakKeyDictionary[TorchKvStorage, Graphs] = WeakKeyDictionary()
         self._rotations = Rotations(self._device)
         self._matrix_names: dict[int, str] = {}
@@ -93,6 +95,11 @@ class CudaBackend(Backend):
         parts += [f"floats quantized to {self._quantize}"] if self._quantize else []
         parts += ["one tiling"] if self._invariant else []
         return ", ".join(parts)
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """What a forward multiplies with: every matrix once, the output head included. Empty before `prepare`."""
+        return self._fused.network.products() if self._fused is not None else []
 
     # Loading
 
@@ -125,26 +132,31 @@ class CudaBackend(Backend):
         from forge.backends.cuda.forward import forward
 
         fused = self._fused
-        shape = shape_of(batch, fused.policy)
+        shape = shape_of(batch, fused.policy, storage.layout.block_size)
         network = fused.network
         moved = fused.buffer.reach(shape, batch)
         moved |= self._rotations.reach(int(batch.context_lens.max()), network.head_dim, network.theta)
+        moved |= fused.launches.reserve(shape)
         fused.buffer.fill(shape, batch)
-        inputs = fused.buffer.inputs(shape)
-        moved |= fused.launches.reserve(inputs)
         if moved:
             for graphs in self._graphs.values():
                 graphs.drop()
-        if not self._uses_graphs or self._clock is not None:
+
+        def compute() -> torch.Tensor:
+            return forward(network, fused.launches, fused.buffer.inputs(shape), storage)
+
+        if not self.uses_graphs or self._clock is not None:
             why = "time is kept per operation" if self._clock is not None else "graphs are off"
             self.execution = Execution("eager", why, shape.num_rows)
-            return forward(network, fused.launches, inputs, storage)
+            return compute()
         graphs = self._graphs.setdefault(storage, Graphs())
-        logits, self.execution = graphs.run(shape, lambda: forward(network, fused.launches, inputs, storage))
+        logits, self.execution = graphs.run(shape, compute)
         return logits
 
     def _on_host(self, logits: torch.Tensor, wanted: int) -> np.ndarray:
-        """The rows that are not padding, in memory that is the caller's."""
+        """The rows that are not padding, in memory that is the caller's. Waits for the step only if there are any."""
+        if wanted == 0:
+            return np.empty((0, logits.shape[1]), np.float32)
         if not self._on_gpu:
             return logits[:wanted].numpy().copy()
         host = torch.empty((wanted, logits.shape[1]), dtype=torch.float32, pin_memory=True)
@@ -165,7 +177,7 @@ class CudaBackend(Backend):
             kv_heads=network.num_kv_heads,
             multiprocessors=self._multiprocessors(),
             invariant=self._invariant,
-            buckets=self._uses_graphs,
+            buckets=self.uses_graphs,
         )
         dependent = self._on_gpu and torch.cuda.get_device_capability(self._device) >= DEPENDENT_LAUNCH
         launcher = self._launcher or TritonLauncher(dependent)
@@ -176,8 +188,8 @@ class CudaBackend(Backend):
         self._time_steps()
 
     def _copy_dense(self, network: Network) -> None:
-        """Dense copies of packed matrices for products of many rows, all or none; head and embedding need none."""
-        packed = [m for m in network.matrices() if m.packed is not None and m not in (network.head, network.embedding)]
+        """Dense copies of packed matrices for products of many rows, all or none; the head needs none."""
+        packed = [matrix for matrix in network.products()[:-1] if matrix.packed is not None]
         if self._dense_copies is None and self._on_gpu:
             free, _ = torch.cuda.mem_get_info(self._device)
             needed = sum(m.rows * m.columns for m in packed) * self._dtype.itemsize

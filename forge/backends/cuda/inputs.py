@@ -30,7 +30,7 @@ class Shape:
     """Rows that are computed, padding included."""
     num_logit_rows: int
     is_decode: bool
-    """One row per sequence, all of which need logits."""
+    """One row per sequence, all of which need logits, and none of which needs another's key of this step."""
     tiles: int
     """Of attention, padding included; a decode has one per row."""
     tile_rows: int
@@ -94,11 +94,11 @@ class Policy:
     """Whether to pad to the shapes that graphs are captured for."""
 
 
-def shape_of(batch: ForwardBatch, policy: Policy) -> Shape:
+def shape_of(batch: ForwardBatch, policy: Policy, block_size: int) -> Shape:
     """The shape in which `batch` is computed."""
     num_rows, num_sequences, num_logits = batch.num_rows, batch.num_sequences, len(batch.logit_rows)
     longest = int(batch.context_lens.max())
-    is_decode = num_rows == num_sequences == num_logits
+    is_decode = num_rows == num_sequences == num_logits and not _reads_what_others_write(batch, block_size)
     bucket = _bucket(num_rows, ROW_BUCKETS if is_decode else TOKEN_BUCKETS) if policy.buckets else None
     rows = num_rows if bucket is None else bucket
     if is_decode:
@@ -138,6 +138,7 @@ class InputBuffer:
     def __init__(self, device: torch.device):
         self._device = device
         self._words = 0
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._host = self._on_device = torch.zeros(0, dtype=torch.int32)
 
     def reach(self, shape: Shape, batch: ForwardBatch) -> bool:
@@ -151,7 +152,12 @@ class InputBuffer:
         return True
 
     def fill(self, shape: Shape, batch: ForwardBatch) -> None:
-        """Write the batch's words and start their copy to the device. The step before must have ended."""
+        """Write the batch's words and start their copy to the device, once the copy before it has been made.
+
+        The step before may still be running: its own copy of the words was made ahead of it.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
         words = self._host.numpy()
         place = _places(shape)
         used = sum(shape.sections.values())
@@ -171,6 +177,8 @@ class InputBuffer:
         end = used + tables.size  # rows that are padding have no keys, so they need no table
         words[used:end] = tables
         self._on_device[:end].copy_(self._host[:end], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     def inputs(self, shape: Shape) -> Inputs:
         """Views of the device's words for that shape."""
@@ -194,6 +202,21 @@ class InputBuffer:
         words[place["logit_rows"]][:count] = batch.logit_rows
         words[place["logit_sequences"]][:count] = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
         words[place["logit_lengths"]][:count] = 1
+
+
+def _reads_what_others_write(batch: ForwardBatch, block_size: int) -> bool:
+    """Whether a block that one sequence writes is in another's table too.
+
+    Then keys must all be stored before anyone attends, which a decode's one kernel does not wait for.
+    """
+    if batch.num_sequences == 1:
+        return False
+    tables = batch.block_tables
+    written = batch.slot_mapping // block_size  # -1 stays -1
+    is_written = np.zeros(max(int(tables.max()), int(written.max())) + 2, bool)
+    is_written[written] = True
+    is_written[-1] = False  # what -1 means: no block
+    return int(is_written[tables].sum()) > int(is_written.sum())
 
 
 def _places(shape: Shape) -> dict[str, slice]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from forge.backends.cuda import shapes
-from forge.backends.cuda.inputs import Inputs, Policy, attention_tile, one_row_tile
+from forge.backends.cuda.inputs import Inputs, Policy, Shape, attention_tile, one_row_tile
 from forge.backends.cuda.kernels import attention, decode_attention, heads, matmul, matvec, rows
 from forge.backends.cuda.network import Layer, Network, Norm
 from forge.backends.cuda.rotations import Rotations
@@ -64,9 +64,8 @@ class Launches:
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._counters = torch.zeros(LEAST_COUNTERS, dtype=torch.int32, device=device)
 
-    def reserve(self, inputs: Inputs) -> bool:
-        """Have what outlives one step: counters, scratch. Returns whether anything moved, which no graph survives."""
-        shape = inputs.shape
+    def reserve(self, shape: Shape) -> bool:
+        """Have the counters that a step of that shape needs. Returns whether they moved, which no graph survives."""
         needed = max(shape.tiles, shape.num_logit_rows) * self._network.num_kv_heads
         if needed <= len(self._counters):
             return False

@@ -60,10 +60,10 @@ class Network:
     def qkv_width(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
-    def matrices(self) -> list[Matrix]:
-        """Every matrix once, the embedding last."""
+    def products(self) -> list[Matrix]:
+        """Every matrix that a forward multiplies with, the output head last."""
         found = [m for layer in self.layers for m in (*layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return [*found, self.head] + ([self.embedding] if self.embedding is not self.head else [])
+        return [*found, self.head]
 
 
 # What an array is while it is recorded.

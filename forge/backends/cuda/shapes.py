@@ -46,8 +46,8 @@ def next_power_of_2(value: int) -> int:
 
 def matvec_tile(rows: int, columns: int, kind: int, multiprocessors: int = MULTIPROCESSORS) -> Tile:
     """A tile of `matvec`: half the rows per program until every multiprocessor has two."""
-    block_k = min(1024 if kind == DENSE else 2048, max(32, next_power_of_2(columns)))
-    block_n = 8
+    block_n, widest = (8, 1024) if kind == DENSE else (4, 2048)
+    block_k = min(widest, max(32, next_power_of_2(columns)))
     while block_n > 2 and -(-rows // block_n) < 2 * multiprocessors:
         block_n //= 2
     return Tile(1, block_n, block_k, num_warps=4, num_stages=1)

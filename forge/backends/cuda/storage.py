@@ -35,8 +35,10 @@ class TorchKvStorage(KvStorage):
         try:
             self.keys = torch.zeros(shape, dtype=dtype, device=device)
             self.values = torch.zeros(shape, dtype=dtype, device=device)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if "memory" not in str(error):
+        except (
+            RuntimeError
+        ) as error:  # `torch.OutOfMemoryError` is one; the CPU, and sizes past 64 bits, raise it plain
+            if not any(word in str(error).lower() for word in ("memory", "overflow")):
                 raise
             raise MemoryError(str(error).splitlines()[0]) from None
 

@@ -18,8 +18,12 @@ if torch is None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def rounding_to_nearest():
-    """A device rounds float32 to bfloat16 to the nearest, ties to even; Triton's interpreter cuts bits off."""
+def repaired_interpreter():
+    """What Triton's interpreter does otherwise than a device, or not at all with a newer NumPy.
+
+    A device rounds float32 to bfloat16 to the nearest, ties to even; the interpreter cuts bits off. And loop bounds
+    that are arrays of one number do not become numbers any more.
+    """
     if HAS_GPU:
         yield
         return
@@ -35,7 +39,14 @@ def rounding_to_nearest():
             return (rounded(values, "bfloat16").view(np.uint32) >> 16).astype(np.uint16)
         return convert(values, from_type, to_type, mode)
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def with_index(tensor, *scope):
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", with_index)
         patch.setattr(interpreter, "_convert_float", nearest)
         yield
 

@@ -42,14 +42,13 @@ class Setting:
         tokens = list(range(max(end for _, end in self.spans)))
         parts = [Part(tokens, *span, table) for span, table in zip(self.spans, self.tables, strict=True)]
         batch = flat_batch(parts, self.block_size, logit_rows)
-        shape = shape_of(batch, self.run._policy)
+        shape = shape_of(batch, self.run._policy, self.block_size)
         buffer = InputBuffer(torch.device(self.device))
         buffer.reach(shape, batch)
         buffer.fill(shape, batch)
         self.run._rotations.reach(int(batch.context_lens.max()), self.head_dim, THETA)
-        inputs = buffer.inputs(shape)
-        self.run.reserve(inputs)
-        return inputs
+        self.run.reserve(shape)
+        return buffer.inputs(shape)
 
     def expected(self) -> torch.Tensor:
         """float64, from the definition."""

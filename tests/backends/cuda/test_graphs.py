@@ -143,11 +143,31 @@ def test_each_storage_has_its_own_captures_and_takes_them_with_it(backend_with_g
     assert len(backend._graphs) == 1
 
 
+def test_rows_that_need_each_others_keys_are_no_decode(device):
+    """The second sequence goes on from the first one's token, whose key is stored in the same step."""
+    tokens = [5, 6, 7, 8, 9, 10]
+    parts = [Part(tokens, 4, 5, [0, 1]), Part(tokens, 5, 6, [0, 1])]
+    batch = flat_batch(parts, 4)
+    model, plain = (
+        small_model(CudaBackend(device, kernels=kernels, dtype="float32"), "F32", seed=1, num_layers=1)
+        for kernels in ("triton", "torch")
+    )
+    storages = [new_storage(each, 2, 4) for each in (model, plain)]
+    for each, storage in zip((model, plain), storages, strict=True):
+        each.forward(flat_batch([Part(tokens, 0, 4, [0])], 4), storage)
+
+    got, want = (each.forward(batch, storage) for each, storage in zip((model, plain), storages, strict=True))
+
+    assert not shape_of(batch, POLICY, 4).is_decode
+    assert shape_of(decode_batch([5, 6, 9]), POLICY, 4).is_decode
+    assert relative_error(got, want) < 1e-4
+
+
 def test_more_rows_than_any_bucket_are_not_padded():
     tokens = list(range(TOKEN_BUCKETS[-1] + 3))
     batch = flat_batch([Part(tokens, 0, len(tokens), list(range(300)))], 4, logit_rows=[5])
 
-    shape = shape_of(batch, POLICY)
+    shape = shape_of(batch, POLICY, 4)
 
     assert not shape.is_bucket and shape.num_rows == len(tokens)
 
@@ -160,7 +180,7 @@ def test_every_row_is_in_one_tile_and_padding_in_none(seed):
     rows = sum(end - start for start, end in spans)
     batch = flat_batch(parts, 4, logit_rows=sorted(rng.choice(rows, rng.integers(0, min(rows, 5)), False).tolist()))
     policy = replace(POLICY, buckets=bool(seed % 2), invariant=seed % 3 == 0)
-    shape = shape_of(batch, policy)
+    shape = shape_of(batch, policy, 4)
     buffer = InputBuffer(torch.device("cpu"))
     buffer.reach(shape, batch)
     buffer.fill(shape, batch)

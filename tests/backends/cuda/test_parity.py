@@ -55,7 +55,6 @@ def test_plain_operations_give_the_references_logits(tensor_type, dtype, device)
         pytest.param("BF16", "bfloat16", {}, id="BF16 in bfloat16"),
         pytest.param("Q8_0", "float32", {"num_layers": 1}, id="Q8_0"),
         pytest.param("Q4_0", "bfloat16", {"num_layers": 1}, id="Q4_0 in bfloat16"),
-        pytest.param("Q4_K", "float32", {"num_layers": 1}, id="Q4_K"),
     ],
 )
 def test_fused_kernels_give_the_references_logits(tensor_type, dtype, sizes, device):

@@ -65,6 +65,7 @@ def test_gather_follows_the_table(device):
     assert np.array_equal(values[9], storage.values[1, 0, 1].cpu().numpy())
 
 
-def test_too_much_is_a_memory_error(device):
+@pytest.mark.parametrize("blocks", [1 << 30, 1 << 55])
+def test_too_much_is_a_memory_error(blocks, device):
     with pytest.raises(MemoryError):
-        TorchKvStorage(KvLayout(64, 1 << 30, 16, 8, 128), torch.device(device))
+        TorchKvStorage(KvLayout(64, blocks, 16, 8, 128), torch.device(device))

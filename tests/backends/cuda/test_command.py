@@ -1,0 +1,40 @@
+"""`forge cuda` from beginning to end, with the CPU for a GPU and made-up limits."""
+
+import json
+from functools import partial
+
+import pytest
+
+from forge.backends import devices
+from forge.backends.cuda import backend as backend_module
+from forge.bench import cuda_limits_worker
+from forge.cli.main import main
+from tests.backends.cuda.test_graphs import StandIn
+from tests.small_models import write_small_qwen3
+
+LIMITS = {"device": "a GPU", "read_bytes_per_second": 4e12, "products_per_second": 4e14}
+
+
+@pytest.fixture
+def on_a_gpu_of_sorts(monkeypatch, device):
+    if device == "cuda":
+        return
+    backend = partial(backend_module.CudaBackend, "cpu", dtype="float32", graphs=True)
+    monkeypatch.setattr(devices, "why_not_cuda", lambda: None)
+    monkeypatch.setattr(backend_module, "CudaBackend", backend)
+    monkeypatch.setattr(backend_module, "Graphs", StandIn)
+    monkeypatch.setattr(cuda_limits_worker, "measure", lambda *_: LIMITS)
+
+
+def test_three_runs_say_the_same_and_say_how_they_were_launched(on_a_gpu_of_sorts, tmp_path, capsys):
+    model = str(write_small_qwen3(tmp_path / "m.gguf", num_layers=1))
+
+    status = main(["cuda", "ab", "2", "-m", model, "--json"])
+
+    found = json.loads(capsys.readouterr().out)
+    assert status == 0
+    assert [run["name"] for run in found["runs"]] == ["cpu", "cuda, kernel by kernel", "cuda, graphs"]
+    assert [run["modes"] for run in found["runs"]] == [[], ["eager"] * 2, ["graph"] * 2]
+    assert len({tuple(run["token_ids"]) for run in found["runs"]}) == 1
+    # One layer, and the head: 288 x 64.
+    assert found["weights"] == 64 * (128 + 2 * 64) + 64 * 128 + 3 * 64 * 96 + 288 * 64

@@ -1,0 +1,62 @@
+"""The engine on the `cuda` backend: every cache kind, batches, and what `--invariant` promises of them."""
+
+import numpy as np
+import pytest
+
+from forge import LLM, SamplingParams
+from forge.backends.cuda.backend import CudaBackend
+from forge.backends.reference import ReferenceBackend
+from forge.cache.factory import KV_MODES
+from forge.engine import llm as llm_module
+from forge.model import loader as loader_module
+from tests.backends.cuda.test_invariance import rows_alike  # noqa: F401 (a fixture)
+from tests.small_models import write_small_qwen3
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+PROMPTS = ([5, 9, 200, 31, 7, 44, 12], [3, 3, 8], [250, 1, 17, 90, 2])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return str(write_small_qwen3(tmp_path_factory.mktemp("model") / "m.gguf", num_layers=1, seed=3))
+
+
+@pytest.fixture
+def engine_on(path, monkeypatch):
+    def make(backend, kv: str = "basic", **options) -> LLM:
+        for module in (llm_module, loader_module):
+            monkeypatch.setattr(module, "create_backend", lambda *_, **__: backend, raising=False)
+        return LLM(path, kv=kv, kv_dtype="float32", max_model_len=32, block_size=4, **options)
+
+    return make
+
+
+def tokens_of(llm: LLM, prompts=PROMPTS) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in llm.generate(list(prompts), GREEDY)]
+
+
+@pytest.mark.parametrize("kv", KV_MODES)
+def test_plain_operations_say_what_the_reference_says(kv, engine_on, device):
+    want = tokens_of(engine_on(ReferenceBackend(), kv))
+
+    assert tokens_of(engine_on(CudaBackend(device, kernels="torch", dtype="float32"), kv)) == want
+
+
+def test_fused_kernels_say_what_the_reference_says(engine_on, device):
+    want = tokens_of(engine_on(ReferenceBackend()))
+
+    assert tokens_of(engine_on(CudaBackend(device, dtype="float32"))) == want
+
+
+def test_with_one_tiling_the_logits_bits_are_the_same_in_every_cache_and_batch(engine_on, device, rows_alike):  # noqa: F811
+    def logits(kv: str, prompts) -> list[np.ndarray]:
+        run = engine_on(CudaBackend(device, invariant=True), kv).start(list(prompts), GREEDY, keep_logits=True)
+        for _ in run:
+            pass
+        return run.logits
+
+    want = logits("off", PROMPTS[:1])
+    for kv in KV_MODES[1:]:
+        got = logits(kv, PROMPTS if kv == "basic" else PROMPTS[:1])
+        assert len(got) == len(want) == GREEDY.max_tokens
+        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(got, want, strict=True)), kv
