@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 RUBRIC = (
     "You are given a story and one question about it. Read the whole story before you answer, and answer from what "
-    "it says alone. Take the last events for the ending, and what somebody has at the end for what they found. Where two "
-    "answers seem possible, take the one that the story speaks of last. Say nothing else, and do not explain."
+    "it says alone. Take the last events for the ending, and what somebody has at the end for what they found. Where "
+    "two answers seem possible, take the one that the story speaks of last. Say nothing else, and do not explain."
 )
 QUESTIONS = (
     "Is the ending happy or sad?",

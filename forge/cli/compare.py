@@ -101,18 +101,13 @@ def compare(
     from forge.views.terminal import open_console
 
     versus = versus_of(ctx)
-<<<<<<< HEAD
     texts = options.read_prompts(prompts) if prompts is not None else None
+    if texts is not None or requests is not None:
+        max_tokens = _number_alone(ctx, prompt, max_tokens)
     if is_judging(ctx.params, versus):
-        report = compare_judging(*_for_judging(ctx, versus), texts)
+        report = compare_judging(*_for_judging(ctx, versus), texts, _length_of_answers(ctx, max_tokens))
         return report.as_json() if json else report
     texts = texts or [options.read_prompt(prompt)]
-=======
-    if prompts is None:
-        texts = [options.read_prompt(prompt)]
-    else:
-        texts, max_tokens = options.read_prompts(prompts), _number_alone(ctx, prompt, max_tokens)
->>>>>>> main
     question = question_for(versus.option)
     console = open_console()
     sides: list[Side] = []
@@ -135,19 +130,23 @@ def compare(
     return report.as_json() if json else report
 
 
-<<<<<<< HEAD
-def _for_judging(ctx: typer.Context, versus: "Versus") -> "tuple[dict[str, Any], Versus, int]":
-    """Both sides' parameters and the length of an answer: where nobody said otherwise, a cache that shares prefixes,
-    and one token."""
-    unsaid = {name for name in ("kv", "max_tokens") if ctx.get_parameter_source(name).name == "DEFAULT"}
-    kv = {"kv": "prefix"} if "kv" in unsaid and versus.option != "--kv" else {}
-    sides = ctx.params | kv, replace(versus, right=dict(versus.right) | kv)
-    return *sides, 1 if "max_tokens" in unsaid else ctx.params["max_tokens"]
-=======
-def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
-    """MAX_TOKENS where a file has the prompts: what stands in the place of the prompt can only be that.
+def _for_judging(ctx: typer.Context, versus: "Versus") -> "tuple[dict[str, Any], Versus]":
+    """Both sides' parameters, with a cache that shares prefixes where nobody asked for another."""
+    given = ctx.get_parameter_source("kv").name != "DEFAULT" or versus.option == "--kv"
+    kv = {} if given else {"kv": "prefix"}
+    return ctx.params | kv, replace(versus, right=dict(versus.right) | kv)
 
-    Raises `UsageError` for a prompt beside the file.
+
+def _length_of_answers(ctx: typer.Context, max_tokens: int) -> int:
+    """One token where nobody said otherwise."""
+    said = any(ctx.get_parameter_source(name).name == "COMMANDLINE" for name in ("prompt", "max_tokens"))
+    return max_tokens if said else 1
+
+
+def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
+    """MAX_TOKENS where the prompts are not on the command line: what stands in their place can only be that.
+
+    Raises `UsageError` for a prompt beside them.
     """
     from forge.errors import UsageError
 
@@ -156,8 +155,7 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
         return max_tokens
     if given == ["prompt"] and prompt.isdecimal():
         return int(prompt)
-    raise UsageError(f"--prompts is a file with the prompts: leave out {prompt!r}, and give MAX_TOKENS alone")
->>>>>>> main
+    raise UsageError(f"--prompts or --requests says what is asked: leave out {prompt!r}, and give MAX_TOKENS alone")
 
 
 def _run_side(

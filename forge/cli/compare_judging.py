@@ -32,7 +32,7 @@ def is_judging(given: Mapping[str, Any], versus: "Versus") -> bool:
 
 
 def compare_judging(
-    given: Mapping[str, Any], versus: "Versus", max_tokens: int, texts: Sequence[str] | None
+    given: Mapping[str, Any], versus: "Versus", texts: Sequence[str] | None, max_tokens: int
 ) -> "Report":
     """Run the texts, or `--requests` judge requests, all at once on both sides."""
     from forge.bench.judging import judge_prompts, run_requests
