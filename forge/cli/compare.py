@@ -105,6 +105,8 @@ def compare(
     if texts is not None or requests is not None:
         max_tokens = _number_alone(ctx, prompt, max_tokens)
     if is_judging(ctx.params, versus):
+        if texts is None and requests is None and ctx.get_parameter_source("prompt").name == "COMMANDLINE":
+            texts = [options.read_prompt(prompt)]
         report = compare_judging(*_for_judging(ctx, versus), texts, _length_of_answers(ctx, max_tokens))
         return report.as_json() if json else report
     texts = texts or [options.read_prompt(prompt)]
