@@ -8,6 +8,7 @@ import pytest
 from forge import LLM, SamplingParams
 from forge.engine import answers
 from forge.engine.oneshot import OneShotTask
+from forge.engine.tasks import rerank_prompt
 from forge.errors import UsageError
 from forge.gguf import GGUFFile
 from forge.model.config import Qwen3Config
@@ -96,7 +97,7 @@ def test_a_score_is_the_sum_of_its_tokens_given_the_prompt(llm, theirs):
 
 
 def test_labels_of_one_token_are_read_off_one_row(llm, theirs):
-    labels = ["a", "b", "the"[:1]][:2] + ["z"]
+    labels = ["a", "b", "z"]
     found = llm.classify(PROMPTS, labels)
     for prompt, one in zip(PROMPTS, found, strict=True):
         row = their_logprobs(theirs, llm.tokenizer.encode(prompt))[-1]
@@ -138,11 +139,8 @@ def test_the_bundled_model_answers_held_out_questions_as_its_card_says():
     said = [output.outputs[0].text for output in tales.generate(prompts, SamplingParams(max_tokens=1))]
     for (kind, _, _, question), text in zip(asked, said, strict=True):
         assert text == question.answer, f"{kind}: {question.text}"
-    endings = [
-        (prompt, question) for prompt, (kind, _, _, question) in zip(prompts, asked, strict=True) if kind == "ending"
-    ]
-    found = tales.classify([prompt for prompt, _ in endings], ["happy", "sad"])
-    assert [one.label for one in found] == [question.answer for _, question in endings]
+    found = tales.classify(prompts[:6], ["happy", "sad"])  # the first kind is about endings
+    assert [one.label for one in found] == [question.answer for _, _, _, question in asked[:6]]
 
 
 # Embeddings
@@ -165,12 +163,9 @@ def test_embeddings_are_the_hidden_states_of_transformers(path, theirs, kv, pool
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_an_embedding_has_the_same_bits_alone_and_beside_others(path, pooling):
     together = LLM(path, kv="prefix").embed(PROMPTS * 2, pooling)
+    alone = LLM(path, kv="off")
     for place, prompt in enumerate(PROMPTS * 2):
-        assert LLM_alone(path).embed(prompt, pooling)[0].tobytes() == together[place].tobytes()
-
-
-def LLM_alone(path) -> LLM:
-    return LLM(path, kv="off")
+        assert alone.embed(prompt, pooling)[0].tobytes() == together[place].tobytes()
 
 
 def test_the_mean_never_comes_from_the_cache():
@@ -198,8 +193,6 @@ def test_reranking_is_the_probability_of_yes_against_no():
     tales = LLM("tales", kv="prefix")
     documents = ["The fox found the lantern.", "The sea is cold.", "A lantern was lost."]
     scores = tales.rerank("who found the lantern", documents)
-    from forge.engine.tasks import rerank_prompt
-
     for document, score in zip(documents, scores, strict=True):
         prompt = rerank_prompt(tales.tokenizer, "who found the lantern", document)
         one = tales.classify([prompt], ["yes", "no"])[0]
