@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from forge.errors import UsageError
 from forge.trace.lives import percentile
-from forge.trace.records import Deferred, StepRecord
+from forge.trace.records import Deferred, FinishRecord, StepRecord
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine
@@ -109,7 +109,7 @@ class _Callers:
         self._engine, self._concurrency = engine, concurrency
         self._params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         self._to_come: Iterator[tuple[int, Sequence[int]]] = iter(enumerate(prompts))
-        self._asked: dict[str, tuple[int, float]] = {}
+        self._asked: dict[int, tuple[str, int, float]] = {}
         self._latencies: dict[int, float] = {}
         self._answers: dict[int, tuple[int, ...]] = {}
         self._cached = 0
@@ -121,8 +121,7 @@ class _Callers:
         try:
             while self._ask():
                 record = engine.step()
-                if record.finished:
-                    self._collect()
+                self._collect(record.finished)
                 steps += 1
                 computed += record.tokens_computed
                 deferred += sum(isinstance(one.reason, Deferred) for one in record.waiting)
@@ -134,7 +133,7 @@ class _Callers:
                 on_step(record)
             seconds = time.perf_counter() - began
         finally:
-            for request_id in self._asked:
+            for request_id, *_ in self._asked.values():
                 engine.abort(request_id)
                 engine.forget(request_id)
         numbers = sorted(self._answers)
@@ -159,18 +158,16 @@ class _Callers:
                 break
             request_id = f"judge-{number}"
             asked = time.perf_counter()
-            self._engine.add_request(request_id, prompt, self._params)
-            self._asked[request_id] = number, asked
+            (seq_id,) = self._engine.add_request(request_id, prompt, self._params)
+            self._asked[seq_id] = request_id, number, asked
         return bool(self._asked)
 
-    def _collect(self) -> None:
+    def _collect(self, finished: Sequence[FinishRecord]) -> None:
         now = time.perf_counter()
-        for request_id, (number, asked) in list(self._asked.items()):
-            if self._engine.is_unfinished(request_id):
-                continue
+        for one in finished:
+            request_id, number, asked = self._asked.pop(one.seq_id)
             output = self._engine.output(request_id)
             self._engine.forget(request_id)
-            del self._asked[request_id]
             self._latencies[number] = (now - asked) * 1e3
             self._answers[number] = output.outputs[0].token_ids
             self._cached += output.metrics.tokens_cached

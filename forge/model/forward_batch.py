@@ -56,28 +56,30 @@ def flat_batch(parts: Sequence[SequenceRows], block_size: int) -> ForwardBatch:
     """The rows of all parts end to end."""
     tables = np.full((len(parts), max([len(part.block_table) for part in parts])), -1, np.int32)
     token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
     cu_seqlens, logit_rows, context_lens = [0], [], []
     for table, (tokens, start, block_table, wanted) in zip(tables, parts, strict=True):
-        end, first_row = start + len(tokens), len(token_ids)
+        first_row = len(token_ids)
         table[: len(block_table)] = block_table
         token_ids += tokens
-        if end - start == 1:  # a decode: no arrays for one number
-            positions.append(start)
-            slots.append(block_table[start // block_size] * block_size + start % block_size)
-        else:
-            own = np.arange(start, end)
-            positions += own.tolist()
-            slots += (table[own // block_size] * block_size + own % block_size).tolist()
         logit_rows += [first_row + row for row in wanted]
         cu_seqlens.append(len(token_ids))
-        context_lens.append(end)
+        context_lens.append(start + len(tokens))
+    if len(token_ids) == len(parts):  # decodes: no arrays for one number each
+        positions = [part.start for part in parts]
+        slots = [
+            part.block_table[at // block_size] * block_size + at % block_size
+            for part, at in zip(parts, positions, strict=True)
+        ]
+    else:
+        lengths = np.diff(cu_seqlens)
+        positions = np.arange(len(token_ids)) + np.repeat(np.subtract(context_lens, cu_seqlens[1:]), lengths)
+        owners = np.repeat(np.arange(len(parts)), lengths)
+        slots = tables[owners, positions // block_size] * block_size + positions % block_size
     return ForwardBatch(
         token_ids=np.array(token_ids, np.int32),
-        positions=np.array(positions, np.int32),
+        positions=np.asarray(positions, np.int32),
         cu_seqlens=np.array(cu_seqlens, np.int32),
-        slot_mapping=np.array(slots, np.int32),
+        slot_mapping=np.asarray(slots, np.int32),
         block_tables=tables,
         context_lens=np.array(context_lens, np.int32),
         logit_rows=np.array(logit_rows, np.int32),
