@@ -58,7 +58,6 @@ from forge.trace.records import (
     TokenRecord,
 )
 
-
 _NEXT_TOKEN = OneShotTask(sample=True)
 
 

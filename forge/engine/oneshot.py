@@ -117,7 +117,7 @@ class OneShotQueue:
 
     def __init__(self, cache: KvCache, bytes_of: Callable[[int, int], int], planning: bool = True):
         """`bytes_of`: temporary bytes of a forward with so many rows, so many of them with logits. `planning`: whether
-        requests wait for leaders."""
+        requests share what they begin with; without it each is computed whole."""
         self.cache = cache
         self.planning = planning
         self._bytes_of = bytes_of
@@ -131,7 +131,7 @@ class OneShotQueue:
         return len(self._waiting)
 
     def add(self, request: OneShotRequest) -> None:
-        cacheable = request.task.most_cached(len(request.token_ids))
+        cacheable = request.task.most_cached(len(request.token_ids)) if self.planning else 0
         keys = self.cache.prefix_keys(request.token_ids[:cacheable], request.salt)
         self._waiting[request.seq_id] = _Waiting(request, keys)
         self._beginnings.update(keys)
@@ -160,7 +160,7 @@ class OneShotQueue:
         for waiting in list(self._waiting.values()):
             request = waiting.request
             hit = self._whole_blocks(waiting, budget.blocks)
-            leader = leaders.get(waiting.key_after(len(hit.blocks))) if self.planning else None
+            leader = leaders.get(waiting.key_after(len(hit.blocks)))
             if leader is not None and waiting.deferrals < MAX_DEFERRALS:
                 waiting.deferrals += 1
                 shared = sum(leaders.get(key) == leader for key in waiting.keys) * self.cache.block_size
@@ -235,7 +235,7 @@ class OneShotQueue:
         return sum(1 for _ in takewhile(self._is_wanted, waiting.keys))
 
     def _is_wanted(self, key: int) -> bool:
-        return key in self._seen or (self.planning and self._beginnings[key] > 1)
+        return key in self._seen or self._beginnings[key] > 1
 
     def _remember(self, keys: tuple[int, ...]) -> None:
         """These beginnings have been seen once: if they come again they are worth keeping."""

@@ -74,7 +74,8 @@ class SchedulerConfig:
     num_host_blocks: int = 256
     """The size of the host's pool in blocks."""
     prefix_planning: bool = True
-    """Whether requests that begin with the same blocks, not yet cached, wait while one of them computes them."""
+    """Whether requests that begin with the same blocks, not yet cached, wait while one of them computes them. Without
+    it a generation shares what is cached when it begins, and a request that keeps nothing is computed whole."""
     oneshot: bool = True
     """Whether a generation of one token at most is a request that keeps nothing."""
     oneshot_tokens: int = DEFAULT_ONESHOT_TOKENS
