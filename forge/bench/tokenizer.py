@@ -266,13 +266,11 @@ def _document(spec: TokenizerSpec) -> str:
     from forge.tokenizer.fast import tokenizer_json
 
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = sorted(
-        [(token_id, True) for token_id in spec.control_ids] + [(one, False) for one in spec.user_defined_ids]
-    )
+    controls = set(spec.control_ids)
     document = json.loads(tokenizer_json(spec))
     document["normalizer"] = {"type": "NFC"}
     document["added_tokens"] = [
-        {"id": token_id, "content": spec.tokens[token_id], "special": special, **flags}
-        for token_id, special in sorted(added)
+        {"id": token_id, "content": spec.tokens[token_id], "special": token_id in controls, **flags}
+        for token_id in sorted({*controls, *spec.user_defined_ids})
     ]
     return json.dumps(document)

@@ -93,9 +93,9 @@ class LLM:
         one step may compute. chunked_prefill: whether prompts may come in pieces beside decodes. order: `fcfs` or
         `priority`. preempt: the victim when blocks run out, `lifo` or `least-progressed`. mode: `recompute` or `swap`
         what a victim had. num_host_blocks: the pool to swap to. prefix_planning: whether requests that begin alike wait
-        while one of them computes what they share, and those that keep nothing share it at all. oneshot: whether a generation of one token at most is a request that
-        keeps nothing. oneshot_tokens, oneshot_memory: what a step takes of such requests, in tokens and in temporary
-        bytes. speculate: who guesses tokens ahead, `draft` or
+        while one of them computes what they share, and those that keep nothing share it at all. oneshot: whether a
+        generation of one token at most is a request that keeps nothing. oneshot_tokens, oneshot_memory: what a step
+        takes of such requests, in tokens and in temporary bytes. speculate: who guesses tokens ahead, `draft` or
         `ngram`; None or `off` for nobody. draft: the draft model, or several that all guess; the bundled one if not
         given. k: how many tokens to guess at a time; at most, unless `speculate_fixed`. time_operations: keep time per
         layer and operation, for `operation_times()`. on_load_progress: called with (bytes loaded, bytes in all).
