@@ -44,6 +44,8 @@ def compare_judging(
 
     if texts is not None and given["requests"] is not None:
         raise UsageError("--requests makes requests up and --prompts reads them: give one of the two")
+    for side in (given, versus.right):  # before anything is loaded
+        _config(side)
     runs, labels, tokens = [], [], 0
     with BenchProgress(open_error_console()) as progress:
         for name, side in zip(versus.names, (given, versus.right), strict=True):
@@ -64,14 +66,17 @@ def compare_judging(
 
 def _load_side(side: Mapping[str, Any]) -> "LLM":
     loading = options.model_options(**{option: side[option] for option in _LOADING})
-    llm = load_model(
-        side["model"],
-        **loading,
-        oneshot=_chosen(LIVES, side["execution_class"], "--class"),
-        prefix_planning=_chosen(PLANNING, side["planning"], "--planning"),
-    )
+    llm = load_model(side["model"], **loading, **_config(side))
     llm.engine.report_probabilities = False  # nobody looks at them
     return llm
+
+
+def _config(side: Mapping[str, Any]) -> dict[str, bool]:
+    """What `--class` and `--planning` mean for a scheduler."""
+    return {
+        "oneshot": _chosen(LIVES, side["execution_class"], "--class"),
+        "prefix_planning": _chosen(PLANNING, side["planning"], "--planning"),
+    }
 
 
 def _chosen(choices: Mapping[str, bool], value: str, option: str) -> bool:
