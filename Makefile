@@ -22,7 +22,7 @@ demo: $(INSTALLED)
 	$(BIN)/forge generate --kv basic "Once upon a time" 32
 
 test: $(INSTALLED_DEV)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 fuzz: $(INSTALLED_DEV)
 	FORGE_HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -134,13 +134,14 @@ def make_workload(
         raise UsageError(f"--requests must be at least 1, got {number}")
     arrival = arrival or Arrival("all")
     rng = random.Random(seed)
+    urgency = random.Random(f"{seed}: priorities")  # of its own, so that the rest is the same without
     passage = list(tokenizer.encode(PASSAGE))
     requests = [
         Request(
             _cut(passage, rng.randrange(len(passage)), prompt_tokens.draw(rng)),
             max_tokens.draw(rng),
             time,
-            rng.randrange(PRIORITIES) if priorities else 0,
+            urgency.randrange(PRIORITIES) if priorities else 0,
         )
         for time in arrival.times(number, rng)
     ]

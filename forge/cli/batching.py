@@ -1,4 +1,4 @@
-"""`forge batching`: the experiment of its chapter. The same requests 1, 4 and 16 at once: what is won, who waits?"""
+"""`forge batching`: the batching chapter's experiment. The same requests 1, 4, 16 at once: what is won, who waits?"""
 
 from typing import TYPE_CHECKING, Annotated
 

@@ -14,8 +14,8 @@ from forge.cli.running import INTERRUPTED, Found
 _MEASURE, _OUTPUT = "Measurement", "Output"
 
 bench = typer.Typer(
-    help="Measure speed beside llama.cpp and transformers, the caches beside one another, or the accuracy of "
-    "quantization.",
+    help="Measure speed beside llama.cpp and transformers, the caches, the engine, guessing ahead, or the accuracy "
+    "of quantization.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -266,3 +266,162 @@ def bench_host(
         open_console().print(to_json(host_time_object(times)), soft_wrap=True)
     else:
         print_host_time(open_console(), times, machine.cpu_model())
+
+
+@bench.command("speculation")
+def bench_speculation(
+    model: options.ModelOption = "tales",
+    draft: options.DraftOption = None,
+    kv: options.KvOption = "paged",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    speculate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--speculate",
+            help="draft or ngram; may be repeated.",
+            show_default="both",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = None,
+    k: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--k", help="Guesses at a time; may be repeated.", show_default="1 to 8", rich_help_panel=_MEASURE
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option("--batch", help="Sequences; may be repeated.", show_default="1, 4, 16", rich_help_panel=_MEASURE),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Of each sequence; 128 if not given.", rich_help_panel=_MEASURE)
+    ] = None,
+    reps: Annotated[
+        int | None, typer.Option("--reps", help="Rounds; 5 if not given.", rich_help_panel=_MEASURE)
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few and short turns: to see it run.", rich_help_panel=_MEASURE)
+    ] = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Acceptance, tokens per cycle and speed-up by the number of guesses, beside what the formula predicts.
+
+    [dim]forge bench speculation --batch 1 --k 2 --k 4[/dim]
+    """
+    from forge.bench.speculation import BATCHES, GUESSES, Effort, Plan, benchmark_object, run
+    from forge.cli.running import load_model, run_label
+    from forge.speculation.setup import checked_mode
+    from forge.views.bench import BenchProgress
+    from forge.views.bench_speculation import print_speculation_benchmark
+    from forge.views.json_output import to_json
+    from forge.views.terminal import open_console, open_error_console
+
+    for mode in speculate or ():
+        checked_mode(mode, 1)
+    for number in k or ():
+        checked_mode("off", number)
+    effort = Effort.quick() if quick else Effort()
+    given = {"num_tokens": tokens, "repetitions": reps}
+    effort = replace(effort, **{name: value for name, value in given.items() if value is not None})
+    plan = Plan(tuple(speculate or ("draft", "ngram")), tuple(k or GUESSES), tuple(batch or BATCHES), effort)
+    llm = load_model(model, **options.model_options(kv=kv, device=device, threads=threads))
+    llm.engine.report_probabilities = False
+    figures, interrupted = [], False
+    with BenchProgress(open_error_console()) as progress:
+        try:
+            for figure in run(llm, plan, draft or (), progress):
+                figures.append(figure)
+        except KeyboardInterrupt:
+            if not figures:
+                raise
+            interrupted = True
+    label = f"{run_label(llm)} · {machine.cpu_model()}"
+    if json:
+        facts = {"label": label, "tokens": effort.num_tokens, "repetitions": effort.repetitions}
+        open_console().print(to_json(benchmark_object(figures, facts)), soft_wrap=True)
+    else:
+        print_speculation_benchmark(open_console(), figures, label)
+    raise typer.Exit(INTERRUPTED if interrupted else 0)
+
+
+@bench.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Option("--url", help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8080",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="As the server calls it.", show_default="its first")
+    ] = None,
+    dataset: Annotated[str, typer.Option("--dataset", help="random", rich_help_panel=_MEASURE)] = "random",
+    input_tokens: Annotated[int, typer.Option("--input-tokens", rich_help_panel=_MEASURE)] = 128,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", rich_help_panel=_MEASURE)] = 32,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", rich_help_panel=_MEASURE)] = 400,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", help="Requests under way at most.", rich_help_panel=_MEASURE)
+    ] = 4,
+    request_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--request-rate", help="Requests per second.", show_default="as answered", rich_help_panel=_MEASURE
+        ),
+    ] = None,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option("--goodput", help="A goal, such as ttft:100; may be repeated.", rich_help_panel=_MEASURE),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", rich_help_panel=_MEASURE)] = 0,
+    probe_health: Annotated[
+        bool, typer.Option("--probe-health", help="Time /health meanwhile.", rich_help_panel=_MEASURE)
+    ] = False,
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", help="Then run the same on this model without a server.", rich_help_panel=_MEASURE),
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option("--num-blocks", help="For --engine.", rich_help_panel=_MEASURE)
+    ] = None,
+    threads: options.ThreadsOption = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="FORGE_API_KEY")] = None,
+    json: options.JsonOption = False,
+) -> int:
+    """What clients of a server see: TTFT, TPOT, ITL, end-to-end latency, throughput.
+
+    [dim]forge bench serve --url http://127.0.0.1:8080 --concurrency 64 --num-prompts 400[/dim]
+    """
+    import shlex
+    import sys
+
+    from forge.bench.serve import ServePlan, parse_goodput, run, serve_object
+    from forge.bench.serve_engine import engine_tokens_per_second
+    from forge.views.bench import BenchProgress
+    from forge.views.json_output import to_json
+    from forge.views.serve_bench import print_serve_benchmark
+    from forge.views.terminal import open_console, open_error_console
+
+    plan = ServePlan(
+        url,
+        model,
+        dataset,
+        input_tokens,
+        output_tokens,
+        num_prompts,
+        concurrency,
+        request_rate,
+        seed,
+        goodput=parse_goodput(goodput or ()),
+        api_key=api_key,
+        probe_health=probe_health,
+    )
+    with BenchProgress(open_error_console()) as progress:
+        result = run(plan, progress)
+        result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
+        if engine is not None:
+            progress("the engine alone")
+            loading = options.model_options(num_blocks=num_blocks, threads=threads)
+            loading |= {"kv": "prefix", "max_num_seqs": 64}
+            own = engine_tokens_per_second(engine, loading, plan)
+            result = replace(result, engine_tokens_per_second=own)
+    if json:
+        open_console().print(to_json(serve_object(result)), soft_wrap=True)
+    else:
+        print_serve_benchmark(open_console(), result)
+    return 0 if result.good else 1

@@ -11,19 +11,26 @@ import typer
 from forge.cli import options
 from forge.cli.arrivals import Arrival, drive_arrivals
 from forge.cli.compare_judging import compare_judging, is_judging
-from forge.cli.running import Found, exit_status, load_model, warm_up
+from forge.cli.running import Found, exit_status, load_model, run_label, warm_up
 from forge.cli.versus import Versus, versus_of
 
 if TYPE_CHECKING:
     from forge.trace.records import StepRecord
     from forge.views.comparison import Side
 
+_WORKLOAD = "Requests"
+MANY = 32
+"""Requests of a comparison that is about many and does not say how many."""
 DIFFERENT = 1
 """The exit status when the two sides' tokens differ."""
 
 _LOADING = (
     "kv", "device", "threads", "max_model_len", "block_size", "num_blocks", "kv_memory", "kv_dtype", "quantize",
 )  # fmt: skip
+_SCHEDULING = ("max_num_batched_tokens", "chunked_prefill", "order", "preempt", "mode")
+_OF_MANY = ("requests", "batch", "max_num_batched_tokens", "order", "preempt", "mode")
+"""Options that mean something for many requests alone."""
+_SPECULATION = ("speculate", "draft", "k", "speculate_fixed")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 
 
@@ -41,6 +48,10 @@ def compare(
     kv_memory: options.KvMemoryOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantize: options.QuantizeOption = None,
+    speculate: options.SpeculateOption = None,
+    draft: options.DraftOption = None,
+    k: options.KOption = None,
+    speculate_fixed: options.SpeculateFixedOption = False,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,
@@ -59,8 +70,18 @@ def compare(
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option("--requests", "-n", help="So many judge requests instead, all at once.", rich_help_panel="Prompt"),
+        typer.Option("--requests", "-n", help="Run as many requests instead of one.", rich_help_panel=_WORKLOAD),
     ] = None,
+    prompt_tokens: options.PromptTokensOption = "16:64",
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", help="Of many requests, how many run at once.", rich_help_panel=_WORKLOAD),
+    ] = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokensOption = None,
+    chunked_prefill: options.ChunkedPrefillOption = True,
+    order: options.OrderOption = None,
+    preempt: options.PreemptOption = None,
+    mode: options.ModeOption = None,
     execution_class: Annotated[
         str,
         typer.Option(
@@ -75,18 +96,20 @@ def compare(
             rich_help_panel="Scheduler",
         ),
     ] = "on",
-    max_num_seqs: options.MaxNumSeqsOption = None,
     json: options.JsonOption = False,
 ) -> Found:
     """Run one prompt, or those of a file, on two sides that differ in one option, given as A vs B.
+
+    With --requests, or an option of the scheduler, it runs many requests on either side.
 
     Every other option holds for both sides. Exit status 1 if the tokens differ.
 
     [dim]forge compare --kv off vs on "The fox and the lantern" 64[/dim]
 
     [dim]forge compare --kv paged vs prefix --prompts questions.txt[/dim]
-
     [dim]forge compare --class decode vs oneshot --requests 64[/dim]
+
+    [dim]forge compare --kv on --speculate off vs draft[/dim]
     """
     from forge.views.comparison import (
         ComparisonProgress,
@@ -101,15 +124,14 @@ def compare(
     from forge.views.terminal import open_console
 
     versus = versus_of(ctx)
-    texts = options.read_prompts(prompts) if prompts is not None else None
-    if texts is not None or requests is not None:
-        max_tokens = _number_alone(ctx, prompt, max_tokens)
-    if is_judging(ctx.params, versus):
-        if texts is None and requests is None and ctx.get_parameter_source("prompt").name == "COMMANDLINE":
-            texts = [options.read_prompt(prompt)]
-        report = compare_judging(*_for_judging(ctx, versus), texts, _length_of_answers(ctx, max_tokens))
-        return report.as_json() if json else report
-    texts = texts or [options.read_prompt(prompt)]
+    if is_judging(versus):
+        return _compare_judging(ctx, versus)
+    if any(given[option] is not None for given in (ctx.params, versus.right) for option in _OF_MANY):
+        return _compare_many(ctx, versus)
+    if prompts is None:
+        texts = [options.read_prompt(prompt)]
+    else:
+        texts, max_tokens = options.read_prompts(prompts), _number_alone(ctx, prompt, max_tokens)
     question = question_for(versus.option)
     console = open_console()
     sides: list[Side] = []
@@ -132,17 +154,21 @@ def compare(
     return report.as_json() if json else report
 
 
-def _for_judging(ctx: typer.Context, versus: "Versus") -> "tuple[dict[str, Any], Versus]":
-    """Both sides' parameters, with a cache that shares prefixes where nobody asked for another."""
-    given = ctx.get_parameter_source("kv").name != "DEFAULT" or versus.option == "--kv"
-    kv = {} if given else {"kv": "prefix"}
-    return ctx.params | kv, replace(versus, right=dict(versus.right) | kv)
-
-
-def _length_of_answers(ctx: typer.Context, max_tokens: int) -> int:
-    """One token where nobody said otherwise."""
-    said = any(ctx.get_parameter_source(name).name == "COMMANDLINE" for name in ("prompt", "max_tokens"))
-    return max_tokens if said else 1
+def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:
+    """Requests that come all at once: a file's, judge requests, or the prompt that was given. They have a cache that
+    shares prefixes, and answers of one token, where nobody said otherwise."""
+    given = {name for name in ("kv", "prompt", "max_tokens") if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+    params, texts = ctx.params, None
+    max_tokens = params["max_tokens"] if given & {"prompt", "max_tokens"} else 1
+    if params["prompts"] is not None or params["requests"] is not None:
+        max_tokens = _number_alone(ctx, params["prompt"], max_tokens)
+        texts = options.read_prompts(params["prompts"]) if params["prompts"] is not None else None
+    elif "prompt" in given:
+        texts = [options.read_prompt(params["prompt"])]
+    kv = {} if "kv" in given else {"kv": "prefix"}
+    sides = params | kv, replace(versus, right=dict(versus.right) | kv)
+    report = compare_judging(*sides, texts, max_tokens)
+    return report.as_json() if params["json"] else report
 
 
 def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
@@ -160,6 +186,46 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
     raise UsageError(f"--prompts or --requests says what is asked: leave out {prompt!r}, and give MAX_TOKENS alone")
 
 
+def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
+    """The same requests on either side: prompts of random lengths, or the prompt that was given, over and over."""
+    from forge.bench.engine import identical
+    from forge.views.many import many_object, print_many
+    from forge.views.report import Report
+
+    explicit = {name for name in ("kv", "prompt") if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+    sides, labels, workload = [], [], None
+    for given in (ctx.params, versus.right):
+        workload, label, measured = _serve_side(given, explicit)
+        sides.append(measured)
+        labels.append(label)
+    report = Report(
+        many_object(versus.option, versus.names, sides),
+        lambda console: print_many(console, versus.option, versus.names, labels, workload, sides),
+        0 if identical(sides) else DIFFERENT,
+    )
+    return report.as_json() if ctx.params["json"] else report
+
+
+def _serve_side(given: Mapping[str, Any], explicit: set[str]):
+    """Load what this side asks for and serve its requests."""
+    from forge.bench.engine import measure_all
+    from forge.bench.workload import Range, Request, Workload, make_workload
+
+    number, batch, length = given["requests"] or MANY, given["batch"], given["max_tokens"]
+    loading = {option: given[option] for option in (*_LOADING, *_SCHEDULING)} | {"max_num_seqs": batch}
+    llm = load_model(given["model"], **options.model_options(**loading | ({} if "kv" in explicit else {"kv": "paged"})))
+    if "prompt" in explicit:
+        token_ids = tuple(llm.tokenizer.encode(options.read_prompt(given["prompt"])))
+        workload = Workload((Request(token_ids, length),) * number)
+    else:
+        prompt_range = Range.parse(given["prompt_tokens"], "--prompt-tokens")
+        workload = make_workload(
+            llm.tokenizer, number, prompt_range, Range(length, length), priorities=given["order"] == "priority"
+        )
+    (measured,) = measure_all(llm, workload, [("continuous", llm.max_num_seqs)])
+    return workload, run_label(llm), measured
+
+
 def _run_side(
     name: str,
     given: Mapping[str, Any],
@@ -175,7 +241,8 @@ def _run_side(
     if params.seed is None:
         seed = earlier[0].result.output.seed if earlier else secrets.randbits(32)
         params = replace(params, seed=seed)
-    llm = load_model(given["model"], **options.model_options(**{option: given[option] for option in _LOADING}))
+    loading = options.model_options(**{option: given[option] for option in (*_LOADING, *_SPECULATION)})
+    llm = load_model(given["model"], **loading)
     warm_up(llm, prompts[0])
     arrivals = [Arrival(prompt, params, step) for step, prompt in enumerate(prompts)]
     found = drive_arrivals(llm, arrivals, lambda record: on_step(len(earlier), record), keep_logits=True)

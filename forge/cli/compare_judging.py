@@ -20,15 +20,14 @@ _QUESTIONS = {
 }
 _LOADING = (
     "kv", "device", "threads", "max_model_len", "block_size", "num_blocks", "kv_memory", "kv_dtype", "quantize",
-    "max_num_seqs",
 )  # fmt: skip
 _WARM_UP = 2
 """Requests that nobody times."""
 
 
-def is_judging(given: Mapping[str, Any], versus: "Versus") -> bool:
-    """Whether a comparison is one of many requests at once."""
-    return given["requests"] is not None or versus.option in _QUESTIONS
+def is_judging(versus: "Versus") -> bool:
+    """Whether a comparison is one of how requests are planned."""
+    return versus.option in _QUESTIONS
 
 
 def compare_judging(
@@ -37,7 +36,6 @@ def compare_judging(
     """Run the texts, or `--requests` judge requests, all at once on both sides."""
     from forge.bench.judging import judge_prompts, run_requests
     from forge.views.bench import BenchProgress
-    from forge.views.comparison import question_for
     from forge.views.judging import identical, judging_object, print_judging
     from forge.views.report import Report
     from forge.views.terminal import open_error_console
@@ -56,7 +54,7 @@ def compare_judging(
             runs.append(run_requests(llm.engine, prompts, max_tokens))
             labels.append(run_label(llm))
             tokens = sum(map(len, prompts))
-    question = _QUESTIONS.get(versus.option) or question_for(versus.option)
+    question = _QUESTIONS[versus.option]
     return Report(
         {"option": versus.option, **judging_object(labels[0], versus.names, runs, tokens)},
         lambda console: print_judging(console, question, labels[0], versus.names, runs, tokens),
@@ -65,7 +63,7 @@ def compare_judging(
 
 
 def _load_side(side: Mapping[str, Any]) -> "LLM":
-    loading = options.model_options(**{option: side[option] for option in _LOADING})
+    loading = options.model_options(**{option: side[option] for option in _LOADING}, max_num_seqs=side["batch"])
     llm = load_model(side["model"], **loading, **_config(side))
     llm.engine.report_probabilities = False  # nobody looks at them
     return llm

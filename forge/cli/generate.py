@@ -28,6 +28,10 @@ def generate(
     kv_memory: options.KvMemoryOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantize: options.QuantizeOption = None,
+    speculate: options.SpeculateOption = None,
+    draft: options.DraftOption = None,
+    k: options.KOption = None,
+    speculate_fixed: options.SpeculateFixedOption = False,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,
@@ -91,6 +95,10 @@ def generate(
         kv_memory=kv_memory,
         kv_dtype=kv_dtype,
         quantize=quantize,
+        speculate=speculate,
+        draft=draft,
+        k=k,
+        speculate_fixed=speculate_fixed,
     )
     watch = Watch(trace, step)
     llm = load_model(model, **loading)

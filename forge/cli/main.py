@@ -34,6 +34,8 @@ from forge.cli.replay import replay, trace
 from forge.cli.rerank import rerank
 from forge.cli.running import INTERRUPTED
 from forge.cli.score import logprobs, score
+from forge.cli.serve import serve
+from forge.cli.speculation import speculation
 from forge.cli.trace_scheduler import trace_scheduler
 from forge.cli.versus import VersusCommand
 from forge.errors import ForgeError
@@ -86,6 +88,7 @@ app.command("paged", rich_help_panel=_CHAPTERS)(paged)
 app.command("prefix", rich_help_panel=_CHAPTERS)(prefix)
 app.command("batching", rich_help_panel=_CHAPTERS)(batching)
 app.command("oneshot", rich_help_panel=_CHAPTERS)(oneshot)
+app.command("speculation", rich_help_panel=_CHAPTERS)(speculation)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)
@@ -97,6 +100,7 @@ app.command("rerank", rich_help_panel=_RUN)(rerank)
 app.command("trace-scheduler", rich_help_panel=_RUN)(trace_scheduler)
 app.command("replay", rich_help_panel=_RUN)(replay)
 app.add_typer(trace, name="trace", rich_help_panel=_RUN)
+app.command("serve", rich_help_panel=_RUN)(serve)
 
 app.add_typer(models, name="models", rich_help_panel=_INSPECT)
 app.command("doctor", rich_help_panel=_INSPECT)(doctor)

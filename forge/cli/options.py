@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from forge.engine.sampling_params import SamplingParams
 
-_MODEL, _SAMPLING, _OUTPUT = "Model", "Sampling", "Output"
+_MODEL, _SAMPLING, _OUTPUT, _SPECULATION = "Model", "Sampling", "Output", "Speculation"
 _SCHEDULER, _WORKLOAD = "Scheduler", "Requests"
 
 DEFAULT_PROMPT = "Once upon a time"
@@ -113,6 +113,35 @@ QuantizeOption = Annotated[
     typer.Option("--quantize", help="Quantize float weights as they are loaded: q8_0.", rich_help_panel=_MODEL),
 ]
 
+SpeculateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--speculate",
+        help="Guess tokens ahead and verify them together: draft, a small model; ngram, what followed before; off.",
+        show_default="off",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+DraftOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft",
+        help="The draft model; may be repeated, then all of them guess.",
+        show_default="tales-draft",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+KOption = Annotated[
+    int | None,
+    typer.Option("--k", help="Tokens to guess at a time, at most; 4 if not given.", rich_help_panel=_SPECULATION),
+]
+SpeculateFixedOption = Annotated[
+    bool,
+    typer.Option(
+        "--speculate-fixed", help="Always guess that many, also where it loses.", rich_help_panel=_SPECULATION
+    ),
+]
+
 TemperatureOption = Annotated[
     float, typer.Option("--temperature", help="0 always takes the likeliest token.", rich_help_panel=_SAMPLING)
 ]
@@ -140,16 +169,6 @@ StopOption = Annotated[
 IgnoreEosOption = Annotated[
     bool,
     typer.Option("--ignore-eos", help="Go on past the end-of-text token.", rich_help_panel=_SAMPLING),
-]
-
-NumBlocksOption = Annotated[
-    int | None,
-    typer.Option(
-        "--num-blocks",
-        help="Blocks in the KV pool.",
-        show_default="512, or one sequence's",
-        rich_help_panel=_MODEL,
-    ),
 ]
 
 MaxNumSeqsOption = Annotated[

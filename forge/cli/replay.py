@@ -40,7 +40,7 @@ def replay(
         require_terminal(console)
     recorded = read_trace(file)
     if recorded.note:
-        open_error_console().print(f"{options.shown_path(file)}: {recorded.note}")
+        open_error_console().print(f"{options.shown_path(file)}: {recorded.note}", soft_wrap=True)
     history = _history(recorded)
     if step and history.records:
         with Stepper(console, history) as stepper:

@@ -48,13 +48,15 @@ def run_label(llm: "LLM") -> "RunLabel":
 
 
 def warm_up(llm: "LLM", prompt: str) -> None:
-    """Two tokens that nobody times: a process's first forward pays for memory that has never been touched.
+    """A few tokens that nobody times: a process's first forward pays for memory that has never been touched. With
+    guesses there are some more, because the first of them are held back until a plain forward's time is known.
 
     What a prefix cache would remember of them is forgotten.
     """
     from forge.engine.sampling_params import SamplingParams
 
-    llm.generate([prompt], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    max_tokens = 24 if llm.engine.speculation.proposers else 2
+    llm.generate([prompt], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
     if llm.kv == "prefix":
         llm.engine.cache.reset()
 

@@ -129,5 +129,5 @@ def _with_next_token(
         if request.params.plain_greedy and not probabilities:
             choice = Choice(check_logits(logits), None, None)
         else:
-            choice = choose(logits, request.params, request.token_ids, request.seed, 0, length)
+            choice = choose(logits, request.params, request.token_ids, request.seed, 0, length, length)
     return OneShotResult(choice, candidates, scores)

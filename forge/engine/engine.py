@@ -42,7 +42,7 @@ from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch
 from forge.model.qwen3 import Model
 from forge.speculation.leases import Lease, LeaseRevoked
-from forge.speculation.speculator import Learned, Speculator, StepGuesses
+from forge.speculation.speculator import Learned, Speculator, Spent, StepGuesses
 from forge.speculation.verification import Verification, verify_forks, verify_likeliest
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 from forge.trace.records import (
@@ -128,6 +128,7 @@ class Engine:
         guesses, and how many tokens; None for nobody."""
         self.lease = Lease("target", model)
         self.tokenizer = tokenizer
+        self._eos_token_ids = tokenizer.eos_token_ids
         self.cache = cache
         self.storage = storage
         self.max_model_len = max_model_len
@@ -190,6 +191,7 @@ class Engine:
         assert continues is None or params.n == 1, "one cache can be continued once"
         try:
             token_ids = self._checked_prompt(prompt_token_ids)
+            self._check_bias(params)
             self._check_unused(request_id)
         except UsageError as error:
             self._rejected.append(RejectRecord(request_id, str(error)))
@@ -249,6 +251,8 @@ class Engine:
         try:
             token_ids = self._checked_prompt(prompt_token_ids)
             self._check_unused(request_id)
+            if task.pooling is not None and not self.model.embeds:
+                raise UsageError("this model has no hidden states: take a real one for embeddings")
             for token_id in task.candidates:
                 if not 0 <= token_id < self.model.vocab_size:
                     raise UsageError(f"token id {token_id} is outside the vocabulary of {self.model.vocab_size} tokens")
@@ -310,8 +314,9 @@ class Engine:
         choices = self._choose(plan, guesses, logits)
         answers |= self._oneshots.answer(joining, logits, self.on_logits, self.report_probabilities)
         ended_at = time.perf_counter()
-        forward = (batch.num_rows if batch is not None else 0, forward_ms)
-        learned = self.speculation.learn(plan, guesses, choices.verified, choices.outcomes, running, forward)
+        num_rows = batch.num_rows if batch is not None else 0
+        spent = Spent(num_rows, forward_ms, (ended_at - started) * 1e3 - guesses.total_ms)
+        learned = self.speculation.learn(plan, guesses, choices.verified, choices.outcomes, running, spent)
         self._decided = choices.outcomes, learned  # from here on the step has happened
         self._account(plan, guesses, forward_ms, started, choices, ended_at)
         answered = self._oneshots.end(plan.oneshots, answers, forward_ms, started, ended_at)
@@ -544,6 +549,13 @@ class Engine:
         few = params.n == 1 and min(params.max_tokens, room) <= 1
         return few and self.scheduler.config.oneshot and len(self.scheduler.scratch) > 0
 
+    def _check_bias(self, params: SamplingParams) -> None:
+        for token_id, _ in params.logit_bias[-1:]:  # they ascend
+            if token_id >= self.model.vocab_size:
+                raise UsageError(
+                    f"logit_bias: token id {token_id} is outside the vocabulary of {self.model.vocab_size}"
+                )
+
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._requests or request_id in self._oneshots:
             raise UsageError(f"request {request_id!r} is already running")
@@ -601,10 +613,17 @@ class Engine:
         """Choose a sequence's next token from a row of logits whose greatest is at `likeliest`."""
         if self._is_plain(sequence):
             check_greatest(logits[likeliest])
-            choice = Choice(likeliest, None, None)
+            choice = likeliest, None, None  # a `Choice` in all but name: making one takes as long as all the rest
         else:
-            tokens = sequence.token_ids
-            choice = choose(logits, sequence.params, tokens, sequence.seed, sequence.sample_index, len(tokens))
+            choice = choose(
+                logits,
+                sequence.params,
+                sequence.token_ids,
+                sequence.seed,
+                sequence.sample_index,
+                len(sequence.token_ids),
+                sequence.num_prompt_tokens,
+            )
         return self._emit(sequence, (choice,), (logits,), choices)
 
     def _verified(
@@ -627,7 +646,15 @@ class Engine:
         if self._is_plain(sequence):
             found = verify_likeliest(greatest, rows, runs)
         else:
-            found = verify_forks(rows, runs, sequence.params, sequence.token_ids, sequence.seed, sequence.sample_index)
+            found = verify_forks(
+                rows,
+                runs,
+                sequence.params,
+                sequence.token_ids,
+                sequence.seed,
+                sequence.sample_index,
+                sequence.num_prompt_tokens,
+            )
         choices.verified[item.seq_id] = found
         outcome = self._emit(sequence, found.choices, rows[found.winner], choices)
         # Where the sequence ended on a guess, that guess counts as its last token, whose keys nobody needs.
@@ -679,7 +706,7 @@ class Engine:
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
 
     def _is_eos(self, sequence: Sequence, token_id: int) -> bool:
-        return token_id in self.tokenizer.eos_token_ids and not sequence.params.ignore_eos
+        return token_id in self._eos_token_ids and not sequence.params.ignore_eos
 
     def _score_prompt(self, sequence: Sequence, position: int, rows: np.ndarray) -> None:
         """Log probabilities of prompt tokens given those before them. `rows` are the logits after the tokens from
@@ -737,7 +764,7 @@ class Engine:
 
 
 def _item_record(item: PlanItem, guesses: StepGuesses | None = None) -> ItemRecord:
-    num_guesses = _num_guess_rows(item, guesses) if guesses is not None else 0
+    num_guesses = _num_guess_rows(item, guesses) if item.num_guesses and guesses is not None else 0
     return ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining, num_guesses)
 
 

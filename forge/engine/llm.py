@@ -148,6 +148,7 @@ class LLM:
         model.prepare(layout)
         self._kv, self._cache_size, self._config = kv, size, config
         self._max_k, self._speculate_fixed = k, speculate_fixed
+        self.max_num_seqs = config.max_num_seqs
         self.engine = self._engine_of(model, config)
         self.kv = self.engine.cache.kind
         limits = self.max_model_len, max_num_seqs

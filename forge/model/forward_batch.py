@@ -56,31 +56,26 @@ def flat_batch(parts: Sequence[SequenceRows], block_size: int) -> ForwardBatch:
     """The rows of all parts end to end."""
     tables = np.full((len(parts), max([len(part.block_table) for part in parts])), -1, np.int32)
     token_ids: list[int] = []
-    cu_seqlens, logit_rows, context_lens = [0], [], []
+    starts: list[int] = []
+    logit_rows: list[int] = []
+    ends = [0]
     for table, (tokens, start, block_table, wanted) in zip(tables, parts, strict=True):
-        first_row = len(token_ids)
         table[: len(block_table)] = block_table
+        first_row = ends[-1]
         token_ids += tokens
-        logit_rows += [first_row + row for row in wanted]
-        cu_seqlens.append(len(token_ids))
-        context_lens.append(start + len(tokens))
-    if len(token_ids) == len(parts):  # decodes: no arrays for one number each
-        positions = [part.start for part in parts]
-        slots = [
-            part.block_table[at // block_size] * block_size + at % block_size
-            for part, at in zip(parts, positions, strict=True)
-        ]
-    else:
-        lengths = np.diff(cu_seqlens)
-        positions = np.arange(len(token_ids)) + np.repeat(np.subtract(context_lens, cu_seqlens[1:]), lengths)
-        owners = np.repeat(np.arange(len(parts)), lengths)
-        slots = tables[owners, positions // block_size] * block_size + positions % block_size
+        starts.append(start)
+        logit_rows += range(first_row + wanted.start, first_row + wanted.stop)
+        ends.append(len(token_ids))
+    cu_seqlens, first_positions = np.array(ends, np.int32), np.array(starts, np.int32)
+    num_rows = np.diff(cu_seqlens)
+    owners = np.repeat(np.arange(len(parts)), num_rows)
+    positions = np.arange(len(token_ids), dtype=np.int32) + (first_positions - cu_seqlens[:-1])[owners]
     return ForwardBatch(
         token_ids=np.array(token_ids, np.int32),
-        positions=np.asarray(positions, np.int32),
-        cu_seqlens=np.array(cu_seqlens, np.int32),
-        slot_mapping=np.asarray(slots, np.int32),
+        positions=positions,
+        cu_seqlens=cu_seqlens,
+        slot_mapping=tables[owners, positions // block_size] * block_size + positions % block_size,
         block_tables=tables,
-        context_lens=np.array(context_lens, np.int32),
+        context_lens=first_positions + num_rows,
         logit_rows=np.array(logit_rows, np.int32),
     )

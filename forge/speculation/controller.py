@@ -10,8 +10,8 @@ Here each further row has its price too. α depends on K, because guesses behind
 accepted with probability a after its predecessors were, αK = a + a² + … + a^K. What is estimated is a: accepted
 guesses over guesses that the target decided about, recent cycles weighing more.
 
-Below 1 for every K, speculation goes off; after a pause, counted in output tokens, a single guess is tried. If that is
-rejected the pause doubles. So a useless draft costs a few guesses at first and ever fewer later.
+Hardly above 1 for every K, speculation goes off; after a pause, counted in output tokens, a single guess is tried. If
+that is rejected the pause grows, up to a limit. So a useless draft costs a few guesses at first and ever fewer later.
 
 `SpeculationControl` is a value: what happened goes in, the next value comes out, and no clock is read. Under sampling
 the number of guesses decides which draws a token is made from, so there the caller passes costs that are fixed in
@@ -32,9 +32,11 @@ _FIRST_BELIEF = 0.7
 """What a is taken for before the first cycle, …"""
 _BELIEF_GUESSES = 2.0
 """… as if so many guesses had shown it. Fades like a cycle."""
-_FIRST_PAUSE = 16
-_LONG_PAUSE = 64
-"""The least pause where not even perfect guesses would pay: only new measurements can change that."""
+_WORTHWHILE = 1.05
+"""A lesser gain is not worth it: it is smaller than what the costs leave out."""
+_FIRST_PAUSE = 64
+"""Output tokens before it is tried again for the first time. A probe is dear: the draft has to read what it missed."""
+_LONGEST_PAUSE = 256
 _PROVEN = 16
 """Cycles in a row after which what made it pause before is forgotten."""
 
@@ -71,28 +73,43 @@ class Cycle(NamedTuple):
         return min(self.accepted + 1, self.proposed)
 
 
-@dataclass(frozen=True)
-class RecentCycles:
-    """The last 50 cycles of a sequence, or of a draft."""
+class Belief(NamedTuple):
+    """The estimate of a: guesses accepted, of those decided about. A cycle counts for less than the one after it."""
+
+    accepted: float = _FIRST_BELIEF * _BELIEF_GUESSES
+    decided: float = _BELIEF_GUESSES
+
+    def after(self, cycle: Cycle) -> "Belief":
+        return Belief(_FADING * self.accepted + cycle.accepted, _FADING * self.decided + cycle.decided)
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / self.decided
+
+
+class RecentCycles(NamedTuple):
+    """The last 50 cycles of a sequence, or of a draft. The sums are kept, because they are asked for every cycle."""
 
     cycles: tuple[Cycle, ...] = ()
+    proposed: int = 0
+    accepted: int = 0
 
     def add(self, proposed: int, accepted: int) -> "RecentCycles":
-        return RecentCycles((*self.cycles, Cycle(proposed, accepted))[-WINDOW:])
+        cycles = (*self.cycles, Cycle(proposed, accepted))
+        dropped = cycles[0] if len(cycles) > WINDOW else Cycle(0, 0)
+        return RecentCycles(
+            cycles[-WINDOW:],
+            self.proposed + proposed - dropped.proposed,
+            self.accepted + accepted - dropped.accepted,
+        )
 
     @property
     def accept_rate(self) -> float | None:
         """`recent_accept_rate`: accepted over proposed; None before the first guess."""
-        proposed = sum(cycle.proposed for cycle in self.cycles)
-        return sum(cycle.accepted for cycle in self.cycles) / proposed if proposed else None
+        return self.accepted / self.proposed if self.proposed else None
 
-    def acceptance(self, num_cycles: int) -> float:
-        """The estimate of a from the last `num_cycles`, and from what is believed before any."""
-        accepted, decided = _FIRST_BELIEF * _BELIEF_GUESSES, _BELIEF_GUESSES
-        for cycle in self.cycles[len(self.cycles) - min(num_cycles, len(self.cycles)) :]:
-            accepted = _FADING * accepted + cycle.accepted
-            decided = _FADING * decided + cycle.decided
-        return accepted / decided
+
+NO_CYCLES, _NOTHING_SEEN = RecentCycles(), Belief()
 
 
 @dataclass(frozen=True)
@@ -102,9 +119,11 @@ class SpeculationControl:
     max_k: int
     fixed: bool
     decision: SpecDecision
-    recent: RecentCycles = RecentCycles()
+    recent: RecentCycles = NO_CYCLES
+    belief: Belief = _NOTHING_SEEN
+    """From the cycles since it was last switched on."""
     trusted: int = 0
-    """How many of the recent cycles count: those since it was last switched on."""
+    """How many those are."""
     pause: int = _FIRST_PAUSE
     """Output tokens that the next pause will last."""
 
@@ -123,12 +142,13 @@ class SpeculationControl:
         """A cycle ended. One in which nothing was proposed says nothing."""
         if proposed == 0:
             return self
-        recent = self.recent.add(proposed, accepted)
+        recent, belief = self.recent.add(proposed, accepted), self.belief.after(Cycle(proposed, accepted))
+        known = replace(self, recent=recent, belief=belief, trusted=self.trusted + 1)
         if self.decision.reason == "probes" and accepted == 0 and not self.fixed:
-            return replace(self, recent=recent)._off(costs)
-        trusted = min(self.trusted + 1, WINDOW)
-        pause = _FIRST_PAUSE if trusted >= _PROVEN else self.pause
-        return replace(self, recent=recent, trusted=trusted, pause=pause)._decided(costs)
+            return known._off(costs)
+        if known.trusted == _PROVEN:
+            known = replace(known, pause=_FIRST_PAUSE)
+        return known._decided(costs)
 
     def after_plain_tokens(self, num_tokens: int, costs: Costs) -> "SpeculationControl":
         """Output tokens came without guesses. Where it is off, that is what it waits for."""
@@ -137,31 +157,39 @@ class SpeculationControl:
         left = self.decision.retry_in - num_tokens
         if left > 0:
             return replace(self, decision=replace(self.decision, reason="waits", retry_in=left))
-        probe = self._decision(1, "probes", speed_up(self.recent.acceptance(0), 1, costs))
-        return replace(self, trusted=0, decision=probe)
+        probe = self._decision(1, "probes", speed_up(_NOTHING_SEEN.acceptance, 1, costs))
+        return replace(self, belief=_NOTHING_SEEN, trusted=0, decision=probe)
 
     def _decided(self, costs: Costs) -> "SpeculationControl":
         """With the best number of guesses for what is known now, or off."""
+        predicted = self._predicted(costs)
         if self.fixed:
-            predicted = self._predicted(self.max_k, costs)
-            return replace(self, decision=self._decision(self.max_k, "fixed", predicted))
-        k = max(range(1, self.max_k + 1), key=lambda k: self._predicted(k, costs))
-        if self._predicted(k, costs) <= 1:
+            return replace(self, decision=self._decision(self.max_k, "fixed", predicted[-1]))
+        best = max(predicted)
+        if best < _WORTHWHILE:
             return self._off(costs)
+        k = 1 + predicted.index(best)
         reason: SpecReason = "wins" if k == self.max_k else "turned_down"
         if self.decision.reason == "probes":
             reason = "on_again"
-        return replace(self, decision=self._decision(k, reason, self._predicted(k, costs)))
+        return replace(self, decision=self._decision(k, reason, best))
 
     def _off(self, costs: Costs) -> "SpeculationControl":
         could_win = speed_up(1, self.max_k, costs) > 1
-        pause = self.pause if could_win else max(self.pause, _LONG_PAUSE)
-        predicted = max(self._predicted(k, costs) for k in range(1, self.max_k + 1))
-        decision = self._decision(0, "loses" if could_win else "cannot_win", predicted, pause)
-        return replace(self, decision=decision, trusted=0, pause=2 * pause)
+        reason: SpecReason = "loses" if could_win else "cannot_win"
+        decision = self._decision(0, reason, max(self._predicted(costs)), self.pause)
+        longer = min(3 * self.pause, _LONGEST_PAUSE)
+        return replace(self, decision=decision, belief=_NOTHING_SEEN, trusted=0, pause=longer)
 
-    def _predicted(self, k: int, costs: Costs) -> float:
-        return speed_up(expected_accepted(self.recent.acceptance(self.trusted), k) / k, k, costs)
+    def _predicted(self, costs: Costs) -> list[float]:
+        """What 1, 2, … `max_k` guesses would gain."""
+        acceptance, each = self.belief.acceptance, costs.guess + costs.row
+        product, accepted, gains = 1.0, 0.0, []
+        for k in range(1, self.max_k + 1):
+            product *= acceptance
+            accepted += product
+            gains.append((accepted + 1) / (1 + k * each))
+        return gains
 
     def _decision(self, k: int, reason: SpecReason, predicted: float, retry_in: int | None = None) -> SpecDecision:
         return SpecDecision(k, reason, predicted, self.recent.accept_rate, retry_in)

@@ -1,21 +1,27 @@
 """What a forward costs by its number of rows, and a guess: measured as the engine runs.
 
 A decode step of the target takes base + slope · rows milliseconds, near enough: it streams the weights once whatever
-the rows, and multiplies for each of them. Both numbers are fitted to medians of recent steps, so that a step in which
-the machine was busy elsewhere, or one in which a draft read a whole prompt, counts for nothing.
+the rows, and multiplies for each of them. Both numbers are fitted to what recent steps took when nothing disturbed
+them, their lower quartile: so a step in which the machine was busy elsewhere, or the first of its kind, which pays for
+memory that has never been touched, counts for nothing.
 
 The times are given, no clock is read.
 """
 
 from collections import defaultdict, deque
-from statistics import fmean, median
+from collections.abc import Sequence
+from statistics import fmean
 
 from forge.speculation.controller import Costs
 
 _RECENT = 15
-"""Measurements that a median is taken over."""
+"""Measurements of a kind that count."""
 _ENOUGH = 3
-"""Measurements of one number of rows from which their median says something: the first of a process is a slow one."""
+"""Measurements of a kind from which they say something."""
+_PLAIN_FIRST = 8
+"""Measurements of a plain step before anything is held against it: the first steps of a process are slow."""
+_STALE = 64
+"""Forwards after which a number of rows that did not occur any more is left out, unless it is the least of all."""
 _REFRESH = 8
 """Forwards after which costs are worked out anew: that takes longer than a guess."""
 
@@ -28,24 +34,34 @@ class CostMeter:
         self.assumed = assumed
         self._forward_ms: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._guess_ms: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
+        self._seen: dict[int, int] = {}
+        """The number of the last forward with so many rows."""
+        self._num_forwards = 0
         self._known: dict[int, Costs] = {}
-        self._age = 0
 
     @property
-    def knows_plain_steps(self) -> bool:
-        """Whether forwards of one row were measured often enough to hold others against them."""
-        return len(self._forward_ms.get(1, ())) >= _ENOUGH
+    def knows_a_forward(self) -> bool:
+        """Whether forwards of some number of rows were measured often enough to hold guesses against them."""
+        return any(len(times) >= _PLAIN_FIRST for times in self._forward_ms.values())
 
     def add_forward(self, num_rows: int, ms: float) -> None:
-        """A forward of the target in which every sequence decoded or verified."""
+        """A step in which every sequence decoded or verified: the target's forward, and the work around it."""
         self._forward_ms[num_rows].append(ms)
-        self._age += 1
-        if self._age >= _REFRESH:
-            self._known, self._age = {}, 0
+        self._seen[num_rows] = self._num_forwards = self._num_forwards + 1
+        if self._num_forwards % _REFRESH == 0:
+            self._known = {}
 
     def add_guesses(self, num_sequences: int, num_guesses: int, ms: float) -> None:
         """A proposing for so many sequences, of `num_guesses` tokens each."""
         self._guess_ms[num_sequences].append(ms / num_guesses)
+
+    def add_bound(self, num_sequences: int, num_guesses: int, ms: float) -> None:
+        """A proposing that did more than guess: it read a text, say. If even that took less than guesses are known to,
+        what is known is out of date."""
+        times = self._guess_ms.get(num_sequences)
+        if times and ms / num_guesses < _undisturbed(times):
+            times.clear()
+            self._known = {}
 
     def costs(self, num_sequences: int) -> Costs:
         """In units of a plain decode step of `num_sequences` sequences, of which each guesses."""
@@ -61,15 +77,21 @@ class CostMeter:
         plain_ms = base + slope * num_sequences
         known = [measured for measured, times in self._guess_ms.items() if len(times) >= _ENOUGH]
         nearest = min(known, key=lambda measured: abs(measured - num_sequences), default=None)
-        guess = self.assumed.guess if nearest is None else median(self._guess_ms[nearest]) / plain_ms
+        guess = self.assumed.guess if nearest is None else _undisturbed(self._guess_ms[nearest]) / plain_ms
         return Costs(guess, slope * num_sequences / plain_ms)
 
     def _line(self) -> tuple[float, float] | None:
         """(base, slope) in milliseconds by least squares; None before the first forward. As long as only one number of
         rows has been seen often enough, the price of a row is the assumed one."""
-        points = [(rows, median(times)) for rows, times in self._forward_ms.items() if len(times) >= _ENOUGH]
-        if not points:
+        known = [rows for rows, times in self._forward_ms.items() if len(times) >= _ENOUGH]
+        if not known:
             return None
+        least, oldest = min(known), self._num_forwards - _STALE
+        points = [
+            (rows, _undisturbed(self._forward_ms[rows]))
+            for rows in known
+            if self._seen[rows] >= oldest or rows == least
+        ]
         middle_rows, middle_ms = (fmean(values) for values in zip(*points, strict=True))
         spread = sum((rows - middle_rows) ** 2 for rows, _ in points)
         if spread:
@@ -78,3 +100,7 @@ class CostMeter:
             slope = self.assumed.row * middle_ms / (1 + self.assumed.row * (middle_rows - 1))
         slope = min(max(slope, 0.0), middle_ms / middle_rows)  # neither part of a forward takes less than no time
         return middle_ms - slope * middle_rows, slope
+
+
+def _undisturbed(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 4]

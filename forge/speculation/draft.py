@@ -248,8 +248,10 @@ class DraftProposer(Proposer):
                     context_lens[:count],
                     rows,
                 )
-            token_ids[:count] = [run.token_ids[-1] for run in runs[:count]]
-            slots[:count] = tables[rows, positions[:count] // block_size] * block_size + positions[:count] % block_size
+            for row, run in enumerate(runs[:count]):
+                place, offset = divmod(run.length + step - 1, block_size)
+                token_ids[row] = run.token_ids[-1]
+                slots[row] = run.block_table[place] * block_size + offset
             for run, logits in zip(runs, self._forward(batch), strict=False):
                 self._guess(run, logits)
             positions += 1
@@ -265,8 +267,8 @@ class DraftProposer(Proposer):
         request, params = run.request, run.request.params
         likeliest = check_logits(logits)
         scores = logits
-        if params.repetition_penalty != 1:
-            scores = penalized(logits, [*request.token_ids, *run.token_ids], params.repetition_penalty)
+        if params.changes_logits:  # a guess may take the prompt for output
+            scores = penalized(logits, [*request.token_ids, *run.token_ids], params, num_prompt_tokens=0)
         if not params.greedy:
             q = distribution(scores, params)
             position = run.length + len(run.token_ids)

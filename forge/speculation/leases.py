@@ -12,8 +12,7 @@ forward, and measured.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import Event, RLock, get_ident
 from typing import Generic, TypeVar
 
@@ -65,13 +64,9 @@ class Lease(Generic[T]):
             return None
         return (self._released_at - self._revoked_at) * 1e3
 
-    @contextmanager
-    def use(self) -> Iterator[T]:
-        """Use what is lent. Raises `LeaseRevoked` if it has been taken back."""
-        try:
-            yield self._enter()
-        finally:
-            self._leave()
+    def use(self) -> "_Use[T]":
+        """Use what is lent, for the length of one `with`. Raises `LeaseRevoked` if it has been taken back."""
+        return _Use(self)
 
     def check(self) -> None:
         """Raise `LeaseRevoked` if it has been taken back."""
@@ -106,3 +101,22 @@ class Lease(Generic[T]):
             self._lent = None
             self._released_at = self._clock()
             self._released.set()
+
+
+class _Use(Generic[T]):
+    """One `with`. Written out, because a generator would take as long as a guess's bookkeeping."""
+
+    __slots__ = ("_lease",)
+
+    def __init__(self, lease: Lease[T]):
+        self._lease = lease
+
+    def __enter__(self) -> T:
+        try:
+            return self._lease._enter()
+        except BaseException:
+            self._lease._leave()
+            raise
+
+    def __exit__(self, *exception) -> None:
+        self._lease._leave()

@@ -24,7 +24,7 @@ from forge.engine.scheduler import Outcome
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.errors import ForgeError
-from forge.speculation.controller import Costs, RecentCycles, SpeculationControl
+from forge.speculation.controller import NO_CYCLES, Costs, RecentCycles, SpeculationControl
 from forge.speculation.costs import CostMeter
 from forge.speculation.proposer import Proposal, ProposalRequest, Proposer
 from forge.speculation.verification import Verification
@@ -37,7 +37,7 @@ class _Source:
 
     proposer: Proposer
     meter: CostMeter
-    recent: RecentCycles = field(default_factory=RecentCycles)
+    recent: RecentCycles = NO_CYCLES
 
 
 class _State(NamedTuple):
@@ -46,8 +46,28 @@ class _State(NamedTuple):
     control: SpeculationControl
     since: int
     """Tokens that it had when `control` was decided."""
+    until: int
+    """Tokens before which nobody need be asked."""
     follows: bool = False
     """Whether its proposers have seen all but its last few tokens."""
+    silent: int = 0
+    """How many times in a row nobody had a guess."""
+
+    @classmethod
+    def after(cls, control: SpeculationControl, length: int, follows: bool = False) -> "_State":
+        """Decided for a sequence of `length` tokens."""
+        return cls(control, length, length if control.k else length + control.decision.retry_in, follows)
+
+    def after_silence(self, length: int) -> "_State":
+        """Nobody had a guess about `length` tokens."""
+        rest = min(self.silent // _PATIENCE, _LONGEST_REST)
+        return self._replace(until=length + 1 + rest, silent=self.silent + 1)
+
+
+_PATIENCE = 2
+"""After each so many times without a guess the rest until the next question grows by a token, …"""
+_LONGEST_REST = 15
+"""… up to this. Asking in vain takes a tenth of a small model's step."""
 
 
 class Failure(NamedTuple):
@@ -70,10 +90,22 @@ class StepGuesses:
     ms: dict[_Source, float] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     """By sequence: why guesses that it had room for were not made."""
+    silent: set[int] = field(default_factory=set)
+    """Sequences about which everybody was asked and nobody had a guess."""
     total_ms: float = 0.0
 
 
 _NOTHING = StepGuesses()
+
+
+class Spent(NamedTuple):
+    """What a step took."""
+
+    num_rows: int
+    """Of the target's forward."""
+    forward_ms: float
+    step_ms: float
+    """The forward, and all work around it but the proposers'."""
 
 
 class Learned(NamedTuple):
@@ -81,6 +113,9 @@ class Learned(NamedTuple):
 
     cycles: tuple[SpecCycle, ...] = ()
     states: Mapping[int, _State] = {}
+
+
+_NOTHING_LEARNED = Learned()
 
 
 class Speculator:
@@ -103,6 +138,8 @@ class Speculator:
         self._states: dict[int, _State] = {}
         self._unsaid: dict[int, SpecDecision] = {}
         """Decisions not to begin at all, which no cycle has told of yet."""
+        self._batch = 1
+        """Sequences in the last step."""
         self.set_proposers(proposers)
 
     @property
@@ -114,6 +151,11 @@ class Speculator:
         """Guess with these from now on. Every sequence begins anew with them."""
         self._states, self._unsaid = {}, {}
         self._sources = tuple(_Source(proposer, CostMeter(assumed)) for proposer, assumed in proposers)
+
+    def fix(self, k: int) -> None:
+        """From now on always guess `k` tokens, for study. Every sequence begins anew."""
+        self.max_k, self.fixed = k, True
+        self._states, self._unsaid = {}, {}
 
     def accept_rate(self, name: str) -> float | None:
         """`recent_accept_rate` of a proposer; None before its first guess, or if there is no such proposer."""
@@ -136,25 +178,24 @@ class Speculator:
 
     def wanted(self, sequence: Sequence) -> int:
         """How many guesses the sequence would have verified in its next step."""
-        if not self._sources_of(sequence):
+        if not self._sources or not self._sources_of(sequence):
             return 0
         state = self._states.get(sequence.seq_id)
         if state is None:
             state = self._begin(sequence)
-        k = state.control.k
-        if k and not (self.fixed or self._can_tell(sequence)):
+        length = len(sequence.token_ids)
+        if length < state.until:
             return 0
+        k = state.control.k
         if k == 0:
-            num_plain = len(sequence.token_ids) - state.since
-            if num_plain >= state.control.decision.retry_in:
-                control = state.control.after_plain_tokens(num_plain, self._costs(sequence, 1))
-                self._states[sequence.seq_id] = _State(control, len(sequence.token_ids))
-                k = control.k
-        return k
+            control = state.control.after_plain_tokens(length - state.since, self._costs(sequence))
+            self._states[sequence.seq_id] = _State.after(control, length)
+            k = control.k
+        return k if self.fixed or self._can_tell(sequence) else 0
 
     def _can_tell(self, sequence: Sequence) -> bool:
-        """Whether it is known what a step without guesses costs. Otherwise the first few are made without."""
-        return not sequence.params.greedy or self._sources[0].meter.knows_plain_steps
+        """Whether it is known what a step without guesses costs. The first few are made without, to learn that."""
+        return not sequence.params.greedy or self._sources[0].meter.knows_a_forward
 
     def wanted_forks(self, sequence: Sequence) -> int:
         """How many runs of guesses beyond the first: one for each further proposer."""
@@ -171,11 +212,12 @@ class Speculator:
             if asked:
                 self._ask(source, asked, running, guesses)
         guesses.total_ms = sum(guesses.ms.values())
+        guesses.silent = {item.seq_id for item in items} - guesses.runs.keys()
         return guesses
 
     def _begin(self, sequence: Sequence) -> _State:
-        control = SpeculationControl.begin(self.max_k, self._costs(sequence, 1), fixed=self.fixed)
-        state = self._states[sequence.seq_id] = _State(control, len(sequence.token_ids))
+        control = SpeculationControl.begin(self.max_k, self._costs(sequence), fixed=self.fixed)
+        state = self._states[sequence.seq_id] = _State.after(control, len(sequence.token_ids))
         if control.k == 0:
             self._unsaid[sequence.seq_id] = control.decision
         return state
@@ -208,8 +250,9 @@ class Speculator:
                 longest = max(longest, len(proposal))
                 guesses.runs[item.seq_id] = (*guesses.runs.get(item.seq_id, ()), proposal)
                 guesses.sources[item.seq_id] = (*guesses.sources.get(item.seq_id, ()), source)
-        if longest and all(self._states[item.seq_id].follows for item in items):  # else it read a text as well
-            source.meter.add_guesses(len(items), longest, ms)
+        if longest:
+            follows = all(self._states[item.seq_id].follows for item in items)  # else it read a text as well
+            (source.meter.add_guesses if follows else source.meter.add_bound)(len(items), longest, ms)
 
     def _request(self, source: _Source, item: PlanItem, sequence: Sequence) -> ProposalRequest:
         return ProposalRequest(
@@ -239,33 +282,43 @@ class Speculator:
         verified: Mapping[int, Verification],
         outcomes: Items[Outcome],
         running: Mapping[int, Sequence],
-        forward: tuple[int, float],
+        spent: Spent,
     ) -> Learned:
-        """What a step's verifications teach, for `take`. Its sequences must not have their new tokens yet.
-
-        forward: the rows of the target's forward, and its milliseconds.
-        """
-        if not self._sources and not guesses.failures:
-            return Learned()
-        if plan.execution_class == "decode":
-            for source in self._sources:
-                source.meter.add_forward(*forward)
+        """What a step's verifications teach, for `take`. Its sequences must not have their new tokens yet."""
+        nothing = guesses is _NOTHING and not self._unsaid
+        if nothing and not self._sources:
+            return _NOTHING_LEARNED
+        self._batch = len(plan.items)
+        if nothing:
+            if spent.num_rows == len(plan.items):
+                self._meter(spent.num_rows, spent.step_ms)
+            return _NOTHING_LEARNED
+        started = time.perf_counter()
         cycles: list[SpecCycle] = []
         states: dict[int, _State] = {}
-        for outcome in outcomes if verified or guesses.failures else ():
+        for outcome in outcomes if guesses is not _NOTHING else ():
             seq_id = outcome.seq_id
             if seq_id in verified:
                 sequence, verification = running[seq_id], verified[seq_id]
                 proposed = max(map(len, guesses.runs[seq_id]))
-                costs = self._costs(sequence, len(plan.items))
-                control = self._states[seq_id].control.after_cycle(proposed, verification.num_accepted, costs)
-                states[seq_id] = _State(control, outcome.position + len(outcome.token_ids), follows=control.k > 0)
-                cycles += self._cycles(outcome, guesses, verification, forward[1], control.decision)
+                control = self._states[seq_id].control
+                control = control.after_cycle(proposed, verification.num_accepted, self._costs(sequence))
+                length = outcome.position + len(outcome.token_ids)
+                states[seq_id] = _State.after(control, length, follows=control.k > 0)
+                cycles += self._cycles(outcome, guesses, verification, spent.forward_ms, control.decision)
+            elif seq_id in guesses.silent:
+                states[seq_id] = self._states[seq_id].after_silence(outcome.position)
             if seq_id in guesses.failures:
-                cycles.append(self._failed(outcome, guesses, forward[1]))
+                cycles.append(self._failed(outcome, guesses, spent.forward_ms))
         if self._unsaid:
-            cycles += self._said(plan, running, forward[1])
+            cycles += self._said(plan, running, spent.forward_ms)
+        if plan.execution_class == "decode":
+            self._meter(spent.num_rows, spent.step_ms + (time.perf_counter() - started) * 1e3)
         return Learned(tuple(cycles), states)
+
+    def _meter(self, num_rows: int, step_ms: float) -> None:
+        for source in self._sources:
+            source.meter.add_forward(num_rows, step_ms)
 
     def take(self, learned: Learned) -> None:
         """The step has happened."""
@@ -328,11 +381,11 @@ class Speculator:
                 cycles.append(SpecCycle(item.seq_id, name, length, (), (), (), 0.0, forward_ms, decision))
         return cycles
 
-    def _costs(self, sequence: Sequence, num_sequences: int) -> Costs:
+    def _costs(self, sequence: Sequence) -> Costs:
         """What a guess by each of the sequence's proposers costs together: measured, or under sampling as assumed."""
         sources = self._sources_of(sequence)
         measured = sequence.params.greedy
-        each = [source.meter.costs(num_sequences) if measured else source.meter.assumed for source in sources]
+        each = [source.meter.costs(self._batch) if measured else source.meter.assumed for source in sources]
         if len(each) == 1:
             return each[0]
         return Costs(sum(costs.guess for costs in each), sum(costs.row for costs in each))

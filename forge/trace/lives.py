@@ -31,8 +31,8 @@ class Cause:
     head: int
     """Whose reason it was: the sequence's own, or that of the head of the queue, which it stood behind."""
     num_steps: int
-    num_heads: int = 1
-    """One, and how often the head changed in these steps; `head` is the last."""
+    heads_changed: bool = False
+    """Whether others stood at the head before `head` did, in these steps."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Wait:
     num_steps: int
     seconds: float
     causes: tuple[Cause, ...]
-    """In the order in which they first held."""
+    """In the order in which they last held."""
     ended: bool = True
     """Whether it was admitted. A wait that has not ended counts up to the last step."""
 
@@ -114,31 +114,43 @@ class Life:
 
 
 @dataclass
+class _Tally:
+    """One kind of reason, over the whole run so far. What held for one waiting sequence is the difference of two
+    moments, so a step costs the same however many wait."""
+
+    reason: WaitReason
+    head: int
+    steps: int = 0
+    changes: int = 0
+    """How often another sequence came to the head."""
+    last_step: int = 0
+
+
+@dataclass
+class _Own:
+    """Steps in which a waiting sequence was itself the head, for one kind of reason."""
+
+    reason: WaitReason
+    steps: int = 0
+    arrivals: int = 0
+    """How often it came to the head."""
+    last_step: int = 0
+
+
+@dataclass
 class _Waiting:
     """A wait that has not ended."""
 
     after: Literal["arrival", "preemption"]
     first_step: int
     since: float
-    num_steps: int = 0
-    causes: dict[tuple[type, bool], Cause] = field(default_factory=dict)
-
-    def pass_step(self, seq_id: int, head: tuple[int, WaitReason] | None) -> None:
-        self.num_steps += 1
-        if head is None:
-            return
-        owner, reason = head
-        key = type(reason), owner == seq_id
-        before = self.causes.get(key)
-        if before is None:
-            self.causes[key] = Cause(reason, owner, 1)
-        else:
-            heads = before.num_heads + (before.head != owner)
-            self.causes[key] = Cause(reason, owner, before.num_steps + 1, heads)
-
-    def frozen(self, now: float, ended: bool) -> Wait:
-        seconds = max(0.0, now - self.since)
-        return Wait(self.after, self.first_step, self.num_steps, seconds, tuple(self.causes.values()), ended)
+    steps_before: int
+    """Steps of the run before it began."""
+    tallies_before: dict[type, tuple[int, int]]
+    """Of each kind, the steps and changes before it began."""
+    own: dict[type, _Own] = field(default_factory=dict)
+    led_by: dict[type, tuple[WaitReason, int]] = field(default_factory=dict)
+    """Of each kind, the reason and the head before it came to the head itself."""
 
 
 @dataclass
@@ -158,7 +170,7 @@ class _State:
     waits: list[Wait] = field(default_factory=list)
     preemptions: list[Preemption] = field(default_factory=list)
 
-    def life(self, waiting: _Waiting | None, now: float) -> Life:
+    def life(self, waiting: Wait | None) -> Life:
         request = self.request
         return Life(
             self.seq_id,
@@ -173,7 +185,7 @@ class _State:
             self.reason,
             self.tokens_computed,
             self.tokens_cached,
-            (*self.waits, waiting.frozen(now, ended=False)) if waiting else tuple(self.waits),
+            (*self.waits, waiting) if waiting else tuple(self.waits),
             tuple(self.preemptions),
         )
 
@@ -190,6 +202,8 @@ class Lives:
         self._requests: dict[str, ArriveRecord] = {}
         self._past: list[Life] = []
         """Those whose id another life has taken over: the turns of a conversation before the last."""
+        self._tallies: dict[type, _Tally] = {}
+        self._steps = 0
         self._now = 0.0
 
     @property
@@ -197,9 +211,9 @@ class Lives:
         """Sequences that have a place in the batch after the last step, in the order of their admission."""
         return tuple(self._running)
 
-    def queue(self, by_priority: bool = False) -> tuple[int, ...]:
-        """Sequences that have none and wait for one, in the order in which they will get it."""
-        return tuple(sorted(self._waiting, key=lambda seq_id: self._place(seq_id, by_priority)))
+    def queue(self, by_priority: bool = False, most: int | None = None) -> tuple[int, ...]:
+        """Sequences that have none and wait for one, in the order in which they will get it; the first `most`."""
+        return tuple(sorted(self._waiting, key=lambda seq_id: self._place(seq_id, by_priority))[:most])
 
     def _place(self, seq_id: int, by_priority: bool) -> tuple[int, float, int]:
         request = self._state(seq_id).request
@@ -217,12 +231,10 @@ class Lives:
         for preemption in record.preempted:
             self._running.pop(preemption.seq_id, None)
             self._state(preemption.seq_id).preemptions.append(Preemption(record.step, preemption))
-            self._waiting[preemption.seq_id] = _Waiting("preemption", record.step, record.started)
-        head = (record.waiting[0].seq_id, record.waiting[0].reason) if record.waiting else None
-        if head is not None and head[0] not in self._waiting and head[0] not in self._running:
-            self._waiting[head[0]] = _Waiting("arrival", record.step, record.started)  # its arrival was not recorded
-        for seq_id, waiting in self._waiting.items():
-            waiting.pass_step(seq_id, head)
+            self._waiting[preemption.seq_id] = self._begin_wait("preemption", record.step, record.started)
+        for wait in record.waiting:
+            self._count_wait(wait.seq_id, wait.reason, record)
+        self._steps += 1
         for item in record.items:
             self._state(item.seq_id).tokens_computed += item.num_tokens
             self._running.setdefault(item.seq_id)
@@ -242,8 +254,59 @@ class Lives:
         """Every sequence that was seen, by its id."""
         return (
             *self._past,
-            *(state.life(self._waiting.get(seq_id), self._now) for seq_id, state in sorted(self._states.items())),
+            *(state.life(self._wait(seq_id)) for seq_id, state in sorted(self._states.items())),
         )
+
+    def _begin_wait(self, after: Literal["arrival", "preemption"], first_step: int, since: float) -> _Waiting:
+        before = {kind: (tally.steps, tally.changes) for kind, tally in self._tallies.items()}
+        return _Waiting(after, first_step, since, self._steps, before)
+
+    def _count_wait(self, head: int, reason: WaitReason, record: StepRecord) -> None:
+        """A step left the head of the queue out, and those behind it with it."""
+        kind = type(reason)
+        if head not in self._waiting:  # its arrival was not recorded
+            self._waiting[head] = self._begin_wait("arrival", record.step, record.started)
+        tally = self._tallies.get(kind)
+        comes = tally is None or tally.head != head
+        waiting = self._waiting[head]
+        own = waiting.own.setdefault(kind, _Own(reason))
+        if comes and tally is not None:
+            waiting.led_by[kind] = tally.reason, tally.head
+        own.reason, own.steps, own.arrivals, own.last_step = reason, own.steps + 1, own.arrivals + comes, record.step
+        if tally is None:
+            tally = self._tallies[kind] = _Tally(reason, head)
+        tally.reason, tally.head, tally.steps, tally.last_step = reason, head, tally.steps + 1, record.step
+        tally.changes += comes
+
+    def _wait(self, seq_id: int, admitted: float | None = None) -> Wait | None:
+        """A wait as it stands, or as it was until the step that began at `admitted`; None where no step was waited."""
+        waiting = self._waiting.get(seq_id)
+        if waiting is None or self._steps == waiting.steps_before:
+            return None
+        seconds = (self._now if admitted is None else admitted) - waiting.since
+        steps = self._steps - waiting.steps_before
+        causes = tuple(self._causes(seq_id, waiting))
+        return Wait(waiting.after, waiting.first_step, steps, max(0.0, seconds), causes, admitted is not None)
+
+    def _causes(self, seq_id: int, waiting: _Waiting) -> list[Cause]:
+        found: list[tuple[int, int, Cause]] = []
+        for kind, tally in self._tallies.items():
+            steps_before, changes_before = waiting.tallies_before.get(kind, (0, 0))
+            own = waiting.own.get(kind)
+            behind = tally.steps - steps_before - (own.steps if own else 0)
+            if behind:
+                reason, head = waiting.led_by[kind] if tally.head == seq_id else (tally.reason, tally.head)
+                heads = tally.changes - changes_before - (own.arrivals if own else 0)
+                found.append((tally.last_step, 0, Cause(reason, head, behind, heads > 1)))
+            if own:
+                found.append((own.last_step, 1, Cause(own.reason, seq_id, own.steps)))
+        return [cause for _, _, cause in sorted(found, key=lambda one: one[:2])]
+
+    def _end_wait(self, state: _State, admitted: float | None) -> None:
+        wait = self._wait(state.seq_id, admitted)
+        if wait is not None:
+            state.waits.append(wait)
+        self._waiting.pop(state.seq_id, None)
 
     def _state(self, seq_id: int) -> _State:
         if seq_id not in self._states:
@@ -255,17 +318,15 @@ class Lives:
         self._requests[request.request_id] = request
         for sample, seq_id in enumerate(request.seq_ids):
             if seq_id in self._states:
-                self._past.append(self._states[seq_id].life(None, self._now))
+                self._past.append(self._states[seq_id].life(None))
             self._states[seq_id] = _State(seq_id, request, sample)
         first = request.seq_ids[0]
-        self._waiting[first] = _Waiting("arrival", record.step, request.arrived)
+        self._waiting[first] = self._begin_wait("arrival", record.step, request.arrived)
 
     def _admit(self, seq_id: int, num_cached: int, record: StepRecord) -> None:
         state = self._state(seq_id)
         self._running[seq_id] = None
-        waiting = self._waiting.pop(seq_id, None)
-        if waiting is not None and waiting.num_steps:
-            state.waits.append(waiting.frozen(record.started, ended=True))
+        self._end_wait(state, record.started)
         if state.admitted is None:
             state.admitted, state.tokens_cached = record.started, num_cached
         elif state.preemptions and state.preemptions[-1].record.tokens_lost:
@@ -282,13 +343,11 @@ class Lives:
             if state.admitted is None:  # a sample that begins where another has computed their prompt
                 state.admitted = record.started
                 if seq_id not in self._running:  # until it takes part in a step, nobody says that it has a place
-                    self._waiting[seq_id] = _Waiting("arrival", record.step + 1, record.ended)
+                    self._waiting[seq_id] = self._begin_wait("arrival", record.step + 1, record.ended)
 
     def _finish(self, seq_id: int, reason: FinishReason) -> None:
         state = self._state(seq_id)
-        waiting = self._waiting.pop(seq_id, None)
-        if waiting is not None and waiting.num_steps:
-            state.waits.append(waiting.frozen(self._now, ended=False))
+        self._end_wait(state, None)
         self._running.pop(seq_id, None)
         state.reason = state.reason or reason
 
@@ -341,8 +400,8 @@ def preemption_line(preemption: Preemption) -> str:
 def _cause_text(cause: Cause, seq_id: int) -> str:
     own = cause.head == seq_id
     behind = "" if own else f"behind {cause.head}, "
-    if cause.num_heads > 1 and not own:
-        behind = f"behind {cause.num_heads} in turn, at last {cause.head}, "
+    if cause.heads_changed and not own:
+        behind = f"behind others in turn, at last {cause.head}, "
     which = "it" if own else "which"
     match cause.reason:
         case NoBlocks(needed, free):

@@ -8,7 +8,7 @@ from rich.text import Text
 from forge.bench.cache import CacheBenchmark
 from forge.bench.results import Middle
 from forge.views.bench import middle, ratio_text
-from forge.views.figures import NOTHING, count, ms, plural, rate, share, size
+from forge.views.figures import NOTHING, count, plural, rate, share, size
 from forge.views.palette import QUIET, TITLE
 from forge.views.terminal import print_table
 from forge.views.text import one_line
@@ -95,7 +95,7 @@ def _milliseconds(seconds: Middle) -> str:
 
 def _fine(value: float) -> str:
     """Two decimals where one says too little to see a difference."""
-    return ms(value) if value >= 100 else f"{value:.2f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def _ratio(value: Middle) -> str:

@@ -130,6 +130,8 @@ _QUESTIONS = {
     "--model": "What does another model say, and what does it cost?",
     "--device": "Does the device change what the model says, and which is faster?",
     "--threads": "What do more threads buy?",
+    "--speculate": "Does guessing ahead change what the model says, and what does it gain?",
+    "--k": "How many tokens should be guessed at a time?",
     "--kv-dtype": "What does rounding keys and values change, and what does it save?",
 }
 

@@ -64,6 +64,6 @@ def parameters(value: int) -> str:
     return str(value)
 
 
-def plural(value: int, noun: str) -> str:
-    """`1 token`, `32 tokens`."""
-    return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {noun}s"
+def plural(value: int, noun: str, several: str = "") -> str:
+    """`1 token`, `32 tokens`; `several` where an s will not do."""
+    return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {several or noun + 's'}"

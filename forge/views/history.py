@@ -10,6 +10,8 @@ from forge.trace.lives import Life, Lives
 from forge.trace.records import EndRecord, StepRecord
 from forge.views.summary import RunLabel
 
+_QUEUE_SHOWN = 64
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -18,7 +20,7 @@ class Moment:
     running: tuple[int, ...]
     """Sequences with a place in the batch, in the order of their admission."""
     waiting: tuple[int, ...]
-    """In the order in which they will be admitted."""
+    """In the order in which they will be admitted; only so many as a screen has room for."""
     preemptions: int
     """So far."""
     tokens_per_second: float
@@ -43,11 +45,13 @@ class History:
         seconds = record.ended - record.started
         took_part = dict.fromkeys((*running_before, *self._lives.running, *(item.seq_id for item in record.items)))
         lost = {one.seq_id for one in record.preempted}
+        stays = self.moments and not (record.arrived or record.admitted or record.preempted or record.finished)
+        queue = self.moments[-1].waiting if stays else self._lives.queue(self.order == "priority", _QUEUE_SHOWN)
         self.records.append(record)
         self.moments.append(
             Moment(
                 tuple(seq_id for seq_id in took_part if seq_id not in lost),
-                self._lives.queue(self.order == "priority"),
+                queue,
                 before + len(record.preempted),
                 len(record.tokens) / seconds if seconds > 0 else 0.0,
             )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from forge.trace.lives import percentile
 from forge.trace.records import (
     AdmitRecord,
     FinishRecord,
@@ -79,7 +80,7 @@ def queue_lines(history: History, record: StepRecord, moment: Moment, width: int
         line = Text.assemble(("queue    ", QUIET))
         for place, seq_id in enumerate(moment.waiting):
             if line.cell_len + 12 > width:
-                line.append(f"… {len(moment.waiting) - place} more", QUIET)
+                line.append(f"… {queues.waiting + queues.swapped - place} more", QUIET)
                 break
             line.append(f"{seq_id} ", sequence_style(seq_id))
         lines.append(line)
@@ -210,7 +211,7 @@ def chart_series(history: History, index: int, steps: int = CHART_STEPS) -> list
     speeds = [moment.tokens_per_second for moment in moments]
     waiting = [float(record.queues.waiting + record.queues.swapped) for record in records]
     return [
-        ("tok/s", speeds, max(speeds)),
+        ("tok/s", speeds, percentile(speeds, 0.95)),  # a single fast step does not flatten the others
         ("pool", [record.cache.utilization for record in records], 1.0),
         ("queue", waiting, max(waiting)),
         ("frag", [record.cache.internal_fragmentation for record in records], 1.0),

@@ -39,10 +39,13 @@ class Forward:
     tokens: int
     """Rows that went through the model."""
     ms: float
+    guesses: int = 0
+    """Of those, the rows that verified guesses."""
 
     @classmethod
     def of(cls, number: int, record: StepRecord) -> "Forward":
-        return cls(number, record.phase, record.tokens_computed, record.forward_ms)
+        guesses = sum([item.num_guesses for item in record.items])
+        return cls(number, record.phase, record.tokens_computed, record.forward_ms, guesses)
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,8 @@ def test_help_has_its_panels(forge):
 
 
 COMMANDS = (
-    "generate", "compare", "chapters", "chapter", "next", "naive", "kv-cache", "kernels", "paged", "prefix", "chat",
-    "models", "doctor",
+    "generate", "compare", "chapters", "chapter", "next", "naive", "kv-cache", "kernels", "paged", "prefix", "batching",
+    "speculation", "trace-scheduler", "replay", "chat", "models", "doctor",
 )  # fmt: skip
 
 

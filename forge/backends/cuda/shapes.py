@@ -11,7 +11,9 @@ from forge.backends.cuda.weights import DENSE
 MATVEC_ROWS = 1
 """Up to here rows are multiplied one by one."""
 TILE_ROWS = 16
-"""Up to here rows share one pass of the tile kernel; more go to cuBLAS."""
+"""Up to here rows share one pass of the tile kernel over dense weights; more go to cuBLAS."""
+PACKED_TILE_ROWS = 64
+"""The same for packed weights, of which cuBLAS would read a dense copy, two to four times the bytes."""
 CHUNK = 64
 """Keys that attention takes at a time, counted in absolute positions."""
 MAX_SPLITS = 32

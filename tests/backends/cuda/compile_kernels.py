@@ -39,7 +39,6 @@ def launches() -> list[Launch]:
             (QWEN3_4B, GGMLType.BF16, {}),
             (QWEN3_4B, GGMLType.BF16, {"invariant": True}),
             (QWEN3_4B, GGMLType.Q8_0, {}),
-            (QWEN3_4B, GGMLType.Q4_0, {}),
             (QWEN3_4B, GGMLType.Q4_K, {}),
         )
         for launch in launched_by(config, kind, BATCHES, **options)

@@ -12,7 +12,7 @@ from forge.model import loader as loader_module
 from tests.backends.cuda.test_invariance import rows_alike  # noqa: F401 (a fixture)
 from tests.small_models import write_small_qwen3
 
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 PROMPTS = ([5, 9, 200, 31, 7, 44, 12], [3, 3, 8], [250, 1, 17, 90, 2])
 
 

@@ -143,6 +143,21 @@ def test_each_storage_has_its_own_captures_and_takes_them_with_it(backend_with_g
     assert len(backend._graphs) == 1
 
 
+def test_a_shape_that_cannot_be_captured_runs_eagerly_and_says_why(backend_with_graphs, monkeypatch):
+    def refuse(self, compute):
+        raise RuntimeError("CUDA error: out of memory\nand more")
+
+    backend = backend_with_graphs
+    model = small_model(backend, "F32", seed=1, num_layers=1)
+    storage = new_storage(model, 4, 4)
+    monkeypatch.setattr(backend_module.Graphs, "_capture", refuse)
+
+    outs = [model.forward(decode_batch([6]), storage) for _ in range(3)]
+
+    assert backend.execution.mode == "eager" and "out of memory" in backend.execution.reason
+    assert np.array_equal(outs[0], outs[2])
+
+
 def test_rows_that_need_each_others_keys_are_no_decode(device):
     """The second sequence goes on from the first one's token, whose key is stored in the same step."""
     tokens = [5, 6, 7, 8, 9, 10]

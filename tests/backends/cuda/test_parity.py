@@ -53,7 +53,6 @@ def test_plain_operations_give_the_references_logits(tensor_type, dtype, device)
         pytest.param("F32", "float32", {}, id="F32 in float32"),
         pytest.param("F32", "float32", ODD_SIZES, id="odd sizes"),
         pytest.param("BF16", "bfloat16", {}, id="BF16 in bfloat16"),
-        pytest.param("Q8_0", "float32", {"num_layers": 1}, id="Q8_0"),
         pytest.param("Q4_0", "bfloat16", {"num_layers": 1}, id="Q4_0 in bfloat16"),
     ],
 )
@@ -70,12 +69,15 @@ def test_fused_kernels_give_the_references_logits(tensor_type, dtype, sizes, dev
 
 @pytest.mark.parametrize("copies", [True, False], ids=["dense copies", "multiplied out each time"])
 def test_many_rows_of_a_packed_model_go_through_dense_products(copies, device):
-    tokens = tokens_of(20)
+    tokens = tokens_of(66)
     sizes = {"num_layers": 1}
     want = one_prefill(small_model(ReferenceBackend(), "Q8_0", seed=3, **sizes), tokens)
     model = small_model(CudaBackend(device, dtype="float32", dense_copies=copies), "Q8_0", seed=3, **sizes)
 
-    assert relative_error(one_prefill(model, tokens), want) < MODEL_TOLERANCE["float32"]
+    batch = flat_batch([Part(tokens, 0, 66, list(range(5)))], 16, logit_rows=[40, 65])
+    got = model.forward(batch, new_storage(model, 5, 16))
+
+    assert relative_error(got, want[[40, 65]]) < MODEL_TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])

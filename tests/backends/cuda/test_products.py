@@ -69,7 +69,8 @@ def test_a_product_added_to_the_stream(batch_rows, invariant, device):
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_rows"), [("F32", 1), ("F32", 2), ("F32", 17), ("Q8_0", 1), ("Q4_0", 2), ("Q4_K", 1), ("Q4_K", 17)]
+    ("kind", "batch_rows"),
+    [("F32", 1), ("F32", 2), ("F32", 17), ("Q8_0", 1), ("Q4_0", 2), ("Q4_K", 1), ("Q4_K", 20), ("Q4_K", 65)],
 )
 def test_gate_and_up_with_swiglu(kind, batch_rows, device):
     rng = np.random.default_rng()

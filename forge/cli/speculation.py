@@ -1,0 +1,115 @@
+"""`forge speculation`: a draft guesses, the target verifies. Which guesses did it keep, why, and what was gained?"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forge.cli import options
+from forge.cli.running import Found, drive, exit_status, load_model, run_label, warm_up
+
+if TYPE_CHECKING:
+    from forge.engine.llm import LLM
+    from forge.trace.records import StepRecord
+    from forge.views.report import Report
+
+MAX_TOKENS = 64
+
+
+def speculation(
+    prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
+    max_tokens: options.MaxTokens = MAX_TOKENS,
+    model: options.ModelOption = "tales",
+    kv: options.KvOption = "basic",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    max_model_len: options.MaxModelLenOption = None,
+    speculate: Annotated[
+        str,
+        typer.Option("--speculate", help="Who guesses: draft or ngram.", rich_help_panel="Speculation"),
+    ] = "draft",
+    draft: options.DraftOption = None,
+    k: options.KOption = None,
+    speculate_fixed: options.SpeculateFixedOption = False,
+    revoke_draft_at: Annotated[
+        int | None,
+        typer.Option(
+            "--revoke-draft-at",
+            help="Take the draft back after this many output tokens.",
+            rich_help_panel="Speculation",
+        ),
+    ] = None,
+    temperature: options.TemperatureOption = 0.0,
+    top_p: options.TopPOption = 1.0,
+    top_k: options.TopKOption = 0,
+    seed: options.SeedOption = None,
+    json: options.JsonOption = False,
+) -> Found:
+    """Guess tokens with a small model and verify them together: which does the target keep, and what is gained?
+
+    [dim]forge speculation "Once upon a time" 64 --k 4[/dim]
+
+    [dim]forge speculation --revoke-draft-at 10[/dim]
+    """
+    from forge.errors import UsageError
+
+    if speculate == "off":
+        raise UsageError("nobody guesses with --speculate off: take draft or ngram, or forge generate")
+    if revoke_draft_at is not None and (speculate != "draft" or revoke_draft_at < 1):
+        raise UsageError("--revoke-draft-at is a number of output tokens, at least 1, for --speculate draft")
+    drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    loading = {"kv": kv, "device": device, "threads": threads, "max_model_len": max_model_len}
+    guessing = {"speculate": speculate, "draft": draft, "k": k, "speculate_fixed": speculate_fixed}
+    llm = load_model(model, **options.model_options(**loading, **guessing))
+    report = _measure(llm, options.read_prompt(prompt), max_tokens, drawing, revoke_draft_at)
+    return report.as_json() if json else report
+
+
+def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revoke_at: int | None) -> "Report":
+    """Run with guesses, then once more without."""
+    from forge.views.report import Report
+    from forge.views.speculation import SpeculationResult, print_speculation, speculation_object, watching
+    from forge.views.terminal import open_console
+
+    params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True, **drawing)
+    warm_up(llm, text)
+    speculation = llm.engine.speculation
+    names, leases = [proposer.name for proposer in speculation.proposers], _draft_leases(llm)
+    with watching(open_console(), run_label(llm), text, llm.tokenizer.token_text) as view:
+        run = llm.start([text], params)
+        guessed = drive(llm, run, params, _revoking(leases, revoke_at, view.step))
+    llm.speculate_with("off")
+    plain = None
+    if not guessed.interrupted:
+        warm_up(llm, text)
+        plain = drive(llm, llm.start([text], _with_seed(params, run.seed)), params, lambda record: None)
+    released = [lease.release_ms for lease in leases if lease.revoked]
+    result = SpeculationResult(tuple(names), guessed, plain, llm.tokenizer.token_text, max(released, default=None))
+    return Report(
+        speculation_object(result), lambda console: print_speculation(console, result, text), exit_status(guessed)
+    )
+
+
+def _draft_leases(llm: "LLM") -> list:
+    return [proposer.lease for proposer in llm.engine.speculation.proposers if proposer.lease is not None]
+
+
+def _revoking(leases: list, revoke_at: int | None, on_step: "Callable") -> "Callable":
+    """`on_step`, and when so many tokens have come the drafts are taken back."""
+    tokens = 0
+
+    def step(record: "StepRecord") -> None:
+        nonlocal tokens
+        tokens += len(record.tokens)
+        if revoke_at is not None and tokens >= revoke_at:
+            for lease in leases:
+                lease.revoke()
+        on_step(record)
+
+    return step
+
+
+def _with_seed(params, seed: int):
+    from dataclasses import replace
+
+    return replace(params, seed=seed)

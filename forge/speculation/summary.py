@@ -1,0 +1,155 @@
+"""What the cycles of a run add up to: acceptance, tokens per forward, the speed-up measured and predicted.
+
+Everything comes from records. The measured speed-up is plain decoding's time per token over speculation's, both by the
+engine's own clock from the first token on. The formula is taken twice: as it stands, where verifying K guesses costs
+what one row does, and with the verification as it was measured. What is left between that and the measured figure is
+work outside the models.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from forge.trace.records import SpecCycle, StepRecord
+
+
+@dataclass(frozen=True)
+class DecodeTime:
+    """The decode steps of a run: those after the first token, until the last."""
+
+    num_tokens: int
+    ms: float
+    forward_ms: float
+    """Of the target, in the median step."""
+    other_ms: float
+    """A step's, outside the models, on average."""
+
+    @classmethod
+    def of(cls, records: Sequence[StepRecord]) -> "DecodeTime | None":
+        """None for a run with no step in which every sequence decoded."""
+        decoding = [record for record in records if record.phase == "decode" and record.items]
+        if not decoding:
+            return None
+        first = records[records.index(decoding[0]) - 1].ended if records[0] is not decoding[0] else decoding[0].started
+        return cls(
+            sum(len(record.tokens) for record in decoding),
+            (decoding[-1].ended - first) * 1e3,
+            median(record.forward_ms for record in decoding),
+            ((decoding[-1].ended - first) * 1e3 - sum(record.forward_ms + _draft_ms(record) for record in decoding))
+            / len(decoding),
+        )
+
+    @property
+    def ms_per_token(self) -> float:
+        return self.ms / self.num_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 / self.ms_per_token
+
+
+@dataclass(frozen=True)
+class SpeculationSummary:
+    """A speculative run beside a plain one of the same requests."""
+
+    num_cycles: int
+    proposed: int
+    accepted: int
+    emitted: int
+    """Tokens that came out of cycles."""
+    accepted_by_position: tuple[tuple[int, int], ...]
+    """(accepted, proposed) of all first guesses, all second ones, …"""
+    guess_ms: float
+    """Proposing one token, for all sequences of a step together."""
+    verify_ms: float
+    """The target's forward of a cycle."""
+    plain: DecodeTime
+    speculative: DecodeTime
+
+    @classmethod
+    def of(cls, plain: Sequence[StepRecord], speculative: Sequence[StepRecord]) -> "SpeculationSummary | None":
+        """None where there was no cycle, or nothing to hold it against."""
+        cycles = [cycle for cycle in cycles_of(speculative) if cycle.proposed]
+        times = DecodeTime.of(plain), DecodeTime.of(speculative)
+        if not cycles or None in times:
+            return None
+        won = [cycle for cycle in cycles if cycle.won]
+        guessing = [record for record in speculative if any(cycle.proposed for cycle in record.cycles)]
+        return cls(
+            num_cycles=len(won),
+            proposed=sum(len(cycle.proposed) for cycle in won),
+            accepted=sum(cycle.num_accepted for cycle in won),
+            emitted=sum(len(cycle.emitted) for cycle in won),
+            accepted_by_position=_by_position(won),
+            guess_ms=median(_draft_ms(record) / _longest(record) for record in guessing),
+            verify_ms=median(record.forward_ms for record in guessing),
+            plain=times[0],
+            speculative=times[1],
+        )
+
+    @property
+    def alpha(self) -> float:
+        """Accepted over proposed."""
+        return self.accepted / self.proposed
+
+    @property
+    def mean_k(self) -> float:
+        """Guesses per cycle."""
+        return self.proposed / self.num_cycles
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        return self.emitted / self.num_cycles
+
+    @property
+    def guess_cost(self) -> float:
+        """t_draft / t_target."""
+        return self.guess_ms / self.plain.forward_ms
+
+    @property
+    def verify_cost(self) -> float:
+        """A verifying forward in plain ones."""
+        return self.verify_ms / self.plain.forward_ms
+
+    @property
+    def predicted(self) -> float:
+        """(αK + 1) / (1 + K · t_draft / t_target)."""
+        return (self.accepted / self.num_cycles + 1) / (1 + self.mean_k * self.guess_cost)
+
+    @property
+    def predicted_with_verification(self) -> float:
+        """The same with the measured verification in place of the 1."""
+        return (self.accepted / self.num_cycles + 1) / (self.verify_cost + self.mean_k * self.guess_cost)
+
+    @property
+    def measured(self) -> float:
+        return self.plain.ms_per_token / self.speculative.ms_per_token
+
+    @property
+    def other_ms(self) -> tuple[float, float]:
+        """Milliseconds of a step outside the models: of a plain one, and of one with guesses, on average."""
+        return self.plain.other_ms, self.speculative.other_ms
+
+
+def cycles_of(records: Sequence[StepRecord]) -> list[SpecCycle]:
+    return [cycle for record in records for cycle in record.cycles]
+
+
+def _by_position(cycles: Sequence[SpecCycle]) -> tuple[tuple[int, int], ...]:
+    longest = max(len(cycle.proposed) for cycle in cycles)
+    return tuple(
+        (
+            sum(cycle.num_accepted > index for cycle in cycles),
+            sum(len(cycle.proposed) > index for cycle in cycles),
+        )
+        for index in range(longest)
+    )
+
+
+def _draft_ms(record: StepRecord) -> float:
+    """Of all proposers of a step; each of their cycles has the time of its proposer's one call."""
+    return sum({cycle.proposer: cycle.draft_ms for cycle in record.cycles}.values())
+
+
+def _longest(record: StepRecord) -> int:
+    return max(len(cycle.proposed) for cycle in record.cycles)

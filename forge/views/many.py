@@ -1,0 +1,102 @@
+"""Two ways of serving the same requests side by side: the same tokens? At what cost to whom?"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge.bench.engine import Measured, identical
+from forge.bench.workload import Workload
+from forge.trace.totals import Percentiles
+from forge.views.batching import identity_text, workload_text
+from forge.views.curves import short_name
+from forge.views.figures import NOTHING, count, ms, percent, rate, times
+from forge.views.metrics import with_unit
+from forge.views.palette import QUIET, TITLE, sequence_style
+from forge.views.serving import totals_object
+from forge.views.summary import RunLabel
+from forge.views.terminal import print_table
+
+_QUESTIONS = {
+    "--batch": "What does it buy to run requests together, and who pays?",
+    "--preempt": "Does it matter who has to give way?",
+    "--mode": "Compute again, or swap?",
+    "--order": "Who waits under another order?",
+}
+
+
+def many_object(option: str, names: Sequence[str], sides: Sequence[Measured]) -> dict[str, Any]:
+    """The comparison for `--json`."""
+    return {
+        "option": option,
+        "identical": identical(sides),
+        "sides": [
+            {
+                "value": name,
+                "batch": side.batch,
+                "seconds": side.seconds,
+                "tokens_per_second": side.tokens_per_second,
+                "ms_per_request": side.ms_per_request,
+                "totals": totals_object(side.totals),
+            }
+            for name, side in zip(names, sides, strict=True)
+        ],
+    }
+
+
+def print_many(
+    console: Console,
+    option: str,
+    names: Sequence[str],
+    labels: Sequence[RunLabel],
+    workload: Workload,
+    sides: Sequence[Measured],
+) -> None:
+    """Question, table, verdict."""
+    console.print(Text(_QUESTIONS.get(option, f"What does {option} change for many requests?"), TITLE))
+    shown = labels[0] if labels[0] == labels[1] else " against ".join(map(str, labels))
+    console.print(Text(f"{shown} · {workload_text(workload)}", QUIET))
+    console.print()
+    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    table.add_column("")
+    for index, name in enumerate(names):
+        style = sequence_style(index)
+        table.add_column(Text(short_name(name), style), header_style=f"{TITLE} {style}", min_width=10)
+    table.add_column("")
+    for title, show in _ROWS:
+        table.add_row(Text(title, QUIET), *map(show, sides), _ratio(title, sides))
+    print_table(console, table)
+    console.print()
+    console.print(identity_text(sides))
+
+
+def _ratio(title: str, sides: Sequence[Measured]) -> str:
+    return times(sides[1].tokens_per_second / sides[0].tokens_per_second) if title == "throughput" else ""
+
+
+def _time(name: str, part: str = "p50") -> Callable[[Measured], str]:
+    def show(side: Measured) -> str:
+        found: Percentiles | None = getattr(side.totals, name)
+        return NOTHING if found is None else with_unit(ms(getattr(found, part)), "ms")
+
+    return show
+
+
+_ROWS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
+    ("throughput", lambda side: with_unit(rate(side.tokens_per_second), "tok/s")),
+    ("time per request", lambda side: with_unit(ms(side.ms_per_request), "ms")),
+    ("queue, median", _time("queue")),
+    ("first token, median", _time("first_token")),
+    ("per output token, median", _time("per_token")),
+    ("end to end, median", _time("end_to_end")),
+    ("end to end, p99", _time("end_to_end", "p99")),
+    ("steps", lambda side: count(side.totals.num_steps)),
+    ("sequences in a step", lambda side: f"{side.totals.batch[0]:.1f}"),
+    ("preemptions", lambda side: count(side.totals.preemptions)),
+    ("tokens computed", lambda side: count(side.totals.tokens_computed)),
+    ("of them again", lambda side: count(side.totals.tokens_recomputed)),
+    ("pool used", lambda side: percent(side.totals.utilization[0])),
+)

@@ -1,0 +1,111 @@
+"""`forge speculation`, and `--speculate` wherever it can be given, on small random models."""
+
+import json
+
+import pytest
+
+from tests.small_models import write_small_qwen3
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> tuple[str, ...]:
+    """Options for a target and a draft that agrees most of the time: the same weights, other rounding."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = write_small_qwen3(folder / "target.gguf", seed=4)
+    draft = write_small_qwen3(folder / "little.gguf", seed=4, tensor_type="Q8_0")
+    return ("-m", str(target), "--draft", str(draft), "--device", "reference")
+
+
+def test_speculation_shows_what_was_kept_and_gained(forge, pair):
+    found = forge("speculation", "the hat on the hat", "24", *pair, "--k", "3", "--speculate-fixed")
+
+    assert found.status == 0 and found.err == ""
+    for expected in (
+        "Which guesses did the target keep?",
+        "little guesses for target",
+        "cycle 1",
+        "α",
+        "✓ identical: 24",
+    ):
+        assert expected in found.out
+
+
+def test_speculation_as_json(forge, pair):
+    found = json.loads(forge("speculation", "the hat", "20", *pair, "--k", "2", "--speculate-fixed", "--json").out)
+
+    assert len(found["token_ids"]) == 20
+    assert found["identical"] is True
+    assert 0 < found["alpha"] <= 1
+    assert found["target_forwards"] < found["plain_forwards"] == 20
+    assert {"predicted", "measured", "verify_cost", "guess_cost", "cycles"} <= found.keys()
+
+
+def test_a_revoked_draft_costs_no_token(forge, pair):
+    found = json.loads(
+        forge("speculation", "the hat", "20", *pair, "--speculate-fixed", "--revoke-draft-at", "6", "--json").out
+    )
+
+    assert found["identical"] is True
+    assert found["release_ms"] >= 0
+    assert "draft model was revoked" in found["errors"][0]
+    assert [cycle["error"] is None for cycle in found["cycles"]][-1] is False
+
+
+def test_speculation_under_sampling_says_that_the_draws_are_others(forge, pair):
+    drawing = ("--temperature", "1.5", "--seed", "3")
+    found = forge("speculation", "the hat", "20", *pair, "--speculate-fixed", *drawing)
+
+    assert found.status == 0
+    assert "seed 3" in found.out
+    assert "20 tokens, drawn" in found.out
+
+
+def test_generate_with_guesses_says_the_same(forge, pair):
+    texts = []
+    for mode in ("off", "draft", "ngram"):
+        found = forge(
+            "generate", "the hat", "16", *pair, "--speculate", mode, "--speculate-fixed", "--kv", "on", "--json"
+        )
+        texts.append(json.loads(found.out)["token_ids"])
+
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_compare_with_and_without_guesses(forge, pair):
+    found = forge(
+        "compare", "--speculate", "off", "vs", "draft", *pair, "--speculate-fixed", "--kv", "paged", "--ignore-eos"
+    )
+
+    assert found.status == 0
+    assert "Does guessing ahead change what the model says" in found.out
+    assert "✓ identical: 32 tokens, logits equal to the last bit" in found.out
+    assert "guesses verified in each" in found.out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("generate", "a", "--speculate", "medusa"), "unknown --speculate 'medusa'; supported: off, draft, ngram"),
+        (("generate", "a", "--speculate", "ngram", "--k", "0"), "--k is how many tokens to guess at a time, 1 to 64"),
+        (("speculation", "--speculate", "off"), "nobody guesses with --speculate off"),
+        (("speculation", "--speculate", "ngram", "--revoke-draft-at", "3"), "for --speculate draft"),
+        (("bench", "speculation", "--batch", "17"), "--batch takes 1 to 16 sequences, got 17"),
+        (("bench", "speculation", "--k", "65"), "got 65"),
+    ],
+)
+def test_a_mistake_is_one_line(forge, args, message):
+    found = forge(*args)
+
+    assert found.status == 2
+    assert message in found.err and found.err.count("\n") == 1
+
+
+def test_bench_speculation_measures_every_case(forge, pair):
+    args = ("--quick", "--tokens", "12", "--k", "1", "--k", "3", "--batch", "1", "--batch", "2")
+    found = json.loads(forge("bench", "speculation", *pair, *args, "--json").out)
+
+    cases = [(figure["proposer"], figure["k"], figure["batch"]) for figure in found["figures"]]
+    assert len(cases) == len(set(cases)) == 8
+    assert all(figure["identical"] and figure["speed_up"] > 0 for figure in found["figures"])
+    shown = forge("bench", "speculation", *pair, *args)
+    assert shown.status == 0 and "✓ identical" in shown.out and "2 sequences" in shown.out

@@ -1,0 +1,155 @@
+"""Recording, replaying, exporting, and the commands that run many requests, on a small random model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge.trace.recorder import read_trace
+from tests.cli.conftest import ROOT, environment
+from tests.cli.test_imports import HEAVY, modules_after
+
+FEW = ("-n", "4", "--prompt-tokens", "6:12", "--max-tokens", "8")
+TIGHT = ("--block-size", "4", "--num-blocks", "8", "--max-num-seqs", "3")
+
+
+@pytest.fixture
+def recorded(forge, small, tmp_path) -> str:
+    path = str(tmp_path / "run.jsonl")
+    assert forge("trace-scheduler", *FEW, *TIGHT, *small, "--trace", path).status == 0
+    return path
+
+
+def test_a_run_that_is_traced_shows_the_same_when_it_is_replayed(forge, small, tmp_path):
+    path = str(tmp_path / "run.jsonl")
+    live = forge("trace-scheduler", *FEW, *TIGHT, *small, "--trace", path)
+    again = forge("replay", path)
+    assert live.status == again.status == 0 and again.err == ""
+    steps = [line for line in live.out.splitlines() if line.startswith("step ")]
+    assert steps and steps == [line for line in again.out.splitlines() if line.startswith("step ")]
+    assert "victim of" in live.out and "What did the run come to?" in live.out
+
+
+def test_replay_has_the_facts_of_the_run(forge, recorded):
+    facts = json.loads(forge("replay", recorded, "--json").out)
+    assert facts["totals"]["ended"] == {"length": 4} and facts["totals"]["preemptions"] > 0
+    assert [one["num_output_tokens"] for one in facts["sequences"]] == [8] * 4
+
+
+def test_replay_loads_no_model_and_no_engine(recorded):
+    loaded = modules_after(f"from forge.cli.main import main; assert main(['replay', {recorded!r}]) == 0")
+    assert not [name for name in HEAVY if name in loaded]
+    assert not {"forge.engine.llm", "forge.engine.engine", "forge.model.qwen3"} & loaded
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "--kv", "paged", "Once", "4", "--ignore-eos"),
+        ("naive", "Once", "4"),
+        ("kv-cache", "Once", "4"),
+    ],
+)
+def test_any_command_that_runs_the_engine_can_be_traced(forge, small, tmp_path, command):
+    path = tmp_path / "run.jsonl"
+    assert forge(*command, *small, "--trace", str(path)).status == 0
+    trace = read_trace(path)
+    assert len(trace.steps) == 4 and len(trace.ends) == 1 and trace.header.command is not None
+    assert forge("replay", str(path)).status == 0
+
+
+def test_a_conversation_is_one_trace(small, tmp_path):
+    path = tmp_path / "run.jsonl"
+    line = [sys.executable, "-m", "forge", "chat", *small, "--max-tokens", "3", "--trace", str(path)]
+    subprocess.run(
+        line, input="Hello\nAgain\n", text=True, check=True, capture_output=True, env=environment(), cwd=ROOT
+    )
+    trace = read_trace(path)
+    assert len(trace.ends) == 2 and sum(len(step.arrived) for step in trace.steps) == 2
+
+
+def test_export_for_perfetto(forge, recorded, tmp_path):
+    found = forge("trace", "export", recorded, "--perfetto")
+    assert found.status == 0 and "ui.perfetto.dev" in found.out
+    events = json.loads((tmp_path / "run.perfetto.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C", "i"}
+    elsewhere = tmp_path / "other.json"
+    assert forge("trace", "export", recorded, "--perfetto", "--out", str(elsewhere)).status == 0
+    assert json.loads(elsewhere.read_text())["traceEvents"] == events
+
+
+def test_mistakes_are_one_line(forge, small, tmp_path, recorded):
+    no_trace = tmp_path / "no.jsonl"
+    no_trace.write_text("{}\n")
+    for line, said in (
+        (("replay", str(tmp_path / "none")), "cannot read the trace"),
+        (("replay", str(no_trace)), "no forge trace"),
+        (("trace", "export", recorded), "say into which format"),
+        (("trace", "export", recorded, "--perfetto", "--out", recorded), "is the trace itself"),
+        (("trace-scheduler", "--arrival", "soon"), "--arrival is all"),
+        (("trace-scheduler", "--prompt-tokens", "0"), "--prompt-tokens"),
+        (("trace-scheduler", "-n", "0", *small), "--requests must be at least 1"),
+        (("trace-scheduler", *small, "--preempt", "nobody"), "unknown --preempt"),
+        (("trace-scheduler", *small, "--prompt-tokens", "64", "--num-blocks", "2"), "no request can run"),
+        (("generate", "Once", "--trace", str(tmp_path / "no" / "run.jsonl")), "cannot write the trace"),
+        (("bench", "engine", "--batch", "many"), "--batch takes numbers"),
+    ):
+        found = forge(*line)
+        assert found.status in (1, 2) and found.err.count("\n") == 1 and said in found.err, line
+
+
+def test_a_cut_trace_is_replayed_with_a_note(forge, recorded, tmp_path):
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(Path(recorded).read_bytes()[:-30])
+    found = forge("replay", str(cut))
+    assert found.status == 0 and "the last line is cut off" in found.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--order", "priority"), ("--mode", "swap"), ("--no-chunked-prefill",), ("--arrival", "every:3")],
+)
+def test_every_way_of_scheduling_ends_every_request(forge, small, options):
+    facts = json.loads(forge("trace-scheduler", *FEW, *TIGHT, *small, *options, "--json").out)
+    assert facts["totals"]["ended"] == {"length": 4} and facts["totals"]["output_tokens"] == 32
+
+
+def test_the_final_picture_is_saved(forge, small, tmp_path):
+    path = tmp_path / "run.svg"
+    assert forge("trace-scheduler", *FEW, *small, "--svg", str(path)).status == 0
+    assert path.read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_batching_side_by_side(forge, small):
+    found = forge("batching", "--only", "run", *FEW, *small)
+    assert found.status == 0 and "✓ identical: 4 requests, 32 tokens each way" in found.out
+    assert [line.split()[:2] for line in found.out.splitlines() if " x " in line and line[0].isdigit()][:2] == [
+        ["1", "continuous"],
+        ["4", "static"],
+    ]
+    facts = json.loads(forge("batching", "--json", *FEW, *small).out)
+    assert facts["identical"] and facts["continuous_16"]["totals"]["output_tokens"] == 32
+
+
+def test_bench_engine_has_a_row_per_way(forge, small):
+    facts = json.loads(forge("bench", "engine", *FEW, *small, "--batch", "2", "--reps", "1", "--json").out)
+    assert facts["identical"] and {"sequential", "static_2", "continuous_2"} < facts.keys()
+
+
+@pytest.mark.parametrize(
+    "varied",
+    [
+        ("--batch", "1", "vs", "3"),
+        ("--preempt", "lifo", "vs", "least-progressed", "--batch", "3"),
+        ("--mode", "recompute", "vs", "swap"),
+        ("--order", "fcfs", "vs", "priority"),
+    ],
+)
+def test_many_requests_are_compared_and_say_the_same(forge, small, varied):
+    tight = ("--block-size", "4", "--num-blocks", "8", "-n", "4", "--prompt-tokens", "6:12")
+    found = forge("compare", *varied, "Once", "8", *small, *tight)
+    assert found.status == 0 and found.err == "" and "✓ identical: 4 requests, 32 tokens" in found.out
+    facts = json.loads(forge("compare", *varied, *small, *tight, "--json").out)
+    assert facts["identical"] and len({side["totals"]["output_tokens"] for side in facts["sides"]}) == 1
