@@ -7,6 +7,8 @@ import typer
 
 from forge.cli import machine, options
 from forge.cli.bench_cuda import bench_cuda
+from forge.cli.bench_oneshot import bench_oneshot, bench_planning
+from forge.cli.bench_tokenizer import bench_tokenizer
 from forge.cli.running import INTERRUPTED, Found
 
 _MEASURE, _OUTPUT = "Measurement", "Output"
@@ -154,6 +156,9 @@ def bench_cache(
 
 
 bench.command("cuda")(bench_cuda)
+bench.command("oneshot")(bench_oneshot)
+bench.command("prefix-planning")(bench_planning)
+bench.command("tokenizer")(bench_tokenizer)
 
 
 @bench.command("engine")

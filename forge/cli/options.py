@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from forge.engine.sampling_params import SamplingParams
 
 _MODEL, _SAMPLING, _OUTPUT, _SPECULATION = "Model", "Sampling", "Output", "Speculation"
@@ -207,6 +209,29 @@ NumHostBlocksOption = Annotated[
     ),
 ]
 
+OneshotTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--oneshot-tokens",
+        help="Tokens of requests that keep nothing in one step; 2,048 if not given.",
+        rich_help_panel=_SCHEDULER,
+    ),
+]
+OneshotMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--oneshot-memory",
+        help="Temporary memory that a step may take for them; 256MiB if not given.",
+        rich_help_panel=_SCHEDULER,
+    ),
+]
+TextsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="TEXT...", help="One text or several; - reads standard input.")
+]
+FileOption = Annotated[
+    str | None, typer.Option("--file", "-f", help="More texts, one to a line.", rich_help_panel="Texts")
+]
+
 PromptTokensOption = Annotated[
     str,
     typer.Option("--prompt-tokens", help="Tokens of each prompt: 16, or 16:256.", rich_help_panel=_WORKLOAD),
@@ -237,12 +262,13 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 def model_options(**given: Any) -> dict[str, Any]:
     """The keyword arguments of `LLM` that were given; what was not given is the library's to decide."""
     found = {name: value for name, value in given.items() if value is not None}
-    if "kv_memory" in found:
-        found["kv_memory"] = memory_bytes(found["kv_memory"])
+    for name in ("kv_memory", "oneshot_memory"):
+        if name in found:
+            found[name] = memory_bytes(found[name], f"--{name.replace('_', '-')}")
     return found
 
 
-def memory_bytes(text: str) -> int:
+def memory_bytes(text: str, option: str = "--kv-memory") -> int:
     """`64MB` as a number of bytes: k, M, G and T are powers of 1000, with an i behind them of 1024.
 
     Raises `UsageError` for anything else.
@@ -251,7 +277,7 @@ def memory_bytes(text: str) -> int:
 
     match = _BYTES.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
-        raise UsageError(f"--kv-memory takes a size such as 64MB, 1.5GB or 256MiB, and {text!r} is none")
+        raise UsageError(f"{option} takes a size such as 64MB, 1.5GB or 256MiB, and {text!r} is none")
     power = " kmgt".index(match[2].lower() or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -310,6 +336,18 @@ def read_prompts(path: str) -> list[str]:
     if not prompts:
         raise UsageError(f"{path} has no prompt in it: write one to a line")
     return prompts
+
+
+def read_texts(arguments: "Sequence[str] | None", path: str | None) -> list[str]:
+    """The texts that were given, then those of a file. Raises `UsageError` where there is none."""
+    from forge.errors import UsageError
+
+    texts = [read_prompt(argument) for argument in arguments or ()]
+    if path is not None:
+        texts += read_prompts(path)
+    if not texts:
+        raise UsageError("there is no text: give one or more, or a file of them with --file")
+    return texts
 
 
 def read_text(path: str) -> str:

@@ -58,6 +58,8 @@ from forge.trace.records import (
     TokenRecord,
 )
 
+_NEXT_TOKEN = OneShotTask(sample=True)
+
 
 @dataclass
 class _Work:
@@ -196,11 +198,9 @@ class Engine:
             raise
         room = self._longest_sequence - len(token_ids) + 1  # the last output token is never computed: it needs no slot
         if self._keeps_nothing(params, room) and not keep_cache and continues is None:
-            task = OneShotTask(
-                sample=params.max_tokens > 0,
-                score_from=1 if params.prompt_logprobs is not None else None,
-                top=params.prompt_logprobs or 0,
-            )
+            task = _NEXT_TOKEN
+            if params.prompt_logprobs is not None:
+                task = OneShotTask(params.max_tokens > 0, score_from=1, top=params.prompt_logprobs)
             return (self._queue_oneshot(request_id, token_ids, task, params, prompt, salt),)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         prompt_logprobs: list = []
@@ -251,6 +251,8 @@ class Engine:
         try:
             token_ids = self._checked_prompt(prompt_token_ids)
             self._check_unused(request_id)
+            if task.pooling is not None and not self.model.embeds:
+                raise UsageError("this model has no hidden states: take a real one for embeddings")
             for token_id in task.candidates:
                 if not 0 <= token_id < self.model.vocab_size:
                     raise UsageError(f"token id {token_id} is outside the vocabulary of {self.model.vocab_size} tokens")
@@ -306,11 +308,11 @@ class Engine:
         scheduled = time.perf_counter()
         with self.lease.use() as model:  # raises `LeaseRevoked` if it was taken back before; from here on it cannot be
             logits = model.forward(batch, self.storage) if batch is not None else None
-            answers = self._oneshots.run_apart(plan.oneshots, model, self.on_logits)
+            answers = self._oneshots.run_apart(plan.oneshots, model, self.on_logits, self.report_probabilities)
         computed = time.perf_counter()
         forward_ms = (computed - scheduled) * 1e3
         choices = self._choose(plan, guesses, logits)
-        answers |= self._oneshots.answer(joining, logits, self.on_logits)
+        answers |= self._oneshots.answer(joining, logits, self.on_logits, self.report_probabilities)
         ended_at = time.perf_counter()
         num_rows = batch.num_rows if batch is not None else 0
         spent = Spent(num_rows, forward_ms, (ended_at - started) * 1e3 - guesses.total_ms)
@@ -517,7 +519,7 @@ class Engine:
 
     def _checked_prompt(self, prompt_token_ids: Items[int]) -> list[int]:
         try:
-            token_ids = [index(token_id) for token_id in prompt_token_ids]
+            token_ids = list(map(index, prompt_token_ids))
         except TypeError:
             raise UsageError("a prompt is text or a list of token ids, which are whole numbers") from None
         if not token_ids:
@@ -525,9 +527,10 @@ class Engine:
                 "the prompt is empty: a model continues text, and this one has no beginning-of-text token to "
                 "start from, so give it at least one word"
             )
-        for token_id in token_ids:
-            if not 0 <= token_id < self.model.vocab_size:
-                raise UsageError(f"token id {token_id} is outside the vocabulary of {self.model.vocab_size} tokens")
+        size = self.model.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= size:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
+            raise UsageError(f"token id {wrong} is outside the vocabulary of {size} tokens")
         if len(token_ids) > self.max_model_len:
             raise UsageError(
                 f"the prompt has {len(token_ids)} tokens and the context holds {self.max_model_len}: shorten the "
