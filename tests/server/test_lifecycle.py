@@ -198,3 +198,30 @@ def test_live_prints_every_step(long_model):
     out, _ = process.communicate(timeout=PATIENCE)
     assert [line.split()[1] for line in out.splitlines()] == ["1", "2", "3"]
     assert "prefill" in out and "decode 1" in out
+
+
+def test_watch_shows_the_steps_of_a_server_elsewhere(long_model):
+    import subprocess
+
+    from tests.cli.conftest import start
+
+    server = Server("-m", long_model)
+    watching = start("watch", server.url, stdout=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    reading = threading.Thread(target=lambda: lines.extend(iter(watching.stdout.readline, "")), daemon=True)
+    reading.start()
+
+    def is_seen() -> bool:
+        server.request("/v1/completions", {"prompt": "abc", "max_tokens": 3, "ignore_eos": True})
+        return len(lines) >= 3
+
+    assert until(is_seen)
+    assert server.stop() == 0
+    reading.join(PATIENCE)
+    watching.wait(PATIENCE)
+    assert any("prefill" in line for line in lines) and any("decode 1" in line for line in lines)
+
+
+def test_watching_nobody_is_one_line(forge):
+    found = forge("watch", "http://127.0.0.1:1")
+    assert found.status == 2 and "shows no steps" in found.err and found.err.count("\n") == 1
