@@ -221,7 +221,7 @@ OneshotMemoryOption = Annotated[
     str | None,
     typer.Option(
         "--oneshot-memory",
-        help="Temporary memory that a step may take for them; 256MiB if not given.",
+        help="Temporary memory that a step may take for them; what the caches bear if not given.",
         rich_help_panel=_SCHEDULER,
     ),
 ]

@@ -42,6 +42,9 @@ Progress = Callable[[int, int], None]
 
 MOST_ONESHOTS = 128
 """Requests that keep nothing in one step, about: the scratch blocks are counted for so many."""
+CPU_ONESHOT_MEMORY = 40 << 20
+"""Temporary bytes that a step takes for requests that keep nothing on the CPU: about what its caches hold. A forward
+over 2,048 rows of the 0.6B shape needs 134 MB and computes 970 tokens/s; over 512 rows 1,150."""
 DEFAULT_MAX_MODEL_LEN = 4096
 """The context that is reserved for when nobody says otherwise, where the model has as much."""
 
@@ -72,7 +75,7 @@ class LLM:
         prefix_planning: bool = True,
         oneshot: bool = True,
         oneshot_tokens: int = DEFAULT_ONESHOT_TOKENS,
-        oneshot_memory: int = DEFAULT_ONESHOT_MEMORY,
+        oneshot_memory: int | None = None,
         speculate: str | None = None,
         draft: str | Path | Sequence[str | Path] = (),
         k: int = DEFAULT_K,
@@ -95,12 +98,12 @@ class LLM:
         what a victim had. num_host_blocks: the pool to swap to. prefix_planning: whether requests that begin alike wait
         while one of them computes what they share, and those that keep nothing share it at all. oneshot: whether a
         generation of one token at most is a request that keeps nothing. oneshot_tokens, oneshot_memory: what a step
-        takes of such requests, in tokens and in temporary bytes. speculate: who guesses tokens ahead, `draft` or
-        `ngram`; None or `off` for nobody. draft: the draft model, or several that all guess; the bundled one if not
-        given. k: how many tokens to guess at a time; at most, unless `speculate_fixed`. time_operations: keep time per
-        layer and operation, for `operation_times()`. on_load_progress: called with (bytes loaded, bytes in all).
-        on_compile_progress: called with (kernels compiled, kernels in all) if any have to be, which happens once per
-        machine.
+        takes of such requests, in tokens and in temporary bytes; None for what the device's caches bear. speculate: who
+        guesses tokens ahead, `draft` or `ngram`; None or `off` for nobody. draft: the draft model, or several that all
+        guess; the bundled one if not given. k: how many tokens to guess at a time; at most, unless `speculate_fixed`.
+        time_operations: keep time per layer and operation, for `operation_times()`. on_load_progress: called with
+        (bytes loaded, bytes in all). on_compile_progress: called with (kernels compiled, kernels in all) if any have to
+        be, which happens once per machine.
 
         Raises `UsageError` for an option that has no meaning, the `ForgeError` of its format for a file that is not a
         sound Qwen3 model.
@@ -118,7 +121,7 @@ class LLM:
             prefix_planning,
             oneshot,
             oneshot_tokens,
-            oneshot_memory,
+            oneshot_memory if oneshot_memory is not None else _default_oneshot_memory(device),
         )
         optional = {
             "num_blocks": num_blocks,
@@ -518,6 +521,10 @@ def _usable_context(limit: int, max_model_len: int | None) -> int:
     if max_model_len > limit:
         raise UsageError(f"--max-model-len {max_model_len} is more than the {limit} tokens of this model's context")
     return max_model_len
+
+
+def _default_oneshot_memory(device: str) -> int:
+    return CPU_ONESHOT_MEMORY if device == DEFAULT_DEVICE else DEFAULT_ONESHOT_MEMORY
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -240,6 +240,23 @@ def test_progress_counts_every_answer(llm):
     assert seen == sorted(seen)
 
 
+def test_a_model_without_hidden_states_is_refused_before_anything_runs():
+    hashed = LLM("hash", kv="prefix")
+    run = hashed.start("abc", SamplingParams(max_tokens=3))
+    with pytest.raises(UsageError, match="no hidden states"):
+        hashed.embed(["abc"])
+    assert len(list(run)) >= 1 and run.outputs[0].outputs[0].finish_reason is not None
+
+
+def test_a_step_takes_what_its_memory_allows(path):
+    prompts = [[1, 2, 3, 4] * 4] * 8
+    whole = LLM(path, kv="paged")
+    row = whole.model.temporary_bytes(16, 1)
+    for memory, steps in ((None, 1), (2 * row, 4), (1, 8)):
+        llm = LLM(path, kv="paged", oneshot_memory=memory)
+        assert len(list(llm.start(prompts, SamplingParams(max_tokens=1)))) == steps
+
+
 def test_all_or_none_are_queued(llm):
     with pytest.raises(UsageError, match="the prompt is empty"):
         llm.classify(["fine", ""], ["a", "b"])
