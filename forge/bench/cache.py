@@ -274,7 +274,7 @@ def _engine(llm: "LLM", cache: KvCache, longest: int) -> "Engine":
 
     layout = llm.model.kv_layout(cache.num_available, cache.block_size, llm.kv_dtype)
     storage = llm.model.backend.new_storage(layout)
-    return Engine(llm.model, llm.tokenizer, cache, storage, longest, SchedulerConfig())
+    return Engine(llm.model, llm.tokenizer, cache, storage, longest, SchedulerConfig(oneshot=False))
 
 
 def _begin(engine: "Engine", prompt: Sequence[int], max_tokens: int) -> str:

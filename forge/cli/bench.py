@@ -7,6 +7,8 @@ import typer
 
 from forge.cli import machine, options
 from forge.cli.bench_cuda import bench_cuda
+from forge.cli.bench_oneshot import bench_oneshot, bench_planning
+from forge.cli.bench_tokenizer import bench_tokenizer
 from forge.cli.running import INTERRUPTED, Found
 
 _MEASURE, _OUTPUT = "Measurement", "Output"
@@ -154,6 +156,9 @@ def bench_cache(
 
 
 bench.command("cuda")(bench_cuda)
+bench.command("oneshot")(bench_oneshot)
+bench.command("prefix-planning")(bench_planning)
+bench.command("tokenizer")(bench_tokenizer)
 
 
 @bench.command("engine")
@@ -338,3 +343,88 @@ def bench_speculation(
     else:
         print_speculation_benchmark(open_console(), figures, label)
     raise typer.Exit(INTERRUPTED if interrupted else 0)
+
+
+@bench.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Option("--url", help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8080",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="As the server calls it.", show_default="its first")
+    ] = None,
+    dataset: Annotated[
+        str, typer.Option("--dataset", help="random token ids, or words.", rich_help_panel=_MEASURE)
+    ] = "random",
+    input_tokens: Annotated[int, typer.Option("--input-tokens", rich_help_panel=_MEASURE)] = 128,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", rich_help_panel=_MEASURE)] = 32,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", rich_help_panel=_MEASURE)] = 400,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", help="Requests under way at most.", rich_help_panel=_MEASURE)
+    ] = 4,
+    request_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--request-rate", help="Requests per second.", show_default="as answered", rich_help_panel=_MEASURE
+        ),
+    ] = None,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option("--goodput", help="A goal, such as ttft:100; may be repeated.", rich_help_panel=_MEASURE),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", rich_help_panel=_MEASURE)] = 0,
+    probe_health: Annotated[
+        bool, typer.Option("--probe-health", help="Time /health meanwhile.", rich_help_panel=_MEASURE)
+    ] = False,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine", help="Run the same on this model without a server, in turns.", rich_help_panel=_MEASURE
+        ),
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option("--num-blocks", help="For --engine.", rich_help_panel=_MEASURE)
+    ] = None,
+    threads: options.ThreadsOption = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="FORGE_API_KEY")] = None,
+    json: options.JsonOption = False,
+) -> int:
+    """What clients of a server see: TTFT, TPOT, ITL, end-to-end latency, throughput.
+
+    [dim]forge bench serve --url http://127.0.0.1:8080 --concurrency 64 --num-prompts 400[/dim]
+    """
+    import shlex
+    import sys
+
+    from forge.bench.serve import ServePlan, parse_goodput, run, serve_object
+    from forge.bench.serve_engine import EngineTurns
+    from forge.views.bench import BenchProgress
+    from forge.views.json_output import to_json
+    from forge.views.serve_bench import print_serve_benchmark
+    from forge.views.terminal import open_console, open_error_console
+
+    plan = ServePlan(
+        url,
+        model,
+        dataset,
+        input_tokens,
+        output_tokens,
+        num_prompts,
+        concurrency,
+        request_rate,
+        seed,
+        goodput=parse_goodput(goodput or ()),
+        api_key=api_key,
+        probe_health=probe_health,
+    )
+    with BenchProgress(open_error_console()) as progress:
+        if engine is None:
+            result = run(plan, progress)
+        else:
+            loading = options.model_options(num_blocks=num_blocks, threads=threads)
+            with EngineTurns(engine, loading | {"kv": "prefix", "max_num_seqs": 64}, plan) as turns:
+                result = run(plan, progress, engine_turn=turns.turn)
+        result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
+    if json:
+        open_console().print(to_json(serve_object(result)), soft_wrap=True)
+    else:
+        print_serve_benchmark(open_console(), result)
+    return 0 if result.good else 1

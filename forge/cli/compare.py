@@ -10,6 +10,7 @@ import typer
 
 from forge.cli import options
 from forge.cli.arrivals import Arrival, drive_arrivals
+from forge.cli.compare_judging import compare_judging, is_judging
 from forge.cli.running import Found, exit_status, load_model, run_label, warm_up
 from forge.cli.versus import Versus, versus_of
 
@@ -38,7 +39,7 @@ def compare(
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
     model: options.ModelOption = "tales",
-    kv: options.KvOption = "off",
+    kv: options.KvWish = None,
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
     max_model_len: options.MaxModelLenOption = None,
@@ -81,6 +82,20 @@ def compare(
     order: options.OrderOption = None,
     preempt: options.PreemptOption = None,
     mode: options.ModeOption = None,
+    execution_class: Annotated[
+        str,
+        typer.Option(
+            "--class", help="Life of a request of one token: oneshot, or decode.", rich_help_panel="Scheduler"
+        ),
+    ] = "oneshot",
+    planning: Annotated[
+        str,
+        typer.Option(
+            "--planning",
+            help="Wait for what another request computes: on, or off. With it a file's prompts come all at once.",
+            rich_help_panel="Scheduler",
+        ),
+    ] = "on",
     json: options.JsonOption = False,
 ) -> Found:
     """Run one prompt, or those of a file, on two sides that differ in one option, given as A vs B.
@@ -92,6 +107,8 @@ def compare(
     [dim]forge compare --kv off vs on "The fox and the lantern" 64[/dim]
 
     [dim]forge compare --kv paged vs prefix --prompts questions.txt[/dim]
+    [dim]forge compare --class decode vs oneshot --requests 64[/dim]
+
     [dim]forge compare --kv on --speculate off vs draft[/dim]
     """
     from forge.views.comparison import (
@@ -107,6 +124,8 @@ def compare(
     from forge.views.terminal import open_console
 
     versus = versus_of(ctx)
+    if is_judging(versus):
+        return _compare_judging(ctx, versus)
     if any(given[option] is not None for given in (ctx.params, versus.right) for option in _OF_MANY):
         return _compare_many(ctx, versus)
     if prompts is None:
@@ -118,7 +137,8 @@ def compare(
     sides: list[Side] = []
     with ComparisonProgress(console, question, versus.names, max_tokens, quiet=json) as progress:
         for name, given in zip(versus.names, (ctx.params, versus.right), strict=True):
-            side = _run_side(name, {**given, "max_tokens": max_tokens}, texts, sides, progress.step)
+            kv = options.kv_or_default(given["kv"], ctx.params["speculate"], versus.right["speculate"])
+            side = _run_side(name, {**given, "kv": kv, "max_tokens": max_tokens}, texts, sides, progress.step)
             sides.append(side)
             if side.result.interrupted:
                 break
@@ -135,10 +155,27 @@ def compare(
     return report.as_json() if json else report
 
 
-def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
-    """MAX_TOKENS where a file has the prompts: what stands in the place of the prompt can only be that.
+def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:
+    """Requests that come all at once: a file's, judge requests, or the prompt that was given. They have a cache that
+    shares prefixes, and answers of one token, where nobody said otherwise."""
+    given = {name for name in ("kv", "prompt", "max_tokens") if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+    params, texts = ctx.params, None
+    max_tokens = params["max_tokens"] if given & {"prompt", "max_tokens"} else 1
+    if params["prompts"] is not None or params["requests"] is not None:
+        max_tokens = _number_alone(ctx, params["prompt"], max_tokens)
+        texts = options.read_prompts(params["prompts"]) if params["prompts"] is not None else None
+    elif "prompt" in given:
+        texts = [options.read_prompt(params["prompt"])]
+    kv = {} if "kv" in given else {"kv": "prefix"}
+    sides = params | kv, replace(versus, right=dict(versus.right) | kv)
+    report = compare_judging(*sides, texts, max_tokens)
+    return report.as_json() if params["json"] else report
 
-    Raises `UsageError` for a prompt beside the file.
+
+def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
+    """MAX_TOKENS where the prompts are not on the command line: what stands in their place can only be that.
+
+    Raises `UsageError` for a prompt beside them.
     """
     from forge.errors import UsageError
 
@@ -147,7 +184,7 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
         return max_tokens
     if given == ["prompt"] and prompt.isdecimal():
         return int(prompt)
-    raise UsageError(f"--prompts is a file with the prompts: leave out {prompt!r}, and give MAX_TOKENS alone")
+    raise UsageError(f"--prompts or --requests says what is asked: leave out {prompt!r}, and give MAX_TOKENS alone")
 
 
 def _compare_many(ctx: typer.Context, versus: Versus) -> Found:

@@ -17,21 +17,28 @@ from forge.cli.batching import batching
 from forge.cli.bench import bench
 from forge.cli.chapters import chapter, chapters, next_chapter
 from forge.cli.chat import chat
+from forge.cli.classify import classify
 from forge.cli.compare import compare
 from forge.cli.cuda import cuda
 from forge.cli.doctor import doctor
+from forge.cli.embed import embed
 from forge.cli.generate import generate
 from forge.cli.kernels import kernels
 from forge.cli.kv_cache import kv_cache
 from forge.cli.models import models
 from forge.cli.naive import naive
+from forge.cli.oneshot import oneshot
 from forge.cli.paged import paged
 from forge.cli.prefix import prefix
 from forge.cli.replay import replay, trace
+from forge.cli.rerank import rerank
 from forge.cli.running import INTERRUPTED
+from forge.cli.score import logprobs, score
+from forge.cli.serve import serve
 from forge.cli.speculation import speculation
 from forge.cli.trace_scheduler import trace_scheduler
 from forge.cli.versus import VersusCommand
+from forge.cli.watch import watch
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
@@ -81,13 +88,21 @@ app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
 app.command("paged", rich_help_panel=_CHAPTERS)(paged)
 app.command("prefix", rich_help_panel=_CHAPTERS)(prefix)
 app.command("batching", rich_help_panel=_CHAPTERS)(batching)
+app.command("oneshot", rich_help_panel=_CHAPTERS)(oneshot)
 app.command("speculation", rich_help_panel=_CHAPTERS)(speculation)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)
+app.command("classify", rich_help_panel=_RUN)(classify)
+app.command("score", rich_help_panel=_RUN)(score)
+app.command("logprobs", rich_help_panel=_RUN)(logprobs)
+app.command("embed", rich_help_panel=_RUN)(embed)
+app.command("rerank", rich_help_panel=_RUN)(rerank)
 app.command("trace-scheduler", rich_help_panel=_RUN)(trace_scheduler)
 app.command("replay", rich_help_panel=_RUN)(replay)
 app.add_typer(trace, name="trace", rich_help_panel=_RUN)
+app.command("serve", rich_help_panel=_RUN)(serve)
+app.command("watch", rich_help_panel=_RUN)(watch)
 
 app.add_typer(models, name="models", rich_help_panel=_INSPECT)
 app.command("doctor", rich_help_panel=_INSPECT)(doctor)

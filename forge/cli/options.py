@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from forge.engine.sampling_params import SamplingParams
 
 _MODEL, _SAMPLING, _OUTPUT, _SPECULATION = "Model", "Sampling", "Output", "Speculation"
@@ -37,14 +39,14 @@ ModelOption = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-KvOption = Annotated[
-    str,
-    typer.Option(
-        "--kv",
-        help="KV cache: off; basic (or on), a contiguous run per sequence; paged, blocks from one pool; prefix, paged "
-        "and shared between prompts that begin alike.",
-        rich_help_panel=_MODEL,
-    ),
+_KV_HELP = (
+    "KV cache: off; basic (or on), a contiguous run per sequence; paged, blocks from one pool; prefix, paged and "
+    "shared between prompts that begin alike."
+)
+KvOption = Annotated[str, typer.Option("--kv", help=_KV_HELP, rich_help_panel=_MODEL)]
+KvWish = Annotated[
+    str | None,
+    typer.Option("--kv", help=_KV_HELP, show_default="off, or paged with --speculate", rich_help_panel=_MODEL),
 ]
 DeviceOption = Annotated[
     str | None,
@@ -207,6 +209,29 @@ NumHostBlocksOption = Annotated[
     ),
 ]
 
+OneshotTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--oneshot-tokens",
+        help="Tokens of requests that keep nothing in one step; 2,048 if not given.",
+        rich_help_panel=_SCHEDULER,
+    ),
+]
+OneshotMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--oneshot-memory",
+        help="Temporary memory that a step may take for them; what the caches bear if not given.",
+        rich_help_panel=_SCHEDULER,
+    ),
+]
+TextsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="TEXT...", help="One text or several; - reads standard input.")
+]
+FileOption = Annotated[
+    str | None, typer.Option("--file", "-f", help="More texts, one to a line.", rich_help_panel="Texts")
+]
+
 PromptTokensOption = Annotated[
     str,
     typer.Option("--prompt-tokens", help="Tokens of each prompt: 16, or 16:256.", rich_help_panel=_WORKLOAD),
@@ -234,15 +259,21 @@ SvgOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)]
 
 
+def kv_or_default(kv: str | None, *speculate: str | None) -> str:
+    """The cache that was asked for. Without a wish there is none, but guesses are for an engine that has one."""
+    return kv or ("paged" if any(mode not in (None, "off") for mode in speculate) else "off")
+
+
 def model_options(**given: Any) -> dict[str, Any]:
     """The keyword arguments of `LLM` that were given; what was not given is the library's to decide."""
     found = {name: value for name, value in given.items() if value is not None}
-    if "kv_memory" in found:
-        found["kv_memory"] = memory_bytes(found["kv_memory"])
+    for name in ("kv_memory", "oneshot_memory"):
+        if name in found:
+            found[name] = memory_bytes(found[name], f"--{name.replace('_', '-')}")
     return found
 
 
-def memory_bytes(text: str) -> int:
+def memory_bytes(text: str, option: str = "--kv-memory") -> int:
     """`64MB` as a number of bytes: k, M, G and T are powers of 1000, with an i behind them of 1024.
 
     Raises `UsageError` for anything else.
@@ -251,7 +282,7 @@ def memory_bytes(text: str) -> int:
 
     match = _BYTES.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
-        raise UsageError(f"--kv-memory takes a size such as 64MB, 1.5GB or 256MiB, and {text!r} is none")
+        raise UsageError(f"{option} takes a size such as 64MB, 1.5GB or 256MiB, and {text!r} is none")
     power = " kmgt".index(match[2].lower() or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -310,6 +341,18 @@ def read_prompts(path: str) -> list[str]:
     if not prompts:
         raise UsageError(f"{path} has no prompt in it: write one to a line")
     return prompts
+
+
+def read_texts(arguments: "Sequence[str] | None", path: str | None) -> list[str]:
+    """The texts that were given, then those of a file. Raises `UsageError` where there is none."""
+    from forge.errors import UsageError
+
+    texts = [read_prompt(argument) for argument in arguments or ()]
+    if path is not None:
+        texts += read_prompts(path)
+    if not texts:
+        raise UsageError("there is no text: give one or more, or a file of them with --file")
+    return texts
 
 
 def read_text(path: str) -> str:

@@ -40,7 +40,7 @@ def speculation(
         int | None,
         typer.Option(
             "--revoke-draft-at",
-            help="Take the draft back after this many output tokens.",
+            help="Take the draft back after this many output tokens: the experiment alone.",
             rich_help_panel="Speculation",
         ),
     ] = None,
@@ -57,7 +57,7 @@ def speculation(
 
     [dim]forge speculation --only run "Once upon a time" 64 --k 4[/dim]
 
-    [dim]forge speculation --only run --revoke-draft-at 10[/dim]
+    [dim]forge speculation --revoke-draft-at 10[/dim]
     """
     from forge.errors import UsageError
 
@@ -67,7 +67,7 @@ def speculation(
         raise UsageError("nobody guesses with --speculate off: take draft or ngram, or forge generate")
     if revoke_draft_at is not None and (speculate != "draft" or revoke_draft_at < 1):
         raise UsageError("--revoke-draft-at is a number of output tokens, at least 1, for --speculate draft")
-    if reads_chapter(only, json) and has_chapter(ctx):
+    if reads_chapter(only, json) and has_chapter(ctx) and revoke_draft_at is None:
         return read_chapter(ctx, pause)
     drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     loading = {"kv": kv, "device": device, "threads": threads, "max_model_len": max_model_len}

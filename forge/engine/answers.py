@@ -43,10 +43,10 @@ def rows_of(one: OneShotItem) -> SequenceRows:
     return SequenceRows(one.request.token_ids[start:], start, one.item.block_table, one.item.logit_rows)
 
 
-def joins_batch(one: OneShotItem, vocab_size: int) -> bool:
-    """Whether an item's rows go into the step's own forward."""
-    few = len(one.item.logit_rows) <= max_slice_rows(vocab_size)
-    return one.request.task.head == "logits" and (few or one.request.task.score_from is None)
+def joins_batch(one: OneShotItem, max_rows: int) -> bool:
+    """Whether an item's rows go into the step's own forward: where it takes no more rows of logits than a slice has."""
+    task = one.request.task
+    return task.pooling is None and (task.score_from is None or len(one.item.logit_rows) <= max_rows)
 
 
 def max_slice_rows(vocab_size: int) -> int:
@@ -54,16 +54,23 @@ def max_slice_rows(vocab_size: int) -> int:
     return max(16, SLICE_BYTES // (4 * vocab_size))
 
 
-def answer(request: OneShotRequest, rows: np.ndarray, on_logits: Callable | None = None) -> OneShotResult:
-    """The answer from the logits of `task.logit_rows`, float32 `[rows, vocab]`."""
+def answer(
+    request: OneShotRequest, rows: np.ndarray, on_logits: Callable | None = None, probabilities: bool = True
+) -> OneShotResult:
+    """The answer from the logits of `task.logit_rows`, float32 `[rows, vocab]`. `probabilities`: whether somebody wants
+    to know how likely a token that is simply the likeliest was."""
     task, scores = request.task, ()
     if task.score_from is not None:
         scores = score(request, task.score_from, rows)
-    return _with_next_token(request, scores, rows[-1] if len(rows) else None, on_logits)
+    return _with_next_token(request, scores, rows[-1] if len(rows) else None, on_logits, probabilities)
 
 
 def answer_in_slices(
-    one: OneShotItem, model: Model, storage: KvStorage, on_logits: Callable | None = None
+    one: OneShotItem,
+    model: Model,
+    storage: KvStorage,
+    on_logits: Callable | None = None,
+    probabilities: bool = True,
 ) -> OneShotResult:
     """The same for a prompt with too many rows for one array of logits: several forwards over parts of it."""
     request, item = one.request, one.item
@@ -78,7 +85,7 @@ def answer_in_slices(
         if len(rows):
             scores += score(request, start + wanted.start + 1, rows)
             last = rows[-1]
-    return _with_next_token(request, scores, last, on_logits)
+    return _with_next_token(request, scores, last, on_logits, probabilities)
 
 
 def embed(items: list[OneShotItem], model: Model, storage: KvStorage) -> list[OneShotResult]:
@@ -105,7 +112,11 @@ def score(request: OneShotRequest, position: int, rows: np.ndarray) -> tuple[Log
 
 
 def _with_next_token(
-    request: OneShotRequest, scores: tuple[Logprobs, ...], logits: np.ndarray | None, on_logits: Callable | None
+    request: OneShotRequest,
+    scores: tuple[Logprobs, ...],
+    logits: np.ndarray | None,
+    on_logits: Callable | None,
+    probabilities: bool,
 ) -> OneShotResult:
     task, length = request.task, len(request.token_ids)
     choice, candidates = None, ()
@@ -115,5 +126,8 @@ def _with_next_token(
     if task.sample:
         if on_logits is not None:
             on_logits(request.seq_id, logits.copy())
-        choice = choose(logits, request.params, request.token_ids, request.seed, 0, length)
+        if request.params.plain_greedy and not probabilities:
+            choice = Choice(check_logits(logits), None, None)
+        else:
+            choice = choose(logits, request.params, request.token_ids, request.seed, 0, length, length)
     return OneShotResult(choice, candidates, scores)

@@ -58,6 +58,8 @@ from forge.trace.records import (
     TokenRecord,
 )
 
+_NEXT_TOKEN = OneShotTask(sample=True)
+
 
 @dataclass
 class _Work:
@@ -189,17 +191,16 @@ class Engine:
         assert continues is None or params.n == 1, "one cache can be continued once"
         try:
             token_ids = self._checked_prompt(prompt_token_ids)
+            self._check_bias(params)
             self._check_unused(request_id)
         except UsageError as error:
             self._rejected.append(RejectRecord(request_id, str(error)))
             raise
         room = self._longest_sequence - len(token_ids) + 1  # the last output token is never computed: it needs no slot
         if self._keeps_nothing(params, room) and not keep_cache and continues is None:
-            task = OneShotTask(
-                sample=params.max_tokens > 0,
-                score_from=1 if params.prompt_logprobs is not None else None,
-                top=params.prompt_logprobs or 0,
-            )
+            task = _NEXT_TOKEN
+            if params.prompt_logprobs is not None:
+                task = OneShotTask(params.max_tokens > 0, score_from=1, top=params.prompt_logprobs)
             return (self._queue_oneshot(request_id, token_ids, task, params, prompt, salt),)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         prompt_logprobs: list = []
@@ -250,6 +251,8 @@ class Engine:
         try:
             token_ids = self._checked_prompt(prompt_token_ids)
             self._check_unused(request_id)
+            if task.pooling is not None and not self.model.embeds:
+                raise UsageError("this model has no hidden states: take a real one for embeddings")
             for token_id in task.candidates:
                 if not 0 <= token_id < self.model.vocab_size:
                     raise UsageError(f"token id {token_id} is outside the vocabulary of {self.model.vocab_size} tokens")
@@ -305,11 +308,11 @@ class Engine:
         scheduled = time.perf_counter()
         with self.lease.use() as model:  # raises `LeaseRevoked` if it was taken back before; from here on it cannot be
             logits = model.forward(batch, self.storage) if batch is not None else None
-            answers = self._oneshots.run_apart(plan.oneshots, model, self.on_logits)
+            answers = self._oneshots.run_apart(plan.oneshots, model, self.on_logits, self.report_probabilities)
         computed = time.perf_counter()
         forward_ms = (computed - scheduled) * 1e3
         choices = self._choose(plan, guesses, logits)
-        answers |= self._oneshots.answer(joining, logits, self.on_logits)
+        answers |= self._oneshots.answer(joining, logits, self.on_logits, self.report_probabilities)
         ended_at = time.perf_counter()
         num_rows = batch.num_rows if batch is not None else 0
         spent = Spent(num_rows, forward_ms, (ended_at - started) * 1e3 - guesses.total_ms)
@@ -516,7 +519,7 @@ class Engine:
 
     def _checked_prompt(self, prompt_token_ids: Items[int]) -> list[int]:
         try:
-            token_ids = [index(token_id) for token_id in prompt_token_ids]
+            token_ids = list(map(index, prompt_token_ids))
         except TypeError:
             raise UsageError("a prompt is text or a list of token ids, which are whole numbers") from None
         if not token_ids:
@@ -524,9 +527,10 @@ class Engine:
                 "the prompt is empty: a model continues text, and this one has no beginning-of-text token to "
                 "start from, so give it at least one word"
             )
-        for token_id in token_ids:
-            if not 0 <= token_id < self.model.vocab_size:
-                raise UsageError(f"token id {token_id} is outside the vocabulary of {self.model.vocab_size} tokens")
+        size = self.model.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= size:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
+            raise UsageError(f"token id {wrong} is outside the vocabulary of {size} tokens")
         if len(token_ids) > self.max_model_len:
             raise UsageError(
                 f"the prompt has {len(token_ids)} tokens and the context holds {self.max_model_len}: shorten the "
@@ -544,6 +548,13 @@ class Engine:
         """Whether a generation ends with its first token at the latest, and there are blocks to compute it in."""
         few = params.n == 1 and min(params.max_tokens, room) <= 1
         return few and self.scheduler.config.oneshot and len(self.scheduler.scratch) > 0
+
+    def _check_bias(self, params: SamplingParams) -> None:
+        for token_id, _ in params.logit_bias[-1:]:  # they ascend
+            if token_id >= self.model.vocab_size:
+                raise UsageError(
+                    f"logit_bias: token id {token_id} is outside the vocabulary of {self.model.vocab_size}"
+                )
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._requests or request_id in self._oneshots:
@@ -604,8 +615,15 @@ class Engine:
             check_greatest(logits[likeliest])
             choice = likeliest, None, None  # a `Choice` in all but name: making one takes as long as all the rest
         else:
-            tokens = sequence.token_ids
-            choice = choose(logits, sequence.params, tokens, sequence.seed, sequence.sample_index, len(tokens))
+            choice = choose(
+                logits,
+                sequence.params,
+                sequence.token_ids,
+                sequence.seed,
+                sequence.sample_index,
+                len(sequence.token_ids),
+                sequence.num_prompt_tokens,
+            )
         return self._emit(sequence, (choice,), (logits,), choices)
 
     def _verified(
@@ -628,7 +646,15 @@ class Engine:
         if self._is_plain(sequence):
             found = verify_likeliest(greatest, rows, runs)
         else:
-            found = verify_forks(rows, runs, sequence.params, sequence.token_ids, sequence.seed, sequence.sample_index)
+            found = verify_forks(
+                rows,
+                runs,
+                sequence.params,
+                sequence.token_ids,
+                sequence.seed,
+                sequence.sample_index,
+                sequence.num_prompt_tokens,
+            )
         choices.verified[item.seq_id] = found
         outcome = self._emit(sequence, found.choices, rows[found.winner], choices)
         # Where the sequence ended on a guess, that guess counts as its last token, whose keys nobody needs.

@@ -12,10 +12,10 @@ begin with the same blocks, not yet cached, the first becomes the *leader* and c
 and then compute only what is their own. A leader that is aborted has led nobody: the next step finds another.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
-from operator import eq
 
 from forge.cache.kv_cache import NO_HIT, Hit, KvCache
 from forge.engine.sampling_params import SamplingParams
@@ -117,11 +117,13 @@ class OneShotQueue:
 
     def __init__(self, cache: KvCache, bytes_of: Callable[[int, int], int], planning: bool = True):
         """`bytes_of`: temporary bytes of a forward with so many rows, so many of them with logits. `planning`: whether
-        requests wait for leaders."""
+        requests share what they begin with; without it each is computed whole."""
         self.cache = cache
         self.planning = planning
         self._bytes_of = bytes_of
         self._waiting: dict[int, _Waiting] = {}
+        self._beginnings: Counter[int] = Counter()
+        """Of each block key, how many waiting requests begin with it."""
         self._seen: dict[int, None] = {}
         """Block keys that requests began with, the oldest first."""
 
@@ -129,14 +131,21 @@ class OneShotQueue:
         return len(self._waiting)
 
     def add(self, request: OneShotRequest) -> None:
-        cacheable = request.task.most_cached(len(request.token_ids))
+        cacheable = request.task.most_cached(len(request.token_ids)) if self.planning else 0
         keys = self.cache.prefix_keys(request.token_ids[:cacheable], request.salt)
         self._waiting[request.seq_id] = _Waiting(request, keys)
+        self._beginnings.update(keys)
 
     def remove(self, seq_id: int) -> OneShotRequest | None:
         """Forget a request that was answered or aborted; None if it is not here."""
         waiting = self._waiting.pop(seq_id, None)
-        return waiting.request if waiting is not None else None
+        if waiting is None:
+            return None
+        for key in waiting.keys:
+            self._beginnings[key] -= 1
+            if not self._beginnings[key]:
+                del self._beginnings[key]
+        return waiting.request
 
     def plan(
         self, budget: OneShotBudget, leaders: dict[int, int]
@@ -151,7 +160,7 @@ class OneShotQueue:
         for waiting in list(self._waiting.values()):
             request = waiting.request
             hit = self._whole_blocks(waiting, budget.blocks)
-            leader = leaders.get(waiting.key_after(len(hit.blocks))) if self.planning else None
+            leader = leaders.get(waiting.key_after(len(hit.blocks)))
             if leader is not None and waiting.deferrals < MAX_DEFERRALS:
                 waiting.deferrals += 1
                 shared = sum(leaders.get(key) == leader for key in waiting.keys) * self.cache.block_size
@@ -223,12 +232,10 @@ class OneShotQueue:
     def _boundary(self, waiting: _Waiting) -> int:
         """How many blocks, from the first on, are worth publishing: those that another waiting request begins with too,
         or that an earlier one began with."""
-        best = next((count for count, key in enumerate(waiting.keys) if key not in self._seen), len(waiting.keys))
-        if self.planning:
-            for other in self._waiting.values():
-                if other is not waiting and other.key_after(best) is not None:
-                    best = max(best, _num_common(waiting.keys, other.keys))
-        return best
+        return sum(1 for _ in takewhile(self._is_wanted, waiting.keys))
+
+    def _is_wanted(self, key: int) -> bool:
+        return key in self._seen or self._beginnings[key] > 1
 
     def _remember(self, keys: tuple[int, ...]) -> None:
         """These beginnings have been seen once: if they come again they are worth keeping."""
@@ -236,7 +243,3 @@ class OneShotQueue:
             self._seen[key] = None
         while len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]
-
-
-def _num_common(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
-    return sum(1 for _ in takewhile(bool, map(eq, ours, theirs)))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forge.cache.kv_storage import KvStorage
-from forge.engine.answers import OneShotResult, answer, answer_in_slices, embed, joins_batch
+from forge.engine.answers import OneShotResult, answer, answer_in_slices, embed, joins_batch, max_slice_rows
 from forge.engine.oneshot import OneShotItem, OneShotRequest
 from forge.engine.output_text import OutputText
 from forge.engine.outputs import CompletionOutput, RequestOutput
@@ -90,24 +90,31 @@ class OneShotRequests:
 
     def joining(self, items: Sequence[OneShotItem]) -> list[OneShotItem]:
         """Those whose rows go into the step's own forward."""
-        return [one for one in items if joins_batch(one, self._vocab_size)]
+        most = max_slice_rows(self._vocab_size)
+        return [one for one in items if joins_batch(one, most)]
 
     def run_apart(
-        self, items: Sequence[OneShotItem], model: Model, on_logits: OnLogits | None
+        self, items: Sequence[OneShotItem], model: Model, on_logits: OnLogits | None, probabilities: bool = True
     ) -> dict[int, OneShotResult]:
         """The answers of the others, by passes of their own."""
         answers: dict[int, OneShotResult] = {}
+        most = max_slice_rows(self._vocab_size)
         embeddings = [one for one in items if one.request.task.head == "hidden"]
         if embeddings:
             results = embed(embeddings, model, self._storage)
             answers |= {one.request.seq_id: result for one, result in zip(embeddings, results, strict=True)}
         for one in items:
-            if one.request.task.head == "logits" and not joins_batch(one, self._vocab_size):
-                answers[one.request.seq_id] = answer_in_slices(one, model, self._storage, on_logits)
+            if one.request.task.head == "logits" and not joins_batch(one, most):
+                found = answer_in_slices(one, model, self._storage, on_logits, probabilities)
+                answers[one.request.seq_id] = found
         return answers
 
     def answer(
-        self, joining: Sequence[OneShotItem], logits: np.ndarray | None, on_logits: OnLogits | None
+        self,
+        joining: Sequence[OneShotItem],
+        logits: np.ndarray | None,
+        on_logits: OnLogits | None,
+        probabilities: bool = True,
     ) -> dict[int, OneShotResult]:
         """The answers of those that joined, whose rows are the last of `logits`."""
         answers: dict[int, OneShotResult] = {}
@@ -115,7 +122,7 @@ class OneShotRequests:
         for one in joining:
             rows = logits[first : first + len(one.item.logit_rows)]
             first += len(rows)
-            answers[one.request.seq_id] = answer(one.request, rows, on_logits)
+            answers[one.request.seq_id] = answer(one.request, rows, on_logits, probabilities)
         return answers
 
     def end(
@@ -159,13 +166,24 @@ class OneShotRequests:
             released = held = ""
             reason, stop = "stop", choice.token_id
         else:
-            output = OutputText(StreamingDetokenizer(self._tokenizer), request.params.stop)
-            released, held = output.push(choice.token_id), output.finish()
-            reason, stop = ("length", None) if output.stopped_by is None else ("stop", output.stopped_by)
+            released, held, stop = self._text_of(choice.token_id, request.params.stop)
+            reason = "length" if stop is None else "stop"
         position = len(request.token_ids)
         token = TokenRecord(request.seq_id, position, choice.token_id, released, choice.probability, choice.logprobs)
         finish = FinishRecord(request.seq_id, reason, held, stop)
         return _End(finish, None, result, released + held), token
+
+    def _text_of(self, token_id: int, stop: Sequence[str]) -> tuple[str, str, str | None]:
+        """What the token makes certain, what only the end does, and the stop string that it completes."""
+        if not stop:
+            if self._tokenizer.is_hidden(token_id):
+                return "", "", None
+            try:
+                return self._tokenizer.token_bytes(token_id).decode(), "", None
+            except UnicodeDecodeError:
+                pass  # a part of a character: as a stream would have it
+        output = OutputText(StreamingDetokenizer(self._tokenizer), stop)
+        return output.push(token_id), output.finish(), output.stopped_by
 
     # Afterwards
 

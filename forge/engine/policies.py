@@ -49,6 +49,8 @@ def worst_placed(running: Items[Sequence], requester: Sequence) -> Sequence | No
 ADMISSION_ORDERS: dict[str, AdmissionOrder] = {"fcfs": first_come_first_served, "priority": by_priority}
 VICTIM_POLICIES: dict[str, VictimPolicy] = {"lifo": lifo, "least-progressed": least_progressed}
 DEFAULT_TOKEN_BUDGET = 512
+DEFAULT_ONESHOT_TOKENS = 2048
+DEFAULT_ONESHOT_MEMORY = 256 << 20
 PREEMPTION_MODES: tuple[PreemptionMode, ...] = ("recompute", "swap")
 
 
@@ -72,13 +74,14 @@ class SchedulerConfig:
     num_host_blocks: int = 256
     """The size of the host's pool in blocks."""
     prefix_planning: bool = True
-    """Whether requests that begin with the same blocks, not yet cached, wait while one of them computes them."""
+    """Whether requests that begin with the same blocks, not yet cached, wait while one of them computes them. Without
+    it a generation shares what is cached when it begins, and a request that keeps nothing is computed whole."""
     oneshot: bool = True
     """Whether a generation of one token at most is a request that keeps nothing."""
-    oneshot_tokens: int = 2048
+    oneshot_tokens: int = DEFAULT_ONESHOT_TOKENS
     """Tokens of requests that keep nothing, in a step of theirs alone."""
-    oneshot_bytes: int = 256 << 20
-    """Temporary memory that a step may need for them."""
+    oneshot_memory: int = DEFAULT_ONESHOT_MEMORY
+    """Temporary bytes that a step may need for them."""
 
     def __post_init__(self):
         for name, choices in (
@@ -89,7 +92,7 @@ class SchedulerConfig:
             if getattr(self, name) not in choices:
                 option = {"order": "--order", "victim": "--preempt", "preemption": "--mode"}[name]
                 raise UsageError(f"unknown {option} {getattr(self, name)!r}; supported: {', '.join(choices)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "oneshot_tokens", "oneshot_bytes"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "oneshot_tokens", "oneshot_memory"):
             value = getattr(self, name)
             if name == "max_num_batched_tokens" and value is None:
                 continue

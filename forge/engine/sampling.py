@@ -1,6 +1,6 @@
 """From a row of logits to a token.
 
-The order is the one of the field's libraries: repetition penalty, temperature, top-k, top-p, min-p, then one draw by
+The order is the one of the field's libraries: bias, penalties, temperature, top-k, top-p, min-p, then one draw by
 inverse cumulative probability over what is left. Equal values are ranked by token id, lower first, so that a result
 never depends on how a selection algorithm happens to order them.
 
@@ -63,15 +63,22 @@ class Choice(NamedTuple):
 
 
 def choose(
-    logits: np.ndarray, params: SamplingParams, history: Sequence[int], seed: int, sample_index: int, position: int
+    logits: np.ndarray,
+    params: SamplingParams,
+    history: Sequence[int],
+    seed: int,
+    sample_index: int,
+    position: int,
+    num_prompt_tokens: int | None = None,
 ) -> Choice:
     """Choose the token at `position`.
 
-    logits: float32 `[vocab]`. history: the token ids before `position`, prompt included, for the repetition penalty.
-    Raises `BrokenLogits` if the logits hold a NaN or +infinity.
+    logits: float32 `[vocab]`. history: the token ids before `position`, prompt included, for the penalties, and
+    num_prompt_tokens how many of them are the prompt's, needed where `params.penalizes_output`. Raises `BrokenLogits`
+    if the logits hold a NaN or +infinity.
     """
     likeliest = check_logits(logits)
-    scores = penalized(logits, history, params.repetition_penalty)
+    scores = penalized(logits, history, params, num_prompt_tokens)
     if not params.greedy:
         token_id = distribution(scores, params).draw(uniform(seed, sample_index, position, Purpose.SAMPLE))
     elif scores is logits:
@@ -103,17 +110,33 @@ def check_greatest(logit: float) -> None:
         raise BrokenLogits("the model's logits are not finite: its file is damaged, or its weights overflow")
 
 
-def penalized(logits: np.ndarray, history: Sequence[int], penalty: float) -> np.ndarray:
-    """Logits with the repetition penalty applied to every token of `history` once; the same array when it is 1."""
-    if penalty == 1.0:
+def penalized(
+    logits: np.ndarray, history: Sequence[int], params: SamplingParams, num_prompt_tokens: int | None = None
+) -> np.ndarray:
+    """Logits with the bias and the penalties of `params`; the same array where there is none.
+
+    First the bias is added. Then the repetition penalty is applied to every token of `history` once. Then each token
+    that occurs c > 0 times in the output, which is `history` after `num_prompt_tokens`, loses c times the frequency
+    penalty and once the presence penalty: the definition of OpenAI's API.
+    """
+    if not params.changes_logits:
         return logits
-    seen = np.unique(np.asarray(history, np.int64))
-    seen = seen[logits[seen] > -np.inf]
-    values = logits[seen].astype(np.float64)
-    with np.errstate(over="ignore"):  # what overflows becomes the greatest float32, which is still a number
-        values = np.where(values > 0, values / penalty, values * penalty).clip(-_GREATEST, _GREATEST)
+    biased = np.array([token_id for token_id, _ in params.logit_bias], np.int64)
+    history = np.asarray(history, np.int64)
+    touched = np.union1d(biased, history)
+    values = logits[touched].astype(np.float64)
+    values[np.searchsorted(touched, biased)] += [bias for _, bias in params.logit_bias]
+    if params.repetition_penalty != 1:
+        seen = np.isin(touched, history) & (values > -np.inf)
+        penalty = params.repetition_penalty
+        with np.errstate(over="ignore"):  # what overflows becomes the greatest float32, which is still a number
+            values[seen] = np.where(values[seen] > 0, values[seen] / penalty, values[seen] * penalty)
+    if params.penalizes_output:
+        assert num_prompt_tokens is not None, "these penalties count output tokens: say where the output begins"
+        said, counts = np.unique(history[num_prompt_tokens:], return_counts=True)
+        values[np.searchsorted(touched, said)] -= params.frequency_penalty * counts + params.presence_penalty
     out = logits.copy()
-    out[seen] = values
+    out[touched] = np.where(values > -np.inf, values.clip(-_GREATEST, _GREATEST), -np.inf)
     return out
 
 

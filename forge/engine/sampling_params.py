@@ -1,7 +1,7 @@
 """What a request asks of the sampler, checked once, before anything is computed."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +30,12 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Logits of tokens already in the prompt or output are divided by it if positive, multiplied if negative
     (Keskar et al. 2019)."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that are in the output already, as OpenAI's API has it."""
+    frequency_penalty: float = 0.0
+    """Taken from them once for each time that they are."""
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
+    """What is added to the logits of single tokens, by token id; kept as pairs, ascending."""
     seed: int | None = None
     """Same seed, same tokens. None draws a fresh one, which the output reports."""
     stop: str | Sequence[str] | None = ()
@@ -46,7 +52,8 @@ class SamplingParams:
     def __post_init__(self):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _require_number(name, getattr(self, name))
         for name in ("max_tokens", "top_k", "n"):
             _require_int(name, getattr(self, name))
@@ -77,7 +84,27 @@ class SamplingParams:
     @cached_property
     def plain_greedy(self) -> bool:
         """Whether the likeliest token is the choice and nothing else about it is asked for."""
-        return self.greedy and self.repetition_penalty == 1 and self.logprobs is None
+        return self.greedy and not self.changes_logits and self.logprobs is None
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        """Whether a penalty or a bias makes other logits of the model's."""
+        penalties = self.repetition_penalty != 1 or self.penalizes_output
+        return penalties or bool(self.logit_bias)
+
+    @property
+    def penalizes_output(self) -> bool:
+        """Whether a penalty depends on where the prompt ends."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _bias_pairs(bias: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    pairs = dict(bias or ())
+    for token_id, value in pairs.items():
+        _require_int("a token id of logit_bias", token_id)
+        _check(token_id >= 0, f"a token id of logit_bias must not be negative, got {token_id}")
+        _require_number(f"the logit_bias of token {token_id}", value)
+    return tuple(sorted(pairs.items()))
 
 
 def _require_number(name: str, value: object) -> None:

@@ -129,6 +129,8 @@ class Scheduler:
         self.wanted_forks: Callable[[Sequence], int] = lambda sequence: 0
         """How many further runs of as many guesses."""
         self._arrivals = count()
+        self._steps_passed_over = 0
+        """That left nothing for requests that keep nothing, since the last that took one."""
         self._fork_ids = count(-1, -1)
         self.oneshots = OneShotQueue(cache, temporary_bytes, config.prefix_planning)
         self.scratch = scratch
@@ -240,13 +242,21 @@ class Scheduler:
             draft.leaders.setdefault(key, sequence.seq_id)
 
     def _plan_oneshots(self, items: tuple[PlanItem, ...], draft: _Draft) -> tuple[OneShotItem, ...]:
-        """Requests that keep nothing, in what the step has left, or in a budget of their own where it has nothing."""
+        """Requests that keep nothing, in what the step has left. Prompts in chunks can leave nothing for as long as
+        they come; after some such steps there is a budget beside theirs."""
         config = self.config
         tokens = min(draft.budget, config.oneshot_tokens) if items else config.oneshot_tokens
         if tokens <= 0:
-            return ()
-        free = OneShotBudget(tokens, config.oneshot_bytes, self.cache.num_available, list(self.scratch))
+            if self._steps_passed_over < MAX_DEFERRALS:
+                self._steps_passed_over += 1
+                first = next(self.oneshots.requests())
+                draft.waiting.append(WaitRecord(first.seq_id, NoBudget(self._budget)))
+                return ()
+            tokens = min(self._budget, config.oneshot_tokens)
+        free = OneShotBudget(tokens, config.oneshot_memory, self.cache.num_available, list(self.scratch))
         oneshots, waits = self.oneshots.plan(free, draft.leaders)
+        if oneshots:
+            self._steps_passed_over = 0
         draft.waiting += waits
         return oneshots
 

@@ -83,6 +83,14 @@ def classify(prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], 
     return [Classification(_softmax(names, logprobs), dict(zip(names, logprobs, strict=True))) for logprobs in found]
 
 
+def classify_prompt(tokenizer: Tokenizer, text: str, labels: Sequence[str], question: str | None = None) -> list[int]:
+    """A user's message, ready to be answered with one of the labels: the text, and under it the question."""
+    question = question or f"Which is it: {' or '.join(labels)}? Answer with one word."
+    messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return tokenizer.encode(rendered, allow_special=True)
+
+
 def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer: Answer) -> list[Score]:
     """Each continuation's tokens given its prompt. A prompt may be empty: then the first token, which nothing precedes,
     has no score."""

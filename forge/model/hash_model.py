@@ -55,6 +55,7 @@ class HashModel:
     """`Model`, over a storage of one layer whose keys and values are 32 bits each."""
 
     num_layers = 1
+    embeds = False
     max_position_embeddings = 1 << 17
 
     def __init__(

@@ -26,6 +26,7 @@ from forge.model.config import MAX_CONTEXT, MAX_HEADS, MAX_WIDTH, Qwen3Config, e
 from forge.model.safetensors_file import GGML_TYPES, SafetensorsFile, SafetensorsTensor, shown_path
 from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
+from forge.trace.records import Pooling
 
 CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "model.safetensors", "tokenizer.json"
 MODEL_TYPE, ARCHITECTURE = "qwen3", "Qwen3ForCausalLM"
@@ -67,6 +68,8 @@ class ModelFolderError(ForgeError):
 
 class HuggingFaceDirectory:
     """An open Hugging Face folder: a `WeightSource`. Made by `HuggingFaceDirectory.open`; a context manager."""
+
+    pooling: Pooling = "last"
 
     def __init__(self, path: Path, config: Qwen3Config, files: Mapping[str, SafetensorsFile]):
         """`files` has the file of each tensor by Hugging Face's name. Checks that they are the tensors of `config`."""

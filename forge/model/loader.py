@@ -12,6 +12,7 @@ from forge.model.qwen3 import LayerWeights, Model, Qwen3, Qwen3Weights
 from forge.model.weight_source import WeightSource, open_weights
 from forge.tokenizer import Tokenizer
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
+from forge.trace.records import Pooling
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) after each tensor."""
@@ -45,6 +46,8 @@ class LoadedModel:
     """What computes it, for a person."""
     default_kv_dtype: str
     """What its keys and values are rounded to when nobody says otherwise."""
+    pooling: Pooling = "last"
+    """How its file says that hidden states become an embedding."""
 
 
 def load_model(
@@ -68,7 +71,9 @@ def load_model(
     with open_weights(path) as weights:
         tokenizer = Tokenizer(weights.tokenizer_spec())
         model = load_qwen3(weights, backend, on_progress)
-    return LoadedModel(model_name(path), path, model, tokenizer, backend.description, backend.default_kv_dtype)
+        pooling = weights.pooling
+    kv_dtype = backend.default_kv_dtype
+    return LoadedModel(model_name(path), path, model, tokenizer, backend.description, kv_dtype, pooling)
 
 
 def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress | None = None) -> Qwen3:

@@ -26,6 +26,8 @@ class Model(Protocol):
     num_layers: int
     max_position_embeddings: int
     """Tokens of the longest sequence that it can compute."""
+    embeds: bool
+    """Whether it has hidden states, for embeddings."""
 
     def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
         """The layout of a storage that fits this model."""
@@ -87,6 +89,8 @@ class Qwen3Weights:
 
 class Qwen3:
     """The model: hyper-parameters, weights and the backend that they were loaded for."""
+
+    embeds = True
 
     def __init__(self, config: Qwen3Config, weights: Qwen3Weights, backend: Backend):
         self.config = config

@@ -12,8 +12,12 @@ from typing import Protocol
 
 from forge.backends.backend import Tensor
 from forge.gguf import GGUFFile, GGUFTensor
-from forge.model.config import Qwen3Config, check_tensors, expected_tensors
+from forge.model.config import ARCHITECTURE, Qwen3Config, check_tensors, expected_tensors
 from forge.tokenizer.spec import TokenizerSpec, spec_from_gguf
+from forge.trace.records import Pooling
+
+_MEAN = 1
+"""llama.cpp's number for it."""
 
 
 class SizedTensor(Tensor, Protocol):
@@ -29,6 +33,8 @@ class WeightSource(Protocol):
     config: Qwen3Config
     nbytes: int
     """Of all tensors that the model uses, as stored."""
+    pooling: Pooling
+    """How hidden states become an embedding: `last` where the source does not say `mean`."""
 
     def tensor(self, name: str) -> SizedTensor:
         """The tensor that llama.cpp calls `name`, `.weight` included; one of `expected_tensors(config)`."""
@@ -75,6 +81,7 @@ class GGUFWeights:
         check_tensors(file, self.config)
         self.path = file.path
         self.nbytes = sum(file.tensors[name].nbytes for name in expected_tensors(self.config))
+        self.pooling: Pooling = "mean" if file.metadata.get(f"{ARCHITECTURE}.pooling_type") == _MEAN else "last"
         self._file = file
 
     def tensor(self, name: str) -> GGUFTensor:

@@ -267,8 +267,8 @@ class DraftProposer(Proposer):
         request, params = run.request, run.request.params
         likeliest = check_logits(logits)
         scores = logits
-        if params.repetition_penalty != 1:
-            scores = penalized(logits, [*request.token_ids, *run.token_ids], params.repetition_penalty)
+        if params.changes_logits:  # a guess may take the prompt for output
+            scores = penalized(logits, [*request.token_ids, *run.token_ids], params, num_prompt_tokens=0)
         if not params.greedy:
             q = distribution(scores, params)
             position = run.length + len(run.token_ids)

@@ -79,16 +79,18 @@ def verify(
     history: Sequence[int],
     seed: int,
     sample_index: int,
+    num_prompt_tokens: int | None = None,
 ) -> Verification:
     """Decide about one proposal of K tokens.
 
     logits: float32 `[K + 1, vocab]`, the target's after the last token of `history` and after each proposed one.
-    history: the sequence's tokens so far, prompt included. With an empty proposal the token emitted is `choose`'s.
+    history: the sequence's tokens so far, prompt included, of which the first num_prompt_tokens are the prompt's
+    (needed where `params.penalizes_output`). With an empty proposal the token emitted is `choose`'s.
 
     Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity, and ValueError for a proposed token outside
     the vocabulary or one that cannot have come from the distribution beside it.
     """
-    return verify_forks([logits], [proposal], params, history, seed, sample_index)
+    return verify_forks([logits], [proposal], params, history, seed, sample_index, num_prompt_tokens)
 
 
 def verify_forks(
@@ -98,6 +100,7 @@ def verify_forks(
     history: Sequence[int],
     seed: int,
     sample_index: int,
+    num_prompt_tokens: int | None = None,
 ) -> Verification:
     """Decide about several proposals for one sequence, each with its own rows of logits, as `verify` does about one.
 
@@ -113,9 +116,9 @@ def verify_forks(
         row = logits[winner][index]  # the others have the same: they followed the same tokens
         guesses = [_guess_of(fork, proposals[fork], index) for fork in agreeing if index < len(proposals[fork])]
         if not guesses:
-            choices.append(choose(row, params, tokens, seed, sample_index, len(tokens)))
+            choices.append(choose(row, params, tokens, seed, sample_index, len(tokens), num_prompt_tokens))
             break
-        choice, judged = _judge(row, guesses, params, tokens, (seed, sample_index, len(tokens)))
+        choice, judged = _judge(row, guesses, params, tokens, num_prompt_tokens, (seed, sample_index, len(tokens)))
         choices.append(choice)
         for guess, verdict in zip(guesses, judged, strict=True):
             verdicts[guess.fork].append(verdict)
@@ -194,11 +197,12 @@ def _judge(
     guesses: Sequence[_Guess],
     params: SamplingParams,
     history: Sequence[int],
+    num_prompt_tokens: int | None,
     name: tuple[int, int, int],
 ) -> tuple[Choice, list[TokenVerdict]]:
     """The token to emit at one position, and what that says of each guess. `name` is that of the position's draws."""
     likeliest = check_logits(logits)
-    scores = penalized(logits, history, params.repetition_penalty)
+    scores = penalized(logits, history, params, num_prompt_tokens)
     argmax = likeliest if scores is logits else int(scores.argmax())
     log_total = log_sum_exp(logits, float(logits[likeliest]))
     if params.greedy:

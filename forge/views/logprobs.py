@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.engine.outputs import CompletionOutput, Logprobs, RequestOutput
+from forge.engine.tasks import Score
 from forge.views.palette import QUIET, TITLE
 from forge.views.terminal import print_table
 from forge.views.text import quoted
@@ -27,6 +28,16 @@ def prompt_table(output: RequestOutput, alternatives: int, token_text: TokenText
     """Each prompt token; the first has no probability, for nothing precedes it. Expects `output.prompt_logprobs`."""
     rows = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
     return _table("prompt token", rows, alternatives, token_text)
+
+
+def score_table(found: Score, alternatives: int, token_text: TokenText) -> Table:
+    """Each scored token, given all before it."""
+    own = ((token_id, logprob) for token_id, logprob in zip(found.token_ids, found.logprobs, strict=True))
+    rows = [
+        (one[0], tuple(others) if one[0] in dict(others) else (*others, one))
+        for one, others in zip(own, found.alternatives, strict=True)
+    ]
+    return _table("token", rows, alternatives, token_text)
 
 
 def _table(what: str, rows: Iterable[tuple[int, Logprobs | None]], alternatives: int, token_text: TokenText) -> Table:

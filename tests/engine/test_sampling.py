@@ -54,7 +54,7 @@ def transformers_probabilities(logits: np.ndarray, history: list[int], params: S
 
 
 def ours(logits: np.ndarray, history: list[int], params: SamplingParams) -> np.ndarray:
-    found = distribution(penalized(logits, history, params.repetition_penalty), params)
+    found = distribution(penalized(logits, history, params), params)
     assert (np.diff(found.token_ids) > 0).all()
     out = np.zeros(len(logits))
     out[found.token_ids] = found.probabilities
@@ -196,7 +196,7 @@ def test_minus_infinity_is_never_drawn(filters):
     logits[[5, 300]] = [1.0, 1.1]
     params = SamplingParams(temperature=2.0, repetition_penalty=1.2, **filters)
 
-    found = distribution(penalized(logits, [0, 5], 1.2), params)
+    found = distribution(penalized(logits, [0, 5], params), params)
 
     assert found.token_ids.tolist() == [5, 300]
     drawn = {choose(logits, params, [0, 5], 1, 0, position).token_id for position in range(50)}
@@ -229,7 +229,7 @@ def test_a_row_that_forbids_everything_is_an_error():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_absurd_penalty_still_gives_numbers(penalty, temperature):
     logits = np.array([0.0, 2.0, -2.0, 1.0, -np.inf], np.float32)
-    scores = penalized(logits, [0, 1, 2, 4], penalty)
+    scores = penalized(logits, [0, 1, 2, 4], SamplingParams(repetition_penalty=penalty))
 
     assert np.isfinite(scores[:4]).all()
     assert scores[0] == 0.0
@@ -241,7 +241,7 @@ def test_an_absurd_penalty_still_gives_numbers(penalty, temperature):
 def test_a_repeated_token_is_penalized_once():
     logits = np.array([3.0, -3.0, 3.0], np.float32)
 
-    assert penalized(logits, [0, 0, 1, 1, 1], 2.0).tolist() == [1.5, -6.0, 3.0]
+    assert penalized(logits, [0, 0, 1, 1, 1], SamplingParams(repetition_penalty=2.0)).tolist() == [1.5, -6.0, 3.0]
     assert logits.tolist() == [3.0, -3.0, 3.0], "the logits themselves are left alone"
 
 
@@ -312,3 +312,33 @@ def test_top_p_of_a_flat_row_of_a_whole_vocabulary_is_that_of_a_full_sort(top_p)
 
     assert abs(len(found.token_ids) - count) <= 1, "sums in another order may round to the neighbour"
     assert set(order[: count - 1]) <= set(found.token_ids.tolist())
+
+
+def test_output_penalties_are_openais_definition_term_by_term():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        logits = row(int(rng.integers(1000)), size=30)
+        prompt, output = rng.integers(0, 30, 10).tolist(), rng.integers(0, 30, 20).tolist()
+        presence, frequency = rng.uniform(-2, 2, 2)
+        bias = {int(i): float(rng.uniform(-100, 100)) for i in rng.choice(30, 5, replace=False)}
+        params = SamplingParams(presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias)
+
+        found = penalized(logits, [*prompt, *output], params, len(prompt))
+
+        expected = [
+            float(logit) + bias.get(i, 0.0) - output.count(i) * frequency - float(output.count(i) > 0) * presence
+            for i, logit in enumerate(logits)
+        ]
+        np.testing.assert_array_equal(found, np.array(expected).astype(np.float32))
+
+
+def test_a_bias_decides_and_minus_infinity_stays_never():
+    logits = np.array([0.0, 1.0, -np.inf], np.float32)
+    assert token(logits, logit_bias={0: 5.0}) == 0
+    assert token(logits, logit_bias={2: 100.0}) == 1
+    assert token(logits, logit_bias={1: -100.0}, temperature=1.0) == 0
+
+
+def test_logits_that_nothing_changes_are_the_same_array():
+    logits = row(3, size=20)
+    assert penalized(logits, [1, 2], SamplingParams()) is logits

@@ -73,3 +73,17 @@ def test_stop_is_one_string_or_several(given, kept):
 def test_values_at_the_edges_are_accepted():
     SamplingParams(top_p=1, min_p=1, top_k=0, seed=0, temperature=0, n=1, logprobs=0)
     SamplingParams(top_p=1e-300, min_p=0, seed=2**64 - 1, repetition_penalty=1e-300)
+
+
+def test_a_bias_is_kept_as_pairs_in_order_and_makes_a_request_less_than_plain():
+    params = SamplingParams(logit_bias={7: -1.0, 3: 2})
+    assert params.logit_bias == ((3, 2), (7, -1.0)) and not params.plain_greedy and hash(params)
+    assert SamplingParams().plain_greedy
+    assert not SamplingParams(presence_penalty=0.1).plain_greedy
+    assert not SamplingParams(frequency_penalty=0.1).plain_greedy
+
+
+@pytest.mark.parametrize("bias", [{-1: 1.0}, {1: float("nan")}, {1: float("inf")}, {"1": 1.0}, {1: "x"}, {True: 1.0}])
+def test_a_bias_without_a_meaning_is_refused(bias):
+    with pytest.raises(UsageError, match="logit_bias"):
+        SamplingParams(logit_bias=bias)

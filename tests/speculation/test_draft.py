@@ -51,7 +51,7 @@ def alone(request: ProposalRequest, k: int, logits_after=muddled) -> list[int]:
     """The oracle: the model asked for one token after another with the whole text."""
     tokens, params = list(request.token_ids), request.params
     for _ in range(k):
-        scores = penalized(logits_after(tokens), tokens, params.repetition_penalty)
+        scores = penalized(logits_after(tokens), tokens, params)
         if params.greedy:
             tokens.append(int(scores.argmax()))
         else:
@@ -293,7 +293,7 @@ def test_under_sampling_each_guess_comes_with_the_odds_it_was_drawn_at():
 
     tokens = [1, 2, 3]
     for token_id, odds in zip(proposal.token_ids, proposal.distributions, strict=True):
-        expected = distribution(penalized(muddled(tokens), tokens, 1.3), SAMPLED)
+        expected = distribution(penalized(muddled(tokens), tokens, SamplingParams(repetition_penalty=1.3)), SAMPLED)
         assert odds.token_ids.tolist() == expected.token_ids.tolist()
         assert odds.probabilities.tolist() == expected.probabilities.tolist()
         tokens.append(token_id)

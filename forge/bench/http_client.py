@@ -1,0 +1,132 @@
+"""A small HTTP/1.1 client for measuring: streams of server-sent events over connections that are kept.
+
+It exists because a client that shares its machine with the server it measures must cost as little as can be, and say
+what it costs. It knows what such servers send (`content-length`, chunked, events) and nothing else.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from forge.errors import ForgeError, UsageError
+
+
+class ServerProblem(ForgeError):
+    """A server answered with an error, or not at all."""
+
+
+@dataclass
+class Timed:
+    """One streamed request as its client saw it. Times are seconds on the monotonic clock."""
+
+    started: float
+    chunks: list[float] = field(default_factory=list)
+    """When each chunk with text came."""
+    ended: float | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    text: str = ""
+    error: str | None = None
+
+
+class HttpClient:
+    """Connections to one server."""
+
+    def __init__(self, url: str, api_key: str | None = None):
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"{url}: give a server's address, such as http://127.0.0.1:8080")
+        self._secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname, parts.port or (443 if self._secure else 80)
+        path = parts.path.rstrip("/")
+        self._base = path.removesuffix("/v1")
+        key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._headers = f"host: {parts.netloc}\r\n{key}"
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body."""
+        connection = await self._send(f"GET {self._base}{path} HTTP/1.1\r\n{self._headers}\r\n".encode())
+        status, headers = await _head(connection[0])
+        body = b"".join([piece async for piece in _body(connection[0], headers)])
+        self._idle.append(connection)
+        return status, body
+
+    async def stream(self, path: str, body: dict[str, Any]) -> Timed:
+        """Send a request that streams; follow it to its end."""
+        data = json.dumps(body).encode()
+        head = f"POST {self._base}{path} HTTP/1.1\r\n{self._headers}content-type: application/json\r\n"
+        found = Timed(time.perf_counter())
+        try:
+            connection = await self._send(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            status, headers = await _head(connection[0])
+            if status != 200:
+                text = b"".join([piece async for piece in _body(connection[0], headers)])
+                found.error = f"{status}: {text[:300].decode(errors='replace')}"
+            else:
+                await _follow(connection[0], headers, found)
+            self._idle.append(connection)
+        except (OSError, EOFError, ValueError) as error:
+            found.error = f"{type(error).__name__}: {error}"
+        found.ended = time.perf_counter()
+        return found
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+        self._idle.clear()
+
+    async def _send(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send over a kept connection or a new one. One that the server has closed meanwhile is left."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof() and not writer.is_closing():
+                writer.write(data)
+                return reader, writer
+        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._secure or None, limit=1 << 20)
+        writer.write(data)
+        return reader, writer
+
+
+async def _follow(reader: asyncio.StreamReader, headers: dict[bytes, bytes], found: Timed) -> None:
+    """Take in the events of a stream."""
+    rest = b""
+    async for piece in _body(reader, headers):
+        now = time.perf_counter()
+        *events, rest = (rest + piece).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: ") and event != b"data: [DONE]":
+                _take_event(json.loads(event[6:]), now, found)
+
+
+def _take_event(event: dict[str, Any], now: float, found: Timed) -> None:
+    if "error" in event:
+        found.error = str(event["error"])[:300]
+    usage = event.get("usage")
+    if usage:
+        found.prompt_tokens, found.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    for choice in event.get("choices") or ():
+        text = choice.get("text") or (choice.get("delta") or {}).get("content")
+        if text:
+            found.chunks.append(now)
+            found.text += text
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:
+    lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+    pairs = (line.split(b":", 1) for line in lines[1:] if b":" in line)
+    return int(lines[0].split()[1]), {name.lower(): value.strip() for name, value in pairs}
+
+
+async def _body(reader: asyncio.StreamReader, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:
+    """The body's pieces as they come."""
+    if headers.get(b"transfer-encoding") == b"chunked":
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            yield (await reader.readexactly(size + 2))[:-2]
+        await reader.readexactly(2)
+    elif length := int(headers.get(b"content-length", b"0")):
+        yield await reader.readexactly(length)

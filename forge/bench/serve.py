@@ -1,0 +1,329 @@
+"""`forge bench serve`: what clients of an OpenAI-compatible server see, whoever's server it is.
+
+Each request is a prompt of random tokens, or of random common words for servers that take no token ids, streamed. What
+counts as a token is the server's own count (its `usage`), for a server may send several in one event. Times are the
+field's: TTFT from sending to the first text, TPOT the mean between tokens after the first, ITL between one event and
+the next, E2EL to the end. The client shares the machine with the server, so its own share of a CPU is part of the
+result.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from forge.bench.http_client import HttpClient, ServerProblem, Timed
+from forge.errors import UsageError
+
+PERCENTILES = (50, 90, 95, 99)
+METRICS = ("ttft", "tpot", "itl", "e2el")
+DATASETS = ("random", "words")
+WORDS = "time year people way day man thing woman life child world school state family student group country problem"
+"""Each a token of most vocabularies, with the space before it."""
+TURNS = 7
+"""Of server and engine, where the two are compared."""
+
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """What is asked of the server."""
+
+    url: str
+    model: str | None = None
+    dataset: str = "random"
+    input_tokens: int = 128
+    output_tokens: int = 32
+    num_prompts: int = 400
+    concurrency: int = 4
+    request_rate: float | None = None
+    """Requests per second, as a Poisson process; None sends as `concurrency` allows."""
+    seed: int = 0
+    token_range: tuple[int, int] = (256, 4000)
+    """Random prompts are made of these token ids."""
+    goodput: tuple[tuple[str, float], ...] = ()
+    """(metric, milliseconds at most) of a request that counts as good."""
+    api_key: str | None = None
+    probe_health: bool = False
+    """Ask /health twenty times a second meanwhile."""
+
+    def __post_init__(self):
+        for name in ("input_tokens", "output_tokens", "num_prompts", "concurrency"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.request_rate is not None and not self.request_rate > 0:
+            raise UsageError(f"--request-rate must be above 0, got {self.request_rate:g}")
+        if self.dataset not in DATASETS:
+            raise UsageError(f"unknown dataset {self.dataset!r}; supported: {', '.join(DATASETS)}")
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts; the same for the same seed."""
+        rng, (low, high), length = random.Random(self.seed), self.token_range, range(self.input_tokens)
+        if self.dataset == "words":
+            words = WORDS.split()
+            return [" ".join(rng.choice(words) for _ in length) for _ in range(self.num_prompts)]
+        return [[rng.randrange(low, high) for _ in length] for _ in range(self.num_prompts)]
+
+
+@dataclass(frozen=True)
+class ServeBenchmark:
+    """What came of it."""
+
+    plan: ServePlan
+    model: str
+    requests: tuple[Timed, ...]
+    duration: float
+    """Seconds from the first request to the end of the last."""
+    cpu_seconds: float
+    """What the client itself took."""
+    ready_after: float
+    """Seconds until the server answered for the first time."""
+    health_ms: tuple[float, ...] = ()
+    command: str = ""
+    turns: tuple[tuple[float, float], ...] = ()
+    """Output tokens per second of the server, and of the engine alone on the same requests right after, turn by turn;
+    where that was asked for."""
+
+    @property
+    def good(self) -> list[Timed]:
+        return [one for one in self.requests if one.error is None and one.chunks]
+
+    @property
+    def client_cpu_share(self) -> float:
+        """Of one CPU."""
+        return self.cpu_seconds / self.duration
+
+    @property
+    def engine_share(self) -> float | None:
+        """The server's speed over the engine's own: the median over the turns."""
+        return median(server / engine for server, engine in self.turns) if self.turns else None
+
+    @property
+    def engine_tokens_per_second(self) -> float | None:
+        return median(engine for _, engine in self.turns) if self.turns else None
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        return sum(map(output_tokens, self.good)) / self.duration
+
+    def values(self, metric: str) -> list[float]:
+        """`ttft`, `tpot`, `itl` or `e2el` in milliseconds, of all requests that succeeded."""
+        if metric == "itl":
+            return [1e3 * (b - a) for one in self.good for a, b in zip(one.chunks, one.chunks[1:], strict=False)]
+        return [value for one in self.good if (value := milliseconds(one, metric)) is not None]
+
+
+def output_tokens(one: Timed) -> int:
+    """The server's own count, or else the events with text."""
+    return one.completion_tokens if one.completion_tokens is not None else len(one.chunks)
+
+
+def milliseconds(one: Timed, metric: str) -> float | None:
+    """One request's `ttft`, `tpot` or `e2el`; None where it has none."""
+    if metric == "ttft":
+        return 1e3 * (one.chunks[0] - one.started)
+    if metric == "e2el":
+        return 1e3 * (one.ended - one.started)
+    tokens = output_tokens(one)
+    return 1e3 * (one.ended - one.chunks[0]) / (tokens - 1) if tokens > 1 else None
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """By linear interpolation, as NumPy has it."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * share / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def run(
+    plan: ServePlan,
+    progress: Callable[[str], None] = lambda text: None,
+    patience: float = 60,
+    engine_turn: Callable[[list[Prompt]], float] | None = None,
+) -> ServeBenchmark:
+    """Measure. Raises `ServerProblem` if the server does not answer within `patience` seconds.
+
+    `engine_turn` runs prompts without the server and gives the output tokens per second. With it the requests come in
+    `TURNS` parts, and after each of them it is the engine's turn on the same.
+    """
+    return asyncio.run(_run(plan, progress, patience, engine_turn))
+
+
+async def _run(plan: ServePlan, progress: Callable[[str], None], patience: float, engine_turn) -> ServeBenchmark:
+    client = HttpClient(plan.url, plan.api_key)
+    try:
+        waited = time.perf_counter()
+        model = plan.model or await _only_model(client, patience, progress)
+        ready_after = time.perf_counter() - waited
+        prompts = plan.prompts()
+        await client.stream("/v1/completions", _body(plan, model, prompts[0][::-1]))  # nobody times the first one
+        health: list[float] = []
+        probing = asyncio.create_task(_probe(client, health)) if plan.probe_health else None
+        found, turns, duration, cpu = [], [], 0.0, 0.0
+        for part in _parts(prompts, TURNS if engine_turn is not None else 1):
+            began, cpu_before = time.perf_counter(), time.process_time()
+            answers = await _ask_all(plan, model, part, client, progress)
+            seconds = time.perf_counter() - began
+            cpu += time.process_time() - cpu_before
+            duration += seconds
+            found += answers
+            if engine_turn is not None:
+                tokens = sum(output_tokens(one) for one in answers if one.error is None)
+                turns.append((tokens / seconds, engine_turn(part)))
+        if probing is not None:
+            probing.cancel()
+        return ServeBenchmark(plan, model, tuple(found), duration, cpu, ready_after, tuple(health), turns=tuple(turns))
+    finally:
+        client.close()
+
+
+def _parts(prompts: list[Prompt], number: int) -> list[list[Prompt]]:
+    """The prompts in `number` parts that differ in length by one at most; fewer where there are fewer prompts."""
+    return [part for first in range(number) if (part := prompts[first::number])]
+
+
+async def _only_model(client: HttpClient, patience: float, progress: Callable[[str], None]) -> str:
+    """The first model that the server lists, once it lists any."""
+    import json
+
+    deadline = time.perf_counter() + patience
+    while True:
+        try:
+            status, body = await client.get("/v1/models")
+            if status == 200:
+                return json.loads(body)["data"][0]["id"]
+            problem = f"{status}: {body[:200].decode(errors='replace')}"
+            if status in (401, 403, 404):
+                raise ServerProblem(problem)
+        except (OSError, EOFError) as error:
+            problem = str(error)
+        if time.perf_counter() > deadline:
+            raise ServerProblem(f"the server does not answer: {problem}")
+        progress("waiting for the server")
+        await asyncio.sleep(0.1)
+
+
+async def _ask_all(plan: ServePlan, model: str, prompts, client: HttpClient, progress) -> list[Timed]:
+    places, rng = asyncio.Semaphore(plan.concurrency), random.Random(plan.seed)
+    done = 0
+
+    async def ask(prompt: Prompt) -> Timed:
+        nonlocal done
+        async with places:
+            found = await client.stream("/v1/completions", _body(plan, model, prompt))
+        done += 1
+        if done % 20 == 0:
+            progress(f"{done} of {len(prompts)} requests")
+        return found
+
+    tasks = []
+    for prompt in prompts:
+        tasks.append(asyncio.create_task(ask(prompt)))
+        if plan.request_rate is not None:
+            await asyncio.sleep(rng.expovariate(plan.request_rate))
+    return await asyncio.gather(*tasks)
+
+
+def _body(plan: ServePlan, model: str, prompt: Prompt) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": plan.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def _probe(client: HttpClient, found: list[float]) -> None:
+    while True:
+        began = time.perf_counter()
+        await client.get("/health")
+        found.append(1e3 * (time.perf_counter() - began))
+        await asyncio.sleep(0.05)
+
+
+def serve_object(result: ServeBenchmark) -> dict[str, Any]:
+    """The result in the keys that the field's serving benchmarks write."""
+    plan, good = result.plan, result.good
+    total_in = sum(one.prompt_tokens or plan.input_tokens for one in good)
+    total_out = sum(map(output_tokens, good))
+    found = {
+        "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        "command": result.command,
+        "backend": "openai",
+        "model_id": result.model,
+        "dataset_name": plan.dataset,
+        "num_prompts": plan.num_prompts,
+        "request_rate": plan.request_rate if plan.request_rate is not None else "inf",
+        "max_concurrency": plan.concurrency,
+        "duration": result.duration,
+        "completed": len(good),
+        "failed": len(result.requests) - len(good),
+        "total_input_tokens": total_in,
+        "total_output_tokens": total_out,
+        "request_throughput": len(good) / result.duration,
+        "requests_per_minute": 60 * len(good) / result.duration,
+        "request_goodput": goodput(result),
+        "input_throughput": total_in / result.duration,
+        "output_throughput": total_out / result.duration,
+        "total_token_throughput": (total_in + total_out) / result.duration,
+        "client_cpu_share": result.client_cpu_share,
+        "ready_after_s": result.ready_after,
+        "engine_output_throughput": result.engine_tokens_per_second,
+        "engine_share": result.engine_share,
+    }
+    for metric in METRICS:
+        values = result.values(metric)
+        if values:
+            found |= {
+                f"mean_{metric}_ms": fmean(values),
+                f"median_{metric}_ms": median(values),
+                f"std_{metric}_ms": pstdev(values),
+            } | {f"p{share}_{metric}_ms": percentile(values, share) for share in PERCENTILES}
+    if result.health_ms:
+        found |= {f"p{share}_health_ms": percentile(result.health_ms, share) for share in PERCENTILES}
+    return found | {
+        "input_lens": [one.prompt_tokens or plan.input_tokens for one in result.requests],
+        "output_lens": [output_tokens(one) for one in result.requests],
+        "ttfts": [one.chunks[0] - one.started if one.chunks else 0.0 for one in result.requests],
+        "itls": [[b - a for a, b in zip(one.chunks, one.chunks[1:], strict=False)] for one in result.requests],
+        "errors": [one.error or "" for one in result.requests],
+    }
+
+
+def goodput(result: ServeBenchmark) -> float | None:
+    """Requests per second that met every goal; None without goals."""
+    goals = result.plan.goodput
+    if not goals:
+        return None
+    met = [
+        one
+        for one in result.good
+        if all((value := milliseconds(one, metric)) is None or value <= most for metric, most in goals)
+    ]
+    return len(met) / result.duration
+
+
+def parse_goodput(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
+    """`ttft:100` as ("ttft", 100.0). Raises `UsageError` for anything else."""
+    goals = []
+    for text in texts:
+        metric, _, number = text.partition(":")
+        try:
+            most = float(number)
+        except ValueError:
+            most = -1.0
+        if metric not in ("ttft", "tpot", "e2el") or not most > 0:
+            raise UsageError(f"--goodput {text}: give ttft, tpot or e2el and milliseconds, such as ttft:100")
+        goals.append((metric, most))
+    return tuple(goals)

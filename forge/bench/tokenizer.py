@@ -1,0 +1,276 @@
+"""`forge bench tokenizer`: the fast path beside Hugging Face `tokenizers`, on one vocabulary, in the same run.
+
+Nothing is timed that is not equal first. The gate compares, over every kind of input: the ids with control tokens
+matched, the ids with their text left as text, the decoded text, and the text decoded token by token; then 8 threads
+encode 100 times each, and all 800 must agree. Both are called from Python, as a serving engine here would call them.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from forge.bench.tokenizer_inputs import inputs
+from forge.errors import ForgeError
+from forge.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerSpec, spec_from_gguf
+
+BATCHES = (1, 4, 16, 64)
+BATCH_INPUT = "medium_prose"
+THREADS, ENCODES = 8, 100
+TURN_SECONDS = 0.15
+"""Calls of one kind go on for about so long, and are at least three."""
+
+Progress = Callable[[str], None]
+
+
+class NotEqual(ForgeError):
+    """The two tokenizers disagree: there is nothing to time."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds per call, medians."""
+
+    name: str
+    chars: int
+    tokens: int
+    theirs: float
+    ours: float
+
+    @property
+    def speed_up(self) -> float:
+        return self.theirs / self.ours
+
+
+@dataclass(frozen=True)
+class TokenizerBenchmark:
+    source: str
+    vocabulary: int
+    implementation: str
+    """What encodes on our side."""
+    fallback_reason: str | None
+    machine: str
+    encode: tuple[Times, ...]
+    decode: tuple[Times, ...]
+    streaming: Times
+    """Per token."""
+    batch: tuple[Times, ...]
+    """Per batch; `name` is its size."""
+    concurrent: Times
+    """Per encode, with 8 threads."""
+    load: Times
+
+
+class Contestant(Protocol):
+    """One tokenizer with all that is measured of it."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_plain(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def stream(self, ids: Sequence[int]) -> list[str]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+
+class Ours:
+    """forge's tokenizer with its fast path loaded."""
+
+    def __init__(self, spec: TokenizerSpec):
+        self.tokenizer = Tokenizer(spec, prefer="fast")
+        self.tokenizer.prepare()
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, allow_special=True)
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+    def stream(self, ids: Sequence[int]) -> list[str]:
+        stream = StreamingDetokenizer(self.tokenizer, skip_special=False)
+        return [*[stream.push(token_id) for token_id in ids], stream.flush()]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+
+class Theirs:
+    """Hugging Face `tokenizers`, from its own file where there is one, otherwise from the same vocabulary."""
+
+    def __init__(self, path: Path, spec: TokenizerSpec):
+        from tokenizers import Tokenizer as HuggingFace
+
+        self.tokenizer = (
+            HuggingFace.from_file(str(path)) if path.suffix == ".json" else HuggingFace.from_str(_document(spec))
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        self.tokenizer.encode_special_tokens = True
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        finally:
+            self.tokenizer.encode_special_tokens = False
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def stream(self, ids: Sequence[int]) -> list[str]:
+        from tokenizers.decoders import DecodeStream
+
+        stream, tokenizer = DecodeStream(skip_special_tokens=False), self.tokenizer
+        return [stream.step(tokenizer, token_id) or "" for token_id in ids]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
+
+
+def open_spec(path: Path) -> TokenizerSpec:
+    """The tokenizer of a GGUF file, of a tokenizer.json, or of a folder with one. Raises the error of its format."""
+    if path.is_dir() or path.suffix == ".json":
+        from forge.tokenizer import spec_from_tokenizer_json
+
+        return spec_from_tokenizer_json(path)
+    from forge.gguf import GGUFFile
+
+    with GGUFFile.open(path) as file:
+        return spec_from_gguf(file)
+
+
+def run(path: Path, on_progress: Progress = lambda text: None, machine: str = "", loads: int = 3) -> TokenizerBenchmark:
+    """Check, then measure. Raises `NotEqual` where the two disagree, before any time is taken."""
+    if path.is_dir():
+        path /= "tokenizer.json"
+    spec = open_spec(path)
+    texts = inputs()
+    on_progress("load")
+    theirs, their_load = _loaded(lambda: Theirs(path, open_spec(path) if path.suffix != ".json" else spec), loads)
+    ours, our_load = _loaded(lambda: Ours(open_spec(path)), loads)
+    for name, text in texts.items():
+        on_progress(f"equal? {name}")
+        check_equal(ours, theirs, name, text)
+    on_progress("equal? 8 threads")
+    check_threads(ours, texts[BATCH_INPUT], theirs.encode(texts[BATCH_INPUT]))
+    encode, decode = [], []
+    for name, text in texts.items():
+        on_progress(f"encode and decode {name}")
+        ids = theirs.encode(text)
+        size = name, len(text), len(ids)
+        encode.append(Times(*size, *_times(lambda one, text=text: one.encode(text), theirs, ours)))
+        decode.append(Times(*size, *_times(lambda one, ids=ids: one.decode(ids), theirs, ours)))
+    on_progress("streams, batches, threads")
+    text = texts[BATCH_INPUT]
+    ids = theirs.encode(texts["very_long"])
+    per_token = (seconds / len(ids) for seconds in _times(lambda one: one.stream(ids), theirs, ours))
+    batch = [
+        Times(str(number), len(text), number, *_times(lambda one, n=number: one.encode_batch([text] * n), theirs, ours))
+        for number in BATCHES
+    ]
+    at_once = [_threads_seconds(one, text) * 1e6 for one in (theirs, ours)]
+    return TokenizerBenchmark(
+        path.name,
+        len(spec.tokens),
+        ours.tokenizer.implementation,
+        ours.tokenizer.fallback_reason,
+        machine,
+        tuple(encode),
+        tuple(decode),
+        Times("per token", len(texts["very_long"]), len(ids), *per_token),
+        tuple(batch),
+        Times(f"{THREADS} threads", len(text), THREADS * ENCODES, *at_once),
+        Times("load", 0, len(spec.tokens), their_load * 1e6, our_load * 1e6),
+    )
+
+
+def check_equal(ours: Contestant, theirs: Contestant, name: str, text: str) -> None:
+    """Raises `NotEqual` unless both encode `text` alike, with and without control tokens, and decode alike, at once and
+    token by token."""
+    ids = theirs.encode(text)
+    same = {
+        "encode": ours.encode(text) == ids,
+        "encode without special tokens": ours.encode_plain(text) == theirs.encode_plain(text),
+        "decode": ours.decode(ids) == theirs.decode(ids),
+        "streaming decode": "".join(ours.stream(ids)) == "".join(theirs.stream(ids)),
+    }
+    for what, equal in same.items():
+        if not equal:
+            raise NotEqual(f"{what} differs from Hugging Face tokenizers on {name}: nothing is timed")
+
+
+def check_threads(ours: Contestant, text: str, expected: Sequence[int]) -> None:
+    """Raises `NotEqual` unless 8 threads that encode 100 times each all get `expected`."""
+    with ThreadPoolExecutor(THREADS) as threads:
+        found = threads.map(lambda _: [ours.encode(text) == expected for _ in range(ENCODES)], range(THREADS))
+        if not all(map(all, found)):
+            raise NotEqual(f"encode differs when {THREADS} threads do it at once: nothing is timed")
+
+
+def tokenizer_benchmark_object(result: TokenizerBenchmark) -> dict[str, Any]:
+    """For `--json`: microseconds, nothing rounded."""
+    found = asdict(result)
+    for name in ("encode", "decode", "batch"):
+        for times, one in zip(found[name], getattr(result, name), strict=True):
+            times["speed_up"] = one.speed_up
+    for name in ("streaming", "concurrent", "load"):
+        found[name]["speed_up"] = getattr(result, name).speed_up
+    return found
+
+
+def _loaded(load: Callable[[], Any], times: int) -> tuple[Any, float]:
+    """What was loaded, and the median of the seconds that it took."""
+    seconds = []
+    for _ in range(times):
+        started = time.perf_counter()
+        found = load()
+        seconds.append(time.perf_counter() - started)
+    return found, median(seconds)
+
+
+def _times(call: Callable[[Any], Any], theirs: Contestant, ours: Contestant) -> tuple[float, float]:
+    """Microseconds per call of each, the two taking turns."""
+    seconds: list[list[float]] = [[], []]
+    began = time.perf_counter()
+    while len(seconds[0]) < 3 or time.perf_counter() - began < TURN_SECONDS:
+        for found, one in zip(seconds, (theirs, ours), strict=True):
+            started = time.perf_counter()
+            call(one)
+            found.append(time.perf_counter() - started)
+    return tuple(median(found[1:]) * 1e6 for found in seconds)
+
+
+def _threads_seconds(one: Contestant, text: str) -> float:
+    """Seconds per encode with 8 threads at it."""
+    with ThreadPoolExecutor(THREADS) as threads:
+        seconds = []
+        for _ in range(5):
+            started = time.perf_counter()
+            list(threads.map(lambda _: [one.encode(text) for _ in range(ENCODES)], range(THREADS)))
+            seconds.append((time.perf_counter() - started) / (THREADS * ENCODES))
+    return median(seconds)
+
+
+def _document(spec: TokenizerSpec) -> str:
+    """A tokenizer.json of the whole tokenizer: NFC in front, added tokens matched."""
+    import json
+
+    from forge.tokenizer.fast import tokenizer_json
+
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    controls = set(spec.control_ids)
+    document = json.loads(tokenizer_json(spec))
+    document["normalizer"] = {"type": "NFC"}
+    document["added_tokens"] = [
+        {"id": token_id, "content": spec.tokens[token_id], "special": token_id in controls, **flags}
+        for token_id in sorted({*controls, *spec.user_defined_ids})
+    ]
+    return json.dumps(document)

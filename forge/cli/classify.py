@@ -1,0 +1,64 @@
+"""`forge classify`: which of several labels a text gets, and how sure the model is, from one forward pass."""
+
+from typing import Annotated
+
+import typer
+
+from forge.cli import options
+from forge.cli.answering import counting, load_answering
+from forge.cli.running import Found
+
+
+def classify(
+    texts: options.TextsArgument = None,
+    labels: Annotated[
+        str, typer.Option("--labels", help="The labels, with commas.", show_default=False, rich_help_panel="Texts")
+    ] = "",
+    question: Annotated[
+        str | None,
+        typer.Option(
+            "--question",
+            help="What is asked about each text.",
+            show_default="which of the labels it is, in one word",
+            rich_help_panel="Texts",
+        ),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="A text is the whole prompt, and nothing is asked.", rich_help_panel="Texts")
+    ] = False,
+    file: options.FileOption = None,
+    model: options.ModelOption = "tales",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    max_model_len: options.MaxModelLenOption = None,
+    oneshot_tokens: options.OneshotTokensOption = None,
+    oneshot_memory: options.OneshotMemoryOption = None,
+    json: options.JsonOption = False,
+) -> Found:
+    """Label probabilities of texts, from one forward pass each.
+
+    [dim]forge classify --labels happy,sad "The fox lost his lantern, and nobody came to look for it."[/dim]
+
+    [dim]forge classify --labels happy,sad --file stories.txt[/dim]
+    """
+    from forge.engine.tasks import classify_prompt
+    from forge.errors import UsageError
+    from forge.views.answers import classification_object, print_classifications
+    from forge.views.report import Report
+
+    names = [name.strip() for name in labels.split(",") if name.strip()]
+    if len(names) < 2:
+        raise UsageError("--labels takes two labels or more with commas: --labels happy,sad")
+    if raw and question is not None:
+        raise UsageError("--question is not asked with --raw: give one of the two")
+    inputs = options.read_texts(texts, file)
+    loading = {"device": device, "threads": threads, "max_model_len": max_model_len}
+    llm = load_answering(model, **loading, oneshot_tokens=oneshot_tokens, oneshot_memory=oneshot_memory)
+    prompts = inputs if raw else [classify_prompt(llm.tokenizer, text, names, question) for text in inputs]
+    with counting("classify") as on_progress:
+        found = llm.classify(prompts, names, on_progress=on_progress)
+    report = Report(
+        {"model": llm.model_name, "results": classification_object(inputs, found)},
+        lambda console: print_classifications(console, inputs, found),
+    )
+    return report.as_json() if json else report

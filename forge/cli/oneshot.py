@@ -1,0 +1,88 @@
+"""`forge oneshot`: the experiment of its chapter. The same judge requests through both lives, and what each holds."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forge.cli import options
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found, load_model, run_label
+
+if TYPE_CHECKING:
+    from forge.views.report import Report
+
+LIVES = {"decode": False, "oneshot": True}
+"""`--class`: whether a generation of one token is a request that keeps nothing."""
+
+
+def oneshot(
+    ctx: typer.Context,
+    requests: Annotated[
+        int, typer.Option("--requests", "-n", help="How many requests.", rich_help_panel="Requests")
+    ] = 64,
+    max_tokens: Annotated[
+        int,
+        typer.Option("--max-tokens", help="Of each answer; above 1 both are Decode.", rich_help_panel="Requests"),
+    ] = 1,
+    model: options.ModelOption = "tales",
+    kv: options.KvOption = "paged",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    num_blocks: options.NumBlocksOption = None,
+    max_num_seqs: options.MaxNumSeqsOption = None,
+    oneshot_tokens: options.OneshotTokensOption = None,
+    oneshot_memory: options.OneshotMemoryOption = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    json: options.JsonOption = False,
+) -> Found:
+    """Requests that keep nothing: judge, classify, score, embed.
+
+    [dim]forge oneshot --only run --requests 64[/dim]
+    """
+    if reads_chapter(only, json) and _is_written(ctx.command.name):
+        return read_chapter(ctx, pause)
+    loading = options.model_options(
+        kv=kv,
+        device=device,
+        threads=threads,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        oneshot_tokens=oneshot_tokens,
+        oneshot_memory=oneshot_memory,
+    )
+    report = _measure(model, loading, requests, max_tokens)
+    return report.as_json() if json else report
+
+
+def _is_written(command: str) -> bool:
+    """Whether the chapter is on the shelf. Until it is, its experiment stands alone."""
+    from forge.book.shelf import entries
+
+    return any(entry.command == command for entry in entries())
+
+
+def _measure(model: str, loading: dict, requests: int, max_tokens: int) -> "Report":
+    from forge.bench.judging import judge_prompts, run_requests
+    from forge.views.bench import BenchProgress
+    from forge.views.judging import identical, judging_object, print_judging
+    from forge.views.report import Report
+    from forge.views.terminal import open_error_console
+
+    llm = load_model(model, **loading)
+    prompts = judge_prompts(llm.tokenizer, requests)
+    runs = []
+    with BenchProgress(open_error_console()) as progress:
+        for name, keeps_nothing in LIVES.items():
+            progress(name)
+            run_requests(llm.new_engine(oneshot=keeps_nothing), prompts[:2], max_tokens)
+            runs.append(run_requests(llm.new_engine(oneshot=keeps_nothing), prompts, max_tokens))
+    label, tokens = run_label(llm), sum(map(len, prompts))
+    return Report(
+        judging_object(label, tuple(LIVES), runs, tokens),
+        lambda console: print_judging(console, QUESTION, label, tuple(LIVES), runs, tokens),
+        0 if identical(runs) else 1,
+    )
+
+
+QUESTION = "What does a request that wants one token have to hold?"

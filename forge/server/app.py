@@ -1,0 +1,358 @@
+"""The endpoints: each reads a body, submits it, and gives the engine's output OpenAI's shape."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from forge import __version__
+from forge.engine.outputs import RequestOutput
+from forge.engine.sampling_params import SamplingParams
+from forge.server.engine_client import Delta, EngineClient, EngineDead, Generation, Prompt, ShuttingDown
+from forge.server.errors import ApiError, install_handlers
+from forge.server.gate import Draining, Gate
+from forge.server.messages import Ready
+from forge.server.metrics import CONTENT_TYPE, Metrics
+from forge.server.requests import RequestReader
+from forge.server.responses import ChatShape, CompletionShape, usage_object
+from forge.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    Sampling,
+    TokenizeRequest,
+)
+from forge.server.scores import add_scores
+from forge.server.settings import Settings
+from forge.server.streaming import DONE, EventStream, event, leaving_client
+from forge.server.strict_json import StrictRoute
+from forge.trace.codec import codec_of
+from forge.trace.records import StepRecord
+
+_ERRORS = {
+    status: {"description": text}
+    for status, text in (
+        (400, "The request is wrong; the error says where"),
+        (401, "The key is missing or wrong"),
+        (404, "There is no such thing"),
+        (413, "The body is too large"),
+        (429, "The queue is full; come back later"),
+        (500, "The engine could not finish the request"),
+        (503, "The server is closing, or its engine has stopped"),
+    )
+}
+
+
+_STREAMED = {200: {"content": {"text/event-stream": {}}, "description": "One body, or events where stream is true"}}
+
+
+class Service:
+    """What the endpoints share."""
+
+    def __init__(self, client: EngineClient, ready: Ready, settings: Settings):
+        self.client, self.ready, self.settings = client, ready, settings
+        self.limits = settings.limits
+        self.started = int(time.time())
+        self.draining = Draining()
+        names = tuple(dict.fromkeys((*settings.model_names, ready.model_name)))
+        self.tokenizer = ready.tokenizer()
+        self.reader = RequestReader(self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits)
+        self.metrics = Metrics(names[0])
+        client.on_step = self.metrics.take_step
+        client.on_end = lambda generation, output: self.metrics.take_output(output, generation.arrived)
+
+    def submit(
+        self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling, stream: bool
+    ) -> Generation:
+        self.check_queue(len(prompts))
+        return self.client.submit(
+            request_id, prompts, params, stream=stream, priority=body.priority or 0, salt=body.cache_salt or ""
+        )
+
+    def check_queue(self, num_prompts: int) -> None:
+        """Raises where so many more would be too many."""
+        if self.client.num_unfinished + num_prompts > self.limits.max_queue:
+            message = f"{self.client.num_unfinished} prompts are waiting already: come back later"
+            raise ApiError(message, 429, code="queue_full", retry_after=1)
+
+    def give_up(self, generation: Generation) -> None:
+        """Nobody waits for it any more."""
+        if not generation.ended:
+            self.metrics.take_abort()
+            self.client.abort(generation)
+
+    @asynccontextmanager
+    async def followed(self, generation: Generation, request: Request) -> AsyncIterator[None]:
+        """Within it, the client's leaving ends the generation."""
+        try:
+            async with leaving_client(request):
+                yield
+        finally:
+            self.give_up(generation)
+
+    async def whole(self, generation: Generation, request: Request) -> list[RequestOutput]:
+        """The outputs, when all have ended."""
+        async with self.followed(generation, request):
+            return await generation.finished()
+
+    async def stream(self, generation: Generation, events: AsyncIterator[bytes]) -> EventStream:
+        """The answer that sends `events`. Raises, before anything is sent, what the engine has against a prompt."""
+        try:
+            await generation.accepted()
+        except BaseException:
+            self.give_up(generation)
+            raise
+        return EventStream(events, self.limits.stall_timeout, lambda: self.give_up(generation))
+
+
+def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAPI:
+    """The application around a connected engine."""
+    service = Service(client, ready, settings)
+    app = FastAPI(
+        title="forge", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS, redirect_slashes=False
+    )
+    app.state.service = service
+    app.router.route_class = StrictRoute
+    install_handlers(app)
+    _add_generation(app, service)
+    _add_text(app, service)
+    add_scores(app, service)
+    _add_watching(app, service)
+    _describe(app)
+    app.add_middleware(Gate, api_key=settings.api_key, limits=settings.limits, draining=service.draining)
+    if settings.allow_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", responses=_STREAMED)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts."""
+        reader, request_id = service.reader, f"cmpl-{secrets.token_hex(12)}"
+        model = reader.model(body.model)
+        prompts = await reader.completion_prompts(body.prompt)
+        params = reader.completion_params(body, len(prompts))
+        echo = [_text_of(service, prompt) if body.echo else None for prompt in prompts]
+        shape = CompletionShape(request_id, model, service.tokenizer, echo)
+        # The prompt's log probabilities are there when it has ended: such a stream has one chunk per choice.
+        piecemeal = bool(body.stream) and not (body.echo and params.prompt_logprobs is not None)
+        generation = service.submit(request_id, prompts, params, body, piecemeal)
+        if not body.stream:
+            outputs = await service.whole(generation, request)
+            return JSONResponse(shape.body(shape.choices(outputs), outputs))
+        events = _completion_events(shape, generation, body, piecemeal)
+        return await service.stream(generation, events)
+
+    @app.post("/v1/chat/completions", responses=_STREAMED)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        reader, request_id = service.reader, f"chatcmpl-{secrets.token_hex(12)}"
+        model = reader.model(body.model)
+        reader.check_supported(body)
+        prompt = await reader.chat_prompt(body)
+        params = reader.chat_params(body, len(prompt.token_ids))
+        in_reasoning = prompt.text.rstrip().endswith("<think>")
+        shape = ChatShape(request_id, model, service.tokenizer, body.top_logprobs or 0, in_reasoning)
+        generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
+        if not body.stream:
+            outputs = await service.whole(generation, request)
+            return JSONResponse(shape.body(shape.choices(outputs), outputs))
+        return await service.stream(generation, _chat_events(shape, generation, body))
+
+    @app.post("/generate", responses=_STREAMED)
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        """Continue a text, and say what it cost and why it waited."""
+        reader, request_id = service.reader, f"gen-{secrets.token_hex(12)}"
+        reader.model(body.model)
+        reader.check_supported(body)
+        prompt = await reader.one_prompt(body.prompt)
+        params = reader.params(body, 1, 16 if body.max_tokens is None else body.max_tokens)
+        generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
+        if not body.stream:
+            await service.whole(generation, request)
+            return JSONResponse(await _native_body(service, generation))
+        return await service.stream(generation, _native_events(service, generation))
+
+
+def _add_text(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """The token ids of a text or a conversation."""
+        reader = service.reader
+        reader.model(body.model)
+        given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+        if len(given) != 1:
+            raise ApiError("give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            text = await reader.rendered(body.messages, bool(body.add_generation_prompt), None)
+        else:
+            text = body.prompt if body.prompt is not None else body.content
+        token_ids = await reader.encode(text, given[0], allow_special=body.messages is not None)
+        return {"count": len(token_ids), "max_model_len": service.ready.max_model_len, "tokens": token_ids}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids."""
+        service.reader.model(body.model)
+        text = service.tokenizer.decode(body.tokens)
+        return {"prompt": text, "content": text}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_object(service, name) for name in service.reader.model_names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return _model_object(service, service.reader.model(name))
+
+
+def _add_watching(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether requests are answered."""
+        if service.client.dead:
+            raise EngineDead
+        if service.draining.begun:
+            raise ShuttingDown
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Everything that is counted, for Prometheus."""
+        return Response(service.metrics.text(service.client.gauges), media_type=CONTENT_TYPE)
+
+    @app.get("/debug/requests/{request_id}")
+    async def debug_request(request_id: str) -> dict[str, Any]:
+        """What happened to a request, step by step. The last few hundred are remembered."""
+        life = await service.client.ask("life", request_id)
+        if life is None:
+            raise ApiError("no such request is remembered", 404)
+        return life
+
+    @app.get("/debug/steps", responses=_STREAMED)
+    async def debug_steps() -> Response:
+        """The engine's steps from now on, as server-sent events."""
+        if service.client.dead:
+            raise EngineDead
+        return EventStream(_step_events(service.client), service.limits.stall_timeout, lambda: None)
+
+
+def _describe(app: FastAPI) -> None:
+    """The description of the endpoints, without the framework's own status for a wrong body, which here is 400."""
+    document = app.openapi()
+    for operation in (one for methods in document["paths"].values() for one in methods.values()):
+        operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
+
+
+async def _completion_events(
+    shape: CompletionShape, generation: Generation, body: CompletionRequest, piecemeal: bool
+) -> AsyncIterator[bytes]:
+    if piecemeal:
+        if body.echo:
+            for choice in range(len(generation.prompts) * generation.params.n):
+                yield event(shape.echo_chunk(choice, choice // generation.params.n))
+        async for deltas in generation.updates():
+            piece = b"".join([event(shape.delta(delta)) for delta in deltas if _says_something(delta)])
+            if generation.has_nothing_more:
+                yield piece + await _last_events(shape, generation, body)
+                return
+            if piece:
+                yield piece
+    else:
+        for choice in shape.choices(await generation.finished()):
+            yield event(shape.chunk_of([choice]))
+    yield await _last_events(shape, generation, body)
+
+
+async def _chat_events(shape: ChatShape, generation: Generation, body: ChatRequest) -> AsyncIterator[bytes]:
+    yield b"".join([event(shape.role_chunk(choice)) for choice in range(generation.params.n)])
+    async for deltas in generation.updates():
+        piece = b"".join([event(chunk) for delta in deltas for chunk in shape.delta(delta)])
+        if generation.has_nothing_more:
+            yield piece + await _last_events(shape, generation, body)
+            return
+        if piece:
+            yield piece
+    yield await _last_events(shape, generation, body)
+
+
+async def _last_events(shape: CompletionShape | ChatShape, generation: Generation, body: Sampling) -> bytes:
+    """What follows the last choice's end: usage, where it is wanted, and the mark of the end."""
+    outputs = await generation.finished()
+    wanted = body.stream_options is not None and body.stream_options.include_usage
+    return event(shape.usage_chunk(outputs)) + DONE if wanted else DONE
+
+
+def _says_something(delta: Delta) -> bool:
+    """A token may bring nothing that can be shown yet."""
+    return bool(delta.text or delta.finish_reason or delta.logprobs)
+
+
+async def _native_events(service: Service, generation: Generation) -> AsyncIterator[bytes]:
+    async for deltas in generation.updates():
+        for delta in deltas:
+            yield event({"index": delta.choice, "text": delta.text, "token_ids": delta.token_ids})
+    yield event(await _native_body(service, generation))
+    yield DONE
+
+
+async def _native_body(service: Service, generation: Generation) -> dict[str, Any]:
+    """All of a request's choices with the milliseconds of each token, and what happened to it."""
+    outputs = await generation.finished()
+    life = await service.client.ask("life", generation.request_id)
+    samples = outputs[0].outputs
+    return {
+        "id": generation.request_id,
+        "model": service.reader.model_names[0],
+        "seed": outputs[0].seed,
+        "choices": [
+            {
+                "index": sample.index,
+                "text": sample.text,
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
+                "tokens": [
+                    {"token_id": token_id, "text": service.tokenizer.token_text(token_id)} | made
+                    for token_id, made in zip(sample.token_ids, life["samples"][sample.index]["tokens"], strict=False)
+                ],
+                "time_to_first_token_ms": sample.metrics.time_to_first_token_ms,
+                "end_to_end_ms": sample.metrics.end_to_end_ms,
+            }
+            for sample in samples
+        ],
+        "why": [f"step {happened['step']}: {happened['why']}" for happened in life["events"]],
+        "usage": usage_object(outputs),
+    }
+
+
+async def _step_events(client: EngineClient) -> AsyncIterator[bytes]:
+    encode = codec_of(StepRecord).encode
+    async for record in client.records():
+        yield event(encode(record))
+    yield DONE
+
+
+def _text_of(service: Service, prompt: Prompt) -> str:
+    return prompt.text if prompt.text is not None else service.tokenizer.decode(prompt.token_ids)
+
+
+def _model_object(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "forge",
+        "root": service.ready.model_name,
+        "max_model_len": service.ready.max_model_len,
+    }

@@ -1,0 +1,459 @@
+"""The HTTP process's end of the engine: submit requests, follow what becomes of them.
+
+`EngineClient` lives on one asyncio loop and nothing in it blocks. What the engine sends is taken in at once and merged
+per request; whoever follows a `Generation` gets all that has come since it last looked. A first token, an end and a
+failure wake their follower at once. Everything else wakes all followers together, at most so often that the events of
+all streams stay below `EVENTS_PER_SECOND`: with few streams every token is an event, with many a few tokens share one.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from forge.engine.outputs import Logprobs, RequestOutput
+from forge.engine.sampling_params import SamplingParams
+from forge.errors import ForgeError, UsageError
+from forge.server.messages import (
+    Abort,
+    Answer,
+    Ask,
+    AskOneShots,
+    Gauges,
+    Inbox,
+    LoadFailed,
+    Ready,
+    StepSummary,
+    Submit,
+    Update,
+    Watch,
+    frame,
+)
+from forge.trace.records import StepRecord
+
+logger = logging.getLogger("forge.server")
+
+EVENTS_PER_SECOND = 1_000
+"""Of all streams together. An event costs the server and its client some 50 µs each, most of it in the system."""
+_RECEIVE = 1 << 18
+MAX_PENDING_CHARS = 1 << 20
+"""What a follower may leave unread before its request is aborted."""
+
+
+class EngineDead(ForgeError):
+    """The engine's process is gone."""
+
+    def __init__(self):
+        super().__init__("the engine has stopped; restart the server")
+
+
+class RequestFailed(ForgeError):
+    """The engine could not finish a request, and that is its own fault."""
+
+
+class ShuttingDown(ForgeError):
+    """The server is going: another one may take the request."""
+
+    def __init__(self):
+        super().__init__("the server is shutting down")
+
+
+class FollowerStalled(ForgeError):
+    """A client did not take what was generated for it."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one choice: several tokens where its follower was slow."""
+
+    choice: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    """One for each token, or none at all."""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, ready for the engine."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+class Generation:
+    """The engine's side of one HTTP request: one or several prompts, each with `params.n` choices.
+
+    Choice i is sample `i % n` of prompt `i // n`.
+    """
+
+    def __init__(self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, stream: bool):
+        self.request_id = request_id
+        self.prompts = tuple(prompts)
+        self.params = params
+        self.stream = stream
+        self.keys: list[int] = []
+        self.arrived = time.perf_counter()
+        self.outputs: list[RequestOutput | None] = [None] * len(self.prompts)
+        self.error: ForgeError | None = None
+        self._num_accepted = 0
+        self._deltas: dict[int, Delta] = {}
+        self._pending_chars = 0
+        self._begun: set[int] = set()
+        self._wake = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self.error is not None or all(output is not None for output in self.outputs)
+
+    @property
+    def has_nothing_more(self) -> bool:
+        """Whether it has ended well and all of it has been taken."""
+        return not self._deltas and self.error is None and self.ended
+
+    async def accepted(self) -> None:
+        """Wait until the engine has taken all prompts. Raises `UsageError` for one that cannot run."""
+        while self._num_accepted < len(self.prompts) and not self.ended:
+            await self._woken()
+        self._raise_error()
+
+    async def finished(self) -> list[RequestOutput]:
+        """Wait for the end. Raises what went wrong."""
+        while not self.ended:
+            await self._woken()
+        self._raise_error()
+        return self.outputs
+
+    async def updates(self) -> AsyncIterator[list[Delta]]:
+        """What is new, until the end. Raises what went wrong, after what came before it."""
+        while True:
+            if self._deltas:
+                deltas, self._deltas, self._pending_chars = list(self._deltas.values()), {}, 0
+                yield deltas
+            elif self.ended:
+                self._raise_error()
+                return
+            else:
+                await self._woken()
+
+    async def _woken(self) -> None:
+        self._wake.clear()
+        await self._wake.wait()
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    # Called by the client, as the engine's updates come in
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def accept(self) -> None:
+        self._num_accepted += 1
+        if self._num_accepted == len(self.prompts):
+            self.wake()
+
+    def fail(self, error: ForgeError) -> None:
+        if not self.ended:
+            self.error = error
+            self.wake()
+
+    def delta(self, choice: int) -> Delta:
+        found = self._deltas.get(choice)
+        if found is None:
+            found = self._deltas[choice] = Delta(choice)
+        return found
+
+    def add_token(self, choice: int, token_id: int, text: str, logprobs) -> bool:
+        """Take in a token; whether it is the first of its choice."""
+        delta = self._deltas.get(choice)
+        if delta is None:
+            delta = self._deltas[choice] = Delta(choice)
+        delta.text += text
+        delta.token_ids.append(token_id)
+        self._pending_chars += len(text)
+        if logprobs is not None:
+            delta.logprobs.append(logprobs)
+            self._pending_chars += 32 * len(logprobs)
+        if choice in self._begun:
+            return False
+        self._begun.add(choice)
+        return True
+
+    @property
+    def is_stalled(self) -> bool:
+        return self._pending_chars > MAX_PENDING_CHARS
+
+
+class EngineClient(asyncio.BufferedProtocol):
+    """Starts the engine's process and talks with it.
+
+    It is made before the loop runs, so that a bad model is a plain error.
+    """
+
+    def __init__(self, model: str, options: dict[str, Any]):
+        self._socket, theirs = socket.socketpair()
+        for end in (self._socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        context = multiprocessing.get_context("spawn")
+        from forge.server import engine_process
+
+        self.process = context.Process(
+            target=engine_process.main, args=(theirs, model, options), name="forge-engine", daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self.gauges = Gauges()
+        self.on_step: Callable[[StepSummary], None] = lambda step: None
+        self.on_end: Callable[[Generation, RequestOutput], None] = lambda generation, output: None
+        self.on_record: Callable[[StepRecord], None] | None = None
+        """For `--live`: called with every step's whole record."""
+        self._inbox = Inbox()
+        self._received = memoryview(bytearray(_RECEIVE))
+        self._generations: dict[int, tuple[Generation, int]] = {}
+        """From a key to its generation and which of its prompts it is."""
+        self._keys, self._numbers = count(), count()
+        self._questions: dict[int, asyncio.Future] = {}
+        self._watchers: set[asyncio.Queue] = set()
+        self._dirty: set[Generation] = set()
+        self._streams: set[Generation] = set()
+        self._last_flush = 0.0
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._transport: asyncio.Transport | None = None
+        self.dead = False
+        self.died = asyncio.Event()
+
+    def wait_until_ready(self) -> Ready:
+        """Block until the model is loaded. Raises the `ForgeError` that the engine's process found."""
+        while True:
+            data = self._socket.recv(1 << 20)
+            if not data:
+                raise EngineDead
+            for message in self._inbox.feed(data):
+                if isinstance(message, LoadFailed):
+                    error = ForgeError(message.message)
+                    error.exit_code = message.exit_code
+                    raise error
+                return message
+
+    async def connect(self) -> None:
+        """From here on updates are taken in by the running loop."""
+        self._socket.setblocking(False)
+        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
+        if self.on_record is not None:
+            self._send(Watch(True))
+
+    def disconnect(self) -> None:
+        """Leave the loop; the engine's process ends when its socket closes."""
+        self._transport.abort()
+
+    def close(self) -> None:
+        """Wait for the engine's process to end."""
+        self._socket.close()
+        self.process.join(2)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Prompts that have not ended, and questions that have no answer."""
+        return len(self._generations) + len(self._questions)
+
+    # Requests
+
+    def submit(
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        priority: int = 0,
+        salt: str = "",
+    ) -> Generation:
+        """Send prompts to the engine; follow them with what is returned. Raises `EngineDead`."""
+        if self.dead:
+            raise EngineDead
+        generation = Generation(request_id, prompts, params, stream)
+        for index, prompt in enumerate(generation.prompts):
+            key = next(self._keys)
+            own_id = request_id if len(generation.prompts) == 1 else f"{request_id}-{index}"
+            generation.keys.append(key)
+            self._generations[key] = generation, index
+            self._send(Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
+        if stream:
+            self._streams.add(generation)
+        return generation
+
+    def abort(self, generation: Generation, error: ForgeError | None = None) -> None:
+        """Nobody waits for this any more. What it holds is free before the next step."""
+        unfinished = [key for key in generation.keys if key in self._generations]
+        for key in unfinished:
+            del self._generations[key]
+            if not self.dead:
+                self._send(Abort(key))
+        self._streams.discard(generation)
+        generation.fail(error or RequestFailed("the request was aborted"))
+
+    def abort_all(self, error: ForgeError) -> None:
+        for generation in {generation for generation, _ in self._generations.values()}:
+            self.abort(generation, error)
+
+    async def ask(self, what: str, *arguments: Any) -> Any:
+        """The engine's answer, between two steps. Raises `UsageError` where the question is wrong, and `EngineDead`."""
+        return await self._answer_to(Ask(next(self._numbers), what, arguments))
+
+    async def answer(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
+        """The results of requests that keep nothing, each a prompt's tokens and a task. Raises as `ask` does."""
+        return await self._answer_to(AskOneShots(next(self._numbers), requests))
+
+    async def _answer_to(self, question: Ask | AskOneShots) -> Any:
+        if self.dead:
+            raise EngineDead
+        number = question.number
+        future = self._questions[number] = asyncio.get_running_loop().create_future()
+        self._send(question)
+        try:
+            return await future
+        finally:
+            self._questions.pop(number, None)
+
+    async def records(self, most: int = 256) -> AsyncIterator[StepRecord]:
+        """Whole records of the steps from now on. A reader that is more than `most` behind misses some."""
+        queue: asyncio.Queue = asyncio.Queue(most)
+        self._watchers.add(queue)
+        self._send(Watch(True))
+        try:
+            while (record := await queue.get()) is not None:
+                yield record
+        finally:
+            self._watchers.discard(queue)
+            if not self._watchers and self.on_record is None and not self.dead:
+                self._send(Watch(False))
+
+    def end_records(self) -> None:
+        """Nobody who follows `records` gets any more."""
+        for queue in self._watchers:
+            _offer(queue, None)
+
+    def _send(self, command: Any) -> None:
+        self._transport.write(frame(command))
+
+    # Updates
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._received
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        for update in self._inbox.feed(self._received[:num_bytes]):
+            self._take_in(update)
+        self._flush_when_due()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.dead = True
+        self.died.set()
+        for generation, _ in self._generations.values():
+            generation.fail(EngineDead())
+        self._generations.clear()
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(EngineDead())
+        self.end_records()
+
+    def _take_in(self, update: Update) -> None:
+        find, dirty = self._generations.get, self._dirty
+        for key in update.accepted:
+            if key in self._generations:
+                self._generations[key][0].accept()
+        for refusal in update.refused:
+            if (found := find(refusal.key)) is not None:
+                self.abort(found[0], UsageError(refusal.message))
+        for key, sample, token_id, text, logprobs in update.tokens:
+            found = find(key)
+            if found is None:
+                continue
+            generation, index = found
+            if generation.add_token(index * generation.params.n + sample, token_id, text, logprobs):
+                generation.wake()
+            else:
+                dirty.add(generation)
+                if generation.is_stalled:
+                    self.abort(generation, FollowerStalled("the client does not take what is generated"))
+        for key, sample, reason, text, stop in update.sample_ends:
+            if (found := find(key)) is not None:
+                generation, index = found
+                delta = generation.delta(index * generation.params.n + sample)
+                delta.text += text
+                delta.finish_reason, delta.stop_reason = reason, stop
+                generation.wake()
+        for key, output, error in update.ends:
+            self._take_end(key, output, error)
+        for answer in update.answers:
+            self._take_answer(answer)
+        for step in update.steps:
+            self.on_step(step)
+        if update.gauges is not None:
+            self.gauges = update.gauges
+        for record in update.records:
+            for queue in self._watchers:
+                _offer(queue, record)
+            if self.on_record is not None:
+                self.on_record(record)
+
+    def _take_end(self, key: int, output: RequestOutput, error: str | None) -> None:
+        found = self._generations.pop(key, None)
+        if found is None:
+            return
+        generation, index = found
+        failed = error is not None or any(sample.finish_reason == "error" for sample in output.outputs)
+        self.on_end(generation, output)
+        if failed:
+            self.abort(generation, RequestFailed(error or "the engine could not finish this request"))
+            return
+        generation.outputs[index] = output
+        if generation.ended:
+            self._streams.discard(generation)
+            generation.wake()
+
+    def _take_answer(self, answer: Answer) -> None:
+        future = self._questions.get(answer.number)
+        if future is None or future.done():
+            return
+        if answer.error is None:
+            future.set_result(answer.value)
+        else:
+            future.set_exception(UsageError(answer.error))
+
+    def _flush_when_due(self) -> None:
+        """Wake the followers, now or when the next events are due."""
+        if not self._dirty or self._flush_timer is not None:
+            return
+        due = self._last_flush + len(self._streams) / EVENTS_PER_SECOND
+        wait = due - time.perf_counter()
+        if wait <= 0:
+            self._flush()
+        else:
+            self._flush_timer = asyncio.get_running_loop().call_later(wait, self._flush)
+
+    def _flush(self) -> None:
+        self._flush_timer = None
+        self._last_flush = time.perf_counter()
+        for generation in self._dirty:
+            generation.wake()
+        self._dirty.clear()
+
+
+def _offer(queue: asyncio.Queue, item: Any) -> None:
+    """Put `item` in; the oldest goes where there is no room."""
+    if queue.full():
+        queue.get_nowait()
+    queue.put_nowait(item)

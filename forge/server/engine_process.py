@@ -1,0 +1,345 @@
+"""The engine's own process: it takes commands between two steps and turns the engine while there is work.
+
+Nothing here waits for the HTTP process. What cannot be sent yet joins the next update, so a step is never held up by a
+socket. An exception inside a step fails the requests of that step, and the engine goes on. The process ends when its
+socket closes, whatever became of the one at the other end.
+"""
+
+import gc
+import logging
+import select
+import signal
+import socket
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+from forge.engine.engine import Engine
+from forge.engine.llm import LLM
+from forge.errors import ForgeError
+from forge.server.life import LifeBook
+from forge.server.messages import (
+    Abort,
+    Answer,
+    Ask,
+    AskOneShots,
+    Gauges,
+    Inbox,
+    LoadFailed,
+    Outbox,
+    Ready,
+    Refusal,
+    RequestEnd,
+    SampleEnd,
+    StepSummary,
+    Submit,
+    Update,
+    Watch,
+    frame,
+)
+from forge.trace.records import StepRecord
+
+logger = logging.getLogger("forge.engine")
+
+_RECEIVE = 1 << 16
+"""Bytes at once. Room for more takes 20 µs to get from the system, whatever comes."""
+
+
+def main(connection: socket.socket, model: str, options: dict[str, Any]) -> None:
+    """The process's entry point: load, say so, serve until the socket closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the other process decides when this one ends
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    try:
+        llm = LLM(model, **options)
+        connection.sendall(frame(_ready(llm)))
+        gc.freeze()  # a model's objects stay: no collection has to look at them
+        EngineServer(llm, connection).run()
+    except ForgeError as error:
+        connection.sendall(frame(LoadFailed(str(error), error.exit_code)))
+    except MemoryError:
+        message = "out of memory: take a smaller model, or a smaller --max-model-len"
+        connection.sendall(frame(LoadFailed(message, ForgeError.exit_code)))
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # nobody is left to serve
+    finally:
+        connection.close()
+
+
+def _ready(llm: LLM) -> Ready:
+    spec = llm.tokenizer.spec
+    spec = replace(spec, tokens=tuple(spec.tokens), merges=tuple(spec.merges))  # a file's own are read as they are used
+    longest = min(llm.max_model_len, llm.engine.cache.max_sequence_length)
+    return Ready(
+        llm.model_name,
+        llm.kv,
+        llm.device,
+        llm.device_description,
+        longest,
+        llm.model.vocab_size,
+        llm.load_seconds,
+        type(llm.tokenizer),
+        spec,
+    )
+
+
+class _Request:
+    """A request that the engine is working on."""
+
+    __slots__ = ("key", "request_id", "stream")
+
+    def __init__(self, key: int, request_id: str, stream: bool):
+        self.key, self.request_id, self.stream = key, request_id, stream
+
+
+class _Group:
+    """The one-shot requests of one question."""
+
+    __slots__ = ("missing", "number", "request_ids")
+
+    def __init__(self, number: int):
+        self.number = number
+        self.request_ids: list[str] = []
+        self.missing = 0
+
+
+class EngineServer:
+    """An engine at one end of a socket."""
+
+    def __init__(self, llm: LLM, connection: socket.socket):
+        self.llm = llm
+        self.engine: Engine = llm.engine
+        self._socket = connection
+        connection.setblocking(False)
+        self._inbox, self._outbox = Inbox(), Outbox(connection)
+        self._update = Update()
+        self._requests: OrderedDict[int, _Request] = OrderedDict()
+        self._keys: dict[str, int] = {}
+        self._samples: dict[int, tuple[_Request, int]] = {}
+        """From a sequence's id to its request and which sample it is."""
+        self._groups: dict[int, _Group] = {}
+        """From a one-shot's sequence id to the question that it belongs to."""
+        self._watched = False
+        self._gauges: Gauges | None = None
+        self._lives = LifeBook()
+        self._open = True
+
+    def run(self) -> None:
+        """Until the socket closes."""
+        while self._open:
+            busy = self.engine.has_unfinished()
+            self._receive(wait=not busy)
+            if self.engine.has_unfinished():
+                self._step()
+            self._send()
+
+    # Commands
+
+    def _receive(self, wait: bool) -> None:
+        """Carry out what has been asked. `wait` until there is something, or until the socket takes more."""
+        if wait:
+            writing = [] if self._outbox.is_empty else [self._socket]
+            select.select([self._socket], writing, [])
+        while True:
+            try:
+                data = self._socket.recv(_RECEIVE)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                self._open = False
+                return
+            for command in self._inbox.feed(data):
+                self._carry_out(command)
+
+    def _carry_out(self, command: Submit | Abort | Ask | AskOneShots | Watch) -> None:
+        if isinstance(command, Submit):
+            self._submit(command)
+        elif isinstance(command, Abort):
+            if command.key in self._requests:
+                self._end(self._requests[command.key], None)
+        elif isinstance(command, Watch):
+            self._watched = command.wanted
+        elif isinstance(command, AskOneShots):
+            self._begin_group(command)
+        else:
+            self._update.answers.append(self._answer(command))
+
+    def _submit(self, command: Submit) -> None:
+        key, request_id, token_ids, params, prompt, priority, salt, stream = command
+        try:
+            seq_ids = self.engine.add_request(
+                request_id, token_ids, params, prompt=prompt, priority=priority, salt=salt
+            )
+        except ForgeError as error:
+            self._update.refused.append(Refusal(key, str(error)))
+            return
+        self._update.accepted.append(key)
+        request = self._requests[key] = _Request(key, request_id, stream)
+        self._keys[request_id] = key
+        for sample, seq_id in enumerate(seq_ids):
+            self._samples[seq_id] = request, sample
+        self._lives.begin(request_id, seq_ids, len(token_ids))
+
+    def _answer(self, question: Ask) -> Answer:
+        try:
+            value = getattr(self, f"_answer_{question.what}")(*question.arguments)
+            return Answer(question.number, value, None)
+        except ForgeError as error:
+            return Answer(question.number, None, str(error))
+
+    def _answer_life(self, request_id: str) -> dict[str, Any] | None:
+        """What happened to a request; None if it is not known (any more)."""
+        output = self.engine.output(request_id) if request_id in self._keys else None
+        return self._lives.life(request_id, output)
+
+    def _begin_group(self, question: AskOneShots) -> None:
+        """Queue all of a question's requests, or none."""
+        group = _Group(question.number)
+        try:
+            for index, (token_ids, task) in enumerate(question.requests):
+                request_id = f"ask-{question.number}-{index}"
+                seq_id = self.engine.add_oneshot(request_id, token_ids, task)
+                group.request_ids.append(request_id)
+                self._groups[seq_id] = group
+        except ForgeError as error:
+            self._end_group(group, str(error))
+            return
+        group.missing = len(group.request_ids)
+
+    def _end_group(self, group: _Group, error: str | None) -> None:
+        """Answer a question: its requests have all ended, or end now."""
+        if error is not None:
+            for request_id in group.request_ids:
+                self.engine.abort(request_id)
+        results = [self.engine.result(request_id) for request_id in group.request_ids]
+        for request_id in group.request_ids:
+            self.engine.forget(request_id)
+        for seq_id in [seq_id for seq_id, other in self._groups.items() if other is group]:
+            del self._groups[seq_id]
+        if error is None and None in results:
+            error = "the engine could not answer"
+        self._update.answers.append(Answer(group.number, results if error is None else None, error))
+
+    # Steps
+
+    def _step(self) -> None:
+        try:
+            record = self.engine.step()
+        except Exception as error:
+            self._fail(error)
+            return
+        update = self._update
+        samples = self._samples
+        for seq_id, _, token_id, text, _, logprobs in record.tokens:
+            request, sample = samples[seq_id]
+            if request.stream:
+                update.tokens.append((request.key, sample, token_id, text, logprobs))
+        ended: dict[_Request, str | None] = {}
+        for finish in record.finished:
+            if finish.seq_id not in samples:
+                self._take_oneshot(finish.seq_id)
+                continue
+            request, sample = samples[finish.seq_id]
+            ended[request] = getattr(finish, "error", None)
+            if request.stream:
+                update.sample_ends.append(SampleEnd(request.key, sample, finish.reason, finish.text, finish.stop))
+        update.steps.append(_summary(record))
+        if self._watched:
+            update.records.append(record)
+        self._lives.note(record)
+        for request, error in ended.items():
+            if not self.engine.is_unfinished(request.request_id):
+                self._take_output(request, error)
+
+    def _take_oneshot(self, seq_id: int) -> None:
+        group = self._groups[seq_id]
+        group.missing -= 1
+        if not group.missing:
+            self._end_group(group, None)
+
+    def _fail(self, error: Exception) -> None:
+        """A step ended in `error`: the requests that were in it end with it. The engine undoes the step.
+
+        A request of which the scheduler has no sequence is a one-shot, and may have been in any step.
+        """
+        scheduler = self.engine.scheduler
+        running = {sequence.request_id for sequence in scheduler.running.values()}
+        seq_ids = {request: seq_id for seq_id, (request, _) in self._samples.items()}
+        concerned = [
+            request
+            for request, seq_id in seq_ids.items()
+            if request.request_id in running or scheduler.find(seq_id) is None
+        ]
+        if isinstance(error, ForgeError):
+            message = str(error)
+        else:
+            logger.error("a step failed", exc_info=error)
+            message = f"the step that this request was part of failed ({type(error).__name__})"
+        for group in set(self._groups.values()):
+            self._end_group(group, message)
+        for request in concerned or list(self._requests.values()):
+            self._end(request, message)
+
+    def _end(self, request: _Request, error: str | None) -> None:
+        """End a request before its time: it failed, or nobody waits for it any more."""
+        if error is None:
+            self.engine.abort(request.request_id)
+        else:
+            self.engine.fail(request.request_id)
+        self._take_output(request, error)
+
+    def _take_output(self, request: _Request, error: str | None) -> None:
+        """A request has ended: send its output and forget it."""
+        output = self.engine.output(request.request_id)
+        self._lives.end(request.request_id, output)
+        self.engine.forget(request.request_id)
+        del self._requests[request.key], self._keys[request.request_id]
+        for seq_id in self._lives.seq_ids(request.request_id):
+            del self._samples[seq_id]
+        self._update.ends.append(RequestEnd(request.key, output, error))
+
+    # Updates
+
+    def _send(self) -> None:
+        """Send what has happened if the socket takes it; otherwise it waits for the next time."""
+        try:
+            self._outbox.flush()
+            if not self._outbox.is_empty:
+                return
+            gauges = self._current_gauges()
+            if gauges != self._gauges:
+                self._gauges = self._update.gauges = gauges
+            if not self._update.is_empty:
+                update, self._update = self._update, Update()
+                self._outbox.put(update)
+        except (BrokenPipeError, ConnectionResetError):
+            self._open = False
+
+    def _current_gauges(self) -> Gauges:
+        queues, stats = self.engine.scheduler.queues, self.engine.cache.stats()
+        return Gauges(
+            queues.waiting,
+            queues.running,
+            queues.swapped,
+            stats.used_blocks,
+            stats.num_blocks,
+            stats.prefix_queries,
+            stats.prefix_hits,
+        )
+
+
+def _summary(record: StepRecord) -> StepSummary:
+    decoding = sum([item.phase == "decode" for item in record.items])
+    cycles = getattr(record, "cycles", ())
+    return StepSummary(
+        (record.ended - record.started) * 1e3,
+        record.ended,
+        sum([item.num_tokens for item in record.items if item.phase == "prefill"]),
+        decoding,
+        len(record.tokens),
+        len(record.preempted),
+        sum([len(cycle.proposed) for cycle in cycles]),
+        sum([cycle.num_accepted for cycle in cycles]),
+    )

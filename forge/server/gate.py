@@ -1,0 +1,94 @@
+"""What stands before every endpoint: the key, the size and the time of a body, and a server that is closing.
+
+An ASGI application around another. It reads the whole body, so that what is behind it never waits for one.
+"""
+
+import asyncio
+import hmac
+
+from forge.errors import ForgeError
+from forge.server.engine_client import ShuttingDown
+from forge.server.errors import ApiError, error_response
+from forge.server.settings import Limits
+
+OPEN_PATHS = frozenset({"/health"})
+"""What needs no key."""
+
+
+class Draining:
+    """Whether the server is closing: it answers what it has begun and begins nothing more."""
+
+    def __init__(self):
+        self.begun = False
+
+
+class Gate:
+    def __init__(self, app, api_key: str | None, limits: Limits, draining: Draining):
+        self._app = app
+        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+        self._limits = limits
+        self._draining = draining
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_key(scope)
+            if self._draining.begun and scope["method"] != "GET":
+                raise ShuttingDown
+            receive = await self._with_body(scope, receive)
+        except ForgeError as error:
+            response = error_response(error)
+            if response.status_code in (400, 413):
+                response.headers["connection"] = "close"  # what is left of the body is not read
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_key(self, scope) -> None:
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if not hmac.compare_digest(given, self._key):
+            raise ApiError("a valid API key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key")
+
+    async def _with_body(self, scope, receive):
+        """A `receive` that gives the whole body at once, and from then on what the real one gives."""
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length")
+        if length is None and b"transfer-encoding" not in headers:
+            return receive
+        if length is not None and length.isdigit() and int(length) > self._limits.max_body_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self._limits.body_timeout):
+                body = await self._read(receive)
+        except TimeoutError:
+            raise ApiError("the body did not come in time", code="body_timeout") from None
+        given = False
+
+        async def replay():
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return replay
+
+    async def _read(self, receive) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError("the client left before its body was here")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._limits.max_body_bytes:
+                raise self._too_large()
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(f"the body is larger than {self._limits.max_body_bytes} bytes", 413, code="body_too_large")

@@ -1,0 +1,83 @@
+"""uvicorn's HTTP protocol with two habits of ours: it hangs up on who does not ask, and it writes once per turn.
+
+A connection whose request does not come in time is closed: uvicorn itself waits for ever for the first one. What an
+answer's head, its events and its end write within one turn of the loop goes to the system as one piece: a write costs
+more than all that leads to it.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.importer import import_from_string
+
+
+class CorkedTransport:
+    """A transport that gathers what is written until the loop turns. All else is the transport's own."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, linger: float):
+        self._transport, self._loop, self._linger = transport, loop, linger
+        self._pieces: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._pieces:
+            self._loop.call_soon(self._flush)
+        self._pieces.append(data)
+
+    def close(self) -> None:
+        """Close once all has been taken, or when nobody has taken it after `linger` seconds."""
+        self._flush()
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._loop.call_later(self._linger, self._transport.abort)
+
+    def _flush(self) -> None:
+        pieces, self._pieces = self._pieces, []
+        if pieces and not self._transport.is_closing():
+            self._transport.write(b"".join(pieces))
+
+
+def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
+    """The protocol's class: around httptools where it is installed, around h11 otherwise."""
+    try:
+        import httptools  # noqa: F401
+
+        base = import_from_string(HTTP_PROTOCOLS["httptools"])
+    except ImportError:
+        base = import_from_string(HTTP_PROTOCOLS["h11"])
+
+    class Protocol(base):
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport) -> None:
+            super().connection_made(CorkedTransport(transport, self.loop, header_timeout))
+            self._expect_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_expecting()
+            elif self._deadline is None:
+                self._expect_head()
+
+        def connection_lost(self, error) -> None:
+            self._stop_expecting()
+            super().connection_lost(error)
+
+        def _expect_head(self) -> None:
+            self._deadline = self.loop.call_later(header_timeout, self._too_late)
+
+        def _stop_expecting(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _too_late(self) -> None:
+            self._deadline = None
+            if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
+                self.transport.close()
+
+    return Protocol

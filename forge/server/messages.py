@@ -1,0 +1,216 @@
+"""What the HTTP process and the engine process tell each other, and how it goes over a socket.
+
+Commands go one way, updates the other. An update covers at least one step and as many as have happened since the last
+one could be sent: where the reader is slow, updates grow and nobody waits. A message is a pickle behind its length; the
+two processes are the same program, and nobody else can write to their socket.
+"""
+
+import pickle
+import socket
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import Any, NamedTuple
+
+from forge.engine.outputs import Logprobs, RequestOutput
+from forge.engine.sampling_params import SamplingParams
+from forge.tokenizer import Tokenizer, TokenizerSpec
+from forge.trace.records import StepRecord
+
+_LENGTH = Struct("<I")
+
+
+class Submit(NamedTuple):
+    """Queue a request. `key` names it from here on."""
+
+    key: int
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    prompt: str | None
+    priority: int
+    salt: str
+    stream: bool
+    """Whether its tokens are wanted one by one, or only its output when it has ended."""
+
+
+class Abort(NamedTuple):
+    key: int
+
+
+class Ask(NamedTuple):
+    """A question that is answered between two steps."""
+
+    number: int
+    what: str
+    arguments: tuple[Any, ...] = ()
+
+
+class AskOneShots(NamedTuple):
+    """Requests that keep nothing, each a prompt's tokens and a `OneShotTask`: answered together, when all are there."""
+
+    number: int
+    requests: list[tuple[list[int], Any]]
+
+
+class Watch(NamedTuple):
+    """Whether whole `StepRecord`s are wanted from now on."""
+
+    wanted: bool
+
+
+class Ready(NamedTuple):
+    """The engine process is ready: what the HTTP process has to know of the model."""
+
+    model_name: str
+    kv: str
+    device: str
+    device_description: str
+    max_model_len: int
+    vocab_size: int
+    load_seconds: float
+    tokenizer_type: type[Tokenizer]
+    tokenizer_spec: TokenizerSpec
+
+    def tokenizer(self) -> Tokenizer:
+        if self.tokenizer_type is Tokenizer:
+            return Tokenizer(self.tokenizer_spec, prefer="fast")
+        return self.tokenizer_type()
+
+
+class LoadFailed(NamedTuple):
+    message: str
+    exit_code: int
+
+
+TokenDelta = tuple[int, int, int, str, Logprobs | None]
+"""One token of a streamed request: its key, sample, token id, text, and logprobs where they were asked for. There are
+thousands a second, so it is a plain tuple: those are pickled without a call."""
+
+
+class SampleEnd(NamedTuple):
+    """A sample of a streamed request has ended; `text` is what was held back."""
+
+    key: int
+    sample: int
+    reason: str
+    text: str
+    stop: str | int | None
+
+
+class RequestEnd(NamedTuple):
+    """A request has ended and the engine has forgotten it."""
+
+    key: int
+    output: RequestOutput
+    error: str | None
+
+
+class Refusal(NamedTuple):
+    key: int
+    message: str
+
+
+class Answer(NamedTuple):
+    number: int
+    value: Any
+    error: str | None
+    """What is wrong with the question, for whoever asked."""
+
+
+class StepSummary(NamedTuple):
+    """What the metrics take from a step."""
+
+    milliseconds: float
+    ended: float
+    """Seconds on the monotonic clock."""
+    num_prefilled: int
+    """Tokens computed that were not the last of their sequence."""
+    num_decoding: int
+    """Sequences that got their next token."""
+    num_generated: int
+    num_preempted: int
+    num_proposed: int
+    num_accepted: int
+
+
+class Gauges(NamedTuple):
+    """The engine as it stands."""
+
+    waiting: int = 0
+    running: int = 0
+    swapped: int = 0
+    used_blocks: int = 0
+    num_blocks: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+@dataclass
+class Update:
+    """What has happened since the last update."""
+
+    accepted: list[int] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    tokens: list[TokenDelta] = field(default_factory=list)
+    sample_ends: list[SampleEnd] = field(default_factory=list)
+    ends: list[RequestEnd] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    steps: list[StepSummary] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+    gauges: Gauges | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(vars(self).values())
+
+
+def frame(message: Any) -> bytes:
+    """`message` as it goes over the socket."""
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Inbox:
+    """Bytes as they come, to messages."""
+
+    def __init__(self):
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> list[Any]:
+        """The messages that `data` completes."""
+        self._bytes += data
+        messages, start = [], 0
+        while len(self._bytes) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes, start)
+            end = start + _LENGTH.size + length
+            if len(self._bytes) < end:
+                break
+            messages.append(pickle.loads(self._bytes[start + _LENGTH.size : end]))
+            start = end
+        del self._bytes[:start]
+        return messages
+
+
+class Outbox:
+    """What a non-blocking socket has yet to take."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket = connection
+        self._bytes = memoryview(b"")
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._bytes
+
+    def put(self, message: Any) -> None:
+        """Begin to send. Only while it is empty."""
+        self._bytes = memoryview(frame(message))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as the socket takes at once."""
+        try:
+            while self._bytes:
+                self._bytes = self._bytes[self._socket.send(self._bytes) :]
+        except BlockingIOError:
+            pass

@@ -1,0 +1,189 @@
+"""From a client's body to what the engine takes: token ids and `SamplingParams`, within the server's limits."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from forge.engine.sampling_params import SamplingParams
+from forge.errors import UsageError
+from forge.server.engine_client import Prompt
+from forge.server.errors import ApiError
+from forge.server.schema import ChatRequest, CompletionRequest, Message, Sampling, unsupported_parameter
+from forge.server.settings import Limits
+from forge.tokenizer import Tokenizer
+
+DEFAULT_COMPLETION_TOKENS = 16
+_LONG_TEXT = 8_192
+"""Characters above which a text is encoded beside the loop, not on it."""
+
+
+class RequestReader:
+    """Reads bodies for one model."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, model_names: Sequence[str], vocab_size: int, max_model_len: int, limits: Limits
+    ):
+        self.tokenizer = tokenizer
+        self.model_names = tuple(model_names)
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.limits = limits
+        self._longest_token = max(map(len, tokenizer.spec.tokens))
+
+    def model(self, name: str | None) -> str:
+        """The model's name as the answer has it."""
+        if name and name not in self.model_names:
+            raise ApiError(
+                f"the model {name[:80]!r} does not exist here; this server has {self.model_names[0]}",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+        return name or self.model_names[0]
+
+    def check_supported(self, body: Sampling) -> None:
+        name = unsupported_parameter(body)
+        if name is not None:
+            raise ApiError(f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+
+    # Prompts
+
+    async def completion_prompts(self, prompt: str | list) -> list[Prompt]:
+        """One `Prompt` for each that the body has."""
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            prompt = [prompt]
+        if not prompt:
+            raise ApiError("prompt is empty: give one or more texts or lists of token ids", param="prompt")
+        if len(prompt) > self.limits.max_prompts:
+            raise ApiError(f"prompt has {len(prompt)} entries, at most {self.limits.max_prompts} go", param="prompt")
+        return [await self.one_prompt(one) for one in prompt]
+
+    async def one_prompt(self, prompt: str | list[int]) -> Prompt:
+        if isinstance(prompt, str):
+            return Prompt(self._checked_ids(await self.encode(prompt)), prompt)
+        return Prompt(self._checked_ids(prompt))
+
+    async def chat_prompt(self, body: ChatRequest) -> Prompt:
+        thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
+        rendered = await self.rendered(body.messages, True, thinking)
+        return Prompt(self._checked_ids(await self.encode(rendered, "messages", allow_special=True)), rendered)
+
+    async def rendered(self, messages: Sequence[Message], add_generation_prompt: bool, thinking: bool | None) -> str:
+        """A conversation as the model's chat template has it."""
+        turns = [message.model_dump(exclude_none=True) for message in messages]
+        for turn in turns:
+            turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
+            turn.setdefault("content", "")
+
+        def render() -> str:
+            return self.tokenizer.apply_chat_template(
+                turns, add_generation_prompt=add_generation_prompt, enable_thinking=thinking
+            )
+
+        try:
+            size = sum(len(str(turn["content"])) for turn in turns) + 100 * len(turns)
+            return await _beside_the_loop(size > _LONG_TEXT, render)
+        except UsageError as error:
+            raise ApiError(str(error), param="messages") from None
+
+    async def encode(self, text: str, param: str = "prompt", allow_special: bool = False) -> list[int]:
+        """Token ids of `text`. One that no number of tokens could hold is refused before it is looked at."""
+        if len(text) > self.max_model_len * self._longest_token:
+            raise self._too_long(f"{len(text)} characters", param)
+        try:
+            return await _beside_the_loop(
+                len(text) > _LONG_TEXT, lambda: self.tokenizer.encode(text, allow_special=allow_special)
+            )
+        except UsageError as error:
+            raise ApiError(str(error), param=param) from None
+
+    def _checked_ids(self, token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise ApiError("the prompt is empty: give it at least one token", param="prompt")
+        if len(token_ids) > self.max_model_len:
+            raise self._too_long(f"{len(token_ids)} tokens", "prompt")
+        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param="prompt")
+        return token_ids
+
+    def _too_long(self, length: str, param: str) -> ApiError:
+        message = f"this model's context holds {self.max_model_len} tokens, and the prompt has {length}: shorten it"
+        return ApiError(message, param=param, code="context_length_exceeded")
+
+    # Parameters
+
+    def completion_params(self, body: CompletionRequest, num_prompts: int) -> SamplingParams:
+        self.check_supported(body)
+        max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        if max_tokens == 0 and not body.echo:
+            raise ApiError("max_tokens is 0: ask for at least 1 token, or for the prompt with echo", param="max_tokens")
+        self._check_logprobs(body.logprobs, "logprobs")
+        scored = body.logprobs if body.echo and body.logprobs is not None else None
+        if max_tokens == 0 and scored is None:
+            scored = 0
+        return self.params(body, num_prompts, max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
+
+    def chat_params(self, body: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
+        self.check_supported(body)
+        self._check_logprobs(body.top_logprobs, "top_logprobs")
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        if asked == 0:
+            raise ApiError("max_tokens must be at least 1", param="max_tokens")
+        max_tokens = max(1, self.max_model_len - num_prompt_tokens) if asked is None else asked
+        return self.params(body, 1, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+
+    def params(self, body: Sampling, num_prompts: int, max_tokens: int, **others: Any) -> SamplingParams:
+        n, limits = body.n or 1, self.limits
+        if n > limits.max_n:
+            raise ApiError(f"n is {n}, at most {limits.max_n} go", param="n")
+        if n * num_prompts > limits.max_choices:
+            raise ApiError(f"{num_prompts} prompts times n = {n} is more than {limits.max_choices}", param="n")
+        given = {
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "top_p": body.top_p,
+            "top_k": None if body.top_k is None else max(0, body.top_k),
+            "min_p": body.min_p,
+            "repetition_penalty": body.repetition_penalty,
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+            "logit_bias": self._bias(body.logit_bias),
+            "seed": None if body.seed is None else body.seed % 2**64,
+            "stop": self._stop(body.stop),
+            "ignore_eos": body.ignore_eos,
+            "n": n,
+            **others,
+        }
+        try:
+            return SamplingParams(max_tokens, **{name: value for name, value in given.items() if value is not None})
+        except UsageError as error:
+            raise ApiError(str(error), param=str(error).split()[0]) from None
+
+    def _stop(self, stop: str | list[str] | None) -> tuple[str, ...]:
+        strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if len(strings) > self.limits.max_stop:
+            raise ApiError(f"stop has {len(strings)} strings, at most {self.limits.max_stop} go", param="stop")
+        if not all(1 <= len(text) <= self.limits.max_stop_chars for text in strings):
+            raise ApiError(f"a stop string has between 1 and {self.limits.max_stop_chars} characters", param="stop")
+        return strings
+
+    def _bias(self, bias: dict[str, float] | None) -> dict[int, float] | None:
+        if bias is None:
+            return None
+        try:
+            found = {int(token_id): value for token_id, value in bias.items()}
+        except ValueError:
+            raise ApiError("the keys of logit_bias are token ids", param="logit_bias") from None
+        if found and not 0 <= min(found) <= max(found) < self.vocab_size:
+            raise ApiError(f"logit_bias: token ids lie between 0 and {self.vocab_size - 1}", param="logit_bias")
+        return found
+
+    def _check_logprobs(self, wanted: int | None, param: str) -> None:
+        if wanted is not None and wanted > self.limits.max_logprobs:
+            raise ApiError(f"{param} is {wanted}, at most {self.limits.max_logprobs} go", param=param)
+
+
+async def _beside_the_loop(is_long: bool, work: Callable[[], Any]) -> Any:
+    """What takes long is done on another thread, so that the loop goes on."""
+    return await asyncio.to_thread(work) if is_long else work()

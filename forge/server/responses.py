@@ -1,0 +1,189 @@
+"""Outputs in the shapes of OpenAI's API: whole bodies and the chunks of a stream."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from forge.engine.outputs import CompletionOutput, Logprobs, RequestOutput
+from forge.server.engine_client import Delta
+from forge.server.reasoning import ReasoningSplitter, split_reasoning
+from forge.tokenizer import Tokenizer
+
+
+def usage_object(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Each prompt counts once, however many choices it has."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    cached = sum(output.metrics.tokens_cached for output in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class Shape:
+    """What all answers to one request share."""
+
+    whole: str
+    chunk: str
+
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self._head = {"id": request_id, "created": int(time.time()), "model": model}
+
+    def body(self, choices: list[dict[str, Any]], outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return {**self._head, "object": self.whole, "choices": choices, "usage": usage_object(outputs)}
+
+    def chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk, "choices": choices}
+
+    def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The last chunk where usage was asked for: it has no choices."""
+        return {**self.chunk_of([]), "usage": usage_object(outputs)}
+
+
+class CompletionShape(Shape):
+    whole = chunk = "text_completion"
+
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, echo: Sequence[str | None]):
+        super().__init__(request_id, model, tokenizer)
+        self._echo = echo
+        """For each prompt the text to begin its choices with, or None."""
+        self._lengths: dict[int, int] = {}
+        """Characters of each choice's text so far, for the offsets of its tokens."""
+
+    def choices(self, outputs: Sequence[RequestOutput], tokens_wanted: bool = True) -> list[dict[str, Any]]:
+        """All choices. Without `tokens_wanted` only the prompts, echoed."""
+        choices = []
+        for output, echo in zip(outputs, self._echo, strict=True):
+            for sample in output.outputs:
+                index = len(choices)
+                logprobs = self._echoed_logprobs(index, output) if echo is not None else None
+                if tokens_wanted and sample.logprobs is not None:
+                    logprobs = _joined(logprobs, self._logprobs(index, sample.token_ids, sample.logprobs))
+                choices.append(
+                    {
+                        "index": index,
+                        "text": (echo or "") + sample.text,
+                        "logprobs": logprobs,
+                        "finish_reason": sample.finish_reason,
+                        "stop_reason": sample.stop_reason if isinstance(sample.stop_reason, str) else None,
+                    }
+                )
+        return choices
+
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        logprobs = None
+        if delta.logprobs:
+            logprobs = self._logprobs(delta.choice, delta.token_ids, delta.logprobs)
+        stop = delta.stop_reason
+        choice = {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = stop if isinstance(stop, str) else None
+        return self.chunk_of([choice])
+
+    def echo_chunk(self, choice: int, prompt: int) -> dict[str, Any]:
+        """A choice's first chunk where the prompt is wanted with it."""
+        text = self._echo[prompt]
+        self._lengths[choice] = len(text)
+        return self.chunk_of([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}])
+
+    def _echoed_logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
+        """Those of the prompt, the first of which has none."""
+        if output.prompt_logprobs is None:
+            return None
+        return self._logprobs(index, output.prompt_token_ids, output.prompt_logprobs)
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], entries: Sequence[Logprobs | None]
+    ) -> dict[str, list[Any]]:
+        """The legacy shape: four lists of one entry per token."""
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            text = self.tokenizer.token_text(token_id)
+            found["tokens"].append(text)
+            found["token_logprobs"].append(None if entry is None else dict(entry)[token_id])
+            found["top_logprobs"].append(
+                None if entry is None else {self.tokenizer.token_text(other): logprob for other, logprob in entry}
+            )
+            found["text_offset"].append(self._lengths.get(index, 0))
+            self._lengths[index] = self._lengths.get(index, 0) + len(text)
+        return found
+
+
+def _joined(first: dict[str, list[Any]] | None, second: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return second if first is None else {name: first[name] + second[name] for name in second}
+
+
+class ChatShape(Shape):
+    whole, chunk = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, top_logprobs: int, in_reasoning: bool):
+        super().__init__(request_id, model, tokenizer)
+        self._top = top_logprobs
+        self._in_reasoning = in_reasoning
+        """Whether the prompt ends inside the thinking part."""
+        self._splitters: dict[int, ReasoningSplitter] = {}
+
+    def choices(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        return [self._choice(sample) for output in outputs for sample in output.outputs]
+
+    def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
+        reasoning, answer = split_reasoning(sample.text, self._in_reasoning)
+        message = {"role": "assistant", "content": answer, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        logprobs = None
+        if sample.logprobs is not None:
+            logprobs = self._logprobs(sample.token_ids, sample.logprobs)
+        return {
+            "index": sample.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason if isinstance(sample.stop_reason, str) else None,
+        }
+
+    def role_chunk(self, choice: int) -> dict[str, Any]:
+        """A choice's first chunk."""
+        return self._chunk(choice, {"role": "assistant", "content": ""})
+
+    def delta(self, delta: Delta) -> list[dict[str, Any]]:
+        """The chunks that make of a delta: reasoning, answer and end, as far as there are any."""
+        splitter = self._splitters.setdefault(delta.choice, ReasoningSplitter(self._in_reasoning))
+        parts = [splitter.push(delta.text)]
+        if delta.finish_reason is not None:
+            parts.append(splitter.finish())
+        reasoning, answer = ("".join(texts) for texts in zip(*parts, strict=True))
+        fields = {name: text for name, text in (("reasoning_content", reasoning), ("content", answer)) if text}
+        logprobs = None
+        if delta.logprobs:
+            logprobs = self._logprobs(delta.token_ids, delta.logprobs)
+        chunks = []
+        if fields or logprobs:
+            chunks.append(self._chunk(delta.choice, fields, logprobs))
+        if delta.finish_reason is not None:
+            end = self._chunk(delta.choice, {})
+            stop = delta.stop_reason
+            end["choices"][0] |= {
+                "finish_reason": delta.finish_reason,
+                "stop_reason": stop if isinstance(stop, str) else None,
+            }
+            chunks.append(end)
+        return chunks
+
+    def _chunk(self, choice: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self.chunk_of([{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": None}])
+
+    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[Logprobs]) -> dict[str, Any]:
+        content = []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            top = [self._token(other, logprob) for other, logprob in entry[: self._top]]
+            content.append(self._token(token_id, dict(entry)[token_id]) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        token_bytes = self.tokenizer.token_bytes(token_id)
+        return {"token": self.tokenizer.token_text(token_id), "logprob": logprob, "bytes": list(token_bytes)}

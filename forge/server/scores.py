@@ -1,0 +1,163 @@
+"""The endpoints that want one answer of one forward pass: embeddings, rerank, score, classify.
+
+What each makes of the engine's answers is `forge.engine.tasks`', as for `LLM`; here are bodies and shapes. Those
+functions wait for their answers, so they run on threads of their own and the loop goes on.
+"""
+
+import asyncio
+import base64
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+
+from forge.server.engine_client import Prompt
+from forge.server.errors import ApiError
+from forge.server.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+
+if TYPE_CHECKING:
+    from forge.server.app import Service
+
+_THREADS = 32
+"""Questions that may wait at once; the others queue for a thread."""
+
+
+class Asking:
+    """Asks the engine on behalf of an endpoint."""
+
+    def __init__(self, service: "Service"):
+        self.service = service
+        self._threads = ThreadPoolExecutor(_THREADS, "forge-ask")
+
+    @property
+    def tasks(self) -> ModuleType:
+        """`forge.engine.tasks`. Raises `ApiError` where the engine answers no such questions."""
+        try:
+            from forge.engine import tasks
+        except ImportError:
+            raise ApiError("this is not supported yet by this build", code="unsupported") from None
+        return tasks
+
+    async def prompts(self, texts: str | list, param: str = "input") -> list[Prompt]:
+        try:
+            prompts = await self.service.reader.completion_prompts(texts)
+        except ApiError as error:
+            error.param = param
+            raise
+        self.service.check_queue(len(prompts))
+        return prompts
+
+    async def run(self, work: Callable[[Callable], Any]) -> Any:
+        """`work(answer)` on a thread, where `answer` runs one-shot requests."""
+        loop, client = asyncio.get_running_loop(), self.service.client
+
+        def answer(requests: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
+            asked = [(list(token_ids), task) for token_ids, task in requests]
+            return asyncio.run_coroutine_threadsafe(client.answer(asked), loop).result()
+
+        return await loop.run_in_executor(self._threads, work, answer)
+
+    def body(self, prefix: str, model: str, prompts: Sequence[Prompt], **fields: Any) -> dict[str, Any]:
+        """What all these answers have in common."""
+        tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
+        return {**head, "model": model, **fields, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+
+
+def add_scores(app: FastAPI, service: "Service") -> None:
+    asking = Asking(service)
+    model_of = service.reader.model
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest) -> dict[str, Any]:
+        """A unit vector for each text: the last hidden state."""
+        model, tasks = model_of(body.model), asking.tasks
+        prompts = await asking.prompts(body.input)
+        vectors = await asking.run(lambda answer: tasks.embed(_ids(prompts), "last", answer))
+        if body.dimensions not in (None, vectors.shape[1]):
+            raise ApiError(f"this model's embeddings have {vectors.shape[1]} dimensions", param="dimensions")
+        if body.encoding_format == "base64":
+            shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+        else:
+            shown = vectors.tolist()
+        data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(shown)]
+        return asking.body("embd", model, prompts, data=data)
+
+    @app.post("/v1/rerank")
+    async def rerank(body: RerankRequest) -> dict[str, Any]:
+        """How relevant each document is to the query, the most relevant first."""
+        model, tasks, tokenizer = model_of(body.model), asking.tasks, service.tokenizer
+        _check_number(service, "documents", body.documents)
+        words = [tasks.single_token(tokenizer, word) for word in ("yes", "no")]
+        ids = [tasks.rerank_prompt(tokenizer, body.query, document) for document in body.documents]
+        prompts = await asking.prompts(ids, "documents")
+        scores = await asking.run(lambda answer: tasks.rerank(_ids(prompts), *words, answer))
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
+        results = [
+            {"index": index, "document": {"text": body.documents[index]}, "relevance_score": scores[index]}
+            for index in order
+        ]
+        return asking.body("rerank", model, prompts, results=results)
+
+    @app.post("/v1/score")
+    async def score(body: ScoreRequest) -> dict[str, Any]:
+        """How likely each `text_2` is to follow its `text_1`: the natural log probability of all its tokens."""
+        model, tasks = model_of(body.model), asking.tasks
+        firsts, seconds = _pairs(body)
+        _check_number(service, "text_2", seconds)
+        firsts, seconds = await asking.prompts(firsts, "text_1"), await asking.prompts(seconds, "text_2")
+        pairs = list(zip(_ids(firsts), _ids(seconds), strict=True))
+        scores = await asking.run(lambda answer: tasks.score(pairs, 0, answer))
+        data = [
+            {
+                "index": index,
+                "object": "score",
+                "score": one.total,
+                "tokens": [service.tokenizer.token_text(token_id) for token_id in one.token_ids],
+                "token_logprobs": list(one.logprobs),
+            }
+            for index, one in enumerate(scores)
+        ]
+        return asking.body("score", model, [*firsts, *seconds], data=data)
+
+    @app.post("/classify")
+    async def classify(body: ClassifyRequest) -> dict[str, Any]:
+        """How likely each of the labels is to follow each input."""
+        model, tasks = model_of(body.model), asking.tasks
+        prompts = await asking.prompts(body.input)
+        labels = [await service.reader.encode(label, "labels") for label in body.labels]
+        found = await asking.run(lambda answer: tasks.classify(_ids(prompts), labels, body.labels, answer))
+        data = [
+            {
+                "index": index,
+                "label": one.label,
+                "probs": [one.probabilities[label] for label in body.labels],
+                "num_classes": len(body.labels),
+            }
+            for index, one in enumerate(found)
+        ]
+        return asking.body("classify", model, prompts, data=data)
+
+
+def _ids(prompts: Sequence[Prompt]) -> list[list[int]]:
+    return [prompt.token_ids for prompt in prompts]
+
+
+def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
+    """`text_1` and `text_2` as two lists of one length: a single text goes with every one of the other side."""
+    firsts, seconds = ([one] if isinstance(one, str) else one for one in (body.text_1, body.text_2))
+    if len(firsts) == 1:
+        firsts = firsts * len(seconds)
+    if len(firsts) != len(seconds):
+        raise ApiError(f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}", param="text_2")
+    return firsts, seconds
+
+
+def _check_number(service: "Service", param: str, texts: Sequence[str]) -> None:
+    if not 1 <= len(texts) <= service.limits.max_prompts:
+        most = service.limits.max_prompts
+        raise ApiError(f"{param} has {len(texts)} entries; between 1 and {most} go", param=param)

@@ -1,0 +1,183 @@
+"""Running the server: the listening socket, uvicorn on it, the engine beside it, and an orderly end.
+
+SIGTERM or Ctrl-C: no new work is taken, what runs may finish within the grace time, the rest is aborted, and the
+process exits with 0. A second signal does not wait.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
+from typing import Any
+
+import uvicorn
+
+from forge.errors import UsageError
+from forge.server.app import create_app
+from forge.server.engine_client import EngineClient, ShuttingDown
+from forge.server.http_protocol import protocol_class
+from forge.server.messages import Ready
+from forge.server.metrics import ThroughputLine
+from forge.server.settings import Settings
+from forge.trace.records import StepRecord
+
+logger = logging.getLogger("forge.server")
+
+
+def serve(
+    model: str,
+    options: dict[str, Any],
+    settings: Settings,
+    live: Callable[[Ready], Callable[[StepRecord], None]] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> int:
+    """Serve until a signal; return the exit status.
+
+    `options` are keyword arguments of `LLM`. `live` is told what is served and gives what is called with every step's
+    record; `on_ready` is given the server's address once it answers. Raises the `ForgeError` of a model that cannot be
+    loaded, or an address that cannot be had.
+    """
+    listening = listen(settings)
+    _raise_file_limit()
+    client = EngineClient(model, options)
+    try:
+        ready = client.wait_until_ready()
+        client.on_record = live(ready) if live is not None else None
+        return asyncio.run(_serve(client, ready, settings, listening, on_ready))
+    finally:
+        client.close()
+        listening.close()
+
+
+def listen(settings: Settings) -> socket.socket:
+    """A socket bound to the address. Raises `UsageError` where it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from None
+    if settings.api_key is None and not _is_private(settings.host):
+        logger.warning("%s can be reached from other machines and there is no --api-key", settings.host)
+    return listening
+
+
+def _is_private(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _raise_file_limit() -> None:
+    """As many connections as the system allows this process: the usual soft limit is 1,024."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536) if hard > 0 else 65_536, hard))
+
+
+async def _serve(client, ready, settings: Settings, listening, on_ready) -> int:
+    await client.connect()
+    app = create_app(client, ready, settings)
+    service = app.state.service
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http=protocol_class(settings.limits.header_timeout),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_keep_alive=settings.limits.keep_alive,
+            timeout_graceful_shutdown=1,
+            backlog=2048,
+        )
+    )
+    ending = _Ending(client, service, server, settings.limits.grace)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ending.begin)
+    logging_task = asyncio.create_task(_log_throughput(client, service, settings.log_interval))
+    if on_ready is not None:
+        host, port = listening.getsockname()[:2]
+        server.on_started = lambda: on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    try:
+        await server.serve([listening])
+    finally:
+        logging_task.cancel()
+        client.disconnect()
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signals: ours know of the engine."""
+
+    on_started: Callable[[], None] | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets=None) -> None:
+        await super().startup(sockets)
+        if self.on_started is not None:
+            self.on_started()
+
+
+class _Ending:
+    """From the first signal to the server's end."""
+
+    def __init__(self, client: EngineClient, service, server: uvicorn.Server, grace: float):
+        self._client, self._service, self._server, self._grace = client, service, server, grace
+        self._hurry = asyncio.Event()
+        self._task: asyncio.Task | None = None
+
+    def begin(self) -> None:
+        if self._task is not None:
+            self._hurry.set()
+            return
+        self._service.draining.begun = True
+        self._task = asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        deadline = time.monotonic() + self._grace
+        while self._client.num_unfinished and not self._hurry.is_set() and time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), 0.05)
+        self._client.abort_all(ShuttingDown())
+        self._client.end_records()
+        self._server.should_exit = True
+
+
+async def _log_throughput(client: EngineClient, service, interval: float) -> None:
+    if not interval:
+        return
+    line = ThroughputLine(service.metrics)
+    while True:
+        text = line.line(time.monotonic(), client.gauges)
+        if text is not None:
+            logger.info(text)
+        await asyncio.sleep(interval)
+
+
+def configure_logging() -> None:
+    """Lines on standard error, in the form that the field's servers have."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
+    for name, level in (("forge", logging.INFO), ("uvicorn", logging.WARNING), ("asyncio", logging.WARNING)):
+        named = logging.getLogger(name)
+        named.handlers, named.level = [handler], level

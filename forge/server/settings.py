@@ -1,0 +1,39 @@
+"""How the server is set up: who may come in, how much of everything, how long anybody waits."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_body_bytes: int = 4 << 20
+    max_prompts: int = 128
+    max_n: int = 16
+    max_choices: int = 256
+    """Prompts times `n` of one request."""
+    max_stop: int = 4
+    max_stop_chars: int = 256
+    max_logprobs: int = 20
+    max_queue: int = 2048
+    """Unfinished prompts above which new ones are sent away with 429."""
+    header_timeout: float = 10.0
+    """Seconds for a request's head, from the connection or the last answer on."""
+    body_timeout: float = 30.0
+    keep_alive: float = 15.0
+    """Seconds that an idle connection stays open."""
+    stall_timeout: float = 30.0
+    """Seconds that a streaming client may take nothing before its request is aborted."""
+    grace: float = 10.0
+    """Seconds that running requests have to finish after SIGTERM."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str | None = None
+    allow_origins: tuple[str, ...] = ()
+    model_names: tuple[str, ...] = ()
+    """What clients may call the model; the first is what it calls itself."""
+    log_interval: float = 10.0
+    """Seconds between two lines about throughput; 0 for none."""
+    limits: Limits = field(default_factory=Limits)

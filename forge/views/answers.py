@@ -1,0 +1,157 @@
+"""The screens of answers that one forward pass gives: labels, scores, cosines, rankings; and the same for `--json`."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge.engine.tasks import Classification, Score
+from forge.views.figures import plural
+from forge.views.logprobs import score_table
+from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.terminal import print_table
+from forge.views.text import one_line
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MOST_COSINES = 12
+"""Texts up to which each is held against each other; of more, only the nearest of each is shown."""
+
+
+def classification_object(texts: Sequence[str], found: Sequence[Classification]) -> list[dict[str, Any]]:
+    return [
+        {"text": text, "label": one.label, "probabilities": one.probabilities, "logprobs": one.logprobs}
+        for text, one in zip(texts, found, strict=True)
+    ]
+
+
+def print_classifications(console: Console, texts: Sequence[str], found: Sequence[Classification]) -> None:
+    """A text: each label with its probability, the likeliest first. Several: a line for each."""
+    if len(found) == 1:
+        (one,) = found
+        table = _table("label", "probability", "logprob")
+        for name in sorted(one.probabilities, key=one.probabilities.__getitem__, reverse=True):
+            style = ACCENT if name == one.label else ""
+            cells = f"{one.probabilities[name]:.3f}", f"{one.logprobs[name]:.3f}"
+            table.add_row(Text(one_line(name), style), *cells)
+        print_table(console, table)
+        return console.print(Text("probability: among the labels; logprob: among all that could come next", QUIET))
+    names = list(found[0].probabilities)
+    table = _table("label", *map(one_line, names), last="text")
+    for text, one in zip(texts, found, strict=True):
+        table.add_row(
+            Text(one_line(one.label), ACCENT), *(f"{one.probabilities[name]:.3f}" for name in names), _shown(text)
+        )
+    print_table(console, table)
+    counts = ", ".join(f"{one_line(name)} {sum(one.label == name for one in found)}" for name in names)
+    console.print(Text(f"{plural(len(found), 'text')}: {counts}", QUIET))
+
+
+def score_object(found: Score, token_text: Callable[[int], str]) -> dict[str, Any]:
+    return {
+        "total": found.total,
+        "perplexity": found.perplexity,
+        "tokens": [
+            {
+                "token_id": token_id,
+                "token": token_text(token_id),
+                "logprob": logprob,
+                "top": [{"token_id": other, "token": token_text(other), "logprob": value} for other, value in others],
+            }
+            for token_id, logprob, others in zip(found.token_ids, found.logprobs, found.alternatives, strict=True)
+        ],
+    }
+
+
+def print_score(console: Console, prompt: str, found: Score, top: int, token_text: Callable[[int], str]) -> None:
+    if prompt:
+        console.print(Text(one_line(prompt), QUIET))
+    print_table(console, score_table(found, top, token_text))
+    console.print()
+    tokens = plural(len(found.token_ids), "token")
+    console.print(Text(f"{tokens} · total {found.total:.3f} · perplexity {found.perplexity:,.2f}"))
+
+
+def embedding_object(texts: Sequence[str], vectors: "np.ndarray") -> dict[str, Any]:
+    return {
+        "dimensions": vectors.shape[1],
+        "embeddings": [
+            {"text": text, "embedding": vector.tolist()} for text, vector in zip(texts, vectors, strict=True)
+        ],
+        "cosines": (vectors @ vectors.T).tolist(),
+    }
+
+
+def print_cosines(console: Console, texts: Sequence[str], vectors: "np.ndarray", pooling: str) -> None:
+    """The cosine of each two texts; of many, the nearest other one of each."""
+    cosines = vectors @ vectors.T
+    if len(texts) == 1:
+        numbers = "  ".join(f"{value:+.3f}" for value in vectors[0, :8])
+        console.print(Text(f"{numbers}  …"))
+    elif len(texts) <= MOST_COSINES:
+        table = _table("cosine", *(str(number) for number in range(1, len(texts) + 1)), last="text")
+        for number, (text, row) in enumerate(zip(texts, cosines, strict=True), start=1):
+            table.add_row(str(number), *(f"{value:.3f}" for value in row), _shown(text))
+        print_table(console, table)
+    else:
+        table = _table("text", "nearest", "cosine", last="")
+        for number, row in enumerate(cosines):
+            order = sorted(range(len(row)), key=lambda other: -row[other])
+            nearest = next(other for other in order if other != number)
+            table.add_row(str(number + 1), str(nearest + 1), f"{row[nearest]:.3f}", _shown(texts[number]))
+        print_table(console, table)
+    console.print(Text(f"{plural(len(texts), 'text')}, {vectors.shape[1]} dimensions, pooling {pooling}", QUIET))
+
+
+def ranking_object(documents: Sequence[str], scores: Sequence[float], by: str) -> list[dict[str, Any]]:
+    """The best first; `index` counts the lines of the file that hold a document, from 0."""
+    return [
+        {"index": index, "document": documents[index], "score": scores[index]}
+        | ({"margin": margin(scores[index])} if by == "answer" else {})
+        for index in ranked(scores)
+    ]
+
+
+def print_ranking(console: Console, query: str, documents: Sequence[str], scores: Sequence[float], by: str) -> None:
+    console.print(Text(one_line(query), TITLE))
+    console.print()
+    answers = by == "answer"
+    table = _table("", *(("p(yes)", "margin") if answers else ("cosine",)), last="document")
+    for place, index in enumerate(ranked(scores), start=1):
+        score = scores[index]
+        cells = (f"{score:.3f}", f"{margin(score):+.2f}") if answers else (f"{score:.3f}",)
+        table.add_row(str(place), *cells, _shown(documents[index]))
+    print_table(console, table)
+    if answers:
+        console.print(Text('margin: log probability of "yes" less that of "no"', QUIET))
+
+
+def ranked(scores: Sequence[float]) -> list[int]:
+    """Places of the scores, that of the greatest first; of equals the earlier first."""
+    return sorted(range(len(scores)), key=lambda index: -scores[index])
+
+
+def margin(probability: float) -> float:
+    """How far apart the log probabilities of "yes" and "no" are, from the one's share of both."""
+    if not 0 < probability < 1:
+        return math.inf if probability else -math.inf
+    return math.log(probability) - math.log1p(-probability)
+
+
+def _table(first: str, *figures: str, last: str | None = None) -> Table:
+    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    table.add_column(first, no_wrap=True)
+    for heading in figures:
+        table.add_column(heading, justify="right", no_wrap=True)
+    if last is not None:
+        table.add_column(last, no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _shown(text: str) -> Text:
+    return Text(one_line(text), no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,189 @@
+"""`forge bench serve`: what is measured, in whose keys, against servers that behave and servers that do not."""
+
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from forge.bench.http_client import ServerProblem, Timed
+from forge.bench.serve import (
+    ServeBenchmark,
+    ServePlan,
+    goodput,
+    milliseconds,
+    parse_goodput,
+    percentile,
+    run,
+    serve_object,
+)
+from forge.errors import UsageError
+from forge.views.serve_bench import print_serve_benchmark
+from forge.views.terminal import open_console
+
+EVENT = b"data: "
+
+
+@contextmanager
+def server(answer):
+    """A server on a thread. `answer(body)` gives the pieces of an answer to a POST, each written by itself."""
+    loop, ready, address = asyncio.new_event_loop(), threading.Event(), []
+
+    async def handle(reader, writer):
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = [
+                    int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-l")
+                ]
+                body = json.loads(await reader.readexactly(length[0])) if length else None
+                if body is None:
+                    text = json.dumps({"data": [{"id": "stub"}]}).encode()
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
+                    continue
+                for piece in answer(body):
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+        except asyncio.IncompleteReadError:
+            writer.close()
+
+    async def start():
+        one = await asyncio.start_server(handle, "127.0.0.1", 0)
+        address.append(one.sockets[0].getsockname()[1])
+        ready.set()
+
+    thread = threading.Thread(target=lambda: (loop.run_until_complete(start()), loop.run_forever()), daemon=True)
+    thread.start()
+    ready.wait()
+    try:
+        yield f"http://127.0.0.1:{address[0]}"
+    finally:
+        loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+        loop.call_soon_threadsafe(lambda: loop.call_later(0.05, loop.stop))
+        thread.join()
+
+
+def chunk(value) -> bytes:
+    data = EVENT + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def polite(body):
+    """Streams as many tokens as are asked for, two in an event, and says how many they were."""
+    yield HEAD
+    for _ in range(body["max_tokens"] // 2):
+        yield chunk({"choices": [{"index": 0, "text": "ab"}]})
+    usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+    yield chunk({"choices": [], "usage": usage})
+    yield chunk(b"[DONE]") + b"0\r\n\r\n"
+
+
+def test_tokens_are_the_servers_count_and_connections_are_kept():
+    with server(polite) as url:
+        result = run(ServePlan(url, input_tokens=5, output_tokens=8, num_prompts=12, concurrency=3, probe_health=True))
+    found = serve_object(result)
+    assert result.model == "stub" and found["completed"] == 12 and found["failed"] == 0
+    assert found["total_input_tokens"] == 60 and found["total_output_tokens"] == 96
+    assert found["output_lens"] == [8] * 12 and [len(itl) for itl in found["itls"]] == [3] * 12
+    assert found["output_throughput"] == pytest.approx(96 / found["duration"])
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        assert found[f"p50_{metric}_ms"] <= found[f"p99_{metric}_ms"]
+        assert {f"mean_{metric}_ms", f"median_{metric}_ms", f"std_{metric}_ms"} <= set(found)
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_server_and_engine_take_turns_on_the_same_prompts():
+    asked, turns = [], []
+
+    def answer(body):
+        asked.append(body["prompt"])
+        yield from polite(body)
+
+    def turn(prompts):
+        assert asked[-len(prompts) :] == prompts
+        turns.append(prompts)
+        return 100.0
+
+    with server(answer) as url:
+        plan = ServePlan(url, input_tokens=3, output_tokens=4, num_prompts=10, concurrency=1)
+        result = run(plan, engine_turn=turn)
+    assert sorted(prompt for part in turns for prompt in part) == sorted(plan.prompts())
+    assert len(result.turns) == 7 and result.engine_tokens_per_second == 100
+
+
+def test_errors_are_counted_and_kept_apart():
+    def rude(body):
+        if body["prompt"][0] % 2:
+            yield from polite(body)
+        else:
+            text = b'{"error": {"message": "no"}}'
+            yield b"HTTP/1.1 500 Oops\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text)
+
+    plan = ServePlan("", input_tokens=3, output_tokens=4, num_prompts=20, concurrency=2)
+    failing = [prompt for prompt in plan.prompts() if prompt[0] % 2 == 0]
+    with server(rude) as url:
+        found = serve_object(run(ServePlan(url, input_tokens=3, output_tokens=4, num_prompts=20, concurrency=2)))
+    assert found["failed"] == len(failing) > 0
+    assert all(error.startswith("500") for error in found["errors"] if error)
+
+
+def test_a_server_that_is_not_there_is_one_line():
+    with pytest.raises(ServerProblem, match="does not answer"):
+        run(ServePlan("http://127.0.0.1:1"), patience=0.1)
+
+
+def test_the_same_seed_asks_the_same():
+    assert ServePlan("x").prompts() == ServePlan("y").prompts() != ServePlan("x", seed=1).prompts()
+
+
+def test_words_are_text():
+    (prompt,) = ServePlan("x", dataset="words", input_tokens=7, num_prompts=1).prompts()
+    assert len(prompt.split()) == 7
+
+
+def timed(started, chunks, ended, tokens) -> Timed:
+    return Timed(started, chunks, ended, 3, tokens)
+
+
+def test_latencies_are_the_fields():
+    one = timed(10.0, [10.1, 10.2, 10.5], 10.5, 5)
+    assert milliseconds(one, "ttft") == pytest.approx(100)
+    assert milliseconds(one, "tpot") == pytest.approx(100)
+    assert milliseconds(one, "e2el") == pytest.approx(500)
+    assert milliseconds(timed(0, [1], 1, 1), "tpot") is None
+
+
+def test_percentiles_are_numpys():
+    values = np.random.default_rng(0).exponential(size=77).tolist()
+    for share in (0, 50, 90, 95, 99, 100):
+        assert percentile(values, share) == pytest.approx(np.percentile(values, share))
+
+
+def test_goodput_counts_requests_that_meet_every_goal():
+    requests = (timed(0, [0.1, 0.3], 0.3, 3), timed(0, [0.5, 0.6], 0.6, 3), timed(0, [0.1, 9.0], 9.0, 3))
+    plan = ServePlan("", goodput=parse_goodput(["ttft:200", "tpot:1000"]))
+    assert goodput(ServeBenchmark(plan, "m", requests, 2.0, 0.1, 0.0)) == 0.5
+    for text in ("ttft", "ttft:x", "what:1", "ttft:-1"):
+        with pytest.raises(UsageError, match="--goodput"):
+            parse_goodput([text])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"concurrency": 0}, {"num_prompts": 0}, {"request_rate": 0.0}, {"dataset": "x"}, {"output_tokens": 0}]
+)
+def test_a_plan_without_a_meaning_is_refused(wrong):
+    with pytest.raises(UsageError):
+        ServePlan("x", **wrong)
+
+
+def test_the_screen_names_the_clients_share_and_the_engines_own(capsys):
+    requests = (timed(0, [0.1, 0.3], 0.3, 3),)
+    result = ServeBenchmark(ServePlan(""), "m", requests, 2.0, 0.5, 0.0, (1.0, 2.0), turns=((1.5, 3.0), (1.0, 4.0)))
+    print_serve_benchmark(open_console(), result)
+    out = capsys.readouterr().out
+    assert "25 % of one CPU" in out and "38 % (25 % to 50 %)" in out and "TTFT" in out and "p99" in out

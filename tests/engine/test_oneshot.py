@@ -1,0 +1,462 @@
+"""Requests that keep nothing: who is one, what it holds, and that it says what a generation would say."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forge.engine.engine import Engine
+from forge.engine.oneshot import OneShotTask
+from forge.engine.sampling_params import SamplingParams
+from forge.errors import ForgeError, UsageError
+from tests.engine.scripted import assert_nothing_held, letters, muddled, new_engine, run_all
+from tests.engine.test_interruption import interrupted_at, lines_of
+
+KINDS = ("off", "basic", "paged", "prefix")
+KV = pytest.mark.parametrize("kv", KINDS)
+ONE = SamplingParams(max_tokens=1, logprobs=3, ignore_eos=True)
+LONG = SamplingParams(max_tokens=99, ignore_eos=True)
+
+
+def engine_of(kv: str = "prefix", **options) -> Engine:
+    return new_engine(muddled, **({"kv": kv, "max_model_len": 64} | options))
+
+
+def ask(engine: Engine, *texts: str, params: SamplingParams = ONE) -> list[str]:
+    """Queue one request per text, named by its place."""
+    names = [f"r{place}" for place in range(len(texts))]
+    for name, text in zip(names, texts, strict=True):
+        engine.add_request(name, letters(text), params)
+    return names
+
+
+def answers(engine: Engine, names: list[str]) -> list[tuple]:
+    """All that a caller sees of each request."""
+    found = []
+    for name in names:
+        output = engine.output(name)
+        one = output.outputs[0]
+        found.append(
+            (one.token_ids, one.text, one.finish_reason, one.stop_reason, one.logprobs, output.prompt_logprobs)
+        )
+    return found
+
+
+def alone(text: str, params: SamplingParams = ONE, **options) -> tuple:
+    engine = engine_of(**options)
+    names = ask(engine, text, params=params)
+    run_all(engine)
+    return answers(engine, names)[0]
+
+
+# Who is one
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "config", "expected"),
+    [
+        pytest.param("ab", {"max_tokens": 1}, {}, True, id="one token"),
+        pytest.param("ab", {"max_tokens": 2}, {}, False, id="two tokens"),
+        pytest.param("ab", {"max_tokens": 1, "temperature": 1.0, "seed": 3}, {}, True, id="one that is drawn"),
+        pytest.param("ab", {"max_tokens": 1, "stop": ("x",)}, {}, True, id="one, with a stop string"),
+        pytest.param("ab", {"max_tokens": 1, "logprobs": 2, "prompt_logprobs": 1}, {}, True, id="log probabilities"),
+        pytest.param("ab", {"max_tokens": 0, "prompt_logprobs": 1}, {}, True, id="those of the prompt alone"),
+        pytest.param("ab", {"max_tokens": 1, "n": 2}, {}, False, id="two samples"),
+        pytest.param("a" * 64, {"max_tokens": 9}, {}, True, id="the context has room for one"),
+        pytest.param("a" * 63, {"max_tokens": 9}, {}, False, id="the context has room for two"),
+        pytest.param("a" * 16, {"max_tokens": 9}, {"num_blocks": 4}, True, id="the pool has room for one"),
+        pytest.param("a" * 15, {"max_tokens": 9}, {"num_blocks": 4}, False, id="the pool has room for two"),
+        pytest.param("ab", {"max_tokens": 1}, {"oneshot": False}, False, id="nobody is to be one"),
+    ],
+)
+def test_who_keeps_nothing(prompt, options, config, expected):
+    engine = engine_of("paged", **config)
+    engine.add_request("r", letters(prompt), SamplingParams(ignore_eos=True, **options))
+
+    record = engine.step()
+
+    assert record.execution_class == ("oneshot" if expected else "mixed")
+    assert [item.phase for item in record.items] == ["oneshot" if expected else "prefill"]
+
+
+def test_one_whose_cache_is_to_be_continued_is_a_generation():
+    engine = engine_of("paged")
+    engine.add_request("r", letters("ab"), SamplingParams(max_tokens=1), keep_cache=True)
+    assert engine.step().execution_class == "mixed"
+
+
+def test_a_task_is_always_one():
+    engine = engine_of("paged", oneshot=False)
+    engine.add_oneshot("r", letters("ab"), OneShotTask(candidates=(1, 2)))
+    assert engine.step().execution_class == "oneshot"
+    assert len(engine.result("r").candidates) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "task", "message"),
+    [
+        pytest.param([], OneShotTask(sample=True), "the prompt is empty", id="empty"),
+        pytest.param([1] * 65, OneShotTask(sample=True), "65 tokens and the context holds 64", id="too long"),
+        pytest.param([999], OneShotTask(sample=True), "token id 999", id="no such token"),
+        pytest.param([1], OneShotTask(candidates=(1, 99)), "token id 99", id="no such candidate"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_and_nothing_changes(prompt, task, message):
+    engine = engine_of()
+    with pytest.raises(UsageError, match=message):
+        engine.add_oneshot("r", prompt, task)
+    assert not engine.has_unfinished()
+    engine.add_oneshot("r", [1], OneShotTask(sample=True))
+    assert [one.request_id for one in engine.step().rejected] == ["r"]
+
+
+def test_a_step_with_a_generation_beside_it_is_mixed():
+    engine = engine_of("paged")
+    engine.add_request("g", letters("ab"), LONG)
+    engine.step()
+    assert engine.step().execution_class == "decode"
+    ask(engine, "cd")
+    assert engine.step().execution_class == "mixed"
+    assert engine.step().execution_class == "decode"
+
+
+# What it holds
+
+
+@pytest.mark.parametrize("kv", ["off", "basic", "paged"])
+def test_without_shared_prefixes_the_blocks_do_not_move(kv):
+    engine = engine_of(kv)
+    engine.add_request("g", letters("hello"), LONG)
+    engine.step()
+    before = engine.cache.stats()
+
+    ask(engine, "abcdefgh", "abcdefghijk", "xyz")
+    plan = engine.scheduler.schedule()
+
+    assert len(plan.oneshots) == 3
+    after = engine.cache.stats()
+    assert replace(after, slots_reserved=0) == replace(before, slots_reserved=0)
+    own = engine.scheduler.running[0]
+    assert not any(engine.cache.knows(one.request.seq_id) for one in plan.oneshots)
+    assert engine.cache.knows(own.seq_id)
+
+
+def test_what_moves_is_the_prefix_that_others_want_too():
+    engine = engine_of()
+    ask(engine, "abcdefgh" + "ij", "abcdefgh" + "kl", "mnopqrstuv")
+    plan = engine.scheduler.schedule()
+
+    assert [one.num_published for one in plan.oneshots] == [8, 0], "the leader, and the one that shares nothing"
+    held = engine.cache.stats()
+    assert (held.used_blocks, held.cached_blocks) == (2, 0)
+    pool = engine.cache.pool.num_blocks
+    tables = [one.item.block_table for one in plan.oneshots]
+    assert [sum(block < pool for block in table) for table in tables] == [2, 0]
+    assert len({block for table in tables for block in table}) == sum(map(len, tables)), "nobody shares scratch"
+
+
+def test_afterwards_only_published_prefixes_stay():
+    engine = engine_of()
+    names = ask(engine, "abcdefghij", "abcdefghkl", "mnopqrstuv")
+    run_all(engine)
+    stats = engine.cache.stats()
+    assert (stats.used_blocks, stats.cached_blocks) == (0, 2)
+    for name in names:
+        engine.forget(name)
+    assert_nothing_held(engine)
+
+
+def test_a_prefix_that_comes_a_second_time_is_kept():
+    engine = engine_of()
+    for place, text in enumerate(("abcdefghij", "abcdefghkl", "abcdefghmn")):
+        engine.add_request(f"r{place}", letters(text), ONE)
+        run_all(engine)
+    cached = [engine.output(f"r{place}").metrics.tokens_cached for place in range(3)]
+    assert cached == [0, 0, 8]
+    assert engine.cache.stats().cached_blocks == 2
+
+
+def test_the_records_account_for_it():
+    engine = engine_of("paged")
+    engine.add_request("g", letters("hello"), LONG)
+    engine.step()
+    ask(engine, "abcdefgh", "xyz")
+
+    record = engine.step()
+
+    assert (record.decode_tokens, record.prefill_tokens) == (1, 11)
+    assert record.block_table_entries == 2, "those of the generation"
+    assert record.temporary_bytes == 12 + 3, "as the model says, of all rows and of those with logits"
+    assert record.cache.used_blocks == 2
+
+
+@KV
+def test_a_prompt_pays_for_one_row_of_logits(kv):
+    engine = engine_of(kv)
+    ask(engine, "abcdefghijklmnop")
+    (one,) = engine.scheduler.schedule().oneshots
+    assert one.item.logit_rows == range(15, 16)
+
+
+@pytest.mark.parametrize(
+    ("task", "rows"),
+    [
+        (OneShotTask(sample=True), range(9, 10)),
+        (OneShotTask(candidates=(1,)), range(9, 10)),
+        (OneShotTask(score_from=1), range(0, 9)),
+        (OneShotTask(score_from=1, sample=True), range(0, 10)),
+        (OneShotTask(score_from=7), range(6, 9)),
+        (OneShotTask(score_from=9), range(8, 9)),
+        (OneShotTask(pooling="last"), range(9, 10)),
+        (OneShotTask(pooling="mean"), range(0, 10)),
+        (OneShotTask(), range(9, 9)),
+    ],
+)
+def test_the_rows_that_a_task_needs_of_ten_tokens(task, rows):
+    found = task.logit_rows(0, 10)
+    assert list(found) == list(rows)
+    assert task.most_cached(10) == (rows.start if task.pooling != "mean" else 0)
+
+
+# Budgets
+
+
+def test_a_step_takes_as_many_as_its_tokens_allow():
+    engine = engine_of("paged", oneshot_tokens=10)
+    names = ask(engine, "abcd", "efgh", "ij", "kl", "mnopqrstuvwxyz", "a")
+    records = run_all(engine)
+    assert [[item.num_tokens for item in record.items] for record in records] == [[4, 4, 2], [2], [14], [1]]
+    assert [type(one.reason).__name__ for one in records[0].waiting] == ["NoBudget"]
+    assert answers(engine, names) == [alone(text) for text in ("abcd", "efgh", "ij", "kl", "mnopqrstuvwxyz", "a")]
+
+
+def test_a_step_takes_as_many_as_its_memory_allows():
+    engine = engine_of("paged", oneshot_memory=15)  # a row takes one byte, and one more with logits
+    ask(engine, "abcd", "efgh", "ijkl", "mnopq", "rstuv", "wxyza")
+    assert [len(record.items) for record in run_all(engine)] == [3, 2, 1]
+
+
+def test_beside_generations_they_take_what_is_left_of_the_step():
+    engine = engine_of("paged", max_num_batched_tokens=12)
+    engine.add_request("g", letters("hello"), LONG)
+    engine.step()
+    ask(engine, "abcdef", "ghijk", "lmnop")
+    phases = [[item.phase for item in engine.step().items] for _ in range(2)]
+    assert phases == [["decode", "oneshot", "oneshot"], ["decode", "oneshot"]]
+
+
+# Capacity
+
+
+def generations(engine: Engine, number: int) -> None:
+    for place in range(number):
+        engine.add_request(f"g{place}", letters("abcdefgh"), LONG)
+
+
+@KV
+def test_judges_do_not_cut_what_generations_may_have(kv):
+    def run(judged: bool) -> tuple[list, list]:
+        engine = engine_of(kv, num_blocks=None if kv == "off" else 32, max_num_seqs=2)
+        generations(engine, 3)
+        records, step = [], 0
+        while any(engine.is_unfinished(f"g{place}") for place in range(3)):
+            if judged and step % 3 == 0:
+                engine.add_request(f"judge {step}", letters("xyzxyzxyz"), ONE)
+            records.append(engine.step())
+            engine.scheduler.check_invariants()
+            step += 1
+        own = [
+            [(item.seq_id, item.phase, item.start) for item in record.items if item.phase != "oneshot"]
+            for record in records
+        ]
+        order = sorted({seq_id for step in own for seq_id, *_ in step})
+        own = [[(order.index(seq_id), *rest) for seq_id, *rest in step] for step in own]
+        return own, [engine.output(f"g{place}").outputs[0].token_ids for place in range(3)]
+
+    assert run(judged=True) == run(judged=False)
+
+
+def test_with_the_pool_full_a_judge_is_answered_in_the_next_step():
+    engine = engine_of("paged", num_blocks=8, max_num_seqs=4)
+    generations(engine, 3)
+    for _ in range(6):
+        engine.step()
+    assert engine.cache.num_available == 0
+    ask(engine, "xyzxyzxyzxyz")
+
+    record = engine.step()
+
+    assert [one.reason for one in record.finished] == ["length"]
+    assert not record.preempted
+    assert answers(engine, ["r0"]) == [alone("xyzxyzxyzxyz")]
+
+
+# What it says
+
+
+TEXTS = ("hello world", "hello there", "a", "hello world again", "abcdefghijklmnopqrstuvwxyz", "hello w")
+WAYS = {
+    "greedy": ONE,
+    "drawn": SamplingParams(max_tokens=1, temperature=1.3, top_p=0.9, seed=5, logprobs=2),
+    "penalized": SamplingParams(max_tokens=1, repetition_penalty=1.4, ignore_eos=True, logprobs=2),
+    "prompt": SamplingParams(max_tokens=1, prompt_logprobs=2, ignore_eos=True),
+    "prompt alone": SamplingParams(max_tokens=0, prompt_logprobs=2),
+    "stop": SamplingParams(max_tokens=1, stop=tuple("abcdefghijklm"), ignore_eos=True),
+    "end": SamplingParams(max_tokens=1, temperature=3.0, seed=9),
+}
+
+
+@KV
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_it_says_what_a_generation_says_and_what_it_says_alone(kv, way):
+    def together(oneshot: bool) -> list[tuple]:
+        engine = engine_of(kv, num_blocks=None if kv in ("off", "basic") else 40, oneshot=oneshot)
+        engine.add_request("beside", letters("hello wo"), SamplingParams(max_tokens=12, ignore_eos=True))
+        engine.step()
+        names = ask(engine, *TEXTS, params=way)
+        run_all(engine)
+        return answers(engine, names)
+
+    expected = [alone(text, way, kv="off", oneshot=False) for text in TEXTS]
+    assert together(oneshot=True) == expected
+    assert together(oneshot=False) == expected
+
+
+@KV
+@pytest.mark.parametrize("budget", [1, 7, 20, 512])
+def test_scores_and_candidates_are_those_of_one_request_alone(kv, budget):
+    asked = [
+        OneShotTask(candidates=(3, 1, 2)),
+        OneShotTask(score_from=1, top=2),
+        OneShotTask(score_from=4, candidates=(5, 6)),
+        OneShotTask(sample=True, score_from=6, top=1),
+    ]
+
+    def results(engine: Engine, requests) -> list:
+        for place, (text, task) in enumerate(requests):
+            engine.add_oneshot(f"r{place}", letters(text), task, ONE)
+        run_all(engine)
+        return [engine.result(f"r{place}") for place in range(len(requests))]
+
+    requests = [(text, task) for text in ("hello world", "hello there", "hello world") for task in asked]
+    expected = [results(engine_of("off"), [one])[0] for one in requests]
+    assert results(engine_of(kv, oneshot_tokens=budget), requests) == expected
+
+
+def test_scores_are_the_log_probabilities_of_the_prompt():
+    engine = engine_of()
+    engine.add_oneshot("s", letters("hello world"), OneShotTask(score_from=3, top=2))
+    engine.add_request("r", letters("hello world"), SamplingParams(max_tokens=0, prompt_logprobs=2))
+    run_all(engine)
+    assert engine.result("s").scores == engine.output("r").prompt_logprobs[3:]
+
+
+def test_what_needs_every_token_takes_no_hit_over_them():
+    engine = engine_of()
+    for place in range(3):  # the third time it would be cached
+        engine.add_oneshot(f"warm {place}", letters("abcdefghijkl"), OneShotTask(sample=True))
+        run_all(engine)
+    tasks = {
+        "last": (OneShotTask(sample=True), 8),
+        "scored from the first": (OneShotTask(score_from=1), 0),
+        "from the sixth": (OneShotTask(score_from=6), 4),
+        "from the tenth": (OneShotTask(score_from=10), 8),
+    }
+    for name, (task, cached) in tasks.items():
+        engine.add_oneshot(name, letters("abcdefghijkl"), task)
+        run_all(engine)
+        assert engine.output(name).metrics.tokens_cached == cached, name
+
+
+def test_salted_requests_share_nothing():
+    engine = engine_of()
+    for place, salt in enumerate(("x", "y", "x", "x")):
+        engine.add_request(f"r{place}", letters("abcdefghij"), ONE, salt=salt)
+        run_all(engine)
+    assert [engine.output(f"r{place}").metrics.tokens_cached for place in range(4)] == [0, 0, 0, 8]
+
+
+# Interruptions
+
+
+MIXTURE = {
+    "g": ("hello", SamplingParams(max_tokens=6, ignore_eos=True)),
+    "a": ("abcdefghij", ONE),
+    "b": ("abcdefghkl", SamplingParams(max_tokens=1, prompt_logprobs=1, ignore_eos=True)),
+    "c": ("abcdefghmn", ONE),
+    "d": ("xyz", SamplingParams(max_tokens=0, prompt_logprobs=1)),
+}
+
+
+def busy(kv: str, steps: int = 1) -> Engine:
+    engine = engine_of(kv, oneshot_tokens=16)
+    for name, (text, params) in MIXTURE.items():
+        engine.add_request(name, letters(text), params)
+    for _ in range(steps):
+        engine.step()
+    return engine
+
+
+@KV
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_interrupted_step_can_be_gone_on_from_as_if_nothing_had_happened(kv, steps):
+    expected_engine = busy(kv, 0)
+    run_all(expected_engine)
+    expected = answers(expected_engine, list(MIXTURE))
+    lines = lines_of(busy(kv, steps).step)
+    for line in range(0, lines, 13):
+        engine = busy(kv, steps)
+        assert interrupted_at(line, engine.step)
+        assert engine.has_unfinished()
+        engine.scheduler.check_invariants()
+        run_all(engine)
+        assert answers(engine, list(MIXTURE)) == expected, f"line {line}"
+        for name in MIXTURE:
+            engine.forget(name)
+        assert_nothing_held(engine)
+
+
+@KV
+def test_an_interrupted_step_can_be_aborted(kv):
+    lines = lines_of(busy(kv).step)
+    for line in range(0, lines, 29):
+        engine = busy(kv)
+        assert interrupted_at(line, engine.step)
+        for name in MIXTURE:
+            engine.abort(name)
+        for name in MIXTURE:
+            assert engine.output(name).outputs[0].finish_reason is not None
+            engine.forget(name)
+        assert_nothing_held(engine)
+        again = ask(engine, "abcdefghij")
+        run_all(engine)
+        assert answers(engine, again) == [alone("abcdefghij")]
+
+
+def test_a_request_that_is_aborted_has_no_answer_and_ends_once():
+    engine = engine_of("paged", oneshot_tokens=4)
+    names = ask(engine, "abcd", "efgh", "ijkl")
+    engine.step()
+    engine.abort("r1")
+    engine.abort("r1")
+    records = run_all(engine)
+    assert [engine.output(name).outputs[0].finish_reason for name in names] == ["length", "abort", "length"]
+    assert engine.output("r1").outputs[0].token_ids == ()
+    assert engine.result("r1") is None
+    assert sum(len(record.finished) for record in records) == 1
+    assert engine.scheduler.num_finished == 3
+
+
+def test_logits_that_are_no_numbers_end_nothing_but_the_step():
+    def broken(tokens):
+        return np.full(28, np.nan, np.float32) if tokens == letters("bad") else muddled(tokens)
+
+    engine = new_engine(broken, kv="paged", max_model_len=64)
+    engine.add_request("good", letters("abc"), ONE)
+    engine.add_request("bad", letters("bad"), ONE)
+    with pytest.raises(ForgeError):
+        engine.step()
+    engine.fail("bad")
+    run_all(engine)
+    assert answers(engine, ["good"]) == [alone("abc")]
+    assert engine.output("bad").outputs[0].finish_reason == "error"

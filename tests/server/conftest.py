@@ -1,0 +1,140 @@
+"""A server in processes of its own, started once for all tests that can share it, and clients for it."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from forge import LLM
+from tests.cli.conftest import forge, start  # noqa: F401 (a fixture)
+from tests.small_models import write_small_qwen3
+
+PATIENCE = 120
+"""Seconds after which a hanging server is given up."""
+
+
+class Server:
+    """`forge serve` on a port of its own."""
+
+    def __init__(self, *args: str, **variables: str):
+        self.process = start("serve", "--port", "0", "--log-interval", "0", *args, stdout=subprocess.DEVNULL, text=True)
+        self.log: list[str] = []
+        self._has_begun = threading.Event()
+        self.url = ""
+        threading.Thread(target=self._read, daemon=True).start()
+        assert self._has_begun.wait(PATIENCE) and self.url, "".join(self.log)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.search(r"served at (http://\S+)", line):
+                self.url = found[1]
+                self._has_begun.set()
+        self._has_begun.set()
+
+    def request(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Status and JSON (or text) of one request; `body` may be bytes to be sent as they are."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"} | (headers or {}))
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+                status, text = answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            status, text = error.code, error.read().decode()
+        try:
+            return status, json.loads(text)
+        except ValueError:
+            return status, text
+
+    def metric(self, name: str, headers: dict[str, str] | None = None) -> float:
+        """The sum of a metric over its labels."""
+        _, text = self.request("/metrics", headers=headers)
+        found = [line.rsplit(" ", 1)[1] for line in text.splitlines() if re.match(rf"{name}(\{{|_total\{{)", line)]
+        assert found, f"no metric {name}"
+        return sum(map(float, found))
+
+    def is_idle(self) -> bool:
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_requests_swapped")
+        return not any(map(self.metric, (*names, "vllm:kv_cache_usage_perc")))
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", **{"max_retries": 0} | options)
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE)
+
+    def engine_pid(self) -> int:
+        """The process id of the engine: the child that runs Python's spawn, and not its resource tracker."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        command = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+        return next(child for child, line in command.items() if b"spawn_main" in line)
+
+
+def until(condition, seconds: float = PATIENCE) -> bool:
+    """Whether `condition` comes to hold."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+async def post(port: int, path: str, body: Any) -> tuple[int, bytes]:
+    """Status and body of one request on a connection of its own. Costs a fraction of what a client library takes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request_bytes(path, body))
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head)
+    data = await reader.readexactly(int(length[1])) if length else await reader.read()
+    writer.close()
+    return int(head.split()[1]), data
+
+
+def request_bytes(path: str, body: Any) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
+    return head.encode() + b"connection: close\r\n\r\n" + data
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory) -> str:
+    """A small model whose tokens are bytes, with random weights: what it says is often no whole character."""
+    path = write_small_qwen3(tmp_path_factory.mktemp("served") / "small.gguf")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def alone(model_path) -> LLM:
+    """The same model without a server, a cache or company."""
+    return LLM(model_path, kv="basic", max_num_seqs=1)
+
+
+@pytest.fixture(scope="session")
+def server(model_path, alone) -> Iterator[Server]:
+    """One server on a pool of 40 blocks, whose kernels are compiled by then."""
+    one = Server("-m", model_path, "--num-blocks", "40", "--max-num-seqs", "16", "--served-model-name", "small")
+    yield one
+    one.stop()
+
+
+@pytest.fixture
+def client(server) -> openai.OpenAI:
+    return server.openai()

@@ -1,0 +1,150 @@
+"""Many clients: more than there is room for, slow ones, and ones that leave."""
+
+import asyncio
+import json
+import random
+import socket
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+from forge import SamplingParams
+from tests.server.conftest import Server, post, request_bytes, until
+
+
+def test_a_thousand_requests_on_a_tiny_pool_say_what_each_says_alone(server, alone):
+    rng = random.Random(0)
+    prompts = [[rng.randrange(32, 127) for _ in range(rng.randrange(1, 90))] for _ in range(40)]
+    params = [{"max_tokens": rng.randrange(1, 50), "temperature": 0.9, "seed": seed} for seed in range(40)]
+    expected = [
+        alone.generate([prompt], SamplingParams(**one))[0].outputs[0].text
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+    before = server.metric("vllm:num_preemptions")
+
+    async def all_at_once():
+        asked = [{"prompt": prompts[i % 40], **params[i % 40]} for i in range(1000)]
+        return await asyncio.gather(*(post(server.port, "/v1/completions", body) for body in asked))
+
+    answers = asyncio.run(all_at_once())
+    assert {status for status, _ in answers} == {200}
+    assert [json.loads(body)["choices"][0]["text"] for _, body in answers] == [expected[i % 40] for i in range(1000)]
+    assert server.metric("vllm:num_preemptions") > before, "the pool was never short"
+    assert until(server.is_idle)
+
+
+def test_two_hundred_clients_that_leave_in_the_middle_leave_nothing_behind(server):
+    async def leave(number: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        body = {"prompt": f"client {number}", "max_tokens": 900, "stream": number % 4 != 0, "ignore_eos": True}
+        writer.write(request_bytes("/v1/completions", body))
+        if body["stream"]:
+            await reader.readuntil(b"data: ")
+        else:
+            await asyncio.sleep(0.01)
+        writer.transport.abort()
+
+    async def waves():
+        for first in range(0, 200, 25):
+            await asyncio.gather(*map(leave, range(first, first + 25)))
+
+    asyncio.run(waves())
+    assert until(server.is_idle)
+    assert not [line for line in server.log if "Traceback" in line], "a client that leaves is no news"
+    assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+@pytest.fixture(scope="module")
+def strict(model_path, alone):
+    """A server with narrow limits."""
+    limits = ("--stall-timeout", "0.5", "--header-timeout", "0.5", "--max-queue", "4", "--max-body-bytes", "20000")
+    origin = ("--allow-origin", "http://app.example")
+    one = Server("-m", model_path, "--num-blocks", "256", *limits, "--api-key", "geheim", *origin)
+    yield one
+    one.stop()
+
+
+KEY = {"authorization": "Bearer geheim"}
+
+
+def test_a_client_that_reads_nothing_is_given_up_and_holds_up_nobody(strict):
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.connect(("127.0.0.1", strict.port))
+    body = {"prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True, "logprobs": 20, "n": 16, "seed": 1}
+    slow.sendall(request_bytes("/v1/completions", body).replace(b"host: x", b"host: x\r\nauthorization: Bearer geheim"))
+    running = "vllm:num_requests_running"
+    assert until(lambda: strict.metric(running, KEY) > 0)
+    status, _ = strict.request("/v1/completions", {"prompt": "y", "max_tokens": 2}, KEY)
+    assert status == 200
+    assert until(lambda: strict.metric(running, KEY) == 0)
+    slow.close()
+    assert not [line for line in strict.log if "Traceback" in line]
+
+
+def test_a_full_queue_is_429_and_says_when_to_come_back(strict):
+    async def crowd():
+        body = {"model": "small", "prompt": "x", "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+        async with openai.AsyncOpenAI(base_url=f"{strict.url}/v1", api_key="geheim", max_retries=0) as client:
+            asked = [client.completions.create(**body) for _ in range(12)]
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    found = asyncio.run(crowd())
+    refused = [one for one in found if isinstance(one, openai.RateLimitError)]
+    assert refused and len(refused) + sum(not isinstance(one, Exception) for one in found) == 12
+    assert refused[0].response.headers["retry-after"] == "1" and refused[0].code == "queue_full"
+
+
+def test_the_key_guards_everything_but_health(strict):
+    assert strict.request("/health")[0] == 200
+    for path in ("/v1/models", "/metrics", "/openapi.json", "/debug/requests/x", "/nowhere"):
+        assert strict.request(path)[0] == 401
+    for key in ("", "Bearer", "Bearer gehei", "Bearer geheim2", "geheim", "Basic geheim"):
+        assert strict.request("/v1/models", headers={"authorization": key})[0] == 401
+    assert strict.request("/v1/models", headers=KEY)[0] == 200
+    with pytest.raises(openai.AuthenticationError):
+        strict.openai().models.list()
+
+
+def test_a_large_body_is_413_whether_it_says_so_or_not(strict):
+    body = {"prompt": "x" * 30_000}
+    status, found = strict.request("/v1/completions", body, KEY)
+    assert status == 413 and found["error"]["code"] == "body_too_large"
+    with socket.create_connection(("127.0.0.1", strict.port)) as raw:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer geheim\r\n"
+        raw.sendall(head + b"transfer-encoding: chunked\r\n\r\n")
+        for _ in range(3):
+            raw.sendall(b"2710\r\n" + b" " * 10_000 + b"\r\n")
+        assert raw.recv(1000).startswith(b"HTTP/1.1 413")
+
+
+def test_a_request_that_never_comes_is_hung_up_on(strict):
+    with socket.create_connection(("127.0.0.1", strict.port)) as raw:
+        raw.settimeout(10)
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        assert raw.recv(1000) == b""
+    with socket.create_connection(("127.0.0.1", strict.port)) as raw:
+        raw.settimeout(10)
+        assert raw.recv(1000) == b""
+
+
+def test_an_allowed_origin_may_ask_first_and_others_may_not(strict):
+    def preflight(origin: str) -> str | None:
+        headers = {"origin": origin, "access-control-request-method": "POST"}
+        request = urllib.request.Request(strict.url + "/v1/completions", headers=headers, method="OPTIONS")
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return answer.headers["access-control-allow-origin"]
+        except urllib.error.HTTPError as error:
+            return error.headers["access-control-allow-origin"]
+
+    assert preflight("http://app.example") == "http://app.example"
+    assert preflight("http://elsewhere.example") is None
+
+
+def test_there_is_no_cors_unless_asked_for(server):
+    request = urllib.request.Request(server.url + "/health", headers={"origin": "http://elsewhere"})
+    with urllib.request.urlopen(request) as answer:
+        assert not [name for name in answer.headers if name.lower().startswith("access-control")]

@@ -1,0 +1,157 @@
+"""The engine's end of the socket, with a model that says what a test wants: faults inside a step, floods, farewells."""
+
+import socket
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from forge.engine.sampling_params import SamplingParams
+from forge.server.engine_process import EngineServer
+from forge.server.messages import Abort, Ask, Inbox, Submit, Update, Watch, frame
+from tests.engine.scripted import PIECES, letters, muddled, new_engine
+
+MERGED = ("accepted", "refused", "tokens", "sample_ends", "ends", "answers", "steps", "records")
+
+
+class Peer:
+    """The other end of an `EngineServer` that runs on a thread."""
+
+    def __init__(self, engine):
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(30)
+        self.inbox = Inbox()
+        self.server = EngineServer(SimpleNamespace(engine=engine), theirs)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+
+    def submit(self, key: int, prompt: str, stream: bool = True, **params) -> None:
+        ids = letters(prompt)
+        self.send(Submit(key, f"r{key}", ids, SamplingParams(**params), None, 0, "", stream))
+
+    def send(self, command) -> None:
+        self.socket.sendall(frame(command))
+
+    def until(self, condition) -> Update:
+        """Everything that has come when `condition` of it holds, as one update."""
+        whole = Update()
+        while not condition(whole):
+            for update in self.inbox.feed(self.socket.recv(1 << 16)):
+                for name in MERGED:
+                    getattr(whole, name).extend(getattr(update, name))
+                whole.gauges = update.gauges or whole.gauges
+        return whole
+
+    def close(self) -> None:
+        self.socket.close()
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def peer():
+    peers = []
+
+    def start(script, **options) -> Peer:
+        peers.append(Peer(new_engine(script, **options)))
+        return peers[-1]
+
+    yield start
+    for one in peers:
+        one.close()
+
+
+def test_a_stream_brings_every_token_and_the_same_text_as_the_output(peer):
+    one = peer(muddled, kv="paged")
+    one.submit(1, "abc", max_tokens=8, n=2, temperature=1.0, seed=3)
+    found = one.until(lambda update: update.ends)
+    for sample in found.ends[0].output.outputs:
+        tokens = [(token_id, text) for _, index, token_id, text, _ in found.tokens if index == sample.index]
+        ends = [end for end in found.sample_ends if end.sample == sample.index]
+        assert tuple(token_id for token_id, _ in tokens) == sample.token_ids
+        assert "".join(text for _, text in tokens) + ends[0].text == sample.text
+
+
+def test_what_is_not_streamed_comes_once(peer):
+    one = peer(muddled)
+    one.submit(1, "abc", stream=False, max_tokens=8)
+    found = one.until(lambda update: update.ends)
+    assert not found.tokens and not found.sample_ends and found.accepted == [1]
+
+
+def test_a_failing_step_fails_its_requests_and_the_next_ones_run(peer):
+    broken = letters("z")[0]
+
+    def script(tokens):
+        if tokens[-1] == broken:
+            raise ZeroDivisionError("a secret")
+        return muddled(tokens)
+
+    one = peer(script, kv="paged", max_num_seqs=2)
+    one.submit(1, "ab", max_tokens=4, stop=["z"], logit_bias={broken: -100.0})
+    one.submit(2, "az", max_tokens=4)
+    found = one.until(lambda update: len(update.ends) == 2)
+    errors = {end.key: end.error for end in found.ends}
+    assert "ZeroDivisionError" in errors[2] and "secret" not in errors[2]
+    one.submit(3, "abc", max_tokens=4, logit_bias={broken: -100.0})
+    found = one.until(lambda update: update.ends)
+    assert found.ends[0].error is None and found.ends[0].output.outputs[0].finish_reason in ("stop", "length")
+
+
+def test_broken_logits_say_what_is_broken(peer):
+    one = peer(lambda tokens: np.full(len(PIECES), np.nan, np.float32))
+    one.submit(1, "ab")
+    assert "not finite" in one.until(lambda update: update.ends).ends[0].error
+
+
+def test_a_request_that_cannot_run_is_refused(peer):
+    one = peer(muddled, max_model_len=8)
+    one.submit(1, "abcdefghijkl")
+    one.submit(2, "abc", logit_bias={999: 1.0})
+    found = one.until(lambda update: len(update.refused) == 2)
+    assert "context" in found.refused[0].message and "logit_bias" in found.refused[1].message
+
+
+def test_an_aborted_request_holds_nothing_after_the_next_update(peer):
+    one = peer(lambda tokens: 1, max_model_len=10_000, num_blocks=3000, kv="paged")
+    one.submit(1, "abc", max_tokens=9000)
+    one.until(lambda update: update.tokens)
+    one.send(Abort(1))
+    found = one.until(lambda update: update.ends and update.gauges and update.gauges.running == 0)
+    assert found.gauges.used_blocks == 0
+
+
+def test_an_engine_that_nobody_listens_to_goes_on_and_says_it_all_later(peer):
+    one = peer(lambda tokens: 1, max_model_len=4000, num_blocks=1000, kv="paged")
+    one.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.submit(1, "a", max_tokens=3000, logprobs=20)
+    threading.Event().wait(0.3)
+    found = one.until(lambda update: update.ends)
+    assert len(found.tokens) == 3000 and len(found.steps) == 3000
+
+
+def test_records_come_while_somebody_watches(peer):
+    one = peer(muddled)
+    one.send(Watch(True))
+    one.submit(1, "ab", max_tokens=3, logit_bias={0: -100.0})
+    assert [record.step for record in one.until(lambda update: update.ends).records] == [1, 2, 3]
+    one.send(Watch(False))
+    one.submit(2, "ab", max_tokens=3)
+    assert not one.until(lambda update: update.ends).records
+
+
+def test_a_life_tells_of_waits_and_preemptions(peer):
+    one = peer(lambda tokens: 1, num_blocks=6, kv="paged", max_model_len=24, max_num_seqs=2)
+    for key in range(1, 4):
+        one.submit(key, "abcdefg", max_tokens=12)
+    one.until(lambda update: len(update.ends) == 3)
+    for number, key in enumerate(range(1, 4)):
+        one.send(Ask(number, "life", (f"r{key}",)))
+    lives = [answer.value for answer in one.until(lambda update: len(update.answers) == 3).answers]
+    happened = [[event["event"] for event in life["events"]] for life in lives]
+    assert all(events[-1] == "finish" and "admit" in events for events in happened)
+    assert any("preempt" in events for events in happened) and any("wait" in events for events in happened)
+    assert all(len(life["samples"][0]["tokens"]) == 12 for life in lives)
+    one.send(Ask(9, "life", ("nobody",)))
+    assert one.until(lambda update: update.answers).answers[0].value is None

@@ -1,0 +1,227 @@
+"""Servers that end: told to, in the middle of their work, or without their engine."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+
+import openai
+import pytest
+
+from tests.server.conftest import PATIENCE, Server, request_bytes, until
+
+LONG = {"prompt": "x", "max_tokens": 3500, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory, alone) -> str:
+    """A model that can go on for as long as a test needs to interrupt it."""
+    from tests.small_models import write_small_qwen3
+
+    path = tmp_path_factory.mktemp("served") / "long.gguf"
+    return str(write_small_qwen3(path, max_position_embeddings=4096, num_layers=6, hidden_size=128))
+
+
+def begin_stream(server: Server, body=LONG) -> socket.socket:
+    """A stream that has begun."""
+    raw = socket.create_connection(("127.0.0.1", server.port))
+    raw.settimeout(PATIENCE)
+    raw.sendall(request_bytes("/v1/completions", body | {"stream": True}))
+    data = b""
+    while b"data: " not in data:
+        data += raw.recv(65536)
+    return raw
+
+
+def rest(raw: socket.socket) -> str:
+    data = b""
+    while piece := raw.recv(65536):
+        data += piece
+    raw.close()
+    return data.decode()
+
+
+def test_sigterm_lets_a_stream_finish_and_refuses_new_work(long_model):
+    server = Server("-m", long_model)
+    idle = socket.create_connection(("127.0.0.1", server.port))
+    raw = begin_stream(server)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.05)
+    idle.sendall(request_bytes("/v1/completions", LONG))
+    refused = rest(idle)
+    text = rest(raw)
+    assert "data: [DONE]" in text and '"finish_reason":"length"' in text and "error" not in text
+    assert server.process.wait(PATIENCE) == 0
+    assert refused.startswith("HTTP/1.1 503") and "shutting_down" in refused
+
+
+def test_a_watcher_does_not_hold_up_the_end(long_model):
+    server = Server("-m", long_model)
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert raw.recv(1000).startswith(b"HTTP/1.1 200")
+        server.process.send_signal(signal.SIGTERM)
+        assert "[DONE]" in rest(raw)
+    assert server.stop() == 0
+    assert not [line for line in server.log if "ERROR" in line]
+
+
+def test_after_the_grace_time_a_stream_ends_with_an_error(long_model):
+    server = Server("-m", long_model, "--grace", "0.1")
+    raw = begin_stream(server, LONG | {"n": 4, "temperature": 1})
+    server.process.send_signal(signal.SIGTERM)
+    text = rest(raw)
+    assert server.process.wait(PATIENCE) == 0
+    assert '"code":"shutting_down"' in text and text.rstrip().endswith("0") and "data: [DONE]" in text
+    assert not [line for line in server.log if "Traceback" in line]
+
+
+def test_a_dead_engine_makes_health_503_and_ends_what_runs(long_model):
+    server = Server("-m", long_model)
+    raw = begin_stream(server)
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert '"code":"engine_dead"' in rest(raw)
+    assert until(lambda: server.request("/health")[0] == 503)
+    status, found = server.request("/v1/completions", {"prompt": "x"})
+    assert status == 503 and found["error"]["code"] == "engine_dead"
+    assert server.stop() == 0
+
+
+def test_an_engine_whose_server_was_killed_ends(long_model):
+    server = Server("-m", long_model)
+    begin_stream(server)
+    engine = server.engine_pid()
+    server.process.kill()
+    server.process.wait()
+
+    def is_gone() -> bool:
+        try:
+            with open(f"/proc/{engine}/stat") as file:
+                return file.read().rsplit(")")[1].split()[0] == "Z"
+        except OSError:
+            return True
+
+    assert until(is_gone)
+
+
+def test_clients_survive_a_restart_under_load(long_model):
+    """Whatever a client gets while the server goes is an answer, an error that it understands, or a closed door."""
+    server = Server("-m", long_model, "--grace", "0.2")
+    port, stop, odd, good = server.port, threading.Event(), [], []
+
+    def work():
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0, timeout=30)
+        while not stop.is_set():
+            try:
+                found = client.completions.create(model="long", prompt="x", max_tokens=20, temperature=0)
+                good.append(found.choices[0].text)
+            except (openai.APIConnectionError, openai.InternalServerError):
+                time.sleep(0.02)
+            except Exception as error:
+                odd.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    assert until(lambda: len(good) > 20)
+    assert server.stop() == 0
+    before = len(good)
+    server = Server("-m", long_model, "--port", str(port))
+    assert until(lambda: len(good) > before + 20)
+    stop.set()
+    for worker in workers:
+        worker.join(PATIENCE)
+    assert not odd and len(set(good)) == 1
+    assert server.stop() == 0
+
+
+def test_a_bad_model_or_address_is_one_line(forge, long_model):
+    found = forge("serve", "-m", "no/such.gguf", "--port", "0")
+    assert found.status == 2 and found.err.startswith("forge: no/such.gguf") and found.err.count("\n") == 1
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = forge("serve", "-m", long_model, "--port", str(taken.getsockname()[1]))
+    assert found.status == 2 and "cannot listen" in found.err and found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "given, variable, expected",
+    [
+        ((None, None), None, ("127.0.0.1", 8080)),
+        ((None, None), "0.0.0.0:99", ("0.0.0.0", 99)),
+        ((None, None), ":99", ("127.0.0.1", 99)),
+        ((None, None), "[::1]:99", ("::1", 99)),
+        ((None, 7), "0.0.0.0:99", ("127.0.0.1", 7)),
+        (("h", None), "0.0.0.0:99", ("h", 8080)),
+    ],
+)
+def test_the_variable_counts_where_no_address_was_given(given, variable, expected):
+    from forge.cli.serve import address
+
+    assert address(*given, variable) == expected
+
+
+@pytest.mark.parametrize("variable", ["nowhere", "h:x", "h:99999", "h:-1"])
+def test_a_variable_that_is_no_address_is_refused(variable):
+    from forge.cli.serve import address
+    from forge.errors import UsageError
+
+    with pytest.raises(UsageError, match="FORGE_ADDR"):
+        address(None, None, variable)
+
+
+def test_a_public_address_without_a_key_warns(caplog):
+    from forge.server.serving import listen
+    from forge.server.settings import Settings
+
+    listen(Settings("0.0.0.0", 0)).close()
+    assert "--api-key" in caplog.text
+    caplog.clear()
+    listen(Settings("0.0.0.0", 0, "key")).close()
+    listen(Settings("127.0.0.1", 0)).close()
+    assert not caplog.text
+
+
+def test_live_prints_every_step(long_model):
+    import subprocess
+
+    from tests.cli.conftest import start
+
+    process = start("serve", "--port", "0", "-m", long_model, "--live", stdout=subprocess.PIPE, text=True)
+    url = next(line for line in process.stderr if "served at" in line).split()[-1]
+    port = int(url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.sendall(request_bytes("/v1/completions", {"prompt": "abc", "max_tokens": 3, "ignore_eos": True}))
+        assert json.loads(rest(raw).partition("\r\n\r\n")[2])["usage"]["completion_tokens"] == 3
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=PATIENCE)
+    assert [line.split()[1] for line in out.splitlines()] == ["1", "2", "3"]
+    assert "prefill" in out and "decode 1" in out
+
+
+def test_watch_shows_the_steps_of_a_server_elsewhere(long_model):
+    import subprocess
+
+    from tests.cli.conftest import start
+
+    server = Server("-m", long_model)
+    watching = start("watch", server.url, stdout=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    reading = threading.Thread(target=lambda: lines.extend(iter(watching.stdout.readline, "")), daemon=True)
+    reading.start()
+
+    def is_seen() -> bool:
+        server.request("/v1/completions", {"prompt": "abc", "max_tokens": 3, "ignore_eos": True})
+        return len(lines) >= 3
+
+    assert until(is_seen)
+    assert server.stop() == 0
+    reading.join(PATIENCE)
+    watching.wait(PATIENCE)
+    assert any("prefill" in line for line in lines) and any("decode 1" in line for line in lines)
+
+
+def test_watching_nobody_is_one_line(forge):
+    found = forge("watch", "http://127.0.0.1:1")
+    assert found.status == 2 and "shows no steps" in found.err and found.err.count("\n") == 1

@@ -1,0 +1,87 @@
+"""Embeddings, rerank, score, classify over HTTP: the values are the library's own."""
+
+import base64
+
+import numpy as np
+import openai
+import pytest
+
+from forge import LLM
+
+pytest.importorskip("forge.engine.tasks", reason="this engine answers no one-shot questions")
+TEXTS = ["a fox in the snow", "a lantern", "x"]
+
+
+@pytest.fixture(scope="module")
+def library(model_path) -> LLM:
+    return LLM(model_path, kv="prefix")
+
+
+def test_embeddings_are_the_librarys_as_numbers_and_as_bytes(client, library):
+    expected = library.embed(TEXTS)
+    found = client.embeddings.create(model="small", input=TEXTS, encoding_format="float")
+    assert np.array_equal(np.array([one.embedding for one in found.data], np.float32), expected)
+    default = client.embeddings.create(model="small", input=TEXTS)  # the client asks for base64 by itself
+    assert np.array_equal(np.array([one.embedding for one in default.data], np.float32), expected)
+    assert found.usage.prompt_tokens == sum(len(library.tokenizer.encode(text)) for text in TEXTS)
+
+
+def test_base64_is_little_endian_float32(server, library):
+    _, found = server.request("/v1/embeddings", {"input": "x", "encoding_format": "base64"})
+    raw = base64.b64decode(found["data"][0]["embedding"])
+    assert np.array_equal(np.frombuffer(raw, "<f4"), library.embed("x")[0])
+
+
+def test_an_embedding_of_other_dimensions_is_refused(client):
+    with pytest.raises(openai.BadRequestError) as found:
+        client.embeddings.create(model="small", input="x", dimensions=7)
+    assert found.value.param == "dimensions"
+
+
+def test_scores_are_log_probabilities(server, library):
+    _, found = server.request("/v1/score", {"text_1": "a fox", "text_2": [" runs", " sleeps"]})
+    expected = library.score([("a fox", " runs"), ("a fox", " sleeps")])
+    assert [one["score"] for one in found["data"]] == pytest.approx([one.total for one in expected], abs=1e-12)
+    assert server.request("/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]})[0] == 400
+
+
+def test_classification_gives_each_label_its_share(server, library):
+    labels = ["a", "bc", "d"]
+    _, found = server.request("/classify", {"input": TEXTS, "labels": labels})
+    expected = library.classify(TEXTS, labels)
+    for one, other in zip(found["data"], expected, strict=True):
+        assert one["label"] == other.label and one["probs"] == pytest.approx(list(other.probabilities.values()))
+    assert server.request("/classify", {"input": "x", "labels": ["a", "a"]})[0] == 400
+    assert server.request("/classify", {"input": "x", "labels": ["a"]})[0] == 400
+
+
+def test_reranking_needs_a_model_that_has_yes_and_no(server):
+    status, found = server.request("/v1/rerank", {"query": "q", "documents": ["a"]})
+    assert status == 400 and "'yes'" in found["error"]["message"]
+
+
+def test_what_is_too_long_or_empty_is_refused(server):
+    for body in ({"input": []}, {"input": [""]}, {"input": "x" * 5000}, {"input": ["x"] * 500}, {"input": [10**7]}):
+        status, found = server.request("/v1/embeddings", body)
+        assert status == 400 and found["error"]["param"] == "input"
+
+
+def test_questions_and_generations_share_the_engine(server, library):
+    import threading
+
+    answers = []
+    asking = [
+        threading.Thread(
+            target=lambda: answers.append(server.request("/v1/embeddings", {"input": "x", "encoding_format": "float"}))
+        )
+        for _ in range(8)
+    ]
+    for one in asking:
+        one.start()
+    body = {"prompt": "abc", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    assert server.request("/v1/completions", body)[0] == 200
+    for one in asking:
+        one.join()
+    assert {status for status, _ in answers} == {200}
+    expected = library.embed("x")[0]
+    assert all(np.array_equal(np.float32(found["data"][0]["embedding"]), expected) for _, found in answers)

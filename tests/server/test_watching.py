@@ -1,0 +1,97 @@
+"""What one can see of the server from outside: health, metrics, the life of a request, the steps."""
+
+import json
+import re
+import socket
+import threading
+import urllib.request
+
+from tests.server.conftest import until
+
+
+def test_health_is_a_plain_ok(server):
+    assert server.request("/health") == (200, {"status": "ok"})
+
+
+def test_metrics_have_the_names_that_dashboards_ask_for(server):
+    _, text = server.request("/metrics")
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:num_preemptions_total",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:request_success_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+    ):
+        assert re.search(rf"^{name}{{.*}} [0-9.e+-]+$", text, re.M), name
+    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time"):
+        assert re.search(rf'^vllm:{name}_seconds_bucket{{.*le="\+Inf"}} \d+$', text, re.M), name
+
+
+def test_every_metric_is_described_once_and_buckets_only_grow(server):
+    server.request("/v1/completions", {"prompt": "abc", "max_tokens": 5})
+    _, text = server.request("/metrics")
+    described = re.findall(r"^# TYPE (\S+)", text, re.M)
+    assert len(described) == len(set(described))
+    buckets: dict[str, list[int]] = {}
+    for name, count in re.findall(r"^(\S+)_bucket{.*} (\d+)$", text, re.M):
+        buckets.setdefault(name, []).append(int(count))
+    assert all(counts == sorted(counts) for counts in buckets.values())
+    for name, counts in buckets.items():
+        assert int(re.search(rf"^{name}_count{{.*}} (\d+)$", text, re.M)[1]) == counts[-1]
+
+
+def test_counters_count(server):
+    assert until(server.is_idle)
+    names = ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:prefix_cache_queries")
+    before = [server.metric(name) for name in names]
+    _, found = server.request("/v1/completions", {"prompt": "abc", "max_tokens": 5, "n": 2, "ignore_eos": True})
+    assert until(server.is_idle)
+    after = [server.metric(name) for name in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [3, 10, 2, 3]
+    assert found["usage"]["completion_tokens"] == 10
+
+
+def test_a_requests_life_can_be_read_while_it_is_remembered(server):
+    _, found = server.request("/v1/completions", {"prompt": "abcde", "max_tokens": 4, "ignore_eos": True})
+    status, life = server.request(f"/debug/requests/{found['id']}")
+    assert status == 200 and life["state"] == "ended" and life["num_prompt_tokens"] == 5
+    assert [event["event"] for event in life["events"]][-2:] == ["admit", "finish"]
+    assert len(life["samples"][0]["tokens"]) == 4
+    steps = [token["step"] for token in life["samples"][0]["tokens"]]
+    assert steps == sorted(set(steps))
+
+
+def test_steps_are_sent_as_they_happen(server):
+    answer = urllib.request.urlopen(server.url + "/debug/steps", timeout=30)
+    body = {"prompt": "abc", "max_tokens": 6, "ignore_eos": True}
+    asking = threading.Thread(target=server.request, args=("/v1/completions", body))
+    asking.start()
+    records = []
+    while not records or not records[-1]["finished"]:
+        line = answer.readline()
+        if line.startswith(b"data: "):
+            records.append(json.loads(line[6:]))
+    asking.join()
+    answer.close()
+    numbers = [record["step"] for record in records]
+    assert numbers == list(range(numbers[0], numbers[0] + 6))
+    assert records[0]["items"][0]["phase"] == "prefill"
+
+
+def test_a_watcher_that_leaves_is_forgotten(server):
+    raw = socket.create_connection(("127.0.0.1", server.port))
+    raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert raw.recv(1000).startswith(b"HTTP/1.1 200")
+    raw.close()
+    assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
+def test_the_document_names_every_endpoint(server):
+    _, found = server.request("/openapi.json")
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/health", "/generate"} <= set(found["paths"])
