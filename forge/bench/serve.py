@@ -1,16 +1,17 @@
 """`forge bench serve`: what clients of an OpenAI-compatible server see, whoever's server it is.
 
-Each request is a prompt of random tokens, streamed. What counts as a token is the server's own count (its `usage`), for
-a server may send several in one event. Times are the field's: TTFT from sending to the first text, TPOT the mean
-between tokens after the first, ITL between one event and the next, E2EL to the end. The client shares the machine with
-the server, so its own share of a CPU is part of the result.
+Each request is a prompt of random tokens, or of random common words for servers that take no token ids, streamed. What
+counts as a token is the server's own count (its `usage`), for a server may send several in one event. Times are the
+field's: TTFT from sending to the first text, TPOT the mean between tokens after the first, ITL between one event and
+the next, E2EL to the end. The client shares the machine with the server, so its own share of a CPU is part of the
+result.
 """
 
 import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import fmean, median, pstdev
 from typing import Any
@@ -20,7 +21,14 @@ from forge.errors import UsageError
 
 PERCENTILES = (50, 90, 95, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
-DATASETS = ("random",)
+DATASETS = ("random", "words")
+WORDS = "time year people way day man thing woman life child world school state family student group country problem"
+"""Each a token of most vocabularies, with the space before it."""
+TURNS = 7
+"""Of server and engine, where the two are compared."""
+
+
+Prompt = str | list[int]
 
 
 @dataclass(frozen=True)
@@ -54,10 +62,13 @@ class ServePlan:
         if self.dataset not in DATASETS:
             raise UsageError(f"unknown dataset {self.dataset!r}; supported: {', '.join(DATASETS)}")
 
-    def prompts(self) -> list[list[int]]:
+    def prompts(self) -> list[Prompt]:
         """The prompts; the same for the same seed."""
-        rng, (low, high) = random.Random(self.seed), self.token_range
-        return [[rng.randrange(low, high) for _ in range(self.input_tokens)] for _ in range(self.num_prompts)]
+        rng, (low, high), length = random.Random(self.seed), self.token_range, range(self.input_tokens)
+        if self.dataset == "words":
+            words = WORDS.split()
+            return [" ".join(rng.choice(words) for _ in length) for _ in range(self.num_prompts)]
+        return [[rng.randrange(low, high) for _ in length] for _ in range(self.num_prompts)]
 
 
 @dataclass(frozen=True)
@@ -75,9 +86,9 @@ class ServeBenchmark:
     """Seconds until the server answered for the first time."""
     health_ms: tuple[float, ...] = ()
     command: str = ""
-    engine_tokens_per_second: float | None = None
-    """The engine's own on the same requests, where it was measured."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    turns: tuple[tuple[float, float], ...] = ()
+    """Output tokens per second of the server, and of the engine alone on the same requests right after, turn by turn;
+    where that was asked for."""
 
     @property
     def good(self) -> list[Timed]:
@@ -87,6 +98,15 @@ class ServeBenchmark:
     def client_cpu_share(self) -> float:
         """Of one CPU."""
         return self.cpu_seconds / self.duration
+
+    @property
+    def engine_share(self) -> float | None:
+        """The server's speed over the engine's own: the median over the turns."""
+        return median(server / engine for server, engine in self.turns) if self.turns else None
+
+    @property
+    def engine_tokens_per_second(self) -> float | None:
+        return median(engine for _, engine in self.turns) if self.turns else None
 
     @property
     def output_tokens_per_second(self) -> float:
@@ -123,12 +143,21 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def run(plan: ServePlan, progress: Callable[[str], None] = lambda text: None, patience: float = 60) -> ServeBenchmark:
-    """Measure. Raises `ServerProblem` if the server does not answer within `patience` seconds."""
-    return asyncio.run(_run(plan, progress, patience))
+def run(
+    plan: ServePlan,
+    progress: Callable[[str], None] = lambda text: None,
+    patience: float = 60,
+    engine_turn: Callable[[list[Prompt]], float] | None = None,
+) -> ServeBenchmark:
+    """Measure. Raises `ServerProblem` if the server does not answer within `patience` seconds.
+
+    `engine_turn` runs prompts without the server and gives the output tokens per second. With it the requests come in
+    `TURNS` parts, and after each of them it is the engine's turn on the same.
+    """
+    return asyncio.run(_run(plan, progress, patience, engine_turn))
 
 
-async def _run(plan: ServePlan, progress: Callable[[str], None], patience: float) -> ServeBenchmark:
+async def _run(plan: ServePlan, progress: Callable[[str], None], patience: float, engine_turn) -> ServeBenchmark:
     client = HttpClient(plan.url, plan.api_key)
     try:
         waited = time.perf_counter()
@@ -138,14 +167,27 @@ async def _run(plan: ServePlan, progress: Callable[[str], None], patience: float
         await client.stream("/v1/completions", _body(plan, model, prompts[0][::-1]))  # nobody times the first one
         health: list[float] = []
         probing = asyncio.create_task(_probe(client, health)) if plan.probe_health else None
-        began, cpu = time.perf_counter(), time.process_time()
-        found = await _ask_all(plan, model, prompts, client, progress)
-        duration, cpu = time.perf_counter() - began, time.process_time() - cpu
+        found, turns, duration, cpu = [], [], 0.0, 0.0
+        for part in _parts(prompts, TURNS if engine_turn is not None else 1):
+            began, cpu_before = time.perf_counter(), time.process_time()
+            answers = await _ask_all(plan, model, part, client, progress)
+            seconds = time.perf_counter() - began
+            cpu += time.process_time() - cpu_before
+            duration += seconds
+            found += answers
+            if engine_turn is not None:
+                tokens = sum(output_tokens(one) for one in answers if one.error is None)
+                turns.append((tokens / seconds, engine_turn(part)))
         if probing is not None:
             probing.cancel()
-        return ServeBenchmark(plan, model, tuple(found), duration, cpu, ready_after, tuple(health))
+        return ServeBenchmark(plan, model, tuple(found), duration, cpu, ready_after, tuple(health), turns=tuple(turns))
     finally:
         client.close()
+
+
+def _parts(prompts: list[Prompt], number: int) -> list[list[Prompt]]:
+    """The prompts in `number` parts that differ in length by one at most; fewer where there are fewer prompts."""
+    return [part for first in range(number) if (part := prompts[first::number])]
 
 
 async def _only_model(client: HttpClient, patience: float, progress: Callable[[str], None]) -> str:
@@ -173,7 +215,7 @@ async def _ask_all(plan: ServePlan, model: str, prompts, client: HttpClient, pro
     places, rng = asyncio.Semaphore(plan.concurrency), random.Random(plan.seed)
     done = 0
 
-    async def ask(prompt: list[int]) -> Timed:
+    async def ask(prompt: Prompt) -> Timed:
         nonlocal done
         async with places:
             found = await client.stream("/v1/completions", _body(plan, model, prompt))
@@ -190,7 +232,7 @@ async def _ask_all(plan: ServePlan, model: str, prompts, client: HttpClient, pro
     return await asyncio.gather(*tasks)
 
 
-def _body(plan: ServePlan, model: str, prompt: list[int]) -> dict[str, Any]:
+def _body(plan: ServePlan, model: str, prompt: Prompt) -> dict[str, Any]:
     return {
         "model": model,
         "prompt": prompt,
@@ -238,6 +280,7 @@ def serve_object(result: ServeBenchmark) -> dict[str, Any]:
         "client_cpu_share": result.client_cpu_share,
         "ready_after_s": result.ready_after,
         "engine_output_throughput": result.engine_tokens_per_second,
+        "engine_share": result.engine_share,
     }
     for metric in METRICS:
         values = result.values(metric)

@@ -21,9 +21,10 @@ class Syntax:
 
 @dataclass(frozen=True)
 class Given:
-    """What a reader gave, by parameter name. Values as they are written on a command line."""
+    """What a reader gave, by parameter name. Values as they are written on a command line; a tuple of them for an
+    option that was given several times."""
 
-    values: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
 
     def applied(self, args: Sequence[str], syntax: Syntax) -> list[str]:
         """`args` of a command with `syntax`, each parameter that was given as it was given.
@@ -64,4 +65,8 @@ class Given:
     def _options(self, syntax: Syntax, varied: set[str]) -> list[str]:
         first = {name: spelling for spelling, name in reversed(syntax.options.items())}
         names = [name for name in self.values if name in first and name not in varied]
-        return [word for name in names for word in (first[name], self.values[name])]
+        return [word for name in names for value in _each(self.values[name]) for word in (first[name], value)]
+
+
+def _each(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value

@@ -136,6 +136,9 @@ class PrefixKvCache(PagedKvCache):
 
     def _check_contents(self, table: PrefixTable) -> None:
         size, node = self.block_size, table.tip
+        if table.reserved > table.computed:
+            for block in table.blocks[table.computed // size :]:
+                assert block not in self.index.node_of, f"block {block} is indexed while it is being written"
         assert len(table.token_ids) >= table.computed >= node.depth * size, f"lengths out of order: {table}"
         while node.parent is not None:
             start = (node.depth - 1) * size
@@ -143,9 +146,6 @@ class PrefixKvCache(PagedKvCache):
             assert tuple(table.token_ids[start : start + size]) == node.token_ids, f"not its tokens: {table}"
             node = node.parent
         assert node is self.index.root(table.salt), f"not under its salt: {table}"
-        if table.reserved > table.computed:
-            for block in table.blocks[table.computed // size :]:
-                assert block not in self.index.node_of, f"block {block} is indexed while it is being written"
 
     def _match(self, token_ids: Sequence[int], salt: str, max_cached: int | None) -> tuple[Hit, Node]:
         """The longest beginning that is there, and the content of its whole blocks."""

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.bugs import BugOption, run_bug
+from forge.cli.chapters import OnlyOption, PauseOption, has_chapter, read_chapter, reads_chapter
 from forge.cli.running import Found, load_model, run_label
 
 if TYPE_CHECKING:
@@ -31,24 +32,20 @@ def batching(
     threads: options.ThreadsOption = None,
     only: OnlyOption = None,
     pause: PauseOption = True,
+    bug: BugOption = None,
     json: options.JsonOption = False,
 ) -> Found:
-    """Requests together: 1, 4, 16 at once, static and continuous.
+    """6. One decision per iteration: requests together, static and continuous.
 
     [dim]forge batching --only run --requests 32[/dim]
     """
-    if reads_chapter(only, json) and _is_written(ctx.command.name):
+    if bug is not None:
+        return run_bug("batching", bug, device, threads, json)
+    if reads_chapter(only, json) and has_chapter(ctx):
         return read_chapter(ctx, pause)
     loading = options.model_options(device=device, threads=threads)
     report = measure_ways(model, loading, (requests, prompt_tokens, max_tokens, seed), ways_of(BATCHES), turns=1)
     return report.as_json() if json else report
-
-
-def _is_written(command: str) -> bool:
-    """Whether the chapter is on the shelf. Until it is, its experiment stands alone."""
-    from forge.book.shelf import entries
-
-    return any(entry.command == command for entry in entries())
 
 
 def ways_of(batches: "Sequence[int]") -> "list[tuple[How, int]]":

@@ -351,7 +351,9 @@ def bench_serve(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="As the server calls it.", show_default="its first")
     ] = None,
-    dataset: Annotated[str, typer.Option("--dataset", help="random", rich_help_panel=_MEASURE)] = "random",
+    dataset: Annotated[
+        str, typer.Option("--dataset", help="random token ids, or words.", rich_help_panel=_MEASURE)
+    ] = "random",
     input_tokens: Annotated[int, typer.Option("--input-tokens", rich_help_panel=_MEASURE)] = 128,
     output_tokens: Annotated[int, typer.Option("--output-tokens", rich_help_panel=_MEASURE)] = 32,
     num_prompts: Annotated[int, typer.Option("--num-prompts", rich_help_panel=_MEASURE)] = 400,
@@ -374,7 +376,9 @@ def bench_serve(
     ] = False,
     engine: Annotated[
         str | None,
-        typer.Option("--engine", help="Then run the same on this model without a server.", rich_help_panel=_MEASURE),
+        typer.Option(
+            "--engine", help="Run the same on this model without a server, in turns.", rich_help_panel=_MEASURE
+        ),
     ] = None,
     num_blocks: Annotated[
         int | None, typer.Option("--num-blocks", help="For --engine.", rich_help_panel=_MEASURE)
@@ -391,7 +395,7 @@ def bench_serve(
     import sys
 
     from forge.bench.serve import ServePlan, parse_goodput, run, serve_object
-    from forge.bench.serve_engine import engine_tokens_per_second
+    from forge.bench.serve_engine import EngineTurns
     from forge.views.bench import BenchProgress
     from forge.views.json_output import to_json
     from forge.views.serve_bench import print_serve_benchmark
@@ -412,14 +416,13 @@ def bench_serve(
         probe_health=probe_health,
     )
     with BenchProgress(open_error_console()) as progress:
-        result = run(plan, progress)
-        result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
-        if engine is not None:
-            progress("the engine alone")
+        if engine is None:
+            result = run(plan, progress)
+        else:
             loading = options.model_options(num_blocks=num_blocks, threads=threads)
-            loading |= {"kv": "prefix", "max_num_seqs": 64}
-            own = engine_tokens_per_second(engine, loading, plan)
-            result = replace(result, engine_tokens_per_second=own)
+            with EngineTurns(engine, loading | {"kv": "prefix", "max_num_seqs": 64}, plan) as turns:
+                result = run(plan, progress, engine_turn=turns.turn)
+        result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
     if json:
         open_console().print(to_json(serve_object(result)), soft_wrap=True)
     else:

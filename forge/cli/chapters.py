@@ -95,11 +95,15 @@ def read_chapter(ctx: typer.Context, pause: bool) -> int:
     from forge.book.shelf import find
 
     values = {
-        name: options.read_prompt(value) if name == "prompt" else str(value)
+        name: options.read_prompt(value) if name == "prompt" else _as_written(value)
         for name, value in ctx.params.items()
         if name not in _NOT_GIVEN and ctx.get_parameter_source(name).name == "COMMANDLINE"
     }
     return _read(find(ctx.command.name), pause=pause, given=Given(values))
+
+
+def _as_written(value: object) -> str | tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: int = 0) -> int:

@@ -39,7 +39,7 @@ def compare(
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
     model: options.ModelOption = "tales",
-    kv: options.KvOption = "off",
+    kv: options.KvWish = None,
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
     max_model_len: options.MaxModelLenOption = None,
@@ -137,7 +137,8 @@ def compare(
     sides: list[Side] = []
     with ComparisonProgress(console, question, versus.names, max_tokens, quiet=json) as progress:
         for name, given in zip(versus.names, (ctx.params, versus.right), strict=True):
-            side = _run_side(name, {**given, "max_tokens": max_tokens}, texts, sides, progress.step)
+            kv = options.kv_or_default(given["kv"], ctx.params["speculate"], versus.right["speculate"])
+            side = _run_side(name, {**given, "kv": kv, "max_tokens": max_tokens}, texts, sides, progress.step)
             sides.append(side)
             if side.result.interrupted:
                 break

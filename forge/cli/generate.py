@@ -19,7 +19,7 @@ def generate(
     prompt: options.PromptArgument,
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
     model: options.ModelOption = "tales",
-    kv: options.KvOption = "off",
+    kv: options.KvWish = None,
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
     max_model_len: options.MaxModelLenOption = None,
@@ -68,6 +68,7 @@ def generate(
 
     [dim]forge generate --kv paged --num-blocks 64 --show blocks "Once upon a time" 64[/dim]
     """
+    kv = options.kv_or_default(kv, speculate)
     blocks, pace = options.shows_blocks(show, kv), options.checked_pace(pace)
     text = options.read_prompt(prompt)
     scored = 0 if prompt_logprobs is None and echo and max_tokens == 0 else prompt_logprobs

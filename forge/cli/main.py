@@ -38,6 +38,7 @@ from forge.cli.serve import serve
 from forge.cli.speculation import speculation
 from forge.cli.trace_scheduler import trace_scheduler
 from forge.cli.versus import VersusCommand
+from forge.cli.watch import watch
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ app.command("trace-scheduler", rich_help_panel=_RUN)(trace_scheduler)
 app.command("replay", rich_help_panel=_RUN)(replay)
 app.add_typer(trace, name="trace", rich_help_panel=_RUN)
 app.command("serve", rich_help_panel=_RUN)(serve)
+app.command("watch", rich_help_panel=_RUN)(watch)
 
 app.add_typer(models, name="models", rich_help_panel=_INSPECT)
 app.command("doctor", rich_help_panel=_INSPECT)(doctor)

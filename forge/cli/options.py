@@ -39,14 +39,14 @@ ModelOption = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-KvOption = Annotated[
-    str,
-    typer.Option(
-        "--kv",
-        help="KV cache: off; basic (or on), a contiguous run per sequence; paged, blocks from one pool; prefix, paged "
-        "and shared between prompts that begin alike.",
-        rich_help_panel=_MODEL,
-    ),
+_KV_HELP = (
+    "KV cache: off; basic (or on), a contiguous run per sequence; paged, blocks from one pool; prefix, paged and "
+    "shared between prompts that begin alike."
+)
+KvOption = Annotated[str, typer.Option("--kv", help=_KV_HELP, rich_help_panel=_MODEL)]
+KvWish = Annotated[
+    str | None,
+    typer.Option("--kv", help=_KV_HELP, show_default="off, or paged with --speculate", rich_help_panel=_MODEL),
 ]
 DeviceOption = Annotated[
     str | None,
@@ -257,6 +257,11 @@ SvgOption = Annotated[
     Path | None, typer.Option("--svg", help="Save the final picture in this file.", rich_help_panel=_OUTPUT)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)]
+
+
+def kv_or_default(kv: str | None, *speculate: str | None) -> str:
+    """The cache that was asked for. Without a wish there is none, but guesses are for an engine that has one."""
+    return kv or ("paged" if any(mode not in (None, "off") for mode in speculate) else "off")
 
 
 def model_options(**given: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import typer
 
 from forge.cli import options
 from forge.cli.arrivals import Arrival, drive_arrivals, watch_arrivals, whole
+from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, has_chapter, read_chapter, reads_chapter
 from forge.cli.running import Found, load_model
 
@@ -41,6 +42,7 @@ def paged(
     pace: options.PaceOption = PACE,
     only: OnlyOption = None,
     pause: PauseOption = True,
+    bug: BugOption = None,
     json: options.JsonOption = False,
 ) -> Found:
     """4. The cache as virtual memory: a pool of blocks instead of one run per sequence.
@@ -49,6 +51,8 @@ def paged(
     """
     from forge.errors import UsageError
 
+    if bug is not None:
+        return run_bug("paged", bug, device, threads, json)
     if reads_chapter(only, json) and has_chapter(ctx):
         return read_chapter(ctx, pause)
     if sequences < 1:

@@ -6,6 +6,7 @@ import typer
 
 from forge.cli import options
 from forge.cli.arrivals import Arrival, drive_arrivals, watch_arrivals, whole
+from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, has_chapter, read_chapter, reads_chapter
 from forge.cli.running import Found, load_model
 
@@ -65,6 +66,7 @@ def prefix(
     pace: options.PaceOption = PACE,
     only: OnlyOption = None,
     pause: PauseOption = True,
+    bug: BugOption = None,
     json: options.JsonOption = False,
 ) -> Found:
     """5. Prefix reuse: what was computed once serves all that begin alike.
@@ -73,6 +75,8 @@ def prefix(
     """
     from forge.errors import UsageError
 
+    if bug is not None:
+        return run_bug("prefix", bug, device, threads, json)
     if reads_chapter(only, json) and has_chapter(ctx):
         return read_chapter(ctx, pause)
     for name, value, least in (("--branches", branches, 1), ("--requests", requests, 2), ("MAX_TOKENS", max_tokens, 4)):

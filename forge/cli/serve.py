@@ -1,8 +1,9 @@
 """`forge serve`: an OpenAI-compatible server on one engine that all requests share."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,29 +22,18 @@ DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8080
 
 def serve(
     model: options.ModelOption = "tales",
-    kv: Annotated[
-        str, typer.Option("--kv", help="KV cache: off, basic, paged or prefix.", rich_help_panel="Model")
-    ] = "prefix",
+    kv: options.KvOption = "prefix",
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
     max_model_len: options.MaxModelLenOption = None,
     block_size: options.BlockSizeOption = None,
-    num_blocks: Annotated[
-        int | None, typer.Option("--num-blocks", help="KV blocks in the pool.", rich_help_panel="Model")
-    ] = None,
-    kv_memory: Annotated[
-        int | None, typer.Option("--kv-memory", help="The same in bytes.", rich_help_panel="Model")
-    ] = None,
+    num_blocks: options.NumBlocksOption = None,
+    kv_memory: options.KvMemoryOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantize: options.QuantizeOption = None,
-    speculate: Annotated[
-        str | None,
-        typer.Option("--speculate", help="Who guesses ahead: draft or ngram.", rich_help_panel=_SCHEDULER),
-    ] = None,
-    draft: Annotated[str | None, typer.Option("--draft", help="The draft model.", rich_help_panel=_SCHEDULER)] = None,
-    k: Annotated[
-        int | None, typer.Option("--k", help="Tokens to guess at a time, at most.", rich_help_panel=_SCHEDULER)
-    ] = None,
+    speculate: options.SpeculateOption = None,
+    draft: options.DraftOption = None,
+    k: options.KOption = None,
     host: Annotated[
         str | None,
         typer.Option("--host", help="Address to listen on.", show_default=DEFAULT_HOST, rich_help_panel=_SERVER),
@@ -75,17 +65,10 @@ def serve(
     max_num_seqs: Annotated[
         int, typer.Option("--max-num-seqs", help="Sequences that run at once.", rich_help_panel=_SCHEDULER)
     ] = 64,
-    max_num_batched_tokens: Annotated[
-        int | None,
-        typer.Option("--max-num-batched-tokens", help="Tokens that a step computes.", rich_help_panel=_SCHEDULER),
-    ] = None,
-    order: Annotated[str | None, typer.Option("--order", help="fcfs or priority.", rich_help_panel=_SCHEDULER)] = None,
-    preempt: Annotated[
-        str | None, typer.Option("--preempt", help="lifo or least-progressed.", rich_help_panel=_SCHEDULER)
-    ] = None,
-    mode: Annotated[
-        str | None, typer.Option("--mode", help="recompute or swap what a victim had.", rich_help_panel=_SCHEDULER)
-    ] = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokensOption = None,
+    order: options.OrderOption = None,
+    preempt: options.PreemptOption = None,
+    mode: options.ModeOption = None,
     max_queue: Annotated[
         int | None, typer.Option("--max-queue", help="Unfinished prompts before 429.", rich_help_panel=_LIMITS)
     ] = None,
@@ -154,7 +137,10 @@ def serve(
         k=k,
     )
     configure_logging()
-    return run(model, loading, settings, live_view if live else None, _say_ready(model))
+    if not live:
+        return run(model, loading, settings, on_ready=_say_ready(model))
+    with ExitStack() as shown:
+        return run(model, loading, settings, lambda ready: _show(shown, ready, loading), _say_ready(model))
 
 
 def address(host: str | None, port: int | None, variable: str | None) -> tuple[str, int]:
@@ -183,13 +169,15 @@ def _require_server() -> None:
         raise UsageError(f"serving needs {' and '.join(missing)}: pip install 'forge-llm[serve]'")
 
 
-def live_view(ready: "Ready") -> "Callable[[StepRecord], None]":
-    """What is called with every step's record: one line per step on standard output."""
-    from forge.views.steps import print_step
+def _show(shown: ExitStack, ready: "Ready", loading: dict[str, Any]) -> "Callable[[StepRecord], None]":
+    """What is called with every step's record."""
+    from forge.views.summary import RunLabel
     from forge.views.terminal import open_console
+    from forge.views.traffic import Traffic
 
-    console = open_console()
-    return lambda record: print_step(console, record)
+    label = RunLabel(ready.model_name, ready.kv, ready.device, ready.device_description)
+    traffic = Traffic(open_console(), label, loading["max_num_seqs"], loading.get("order", "fcfs"))
+    return shown.enter_context(traffic).step
 
 
 def _say_ready(model: str) -> "Callable[[str], None]":

@@ -1,4 +1,6 @@
-"""`forge speculation`: a draft guesses, the target verifies. Which guesses did it keep, why, and what was gained?"""
+"""`forge speculation`: chapter 7. Its experiment: a draft guesses, the target verifies. Which guesses did it keep, why,
+and what was gained?
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
@@ -6,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
+from forge.cli.bugs import BugOption, run_bug
+from forge.cli.chapters import OnlyOption, PauseOption, has_chapter, read_chapter, reads_chapter
 from forge.cli.running import Found, drive, exit_status, load_model, run_label, warm_up
 
 if TYPE_CHECKING:
@@ -17,6 +21,7 @@ MAX_TOKENS = 64
 
 
 def speculation(
+    ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = MAX_TOKENS,
     model: options.ModelOption = "tales",
@@ -35,7 +40,7 @@ def speculation(
         int | None,
         typer.Option(
             "--revoke-draft-at",
-            help="Take the draft back after this many output tokens.",
+            help="Take the draft back after this many output tokens: the experiment alone.",
             rich_help_panel="Speculation",
         ),
     ] = None,
@@ -43,20 +48,27 @@ def speculation(
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,
     seed: options.SeedOption = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    bug: BugOption = None,
     json: options.JsonOption = False,
 ) -> Found:
-    """Guess tokens with a small model and verify them together: which does the target keep, and what is gained?
+    """7. Guess, verify, keep what agrees: which guesses does the target keep, and what is gained?
 
-    [dim]forge speculation "Once upon a time" 64 --k 4[/dim]
+    [dim]forge speculation --only run "Once upon a time" 64 --k 4[/dim]
 
     [dim]forge speculation --revoke-draft-at 10[/dim]
     """
     from forge.errors import UsageError
 
+    if bug is not None:
+        return run_bug("speculation", bug, device, threads, json)
     if speculate == "off":
         raise UsageError("nobody guesses with --speculate off: take draft or ngram, or forge generate")
     if revoke_draft_at is not None and (speculate != "draft" or revoke_draft_at < 1):
         raise UsageError("--revoke-draft-at is a number of output tokens, at least 1, for --speculate draft")
+    if reads_chapter(only, json) and has_chapter(ctx) and revoke_draft_at is None:
+        return read_chapter(ctx, pause)
     drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     loading = {"kv": kv, "device": device, "threads": threads, "max_model_len": max_model_len}
     guessing = {"speculate": speculate, "draft": draft, "k": k, "speculate_fixed": speculate_fixed}

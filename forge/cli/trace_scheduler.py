@@ -55,6 +55,9 @@ def trace_scheduler(
     trace: options.TraceOption = None,
     step: options.StepOption = False,
     svg: options.SvgOption = None,
+    lines: Annotated[
+        bool, typer.Option("--lines/--no-lines", help="In a pipe, a line for each step.", rich_help_panel="Output")
+    ] = True,
     json: options.JsonOption = False,
 ) -> Found:
     """Run many requests at once and see who runs, who waits, and why.
@@ -90,22 +93,24 @@ def trace_scheduler(
     workload = make_workload(
         llm.tokenizer, requests, prompt_range, output_range, arrivals, priorities=priorities, seed=seed
     )
-    return _run(llm, workload, watch, svg, json)
+    return _run(llm, workload, watch, svg, lines, json)
 
 
-def _run(llm: "LLM", workload: "Workload", watch: Watch, svg, json: bool) -> Found:
+def _run(llm: "LLM", workload: "Workload", watch: Watch, svg, lines: bool, json: bool) -> Found:
     from forge.bench.workload import WorkloadRun
     from forge.errors import UsageError
     from forge.views.report import Report
     from forge.views.serving import print_serving, serving_object
     from forge.views.serving_live import serving_view
-    from forge.views.terminal import open_console
+    from forge.views.terminal import can_redraw, open_console
 
     engine = llm.engine
     engine.report_probabilities = False  # nobody looks at them here
     history = new_history(llm, engine)
     run = WorkloadRun(engine, workload)
-    with serving_view(open_console(), history, quiet=json or watch.steps) as view:
+    console = open_console()
+    quiet = json or watch.steps or not (lines or can_redraw(console))
+    with serving_view(console, history, quiet) as view:
         driven = advance(llm, engine, run, view.step, watch, history)
     if not history.records and run.refused:
         raise UsageError(f"no request can run: {run.refused[0][1]}")

@@ -4,7 +4,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -33,6 +32,8 @@ from forge.server.scores import add_scores
 from forge.server.settings import Settings
 from forge.server.streaming import DONE, EventStream, event, leaving_client
 from forge.server.strict_json import StrictRoute
+from forge.trace.codec import codec_of
+from forge.trace.records import StepRecord
 
 _ERRORS = {
     status: {"description": text}
@@ -295,7 +296,7 @@ async def _last_events(shape: CompletionShape | ChatShape, generation: Generatio
 
 def _says_something(delta: Delta) -> bool:
     """A token may bring nothing that can be shown yet."""
-    return bool(delta.text or delta.finish_reason or (delta.logprobs and delta.logprobs[0] is not None))
+    return bool(delta.text or delta.finish_reason or delta.logprobs)
 
 
 async def _native_events(service: Service, generation: Generation) -> AsyncIterator[bytes]:
@@ -336,8 +337,10 @@ async def _native_body(service: Service, generation: Generation) -> dict[str, An
 
 
 async def _step_events(client: EngineClient) -> AsyncIterator[bytes]:
+    encode = codec_of(StepRecord).encode
     async for record in client.records():
-        yield event(asdict(record))
+        yield event(encode(record))
+    yield DONE
 
 
 def _text_of(service: Service, prompt: Prompt) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from forge.engine.outputs import RequestOutput
+from forge.engine.outputs import Logprobs, RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
 from forge.server.messages import (
@@ -38,7 +38,7 @@ from forge.trace.records import StepRecord
 
 logger = logging.getLogger("forge.server")
 
-EVENTS_PER_SECOND = 1_500
+EVENTS_PER_SECOND = 1_000
 """Of all streams together. An event costs the server and its client some 50 µs each, most of it in the system."""
 _RECEIVE = 1 << 18
 MAX_PENDING_CHARS = 1 << 20
@@ -67,14 +67,15 @@ class FollowerStalled(ForgeError):
     """A client did not take what was generated for it."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Delta:
     """What is new of one choice: several tokens where its follower was slow."""
 
     choice: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[tuple[tuple[int, float], ...] | None] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    """One for each token, or none at all."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -173,11 +174,15 @@ class Generation:
 
     def add_token(self, choice: int, token_id: int, text: str, logprobs) -> bool:
         """Take in a token; whether it is the first of its choice."""
-        delta = self.delta(choice)
+        delta = self._deltas.get(choice)
+        if delta is None:
+            delta = self._deltas[choice] = Delta(choice)
         delta.text += text
         delta.token_ids.append(token_id)
-        delta.logprobs.append(logprobs)
-        self._pending_chars += len(text) + (32 * len(logprobs) if logprobs else 0)
+        self._pending_chars += len(text)
+        if logprobs is not None:
+            delta.logprobs.append(logprobs)
+            self._pending_chars += 32 * len(logprobs)
         if choice in self._begun:
             return False
         self._begun.add(choice)
@@ -335,6 +340,11 @@ class EngineClient(asyncio.BufferedProtocol):
             if not self._watchers and self.on_record is None and not self.dead:
                 self._send(Watch(False))
 
+    def end_records(self) -> None:
+        """Nobody who follows `records` gets any more."""
+        for queue in self._watchers:
+            _offer(queue, None)
+
     def _send(self, command: Any) -> None:
         self._transport.write(frame(command))
 
@@ -357,11 +367,10 @@ class EngineClient(asyncio.BufferedProtocol):
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(EngineDead())
-        for queue in self._watchers:
-            _offer(queue, None)
+        self.end_records()
 
     def _take_in(self, update: Update) -> None:
-        find = self._generations.get
+        find, dirty = self._generations.get, self._dirty
         for key in update.accepted:
             if key in self._generations:
                 self._generations[key][0].accept()
@@ -375,10 +384,10 @@ class EngineClient(asyncio.BufferedProtocol):
             generation, index = found
             if generation.add_token(index * generation.params.n + sample, token_id, text, logprobs):
                 generation.wake()
-            elif generation.is_stalled:
-                self.abort(generation, FollowerStalled("the client does not take what is generated"))
             else:
-                self._dirty.add(generation)
+                dirty.add(generation)
+                if generation.is_stalled:
+                    self.abort(generation, FollowerStalled("the client does not take what is generated"))
         for key, sample, reason, text, stop in update.sample_ends:
             if (found := find(key)) is not None:
                 generation, index = found

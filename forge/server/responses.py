@@ -76,7 +76,7 @@ class CompletionShape(Shape):
 
     def delta(self, delta: Delta) -> dict[str, Any]:
         logprobs = None
-        if delta.logprobs and delta.logprobs[0] is not None:
+        if delta.logprobs:
             logprobs = self._logprobs(delta.choice, delta.token_ids, delta.logprobs)
         stop = delta.stop_reason
         choice = {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
@@ -159,7 +159,7 @@ class ChatShape(Shape):
         reasoning, answer = ("".join(texts) for texts in zip(*parts, strict=True))
         fields = {name: text for name, text in (("reasoning_content", reasoning), ("content", answer)) if text}
         logprobs = None
-        if delta.logprobs and delta.logprobs[0] is not None:
+        if delta.logprobs:
             logprobs = self._logprobs(delta.token_ids, delta.logprobs)
         chunks = []
         if fields or logprobs:

@@ -159,6 +159,7 @@ class _Ending:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), 0.05)
         self._client.abort_all(ShuttingDown())
+        self._client.end_records()
         self._server.should_exit = True
 
 

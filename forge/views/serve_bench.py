@@ -26,7 +26,7 @@ def print_serve_benchmark(console: Console, result: ServeBenchmark) -> None:
         return
     console.print()
     for name, value in _throughput(result):
-        console.print(Text(f"{name:<24}{value:>12}"))
+        console.print(Text(f"{name:<24}{value}"))
     console.print()
     print_table(console, _latencies(result))
     if result.health_ms:
@@ -44,10 +44,10 @@ def _throughput(result: ServeBenchmark) -> list[tuple[str, str]]:
         ("input tokens/s", rate(tokens_in / seconds)),
         ("output tokens/s", rate(tokens_out / seconds)),
     ]
-    if result.engine_tokens_per_second is not None:
-        share = result.output_tokens_per_second / result.engine_tokens_per_second
+    if result.engine_share is not None:
+        shares = sorted(server / engine for server, engine in result.turns)
         lines.append(("the engine's own", rate(result.engine_tokens_per_second)))
-        lines.append(("share of it", percent(share)))
+        lines.append(("share of it", f"{percent(result.engine_share)} ({percent(shares[0])} to {percent(shares[-1])})"))
     if (met := goodput(result)) is not None:
         lines.append(("goodput, requests/s", rate(met)))
     return lines

@@ -60,7 +60,8 @@ def server(answer):
     try:
         yield f"http://127.0.0.1:{address[0]}"
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+        loop.call_soon_threadsafe(lambda: loop.call_later(0.05, loop.stop))
         thread.join()
 
 
@@ -96,6 +97,25 @@ def test_tokens_are_the_servers_count_and_connections_are_kept():
     assert json.loads(json.dumps(found)) == found
 
 
+def test_server_and_engine_take_turns_on_the_same_prompts():
+    asked, turns = [], []
+
+    def answer(body):
+        asked.append(body["prompt"])
+        yield from polite(body)
+
+    def turn(prompts):
+        assert asked[-len(prompts) :] == prompts
+        turns.append(prompts)
+        return 100.0
+
+    with server(answer) as url:
+        plan = ServePlan(url, input_tokens=3, output_tokens=4, num_prompts=10, concurrency=1)
+        result = run(plan, engine_turn=turn)
+    assert sorted(prompt for part in turns for prompt in part) == sorted(plan.prompts())
+    assert len(result.turns) == 7 and result.engine_tokens_per_second == 100
+
+
 def test_errors_are_counted_and_kept_apart():
     def rude(body):
         if body["prompt"][0] % 2:
@@ -119,6 +139,11 @@ def test_a_server_that_is_not_there_is_one_line():
 
 def test_the_same_seed_asks_the_same():
     assert ServePlan("x").prompts() == ServePlan("y").prompts() != ServePlan("x", seed=1).prompts()
+
+
+def test_words_are_text():
+    (prompt,) = ServePlan("x", dataset="words", input_tokens=7, num_prompts=1).prompts()
+    assert len(prompt.split()) == 7
 
 
 def timed(started, chunks, ended, tokens) -> Timed:
@@ -158,7 +183,7 @@ def test_a_plan_without_a_meaning_is_refused(wrong):
 
 def test_the_screen_names_the_clients_share_and_the_engines_own(capsys):
     requests = (timed(0, [0.1, 0.3], 0.3, 3),)
-    result = ServeBenchmark(ServePlan(""), "m", requests, 2.0, 0.5, 0.0, (1.0, 2.0), engine_tokens_per_second=3.0)
+    result = ServeBenchmark(ServePlan(""), "m", requests, 2.0, 0.5, 0.0, (1.0, 2.0), turns=((1.5, 3.0), (1.0, 4.0)))
     print_serve_benchmark(open_console(), result)
     out = capsys.readouterr().out
-    assert "25 % of one CPU" in out and "50 %" in out and "TTFT" in out and "p99" in out
+    assert "25 % of one CPU" in out and "38 % (25 % to 50 %)" in out and "TTFT" in out and "p99" in out

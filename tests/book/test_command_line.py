@@ -11,7 +11,7 @@ SYNTAX = Syntax(
 )
 
 
-def applied(line: str, **values: str) -> list[str]:
+def applied(line: str, **values: str | tuple[str, ...]) -> list[str]:
     return Given(values).applied(shlex.split(line), SYNTAX)
 
 
@@ -29,6 +29,7 @@ def applied(line: str, **values: str) -> list[str]:
         ("x --model tales vs tales-q4_0 --kv on", {"model": "a.gguf"}, "x --model tales vs tales-q4_0 --kv on"),
         ("x --kv=off vs on", {"kv": "basic"}, "x --kv=off vs on"),
         ("x --json", {"device": "cuda"}, "x --json"),
+        ("x --kv on", {"model": ("a.gguf", "b.gguf")}, "x --kv on --model a.gguf --model b.gguf"),
     ],
 )
 def test_what_was_given_takes_the_place_of_what_was_written(line, values, expected):

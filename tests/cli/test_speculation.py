@@ -17,7 +17,7 @@ def pair(tmp_path_factory) -> tuple[str, ...]:
 
 
 def test_speculation_shows_what_was_kept_and_gained(forge, pair):
-    found = forge("speculation", "the hat on the hat", "24", *pair, "--k", "3", "--speculate-fixed")
+    found = forge("speculation", "--only", "run", "the hat on the hat", "24", *pair, "--k", "3", "--speculate-fixed")
 
     assert found.status == 0 and found.err == ""
     for expected in (
@@ -53,7 +53,7 @@ def test_a_revoked_draft_costs_no_token(forge, pair):
 
 def test_speculation_under_sampling_says_that_the_draws_are_others(forge, pair):
     drawing = ("--temperature", "1.5", "--seed", "3")
-    found = forge("speculation", "the hat", "20", *pair, "--speculate-fixed", *drawing)
+    found = forge("speculation", "--only", "run", "the hat", "20", *pair, "--speculate-fixed", *drawing)
 
     assert found.status == 0
     assert "seed 3" in found.out

@@ -57,6 +57,17 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_work(long_model):
     assert refused.startswith("HTTP/1.1 503") and "shutting_down" in refused
 
 
+def test_a_watcher_does_not_hold_up_the_end(long_model):
+    server = Server("-m", long_model)
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert raw.recv(1000).startswith(b"HTTP/1.1 200")
+        server.process.send_signal(signal.SIGTERM)
+        assert "[DONE]" in rest(raw)
+    assert server.stop() == 0
+    assert not [line for line in server.log if "ERROR" in line]
+
+
 def test_after_the_grace_time_a_stream_ends_with_an_error(long_model):
     server = Server("-m", long_model, "--grace", "0.1")
     raw = begin_stream(server, LONG | {"n": 4, "temperature": 1})
@@ -187,3 +198,30 @@ def test_live_prints_every_step(long_model):
     out, _ = process.communicate(timeout=PATIENCE)
     assert [line.split()[1] for line in out.splitlines()] == ["1", "2", "3"]
     assert "prefill" in out and "decode 1" in out
+
+
+def test_watch_shows_the_steps_of_a_server_elsewhere(long_model):
+    import subprocess
+
+    from tests.cli.conftest import start
+
+    server = Server("-m", long_model)
+    watching = start("watch", server.url, stdout=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    reading = threading.Thread(target=lambda: lines.extend(iter(watching.stdout.readline, "")), daemon=True)
+    reading.start()
+
+    def is_seen() -> bool:
+        server.request("/v1/completions", {"prompt": "abc", "max_tokens": 3, "ignore_eos": True})
+        return len(lines) >= 3
+
+    assert until(is_seen)
+    assert server.stop() == 0
+    reading.join(PATIENCE)
+    watching.wait(PATIENCE)
+    assert any("prefill" in line for line in lines) and any("decode 1" in line for line in lines)
+
+
+def test_watching_nobody_is_one_line(forge):
+    found = forge("watch", "http://127.0.0.1:1")
+    assert found.status == 2 and "shows no steps" in found.err and found.err.count("\n") == 1

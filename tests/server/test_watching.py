@@ -81,7 +81,7 @@ def test_steps_are_sent_as_they_happen(server):
     answer.close()
     numbers = [record["step"] for record in records]
     assert numbers == list(range(numbers[0], numbers[0] + 6))
-    assert records[0]["items"][0][1] == "prefill" or records[0]["items"][0]["phase"] == "prefill"
+    assert records[0]["items"][0]["phase"] == "prefill"
 
 
 def test_a_watcher_that_leaves_is_forgotten(server):

@@ -1,0 +1,297 @@
+"""Bugs as lessons: each puts back into the real engine, for as long as it is asked for, one mistake that a real engine
+has made.
+
+A bug is a few lines in place of a method's own, for the length of a `with`. Outside of it nothing of this file is
+anywhere near the engine. What happens then is `trial`'s business.
+
+A bug is caught in one of two ways: an invariant does not hold (`invariant`), or nothing can be seen but that somebody
+says something else than before (`tokens`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from unittest.mock import patch
+
+from forge.backends.reference import ReferenceOperations
+from forge.cache.kv_storage import BlockCopy
+from forge.cache.paged import PagedKvCache
+from forge.cache.prefix import PrefixKvCache, PrefixTable
+from forge.engine import scheduler
+from forge.engine.engine import Engine
+from forge.errors import UsageError
+
+CaughtBy = Literal["invariant", "tokens"]
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """One request of a bug's trial."""
+
+    prompt: str
+    params: Mapping[str, Any]
+    step: int = 0
+    """It comes when this many steps have been made."""
+    hangs_up_after: int | None = None
+    """Its client goes away after this step."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`loading` and `requests` are the engine and the work in which it shows."""
+
+    name: str
+    chapter: str
+    """The command that has it."""
+    rule: str
+    """What holds without it."""
+    mistake: str
+    known: str
+    """Where it was real."""
+    caught_by: CaughtBy
+    switch: Callable[[], AbstractContextManager[None]]
+    loading: Mapping[str, Any]
+    requests: Sequence[TrialRequest]
+
+
+def find_bug(name: str, chapter: str) -> Bug:
+    """The bug of a chapter that is called `name`. Raises `UsageError` if it has no such bug."""
+    names = bugs_of(chapter)
+    if name not in names:
+        raise UsageError(f"forge {chapter} has no bug {name!r}; there are {', '.join(names)}")
+    return BUGS[name]
+
+
+def bugs_of(chapter: str) -> list[str]:
+    return [bug.name for bug in BUGS.values() if bug.chapter == chapter]
+
+
+# Paged
+
+
+@contextmanager
+def _freed_block() -> Iterator[None]:
+    """Whoever lets go of a block frees it, without asking who else has it."""
+
+    def let_go(cache: PagedKvCache, block: int) -> None:
+        pool, others = cache.pool, cache.pool.reference_counts[block]
+        if others:
+            pool.num_references, pool.reference_counts[block] = pool.num_references - others, 0
+            pool._free.append(block)
+
+    with patch.object(PagedKvCache, "_let_go", let_go):
+        yield
+
+
+@contextmanager
+def _decref_first() -> Iterator[None]:
+    """The writer gives up its share of a block first and asks afterwards whether somebody else has it."""
+    grow = PagedKvCache._grow
+
+    def decref_and_grow(cache: PagedKvCache, seq_id: int, table, num_tokens: int) -> tuple[BlockCopy, ...]:
+        if table.reserved % cache.block_size and cache.pool.reference_counts[table.blocks[-1]] > 1:
+            cache.pool.decref(table.blocks[-1])
+        return grow(cache, seq_id, table, num_tokens)
+
+    with patch.object(PagedKvCache, "_grow", decref_and_grow):
+        yield
+
+
+# Prefix
+
+
+@contextmanager
+def _in_flight_hit() -> Iterator[None]:
+    """Blocks are indexed when their slots are reserved, before anything is in them."""
+    add, grow = PrefixKvCache.add, PrefixKvCache._grow
+    texts: dict[int, tuple[int, ...]] = {}
+
+    def remember(cache: PrefixKvCache, seq_id: int, token_ids, salt: str = "", max_cached: int | None = None) -> int:
+        texts[seq_id] = tuple(token_ids)
+        return add(cache, seq_id, token_ids, salt, max_cached)
+
+    def grow_and_index(cache: PrefixKvCache, seq_id: int, table: PrefixTable, num_tokens: int):
+        copies, computed = grow(cache, seq_id, table, num_tokens), table.computed
+        table.token_ids[computed:] = texts[seq_id][computed : table.reserved]
+        table.computed = computed + len(table.token_ids[computed:])
+        cache._index(table)
+        table.computed = computed
+        return copies
+
+    with patch.object(PrefixKvCache, "add", remember), patch.object(PrefixKvCache, "_grow", grow_and_index):
+        yield
+
+
+@contextmanager
+def _full_hit() -> Iterator[None]:
+    """All of a prompt may come from the cache, its last token too."""
+    with patch.object(scheduler, "_most_cached", lambda sequence: len(sequence.token_ids)):
+        yield
+
+
+# Batching
+
+
+@contextmanager
+def _stale_count() -> Iterator[None]:
+    """A sequence that was preempted keeps its count of computed tokens, and begins again behind them."""
+    add, remove = PagedKvCache.add, PagedKvCache.remove
+    counts: dict[int, int] = {}
+
+    def count_and_remove(cache: PagedKvCache, seq_id: int) -> None:
+        counts[seq_id] = cache.computed_length(seq_id)
+        remove(cache, seq_id)
+
+    def add_as_it_was(cache: PagedKvCache, seq_id: int, token_ids, salt: str = "", max_cached=None) -> int:
+        num_cached = add(cache, seq_id, token_ids, salt, max_cached)
+        if seq_id not in counts:
+            return num_cached
+        cache._tables[seq_id].computed, cache._filled_is_known = counts[seq_id], False
+        return counts[seq_id]
+
+    with patch.object(PagedKvCache, "remove", count_and_remove), patch.object(PagedKvCache, "add", add_as_it_was):
+        yield
+
+
+@contextmanager
+def _query_start() -> Iterator[None]:
+    """A row of a chunk sees as many keys as its place in the chunk says, and not its place in the text."""
+    attention = ReferenceOperations.attention
+
+    def attend_from_zero(operations, q, storage, layer: int, batch):
+        positions = batch.positions.copy()
+        for start, stop in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+            if stop - start > 1:  # single rows have a kernel of their own, which is right
+                positions[start:stop] -= positions[start]
+        return attention(operations, q, storage, layer, replace(batch, positions=positions))
+
+    with patch.object(ReferenceOperations, "attention", attend_from_zero):
+        yield
+
+
+# Speculation
+
+
+@contextmanager
+def _rollback() -> Iterator[None]:
+    """The token that the target adds counts as a guess that it accepted: one slot too many is kept."""
+    verified = Engine._verified
+
+    def one_more(engine: Engine, *arguments):
+        outcome = verified(engine, *arguments)
+        return outcome._replace(num_accepted=outcome.num_accepted + 1)
+
+    with patch.object(Engine, "_verified", one_more):
+        yield
+
+
+_STORY = (
+    "The fox lived in a den under an old oak, and every evening a little turtle came to visit. One day the turtle lent "
+    "the fox a lantern. The fox took it to the bridge to show it to the birds, but a storm came, and"
+)
+_OTHER = "Once upon a time, when the first snow fell, a little girl named Hazel woke up early and went to the old mill,"
+_SHORT = "Once upon a time"
+
+
+def _greedy(max_tokens: int) -> dict[str, Any]:
+    return {"max_tokens": max_tokens, "ignore_eos": True}
+
+
+def _drawn(max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"max_tokens": max_tokens, "temperature": 0.9, "seed": 1, "n": 3, **more}
+
+
+_SMALL = {"kv": "paged", "block_size": 16, "num_blocks": 32}
+
+BUGS: Mapping[str, Bug] = {
+    bug.name: bug
+    for bug in (
+        Bug(
+            "freed-block",
+            "paged",
+            "A block is free when the last table that has it lets go.",
+            "The first that lets go frees it, while it is still in the tables of others.",
+            "vLLM: shared blocks that were given back once too often (issue 1556, 'Double free!')",
+            "invariant",
+            _freed_block,
+            _SMALL,
+            (
+                TrialRequest(_STORY, _drawn(40, stop=".")),
+                TrialRequest(_OTHER, _greedy(24), step=10),
+                TrialRequest(_STORY, _greedy(24), step=12),
+            ),
+        ),
+        Bug(
+            "decref-first",
+            "paged",
+            "Copy, then give up the old block, then enter the new one.",
+            "The writer gives its share of the block up first. Then it seems to be nobody else's, and is not copied.",
+            "vLLM: a block that was given up for a copy, and once more at the end (pull request 3347)",
+            "invariant",
+            _decref_first,
+            _SMALL,
+            (TrialRequest(_STORY, _drawn(24, ignore_eos=True)),),
+        ),
+        Bug(
+            "in-flight-hit",
+            "prefix",
+            "What a step is still computing is not yet a hit.",
+            "Blocks are indexed when they are reserved. A client hangs up halfway through its prompt, and the next one "
+            "with the same prompt finds blocks that nobody ever wrote.",
+            "nano-vllm (issue 208, pull request 209); vLLM for Mamba layers (pull request 29387)",
+            "invariant",
+            _in_flight_hit,
+            _SMALL | {"kv": "prefix", "max_num_seqs": 4, "max_num_batched_tokens": 24},
+            (TrialRequest(_STORY, _greedy(24), hangs_up_after=1), TrialRequest(_STORY, _greedy(24), step=1)),
+        ),
+        Bug(
+            "full-hit",
+            "prefix",
+            "The last token of a prompt is computed in any case, for its logits.",
+            "A prompt that is wholly cached has nothing left to compute: no row, no logits, no next token, ever.",
+            "LMCache beside vLLM: the scheduler's own assertion failed (pull request 3322)",
+            "invariant",
+            _full_hit,
+            _SMALL | {"kv": "prefix"},
+            (TrialRequest(_STORY, _greedy(24)), TrialRequest(_STORY, _greedy(24), step=4)),
+        ),
+        Bug(
+            "stale-count",
+            "batching",
+            "A preempted sequence begins again with what the cache has of it, which may be nothing.",
+            "It keeps its count of computed tokens. The blocks behind that count are others now.",
+            "vLLM: a stale count of cached tokens gave wrong outputs (pull request 18957)",
+            "tokens",
+            _stale_count,
+            _SMALL | {"num_blocks": 10},
+            (
+                TrialRequest(_SHORT, _greedy(60)),
+                TrialRequest(_OTHER, _greedy(40)),
+                TrialRequest(_STORY, _greedy(48)),
+            ),
+        ),
+        Bug(
+            "query-start",
+            "batching",
+            "A row at position p sees the keys 0 to p, in whatever chunk it is computed.",
+            "The causal mask forgets where the chunk starts: its rows see the beginning of the text and nothing else.",
+            "sparkinfer's prefill kernel (issue 3); a chunk's rows aligned with key 0",
+            "tokens",
+            _query_start,
+            _SMALL | {"device": "reference", "max_num_seqs": 4, "max_num_batched_tokens": 24},
+            (TrialRequest(_OTHER, _greedy(12)),),
+        ),
+        Bug(
+            "rollback",
+            "speculation",
+            "After a verification the cache holds the known tokens and the accepted guesses.",
+            "The target's own token counts as accepted too: the slot of a rejected guess stays, as if it were right.",
+            "mlx-vlm: rejected guesses left in the cache of a batch (issue 1144)",
+            "invariant",
+            _rollback,
+            _SMALL | {"speculate": "draft", "k": 4, "speculate_fixed": True},
+            (TrialRequest(_OTHER, _greedy(32)),),
+        ),
+    )
+}

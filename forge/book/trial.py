@@ -1,0 +1,103 @@
+"""A bug's trial: the same work in the engine as it is, with the bug under the eyes of the invariants, and with the bug
+while nobody looks.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forge.book.bugs import Bug, TrialRequest
+from forge.engine.sampling_params import SamplingParams
+from forge.errors import ForgeError
+
+if TYPE_CHECKING:
+    from forge.engine.llm import LLM
+
+MAX_STEPS = 1000
+"""More than any trial takes, so that a bug that goes round in circles ends too."""
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    steps: int
+    """Steps that were made, the one that failed included."""
+    token_ids: tuple[tuple[int, ...], ...]
+    """Of each sample of each request, as far as it came; those who hung up left out."""
+    texts: tuple[str, ...]
+    failure: str | None = None
+    """What did not hold, where something did not."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    bug: Bug
+    sound: TrialRun
+    checked: TrialRun
+    """With the bug. Every invariant is checked as soon as a step is planned, and again when it is over."""
+    unchecked: TrialRun
+    """With the bug, nobody looking."""
+
+    @property
+    def different(self) -> tuple[int, ...]:
+        """The samples that say something else when nobody looks."""
+        pairs = zip(self.sound.token_ids, self.unchecked.token_ids, strict=False)
+        return tuple(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs)
+
+    @property
+    def caught_by(self) -> str | None:
+        """`invariant`, or where none fired `tokens` that differ; None if the bug went unnoticed."""
+        if self.checked.failure is not None:
+            return "invariant"
+        return "tokens" if self.different else None
+
+
+def try_bug(bug: Bug, load: "Callable[[], LLM]") -> Trial:
+    """`load` makes an engine for the trial, a new one for each run."""
+    sound = run_trial(load(), bug.requests, checked=True)
+    with bug.switch():
+        checked = run_trial(load(), bug.requests, checked=True)
+    with bug.switch():
+        unchecked = run_trial(load(), bug.requests, checked=False)
+    return Trial(bug, sound, checked, unchecked)
+
+
+def run_trial(llm: "LLM", requests: Sequence[TrialRequest], *, checked: bool) -> TrialRun:
+    """Run the requests to their ends, or to the first invariant that does not hold."""
+    engine, steps, arrived = llm.engine, 0, 0
+    check = engine.scheduler.check_invariants if checked else nullcontext
+    if checked:
+        _check_plans(engine.scheduler)
+    failure = None
+    try:
+        while steps < MAX_STEPS and (arrived < len(requests) or engine.has_unfinished()):
+            while arrived < len(requests) and (requests[arrived].step <= steps or not engine.has_unfinished()):
+                request = requests[arrived]
+                token_ids = llm.tokenizer.encode(request.prompt)
+                engine.add_request(str(arrived), token_ids, SamplingParams(**request.params))
+                arrived += 1
+            steps += 1
+            engine.step()
+            check()
+            for index, request in enumerate(requests[:arrived]):
+                if request.hangs_up_after == steps:
+                    engine.abort(str(index))
+    except (AssertionError, ForgeError) as error:
+        failure = str(error)
+    outputs = [engine.output(str(index)) for index, one in enumerate(requests[:arrived]) if one.hangs_up_after is None]
+    samples = [sample for output in outputs for sample in output.outputs]
+    return TrialRun(
+        steps, tuple(sample.token_ids for sample in samples), tuple(sample.text for sample in samples), failure
+    )
+
+
+def _check_plans(scheduler) -> None:
+    """Look at the cache between the plan and the forward pass too, while slots are reserved and not yet written."""
+    schedule = scheduler.schedule
+
+    def schedule_and_check():
+        plan = schedule()
+        scheduler.cache.check_invariants()
+        return plan
+
+    scheduler.schedule = schedule_and_check

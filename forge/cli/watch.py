@@ -1,0 +1,51 @@
+"""`forge watch URL`: the steps of a server that runs elsewhere, as `forge serve --live` shows its own."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from forge.trace.records import StepRecord
+
+
+def watch(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A forge server's address.")] = "http://127.0.0.1:8080",
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="FORGE_API_KEY", help="What it asks for.")] = None,
+) -> int:
+    """Show every step of a server as it happens. Ctrl-C ends the watching; the server goes on.
+
+    [dim]forge watch http://127.0.0.1:8080[/dim]
+    """
+    from forge.views.summary import RunLabel
+    from forge.views.terminal import open_console
+    from forge.views.traffic import Traffic
+
+    with Traffic(open_console(), RunLabel(url, "", "", "")) as traffic:
+        for record in steps_of(url, api_key):
+            traffic.step(record)
+    return 0
+
+
+def steps_of(url: str, api_key: str | None) -> "Iterator[StepRecord]":
+    """The steps of the server at `url` from now on, until it ends. Raises `UsageError` where it gives none."""
+    import json
+    import urllib.error
+    import urllib.request
+
+    from forge.errors import UsageError
+    from forge.trace.codec import codec_of
+    from forge.trace.records import StepRecord
+
+    decode = codec_of(StepRecord).decode
+    address = (url if "//" in url else f"http://{url}").rstrip("/").removesuffix("/v1") + "/debug/steps"
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers)) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield decode(json.loads(line[6:]), "step")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise UsageError(f"{url} shows no steps: {reason}") from None

@@ -1,0 +1,67 @@
+"""Each bug is caught as it says, the engine is sound without it, and nothing of it is left behind."""
+
+import inspect
+
+import pytest
+
+from forge.backends.reference import ReferenceOperations
+from forge.book.bugs import BUGS, TrialRequest, bugs_of
+from forge.book.trial import run_trial, try_bug
+from forge.cache.paged import PagedKvCache
+from forge.cache.prefix import PrefixKvCache
+from forge.cli.running import load_model
+from forge.engine import scheduler
+from forge.engine.engine import Engine
+
+each_bug = pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
+
+FIRES = {
+    "freed-block": "block 0 is in 1 tables and has 0 references",
+    "decref-first": "is in 2 tables and has 1 references",
+    "in-flight-hit": "is indexed while it is being written",
+    "full-hit": "the cached length is past the next position",
+    "stale-count": None,
+    "query-start": None,
+    "rollback": "the cached length is past the next position",
+}
+"""What says so; None where no invariant sees the bug and only the tokens tell."""
+
+
+def patched() -> dict:
+    """Every attribute that a bug may replace, as it is now."""
+    owners = (PagedKvCache, PrefixKvCache, Engine, ReferenceOperations)
+    found = {(owner, name): value for owner in owners for name, value in vars(owner).items()}
+    return found | {(scheduler, "_most_cached"): scheduler._most_cached}
+
+
+@each_bug
+def test_a_bug_is_caught_as_it_says_and_the_engine_is_sound_without_it(bug):
+    before = patched()
+    trial = try_bug(bug, lambda: load_model("tales", **bug.loading))
+    assert patched() == before
+    assert trial.sound.failure is None
+    assert trial.caught_by == bug.caught_by
+    if FIRES[bug.name] is None:
+        assert trial.checked.failure is None and trial.different
+    else:
+        assert FIRES[bug.name] in trial.checked.failure
+    assert trial.different or trial.unchecked.failure, "nobody would ever have noticed"
+
+
+def test_every_chapter_that_has_bugs_offers_them_and_no_other(forge):
+    assert {bug.chapter for bug in BUGS.values()} == {"paged", "prefix", "batching", "speculation"}
+    assert set(FIRES) == set(BUGS)
+    found = forge("paged", "--bug", "rollback")
+    assert found.status == 2 and f"there are {', '.join(bugs_of('paged'))}" in found.err
+
+
+def test_a_bug_that_is_not_there_goes_unnoticed(model):
+    llm = load_model(model, device="reference", kv="paged", num_blocks=16)
+    run = run_trial(llm, (TrialRequest("Once", {"max_tokens": 3, "ignore_eos": True}),), checked=True)
+    assert run.failure is None and run.steps == 3 and len(run.token_ids[0]) == 3
+
+
+def test_switches_do_nothing_until_they_are_entered():
+    before = patched()
+    managers = [bug.switch() for bug in BUGS.values()]
+    assert patched() == before and all(not inspect.isfunction(manager) for manager in managers)
