@@ -39,12 +39,10 @@ def print_planning_benchmark(console: Console, result: PlanningBenchmark) -> Non
     turns = plural(result.repetitions, "turn")
     console.print(Text(f"{one_line(result.model)}, {one_line(result.device)}{on}; kv prefix, {turns}", QUIET))
     console.print()
-    table = _new_table("requests", "rubric", "item", "off, s", "on, s", "faster", "tokens off", "on")
+    table = _new_table("rubric", "off, s", "on, s", "faster", "tokens off", "on")
     for one in result.shared:
         table.add_row(
-            str(one.requests),
-            count(one.rubric_tokens),
-            count(one.item_tokens),
+            plural(one.rubric_tokens, "token"),
             middle(one.off, seconds_text, spread=False),
             middle(one.on, seconds_text, spread=False),
             f"{middle(one.ratio, ratio_text)} x",
@@ -52,25 +50,27 @@ def print_planning_benchmark(console: Console, result: PlanningBenchmark) -> Non
             count(one.tokens_on),
         )
     print_table(console, table)
-    console.print(Text("Medians (least–most). Nothing is cached before a turn; all requests come at once.", QUIET))
+    if result.shared:
+        one = result.shared[0]
+        asked = f"{plural(one.requests, 'request')} at once, each with {plural(one.item_tokens, 'token')} of its own"
+        console.print(Text(f"{asked}; nothing is cached before. Medians (least–most).", QUIET))
     console.print(_verdict(all(one.identical for one in result.shared), "the same tokens with and without"))
 
 
 def _print_levels(console: Console, levels: list[Level]) -> None:
-    table = _new_table("requests/s", "in", "out", "decode", "oneshot", "ratio", "p95 ms", "p95 ms")
+    table = _new_table("requests/s", "out", "decode", "oneshot", "ratio", "p95, ms")
     for one in levels:
         table.add_row(
             f"{one.concurrency} at once",
-            str(one.prompt_tokens),
             str(one.output_tokens),
             middle(one.decode, rate, spread=False),
             middle(one.oneshot, rate, spread=False),
             f"{middle(one.ratio, ratio_text)} x",
-            ms(one.decode_p95_ms),
-            ms(one.oneshot_p95_ms),
+            f"{ms(one.decode_p95_ms)}, {ms(one.oneshot_p95_ms)}",
         )
     print_table(console, table)
-    console.print(Text("Medians (least–most). p95: of the latency, decode and then oneshot.", QUIET))
+    tokens = plural(levels[0].prompt_tokens, "prompt token")
+    console.print(Text(f"{tokens} each. Medians (least–most); p95 of the latency, decode, oneshot.", QUIET))
 
 
 def _print_capacity(console: Console, one: Capacity) -> None:
