@@ -75,21 +75,21 @@ def _options(
     pass
 
 
-_CHAPTERS, _RUN, _INSPECT, _MEASURE = "Chapters", "Run", "Inspect", "Measure"
+_CHAPTERS, _RUN, _INSPECT, _MEASURE, _SERVE = "Chapters", "Run", "Inspect", "Measure", "Serve"
 _ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app.command("chapters", rich_help_panel=_CHAPTERS)(chapters)
 app.command("chapter", rich_help_panel=_CHAPTERS, context_settings=_ANY_OPTIONS)(chapter)
 app.command("next", rich_help_panel=_CHAPTERS)(next_chapter)
 app.command("naive", rich_help_panel=_CHAPTERS)(naive)
-app.command("cuda", rich_help_panel=_CHAPTERS)(cuda)
 app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)
 app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
 app.command("paged", rich_help_panel=_CHAPTERS)(paged)
 app.command("prefix", rich_help_panel=_CHAPTERS)(prefix)
 app.command("batching", rich_help_panel=_CHAPTERS)(batching)
-app.command("oneshot", rich_help_panel=_CHAPTERS)(oneshot)
 app.command("speculation", rich_help_panel=_CHAPTERS)(speculation)
+app.command("oneshot", rich_help_panel=_CHAPTERS)(oneshot)
+app.command("cuda", rich_help_panel=_CHAPTERS)(cuda)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)
@@ -99,16 +99,17 @@ app.command("logprobs", rich_help_panel=_RUN)(logprobs)
 app.command("embed", rich_help_panel=_RUN)(embed)
 app.command("rerank", rich_help_panel=_RUN)(rerank)
 app.command("trace-scheduler", rich_help_panel=_RUN)(trace_scheduler)
-app.command("replay", rich_help_panel=_RUN)(replay)
-app.add_typer(trace, name="trace", rich_help_panel=_RUN)
-app.command("serve", rich_help_panel=_RUN)(serve)
-app.command("watch", rich_help_panel=_RUN)(watch)
 
+app.command("replay", rich_help_panel=_INSPECT)(replay)
+app.add_typer(trace, name="trace", rich_help_panel=_INSPECT)
 app.add_typer(models, name="models", rich_help_panel=_INSPECT)
 app.command("doctor", rich_help_panel=_INSPECT)(doctor)
 
 app.command("compare", rich_help_panel=_MEASURE, cls=VersusCommand)(compare)
 app.add_typer(bench, name="bench", rich_help_panel=_MEASURE)
+
+app.command("serve", rich_help_panel=_SERVE)(serve)
+app.command("watch", rich_help_panel=_SERVE)(watch)
 
 
 def run() -> NoReturn:

@@ -118,13 +118,14 @@ def test_the_version(forge):
 
 def test_help_has_its_panels(forge):
     out = forge("--help").out
-    for expected in ("Chapters", "Run", "Inspect", "Measure", "generate", "kv-cache", "doctor"):
+    for expected in ("Chapters", "Run", "Inspect", "Measure", "Serve", "generate", "kv-cache", "doctor"):
         assert expected in out
 
 
 COMMANDS = (
     "generate", "compare", "chapters", "chapter", "next", "naive", "kv-cache", "kernels", "paged", "prefix", "batching",
-    "speculation", "trace-scheduler", "replay", "chat", "models", "doctor",
+    "speculation", "oneshot", "cuda", "trace-scheduler", "replay", "trace", "chat", "classify", "score", "logprobs",
+    "embed", "rerank", "serve", "watch", "models", "doctor",
 )  # fmt: skip
 
 
