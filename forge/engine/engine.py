@@ -584,7 +584,7 @@ class Engine:
     def _choose(self, plan: StepPlan, guesses: StepGuesses, logits: np.ndarray | None) -> _Choices:
         """Choose the next tokens of every item that samples. `logits` has the rows of all items, in order."""
         choices = _Choices()
-        likeliest = logits.argmax(axis=1).tolist() if plan.items and len(logits) else []
+        likeliest, greatest = _greatest(logits) if plan.items and len(logits) else ([], [])
         first_row = 0
         for item in plan.items:
             last_row = first_row + len(item.logit_rows) - item.num_guesses - 1  # that of the last known token
@@ -597,9 +597,9 @@ class Engine:
                 first_row = last_row + sum([len(run) + 1 for run in runs])
                 choices.outcomes.append(self._verified(item, runs, last_row, logits, likeliest, choices))
             elif item.samples:
-                row, greatest = logits[last_row], likeliest[last_row]
-                forked = [self._outcome(fork, row, greatest, choices) for fork in sequence.forks]
-                outcome = self._outcome(sequence, row, greatest, choices)
+                row = logits, last_row, likeliest[last_row], greatest[last_row]
+                forked = [self._outcome(fork, *row, choices) for fork in sequence.forks]
+                outcome = self._outcome(sequence, *row, choices)
                 choices.outcomes.append(outcome._replace(forked=tuple(forked)) if forked else outcome)
             elif item.remaining:
                 choices.outcomes.append(Outcome(item.seq_id, len(sequence.token_ids), (), None))
@@ -609,14 +609,18 @@ class Engine:
             choices.outcomes.append(self._ended(self.scheduler.find(seq_id), "length", None, choices))
         return choices
 
-    def _outcome(self, sequence: Sequence, logits: np.ndarray, likeliest: int, choices: _Choices) -> Outcome:
-        """Choose a sequence's next token from a row of logits whose greatest is at `likeliest`."""
-        if self._is_plain(sequence):
-            check_greatest(logits[likeliest])
+    def _outcome(
+        self, sequence: Sequence, logits: np.ndarray, row: int, likeliest: int, greatest: float, choices: _Choices
+    ) -> Outcome:
+        """Choose a sequence's next token from row `row`, whose greatest logit is `greatest`, at token `likeliest`."""
+        plain = self._is_plain(sequence)
+        own = None if plain and self.on_logits is None else logits[row]
+        if plain:
+            check_greatest(greatest)
             choice = likeliest, None, None  # a `Choice` in all but name: making one takes as long as all the rest
         else:
             choice = choose(
-                logits,
+                own,
                 sequence.params,
                 sequence.token_ids,
                 sequence.seed,
@@ -624,7 +628,7 @@ class Engine:
                 len(sequence.token_ids),
                 sequence.num_prompt_tokens,
             )
-        return self._emit(sequence, (choice,), (logits,), choices)
+        return self._emit(sequence, (choice,), (own,), choices)
 
     def _verified(
         self,
@@ -666,8 +670,11 @@ class Engine:
         """Whether a sequence's tokens are the likeliest, and nobody asks how likely they were."""
         return sequence.params.plain_greedy and not self.report_probabilities
 
-    def _emit(self, sequence: Sequence, chosen: Items[Choice], rows: Items[np.ndarray], choices: _Choices) -> Outcome:
-        """Take the tokens chosen, each from its row of logits, up to the one that ends the sequence."""
+    def _emit(
+        self, sequence: Sequence, chosen: Items[Choice], rows: Items[np.ndarray | None], choices: _Choices
+    ) -> Outcome:
+        """Take the tokens chosen, each from its row of logits (None where nobody looks at one), up to the one that ends
+        the sequence."""
         token_ids: list[int] = []
         position = len(sequence.token_ids)
         last = sequence.num_prompt_tokens + sequence.max_output_tokens - 1
@@ -773,3 +780,9 @@ def _num_guess_rows(item: PlanItem, guesses: StepGuesses) -> int:
     if not item.num_guesses or item.seq_id not in guesses.runs:
         return 0
     return sum([item.num_tokens + len(run) for run in guesses.runs[item.seq_id]]) - item.num_tokens
+
+
+def _greatest(logits: np.ndarray) -> tuple[list[int], list[float]]:
+    """Of each row the token with the greatest logit (or the first NaN), and that logit."""
+    likeliest = logits.argmax(axis=1)
+    return likeliest.tolist(), logits[np.arange(len(logits)), likeliest].tolist()

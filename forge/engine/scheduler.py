@@ -332,7 +332,11 @@ class Scheduler:
 
     def _separate_prefill(self, draft: _Draft) -> None:
         """Without chunks: if there are prompts to compute, those that decode sit this step out."""
-        decoding = [seq_id for seq_id, tokens in draft.tokens.items() if self._phase(seq_id, tokens) == "decode"]
+        decoding = [
+            seq_id
+            for seq_id, tokens in draft.tokens.items()
+            if self._phase(self.running[seq_id].num_output_tokens, tokens) == "decode"
+        ]
         if len(decoding) < len(draft.tokens):
             for seq_id in decoding:
                 draft.tokens[seq_id] = draft.needs[seq_id] = 0
@@ -410,8 +414,9 @@ class Scheduler:
             start = cache.computed_length(seq_id)
         num_tokens = draft.tokens[seq_id]
         remaining = length - start - num_tokens
-        phase = self._phase(seq_id, num_tokens + remaining)
-        guesses = self._fitting_guesses(sequence, draft) if sequence.num_output_tokens and not remaining else 0
+        num_output = length - sequence.num_prompt_tokens
+        phase = self._phase(num_output, num_tokens + remaining)
+        guesses = self._fitting_guesses(sequence, draft) if num_output and not remaining else 0
         missing = length + guesses - cache.reserved_length(seq_id)
         if missing:
             draft.copies += cache.reserve(seq_id, missing)
@@ -426,11 +431,9 @@ class Scheduler:
         rows = range(first_row, max(first_row, last_row))
         return PlanItem(seq_id, start, num_tokens, rows, samples, phase, table, remaining, guesses, forks)
 
-    def _phase(self, seq_id: int, num_missing: int) -> Phase:
+    def _phase(self, num_output: int, num_missing: int) -> Phase:
         """`decode` where nothing but the last output token has to be computed (with the cache off: again)."""
-        if self.running[seq_id].num_output_tokens and (num_missing == 1 or not self.cache.remembers):
-            return "decode"
-        return "prefill"
+        return "decode" if num_output and (num_missing == 1 or not self.cache.remembers) else "prefill"
 
     def _fitting_guesses(self, sequence: Sequence, draft: _Draft) -> int:
         """As many guesses as the sequence wants and fit into what the step has left: none preempts, none ends early."""
