@@ -6,7 +6,7 @@ import typer
 
 from forge.cli import options
 from forge.cli.bugs import BugOption, run_bug
-from forge.cli.chapters import OnlyOption, PauseOption, has_chapter, read_chapter, reads_chapter
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found, load_model, run_label
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def batching(
     """
     if bug is not None:
         return run_bug("batching", bug, device, threads, json)
-    if reads_chapter(only, json) and has_chapter(ctx):
+    if reads_chapter(only, json):
         return read_chapter(ctx, pause)
     loading = options.model_options(device=device, threads=threads)
     report = measure_ways(model, loading, (requests, prompt_tokens, max_tokens, seed), ways_of(BATCHES), turns=1)

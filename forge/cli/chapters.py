@@ -7,6 +7,7 @@ are command lines with `--only run`, run in this process.
 
 import shlex
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -99,7 +100,26 @@ def read_chapter(ctx: typer.Context, pause: bool) -> int:
         for name, value in ctx.params.items()
         if name not in _NOT_GIVEN and ctx.get_parameter_source(name).name == "COMMANDLINE"
     }
+    _check(values)
     return _read(find(ctx.command.name), pause=pause, given=Given(values))
+
+
+def _check(values: Mapping[str, str | tuple[str, ...]]) -> None:
+    """Refuse what no run of a chapter could take before its first page is shown.
+
+    Raises `UsageError`.
+    """
+    from forge.errors import UsageError
+    from forge.model.catalog import is_hash_model, resolve_model
+
+    model = values.get("model")
+    if model is not None and not is_hash_model(model):
+        resolve_model(model)
+    if values.get("prompt") == "":
+        raise UsageError("the prompt is empty: give it at least one word")
+    for name in ("requests", "max_tokens", "k"):
+        if name in values and int(values[name]) < 1:
+            raise UsageError(f"{name} must be at least 1, got {values[name]}")
 
 
 def _as_written(value: object) -> str | tuple[str, ...]:

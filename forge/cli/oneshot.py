@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.chapters import OnlyOption, PauseOption, has_chapter, read_chapter, reads_chapter
 from forge.cli.running import Found, load_model, run_label
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def oneshot(
 
     [dim]forge oneshot --only run --requests 64[/dim]
     """
-    if reads_chapter(only, json) and _is_written(ctx.command.name):
+    if reads_chapter(only, json) and has_chapter(ctx):
         return read_chapter(ctx, pause)
     loading = options.model_options(
         kv=kv,
@@ -53,13 +53,6 @@ def oneshot(
     )
     report = _measure(model, loading, requests, max_tokens)
     return report.as_json() if json else report
-
-
-def _is_written(command: str) -> bool:
-    """Whether the chapter is on the shelf. Until it is, its experiment stands alone."""
-    from forge.book.shelf import entries
-
-    return any(entry.command == command for entry in entries())
 
 
 def _measure(model: str, loading: dict, requests: int, max_tokens: int) -> "Report":

@@ -352,6 +352,8 @@ def read_texts(arguments: "Sequence[str] | None", path: str | None) -> list[str]
         texts += read_prompts(path)
     if not texts:
         raise UsageError("there is no text: give one or more, or a file of them with --file")
+    if not all(text.strip() for text in texts):
+        raise UsageError("a text is empty: give it at least one word")
     return texts
 
 

@@ -7,7 +7,7 @@ import typer
 from forge.cli import options
 from forge.cli.arrivals import Arrival, drive_arrivals, watch_arrivals, whole
 from forge.cli.bugs import BugOption, run_bug
-from forge.cli.chapters import OnlyOption, PauseOption, has_chapter, read_chapter, reads_chapter
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found, load_model
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def prefix(
 
     if bug is not None:
         return run_bug("prefix", bug, device, threads, json)
-    if reads_chapter(only, json) and has_chapter(ctx):
+    if reads_chapter(only, json):
         return read_chapter(ctx, pause)
     for name, value, least in (("--branches", branches, 1), ("--requests", requests, 2), ("MAX_TOKENS", max_tokens, 4)):
         if value < least:

@@ -9,7 +9,7 @@ import typer
 
 from forge.cli import options
 from forge.cli.bugs import BugOption, run_bug
-from forge.cli.chapters import OnlyOption, PauseOption, has_chapter, read_chapter, reads_chapter
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found, drive, exit_status, load_model, run_label, warm_up
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def speculation(
         raise UsageError("nobody guesses with --speculate off: take draft or ngram, or forge generate")
     if revoke_draft_at is not None and (speculate != "draft" or revoke_draft_at < 1):
         raise UsageError("--revoke-draft-at is a number of output tokens, at least 1, for --speculate draft")
-    if reads_chapter(only, json) and has_chapter(ctx) and revoke_draft_at is None:
+    if reads_chapter(only, json) and revoke_draft_at is None:
         return read_chapter(ctx, pause)
     drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     loading = {"kv": kv, "device": device, "threads": threads, "max_model_len": max_model_len}

@@ -10,11 +10,11 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
+from forge.engine import tasks
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError
 from forge.server.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
@@ -32,15 +32,6 @@ class Asking:
     def __init__(self, service: "Service"):
         self.service = service
         self._threads = ThreadPoolExecutor(_THREADS, "forge-ask")
-
-    @property
-    def tasks(self) -> ModuleType:
-        """`forge.engine.tasks`. Raises `ApiError` where the engine answers no such questions."""
-        try:
-            from forge.engine import tasks
-        except ImportError:
-            raise ApiError("this is not supported yet by this build", code="unsupported") from None
-        return tasks
 
     async def prompts(self, texts: str | list, param: str = "input") -> list[Prompt]:
         try:
@@ -75,7 +66,7 @@ def add_scores(app: FastAPI, service: "Service") -> None:
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest) -> dict[str, Any]:
         """A unit vector for each text: the last hidden state."""
-        model, tasks = model_of(body.model), asking.tasks
+        model = model_of(body.model)
         prompts = await asking.prompts(body.input)
         vectors = await asking.run(lambda answer: tasks.embed(_ids(prompts), "last", answer))
         if body.dimensions not in (None, vectors.shape[1]):
@@ -90,7 +81,7 @@ def add_scores(app: FastAPI, service: "Service") -> None:
     @app.post("/v1/rerank")
     async def rerank(body: RerankRequest) -> dict[str, Any]:
         """How relevant each document is to the query, the most relevant first."""
-        model, tasks, tokenizer = model_of(body.model), asking.tasks, service.tokenizer
+        model, tokenizer = model_of(body.model), service.tokenizer
         _check_number(service, "documents", body.documents)
         words = [tasks.single_token(tokenizer, word) for word in ("yes", "no")]
         ids = [tasks.rerank_prompt(tokenizer, body.query, document) for document in body.documents]
@@ -106,7 +97,7 @@ def add_scores(app: FastAPI, service: "Service") -> None:
     @app.post("/v1/score")
     async def score(body: ScoreRequest) -> dict[str, Any]:
         """How likely each `text_2` is to follow its `text_1`: the natural log probability of all its tokens."""
-        model, tasks = model_of(body.model), asking.tasks
+        model = model_of(body.model)
         firsts, seconds = _pairs(body)
         _check_number(service, "text_2", seconds)
         firsts, seconds = await asking.prompts(firsts, "text_1"), await asking.prompts(seconds, "text_2")
@@ -127,7 +118,7 @@ def add_scores(app: FastAPI, service: "Service") -> None:
     @app.post("/classify")
     async def classify(body: ClassifyRequest) -> dict[str, Any]:
         """How likely each of the labels is to follow each input."""
-        model, tasks = model_of(body.model), asking.tasks
+        model = model_of(body.model)
         prompts = await asking.prompts(body.input)
         labels = [await service.reader.encode(label, "labels") for label in body.labels]
         found = await asking.run(lambda answer: tasks.classify(_ids(prompts), labels, body.labels, answer))

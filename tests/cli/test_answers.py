@@ -88,7 +88,7 @@ def test_rerank_by_embedding(forge, small, lines):
         (["classify", "--labels", "a,b"], "there is no text"),
         (["classify", "--labels", "a,b", "--raw", "--question", "x", "text"], "give one of the two"),
         (["classify", "--labels", "a,b", "--file", "/nowhere"], "No such file"),
-        (["classify", "--labels", "a,b", "--raw", ""], "the prompt is empty"),
+        (["classify", "--labels", "a,b", "--raw", ""], "a text is empty"),
         (["classify", "--labels", "a,b", "x", "--oneshot-tokens", "0"], "--oneshot-tokens must be"),
         (["classify", "--labels", "a,b", "x", "--oneshot-memory", "much"], "--oneshot-memory takes a size"),
         (["score", "a", ""], "nothing to score"),

@@ -112,3 +112,18 @@ def test_an_error_of_the_library_keeps_its_exit_status(forge, small, monkeypatch
     monkeypatch.setattr("forge.cli.generate.load_model", refuse)
     found = forge("generate", "x", *small)
     assert found.status == 7 and complaint(found) == "forge: two lines"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("prefix", "--model", "nope"),
+        ("naive", ""),
+        ("batching", "--requests", "0"),
+        ("speculation", "--k", "0"),
+        ("classify", "--labels", "happy,sad", ""),
+    ],
+)
+def test_a_mistake_is_refused_before_a_page_or_an_answer_is_shown(forge, arguments):
+    found = forge(*arguments)
+    assert (found.status, found.out) == (2, "") and found.err.count("\n") == 1
