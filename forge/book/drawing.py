@@ -171,12 +171,20 @@ def _draw_verdict(console: Console, predict: Predict, reading: Reading) -> None:
 def _draw_check(console: Console, check: Check, reading: Reading) -> None:
     marks = {True: ("✓ ", GOOD), False: ("✗ ", TROUBLE), None: ("· ", QUIET)}
     for judged in reading.judge(check.claims):
-        console.print(Text.assemble(marks[judged.holds], reading.fill(judged.claim.sentence)))
+        _draw_marked(console, Text(*marks[judged.holds]), Text(reading.fill(judged.claim.sentence)))
         if judged.holds is False:
             why = "not so in this run" if check.certain else UNEXPECTED
-            console.print(Text(f"  {why}: {judged.claim.expression}", QUIET))
+            _draw_marked(console, Text("  "), Text(f"{why}: {judged.claim.expression}", QUIET))
         elif judged.holds is None:
             console.print(Text(f"  {UNKNOWN}", QUIET))
+
+
+def _draw_marked(console: Console, mark: Text, text: Text) -> None:
+    """`text` behind `mark`, its further lines set in under its first."""
+    for line in text.wrap(console, max(1, min(console.width, MAX_WIDTH) - mark.cell_len)):
+        line.rstrip()
+        console.print(Text.assemble(mark, line))
+        mark = Text(" " * mark.cell_len)
 
 
 def lines_of(console: Console, draw: Callable[[Console], None]) -> list[str]:

@@ -83,13 +83,6 @@ def reads_chapter(only: str | None, json: bool) -> bool:
     return only is None and not json
 
 
-def has_chapter(ctx: typer.Context) -> bool:
-    """Whether the chapter whose command `ctx` is has been written; until then the command is its experiment."""
-    from forge.book.shelf import entries
-
-    return any(entry.command == ctx.command.name for entry in entries())
-
-
 def read_chapter(ctx: typer.Context, pause: bool) -> int:
     """Open the chapter whose command `ctx` is, with the options that it was given. Returns the exit status."""
     from forge.book.command_line import Given
@@ -136,7 +129,7 @@ def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: in
     console = open_console()
     reading = Reading(entry.chapter, run_reported)
     if given is not None and given.values:
-        reading.commands = {run: _with_given(run.command, given) for run in entry.chapter.runs()}
+        reading.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
     if pause and console.is_terminal and sys.stdin.isatty():
         return Pager(console, entry, reading, load_progress(), run_shell_line).read(page)
     return read_straight(console, entry.number, reading)
@@ -165,19 +158,22 @@ def run_shell_line(line: str) -> int:
     return main(words[1:] if words[:1] == ["forge"] else words)
 
 
-def _with_given(line: str, given: "Given") -> str:
+def with_given(line: str, given: "Given") -> str:
     """A command line of a chapter with what the reader gave in it."""
     from forge.book.command_line import Syntax
     from forge.cli.main import command_named
 
-    name, *args = _words(line)
-    command = command_named(name)
+    words = _words(line)
+    command, depth = command_named(words[0]), 1
+    while hasattr(command, "commands") and words[depth : depth + 1]:  # `bench oneshot`: a command in a group
+        command, depth = command.commands.get(words[depth]), depth + 1
     if command is None:
         return line
+    name, args = words[:depth], words[depth:]
     arguments = [param.name for param in command.params if param.param_type_name == "argument"]
     taking = [param for param in command.params if param.param_type_name == "option" and not param.is_flag]
     syntax = Syntax(tuple(arguments), {spelling: param.name for param in taking for spelling in param.opts})
-    return shlex.join(["forge", name, *given.applied(args, syntax)])
+    return shlex.join(["forge", *name, *given.applied(args, syntax)])
 
 
 def _words(line: str) -> list[str]:

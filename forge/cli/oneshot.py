@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.chapters import OnlyOption, PauseOption, has_chapter, read_chapter, reads_chapter
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found, load_model, run_label
 
 if TYPE_CHECKING:
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 LIVES = {"decode": False, "oneshot": True}
 """`--class`: whether a generation of one token is a request that keeps nothing."""
+WARM_UP = 2
+"""Requests that nobody times."""
 
 
 def oneshot(
@@ -36,11 +38,11 @@ def oneshot(
     pause: PauseOption = True,
     json: options.JsonOption = False,
 ) -> Found:
-    """Requests that keep nothing: judge, classify, score, embed.
+    """8. Not every request has a long life: judge, classify, score, embed.
 
     [dim]forge oneshot --only run --requests 64[/dim]
     """
-    if reads_chapter(only, json) and has_chapter(ctx):
+    if reads_chapter(only, json):
         return read_chapter(ctx, pause)
     loading = options.model_options(
         kv=kv,
@@ -56,26 +58,30 @@ def oneshot(
 
 
 def _measure(model: str, loading: dict, requests: int, max_tokens: int) -> "Report":
+    """The same requests through each life once, on one model, after a few that nobody times."""
     from forge.bench.judging import judge_prompts, run_requests
     from forge.views.bench import BenchProgress
-    from forge.views.judging import identical, judging_object, print_judging
+    from forge.views.oneshot import Life, TwoLives, lives_object, print_lives
     from forge.views.report import Report
     from forge.views.terminal import open_error_console
 
     llm = load_model(model, **loading)
     prompts = judge_prompts(llm.tokenizer, requests)
-    runs = []
+    lives = []
     with BenchProgress(open_error_console()) as progress:
         for name, keeps_nothing in LIVES.items():
             progress(name)
-            run_requests(llm.new_engine(oneshot=keeps_nothing), prompts[:2], max_tokens)
-            runs.append(run_requests(llm.new_engine(oneshot=keeps_nothing), prompts, max_tokens))
-    label, tokens = run_label(llm), sum(map(len, prompts))
-    return Report(
-        judging_object(label, tuple(LIVES), runs, tokens),
-        lambda console: print_judging(console, QUESTION, label, tuple(LIVES), runs, tokens),
-        0 if identical(runs) else 1,
+            records: list = []
+            run_requests(llm.new_engine(oneshot=keeps_nothing), prompts[:WARM_UP], max_tokens)
+            engine = llm.new_engine(oneshot=keeps_nothing)
+            lives.append(Life(name, run_requests(engine, prompts, max_tokens, on_step=records.append), tuple(records)))
+    scratch, layout = len(llm.engine.scheduler.scratch), llm.kv_layout
+    result = TwoLives(
+        run_label(llm),
+        sum(map(len, prompts)),
+        tuple(lives),
+        llm.engine.cache.stats().num_blocks,
+        scratch,
+        scratch * layout.block_size * layout.bytes_per_token,
     )
-
-
-QUESTION = "What does a request that wants one token have to hold?"
+    return Report(lives_object(result), lambda console: print_lives(console, result), 0 if result.identical else 1)

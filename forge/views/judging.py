@@ -62,7 +62,8 @@ def print_judging(
     requests = plural(len(runs[0].answers), "request")
     console.print(Text(question, TITLE))
     on = f"kv {label.kv} · {label.device} ({one_line(label.device_description)}) · {one_line(label.model)}"
-    console.print(Text(f"{requests} at once, {plural(prompt_tokens, 'prompt token')} · {on}", QUIET))
+    console.print(Text(f"{requests} at once, {plural(prompt_tokens, 'prompt token')}", QUIET))
+    console.print(Text(on, QUIET))
     console.print()
     print_table(console, two_sided_table(names, judging_rows(runs)))
     console.print()

@@ -7,12 +7,13 @@ import pytest
 
 from forge.bench import kernels
 from forge.book.chapter import Check, Predict, Prose, Run, Source, Verdict, expressions_of, names_of
+from forge.book.command_line import Given
 from forge.book.measured import evaluate, expressions_in, names_in
 from forge.book.reading import Reading
 from forge.book.shelf import chapters_folder, entries
 from forge.book.source_code import excerpt
 from forge.book.straight import read_straight
-from forge.cli.chapters import run_reported
+from forge.cli.chapters import run_reported, with_given
 from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
 from forge.views.terminal import open_console
@@ -152,6 +153,13 @@ def test_an_experiment_alone_has_no_text(forge, small):
 def test_a_mistake_in_the_readers_options_is_one_line(forge):
     found = forge("naive", "--model", "nothing.gguf")
     assert found.status == 2 and found.err.count("\n") == 1 and "no such file" in found.err
+
+
+def test_a_readers_options_reach_a_command_in_a_group_too():
+    given = Given({"model": "mine.gguf"})
+    line = with_given("forge bench oneshot --only capacity --reps 3", given)
+    assert line == "forge bench oneshot --only capacity --reps 3 --model mine.gguf"
+    assert with_given("forge oneshot --only run", given) == "forge oneshot --only run --model mine.gguf"
 
 
 def test_reading_without_a_terminal_is_no_progress(forge, small, state_home):

@@ -1,0 +1,134 @@
+"""The OneShot chapter's screen: the same requests in two lives, what each life holds, and how its steps are filled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge.bench.judging import JudgeRun
+from forge.trace.records import Deferred, StepRecord
+from forge.views.charts import sparkline
+from forge.views.figures import NOTHING, count, plural, size
+from forge.views.judging import identical, judging_object, print_judging
+from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.summary import RunLabel
+from forge.views.terminal import print_table
+
+QUESTION = "What does a request that wants one token have to hold?"
+STRIP_WIDTH = 40
+STEPS_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Life:
+    """The requests in one of their lives."""
+
+    name: str
+    run: JudgeRun
+    records: tuple[StepRecord, ...]
+
+
+@dataclass(frozen=True)
+class TwoLives:
+    label: RunLabel
+    prompt_tokens: int
+    lives: tuple[Life, ...]
+    """The generation's first."""
+    pool_blocks: int
+    scratch_blocks: int
+    """Past the pool: room for one step's requests that keep nothing."""
+    scratch_bytes: int
+
+    @property
+    def runs(self) -> list[JudgeRun]:
+        return [life.run for life in self.lives]
+
+    @property
+    def identical(self) -> bool:
+        return identical(self.runs)
+
+
+def lives_object(result: TwoLives) -> dict[str, Any]:
+    """For `--json`: both sides, and each of their steps in short."""
+    found = judging_object(result.label, [life.name for life in result.lives], result.runs, result.prompt_tokens)
+    for side, life in zip(found["sides"], result.lives, strict=True):
+        side["per_step"] = [step_object(record) for record in life.records]
+    return found | {
+        "pool_blocks": result.pool_blocks,
+        "scratch_blocks": result.scratch_blocks,
+        "scratch_bytes": result.scratch_bytes,
+    }
+
+
+def step_object(record: StepRecord) -> dict[str, Any]:
+    deferred = [wait.reason for wait in record.waiting if isinstance(wait.reason, Deferred)]
+    return {
+        "class": record.execution_class,
+        "requests": len(record.items),
+        "answered": len(record.finished),
+        "rows": record.tokens_computed,
+        "found": sum(item.start for item in record.items if item.phase == "oneshot"),
+        "blocks_held": record.cache.used_blocks,
+        "waiting_for_a_leader": len(deferred),
+        "leaders": sorted({reason.leader for reason in deferred}),
+        "forward_ms": record.forward_ms,
+    }
+
+
+def print_lives(console: Console, result: TwoLives) -> None:
+    names = [life.name for life in result.lives]
+    print_judging(console, QUESTION, result.label, names, result.runs, result.prompt_tokens)
+    console.print()
+    _print_strips(console, result)
+    console.print()
+    _print_steps(console, result.lives[-1])
+    room = f"{plural(result.scratch_blocks, 'scratch block')} ({size(result.scratch_bytes)})"
+    console.print(Text(f"The pool has {plural(result.pool_blocks, 'block')}; past it lie {room}.", QUIET))
+
+
+def _print_strips(console: Console, result: TwoLives) -> None:
+    """Step by step, what goes through the model and what is held, each pair on one scale."""
+    figures = {
+        "rows in a step": lambda record: record.tokens_computed,
+        "blocks held": lambda record: record.cache.used_blocks,
+    }
+    for title, figure in figures.items():
+        series = [[figure(record) for record in life.records] for life in result.lives]
+        scale = max(map(max, series))
+        for index, (life, values) in enumerate(zip(result.lives, series, strict=True)):
+            strip = sparkline(values, scale, STRIP_WIDTH)
+            line = Text.assemble((f"{title if index == 0 else '':<16}", QUIET), no_wrap=True)
+            line.append(f"{life.name:<9}", sequence_style(index))
+            line.append(strip, sequence_style(index))
+            line.append(f"  to {count(max(values))}", QUIET)
+            console.print(line)
+
+
+def _print_steps(console: Console, life: Life) -> None:
+    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    table.add_column("step", justify="right")
+    for name in ("answered", "rows", "tokens found"):
+        table.add_column(name, justify="right")
+    table.add_column("wait for a leader", no_wrap=True)
+    shown = life.records[:STEPS_SHOWN]
+    for number, record in enumerate(shown, 1):
+        facts = step_object(record)
+        table.add_row(str(number), *(count(facts[name]) for name in ("answered", "rows", "found")), _waits(facts))
+    console.print(Text(f"The first steps as {life.name}", f"{TITLE} {ACCENT}"))
+    print_table(console, table)
+    left = len(life.records) - len(shown)
+    if left:
+        console.print(Text(f"… and {plural(left, 'more step', 'more steps')}", QUIET))
+
+
+def _waits(facts: dict[str, Any]) -> str:
+    """`63, for request 0`."""
+    leaders: Sequence[int] = facts["leaders"]
+    if not leaders:
+        return NOTHING
+    named = ", ".join(map(str, leaders[:3])) + (", …" if len(leaders) > 3 else "")
+    return f"{count(facts['waiting_for_a_leader'])}, for {'request' if len(leaders) == 1 else 'requests'} {named}"
