@@ -51,8 +51,8 @@ class HttpClient:
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body."""
         connection = await self._send(f"GET {self._base}{path} HTTP/1.1\r\n{self._headers}\r\n".encode())
-        status, headers = await _head(connection[0])
-        body = b"".join([piece async for piece in _body(connection[0], headers)])
+        status, headers = await read_head(connection[0])
+        body = b"".join([piece async for piece in read_body(connection[0], headers)])
         self._idle.append(connection)
         return status, body
 
@@ -63,9 +63,9 @@ class HttpClient:
         found = Timed(time.perf_counter())
         try:
             connection = await self._send(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-            status, headers = await _head(connection[0])
+            status, headers = await read_head(connection[0])
             if status != 200:
-                text = b"".join([piece async for piece in _body(connection[0], headers)])
+                text = b"".join([piece async for piece in read_body(connection[0], headers)])
                 found.error = f"{status}: {text[:300].decode(errors='replace')}"
             else:
                 await _follow(connection[0], headers, found)
@@ -95,7 +95,7 @@ class HttpClient:
 async def _follow(reader: asyncio.StreamReader, headers: dict[bytes, bytes], found: Timed) -> None:
     """Take in the events of a stream."""
     rest = b""
-    async for piece in _body(reader, headers):
+    async for piece in read_body(reader, headers):
         now = time.perf_counter()
         *events, rest = (rest + piece).split(b"\n\n")
         for event in events:
@@ -116,13 +116,13 @@ def _take_event(event: dict[str, Any], now: float, found: Timed) -> None:
             found.text += text
 
 
-async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:
+async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:
     lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
     pairs = (line.split(b":", 1) for line in lines[1:] if b":" in line)
     return int(lines[0].split()[1]), {name.lower(): value.strip() for name, value in pairs}
 
 
-async def _body(reader: asyncio.StreamReader, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:
+async def read_body(reader: asyncio.StreamReader, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:
     """The body's pieces as they come."""
     if headers.get(b"transfer-encoding") == b"chunked":
         while size := int(await reader.readuntil(b"\r\n"), 16):

@@ -35,6 +35,7 @@ from forge.cli.rerank import rerank
 from forge.cli.running import INTERRUPTED
 from forge.cli.score import logprobs, score
 from forge.cli.serve import serve
+from forge.cli.serving import serving
 from forge.cli.speculation import speculation
 from forge.cli.trace_scheduler import trace_scheduler
 from forge.cli.versus import VersusCommand
@@ -89,6 +90,7 @@ app.command("prefix", rich_help_panel=_CHAPTERS)(prefix)
 app.command("batching", rich_help_panel=_CHAPTERS)(batching)
 app.command("speculation", rich_help_panel=_CHAPTERS)(speculation)
 app.command("oneshot", rich_help_panel=_CHAPTERS)(oneshot)
+app.command("serving", rich_help_panel=_CHAPTERS)(serving)
 app.command("cuda", rich_help_panel=_CHAPTERS)(cuda)
 
 app.command("generate", rich_help_panel=_RUN)(generate)

@@ -95,7 +95,7 @@ def serve(
 
     [dim]forge serve --model tales --port 8080[/dim]
     """
-    _require_server()
+    require_server()
     from forge.server.serving import configure_logging
     from forge.server.serving import serve as run
     from forge.server.settings import Limits, Settings
@@ -158,7 +158,7 @@ def address(host: str | None, port: int | None, variable: str | None) -> tuple[s
     return name.strip("[]") or DEFAULT_HOST, int(number)
 
 
-def _require_server() -> None:
+def require_server() -> None:
     """Raises `UsageError` where the libraries that speak HTTP are not installed."""
     from importlib.util import find_spec
 

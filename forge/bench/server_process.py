@@ -1,0 +1,81 @@
+"""`forge serve` in a process of its own, on a port that is free: started, told to end, and never left behind."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from forge.errors import ForgeError
+
+PATIENCE = 600.0
+"""Seconds until a server must be ready: the first time on a machine its kernels are compiled."""
+GRACE = 15.0
+"""Seconds that it has to end before it is killed."""
+_READY = re.compile(r"served at (http://\S+)")
+
+
+class ServerProcess:
+    """Used as a context manager; within it, and once it is ready, a server answers at `url`."""
+
+    def __init__(self, options: Sequence[str]):
+        """`options` of `forge serve`, in its own spelling."""
+        self._command = [sys.executable, "-m", "forge", "serve", "--port", "0", "--log-interval", "0", *options]
+        self._lines: deque[str] = deque(maxlen=20)
+        self._heard = threading.Event()
+        self.url = ""
+        self.ready_seconds = 0.0
+
+    def __enter__(self) -> "ServerProcess":
+        self._began = time.perf_counter()
+        # A session of its own: Ctrl-C at the terminal is for whoever watches, who then tells the server.
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._end()
+
+    def wait_until_ready(self) -> None:
+        """Wait until it answers. Raises `ForgeError` with what it said last if it never does."""
+        self._heard.wait(PATIENCE)
+        if not self.url:
+            last = self._lines[-1].strip().removeprefix("forge: ") if self._lines else "it said nothing"
+            raise ForgeError(f"the server did not start: {last}")
+        self.ready_seconds = time.perf_counter() - self._began
+
+    def terminate(self) -> None:
+        """SIGTERM: finish what has begun, and end."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Wait for its end; its exit status. Raises `ForgeError` if it does not come."""
+        try:
+            return self._process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            raise ForgeError(f"the server did not end within {GRACE:.0f} s of SIGTERM") from None
+
+    def _end(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._reading.join(1)
+        self._process.stderr.close()
+
+    def _read(self) -> None:
+        for line in self._process.stderr:
+            self._lines.append(line)
+            if found := _READY.search(line):
+                self.url = found[1]
+                self._heard.set()
+        self._heard.set()
