@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test fuzz lint models clean
+.PHONY: help demo test fuzz lint models pictures clean
 
 help:
 	@echo "make demo      install into $(VENV) and generate 32 tokens"
@@ -16,6 +16,7 @@ help:
 	@echo "make fuzz      run the tests with many more random examples"
 	@echo "make lint      check style with ruff"
 	@echo "make models    train the bundled models again"
+	@echo "make pictures  draw the pictures of the README again"
 	@echo "make clean     remove $(VENV) and caches"
 
 demo: $(INSTALLED)
@@ -33,6 +34,9 @@ lint: $(INSTALLED_DEV)
 
 models: $(INSTALLED_DEV)
 	$(BIN)/python -m models.build
+
+pictures: $(INSTALLED)
+	$(BIN)/python -m docs.draw_pictures
 
 # A virtual environment that already works is kept. The stamp waits for pip to answer: on a Python without ensurepip,
 # venv fails half-way and leaves the folder behind.

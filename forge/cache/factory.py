@@ -1,5 +1,6 @@
 """`--kv`: from a mode to a cache and the size of the storage that goes with it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from forge.cache.basic import BasicKvCache
@@ -39,6 +40,10 @@ class CacheSize:
         return blocks_for(self.max_model_len, self.block_size)
 
 
+CacheFactory = Callable[[CacheSize], KvCache]
+"""Makes a cache of somebody's own, which has all of its blocks itself (`stats().num_blocks`)."""
+
+
 def canonical_mode(mode: str) -> str:
     """The cache kind that `mode` means. Raises `UsageError` listing the kinds there are."""
     kind = ALIASES.get(mode, mode)
@@ -47,12 +52,17 @@ def canonical_mode(mode: str) -> str:
     return kind
 
 
-def create_kv_cache(mode: str, size: CacheSize) -> tuple[KvCache, int]:
+def create_kv_cache(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache, int]:
     """The cache, and how many blocks its storage must have, scratch range included.
+
+    mode: one of `KV_MODES`, or whatever makes a cache of this size.
 
     Raises `UsageError` for an unknown mode, a pool of no block, or one that says its size twice; and where `basic`
     could not hold one sequence. A pool of `paged` or `prefix` may be smaller than the longest sequence.
     """
+    if callable(mode):
+        cache = mode(size)
+        return cache, cache.stats().num_blocks
     kind = canonical_mode(mode)
     if kind == "off":
         scratch = size.blocks_per_sequence * size.max_num_seqs

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge.cli import options
+from forge.cli import completion, options
 from forge.cli.running import load_model
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ BugOption = Annotated[
     typer.Option(
         "--bug",
         metavar="NAME",
+        autocompletion=completion.bugs,
         help="Put one known bug back into the engine, on the bundled model, and see what catches it; a wrong NAME "
         "lists them.",
         rich_help_panel="Chapter",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge.cli import options
+from forge.cli import completion, options
 from forge.cli.running import Found
 
 if TYPE_CHECKING:
@@ -24,7 +24,12 @@ _CHAPTER = "Chapter"
 
 OnlyOption = Annotated[
     str | None,
-    typer.Option("--only", help="run: the experiment without the chapter's text.", rich_help_panel=_CHAPTER),
+    typer.Option(
+        "--only",
+        help="run: the experiment without the chapter's text.",
+        autocompletion=completion.one_of("run"),
+        rich_help_panel=_CHAPTER,
+    ),
 ]
 PauseOption = Annotated[
     bool,
@@ -48,7 +53,15 @@ def chapters(json: options.JsonOption = False) -> Found:
 
 def chapter(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="CHAPTER", help="Its number, or its command.", show_default=False)],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHAPTER",
+            help="Its number, or its command.",
+            show_default=False,
+            autocompletion=completion.chapters,
+        ),
+    ],
 ) -> Found:
     """Read a chapter: the same as its own command, whose options it takes."""
     from forge.book.shelf import find

@@ -43,13 +43,14 @@ from forge.cli.watch import watch
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
-    from typer.core import TyperCommand
+    from typer.core import TyperCommand, TyperGroup
 
     from forge.views.report import Report
 
 CLOSED_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
 _USAGE_ERROR = 2
+_COMPLETION = ("install_completion", "show_completion")
 
 app = typer.Typer(
     name="forge",
@@ -57,7 +58,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
+    epilog="[dim]forge --install-completion[/dim] teaches your shell to complete commands, models and options.",
 )
 
 
@@ -156,12 +157,20 @@ def parse_and_run(args: Sequence[str]) -> "Report | int | None":
 
     Raises whatever the command raises, typer's own usage errors included.
     """
-    return app(args=list(args), prog_name="forge", standalone_mode=False)
+    return _forge()(args=list(args), prog_name="forge", standalone_mode=False)
 
 
 def command_named(name: str) -> "TyperCommand | None":
     """The command that `forge NAME` is."""
-    return typer.main.get_command(app).commands.get(name)
+    return _forge().commands.get(name)
+
+
+def _forge() -> "TyperGroup":
+    """All commands. The options that set up a shell's completion work and are not listed: they are used once."""
+    group = typer.main.get_command(app)
+    for param in group.params:
+        param.hidden = param.name in _COMPLETION
+    return group
 
 
 def _show(report: "Report") -> int:

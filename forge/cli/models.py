@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge.cli import options
+from forge.cli import completion, options
 from forge.cli.models_pull import pull
 from forge.cli.models_synth import synth
 
@@ -38,7 +38,13 @@ def list_models(json: options.JsonOption = False) -> None:
 @models.command("inspect")
 def inspect_model(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A GGUF file, or a bundled model's name.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A GGUF file, or a bundled model's name.",
+            show_default=False,
+            autocompletion=completion.models,
+        ),
     ],
     everything: Annotated[bool, typer.Option("--all", help="List every tensor, not one line per layer kind.")] = False,
     json: options.JsonOption = False,

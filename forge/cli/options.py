@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forge.cli import completion
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -36,6 +38,7 @@ ModelOption = Annotated[
         "--model",
         "-m",
         help="A bundled or pulled model's name, a GGUF file, a Hugging Face folder, or hash.",
+        autocompletion=completion.models,
         rich_help_panel=_MODEL,
     ),
 ]
@@ -43,15 +46,27 @@ _KV_HELP = (
     "KV cache: off; basic (or on), a contiguous run per sequence; paged, blocks from one pool; prefix, paged and "
     "shared between prompts that begin alike."
 )
-KvOption = Annotated[str, typer.Option("--kv", help=_KV_HELP, rich_help_panel=_MODEL)]
+KvOption = Annotated[
+    str, typer.Option("--kv", help=_KV_HELP, autocompletion=completion.kv_modes, rich_help_panel=_MODEL)
+]
 KvWish = Annotated[
     str | None,
-    typer.Option("--kv", help=_KV_HELP, show_default="off, or paged with --speculate", rich_help_panel=_MODEL),
+    typer.Option(
+        "--kv",
+        help=_KV_HELP,
+        show_default="off, or paged with --speculate",
+        autocompletion=completion.kv_modes,
+        rich_help_panel=_MODEL,
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
-        "--device", help="cpu, reference or cuda.", show_default="the fastest on the CPU", rich_help_panel=_MODEL
+        "--device",
+        help="cpu, reference or cuda.",
+        show_default="the fastest on the CPU",
+        autocompletion=completion.devices,
+        rich_help_panel=_MODEL,
     ),
 ]
 ThreadsOption = Annotated[
@@ -91,7 +106,12 @@ KvMemoryOption = Annotated[
 ]
 ShowOption = Annotated[
     str | None,
-    typer.Option("--show", help="blocks: where every token's key and value lies.", rich_help_panel=_OUTPUT),
+    typer.Option(
+        "--show",
+        help="blocks: where every token's key and value lies.",
+        autocompletion=completion.one_of(*SHOWABLE),
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 PaceOption = Annotated[
     float,
@@ -103,6 +123,7 @@ KvDtypeOption = Annotated[
     typer.Option(
         "--kv-dtype",
         help="What keys and values are rounded to: float32, float16 or bfloat16.",
+        autocompletion=completion.kv_dtypes,
         show_default="the device's own",
         rich_help_panel=_MODEL,
     ),
@@ -110,7 +131,12 @@ KvDtypeOption = Annotated[
 
 QuantizeOption = Annotated[
     str | None,
-    typer.Option("--quantize", help="Quantize float weights as they are loaded: q8_0.", rich_help_panel=_MODEL),
+    typer.Option(
+        "--quantize",
+        help="Quantize float weights as they are loaded: q8_0.",
+        autocompletion=completion.quantize_types,
+        rich_help_panel=_MODEL,
+    ),
 ]
 
 SpeculateOption = Annotated[
@@ -119,6 +145,7 @@ SpeculateOption = Annotated[
         "--speculate",
         help="Guess tokens ahead and verify them together: draft, a small model; ngram, what followed before; off.",
         show_default="off",
+        autocompletion=completion.proposers,
         rich_help_panel=_SPECULATION,
     ),
 ]
@@ -128,6 +155,7 @@ DraftOption = Annotated[
         "--draft",
         help="The draft model; may be repeated, then all of them guess.",
         show_default="tales-draft",
+        autocompletion=completion.models,
         rich_help_panel=_SPECULATION,
     ),
 ]
@@ -192,15 +220,31 @@ ChunkedPrefillOption = Annotated[
     ),
 ]
 OrderOption = Annotated[
-    str | None, typer.Option("--order", help="Who is admitted first: fcfs, or priority.", rich_help_panel=_SCHEDULER)
+    str | None,
+    typer.Option(
+        "--order",
+        help="Who is admitted first: fcfs, or priority.",
+        autocompletion=completion.orders,
+        rich_help_panel=_SCHEDULER,
+    ),
 ]
 PreemptOption = Annotated[
     str | None,
-    typer.Option("--preempt", help="Who gives its blocks up: lifo, or least-progressed.", rich_help_panel=_SCHEDULER),
+    typer.Option(
+        "--preempt",
+        help="Who gives its blocks up: lifo, or least-progressed.",
+        autocompletion=completion.victim_policies,
+        rich_help_panel=_SCHEDULER,
+    ),
 ]
 ModeOption = Annotated[
     str | None,
-    typer.Option("--mode", help="What becomes of them: recompute, or swap.", rich_help_panel=_SCHEDULER),
+    typer.Option(
+        "--mode",
+        help="What becomes of them: recompute, or swap.",
+        autocompletion=completion.preemption_modes,
+        rich_help_panel=_SCHEDULER,
+    ),
 ]
 NumHostBlocksOption = Annotated[
     int | None,

@@ -200,7 +200,7 @@ def new_history(llm: "LLM", engine: "Engine") -> "History":
     from forge.views.history import History
 
     config = engine.scheduler.config
-    return History(run_label(llm), config.max_num_seqs, config.order)
+    return History(run_label(llm), config.max_num_seqs, config.order_name)
 
 
 def trace_header(llm: "LLM", engine: "Engine") -> "TraceHeader":
@@ -216,8 +216,8 @@ def trace_header(llm: "LLM", engine: "Engine") -> "TraceHeader":
         config.max_num_seqs,
         config.token_budget,
         config.chunked_prefill,
-        config.order,
-        config.victim,
+        config.order_name,
+        config.victim_name,
         config.preemption,
         config.num_host_blocks,
         tuple(sys.argv[1:]),

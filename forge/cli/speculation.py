@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge.cli import options
+from forge.cli import completion, options
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found, drive, exit_status, load_model, run_label, warm_up
@@ -31,7 +31,12 @@ def speculation(
     max_model_len: options.MaxModelLenOption = None,
     speculate: Annotated[
         str,
-        typer.Option("--speculate", help="Who guesses: draft or ngram.", rich_help_panel="Speculation"),
+        typer.Option(
+            "--speculate",
+            help="Who guesses: draft or ngram.",
+            autocompletion=completion.one_of("draft", "ngram"),
+            rich_help_panel="Speculation",
+        ),
     ] = "draft",
     draft: options.DraftOption = None,
     k: options.KOption = None,

@@ -17,20 +17,27 @@ import numpy as np
 
 from forge.backends.backend import OperationTime
 from forge.backends.devices import DEFAULT_DEVICE
-from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, canonical_mode, create_kv_cache
+from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheFactory, CacheSize, canonical_mode, create_kv_cache
 from forge.cache.kv_storage import KV_DTYPES, KvLayout, KvStorage
 from forge.engine import tasks
 from forge.engine.answers import OneShotResult
 from forge.engine.engine import Engine
 from forge.engine.oneshot import OneShotTask
 from forge.engine.outputs import RequestOutput
-from forge.engine.policies import DEFAULT_ONESHOT_MEMORY, DEFAULT_ONESHOT_TOKENS, SchedulerConfig
+from forge.engine.policies import (
+    DEFAULT_ONESHOT_MEMORY,
+    DEFAULT_ONESHOT_TOKENS,
+    AdmissionOrder,
+    SchedulerConfig,
+    VictimPolicy,
+)
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 from forge.model.catalog import DEFAULT_MODEL
 from forge.model.forward_batch import ForwardBatch
-from forge.model.loader import LoadProgress, load_model
+from forge.model.loader import LoadedModel, LoadProgress, load_model
 from forge.model.qwen3 import Model
+from forge.speculation.proposer import Proposer
 from forge.speculation.setup import DEFAULT_K, Target, checked_mode, load_proposers
 from forge.speculation.speculator import Speculator
 from forge.trace.records import Pooling, StepRecord
@@ -54,9 +61,9 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path = DEFAULT_MODEL,
+        model: str | Path | LoadedModel = DEFAULT_MODEL,
         *,
-        kv: str = "off",
+        kv: str | CacheFactory = "off",
         device: str = DEFAULT_DEVICE,
         kv_dtype: str | None = None,
         quantize: str | None = None,
@@ -68,15 +75,15 @@ class LLM:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int | None = None,
         chunked_prefill: bool = True,
-        order: str = "fcfs",
-        preempt: str = "lifo",
+        order: str | AdmissionOrder = "fcfs",
+        preempt: str | VictimPolicy = "lifo",
         mode: str = "recompute",
         num_host_blocks: int = 256,
         prefix_planning: bool = True,
         oneshot: bool = True,
         oneshot_tokens: int = DEFAULT_ONESHOT_TOKENS,
         oneshot_memory: int | None = None,
-        speculate: str | None = None,
+        speculate: str | Proposer | None = None,
         draft: str | Path | Sequence[str | Path] = (),
         k: int = DEFAULT_K,
         speculate_fixed: bool = False,
@@ -104,6 +111,9 @@ class LLM:
         time_operations: keep time per layer and operation, for `operation_times()`. on_load_progress: called with
         (bytes loaded, bytes in all). on_compile_progress: called with (kernels compiled, kernels in all) if any have to
         be, which happens once per machine.
+
+        What is not in forge is given as it is: model, a `LoadedModel`; kv, a function from a `CacheSize` to a
+        `KvCache`; order and preempt, functions of their own; speculate, a `Proposer`.
 
         Raises `UsageError` for an option that has no meaning, the `ForgeError` of its format for a file that is not a
         sound Qwen3 model.
@@ -134,7 +144,8 @@ class LLM:
                 _require_positive(name, value)
         if kv_dtype not in (None, *KV_DTYPES):
             raise UsageError(f"unknown kv dtype {kv_dtype!r}; supported: {', '.join(KV_DTYPES)}")
-        canonical_mode(kv)  # an unknown one is refused before anything is loaded
+        if not callable(kv):
+            canonical_mode(kv)  # an unknown one is refused before anything is loaded
         started = time.perf_counter()
         loaded = load_model(model, device, threads, quantize, on_load_progress, on_compile_progress)
         self.path, self.model_name = loaded.path, loaded.name
@@ -326,8 +337,9 @@ class LLM:
         with self.engine.lease.use() as model:
             return model.forward(batch, self._new_storage(model, num_blocks, block_size))
 
-    def speculate_with(self, mode: str, draft: str | Path | Sequence[str | Path] = ()) -> None:
-        """From the next step on, guess by `draft` (the bundled one, or those given), by `ngram`, or not (`off`).
+    def speculate_with(self, mode: str | Proposer, draft: str | Path | Sequence[str | Path] = ()) -> None:
+        """From the next step on, guess by `draft` (the bundled one, or those given), by `ngram`, by a proposer of one's
+        own, or not (`off`).
 
         Raises `UsageError` for a draft whose tokens are not this model's.
         """

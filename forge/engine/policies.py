@@ -1,6 +1,6 @@
 """The choices that a scheduler leaves open, each a small pure function: who comes first, and who has to give way.
 
-To add a policy, write one function and enter it in its table.
+To add a policy, write one function; hand it over as it is, or enter it in its table to give it a name.
 """
 
 from collections.abc import Callable
@@ -65,10 +65,11 @@ class SchedulerConfig:
     chunked_prefill: bool = True
     """Whether a prompt may come in pieces that share their steps with decodes (Agrawal et al. 2024, Sarathi-Serve).
     Without it a prompt is computed whole, in a step without decodes."""
-    order: str = "fcfs"
-    """Who is admitted first: one of `ADMISSION_ORDERS`."""
-    victim: str = "lifo"
-    """Who is preempted: one of `VICTIM_POLICIES`. With the order `priority` it is the worst placed instead."""
+    order: str | AdmissionOrder = "fcfs"
+    """Who is admitted first: one of `ADMISSION_ORDERS`, or such a function."""
+    victim: str | VictimPolicy = "lifo"
+    """Who is preempted: one of `VICTIM_POLICIES`, or such a function. With the order `priority` it is the worst placed
+    instead."""
     preemption: PreemptionMode = "recompute"
     """What becomes of a victim's keys and values: dropped and computed again, or kept in the host's pool."""
     num_host_blocks: int = 256
@@ -89,9 +90,10 @@ class SchedulerConfig:
             ("victim", VICTIM_POLICIES),
             ("preemption", PREEMPTION_MODES),
         ):
-            if getattr(self, name) not in choices:
+            chosen = getattr(self, name)
+            if chosen not in choices and (name == "preemption" or not callable(chosen)):
                 option = {"order": "--order", "victim": "--preempt", "preemption": "--mode"}[name]
-                raise UsageError(f"unknown {option} {getattr(self, name)!r}; supported: {', '.join(choices)}")
+                raise UsageError(f"unknown {option} {chosen!r}; supported: {', '.join(choices)}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "oneshot_tokens", "oneshot_memory"):
             value = getattr(self, name)
             if name == "max_num_batched_tokens" and value is None:
@@ -113,11 +115,24 @@ class SchedulerConfig:
 
     @property
     def admission_order(self) -> AdmissionOrder:
-        return ADMISSION_ORDERS[self.order]
+        return self.order if callable(self.order) else ADMISSION_ORDERS[self.order]
+
+    @property
+    def order_name(self) -> str:
+        return _name(self.order)
 
     @property
     def victim_policy(self) -> tuple[str, VictimPolicy]:
         """Its name and itself."""
         if self.order == "priority":
             return "priority", worst_placed
-        return self.victim, VICTIM_POLICIES[self.victim]
+        return self.victim_name, self.victim if callable(self.victim) else VICTIM_POLICIES[self.victim]
+
+    @property
+    def victim_name(self) -> str:
+        return _name(self.victim)
+
+
+def _name(choice: str | Callable) -> str:
+    """What records call a policy."""
+    return choice if isinstance(choice, str) else choice.__name__.replace("_", "-")

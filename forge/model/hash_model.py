@@ -21,6 +21,7 @@ from forge.cache.kv_storage import KvLayout, NumpyKvStorage
 from forge.errors import UsageError
 from forge.model.catalog import HASH_MODEL
 from forge.model.forward_batch import ForwardBatch
+from forge.model.qwen3 import Model
 from forge.tokenizer.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 
 SAID = tuple(b"abcdefghijklmnopqrstuvwxyz ")
@@ -51,11 +52,10 @@ def create_hash_model(name: str) -> "HashModel":
     return HashModel(agreement=share)
 
 
-class HashModel:
-    """`Model`, over a storage of one layer whose keys and values are 32 bits each."""
+class HashModel(Model):
+    """A model over a storage of one layer whose keys and values are 32 bits each."""
 
     num_layers = 1
-    embeds = False
     max_position_embeddings = 1 << 17
 
     def __init__(
@@ -80,18 +80,6 @@ class HashModel:
         """The layout of a storage that fits this model, whose keys and values nothing is rounded of."""
         return KvLayout(self.num_layers, num_blocks, block_size, num_kv_heads=1, head_dim=1)
 
-    def new_storage(self, layout: KvLayout) -> NumpyKvStorage:
-        return NumpyKvStorage(layout)
-
-    def prepare(self, layout: KvLayout) -> None:
-        """Nothing has to be."""
-
-    def time_operations(self) -> None:
-        """There is one operation, the forward."""
-
-    def operation_times(self) -> tuple[()]:
-        return ()
-
     def forward(self, batch: ForwardBatch, storage: NumpyKvStorage) -> np.ndarray:
         """Write keys and values of every row, read those of every context back; logits float32 `[R, vocab_size]`."""
         size = storage.layout.block_size
@@ -113,14 +101,6 @@ class HashModel:
 
         rows = batch.logit_rows
         return self._logits(_mixed(contexts[owners[rows], batch.positions[rows]]))
-
-    def hidden(self, batch: ForwardBatch, storage: NumpyKvStorage) -> np.ndarray:
-        """Raises `UsageError`: it has none."""
-        raise UsageError("the hash model has no hidden states: take a real one for embeddings")
-
-    def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
-        """Of the logits, about: what a context needs depends on its length."""
-        return 4 * (num_rows + num_logit_rows * self.vocab_size)
 
     def _logits(self, contexts: np.ndarray) -> np.ndarray:
         """From the hash of each context, uint32 `[R]`."""

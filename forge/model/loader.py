@@ -33,25 +33,25 @@ LAYER_TENSORS = {
 """`LayerWeights` field → the tensor's name in its source, between `blk.N.` and `.weight`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     """A model, and what belongs to it."""
 
     name: str
-    path: Path | None
-    """None for a model without a file."""
     model: Model
     tokenizer: Tokenizer
-    device_description: str
+    path: Path | None = None
+    """None for a model without a file."""
+    device_description: str = "NumPy"
     """What computes it, for a person."""
-    default_kv_dtype: str
+    default_kv_dtype: str = "float32"
     """What its keys and values are rounded to when nobody says otherwise."""
     pooling: Pooling = "last"
     """How its file says that hidden states become an embedding."""
 
 
 def load_model(
-    name_or_path: str | Path,
+    name_or_path: str | Path | LoadedModel,
     device: str,
     threads: int | None = None,
     quantize: str | None = None,
@@ -60,20 +60,32 @@ def load_model(
 ) -> LoadedModel:
     """The model that `name_or_path` means (`resolve_model`, `is_hash_model`), on `device` (`create_backend`).
 
+    One that is loaded already stays as it is.
+
     Raises `UsageError` if there is none of that name, and the `ForgeError` of its format if its file is not sound.
     """
+    if isinstance(name_or_path, LoadedModel):
+        return name_or_path
     if is_hash_model(name_or_path):
         check_device(device, quantize)
         name = str(name_or_path)
-        return LoadedModel(name, None, create_hash_model(name), ByteTokenizer(), "a hash, no weights", "float32")
+        model, tokenizer = create_hash_model(name), ByteTokenizer()
+        return LoadedModel(name=name, model=model, tokenizer=tokenizer, device_description="a hash, no weights")
     path = resolve_model(name_or_path)
     backend = create_backend(device, threads, quantize, on_compile)
     with open_weights(path) as weights:
         tokenizer = Tokenizer(weights.tokenizer_spec())
         model = load_qwen3(weights, backend, on_progress)
         pooling = weights.pooling
-    kv_dtype = backend.default_kv_dtype
-    return LoadedModel(model_name(path), path, model, tokenizer, backend.description, kv_dtype, pooling)
+    return LoadedModel(
+        name=model_name(path),
+        model=model,
+        tokenizer=tokenizer,
+        path=path,
+        device_description=backend.description,
+        default_kv_dtype=backend.default_kv_dtype,
+        pooling=pooling,
+    )
 
 
 def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress | None = None) -> Qwen3:

@@ -43,17 +43,19 @@ class Target:
     kv_dtype: str
 
 
-def checked_mode(mode: str | None, k: int) -> str:
+def checked_mode(mode: str | Proposer | None, k: int) -> str | Proposer:
     """The mode that is meant, None being `off`. Raises `UsageError` for one that has no meaning, and for such a K."""
-    if mode not in (None, *MODES):
+    if not isinstance(mode, Proposer) and mode not in (None, *MODES):
         raise UsageError(f"unknown --speculate {mode!r}; supported: {', '.join(MODES)}")
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_K:
         raise UsageError(f"--k is how many tokens to guess at a time, 1 to {MAX_K}, got {k!r}")
     return mode or "off"
 
 
-def load_proposers(mode: str, drafts: Sequence[str | Path], target: Target) -> list[tuple[Proposer, Costs]]:
+def load_proposers(mode: str | Proposer, drafts: Sequence[str | Path], target: Target) -> list[tuple[Proposer, Costs]]:
     """The proposers that `mode` means, each with its assumed costs. Without `drafts` the bundled one.
+
+    A proposer that is given as it is is taken to guess without a model.
 
     Raises `UsageError` for a draft whose tokens are not the target's, and the `ForgeError` of its format for a file
     that is not a sound model.
@@ -61,7 +63,9 @@ def load_proposers(mode: str, drafts: Sequence[str | Path], target: Target) -> l
     if mode == "off":
         return []
     if mode == "ngram":
-        return [(NgramProposer(), Costs(ASSUMED_LOOKUP, ASSUMED_ROW))]
+        mode = NgramProposer()
+    if isinstance(mode, Proposer):
+        return [(mode, Costs(ASSUMED_LOOKUP, ASSUMED_ROW))]
     if len(drafts) > MAX_BRANCHES:
         raise UsageError(f"--draft is given {len(drafts)} times, and {MAX_BRANCHES} drafts at most can be told apart")
     names: list[str] = []

@@ -1,17 +1,48 @@
 """A screen saved as a picture: what a terminal would show, as SVG."""
 
 import io
+import re
 from pathlib import Path
 
-from rich.console import Console
+from rich._export_format import CONSOLE_SVG_FORMAT
 
 from forge.errors import ForgeError
 from forge.views.history import History
 from forge.views.scheduler import scheduler_lines
 from forge.views.serving import print_serving
+from forge.views.terminal import ForgeConsole
 
 WIDTH = 96
+_TITLE_WIDTH = 64
+"""More would run into the buttons of the window."""
 _HEIGHT = 32
+_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
+    "Fira Code", "ui-monospace, Menlo, Consolas, DejaVu Sans Mono"
+)
+"""rich's own, with the fonts that a reader has in place of one that a browser would have to fetch."""
+
+
+def picture_console(width: int = WIDTH) -> ForgeConsole:
+    """A console that remembers what is drawn on it, for `save_picture`."""
+    return ForgeConsole(
+        file=io.StringIO(),
+        record=True,
+        width=width,
+        force_terminal=True,
+        color_system="truecolor",
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+
+
+def save_picture(console: ForgeConsole, path: Path, title: str = "forge") -> None:
+    """Raises `ForgeError` if `path` cannot be written."""
+    title = title if len(title) <= _TITLE_WIDTH else f"{title[: _TITLE_WIDTH - 1]}…"
+    try:
+        console.save_svg(str(path), title=title, code_format=_FORMAT)
+    except OSError as error:
+        raise ForgeError(f"{path}: cannot write the picture: {error.strerror or error}") from None
 
 
 def save_serving(path: Path, history: History) -> None:
@@ -19,19 +50,19 @@ def save_serving(path: Path, history: History) -> None:
 
     Raises `ForgeError` if `path` cannot be written.
     """
-    console = Console(
-        file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor", highlight=False
-    )
+    console = picture_console()
     if history.records:
-        busiest = max(range(len(history)), key=lambda index: _decisions(history, index))
-        for line in scheduler_lines(history, busiest, WIDTH, _HEIGHT):
-            console.print(line)
+        draw_busiest_step(console, history)
         console.print()
     print_serving(console, history, history.lives())
-    try:
-        console.save_svg(str(path), title="forge")
-    except OSError as error:
-        raise ForgeError(f"{path}: cannot write the picture: {error.strerror or error}") from None
+    save_picture(console, path)
+
+
+def draw_busiest_step(console: ForgeConsole, history: History) -> None:
+    """The step in which most was decided."""
+    busiest = max(range(len(history)), key=lambda index: _decisions(history, index))
+    for line in scheduler_lines(history, busiest, console.width, _HEIGHT):
+        console.print(line)
 
 
 def _decisions(history: History, index: int) -> tuple[int, int, int]:

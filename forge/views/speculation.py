@@ -108,8 +108,11 @@ def marked_text(steps: Sequence[Step], token_text: TokenText) -> Text:
 # One cycle
 
 
-def cycle_line(number: int, step: Step, token_text: TokenText) -> Text:
-    """`cycle 3   who lived ~by~  2 of 3  the target says " an" (p 0.41), not " by" (p 0.38)  1.3 + 0.9 ms`."""
+def cycle_line(number: int, step: Step, token_text: TokenText, width: int | None = None) -> Text:
+    """`cycle 3   who lived ~by~  2 of 3  the target says " an" (p 0.41), not " by" (p 0.38)  1.3 + 0.9 ms`.
+
+    Without the times where the line would be wider than `width`.
+    """
     cycle = step.winner
     line = Text.assemble((f"cycle {number:<3}", QUIET))
     for index, token_id in enumerate(cycle.proposed):
@@ -117,9 +120,9 @@ def cycle_line(number: int, step: Step, token_text: TokenText) -> Text:
         bare = guess[1:-1].strip() or guess
         kept = index < cycle.num_accepted
         line.append(" ").append(bare if kept else f"~{bare}~", GOOD if kept else f"{QUIET} strike")
-    line.append(f"  {cycle.num_accepted} of {len(cycle.proposed)}", TITLE).append(f"  {why(step, token_text)}  ")
-    line.append(f"{ms(cycle.draft_ms)} + {ms(cycle.target_ms)} ms", QUIET)
-    return line
+    line.append(f"  {cycle.num_accepted} of {len(cycle.proposed)}", TITLE).append(f"  {why(step, token_text)}")
+    times_taken = f"  {ms(cycle.draft_ms)} + {ms(cycle.target_ms)} ms"
+    return line.append(times_taken, QUIET) if width is None or line.cell_len + len(times_taken) <= width else line
 
 
 def why(step: Step, token_text: TokenText) -> str:
@@ -239,7 +242,7 @@ def print_speculation(console: Console, result: SpeculationResult, prompt: str) 
     console.print(Text(neutralise(tail(prompt, _PROMPT_SHOWN)), QUIET) + marked_text(steps, result.token_text))
     console.print(Text("[accepted guesses]  ~the guess that was rejected~  the target's own", QUIET))
     console.print()
-    for line in _cycle_lines(steps, result.token_text):
+    for line in _cycle_lines(steps, result.token_text, console.width):
         console.print(line)
     for line in [*decisions_told(steps), *_failures(steps, result)]:
         console.print(Text(line))
@@ -254,10 +257,10 @@ def print_speculation(console: Console, result: SpeculationResult, prompt: str) 
     console.print(_verdict(result))
 
 
-def _cycle_lines(steps: Sequence[Step], token_text: TokenText) -> Iterator[Text]:
+def _cycle_lines(steps: Sequence[Step], token_text: TokenText, width: int) -> Iterator[Text]:
     guessing = [step for step in steps if step.winner]
     for number, step in enumerate(guessing[:CYCLES_SHOWN], start=1):
-        yield cycle_line(number, step, token_text)
+        yield cycle_line(number, step, token_text, width)
     if len(guessing) > CYCLES_SHOWN:
         yield Text(f"… and {plural(len(guessing) - CYCLES_SHOWN, 'cycle')} more, all in --json", QUIET)
 

@@ -11,7 +11,7 @@ from forge.backends.timed import TimedOperations, short_name
 from forge.gguf import GGUFFile
 from forge.model.loader import load_qwen3
 from forge.model.weight_source import GGUFWeights
-from tests.model.forwards import one_prefill
+from forge.testing.forwards import one_prefill
 from tests.small_models import write_small_qwen3
 
 OPERATIONS = {"rms_norm", "head_norm", "rope", "write_kv", "attention", "swiglu", "add"}

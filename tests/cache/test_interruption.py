@@ -11,7 +11,7 @@ import pytest
 from forge.cache.kv_cache import OutOfBlocks
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
-from tests.cache.operations import Operation, Oracle, random_operations
+from forge.testing.caches import Operation, Oracle, random_operations
 from tests.engine.test_interruption import interrupted_at
 
 OPERATIONS = ("begin", "fill", "reserve", "commit", "truncate", "fork", "restore", "release", "remove")

@@ -7,7 +7,7 @@ from forge.cache.kv_cache import KvCache
 from forge.cache.off import OffKvCache
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
-from tests.cache.operations import Oracle, random_operations, shortest_failure
+from forge.testing.caches import LENGTH, Oracle, check_cache, random_operations, shortest_failure
 
 
 def rarely_different(preceding: int, token_ids: tuple[int, ...]) -> int:
@@ -34,7 +34,6 @@ CACHES = {
     "prefix, large blocks": (lambda: PrefixKvCache(8, 16), 8, 16, 20),
     "prefix, hashes collide": (lambda: PrefixKvCache(14, 2, rarely_different), 14, 2, 35),
 }
-LENGTH = 300
 
 
 def test_there_are_at_least_100_000_operations():
@@ -45,12 +44,8 @@ def test_there_are_at_least_100_000_operations():
 def test_random_operations_keep_every_promise(name):
     make_cache, num_blocks, block_size, lists = CACHES[name]
 
-    def new() -> Oracle:
-        return Oracle(make_cache(), num_blocks, block_size, finds_all="collide" not in name)
-
-    for seed in range(lists):
-        found = shortest_failure(new, random_operations(seed, LENGTH))
-        assert found is None, f"seed {seed}, shortest failing sequence:\n{found}"
+    assert make_cache().block_size == block_size
+    check_cache(make_cache, num_blocks, lists, finds_all="collide" not in name)
 
 
 def kinds_of_failing(make_cache, num_blocks: int, block_size: int, seed: int) -> tuple[str, list[str]]:

@@ -15,8 +15,8 @@ from forge.model.hf_directory import HuggingFaceDirectory, ModelFolderError, hug
 from forge.model.loader import load_qwen3
 from forge.model.safetensors_file import SafetensorsError
 from forge.model.weight_source import GGUFWeights, WeightSource, open_weights
+from forge.testing.forwards import one_prefill
 from forge.tokenizer import Tokenizer, TokenizerError, TokenType
-from tests.model.forwards import one_prefill
 from tests.model.raw_safetensors import CONFIG, config_json, encoded, packed, random_tensors, write_folder
 from tests.small_models import write_small_qwen3
 from tests.tokenizer.conftest import tokenizer_document

@@ -26,8 +26,8 @@ from forge.model.synth import (
 )
 from forge.model.synthetic_vocabulary import MIN_VOCABULARY, synthetic_vocabulary
 from forge.model.weight_source import open_weights
+from forge.testing.forwards import one_prefill
 from forge.tokenizer import Tokenizer, TokenType, spec_from_gguf
-from tests.model.forwards import one_prefill
 
 
 def small(**sizes):

@@ -8,7 +8,7 @@ from forge.gguf import GGUFFile
 from forge.model.config import Qwen3Config
 from forge.model.loader import load_qwen3
 from forge.model.weight_source import GGUFWeights
-from tests.model.forwards import one_prefill
+from forge.testing.forwards import one_prefill
 from tests.small_models import write_small_qwen3
 
 torch = pytest.importorskip("torch", reason="parity needs PyTorch: pip install torch")

@@ -20,10 +20,10 @@ from forge.speculation import draft as draft_module
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
 from forge.speculation.leases import Lease, LeaseRevoked
 from forge.speculation.proposer import ProposalRequest
+from forge.testing.forwards import one_prefill
 from forge.tokenizer import Tokenizer
 from tests.engine.scripted import PIECES, ScriptedModel, muddled
 from tests.engine.test_interruption import interrupted_at
-from tests.model.forwards import one_prefill
 from tests.small_models import small_tokenizer, write_small_qwen3
 from tests.speculation.requests import GREEDY, proposed, request
 

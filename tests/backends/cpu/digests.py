@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 
+from forge.testing.forwards import Part, flat_batch, new_storage
 from tests.backends.cpu.models import TeamBackend, small_model
-from tests.model.forwards import Part, flat_batch, new_storage
 
 
 def logits_of(tensor_type: str, kv_dtype: str = "float16") -> np.ndarray:

@@ -4,8 +4,6 @@ What is varied: the rows beside it, the chunks of the prefill, block size and bl
 was in the cache and in the buffers before, and whether the keys were kept or are computed again.
 """
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
@@ -13,8 +11,8 @@ from forge.backends.cpu.backend import CpuBackend
 from forge.engine.llm import LLM
 from forge.engine.sampling_params import SamplingParams
 from forge.model.qwen3 import Qwen3
+from forge.testing.forwards import Part, flat_batch, new_storage, random_batches
 from tests.backends.cpu.models import FLOATS, QUANTIZED, TeamBackend, small_model
-from tests.model.forwards import Part, flat_batch, new_storage
 from tests.small_models import write_small_qwen3
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 48, 63, 64, 65, 127, 128, 129)
@@ -78,26 +76,6 @@ def poisoned_storage(model: Qwen3, num_blocks: int, block_size: int, kv_dtype: s
     storage.keys[..., : storage.layout.head_dim] = nan
     storage.values[..., : storage.layout.head_dim] = nan
     return storage
-
-
-def random_cuts(length: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """[start, end) of the chunks of one sequence, at random places, single tokens at the end."""
-    decoded = int(rng.integers(0, min(4, length)))
-    cuts = rng.integers(1, length, size=rng.integers(0, 4)).tolist() if length > 1 else []
-    edges = sorted({0, *cuts, *range(length - decoded, length), length})
-    return list(pairwise(edges))
-
-
-def random_batches(sequences: list[list[int]], block_size: int, rng: np.random.Generator):
-    """Yield lists of (sequence number, part) until every sequence is computed, over a shuffled pool of blocks."""
-    numbers = [-(-len(tokens) // block_size) for tokens in sequences]
-    scattered = iter(rng.permutation(sum(numbers)).tolist())
-    blocks = [[next(scattered) for _ in range(number)] for number in numbers]
-    pending = [random_cuts(len(tokens), rng) for tokens in sequences]
-    while any(pending):
-        ready = [index for index, cuts in enumerate(pending) if cuts]
-        chosen = rng.permutation([index for index in ready if rng.random() < 0.7] or ready[:1]).tolist()
-        yield [(index, Part(sequences[index], *pending[index].pop(0), blocks[index])) for index in chosen]
 
 
 def test_neighbours_chunks_blocks_and_threads_cannot_be_seen(models):

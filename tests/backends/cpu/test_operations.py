@@ -17,8 +17,8 @@ from forge.gguf import GGMLType
 from forge.gguf.ggml_types import BLOCK_SIZES
 from forge.gguf.writer import random_weights
 from forge.model.forward_batch import ForwardBatch
+from forge.testing.forwards import Part, flat_batch
 from tests.backends.cpu.models import FLOATS, QUANTIZED, TeamBackend, memory_tensor
-from tests.model.forwards import Part, flat_batch
 
 EPS = 1e-6
 ROUNDING = 2.0**-24

@@ -8,9 +8,9 @@ import pytest
 from forge.backends.reference import ReferenceBackend
 from forge.model.loader import load_qwen3
 from forge.model.weight_source import open_weights
+from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill
 from forge.tokenizer import Tokenizer
 from tests.backends.cpu.models import FLOATS, QUANTIZED, ROOT, TeamBackend, small_model
-from tests.model.forwards import Part, flat_batch, new_storage, one_prefill
 
 BUNDLED = ROOT / "models" / "tales-q8_0.gguf"
 PROMPTS = ("Once upon a time", "The little fox", "User: Who are you?", "In the morning", "She said", "One day a bear")

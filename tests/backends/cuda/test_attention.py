@@ -8,8 +8,8 @@ from forge.backends.cuda.inputs import InputBuffer, shape_of
 from forge.backends.cuda.network import Layer, Network, Norm
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.cache.kv_storage import KvLayout
+from forge.testing.forwards import Part, flat_batch
 from tests.backends.cuda.models import DTYPES, TOLERANCE, launches, relative_error
-from tests.model.forwards import Part, flat_batch
 
 EPS, THETA = 1e-6, 1e4
 NOT_WRITTEN = 6e4

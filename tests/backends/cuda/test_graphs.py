@@ -15,9 +15,9 @@ from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
 from forge.backends.cuda.graphs import Graphs, _Captured
 from forge.backends.cuda.inputs import TOKEN_BUCKETS, InputBuffer, Policy, shape_of
+from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill
 from tests.backends.cpu.models import small_model
 from tests.backends.cuda.models import relative_error
-from tests.model.forwards import Part, flat_batch, new_storage, one_prefill
 
 POLICY = Policy(heads=4, kv_heads=2, multiprocessors=132, invariant=False, buckets=True)
 

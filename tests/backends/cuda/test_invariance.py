@@ -9,8 +9,8 @@ import pytest
 
 from forge.backends.cuda.backend import CudaBackend
 from forge.errors import UsageError
+from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill
 from tests.backends.cpu.models import small_model
-from tests.model.forwards import Part, flat_batch, new_storage, one_prefill
 
 
 @pytest.fixture

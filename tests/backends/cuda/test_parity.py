@@ -8,9 +8,9 @@ import pytest
 from forge.backends.cuda.backend import CudaBackend
 from forge.backends.reference import ReferenceBackend
 from forge.model.qwen3 import Qwen3
+from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill
 from tests.backends.cpu.models import FLOATS, QUANTIZED, small_model
 from tests.backends.cuda.models import relative_error
-from tests.model.forwards import Part, flat_batch, new_storage, one_prefill
 
 MODEL_TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}
 """Of the logits of two random layers: roundings add up, so bfloat16's is more than one operation's."""

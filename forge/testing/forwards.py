@@ -1,12 +1,14 @@
 """Forward passes without an engine: batches laid out by hand, in a storage of their own."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from forge.cache.kv_storage import KvStorage
 from forge.model.forward_batch import ForwardBatch
-from forge.model.qwen3 import Qwen3
+from forge.model.qwen3 import Model
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,34 @@ def flat_batch(parts: list[Part], block_size: int, logit_rows: list[int] | None 
     return ForwardBatch(**{name: np.ascontiguousarray(values, np.int32) for name, values in arrays.items()})
 
 
-def new_storage(model: Qwen3, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvStorage:
-    return model.backend.new_storage(model.kv_layout(num_blocks, block_size, kv_dtype))
+def new_storage(model: Model, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvStorage:
+    return model.new_storage(model.kv_layout(num_blocks, block_size, kv_dtype))
 
 
-def one_prefill(model: Qwen3, token_ids: list[int], block_size: int = 16) -> np.ndarray:
+def one_prefill(model: Model, token_ids: list[int], block_size: int = 16, kv_dtype: str = "float32") -> np.ndarray:
     """The logits after each token, from one forward pass over all of them: float32 `[len(token_ids), vocab]`."""
     num_blocks = -(-len(token_ids) // block_size)
     batch = flat_batch([Part(token_ids, 0, len(token_ids), list(range(num_blocks)))], block_size)
-    return model.forward(batch, new_storage(model, num_blocks, block_size))
+    return model.forward(batch, new_storage(model, num_blocks, block_size, kv_dtype))
+
+
+def random_cuts(length: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+    """[start, end) of the chunks of one sequence, at random places, single tokens at the end."""
+    decoded = int(rng.integers(0, min(4, length)))
+    cuts = rng.integers(1, length, size=rng.integers(0, 4)).tolist() if length > 1 else []
+    edges = sorted({0, *cuts, *range(length - decoded, length), length})
+    return list(pairwise(edges))
+
+
+def random_batches(
+    sequences: list[list[int]], block_size: int, rng: np.random.Generator
+) -> Iterator[list[tuple[int, Part]]]:
+    """Lists of (sequence number, part) until every sequence is computed, over a shuffled pool of blocks."""
+    numbers = [-(-len(tokens) // block_size) for tokens in sequences]
+    scattered = iter(rng.permutation(sum(numbers)).tolist())
+    blocks = [[next(scattered) for _ in range(number)] for number in numbers]
+    pending = [random_cuts(len(tokens), rng) for tokens in sequences]
+    while any(pending):
+        ready = [index for index, cuts in enumerate(pending) if cuts]
+        chosen = rng.permutation([index for index in ready if rng.random() < 0.7] or ready[:1]).tolist()
+        yield [(index, Part(sequences[index], *pending[index].pop(0), blocks[index])) for index in chosen]

@@ -1,9 +1,9 @@
 """Random operations on a `KvCache`, held against an oracle that knows only what the seam promises.
 
-`run` performs a list of operations, with `check_invariants()` and every observable fact after each. `shortest_failure`
-cuts a failing list down: it drops operations for as long as the rest still fails. An operation names a sequence or a
-snapshot by its place among those that there are (modulo their number), so nearly every one does something, and any
-sublist is a valid list.
+`check_cache` performs lists of operations, with `check_invariants()` and every observable fact after each.
+`shortest_failure` cuts a failing list down: it drops operations for as long as the rest still fails. An operation names
+a sequence or a snapshot by its place among those that there are (modulo their number), so nearly every one does
+something, and any sublist is a valid list.
 
 The oracle is a dictionary of token lists. Beside the policy runs a storage: each committed token is written into its
 slot as a number that stands for it *and all that precedes it*, as a key does, and each copy is performed. So a block
@@ -19,6 +19,7 @@ import numpy as np
 
 from forge.cache.kv_cache import KvCache, OutOfBlocks, Snapshot
 from forge.cache.kv_storage import BlockCopy
+from forge.cache.prefix import PrefixKvCache
 from forge.trace.records import BlockEvicted, BlockSplit, PrefixHit
 
 KINDS = {
@@ -38,9 +39,31 @@ KINDS = {
 Operation = tuple[str, int, int, int]
 """(kind, which sequence or snapshot, how many tokens, a number whose bits are tokens and choices)."""
 
+LENGTH = 300
+"""Operations in a list."""
 MAX_HELD = 7
 """Sequences, and snapshots, at most: with the cache off nothing else bounds them."""
 MAX_TOKENS = 9
+
+
+def check_cache(
+    new_cache: Callable[[], KvCache], num_blocks: int | None = None, lists: int = 20, finds_all: bool = True
+) -> None:
+    """Raise AssertionError, with the shortest list of operations that shows it, if a kind of cache breaks a promise.
+
+    new_cache: makes an empty one, best a small one, so that it runs out of blocks. num_blocks: the blocks of its
+    storage, if they are more than its own. lists: how many lists of 300 operations, some 20 ms each. finds_all: whether
+    a prefix cache has to find all that is there.
+    """
+    blocks = new_cache().stats().num_blocks if num_blocks is None else num_blocks
+
+    def new() -> "Oracle":
+        cache = new_cache()
+        return Oracle(cache, blocks, cache.block_size, finds_all)
+
+    for seed in range(lists):
+        found = shortest_failure(new, random_operations(seed, LENGTH))
+        assert found is None, f"seed {seed}, shortest failing sequence of operations:\n{found}"
 
 
 def random_operations(seed: int, length: int) -> list[Operation]:
@@ -187,7 +210,7 @@ class Oracle:
             order = self.cache.block_map().cached
             hit = self.cache.lookup(prompt, salt, limit)
             assert self.cache.block_map().cached == order, "looking changed the order of eviction"
-            if self.cache.kind == "prefix":
+            if isinstance(self.cache, PrefixKvCache):
                 expected = self.expected_hit(prompt, salt, limit)
                 # what a truncated sequence no longer has may still lie in its last block, and be found
                 assert not self.finds_all or expected <= hit.num_tokens <= limit, f"found {hit}, there is {expected}"

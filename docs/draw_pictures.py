@@ -1,0 +1,90 @@
+"""`make pictures`: the pictures in the README, drawn by forge itself from runs that it makes there and then.
+
+Each picture is a command of the README, run in this process on the bundled model, and drawn by the view that a terminal
+would show. Its figures are those of the machine that drew it.
+"""
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from forge.bench.workload import Arrival, Range, WorkloadRun, make_workload
+from forge.cli.main import parse_and_run
+from forge.cli.options import sampling_params
+from forge.cli.running import advance, drive, load_model, new_history, run_label, warm_up
+from forge.views.blocks import BlockScreen, print_lines
+from forge.views.generation import LiveGeneration
+from forge.views.picture import draw_busiest_step, picture_console, save_picture
+from forge.views.report import Report
+from forge.views.terminal import ForgeConsole
+
+FOLDER = Path(__file__).parent / "pictures"
+GENERATED = 'forge generate --kv basic "Once upon a time" 32'
+COMPARED = "forge compare --kv off vs on"
+FORKED = "forge generate --kv paged --show blocks --n 4 --temperature 0.9 --seed 7"
+SCHEDULED = "forge trace-scheduler --requests 64 --num-blocks 48"
+GUESSED = 'forge speculation --only run "Once upon a time" 48 --k 4'
+OPENING = "Once upon a time, when the first snow fell, a little girl named Hazel woke up early in a small white house."
+
+
+def generation(console: ForgeConsole) -> None:
+    llm, prompt = load_model("tales", kv="basic"), "Once upon a time"
+    warm_up(llm, prompt)
+    params = sampling_params(max_tokens=32, temperature=0.0)
+    view = LiveGeneration(console, run_label(llm), prompt)  # never entered: what moves while it runs is no picture
+    view.finish(drive(llm, llm.start([prompt], params), params, view.step))
+
+
+def block_map(console: ForgeConsole) -> None:
+    llm = load_model("tales", kv="paged", num_blocks=64)
+    llm.engine.report_blocks = True
+    params, screen = sampling_params(max_tokens=80, temperature=0.9, seed=7, n=4), BlockScreen()
+    drive(llm, llm.start([OPENING], params), params, screen.feed)
+    print_lines(console, screen.picture(console.width))
+    console.print()
+    print_lines(console, screen.story_lines(console.width))
+
+
+def scheduler(console: ForgeConsole) -> None:
+    llm = load_model("tales", kv="paged", num_blocks=48)
+    llm.engine.report_probabilities = False
+    workload = make_workload(
+        llm.tokenizer, 64, Range.parse("16:64", ""), Range.parse("64", ""), Arrival.parse("all"), seed=0
+    )
+    history = new_history(llm, llm.engine)
+    advance(llm, llm.engine, WorkloadRun(llm.engine, workload), lambda record: None, history=history)
+    draw_busiest_step(console, history)
+
+
+def of_report(line: str) -> Callable[[ForgeConsole], None]:
+    """What a command that measures draws."""
+
+    def draw(console: ForgeConsole) -> None:
+        report = parse_and_run(shlex.split(line)[1:])
+        assert isinstance(report, Report), f"{line} measures nothing"
+        report.draw(console)
+
+    return draw
+
+
+DRAWN: dict[str, tuple[str, Callable[[ForgeConsole], None]]] = {
+    "generate": (GENERATED, generation),
+    "compare": (COMPARED, of_report(COMPARED)),
+    "blocks": (FORKED, block_map),
+    "scheduler": (SCHEDULED, scheduler),
+    "speculation": (GUESSED, of_report(GUESSED)),
+}
+"""Picture → the command, and what draws it."""
+
+
+def main(folder: Path = FOLDER) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (line, draw) in DRAWN.items():
+        console = picture_console()
+        draw(console)
+        save_picture(console, folder / f"{name}.svg", title=line)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:2]))

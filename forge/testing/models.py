@@ -1,0 +1,250 @@
+"""Whether a model is deterministic, and exact: its logits follow from a sequence's tokens, and from nothing else.
+
+That is all that the engine asks of a model, and what lets every technique change the cost and never the tokens. Each
+check below varies one thing that must not be seen in the logits, to the bit: first in forward passes laid out by hand,
+then through the whole engine. The oracle is the model itself: one sequence alone, one prefill.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from forge.cache.kv_storage import KvStorage
+from forge.engine.llm import LLM
+from forge.engine.sampling_params import SamplingParams
+from forge.model.loader import LoadedModel
+from forge.model.qwen3 import Model
+from forge.speculation.proposer import Proposer
+from forge.speculation.replay import ReplayProposer
+from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill, random_batches
+
+_BLOCK = 16
+_LENGTHS = (1, 2, 15, 16, 17, 33, 47)
+"""Around the edges of blocks."""
+_NEW_TOKENS = 10
+
+
+def check_model(loaded: LoadedModel) -> None:
+    """Raise AssertionError, saying which, if the model breaks any promise of a model."""
+    for check in MODEL_CHECKS:
+        check(loaded)
+
+
+def logits_are_a_float32_row_for_each_that_is_wanted(loaded: LoadedModel) -> None:
+    """As many as `logit_rows`, in that order, none if none are wanted, and all of them numbers."""
+    model = loaded.model
+    tokens = _random_tokens(model, 20)
+    every = _alone(loaded, tokens)
+    for wanted in ([], [19], [0, 7, 19], list(range(20))):
+        batch = flat_batch([Part(tokens, 0, 20, [0, 1])], _BLOCK, logit_rows=wanted)
+        found = model.forward(batch, _used_storage(loaded, 2))
+        assert isinstance(found, np.ndarray) and found.dtype == np.float32, "logits are not a float32 array"
+        shape = (len(wanted), model.vocab_size)
+        assert found.shape == shape, f"logits of {len(wanted)} rows have the shape {found.shape} and not {shape}"
+        _equal(found, every[wanted], "which other rows have logits too can be seen in a row's logits")
+    assert np.isfinite(every).all(), f"of {every.size} logits {np.sum(~np.isfinite(every))} are not numbers"
+
+
+def the_same_input_gives_the_same_bits(loaded: LoadedModel) -> None:
+    """Whenever it is computed, and the array is the caller's to keep."""
+    model = loaded.model
+    ours, others = _random_tokens(model, 40), _random_tokens(model, 40, seed=1)
+    first = _alone(loaded, ours)
+    kept = first.copy()
+    _alone(loaded, others)
+    _equal(first, kept, "a later forward writes into the logits of an earlier one: they are the caller's to keep")
+    _equal(_alone(loaded, ours), kept, "the same forward again gives other logits")
+
+
+def a_token_changes_nothing_before_it(loaded: LoadedModel) -> None:
+    """Attention is causal."""
+    model = loaded.model
+    tokens = _random_tokens(model, 24)
+    other = [*tokens[:12], (tokens[12] + 1) % model.vocab_size, *tokens[13:]]
+    ours, theirs = _alone(loaded, tokens), _alone(loaded, other)
+    _equal(ours[:12], theirs[:12], "a token can be seen in the logits of rows before it: attention is not causal")
+
+
+def rows_beside_it_cannot_be_seen(loaded: LoadedModel) -> None:
+    """A row has the same bits alone and in a batch of any size and order (batch invariance)."""
+    model = loaded.model
+    for number in (2, 3, 5, 8, 17):
+        sequences = [_random_tokens(model, _LENGTHS[index % len(_LENGTHS)], index) for index in range(number)]
+        blocks = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(number)]
+        parts = [Part(tokens, 0, len(tokens), own) for tokens, own in zip(sequences, blocks, strict=True)]
+        found = model.forward(flat_batch(parts, _BLOCK), _used_storage(loaded, 3 * number))
+        expected = np.concatenate([_alone(loaded, tokens) for tokens in sequences])
+        _equal(found, expected, f"beside the rows of {number - 1} other sequences a row has other logits than alone")
+
+
+def how_a_prompt_is_cut_cannot_be_seen(loaded: LoadedModel) -> None:
+    """One prefill, two chunks, and one token at a time are the same."""
+    model = loaded.model
+    tokens = _random_tokens(model, 47)
+    expected = _alone(loaded, tokens)
+    for size in (1, 7, 16, 30):
+        storage = _used_storage(loaded, 3)
+        for start in range(0, len(tokens), size):
+            end = min(start + size, len(tokens))
+            found = model.forward(flat_batch([Part(tokens, start, end, [0, 1, 2])], _BLOCK), storage)
+            _equal(found, expected[start:end], f"in chunks of {size} a token has other logits than in one prefill")
+
+
+def where_keys_and_values_lie_cannot_be_seen(loaded: LoadedModel) -> None:
+    """Whatever the size of the blocks, their numbers and their order, and what was in them before."""
+    model = loaded.model
+    tokens = _random_tokens(model, 47)
+    expected = _alone(loaded, tokens)
+    for block_size in (1, 3, 16, 64):
+        number = -(-len(tokens) // block_size)
+        blocks = np.random.default_rng(block_size).permutation(2 * number)[:number].tolist()
+        storage = _used_storage(loaded, 2 * number, block_size)
+        for start, end in ((0, 40), (40, 46), (46, 47)):
+            found = model.forward(flat_batch([Part(tokens, start, end, blocks)], block_size), storage)
+            what = f"with blocks of {block_size} in any order, which others have used, a token has other logits"
+            _equal(found, expected[start:end], what)
+
+
+def computing_again_changes_nothing(loaded: LoadedModel) -> None:
+    """After a preemption a sequence is computed again over keys and values that are there already."""
+    model = loaded.model
+    tokens = _random_tokens(model, 40)
+    storage = _used_storage(loaded, 3)
+    expected = _alone(loaded, tokens)
+    for length in (40, 17, 33, 40):
+        found = model.forward(flat_batch([Part(tokens, 0, length, [0, 1, 2])], _BLOCK), storage)
+        _equal(found, expected[:length], "computed again over its own keys and values, a token has other logits")
+
+
+def a_row_without_a_slot_writes_nothing(loaded: LoadedModel) -> None:
+    """Slot -1 is padding."""
+    model = loaded.model
+    tokens = _random_tokens(model, 12)
+    storage = new_storage(model, 2, _BLOCK, loaded.default_kv_dtype)
+    model.forward(flat_batch([Part(tokens, 0, 11, [1])], _BLOCK), storage)
+    before = [array for layer in range(model.num_layers) for array in storage.gather(layer, [0, 1], 2 * _BLOCK)]
+    batch = flat_batch([Part(tokens, 11, 12, [1])], _BLOCK)
+    batch.slot_mapping[:] = -1
+    model.forward(batch, storage)
+    after = [array for layer in range(model.num_layers) for array in storage.gather(layer, [0, 1], 2 * _BLOCK)]
+    for one, other in zip(before, after, strict=True):
+        _equal(one, other, "a row whose slot is -1 wrote into the storage")
+
+
+def no_schedule_can_be_seen(loaded: LoadedModel) -> None:
+    """All of that at once, at random."""
+    model = loaded.model
+    sequences = [_random_tokens(model, length, length) for length in _LENGTHS]
+    expected = [_alone(loaded, tokens) for tokens in sequences]
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        block_size = int(rng.choice([1, 3, 8, 64]))
+        storage = _used_storage(loaded, sum(-(-len(tokens) // block_size) for tokens in sequences), block_size)
+        for batch in random_batches(sequences, block_size, rng):
+            found = model.forward(flat_batch([part for _, part in batch], block_size), storage)
+            wanted = np.concatenate([expected[index][part.start : part.end] for index, part in batch])
+            _equal(found, wanted, f"in random chunks and batches (seed {seed}) a token has other logits than alone")
+
+
+def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
+    """The same tokens, and logits equal to the last bit, whatever the cache, the batch, the budget, whoever is
+    preempted, and with guesses."""
+    prompts = [_random_tokens(loaded.model, length, length) for length in (5, 33, 20, 33, 9)]
+    prompts.append(prompts[1][:32] + prompts[2])  # begins as another does
+    alone = LLM(loaded, kv="off", max_num_seqs=1, max_model_len=96, oneshot=False)
+    runs = [_run(alone, [prompt]) for prompt in prompts]
+    tokens = [run.said[0] for run in runs]
+    for prompt, said, run in zip(prompts, tokens, runs, strict=True):
+        whole = alone.logits([*prompt, *said])[len(prompt) - 1 : len(prompt) - 1 + len(said)]
+        _equal(run.logits, whole, "through the engine a token has other logits than from one forward over all tokens")
+    guesses = ReplayProposer(
+        [[*prompt, *said] for prompt, said in zip(prompts, tokens, strict=True)], loaded.model.vocab_size, 0.7
+    )
+    for what, options in _engines(guesses):
+        run = _run(LLM(loaded, max_model_len=96, oneshot=False, **options), prompts)
+        assert run.said == tokens, f"{what} the model says something else: {_first_difference(run.said, tokens)}"
+        _equal(run.logits, runs[0].logits, f"{what} the tokens are the same and the logits are not")
+        few = options.get("num_blocks")
+        assert few is None or run.preempted, f"nobody was preempted: {few} blocks are not too few"
+
+
+def _engines(guesses: Proposer) -> list[tuple[str, dict]]:
+    """Every technique, in words and as options."""
+    few = {"num_blocks": 14, "block_size": 8}
+    return [
+        ("with the cache off, in a batch,", {"kv": "off"}),
+        ("with the basic cache", {"kv": "basic"}),
+        ("with the paged cache", {"kv": "paged"}),
+        ("with the prefix cache", {"kv": "prefix"}),
+        ("with prompts in chunks of 7 tokens", {"kv": "prefix", "max_num_seqs": 6, "max_num_batched_tokens": 7}),
+        ("in a pool too small for all, where victims compute again,", {"kv": "paged", **few}),
+        ("in a pool too small for all, where victims are swapped,", {"kv": "paged", "mode": "swap", **few}),
+        ("with guesses, three in ten of them wrong,", {"kv": "paged", "speculate": guesses, "speculate_fixed": True}),
+    ]
+
+
+MODEL_CHECKS: tuple[Callable[[LoadedModel], None], ...] = (
+    logits_are_a_float32_row_for_each_that_is_wanted,
+    the_same_input_gives_the_same_bits,
+    a_token_changes_nothing_before_it,
+    rows_beside_it_cannot_be_seen,
+    how_a_prompt_is_cut_cannot_be_seen,
+    where_keys_and_values_lie_cannot_be_seen,
+    computing_again_changes_nothing,
+    a_row_without_a_slot_writes_nothing,
+    no_schedule_can_be_seen,
+    nothing_that_the_engine_does_can_be_seen,
+)
+
+
+class _Ran(NamedTuple):
+    said: list[list[int]]
+    """After each prompt."""
+    logits: np.ndarray
+    """Of each token of the first: float32 `[tokens, vocab]`."""
+    preempted: int
+
+
+def _run(llm: LLM, prompts: Sequence[list[int]]) -> _Ran:
+    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    run, preempted = llm.start(list(prompts), params, keep_logits=True), 0
+    for record in run:
+        preempted += len(record.preempted)
+        llm.engine.scheduler.check_invariants()
+    return _Ran([list(output.outputs[0].token_ids) for output in run.outputs], np.array(run.logits), preempted)
+
+
+def _random_tokens(model: Model, length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(0, model.vocab_size, length).tolist()
+
+
+def _alone(loaded: LoadedModel, token_ids: list[int]) -> np.ndarray:
+    """The oracle: the logits after each token, from one prefill in a new storage."""
+    return one_prefill(loaded.model, token_ids, kv_dtype=loaded.default_kv_dtype)
+
+
+def _used_storage(loaded: LoadedModel, num_blocks: int, block_size: int = _BLOCK) -> KvStorage:
+    """A storage in which another sequence has been: what a block has of it must not be read any more."""
+    model = loaded.model
+    storage = new_storage(model, num_blocks, block_size, loaded.default_kv_dtype)
+    length = min(num_blocks * block_size, model.max_position_embeddings)
+    part = Part(_random_tokens(model, length, seed=99), 0, length, list(range(num_blocks)))
+    model.forward(flat_batch([part], block_size, logit_rows=[length - 1]), storage)
+    return storage
+
+
+def _equal(found: np.ndarray, expected: np.ndarray, violated: str) -> None:
+    """Equal bits, or an AssertionError that says by how much they differ and where."""
+    if found.shape == expected.shape and np.array_equal(found, expected):
+        return
+    assert found.shape == expected.shape, f"{violated} (shapes {found.shape} and {expected.shape})"
+    rows = np.flatnonzero((found != expected).reshape(len(found), -1).any(axis=1))
+    most = np.abs(found.astype(np.float64) - expected).max()
+    where = f"{len(rows)} of {len(found)} rows differ, the first is row {rows[0]}"
+    raise AssertionError(f"{violated}: {where}, by up to {most:.3g}")
+
+
+def _first_difference(said: list[list[int]], expected: list[list[int]]) -> str:
+    request = next(index for index, (ours, theirs) in enumerate(zip(said, expected, strict=True)) if ours != theirs)
+    return f"request {request} says {said[request]} and not {expected[request]}"

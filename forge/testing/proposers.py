@@ -1,0 +1,73 @@
+"""Whether a proposer guesses by the rules: its guesses follow from a request's tokens and change none of the text."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from forge.engine.llm import LLM
+from forge.engine.sampling_params import SamplingParams
+from forge.speculation.proposer import Proposal, ProposalRequest, Proposer
+
+_VOCAB_SIZE = 259
+"""Of the hash model, for which the guesses are made."""
+
+
+def check_proposer(new_proposer: Callable[[], Proposer], texts: Sequence[Sequence[int]] = ()) -> None:
+    """Raise AssertionError, saying which, if a proposer breaks a promise of its seam.
+
+    texts: token ids after which it has something to say, beside random ones. What it guesses with is not lent
+    (`lease`), or is lent for as long as this takes.
+    """
+    proposer, rng = new_proposer(), np.random.default_rng(0)
+    texts = [list(text) for text in texts] + [rng.integers(97, 101, length).tolist() for length in (1, 2, 9, 30)]
+    for number, text in enumerate(texts):
+        for k in (0, 1, 4, 9):
+            _check_answer(proposer, text, k, number)
+    for number, text in enumerate(texts):
+        _check_alone(proposer, new_proposer, texts, number, text)
+    _check_text(new_proposer)
+
+
+def _request(text: Sequence[int], k: int, seq_id: int) -> ProposalRequest:
+    return ProposalRequest(seq_id, text, k, SamplingParams(temperature=0.0), seed=0, sample_index=0)
+
+
+def _check_answer(proposer: Proposer, text: list[int], k: int, seq_id: int) -> None:
+    before = list(text)
+    found = proposer.propose([_request(text, k, seq_id)])
+    assert len(found) == 1 and isinstance(found[0], Proposal), f"one request, and the answer is {found}"
+    (proposal,) = found
+    assert text == before, "it changed the tokens of the request, which are the caller's own"
+    assert len(proposal) <= k, f"asked for {k} tokens at most, it proposed {len(proposal)}: {proposal.token_ids}"
+    assert all(isinstance(one, int) for one in proposal.token_ids), f"not token ids: {proposal.token_ids}"
+    for token_id, distribution in zip(proposal.token_ids, proposal.distributions or (), strict=False):
+        odds = distribution.probability(token_id)
+        assert odds > 0, f"it proposed token {token_id} and says that it could not have been drawn"
+
+
+def _check_alone(
+    proposer: Proposer, new_proposer: Callable[[], Proposer], texts: list[list[int]], number: int, text: list[int]
+) -> None:
+    """Beside others, from a new one, after forgetting, and for an id that had another text before: the same guess."""
+    (expected,) = new_proposer().propose([_request(text, 4, number)])
+    beside = proposer.propose([_request(other, 4, seq_id) for seq_id, other in enumerate(texts)])
+    assert len(beside) == len(texts), f"{len(texts)} requests, and {len(beside)} proposals"
+    what = f"after a text of {len(text)} tokens it guesses {expected.token_ids} when new and asked for it alone"
+    assert beside[number].token_ids == expected.token_ids, f"{what}, beside others {beside[number].token_ids}"
+    for seq_id in (number, number + 1):
+        (again,) = proposer.propose([_request(text, 4, seq_id)])
+        assert again.token_ids == expected.token_ids, f"{what}, for an id of another text {again.token_ids}"
+    proposer.forget(number)
+    proposer.forget(number)
+    (again,) = proposer.propose([_request(text, 4, number)])
+    assert again.token_ids == expected.token_ids, f"{what}, after forgetting it {again.token_ids}"
+
+
+def _check_text(new_proposer: Callable[[], Proposer]) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    prompts = ["Once upon a time", "ab ab ab ab", "a"]
+    plain = LLM("hash", kv="paged").generate(prompts, params)
+    guessed = LLM("hash", kv="paged", speculate=new_proposer(), speculate_fixed=True).generate(prompts, params)
+    for one, other in zip(plain, guessed, strict=True):
+        ours, theirs = one.outputs[0].token_ids, other.outputs[0].token_ids
+        assert ours == theirs, f"after {one.prompt!r} the text with its guesses is another: {theirs} and not {ours}"
