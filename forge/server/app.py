@@ -18,7 +18,7 @@ from forge.server.errors import ApiError, install_handlers
 from forge.server.gate import Draining, Gate
 from forge.server.messages import Ready
 from forge.server.metrics import CONTENT_TYPE, Metrics
-from forge.server.requests import RequestReader
+from forge.server.requests import DEFAULT_TOKENS, RequestReader
 from forge.server.responses import ChatShape, CompletionShape, usage_object
 from forge.server.schema import (
     ChatRequest,
@@ -42,6 +42,7 @@ _ERRORS = {
         (401, "The key is missing or wrong"),
         (404, "There is no such thing"),
         (413, "The body is too large"),
+        (415, "The body is of another kind than JSON"),
         (429, "The queue is full; come back later"),
         (500, "The engine could not finish the request"),
         (503, "The server is closing, or its engine has stopped"),
@@ -63,9 +64,11 @@ class Service:
         names = tuple(dict.fromkeys((*settings.model_names, ready.model_name)))
         self.tokenizer = ready.tokenizer()
         self.reader = RequestReader(self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits)
-        self.metrics = Metrics(names[0])
+        self.metrics = Metrics(names[0], ready.max_model_len, ready.num_blocks, ready.block_size)
         client.on_step = self.metrics.take_step
-        client.on_end = lambda generation, output: self.metrics.take_output(output, generation.arrived)
+        client.on_end = lambda generation, output: self.metrics.take_output(
+            output, generation.params, generation.arrived
+        )
 
     def submit(
         self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling, stream: bool
@@ -77,6 +80,8 @@ class Service:
 
     def check_queue(self, num_prompts: int) -> None:
         """Raises where so many more would be too many."""
+        if num_prompts > self.limits.max_queue:
+            raise ApiError(f"that asks for {num_prompts} answers at once, and {self.limits.max_queue} go: ask for less")
         if self.client.num_unfinished + num_prompts > self.limits.max_queue:
             message = f"{self.client.num_unfinished} prompts are waiting already: come back later"
             raise ApiError(message, 429, code="queue_full", retry_after=1)
@@ -140,9 +145,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         reader, request_id = service.reader, f"cmpl-{secrets.token_hex(12)}"
         model = reader.model(body.model)
         prompts = await reader.completion_prompts(body.prompt)
-        params = reader.completion_params(body, len(prompts))
+        params = reader.completion_params(body, prompts)
         echo = [_text_of(service, prompt) if body.echo else None for prompt in prompts]
-        shape = CompletionShape(request_id, model, service.tokenizer, echo)
+        shape = CompletionShape(request_id, model, service.tokenizer, body.usage_wanted, echo)
         # The prompt's log probabilities are there when it has ended: such a stream has one chunk per choice.
         piecemeal = bool(body.stream) and not (body.echo and params.prompt_logprobs is not None)
         generation = service.submit(request_id, prompts, params, body, piecemeal)
@@ -161,12 +166,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         prompt = await reader.chat_prompt(body)
         params = reader.chat_params(body, len(prompt.token_ids))
         in_reasoning = prompt.text.rstrip().endswith("<think>")
-        shape = ChatShape(request_id, model, service.tokenizer, body.top_logprobs or 0, in_reasoning)
+        top = body.top_logprobs or 0
+        shape = ChatShape(request_id, model, service.tokenizer, body.usage_wanted, top, in_reasoning)
         generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
         if not body.stream:
             outputs = await service.whole(generation, request)
             return JSONResponse(shape.body(shape.choices(outputs), outputs))
-        return await service.stream(generation, _chat_events(shape, generation, body))
+        return await service.stream(generation, _chat_events(shape, generation))
 
     @app.post("/generate", responses=_STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
@@ -175,7 +181,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         reader.model(body.model)
         reader.check_supported(body)
         prompt = await reader.one_prompt(body.prompt)
-        params = reader.params(body, 1, 16 if body.max_tokens is None else body.max_tokens)
+        max_tokens = reader.max_tokens(body.max_tokens, DEFAULT_TOKENS, len(prompt.token_ids), "max_tokens")
+        params = reader.params(body, 1, max_tokens)
         generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
         if not body.stream:
             await service.whole(generation, request)
@@ -265,33 +272,32 @@ async def _completion_events(
         async for deltas in generation.updates():
             piece = b"".join([event(shape.delta(delta)) for delta in deltas if _says_something(delta)])
             if generation.has_nothing_more:
-                yield piece + await _last_events(shape, generation, body)
+                yield piece + await _last_events(shape, generation)
                 return
             if piece:
                 yield piece
     else:
         for choice in shape.choices(await generation.finished()):
             yield event(shape.chunk_of([choice]))
-    yield await _last_events(shape, generation, body)
+    yield await _last_events(shape, generation)
 
 
-async def _chat_events(shape: ChatShape, generation: Generation, body: ChatRequest) -> AsyncIterator[bytes]:
+async def _chat_events(shape: ChatShape, generation: Generation) -> AsyncIterator[bytes]:
     yield b"".join([event(shape.role_chunk(choice)) for choice in range(generation.params.n)])
     async for deltas in generation.updates():
         piece = b"".join([event(chunk) for delta in deltas for chunk in shape.delta(delta)])
         if generation.has_nothing_more:
-            yield piece + await _last_events(shape, generation, body)
+            yield piece + await _last_events(shape, generation)
             return
         if piece:
             yield piece
-    yield await _last_events(shape, generation, body)
+    yield await _last_events(shape, generation)
 
 
-async def _last_events(shape: CompletionShape | ChatShape, generation: Generation, body: Sampling) -> bytes:
+async def _last_events(shape: CompletionShape | ChatShape, generation: Generation) -> bytes:
     """What follows the last choice's end: usage, where it is wanted, and the mark of the end."""
     outputs = await generation.finished()
-    wanted = body.stream_options is not None and body.stream_options.include_usage
-    return event(shape.usage_chunk(outputs)) + DONE if wanted else DONE
+    return event(shape.usage_chunk(outputs)) + DONE if shape.usage_wanted else DONE
 
 
 def _says_something(delta: Delta) -> bool:

@@ -24,6 +24,7 @@ from forge.server.messages import (
     Answer,
     Ask,
     AskOneShots,
+    Fault,
     Gauges,
     Inbox,
     LoadFailed,
@@ -32,6 +33,7 @@ from forge.server.messages import (
     Submit,
     Update,
     Watch,
+    Withdraw,
     frame,
 )
 from forge.trace.records import StepRecord
@@ -222,6 +224,7 @@ class EngineClient(asyncio.BufferedProtocol):
         """From a key to its generation and which of its prompts it is."""
         self._keys, self._numbers = count(), count()
         self._questions: dict[int, asyncio.Future] = {}
+        self._num_asked = 0
         self._watchers: set[asyncio.Queue] = set()
         self._dirty: set[Generation] = set()
         self._streams: set[Generation] = set()
@@ -265,8 +268,8 @@ class EngineClient(asyncio.BufferedProtocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Prompts that have not ended, and questions that have no answer."""
-        return len(self._generations) + len(self._questions)
+        """Prompts that have not ended, and requests whose answers are not here."""
+        return len(self._generations) + self._num_asked
 
     # Requests
 
@@ -307,25 +310,38 @@ class EngineClient(asyncio.BufferedProtocol):
     def abort_all(self, error: ForgeError) -> None:
         for generation in {generation for generation, _ in self._generations.values()}:
             self.abort(generation, error)
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(error)
 
     async def ask(self, what: str, *arguments: Any) -> Any:
-        """The engine's answer, between two steps. Raises `UsageError` where the question is wrong, and `EngineDead`."""
-        return await self._answer_to(Ask(next(self._numbers), what, arguments))
+        """The engine's answer, between two steps. Raises `UsageError` where the question is wrong, `RequestFailed`
+        where the engine fails at it, and `EngineDead`."""
+        return await self._answer_to(Ask(next(self._numbers), what, arguments), 1)
 
     async def answer(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
-        """The results of requests that keep nothing, each a prompt's tokens and a task. Raises as `ask` does."""
-        return await self._answer_to(AskOneShots(next(self._numbers), requests))
+        """The results of requests that keep nothing, each a prompt's tokens and a task. Raises as `ask` does. Where its
+        caller is cancelled, the requests end before the next step."""
+        question = AskOneShots(next(self._numbers), requests)
+        try:
+            return await self._answer_to(question, len(requests))
+        except BaseException:
+            if not self.dead:
+                self._send(Withdraw(question.number))
+            raise
 
-    async def _answer_to(self, question: Ask | AskOneShots) -> Any:
+    async def _answer_to(self, question: Ask | AskOneShots, num_requests: int) -> Any:
         if self.dead:
             raise EngineDead
         number = question.number
         future = self._questions[number] = asyncio.get_running_loop().create_future()
+        self._num_asked += num_requests
         self._send(question)
         try:
             return await future
         finally:
-            self._questions.pop(number, None)
+            self._num_asked -= num_requests
+            del self._questions[number]
 
     async def records(self, most: int = 256) -> AsyncIterator[StepRecord]:
         """Whole records of the steps from now on. A reader that is more than `most` behind misses some."""
@@ -376,7 +392,7 @@ class EngineClient(asyncio.BufferedProtocol):
                 self._generations[key][0].accept()
         for refusal in update.refused:
             if (found := find(refusal.key)) is not None:
-                self.abort(found[0], UsageError(refusal.message))
+                self.abort(found[0], _error_of(refusal.fault))
         for key, sample, token_id, text, logprobs in update.tokens:
             found = find(key)
             if found is None:
@@ -428,10 +444,10 @@ class EngineClient(asyncio.BufferedProtocol):
         future = self._questions.get(answer.number)
         if future is None or future.done():
             return
-        if answer.error is None:
+        if answer.fault is None:
             future.set_result(answer.value)
         else:
-            future.set_exception(UsageError(answer.error))
+            future.set_exception(_error_of(answer.fault))
 
     def _flush_when_due(self) -> None:
         """Wake the followers, now or when the next events are due."""
@@ -450,6 +466,10 @@ class EngineClient(asyncio.BufferedProtocol):
         for generation in self._dirty:
             generation.wake()
         self._dirty.clear()
+
+
+def _error_of(fault: Fault) -> ForgeError:
+    return RequestFailed(fault.message) if fault.internal else UsageError(fault.message)
 
 
 def _offer(queue: asyncio.Queue, item: Any) -> None:

@@ -1,8 +1,8 @@
 """The engine's own process: it takes commands between two steps and turns the engine while there is work.
 
 Nothing here waits for the HTTP process. What cannot be sent yet joins the next update, so a step is never held up by a
-socket. An exception inside a step fails the requests of that step, and the engine goes on. The process ends when its
-socket closes, whatever became of the one at the other end.
+socket. An exception inside a step fails the requests of that step, one in carrying out a command fails the command, and
+the engine goes on. The process ends when its socket closes, whatever became of the one at the other end.
 """
 
 import gc
@@ -23,6 +23,7 @@ from forge.server.messages import (
     Answer,
     Ask,
     AskOneShots,
+    Fault,
     Gauges,
     Inbox,
     LoadFailed,
@@ -35,6 +36,7 @@ from forge.server.messages import (
     Submit,
     Update,
     Watch,
+    Withdraw,
     frame,
 )
 from forge.trace.records import StepRecord
@@ -78,6 +80,9 @@ def _ready(llm: LLM) -> Ready:
         longest,
         llm.model.vocab_size,
         llm.load_seconds,
+        llm.pooling,
+        llm.engine.cache.stats().num_blocks,
+        llm.engine.cache.block_size,
         type(llm.tokenizer),
         spec,
     )
@@ -95,11 +100,12 @@ class _Request:
 class _Group:
     """The one-shot requests of one question."""
 
-    __slots__ = ("missing", "number", "request_ids")
+    __slots__ = ("missing", "number", "requests")
 
     def __init__(self, number: int):
         self.number = number
-        self.request_ids: list[str] = []
+        self.requests: dict[int, str] = {}
+        """From the sequence's id to the request's."""
         self.missing = 0
 
 
@@ -118,6 +124,8 @@ class EngineServer:
         self._samples: dict[int, tuple[_Request, int]] = {}
         """From a sequence's id to its request and which sample it is."""
         self._groups: dict[int, _Group] = {}
+        """From a question's number."""
+        self._group_of: dict[int, _Group] = {}
         """From a one-shot's sequence id to the question that it belongs to."""
         self._watched = False
         self._gauges: Gauges | None = None
@@ -151,9 +159,20 @@ class EngineServer:
                 self._open = False
                 return
             for command in self._inbox.feed(data):
-                self._carry_out(command)
+                try:
+                    self._carry_out(command)
+                except Exception as error:
+                    logger.error("a command failed", exc_info=error)
+                    self._answer_for(command, Fault(f"the engine failed at it ({type(error).__name__})", True))
 
-    def _carry_out(self, command: Submit | Abort | Ask | AskOneShots | Watch) -> None:
+    def _answer_for(self, command: Any, fault: Fault) -> None:
+        """Say that a command failed to whoever waits for what comes of it."""
+        if isinstance(command, Submit):
+            self._update.refused.append(Refusal(command.key, fault))
+        elif isinstance(command, Ask | AskOneShots):
+            self._update.answers.append(Answer(command.number, None, fault))
+
+    def _carry_out(self, command: Submit | Abort | Ask | AskOneShots | Withdraw | Watch) -> None:
         if isinstance(command, Submit):
             self._submit(command)
         elif isinstance(command, Abort):
@@ -163,6 +182,9 @@ class EngineServer:
             self._watched = command.wanted
         elif isinstance(command, AskOneShots):
             self._begin_group(command)
+        elif isinstance(command, Withdraw):
+            if command.number in self._groups:
+                self._end_group(self._groups[command.number], Fault("nobody waits for it"))
         else:
             self._update.answers.append(self._answer(command))
 
@@ -173,7 +195,7 @@ class EngineServer:
                 request_id, token_ids, params, prompt=prompt, priority=priority, salt=salt
             )
         except ForgeError as error:
-            self._update.refused.append(Refusal(key, str(error)))
+            self._update.refused.append(Refusal(key, Fault(str(error))))
             return
         self._update.accepted.append(key)
         request = self._requests[key] = _Request(key, request_id, stream)
@@ -187,7 +209,7 @@ class EngineServer:
             value = getattr(self, f"_answer_{question.what}")(*question.arguments)
             return Answer(question.number, value, None)
         except ForgeError as error:
-            return Answer(question.number, None, str(error))
+            return Answer(question.number, None, Fault(str(error)))
 
     def _answer_life(self, request_id: str) -> dict[str, Any] | None:
         """What happened to a request; None if it is not known (any more)."""
@@ -196,31 +218,31 @@ class EngineServer:
 
     def _begin_group(self, question: AskOneShots) -> None:
         """Queue all of a question's requests, or none."""
-        group = _Group(question.number)
+        group = self._groups[question.number] = _Group(question.number)
         try:
             for index, (token_ids, task) in enumerate(question.requests):
                 request_id = f"ask-{question.number}-{index}"
                 seq_id = self.engine.add_oneshot(request_id, token_ids, task)
-                group.request_ids.append(request_id)
-                self._groups[seq_id] = group
+                group.requests[seq_id] = request_id
+                self._group_of[seq_id] = group
         except ForgeError as error:
-            self._end_group(group, str(error))
+            self._end_group(group, Fault(str(error)))
             return
-        group.missing = len(group.request_ids)
+        group.missing = len(group.requests)
 
-    def _end_group(self, group: _Group, error: str | None) -> None:
+    def _end_group(self, group: _Group, fault: Fault | None) -> None:
         """Answer a question: its requests have all ended, or end now."""
-        if error is not None:
-            for request_id in group.request_ids:
+        if fault is not None:
+            for request_id in group.requests.values():
                 self.engine.abort(request_id)
-        results = [self.engine.result(request_id) for request_id in group.request_ids]
-        for request_id in group.request_ids:
+        results = [self.engine.result(request_id) for request_id in group.requests.values()]
+        for seq_id, request_id in group.requests.items():
             self.engine.forget(request_id)
-        for seq_id in [seq_id for seq_id, other in self._groups.items() if other is group]:
-            del self._groups[seq_id]
-        if error is None and None in results:
-            error = "the engine could not answer"
-        self._update.answers.append(Answer(group.number, results if error is None else None, error))
+            del self._group_of[seq_id]
+        del self._groups[group.number]
+        if fault is None and None in results:
+            fault = Fault("the engine could not answer", internal=True)
+        self._update.answers.append(Answer(group.number, results if fault is None else None, fault))
 
     # Steps
 
@@ -254,7 +276,7 @@ class EngineServer:
                 self._take_output(request, error)
 
     def _take_oneshot(self, seq_id: int) -> None:
-        group = self._groups[seq_id]
+        group = self._group_of[seq_id]
         group.missing -= 1
         if not group.missing:
             self._end_group(group, None)
@@ -277,8 +299,8 @@ class EngineServer:
         else:
             logger.error("a step failed", exc_info=error)
             message = f"the step that this request was part of failed ({type(error).__name__})"
-        for group in set(self._groups.values()):
-            self._end_group(group, message)
+        for group in list(self._groups.values()):
+            self._end_group(group, Fault(message, internal=True))
         for request in concerned or list(self._requests.values()):
             self._end(request, message)
 
@@ -341,5 +363,5 @@ def _summary(record: StepRecord) -> StepSummary:
         len(record.tokens),
         len(record.preempted),
         sum([len(cycle.proposed) for cycle in cycles]),
-        sum([cycle.num_accepted for cycle in cycles]),
+        tuple([cycle.num_accepted for cycle in cycles if cycle.proposed and cycle.won]),
     )

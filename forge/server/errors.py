@@ -1,7 +1,7 @@
 """Errors as OpenAI's API shapes them, and the status that each kind has.
 
 A client library retries 408, 409, 429 and 5xx. So what asking again cannot mend is never one of those: what a client
-did wrong is 400, 401, 404, 405 or 413. 429 and 503 say when to come back, and 500 is the engine's own fault.
+did wrong is 400, 401, 404, 405, 413 or 415. 429 and 503 say when to come back, and 500 is the engine's own fault.
 """
 
 import logging
@@ -24,6 +24,7 @@ _TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",

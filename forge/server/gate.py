@@ -35,7 +35,7 @@ class Gate:
             return
         try:
             self._check_key(scope)
-            if self._draining.begun and scope["method"] != "GET":
+            if self._draining.begun and scope["method"] == "POST":
                 raise ShuttingDown
             receive = await self._with_body(scope, receive)
         except ForgeError as error:
@@ -44,6 +44,8 @@ class Gate:
                 response.headers["connection"] = "close"  # what is left of the body is not read
             await response(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # the server beneath sends no body for it
+            scope = scope | {"method": "GET"}
         await self._app(scope, receive, send)
 
     def _check_key(self, scope) -> None:

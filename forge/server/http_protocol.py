@@ -1,8 +1,8 @@
 """uvicorn's HTTP protocol with two habits of ours: it hangs up on who does not ask, and it writes once per turn.
 
-A connection whose request does not come in time is closed: uvicorn itself waits for ever for the first one. What an
-answer's head, its events and its end write within one turn of the loop goes to the system as one piece: a write costs
-more than all that leads to it.
+A connection whose request does not come in time, or has no end to its head, is closed: uvicorn itself waits for ever
+for the first one, and with httptools it takes a head of any size. What an answer's head, its events and its end write
+within one turn of the loop goes to the system as one piece: a write costs more than all that leads to it.
 """
 
 import asyncio
@@ -10,6 +10,9 @@ from typing import Any
 
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.importer import import_from_string
+
+MAX_HEAD_BYTES = 1 << 16
+"""Of a request's line and headers."""
 
 
 class CorkedTransport:
@@ -51,6 +54,7 @@ def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
 
     class Protocol(base):
         _deadline: asyncio.TimerHandle | None = None
+        _head_bytes = 0
 
         def connection_made(self, transport) -> None:
             super().connection_made(CorkedTransport(transport, self.loop, header_timeout))
@@ -60,8 +64,12 @@ def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_expecting()
-            elif self._deadline is None:
+                return
+            if self._deadline is None:
                 self._expect_head()
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._too_late()
 
         def connection_lost(self, error) -> None:
             self._stop_expecting()
@@ -71,12 +79,13 @@ def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
             self._deadline = self.loop.call_later(header_timeout, self._too_late)
 
         def _stop_expecting(self) -> None:
+            self._head_bytes = 0
             if self._deadline is not None:
                 self._deadline.cancel()
                 self._deadline = None
 
         def _too_late(self) -> None:
-            self._deadline = None
+            self._stop_expecting()
             if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
                 self.transport.close()
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from forge.engine.outputs import Logprobs, RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.tokenizer import Tokenizer, TokenizerSpec
-from forge.trace.records import StepRecord
+from forge.trace.records import Pooling, StepRecord
 
 _LENGTH = Struct("<I")
 
@@ -52,6 +52,12 @@ class AskOneShots(NamedTuple):
     requests: list[tuple[list[int], Any]]
 
 
+class Withdraw(NamedTuple):
+    """Nobody waits for the answer to a question of one-shots any more."""
+
+    number: int
+
+
 class Watch(NamedTuple):
     """Whether whole `StepRecord`s are wanted from now on."""
 
@@ -68,6 +74,10 @@ class Ready(NamedTuple):
     max_model_len: int
     vocab_size: int
     load_seconds: float
+    pooling: Pooling
+    """How the model's embeddings are made of its hidden states."""
+    num_blocks: int
+    block_size: int
     tokenizer_type: type[Tokenizer]
     tokenizer_spec: TokenizerSpec
 
@@ -105,16 +115,23 @@ class RequestEnd(NamedTuple):
     error: str | None
 
 
+class Fault(NamedTuple):
+    """Why something was not done."""
+
+    message: str
+    internal: bool = False
+    """Whether it is the engine's own fault, and not that of who asked."""
+
+
 class Refusal(NamedTuple):
     key: int
-    message: str
+    fault: Fault
 
 
 class Answer(NamedTuple):
     number: int
     value: Any
-    error: str | None
-    """What is wrong with the question, for whoever asked."""
+    fault: Fault | None
 
 
 class StepSummary(NamedTuple):
@@ -130,7 +147,8 @@ class StepSummary(NamedTuple):
     num_generated: int
     num_preempted: int
     num_proposed: int
-    num_accepted: int
+    accepted: tuple[int, ...]
+    """Of each sequence that somebody guessed for, how many guesses the model agreed with."""
 
 
 class Gauges(NamedTuple):

@@ -1,15 +1,30 @@
-"""Counters, gauges and histograms under vLLM's names, in Prometheus' text format: dashboards made for it read them."""
+"""Counters, gauges and histograms under vLLM's names, in Prometheus' text format: dashboards made for it read them.
+
+The histograms have vLLM's bounds, and below its least some finer ones: a small model's times would all lie there.
+"""
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 
 from forge.engine.outputs import RequestOutput
+from forge.engine.sampling_params import SamplingParams
 from forge.server.messages import Gauges, StepSummary
 
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
-_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-_LONG = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
+_TTFT = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),
+    *(40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_ITL = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+_LONG = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
+    *(240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+_SAMPLES = (1, 2, 5, 10, 20)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -17,8 +32,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Histogram:
     """Observations by upper bound."""
 
-    def __init__(self, bounds: tuple[float, ...]):
-        self.bounds = bounds
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
@@ -39,7 +54,8 @@ class Histogram:
 class Metrics:
     """Takes in what the engine reports; writes it down when asked."""
 
-    def __init__(self, model_name: str):
+    def __init__(self, model_name: str, max_model_len: int, num_blocks: int, block_size: int):
+        self._cache = f'block_size="{block_size}",num_gpu_blocks="{num_blocks}",engine="0"'
         self._labels = f'model_name="{_escaped(model_name)}",engine="0"'
         self.prompt_tokens = 0
         self.generation_tokens = 0
@@ -47,18 +63,24 @@ class Metrics:
         self.proposed = 0
         self.accepted = 0
         self.drafts = 0
+        self.accepted_per_position: list[int] = []
         self.cached_tokens = 0
         self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
-        self.time_to_first_token = Histogram(_SHORT)
+        self.time_to_first_token = Histogram(_TTFT)
         self.inter_token = Histogram(_ITL)
         self.time_per_output_token = Histogram(_ITL)
         self.end_to_end = Histogram(_LONG)
         self.queue_time = Histogram(_LONG)
+        self.inference_time = Histogram(_LONG)
         self.prefill_time = Histogram(_LONG)
         self.decode_time = Histogram(_LONG)
-        self.num_prompt_tokens = Histogram(_TOKENS)
-        self.num_generation_tokens = Histogram(_TOKENS)
-        self.iteration_tokens = Histogram(_TOKENS)
+        tokens = _bounds_of_tokens(max_model_len)
+        self.num_prompt_tokens = Histogram(tokens)
+        self.num_generation_tokens = Histogram(tokens)
+        self.most_generation_tokens = Histogram(tokens)
+        self.max_tokens = Histogram(tokens)
+        self.samples = Histogram(_SAMPLES)
+        self.iteration_tokens = Histogram(_STEP_TOKENS)
         self._last_step_ended = 0.0
 
     def take_step(self, step: StepSummary) -> None:
@@ -69,12 +91,23 @@ class Metrics:
             since = step.ended - self._last_step_ended if self._last_step_ended else step.milliseconds / 1e3
             self.inter_token.observe(since, step.num_decoding)
         self._last_step_ended = step.ended
-        self.drafts += step.num_proposed > 0
+        self.drafts += len(step.accepted)
         self.proposed += step.num_proposed
-        self.accepted += step.num_accepted
+        self.accepted += sum(step.accepted)
+        for num_accepted in step.accepted:
+            self._count_positions(num_accepted)
 
-    def take_output(self, output: RequestOutput, arrived: float) -> None:
+    def _count_positions(self, num_accepted: int) -> None:
+        missing = num_accepted - len(self.accepted_per_position)
+        self.accepted_per_position += [0] * missing
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
+
+    def take_output(self, output: RequestOutput, params: SamplingParams, arrived: float) -> None:
         """A request has ended that came in at `arrived`, in seconds on the monotonic clock."""
+        self.max_tokens.observe(params.max_tokens)
+        self.samples.observe(params.n)
+        self.most_generation_tokens.observe(max(len(sample.token_ids) for sample in output.outputs))
         self.prompt_tokens += len(output.prompt_token_ids)
         self.num_prompt_tokens.observe(len(output.prompt_token_ids))
         self.cached_tokens += output.metrics.tokens_cached
@@ -87,6 +120,7 @@ class Metrics:
             self.time_to_first_token.observe(metrics.first_token - arrived)
             self.end_to_end.observe(metrics.last_token - arrived)
             self.queue_time.observe(metrics.admitted - arrived)
+            self.inference_time.observe(metrics.last_token - metrics.admitted)
             self.prefill_time.observe(metrics.first_token - metrics.admitted)
             self.decode_time.observe(metrics.last_token - metrics.first_token)
             per_token = metrics.time_per_output_token_ms
@@ -113,11 +147,17 @@ class Metrics:
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", gauges.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found there.", gauges.prefix_hits),
-            ("spec_decode_num_drafts", "Steps with guesses.", self.drafts),
+            ("spec_decode_num_drafts", "Times that somebody guessed for a sequence.", self.drafts),
             ("spec_decode_num_draft_tokens", "Tokens guessed.", self.proposed),
             ("spec_decode_num_accepted_tokens", "Guesses that the model agreed with.", self.accepted),
         ):
             lines += self._one(f"vllm:{name}_total", "counter", help_text, value)
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        lines += _header(name, "counter", "Of the guesses that were agreed with, how many stood at each place.")
+        for position, number in enumerate(self.accepted_per_position):
+            lines.append(f'{name}{{{self._labels},position="{position}"}} {number}')
+        lines += _header("vllm:cache_config_info", "gauge", "How the KV cache is divided.")
+        lines.append(f"vllm:cache_config_info{{{self._cache}}} 1")
         lines += _header("vllm:request_success_total", "counter", "Choices that have ended, by reason.")
         for reason, number in self.finished.items():
             lines.append(f'vllm:request_success_total{{{self._labels},finished_reason="{reason}"}} {number}')
@@ -128,10 +168,14 @@ class Metrics:
             ("time_per_output_token_seconds", "The same under its older name.", self.time_per_output_token),
             ("e2e_request_latency_seconds", "From arrival to the last token.", self.end_to_end),
             ("request_queue_time_seconds", "From arrival to admission.", self.queue_time),
+            ("request_inference_time_seconds", "From admission to the last token.", self.inference_time),
             ("request_prefill_time_seconds", "From admission to the first token.", self.prefill_time),
             ("request_decode_time_seconds", "From the first token to the last.", self.decode_time),
             ("request_prompt_tokens", "Tokens of a prompt.", self.num_prompt_tokens),
             ("request_generation_tokens", "Tokens of a choice.", self.num_generation_tokens),
+            ("request_max_num_generation_tokens", "Tokens of a request's longest choice.", self.most_generation_tokens),
+            ("request_params_max_tokens", "Tokens that a request may have.", self.max_tokens),
+            ("request_params_n", "Choices that a request asks for.", self.samples),
             ("iteration_tokens_total", "Tokens of a step.", self.iteration_tokens),
         ):
             lines += _header(f"vllm:{name}", "histogram", help_text)
@@ -140,6 +184,11 @@ class Metrics:
 
     def _one(self, name: str, kind: str, help_text: str, value: float) -> list[str]:
         return [*_header(name, kind, help_text), f"{name}{{{self._labels}}} {value}"]
+
+
+def _bounds_of_tokens(most: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+    return [bound for power in range(len(str(most))) for digit in (1, 2, 5) if (bound := digit * 10**power) <= most]
 
 
 def _header(name: str, kind: str, help_text: str) -> list[str]:

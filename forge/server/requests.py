@@ -12,7 +12,7 @@ from forge.server.schema import ChatRequest, CompletionRequest, Message, Samplin
 from forge.server.settings import Limits
 from forge.tokenizer import Tokenizer
 
-DEFAULT_COMPLETION_TOKENS = 16
+DEFAULT_TOKENS = 16
 _LONG_TEXT = 8_192
 """Characters above which a text is encoded beside the loop, not on it."""
 
@@ -48,25 +48,26 @@ class RequestReader:
 
     # Prompts
 
-    async def completion_prompts(self, prompt: str | list) -> list[Prompt]:
-        """One `Prompt` for each that the body has."""
+    async def completion_prompts(self, prompt: str | list, param: str = "prompt") -> list[Prompt]:
+        """One `Prompt` for each that the body has under the name `param`."""
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
-            raise ApiError("prompt is empty: give one or more texts or lists of token ids", param="prompt")
+            raise ApiError(f"{param} is empty: give one or more texts or lists of token ids", param=param)
         if len(prompt) > self.limits.max_prompts:
-            raise ApiError(f"prompt has {len(prompt)} entries, at most {self.limits.max_prompts} go", param="prompt")
-        return [await self.one_prompt(one) for one in prompt]
+            raise ApiError(f"{param} has {len(prompt)} entries, at most {self.limits.max_prompts} go", param=param)
+        return [await self.one_prompt(one, param) for one in prompt]
 
-    async def one_prompt(self, prompt: str | list[int]) -> Prompt:
+    async def one_prompt(self, prompt: str | list[int], param: str = "prompt") -> Prompt:
         if isinstance(prompt, str):
-            return Prompt(self._checked_ids(await self.encode(prompt)), prompt)
-        return Prompt(self._checked_ids(prompt))
+            return Prompt(self._checked_ids(await self.encode(prompt, param), param), prompt)
+        return Prompt(self._checked_ids(prompt, param))
 
     async def chat_prompt(self, body: ChatRequest) -> Prompt:
         thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
         rendered = await self.rendered(body.messages, True, thinking)
-        return Prompt(self._checked_ids(await self.encode(rendered, "messages", allow_special=True)), rendered)
+        token_ids = await self.encode(rendered, "messages", allow_special=True)
+        return Prompt(self._checked_ids(token_ids, "messages"), rendered)
 
     async def rendered(self, messages: Sequence[Message], add_generation_prompt: bool, thinking: bool | None) -> str:
         """A conversation as the model's chat template has it."""
@@ -82,7 +83,7 @@ class RequestReader:
 
         try:
             size = sum(len(str(turn["content"])) for turn in turns) + 100 * len(turns)
-            return await _beside_the_loop(size > _LONG_TEXT, render)
+            return await beside_the_loop(size, render)
         except UsageError as error:
             raise ApiError(str(error), param="messages") from None
 
@@ -91,51 +92,68 @@ class RequestReader:
         if len(text) > self.max_model_len * self._longest_token:
             raise self._too_long(f"{len(text)} characters", param)
         try:
-            return await _beside_the_loop(
-                len(text) > _LONG_TEXT, lambda: self.tokenizer.encode(text, allow_special=allow_special)
-            )
+            return await beside_the_loop(len(text), lambda: self.tokenizer.encode(text, allow_special=allow_special))
         except UsageError as error:
             raise ApiError(str(error), param=param) from None
 
-    def _checked_ids(self, token_ids: list[int]) -> list[int]:
+    def _checked_ids(self, token_ids: list[int], param: str) -> list[int]:
         if not token_ids:
-            raise ApiError("the prompt is empty: give it at least one token", param="prompt")
+            raise ApiError(f"{param} is empty: give it at least one token", param=param)
         if len(token_ids) > self.max_model_len:
-            raise self._too_long(f"{len(token_ids)} tokens", "prompt")
+            raise self._too_long(f"{len(token_ids)} tokens", param)
         if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param="prompt")
+            raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param=param)
         return token_ids
 
     def _too_long(self, length: str, param: str) -> ApiError:
-        message = f"this model's context holds {self.max_model_len} tokens, and the prompt has {length}: shorten it"
+        message = f"this model's context holds {self.max_model_len} tokens, and {param} has {length}: shorten it"
         return ApiError(message, param=param, code="context_length_exceeded")
 
     # Parameters
 
-    def completion_params(self, body: CompletionRequest, num_prompts: int) -> SamplingParams:
+    def max_tokens(self, asked: int | None, default: int, num_prompt_tokens: int, param: str) -> int:
+        """How many tokens may come: as many as were asked for, which must fit behind the prompt; or where nobody asked,
+        as many of the `default` as fit."""
+        room = self.max_model_len - num_prompt_tokens
+        if asked is None:
+            return max(1, min(default, room))  # there is room for one behind the fullest: its own keys are never needed
+        if asked > room:
+            raise ApiError(
+                f"{param} is {asked}, and of this model's context of {self.max_model_len} tokens the prompt's "
+                f"{num_prompt_tokens} leave {room}: ask for fewer, shorten the prompt, or leave {param} out",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return asked
+
+    def completion_params(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> SamplingParams:
+        longest = max(len(prompt.token_ids) for prompt in prompts)
         self.check_supported(body)
-        max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        max_tokens = self.max_tokens(body.max_tokens, DEFAULT_TOKENS, longest, "max_tokens")
         if max_tokens == 0 and not body.echo:
             raise ApiError("max_tokens is 0: ask for at least 1 token, or for the prompt with echo", param="max_tokens")
         self._check_logprobs(body.logprobs, "logprobs")
         scored = body.logprobs if body.echo and body.logprobs is not None else None
         if max_tokens == 0 and scored is None:
             scored = 0
-        return self.params(body, num_prompts, max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
+        return self.params(body, len(prompts), max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
 
     def chat_params(self, body: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
         self.check_supported(body)
         self._check_logprobs(body.top_logprobs, "top_logprobs")
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        asked = getattr(body, param)
         if asked == 0:
-            raise ApiError("max_tokens must be at least 1", param="max_tokens")
-        max_tokens = max(1, self.max_model_len - num_prompt_tokens) if asked is None else asked
+            raise ApiError(f"{param} must be at least 1", param=param)
+        max_tokens = self.max_tokens(asked, self.max_model_len, num_prompt_tokens, param)
         return self.params(body, 1, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
 
     def params(self, body: Sampling, num_prompts: int, max_tokens: int, **others: Any) -> SamplingParams:
         n, limits = body.n or 1, self.limits
+        if body.stream_options is not None and not body.stream:
+            raise ApiError("stream_options are for streams: set stream to true", param="stream_options")
         if n > limits.max_n:
             raise ApiError(f"n is {n}, at most {limits.max_n} go", param="n")
         if n * num_prompts > limits.max_choices:
@@ -184,6 +202,6 @@ class RequestReader:
             raise ApiError(f"{param} is {wanted}, at most {self.limits.max_logprobs} go", param=param)
 
 
-async def _beside_the_loop(is_long: bool, work: Callable[[], Any]) -> Any:
-    """What takes long is done on another thread, so that the loop goes on."""
-    return await asyncio.to_thread(work) if is_long else work()
+async def beside_the_loop(num_chars: int, work: Callable[[], Any]) -> Any:
+    """What takes long, because it is about so many characters, is done on another thread: the loop goes on."""
+    return await asyncio.to_thread(work) if num_chars > _LONG_TEXT else work()

@@ -29,15 +29,20 @@ class Shape:
     whole: str
     chunk: str
 
-    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer):
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, usage_wanted: bool):
         self.tokenizer = tokenizer
+        self.usage_wanted = usage_wanted
+        """Whether a stream ends with a chunk of usage; the chunks before it then have an empty one."""
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
 
     def body(self, choices: list[dict[str, Any]], outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return {**self._head, "object": self.whole, "choices": choices, "usage": usage_object(outputs)}
 
     def chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk, "choices": choices}
+        chunk = {**self._head, "object": self.chunk, "choices": choices}
+        if self.usage_wanted:
+            chunk["usage"] = None
+        return chunk
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The last chunk where usage was asked for: it has no choices."""
@@ -47,8 +52,10 @@ class Shape:
 class CompletionShape(Shape):
     whole = chunk = "text_completion"
 
-    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, echo: Sequence[str | None]):
-        super().__init__(request_id, model, tokenizer)
+    def __init__(
+        self, request_id: str, model: str, tokenizer: Tokenizer, usage_wanted: bool, echo: Sequence[str | None]
+    ):
+        super().__init__(request_id, model, tokenizer, usage_wanted)
         self._echo = echo
         """For each prompt the text to begin its choices with, or None."""
         self._lengths: dict[int, int] = {}
@@ -120,8 +127,16 @@ def _joined(first: dict[str, list[Any]] | None, second: dict[str, list[Any]]) ->
 class ChatShape(Shape):
     whole, chunk = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, top_logprobs: int, in_reasoning: bool):
-        super().__init__(request_id, model, tokenizer)
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        usage_wanted: bool,
+        top_logprobs: int,
+        in_reasoning: bool,
+    ):
+        super().__init__(request_id, model, tokenizer, usage_wanted)
         self._top = top_logprobs
         self._in_reasoning = in_reasoning
         """Whether the prompt ends inside the thinking part."""

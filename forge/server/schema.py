@@ -1,8 +1,7 @@
 """What clients may send: OpenAI's parameters, the field's extensions to them, and the native ones.
 
-Types are strict and numbers finite. A parameter that no engine could ignore without giving another answer, and that
-this one does not have, is declared so that it can be refused by its name; one that nobody has heard of is ignored, as
-everywhere in the field.
+Types are strict and numbers finite. A parameter of the field's that this server does not have, and that cannot be
+ignored without giving another answer, is refused by its name; one that nobody has heard of is ignored, as everywhere.
 """
 
 from typing import Annotated, Any, Literal
@@ -22,7 +21,9 @@ class StreamOptions(Body):
 
 
 class Sampling(Body):
-    """What all endpoints that generate have in common."""
+    """What all endpoints that generate have in common. What else a body has is kept, to be looked through."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
@@ -43,15 +44,16 @@ class Sampling(Body):
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
     cache_salt: str | None = None
 
+    @property
+    def usage_wanted(self) -> bool:
+        """Whether a stream is to end with its usage."""
+        return bool(self.stream_options is not None and self.stream_options.include_usage)
+
 
 class CompletionRequest(Sampling):
     prompt: str | list[str] | TokenIds | list[TokenIds]
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
-    best_of: int | None = None
-    suffix: str | None = None
-    min_tokens: int | None = None
-    response_format: Any = None
 
 
 class Message(BaseModel):
@@ -73,16 +75,6 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     chat_template_kwargs: ChatTemplateVariables | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    min_tokens: int | None = None
 
 
 class GenerateRequest(Sampling):
@@ -129,25 +121,52 @@ class ClassifyRequest(Body):
 
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "tools": ([],),
-    "functions": ([],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
     "suffix": ("",),
+    # vLLM's and llama.cpp's
     "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "grammar": ("",),
+    "json_schema": (),
+    "chat_template": (),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
-"""Values of unsupported parameters that ask for nothing."""
-
-_UNSUPPORTED = (*_HARMLESS, "audio", "prediction", "web_search_options")
+"""Parameters that are not supported, with the values that ask for nothing."""
 
 
 def unsupported_parameter(body: Sampling) -> str | None:
     """The first parameter that asks for what this server does not do."""
-    for name in _UNSUPPORTED:
-        value = getattr(body, name, None)
-        if value is not None and value not in _HARMLESS.get(name, ()):
+    for name, value in (body.model_extra or {}).items():
+        if value is None:
+            continue
+        if name in _HARMLESS and value not in _HARMLESS[name]:
             return name
-    best_of = getattr(body, "best_of", None)
-    return "best_of" if best_of is not None and best_of != (body.n or 1) else None
+        if name == "best_of" and value != (body.n or 1):
+            return name
+    return None

@@ -1,29 +1,35 @@
 """The endpoints that want one answer of one forward pass: embeddings, rerank, score, classify.
 
-What each makes of the engine's answers is `forge.engine.tasks`', as for `LLM`; here are bodies and shapes. Those
-functions wait for their answers, so they run on threads of their own and the loop goes on.
+What each makes of the engine's answers is `forge.engine.tasks`', as for `LLM`; here are bodies and shapes.
 """
 
-import asyncio
 import base64
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from forge.engine import tasks
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError
+from forge.server.requests import beside_the_loop
 from forge.server.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from forge.server.streaming import leaving_client
 
 if TYPE_CHECKING:
     from forge.server.app import Service
 
-_THREADS = 32
-"""Questions that may wait at once; the others queue for a thread."""
+Requests = Sequence[tuple[Sequence[int], Any]]
+
+
+class _Asked(Exception):
+    """Raised where a task asks its question: carries the requests out of it."""
+
+    def __init__(self, requests: Requests):
+        super().__init__()
+        self.requests = [(list(token_ids), task) for token_ids, task in requests]
 
 
 class Asking:
@@ -31,26 +37,21 @@ class Asking:
 
     def __init__(self, service: "Service"):
         self.service = service
-        self._threads = ThreadPoolExecutor(_THREADS, "forge-ask")
 
     async def prompts(self, texts: str | list, param: str = "input") -> list[Prompt]:
-        try:
-            prompts = await self.service.reader.completion_prompts(texts)
-        except ApiError as error:
-            error.param = param
-            raise
-        self.service.check_queue(len(prompts))
-        return prompts
+        return await self.service.reader.completion_prompts(texts, param)
 
-    async def run(self, work: Callable[[Callable], Any]) -> Any:
-        """`work(answer)` on a thread, where `answer` runs one-shot requests."""
-        loop, client = asyncio.get_running_loop(), self.service.client
+    async def run(self, request: Request, work: Callable[[Callable[[Requests], list[Any]]], Any]) -> Any:
+        """`work(answer)`, where `answer` runs one-shot requests, or none of them when the client leaves.
 
-        def answer(requests: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
-            asked = [(list(token_ids), task) for token_ids, task in requests]
-            return asyncio.run_coroutine_threadsafe(client.answer(asked), loop).result()
-
-        return await loop.run_in_executor(self._threads, work, answer)
+        A task asks once, at its beginning, and waits for the answer. So it is run up to its question, which it leaves
+        behind, and from the start again when the answer is here: nothing waits in between but this coroutine.
+        """
+        requests = _requests_of(work)
+        self.service.check_queue(len(requests))
+        async with leaving_client(request):
+            answers = await self.service.client.answer(requests)
+        return work(lambda asked: answers)
 
     def body(self, prefix: str, model: str, prompts: Sequence[Prompt], **fields: Any) -> dict[str, Any]:
         """What all these answers have in common."""
@@ -59,16 +60,29 @@ class Asking:
         return {**head, "model": model, **fields, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
 
+def _requests_of(work: Callable[[Callable[[Requests], list[Any]]], Any]) -> list[tuple[list[int], Any]]:
+    """What `work` asks for. Raises what it has against its input."""
+
+    def ask(requests: Requests) -> list[Any]:
+        raise _Asked(requests)
+
+    try:
+        work(ask)
+    except _Asked as asked:
+        return asked.requests
+    raise AssertionError("a task without a question")
+
+
 def add_scores(app: FastAPI, service: "Service") -> None:
     asking = Asking(service)
     model_of = service.reader.model
 
     @app.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest) -> dict[str, Any]:
-        """A unit vector for each text: the last hidden state."""
+    async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+        """A unit vector for each text, of the hidden states of all tokens or of the last as the model's file says."""
         model = model_of(body.model)
         prompts = await asking.prompts(body.input)
-        vectors = await asking.run(lambda answer: tasks.embed(_ids(prompts), "last", answer))
+        vectors = await asking.run(request, lambda answer: tasks.embed(_ids(prompts), service.ready.pooling, answer))
         if body.dimensions not in (None, vectors.shape[1]):
             raise ApiError(f"this model's embeddings have {vectors.shape[1]} dimensions", param="dimensions")
         if body.encoding_format == "base64":
@@ -79,14 +93,17 @@ def add_scores(app: FastAPI, service: "Service") -> None:
         return asking.body("embd", model, prompts, data=data)
 
     @app.post("/v1/rerank")
-    async def rerank(body: RerankRequest) -> dict[str, Any]:
+    async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
         """How relevant each document is to the query, the most relevant first."""
         model, tokenizer = model_of(body.model), service.tokenizer
         _check_number(service, "documents", body.documents)
         words = [tasks.single_token(tokenizer, word) for word in ("yes", "no")]
-        ids = [tasks.rerank_prompt(tokenizer, body.query, document) for document in body.documents]
+        size = sum(map(len, body.documents)) + len(body.query) * len(body.documents)
+        ids = await beside_the_loop(
+            size, lambda: [tasks.rerank_prompt(tokenizer, body.query, document) for document in body.documents]
+        )
         prompts = await asking.prompts(ids, "documents")
-        scores = await asking.run(lambda answer: tasks.rerank(_ids(prompts), *words, answer))
+        scores = await asking.run(request, lambda answer: tasks.rerank(_ids(prompts), *words, answer))
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results = [
             {"index": index, "document": {"text": body.documents[index]}, "relevance_score": scores[index]}
@@ -95,14 +112,14 @@ def add_scores(app: FastAPI, service: "Service") -> None:
         return asking.body("rerank", model, prompts, results=results)
 
     @app.post("/v1/score")
-    async def score(body: ScoreRequest) -> dict[str, Any]:
+    async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
         """How likely each `text_2` is to follow its `text_1`: the natural log probability of all its tokens."""
         model = model_of(body.model)
         firsts, seconds = _pairs(body)
         _check_number(service, "text_2", seconds)
         firsts, seconds = await asking.prompts(firsts, "text_1"), await asking.prompts(seconds, "text_2")
         pairs = list(zip(_ids(firsts), _ids(seconds), strict=True))
-        scores = await asking.run(lambda answer: tasks.score(pairs, 0, answer))
+        scores = await asking.run(request, lambda answer: tasks.score(pairs, 0, answer))
         data = [
             {
                 "index": index,
@@ -116,12 +133,14 @@ def add_scores(app: FastAPI, service: "Service") -> None:
         return asking.body("score", model, [*firsts, *seconds], data=data)
 
     @app.post("/classify")
-    async def classify(body: ClassifyRequest) -> dict[str, Any]:
+    async def classify(body: ClassifyRequest, request: Request) -> dict[str, Any]:
         """How likely each of the labels is to follow each input."""
         model = model_of(body.model)
         prompts = await asking.prompts(body.input)
         labels = [await service.reader.encode(label, "labels") for label in body.labels]
-        found = await asking.run(lambda answer: tasks.classify(_ids(prompts), labels, body.labels, answer))
+        if not all(labels):
+            raise ApiError("a label must not be empty", param="labels")
+        found = await asking.run(request, lambda answer: tasks.classify(_ids(prompts), labels, body.labels, answer))
         data = [
             {
                 "index": index,

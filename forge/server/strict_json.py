@@ -1,4 +1,8 @@
-"""Bodies as JSON is defined: UTF-8, no NaN, no infinity, and no deeper than can be read."""
+"""Bodies as JSON is defined: UTF-8, no NaN, no infinity, no half characters, and no deeper than can be read.
+
+A body that does not say it is JSON is refused: a page in a browser may send any other kind to this machine without
+asking first.
+"""
 
 import json
 from collections.abc import Callable
@@ -12,7 +16,13 @@ from starlette.exceptions import HTTPException
 class StrictRequest(Request):
     async def json(self) -> Any:
         try:
-            return json.loads((await self.body()).decode(), parse_constant=_refuse)
+            text = (await self.body()).decode()
+            found = json.loads(text, parse_constant=_refuse)
+            if "\\u" in text:  # only an escape can bring half of a surrogate pair
+                json.dumps(found, ensure_ascii=False).encode()
+            return found
+        except UnicodeEncodeError:
+            problem = "an escape in it is half of a surrogate pair"
         except UnicodeDecodeError:
             problem = "it is not UTF-8"
         except RecursionError:
@@ -29,9 +39,16 @@ class StrictRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def strictly(request: Request) -> Any:
+            if request.method == "POST" and not _says_json(request.headers.get("content-type", "")):
+                raise HTTPException(415, "send the body as JSON, with the header content-type: application/json")
             return await handle(StrictRequest(request.scope, request.receive))
 
         return strictly
+
+
+def _says_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -38,7 +38,7 @@ def test_a_thousand_requests_on_a_tiny_pool_say_what_each_says_alone(server, alo
 def test_two_hundred_clients_that_leave_in_the_middle_leave_nothing_behind(server):
     async def leave(number: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        body = {"prompt": f"client {number}", "max_tokens": 900, "stream": number % 4 != 0, "ignore_eos": True}
+        body = {"prompt": f"client {number}", "max_tokens": 600, "stream": number % 4 != 0, "ignore_eos": True}
         writer.write(request_bytes("/v1/completions", body))
         if body["stream"]:
             await reader.readuntil(b"data: ")

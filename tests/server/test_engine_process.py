@@ -110,7 +110,7 @@ def test_a_request_that_cannot_run_is_refused(peer):
     one.submit(1, "abcdefghijkl")
     one.submit(2, "abc", logit_bias={999: 1.0})
     found = one.until(lambda update: len(update.refused) == 2)
-    assert "context" in found.refused[0].message and "logit_bias" in found.refused[1].message
+    assert "context" in found.refused[0].fault.message and "logit_bias" in found.refused[1].fault.message
 
 
 def test_an_aborted_request_holds_nothing_after_the_next_update(peer):

@@ -51,10 +51,10 @@ def test_a_histogram_counts_each_value_below_its_bounds(values, times):
 
 
 def test_the_line_about_throughput_is_said_when_something_happened():
-    metrics = Metrics("m")
+    metrics = Metrics("m", 100, 10, 16)
     line = ThroughputLine(metrics)
     assert line.line(10.0, Gauges()) is None
-    metrics.take_step(StepSummary(1.0, 10.5, 100, 4, 50, 0, 0, 0))
+    metrics.take_step(StepSummary(1.0, 10.5, 100, 4, 50, 0, 0, ()))
     said = line.line(15.0, Gauges(1, 2, 0, 10, 40, 100, 25))
     assert "Avg generation throughput: 10.0 tokens/s" in said
     assert "Running: 2 reqs, Waiting: 1 reqs, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%" in said
@@ -62,7 +62,7 @@ def test_the_line_about_throughput_is_said_when_something_happened():
 
 
 def test_a_models_name_cannot_break_the_metrics():
-    text = Metrics('a"b\\c\nd').text(Gauges())
+    text = Metrics('a"b\\c\nd', 100, 10, 16).text(Gauges())
     assert 'model_name="a\\"b\\\\c\\nd"' in text
 
 
