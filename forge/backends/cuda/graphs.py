@@ -42,9 +42,7 @@ class Graphs:
         self._refused.clear()
         self._pool = None
 
-    def run(
-        self, shape: Hashable, rows: int, compute: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, Execution]:
+    def run(self, shape: Hashable, rows: int, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Execution]:
         """What `compute` returns for `shape`, by replay if it may be, and how it was run.
 
         shape: whatever two steps must have in common to share a graph. rows: of it, for the record.

@@ -251,7 +251,7 @@ class Launches:
         return out
 
     def greatest(self, logits: torch.Tensor, samples: torch.Tensor) -> None:
-        """Leave the token with the greatest logit of each row, and that logit's bits, in `samples`, `[R or more, 2]`."""
+        """Leave the token with the greatest logit of each row, and the bits of that logit, in `samples`."""
         num_rows, vocabulary = logits.shape
         part = min(GREATEST_COLUMNS, max(128, shapes.next_power_of_2(vocabulary)))
         parts = -(-vocabulary // part)
