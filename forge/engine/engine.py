@@ -24,6 +24,7 @@ from operator import index
 
 import numpy as np
 
+from forge.backends.logits import greatest
 from forge.cache.kv_cache import KvCache
 from forge.cache.kv_storage import KvStorage
 from forge.engine.answers import OneShotResult
@@ -353,6 +354,7 @@ class Engine:
             events=self.cache.take_events(),
             blocks=self._block_map(batch),
             cycles=learned.cycles,
+            execution=getattr(logits, "execution", None),
         )
 
     def _end_all(self, error: str) -> StepRecord:
@@ -584,7 +586,7 @@ class Engine:
     def _choose(self, plan: StepPlan, guesses: StepGuesses, logits: np.ndarray | None) -> _Choices:
         """Choose the next tokens of every item that samples. `logits` has the rows of all items, in order."""
         choices = _Choices()
-        likeliest, greatest = _greatest(logits) if plan.items and len(logits) else ([], [])
+        likeliest, tops = greatest(logits) if plan.items and len(logits) else ([], [])
         first_row = 0
         for item in plan.items:
             last_row = first_row + len(item.logit_rows) - item.num_guesses - 1  # that of the last known token
@@ -597,7 +599,7 @@ class Engine:
                 first_row = last_row + sum([len(run) + 1 for run in runs])
                 choices.outcomes.append(self._verified(item, runs, last_row, logits, likeliest, choices))
             elif item.samples:
-                row = logits, last_row, likeliest[last_row], greatest[last_row]
+                row = logits, last_row, likeliest[last_row], tops[last_row]
                 forked = [self._outcome(fork, *row, choices) for fork in sequence.forks]
                 outcome = self._outcome(sequence, *row, choices)
                 choices.outcomes.append(outcome._replace(forked=tuple(forked)) if forked else outcome)
@@ -780,9 +782,3 @@ def _num_guess_rows(item: PlanItem, guesses: StepGuesses) -> int:
     if not item.num_guesses or item.seq_id not in guesses.runs:
         return 0
     return sum([item.num_tokens + len(run) for run in guesses.runs[item.seq_id]]) - item.num_tokens
-
-
-def _greatest(logits: np.ndarray) -> tuple[list[int], list[float]]:
-    """Of each row the token with the greatest logit (or the first NaN), and that logit."""
-    likeliest = logits.argmax(axis=1)
-    return likeliest.tolist(), logits[np.arange(len(logits)), likeliest].tolist()

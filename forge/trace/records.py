@@ -50,6 +50,18 @@ class TokenRecord(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Execution:
+    """How a device launched a step's forward pass, where it has a choice."""
+
+    mode: Literal["graph", "eager"]
+    """All launches at once, recorded earlier, or one by one."""
+    reason: str
+    """Why, in a few words."""
+    rows: int
+    """Rows computed, padding included."""
+
+
+@dataclass(frozen=True)
 class FinishRecord:
     """A sequence ended."""
 
@@ -336,6 +348,8 @@ class StepRecord:
     """Where every block is; only where it was asked for, because it is as long as the pool."""
     cycles: "tuple[SpecCycle, ...]" = ()
     """What was guessed, and what became of it."""
+    execution: Execution | None = None
+    """How the forward was launched, on a device that may replay a captured graph."""
 
     @property
     def tokens_computed(self) -> int:

@@ -28,6 +28,7 @@ _TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.int8: "*i8",
     torch.uint8: "*u8",
 }
@@ -77,9 +78,8 @@ def launched_by(
     model = load_qwen3(_Weightless(config, tensor_type), backend)
     layout = model.kv_layout(1024, block_size, options.get("kv_dtype", backend.default_kv_dtype))
     storage = backend.new_storage(layout)
-    backend.prepare(model.forward_pass, layout)
     for batch in batches:
-        backend._run_fused(batch, storage)
+        backend.launch(model.forward_pass, batch, storage)
     return list(listed)
 
 

@@ -12,6 +12,7 @@ and softmax in float32, keys and values in the storage's dtype. The kernels' sha
 row's last bits may depend on its batch; with `invariant` they do not, and neither do its tokens.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -20,19 +21,22 @@ import numpy as np
 import torch
 
 from forge.backends.backend import Backend, ForwardPass, OperationTime, Tensor
-from forge.backends.cuda.graphs import Execution, Graphs
-from forge.backends.cuda.inputs import InputBuffer, Policy, shape_of
-from forge.backends.cuda.network import Network, Recorder
+from forge.backends.cuda.graphs import Graphs
+from forge.backends.cuda.inputs import InputBuffer, Policy, Shape, shape_of
+from forge.backends.cuda.network import Ending, Network, Recorder
 from forge.backends.cuda.plain import DeviceBatch, TorchOperations
+from forge.backends.cuda.results import Results
 from forge.backends.cuda.rotations import Rotations
 from forge.backends.cuda.shapes import MULTIPROCESSORS
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.cuda.timing import StepClock
 from forge.backends.cuda.weights import Matrix, load_matrix
+from forge.backends.logits import Logits
 from forge.backends.timed import TimedOperations
 from forge.cache.kv_storage import KvLayout
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch
+from forge.trace.records import Execution
 
 if TYPE_CHECKING:
     from forge.backends.cuda.launches import Launcher, Launches  # defines the kernels, so only when they are wanted
@@ -61,12 +65,14 @@ class CudaBackend(Backend):
         graphs: bool | None = None,
         quantize: str | None = None,
         dense_copies: bool | None = None,
+        runs_ahead: bool | None = None,
         launcher: "Launcher | None" = None,
     ):
         """invariant: one tiling for every number of rows, so that a row's bits never depend on its batch (needs
         `triton`). graphs: whether to capture steps as CUDA graphs; None for where there is a GPU. dense_copies: whether
-        packed weights are kept dense too, for batches of many rows; None asks the device's memory. launcher: who is
-        handed every launch instead of Triton."""
+        packed weights are kept dense too, for batches of many rows; None asks the device's memory. runs_ahead: whether
+        batches may name tokens that the step before has yet to choose; None for where steps are launched without
+        waiting for them. launcher: who is handed every launch instead of Triton."""
         if kernels not in KERNELS:
             raise UsageError(f"unknown kernels {kernels!r}; there are {', '.join(KERNELS)}")
         if dtype not in DTYPES:
@@ -75,11 +81,15 @@ class CudaBackend(Backend):
             raise UsageError("--invariant needs the triton kernels: torch's own products depend on the number of rows")
         self._device = torch.device(device)
         self._on_gpu = self._device.type == "cuda"
+        if self._on_gpu and self._device.index is None:  # whichever thread runs a step, it is this one's device
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._kernels, self._dtype, self._invariant, self._quantize = kernels, DTYPES[dtype], invariant, quantize
         self._dense_copies, self._launcher = dense_copies, launcher
         self.uses_graphs = (self._on_gpu if graphs is None else graphs) and kernels == "triton"
         """May be switched off and on between steps, to see what graphs are worth."""
-        self._graphs: WeakKeyDictionary[TorchKvStorage, Graphs] = WeakKeyDictionary()
+        self.runs_ahead = (self._on_gpu if runs_ahead is None else runs_ahead) and kernels == "triton"
+        self._steps: WeakKeyDictionary[TorchKvStorage, _Steps] = WeakKeyDictionary()
+        self._heads: dict[object, Matrix | None] = {}
         self._rotations = Rotations(self._device)
         self._matrix_names: dict[int, str] = {}
         self._operations: TorchOperations | TimedOperations = TorchOperations(self._rotations)
@@ -99,7 +109,9 @@ class CudaBackend(Backend):
     @property
     def matrices(self) -> list[Matrix]:
         """What a forward multiplies with: every matrix once, the output head included. Empty before `prepare`."""
-        return self._fused.network.products() if self._fused is not None else []
+        if self._fused is None:
+            return []
+        return [*self._fused.network.products(), *(head for head in self._heads.values() if head is not None)]
 
     # Loading
 
@@ -119,50 +131,67 @@ class CudaBackend(Backend):
 
     def prepare(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
         if self._kernels == "triton" and self._fused is None:
+            self._head_of(forward_pass)
             self._fuse(forward_pass, layout)
 
     @torch.inference_mode()
-    def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: TorchKvStorage) -> np.ndarray:
+    def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: TorchKvStorage) -> Logits:
+        """Starts the pass; what it returns waits for the device only where numbers are asked for."""
         if self._kernels == "torch":
             return forward_pass(self._operations, DeviceBatch.of(batch, self._device), storage)
-        self.prepare(forward_pass, storage.layout)
-        return self._on_host(self._run_fused(batch, storage), len(batch.logit_rows))
+        with torch.cuda.device(self._device) if self._on_gpu else nullcontext():
+            out, wanted = self.launch(forward_pass, batch, storage), len(batch.logit_rows)
+            if self._head_of(forward_pass) is None:
+                return out[:wanted].cpu().numpy().copy()
+            return self._steps[storage].results.after_step(out, wanted, self.execution)
 
-    def _run_fused(self, batch: ForwardBatch, storage: TorchKvStorage) -> torch.Tensor:
+    def launch(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: TorchKvStorage) -> torch.Tensor:
+        """Launch a pass of the fused kernels; what it ends in, on the device, float32, padding rows included."""
         from forge.backends.cuda.forward import forward
 
-        fused = self._fused
+        self.prepare(forward_pass, storage.layout)
+        steps = self._steps.get(storage)
+        if steps is None:
+            steps = self._steps[storage] = _Steps(Graphs(), Results(self._device))
+        fused, results, head = self._fused, steps.results, self._head_of(forward_pass)
         shape = shape_of(batch, fused.policy, storage.layout.block_size)
         network = fused.network
+        results.before_step()
         moved = fused.buffer.reach(shape, batch)
         moved |= self._rotations.reach(int(batch.context_lens.max()), network.head_dim, network.theta)
         moved |= fused.launches.reserve(shape)
+        moved |= results.reach(max(1, shape.num_logit_rows))
         fused.buffer.fill(shape, batch)
         if moved:
-            for graphs in self._graphs.values():
-                graphs.drop()
+            for each in self._steps.values():
+                each.graphs.drop()
 
         def compute() -> torch.Tensor:
-            return forward(network, fused.launches, fused.buffer.inputs(shape), storage)
+            return forward(network, head, fused.launches, fused.buffer.inputs(shape), storage, results.samples)
 
-        if not self.uses_graphs or self._clock is not None:
-            why = "time is kept per operation" if self._clock is not None else "graphs are off"
-            self.execution = Execution("eager", why, shape.num_rows)
+        why_eager = self._why_eager(shape)
+        if why_eager is not None:
+            self.execution = Execution("eager", why_eager, shape.num_rows)
             return compute()
-        graphs = self._graphs.setdefault(storage, Graphs())
-        logits, self.execution = graphs.run(shape, compute)
-        return logits
+        out, self.execution = steps.graphs.run((shape, head is None), shape.num_rows, compute)
+        return out
 
-    def _on_host(self, logits: torch.Tensor, wanted: int) -> np.ndarray:
-        """The rows that are not padding, in memory that is the caller's. Waits for the step only if there are any."""
-        if wanted == 0:
-            return np.empty((0, logits.shape[1]), np.float32)
-        if not self._on_gpu:
-            return logits[:wanted].numpy().copy()
-        host = torch.empty((wanted, logits.shape[1]), dtype=torch.float32, pin_memory=True)
-        host.copy_(logits[:wanted], non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
-        return host.numpy()
+    def _why_eager(self, shape: Shape) -> str | None:
+        """Why a step of that shape is no graph's; None if it may be one's."""
+        if self._clock is not None:
+            return "time is kept per operation"
+        if not self.uses_graphs:
+            return "graphs are off"
+        return None if shape.is_bucket else "more rows than graphs are captured for"
+
+    def _head_of(self, forward_pass: ForwardPass) -> Matrix | None:
+        """The output head that a pass ends in; None for one that ends before it, in hidden states."""
+        name = getattr(forward_pass, "__func__", forward_pass)  # a bound method is a new object every time
+        if name not in self._heads:
+            ending = Ending()
+            forward_pass(ending, None, None)
+            self._heads[name] = ending.head
+        return self._heads[name]
 
     def _fuse(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
         from forge.backends.cuda.kernels.parts import INTERPRETED
@@ -189,7 +218,7 @@ class CudaBackend(Backend):
 
     def _copy_dense(self, network: Network) -> None:
         """Dense copies of packed matrices for products of many rows, all or none; the head needs none."""
-        packed = [matrix for matrix in network.products()[:-1] if matrix.packed is not None]
+        packed = [matrix for matrix in network.products() if matrix.packed is not None]
         if self._dense_copies is None and self._on_gpu:
             free, _ = torch.cuda.mem_get_info(self._device)
             needed = sum(m.rows * m.columns for m in packed) * self._dtype.itemsize
@@ -235,3 +264,11 @@ class _Fused:
     policy: Policy
     launches: "Launches"
     buffer: InputBuffer
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What the steps on one storage leave for those after them."""
+
+    graphs: Graphs
+    results: Results

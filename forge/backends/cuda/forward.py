@@ -11,19 +11,32 @@ from forge.backends.cuda.inputs import Inputs
 from forge.backends.cuda.launches import Launches
 from forge.backends.cuda.network import Layer, Network
 from forge.backends.cuda.storage import TorchKvStorage
+from forge.backends.cuda.weights import Matrix
 
 
-def forward(network: Network, run: Launches, inputs: Inputs, storage: TorchKvStorage) -> torch.Tensor:
-    """Write the step's keys and values; return logits on the device, float32 `[logit rows, vocabulary]`."""
+def forward(
+    network: Network,
+    head: Matrix | None,
+    run: Launches,
+    inputs: Inputs,
+    storage: TorchKvStorage,
+    samples: torch.Tensor,
+) -> torch.Tensor:
+    """Write the step's keys and values; return logits on the device, float32 `[logit rows, vocabulary]`.
+
+    samples: int32 `[logit rows or more, 2]`; input tokens may be taken from there, and the likeliest token of each
+    logit row, with the bits of its logit, is left there. Without a head: the last norm's result, float32
+    `[logit rows, hidden]`, and no samples.
+    """
     shape = inputs.shape
     with run.step("embed", -1):
-        x = run.embed(network.embedding, inputs)
+        x = run.embed(network.embedding, inputs, samples)
     for index, layer in enumerate(network.layers):
         logit_rows_only = shape.prunes and index == len(network.layers) - 1
         attended = _attend(run, x, layer, storage, index, inputs, logit_rows_only)
         if logit_rows_only:
             if shape.num_logit_rows == 0:  # a chunk that only fills the cache: its keys are written, and that was all
-                break
+                return x.new_empty((0, x.shape[1] if head is None else head.rows), dtype=torch.float32)
             x = run.pick(x, inputs)
         with run.step("attn_output, add", index):
             run.add_product(x, attended, layer.output)
@@ -31,10 +44,16 @@ def forward(network: Network, run: Launches, inputs: Inputs, storage: TorchKvSto
             gated = run.gated(x, layer.feed_forward_norm, layer.gate_up)
         with run.step("ffn_down, add", index):
             run.add_product(x, gated, layer.down)
+    if not (shape.is_decode or shape.prunes):
+        x = run.pick(x, inputs)
+    if head is None:
+        with run.step("rms_norm", -1):
+            return run.normed(x, network.final_norm, torch.float32)
     with run.step("rms_norm, output head", -1):
-        if not (shape.is_decode or shape.prunes):
-            x = run.pick(x, inputs)
-        return run.logits(x[: shape.num_logit_rows], network.final_norm, network.head)
+        logits = run.logits(x, network.final_norm, head)
+    with run.step("greatest", -1):
+        run.greatest(logits, samples)
+    return logits
 
 
 def _attend(

@@ -9,42 +9,31 @@ so that nothing is compiled or loaded while a capture is under way. What graphs 
 whoever moves a buffer drops them all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 
-from forge.backends.cuda.inputs import Shape
+from forge.trace.records import Execution
 
 MAX_GRAPHS = 128
 """Shapes that are kept captured; what comes after runs eagerly."""
 
 
 @dataclass(frozen=True)
-class Execution:
-    """How a step ran, for whoever shows it."""
-
-    mode: str
-    """`graph` or `eager`."""
-    reason: str
-    """Why, in a few words."""
-    rows: int
-    """Rows computed, padding included."""
-
-
-@dataclass(frozen=True)
 class _Captured:
     graph: "torch.cuda.CUDAGraph"
     logits: torch.Tensor
+    execution: Execution
 
 
 class Graphs:
     """The captured shapes of one network on one storage. They do not keep the storage alive."""
 
     def __init__(self):
-        self._captured: dict[Shape, _Captured] = {}
-        self._seen: set[Shape] = set()
-        self._refused: dict[Shape, str] = {}
+        self._captured: dict[Hashable, _Captured] = {}
+        self._seen: set[Hashable] = set()
+        self._refused: dict[Hashable, str] = {}
         self._pool: tuple | None = None
 
     def drop(self) -> None:
@@ -53,36 +42,39 @@ class Graphs:
         self._refused.clear()
         self._pool = None
 
-    def run(self, shape: Shape, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Execution]:
-        """What `compute` returns for `shape`, by replay if it may be, and how it was run."""
-        if not shape.is_bucket:
-            return compute(), Execution("eager", "more rows than graphs are captured for", shape.num_rows)
-        if shape not in self._captured:
+    def run(self, shape: Hashable, rows: int, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Execution]:
+        """What `compute` returns for `shape`, by replay if it may be, and how it was run.
+
+        shape: whatever two steps must have in common to share a graph. rows: of it, for the record.
+        """
+        captured = self._captured.get(shape)
+        if captured is None:
             if shape not in self._seen:
                 self._seen.add(shape)
-                return compute(), Execution("eager", "the first step of this shape", shape.num_rows)
+                return compute(), Execution("eager", "the first step of this shape", rows)
             if len(self._captured) >= MAX_GRAPHS:
-                return compute(), Execution("eager", f"{MAX_GRAPHS} other shapes are captured", shape.num_rows)
+                return compute(), Execution("eager", f"{MAX_GRAPHS} other shapes are captured", rows)
             if shape not in self._refused:
-                self._try(shape, compute)
+                self._try(shape, rows, compute)
             if shape in self._refused:
-                return compute(), Execution("eager", self._refused[shape], shape.num_rows)
-        captured = self._captured[shape]
+                return compute(), Execution("eager", self._refused[shape], rows)
+            captured = self._captured[shape]
         captured.graph.replay()
-        return captured.logits, Execution("graph", f"captured for {shape.num_rows} rows", shape.num_rows)
+        return captured.logits, captured.execution
 
-    def _try(self, shape: Shape, compute: Callable[[], torch.Tensor]) -> None:
+    def _try(self, shape: Hashable, rows: int, compute: Callable[[], torch.Tensor]) -> None:
         """Capture a shape; one that cannot be (no memory for it, say) runs eagerly from then on, and says why."""
         try:
-            self._captured[shape] = self._capture(compute)
+            graph, logits = self._capture(compute)
+            self._captured[shape] = _Captured(graph, logits, Execution("graph", f"captured for {rows} rows", rows))
         except RuntimeError as error:
             self._refused[shape] = f"cannot be captured: {' '.join(str(error).split())[:120]}"
 
-    def _capture(self, compute: Callable[[], torch.Tensor]) -> _Captured:
+    def _capture(self, compute: Callable[[], torch.Tensor]) -> "tuple[torch.cuda.CUDAGraph, torch.Tensor]":
         """All graphs share one pool of memory: they never run at the same time."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = compute()
         self._pool = self._pool or graph.pool()
-        return _Captured(graph, logits)
+        return graph, logits

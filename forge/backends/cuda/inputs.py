@@ -132,14 +132,39 @@ def few_rows_tile(policy: Policy) -> shapes.AttentionTile:
     return shapes.few_rows_tile(policy.heads, policy.kv_heads)
 
 
+class _HostWords:
+    """The words here, and whether they may be written: not before their copy to the device has been made."""
+
+    def __init__(self, words: int, on_gpu: bool):
+        self.tensor = torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu)
+        self.numbers = self.tensor.numpy()
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def writable(self) -> np.ndarray:
+        """The words, once the copy of what stood there before has been made."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self.numbers
+
+    def copy_to(self, on_device: torch.Tensor, count: int) -> None:
+        """Start the copy of the first `count` words."""
+        on_device[:count].copy_(self.tensor[:count], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
 class InputBuffer:
-    """The words, here and on the device. Filled by one step after the other; it moves when it grows."""
+    """The words, here and on the device. Filled by one step after the other; it moves when it grows.
+
+    There are two here, which take turns: the words of a step may still wait to be copied when those of the next are
+    written. On the device there is one; its copy waits for the step before, as all that a stream is given does.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._words = 0
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
-        self._host = self._on_device = torch.zeros(0, dtype=torch.int32)
+        self._words = self._fills = 0
+        self._hosts: list[_HostWords] = []
+        self._on_device = torch.zeros(0, dtype=torch.int32)
 
     def reach(self, shape: Shape, batch: ForwardBatch) -> bool:
         """Have room for a batch in that shape. Returns whether the buffer moved, which no graph survives."""
@@ -147,18 +172,15 @@ class InputBuffer:
         if needed <= self._words:
             return False
         self._words = max(LEAST_WORDS, shapes.next_power_of_2(needed))
-        self._host = torch.zeros(self._words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._hosts = [_HostWords(self._words, self._device.type == "cuda") for _ in range(2)]
         self._on_device = torch.zeros(self._words, dtype=torch.int32, device=self._device)
         return True
 
     def fill(self, shape: Shape, batch: ForwardBatch) -> None:
-        """Write the batch's words and start their copy to the device, once the copy before it has been made.
-
-        The step before may still be running: its own copy of the words was made ahead of it.
-        """
-        if self._copied is not None:
-            self._copied.synchronize()
-        words = self._host.numpy()
+        """Write the batch's words and start their copy to the device. The step before may still be running."""
+        host = self._hosts[self._fills % 2]
+        self._fills += 1
+        words = host.writable()
         place = _places(shape)
         used = sum(shape.sections.values())
         words[:used] = 0
@@ -176,9 +198,7 @@ class InputBuffer:
         tables = batch.block_tables.reshape(-1)
         end = used + tables.size  # rows that are padding have no keys, so they need no table
         words[used:end] = tables
-        self._on_device[:end].copy_(self._host[:end], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        host.copy_to(self._on_device, end)
 
     def inputs(self, shape: Shape) -> Inputs:
         """Views of the device's words for that shape."""

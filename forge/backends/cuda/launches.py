@@ -16,7 +16,7 @@ import torch
 
 from forge.backends.cuda import shapes
 from forge.backends.cuda.inputs import Inputs, Policy, Shape, attention_tile, one_row_tile
-from forge.backends.cuda.kernels import attention, decode_attention, heads, matmul, matvec, rows
+from forge.backends.cuda.kernels import attention, decode_attention, greatest, heads, matmul, matvec, rows
 from forge.backends.cuda.network import Layer, Network, Norm
 from forge.backends.cuda.rotations import Rotations
 from forge.backends.cuda.storage import TorchKvStorage
@@ -29,6 +29,8 @@ COMPILE_OPTIONS = {"enable_fp_fusion": True}
 """Multiply and add in one instruction, whatever this Triton's default is."""
 EMBED_COLUMNS = 1024
 SWIGLU_COLUMNS = 1024
+GREATEST_COLUMNS = 2048
+"""Of a row of logits, looked through by one program."""
 LEAST_COUNTERS = 1 << 14
 HEAD_ROWS = 64
 """Logit rows that share one pass over the output head at most."""
@@ -84,17 +86,17 @@ class Launches:
 
     # Steps
 
-    def embed(self, table: Matrix, inputs: Inputs) -> torch.Tensor:
-        """The stream's first value, `[T, hidden]`."""
+    def embed(self, table: Matrix, inputs: Inputs, samples: torch.Tensor) -> torch.Tensor:
+        """The stream's first value, `[T, hidden]`. Token -1 - r is the one that `samples` has for row r."""
         out = self._empty(inputs.shape.num_rows, table.columns)
-        self._gather(table, inputs.token_ids, out)
+        self._gather(table, inputs.token_ids, samples, out)
         return out
 
     def products(self, x: torch.Tensor, norm: Norm, matrices: tuple[Matrix, ...]) -> torch.Tensor:
         """norm(x) times each of `matrices`, side by side: `[T, rows of all]`."""
         out = self._empty(len(x), sum(matrix.rows for matrix in matrices))
         start = 0
-        normed = self._normed(x, norm) if any(self._is_wide(len(x), matrix) for matrix in matrices) else None
+        normed = self.normed(x, norm) if any(self._is_wide(len(x), matrix) for matrix in matrices) else None
         for matrix in matrices:
             part = out[:, start : start + matrix.rows]
             if self._is_wide(len(x), matrix):
@@ -118,7 +120,7 @@ class Launches:
         if not self._is_wide(len(x), gate_up):
             self._multiply(x, gate_up, out, norm=norm, glu=True)
             return out
-        pairs = self._normed(x, norm) @ self._dense(gate_up).t()
+        pairs = self.normed(x, norm) @ self._dense(gate_up).t()
         block = min(SWIGLU_COLUMNS, shapes.next_power_of_2(width))
         self._launch(
             rows.swiglu, (len(x), -(-width // block)), pairs, out, width, BLOCK=block, num_warps=4, num_stages=1
@@ -248,6 +250,27 @@ class Launches:
         self._multiply(x, head, out, norm=norm)
         return out
 
+    def greatest(self, logits: torch.Tensor, samples: torch.Tensor) -> None:
+        """Leave the token with the greatest logit of each row, and the bits of that logit, in `samples`."""
+        num_rows, vocabulary = logits.shape
+        part = min(GREATEST_COLUMNS, max(128, shapes.next_power_of_2(vocabulary)))
+        parts = -(-vocabulary // part)
+        found = torch.empty((num_rows, parts), dtype=torch.int64, device=self._device)
+        self._launch(
+            greatest.greatest,
+            (num_rows, parts),
+            logits,
+            found,
+            samples,
+            self._counters,
+            vocabulary,
+            PARTS=parts,
+            PART=part,
+            BLOCK_PARTS=max(32, shapes.next_power_of_2(parts)),
+            num_warps=4,
+            num_stages=1,
+        )
+
     def pick(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         """The logit rows of the stream."""
         return x.index_select(0, inputs.logit_rows[: inputs.shape.num_logit_rows])
@@ -296,8 +319,9 @@ class Launches:
         else:
             self._launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
 
-    def _normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        out = torch.empty_like(x)
+    def normed(self, x: torch.Tensor, norm: Norm, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """norm(x), rounded to `dtype`, or to that of x."""
+        out = torch.empty_like(x, dtype=dtype)
         width = x.shape[1]
         block = shapes.next_power_of_2(width)
         warps = min(16, max(1, block // 512))
@@ -320,7 +344,7 @@ class Launches:
         if matrix.dense is not None:
             return matrix.dense
         out = self._scratch[: matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)
-        self._gather(matrix, None, out)
+        self._gather(matrix, None, None, out)
         return out
 
     def make_scratch(self) -> None:
@@ -330,7 +354,9 @@ class Launches:
         ]
         self._scratch = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
 
-    def _gather(self, matrix: Matrix, numbers: torch.Tensor | None, out: torch.Tensor) -> None:
+    def _gather(
+        self, matrix: Matrix, numbers: torch.Tensor | None, samples: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
         block = min(EMBED_COLUMNS, max(32, shapes.next_power_of_2(matrix.columns)))
         values, scales, factors = matrix_arrays(matrix)
         self._launch(
@@ -340,6 +366,7 @@ class Launches:
             scales,
             factors,
             numbers if numbers is not None else values,
+            samples if samples is not None else values,
             out,
             matrix.columns,
             NUMBERED=numbers is not None,

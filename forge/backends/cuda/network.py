@@ -50,7 +50,6 @@ class Network:
     embedding: Matrix
     layers: tuple[Layer, ...]
     final_norm: Norm
-    head: Matrix
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -61,9 +60,8 @@ class Network:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def products(self) -> list[Matrix]:
-        """Every matrix that a forward multiplies with, the output head last."""
-        found = [m for layer in self.layers for m in (*layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return [*found, self.head]
+        """Every matrix that a forward multiplies with, but for the output head."""
+        return [m for layer in self.layers for m in (*layer.qkv, layer.output, layer.gate_up, layer.down)]
 
 
 # What an array is while it is recorded.
@@ -168,13 +166,13 @@ class Recorder(Operations):
         assert x == _Stream(self._adds)
         return _LogitRows(x)
 
-    def to_numpy(self, x: _Product) -> None:
-        assert isinstance(x.x, _Normed) and isinstance(x.x.x, _LogitRows), "the head reads normed logit rows"
+    def to_numpy(self, x: _Product | _Normed) -> None:
+        normed = x.x if isinstance(x, _Product) else x
+        assert isinstance(normed, _Normed) and isinstance(normed.x, _LogitRows), "the head reads normed logit rows"
         self.network = Network(
             embedding=self._embedding,
             layers=tuple(self._layers),
-            final_norm=x.x.norm,
-            head=x.matrix,
+            final_norm=normed.norm,
             num_heads=self._num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -202,3 +200,22 @@ class Recorder(Operations):
             "feed_forward_norm": source.norm,
             "gate_up": interleaved(gated.gate.matrix, gated.up.matrix, self.dtype),
         }
+
+
+class Ending(Operations):
+    """The seam's operations, noting only what a forward pass ends in."""
+
+    def __init__(self):
+        self.head: Matrix | None = None
+        """The output head; None for a pass that ends in hidden states."""
+
+    def linear(self, x, matrix: Matrix) -> Matrix:
+        return matrix
+
+    def to_numpy(self, x: Matrix | None) -> None:
+        self.head = x
+
+    def _nothing(self, *_) -> None:
+        return None
+
+    embed = rms_norm = head_norm = rope = write_kv = attention = swiglu = add = logit_rows = _nothing

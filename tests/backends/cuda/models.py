@@ -18,7 +18,7 @@ BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_K": 144}
 
 
 def relative_error(got, want) -> float:
-    got, want = (np.asarray(torch.as_tensor(x).double().cpu()) for x in (got, want))
+    got, want = (x.double().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x) for x in (got, want))
     assert got.shape == want.shape
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 

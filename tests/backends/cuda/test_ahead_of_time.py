@@ -11,6 +11,7 @@ CAPABILITIES = (90, 87)
 MOST_REGISTERS = {
     "decode_attention": 168,
     "gather_rows": 32,
+    "greatest": 64,
     "matmul": 232,
     "matvec": 170,
     "matvec_packed": 170,

@@ -25,7 +25,7 @@ class Setting:
         self.spans, self.block_size, self.device = spans, block_size, device
         gains = (torch.from_numpy(1 + 0.2 * rng.standard_normal(head_dim, dtype=np.float32)) for _ in range(2))
         self.query_norm, self.key_norm = (Norm(gain.to(device), EPS) for gain in gains)
-        network = Network(None, (), None, None, heads, kv_heads, head_dim, THETA)
+        network = Network(None, (), None, heads, kv_heads, head_dim, THETA)
         self.layer = Layer(None, (), self.query_norm, self.key_norm, None, None, None, None)
         self.run = launches(device, dtype, network, heads=heads, kv_heads=kv_heads, **options)
         blocks = [-(-end // block_size) for _, end in spans]

@@ -12,6 +12,7 @@ def gather_rows(
     scales,
     factors,
     numbers,  # int32 [M], read if NUMBERED
+    samples,  # int32 [rows, 2], read for numbers below 0
     out,  # [M, columns]
     columns,
     NUMBERED: tl.constexpr,
@@ -21,12 +22,17 @@ def gather_rows(
 ):
     """Row `numbers[m]` of a matrix, packed or not, as out's row m: embeddings. Not NUMBERED: every row, multiplied out.
 
+    Number -1 - r stands for `samples[r, 0]`, what the step before has chosen, which the host may not know yet.
     Program (m, i): columns i * BLOCK_K … of row m.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
     own = tl.program_id(0).to(tl.int64)
-    number = tl.load(numbers + own).to(tl.int64) if NUMBERED else own
+    number = own
+    if NUMBERED:
+        given = tl.load(numbers + own)
+        chosen = tl.load(samples + 2 * (-1 - given), mask=given < 0, other=0)
+        number = tl.where(given < 0, chosen, given).to(tl.int64)
     first = tl.program_id(1) * BLOCK_K
     tile = weight_tile(values, scales, factors, number + tl.zeros((1,), tl.int64), first, columns, KIND, BLOCK_K)
     column = first + tl.arange(0, BLOCK_K)

@@ -1,0 +1,140 @@
+"""What the steps on one storage gave, while the device may already be at the next.
+
+Of each logit row a step leaves the likeliest token and its logit in `samples`, at an address that never changes: the
+next step can take its input tokens from there, before the host has seen them. Behind every step a copy of its samples
+goes to memory of the host's, marked by an event, so that the host waits for that copy and for no later step.
+
+Logits stay where they are. Those of a replayed graph lie where the next replay writes; if anybody still holds them
+when the next step comes, they are set aside on the device (600 KB a row: 0.3 µs each). Two buffers of the host's take
+turns, and a result that is not read when its buffer's turn comes is read then.
+"""
+
+from collections.abc import Iterator
+from weakref import ref
+
+import numpy as np
+import torch
+
+from forge.trace.records import Execution
+
+LEAST_ROWS = 1024
+MOST_PINNED_BYTES = 64 << 20
+"""Copies of logits up to this size go through memory that the device writes directly, and that takes long to make."""
+
+
+class StepLogits:
+    """One step's logits: `forge.backends.logits.DeviceLogits`."""
+
+    def __init__(self, rows: torch.Tensor, turn: "_Turn", execution: Execution, passing: bool):
+        """rows: float32 `[R, vocab]` on the device, which the next step overwrites if `passing`."""
+        self._rows, self._turn, self._passing = rows, turn, passing
+        self._greatest: tuple[list[int], list[float]] | None = None
+        self.shape = tuple(rows.shape)
+        self.execution = execution
+        """How they were computed."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: int | slice) -> np.ndarray:
+        if isinstance(rows, slice):
+            return self._on_host(self._rows[rows])
+        number = range(len(self))[rows]  # an IndexError is what ends an iteration
+        return self._on_host(self._rows[number : number + 1])[0]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(self[:])
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return self[:].astype(dtype or np.float32, copy=False)
+
+    def greatest(self) -> tuple[list[int], list[float]]:
+        if self._greatest is None:
+            self._greatest = self._turn.read(len(self))
+        return self._greatest
+
+    def set_aside(self) -> None:
+        """Before a step that may overwrite them."""
+        if self._passing:
+            self._rows, self._passing = self._rows.clone(), False
+
+    @torch.inference_mode()
+    def _on_host(self, rows: torch.Tensor) -> np.ndarray:
+        if rows.device.type != "cuda":
+            return rows.numpy().copy()
+        if rows.nbytes > MOST_PINNED_BYTES:
+            return rows.cpu().numpy()
+        host = torch.empty(rows.shape, dtype=torch.float32, pin_memory=True)
+        host.copy_(rows, non_blocking=True)
+        torch.cuda.current_stream(rows.device).synchronize()
+        return host.numpy()
+
+
+class Results:
+    """The results of the steps on one storage, one after the other."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._turns: list[_Turn] = []
+        self._count = 0
+        self._last: ref[StepLogits] | None = None
+        self.samples = torch.zeros((0, 2), dtype=torch.int32, device=device)
+        """Of each logit row of the last step the likeliest token, and the bits of its logit: int32 `[R or more, 2]`."""
+
+    def reach(self, num_rows: int) -> bool:
+        """Have room for the samples of so many rows. Returns whether they moved, which no graph survives."""
+        if num_rows <= len(self.samples):
+            return False
+        capacity = max(LEAST_ROWS, 1 << (num_rows - 1).bit_length())
+        samples = torch.zeros((capacity, 2), dtype=torch.int32, device=self._device)
+        samples[: len(self.samples)] = self.samples  # the next step may take its tokens from there
+        self.samples = samples
+        self._turns = [_Turn(capacity, self._device) for _ in range(2)]  # whoever still reads an old one has it
+        return True
+
+    def before_step(self) -> None:
+        """Set aside what the coming step would overwrite, if anybody still holds it."""
+        last = self._last() if self._last is not None else None
+        if last is not None:
+            last.set_aside()
+
+    def after_step(self, logits: torch.Tensor, wanted: int, execution: Execution) -> StepLogits:
+        """The result of the step that was just launched, whose first `wanted` rows are not padding."""
+        turn = self._turns[self._count % 2]
+        self._count += 1
+        turn.clear()
+        turn.fetch(self.samples[:wanted])
+        found = StepLogits(logits[:wanted], turn, execution, execution.mode == "graph")
+        turn.holder = self._last = ref(found)
+        return found
+
+
+class _Turn:
+    """A buffer of the host's, for the samples of every other step."""
+
+    def __init__(self, capacity: int, device: torch.device):
+        on_gpu = device.type == "cuda"
+        self._samples = torch.zeros((capacity, 2), dtype=torch.int32, pin_memory=on_gpu)
+        self._numbers = self._samples.numpy()
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self.holder: ref[StepLogits] | None = None
+
+    def fetch(self, samples: torch.Tensor) -> None:
+        """Start the copy of a step's samples."""
+        self._samples[: len(samples)].copy_(samples, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self, count: int) -> tuple[list[int], list[float]]:
+        """What was copied last, once it has been."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers = self._numbers[:count]
+        return numbers[:, 0].tolist(), numbers[:, 1].view(np.float32).tolist()
+
+    def clear(self) -> None:
+        """Have whoever holds what was copied last read it: something else comes."""
+        holder = self.holder() if self.holder is not None else None
+        if holder is not None:
+            holder.greatest()
+        self.holder = None
