@@ -20,11 +20,13 @@ from forge.views.json_output import run_object
 from forge.views.metrics import flowing
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.summary import RunLabel, RunResult
-from forge.views.terminal import can_redraw
+from forge.views.terminal import can_redraw, print_hanging
 from forge.views.text import neutralise, quoted, tail
 
 QUESTION = "Which guesses did the target keep?"
 CYCLES_SHOWN = 10
+CYCLE_INDENT, POSITION_INDENT = 10, 23
+"""Where a line goes on that does not fit: under the first guess, under the first position."""
 _BAR_WIDTH = 12
 _PROMPT_SHOWN = 120
 TokenText = Callable[[int], str]
@@ -240,7 +242,7 @@ def print_speculation(console: Console, result: SpeculationResult, prompt: str) 
     console.print(Text("[accepted guesses]  ~the guess that was rejected~  the target's own", QUIET))
     console.print()
     for line in _cycle_lines(steps, result.token_text):
-        console.print(line)
+        print_hanging(console, line, CYCLE_INDENT)
     for line in [*decisions_told(steps), *_failures(steps, result)]:
         console.print(Text(line))
     if result.summary is None:
@@ -248,7 +250,7 @@ def print_speculation(console: Console, result: SpeculationResult, prompt: str) 
         return
     console.print()
     for line in figures_lines(result, console.width):
-        console.print(line)
+        print_hanging(console, line, POSITION_INDENT)
     console.print(Text(difference_sentence(result.summary)))
     console.print()
     console.print(_verdict(result))
