@@ -16,6 +16,7 @@ from forge.book.chapter import Block, Check, Predict, Prose, Run, Source, Step, 
 from forge.book.reading import Reading, choice_name
 from forge.book.source_code import Excerpt, excerpt
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
+from forge.views.terminal import print_hanging
 from forge.views.text import one_line
 
 MAX_WIDTH = 96
@@ -24,6 +25,8 @@ MAX_SOURCE_WIDTH = 124
 UNKNOWN = "This run does not tell."
 UNEXPECTED = "not so in this run (a busy machine, or other options?)"
 _LIT = "▌"
+_MARK = 2
+"""Columns of a claim's ✓ and the space behind it."""
 _THEME = Theme(
     {
         "markdown.h1": TITLE,
@@ -171,20 +174,14 @@ def _draw_verdict(console: Console, predict: Predict, reading: Reading) -> None:
 def _draw_check(console: Console, check: Check, reading: Reading) -> None:
     marks = {True: ("✓ ", GOOD), False: ("✗ ", TROUBLE), None: ("· ", QUIET)}
     for judged in reading.judge(check.claims):
-        _draw_marked(console, Text(*marks[judged.holds]), Text(reading.fill(judged.claim.sentence)))
+        sentence = Text.assemble(marks[judged.holds], reading.fill(judged.claim.sentence))
+        print_hanging(console, sentence, _MARK, MAX_WIDTH)
         if judged.holds is False:
             why = "not so in this run" if check.certain else UNEXPECTED
-            _draw_marked(console, Text("  "), Text(f"{why}: {judged.claim.expression}", QUIET))
+            told = Text(f"{' ' * _MARK}{why}: {judged.claim.expression}", QUIET)
+            print_hanging(console, told, _MARK, MAX_WIDTH)
         elif judged.holds is None:
-            console.print(Text(f"  {UNKNOWN}", QUIET))
-
-
-def _draw_marked(console: Console, mark: Text, text: Text) -> None:
-    """`text` behind `mark`, its further lines set in under its first."""
-    for line in text.wrap(console, max(1, min(console.width, MAX_WIDTH) - mark.cell_len)):
-        line.rstrip()
-        console.print(Text.assemble(mark, line))
-        mark = Text(" " * mark.cell_len)
+            console.print(Text(f"{' ' * _MARK}{UNKNOWN}", QUIET))
 
 
 def lines_of(console: Console, draw: Callable[[Console], None]) -> list[str]:

@@ -20,11 +20,13 @@ from forge.views.json_output import run_object
 from forge.views.metrics import flowing
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.summary import RunLabel, RunResult
-from forge.views.terminal import can_redraw
+from forge.views.terminal import can_redraw, print_hanging
 from forge.views.text import neutralise, quoted, tail
 
 QUESTION = "Which guesses did the target keep?"
 CYCLES_SHOWN = 10
+CYCLE_INDENT, POSITION_INDENT = 10, 23
+"""Where a line goes on that does not fit: under the first guess, under the first position."""
 _BAR_WIDTH = 12
 _PROMPT_SHOWN = 120
 TokenText = Callable[[int], str]
@@ -108,11 +110,8 @@ def marked_text(steps: Sequence[Step], token_text: TokenText) -> Text:
 # One cycle
 
 
-def cycle_line(number: int, step: Step, token_text: TokenText, width: int | None = None) -> Text:
-    """`cycle 3   who lived ~by~  2 of 3  the target says " an" (p 0.41), not " by" (p 0.38)  1.3 + 0.9 ms`.
-
-    Without the times where the line would be wider than `width`.
-    """
+def cycle_line(number: int, step: Step, token_text: TokenText) -> Text:
+    """`cycle 3   who lived ~by~  2 of 3  the target says " an" (p 0.41), not " by" (p 0.38)  1.3 + 0.9 ms`."""
     cycle = step.winner
     line = Text.assemble((f"cycle {number:<3}", QUIET))
     for index, token_id in enumerate(cycle.proposed):
@@ -120,9 +119,9 @@ def cycle_line(number: int, step: Step, token_text: TokenText, width: int | None
         bare = guess[1:-1].strip() or guess
         kept = index < cycle.num_accepted
         line.append(" ").append(bare if kept else f"~{bare}~", GOOD if kept else f"{QUIET} strike")
-    line.append(f"  {cycle.num_accepted} of {len(cycle.proposed)}", TITLE).append(f"  {why(step, token_text)}")
-    times_taken = f"  {ms(cycle.draft_ms)} + {ms(cycle.target_ms)} ms"
-    return line.append(times_taken, QUIET) if width is None or line.cell_len + len(times_taken) <= width else line
+    line.append(f"  {cycle.num_accepted} of {len(cycle.proposed)}", TITLE).append(f"  {why(step, token_text)}  ")
+    line.append(f"{ms(cycle.draft_ms)} + {ms(cycle.target_ms)} ms", QUIET)
+    return line
 
 
 def why(step: Step, token_text: TokenText) -> str:
@@ -242,8 +241,8 @@ def print_speculation(console: Console, result: SpeculationResult, prompt: str) 
     console.print(Text(neutralise(tail(prompt, _PROMPT_SHOWN)), QUIET) + marked_text(steps, result.token_text))
     console.print(Text("[accepted guesses]  ~the guess that was rejected~  the target's own", QUIET))
     console.print()
-    for line in _cycle_lines(steps, result.token_text, console.width):
-        console.print(line)
+    for line in _cycle_lines(steps, result.token_text):
+        print_hanging(console, line, CYCLE_INDENT)
     for line in [*decisions_told(steps), *_failures(steps, result)]:
         console.print(Text(line))
     if result.summary is None:
@@ -251,16 +250,16 @@ def print_speculation(console: Console, result: SpeculationResult, prompt: str) 
         return
     console.print()
     for line in figures_lines(result, console.width):
-        console.print(line)
+        print_hanging(console, line, POSITION_INDENT)
     console.print(Text(difference_sentence(result.summary)))
     console.print()
     console.print(_verdict(result))
 
 
-def _cycle_lines(steps: Sequence[Step], token_text: TokenText, width: int) -> Iterator[Text]:
+def _cycle_lines(steps: Sequence[Step], token_text: TokenText) -> Iterator[Text]:
     guessing = [step for step in steps if step.winner]
     for number, step in enumerate(guessing[:CYCLES_SHOWN], start=1):
-        yield cycle_line(number, step, token_text, width)
+        yield cycle_line(number, step, token_text)
     if len(guessing) > CYCLES_SHOWN:
         yield Text(f"… and {plural(len(guessing) - CYCLES_SHOWN, 'cycle')} more, all in --json", QUIET)
 

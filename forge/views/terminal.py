@@ -45,6 +45,21 @@ def can_redraw(console: Console) -> bool:
     return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
 
 
+def print_hanging(console: Console, text: Text, indent: int, most: int | None = None) -> None:
+    """Print `text` wrapped at the console's width, or at `most` columns, what does not fit on its first line set in."""
+    width = min(console.width, most or console.width)
+    room = max(1, width - indent)
+    first, *_ = text.wrap(console, width) or [Text()]
+    rest = text[len(first.plain) :]
+    first.rstrip()
+    console.print(first)
+    while rest.plain.startswith(" "):
+        rest = rest[1:]
+    for line in rest.wrap(console, room) if rest else ():
+        line.rstrip()
+        console.print(Text.assemble(" " * indent, line))
+
+
 def print_table(console: Console, table: Table) -> None:
     """Print `table` without the spaces that would pad each of its lines to the full width."""
     for segments in console.render_lines(table, pad=False):
