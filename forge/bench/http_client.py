@@ -33,6 +33,9 @@ class Timed:
     error: str | None = None
 
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
 class HttpClient:
     """Connections to one server."""
 
@@ -46,12 +49,12 @@ class HttpClient:
         self._base = path.removesuffix("/v1")
         key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._headers = f"host: {parts.netloc}\r\n{key}"
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._idle: list[Connection] = []
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body."""
-        connection = await self._send(f"GET {self._base}{path} HTTP/1.1\r\n{self._headers}\r\n".encode())
-        status, headers = await read_head(connection[0])
+        asked = f"GET {self._base}{path} HTTP/1.1\r\n{self._headers}\r\n"
+        connection, status, headers = await self._ask(asked.encode())
         body = b"".join([piece async for piece in read_body(connection[0], headers)])
         self._idle.append(connection)
         return status, body
@@ -62,10 +65,9 @@ class HttpClient:
         head = f"POST {self._base}{path} HTTP/1.1\r\n{self._headers}content-type: application/json\r\n"
         found = Timed(time.perf_counter())
         try:
-            connection = await self._send(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-            status, headers = await read_head(connection[0])
+            connection, status, headers = await self._ask(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
             if status != 200:
-                text = b"".join([piece async for piece in read_body(connection[0], headers)])
+                text = b"".join([piece async for piece in readread_body(connection[0], headers)])
                 found.error = f"{status}: {text[:300].decode(errors='replace')}"
             else:
                 await _follow(connection[0], headers, found)
@@ -80,16 +82,21 @@ class HttpClient:
             writer.close()
         self._idle.clear()
 
-    async def _send(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Send over a kept connection or a new one. One that the server has closed meanwhile is left."""
+    async def _ask(self, data: bytes) -> tuple[Connection, int, dict[bytes, bytes]]:
+        """Send over a kept connection or a new one; the connection, the status and the headers of the answer. A kept
+        one that the server closes without a word is left for another."""
         while self._idle:
             reader, writer = self._idle.pop()
-            if not reader.at_eof() and not writer.is_closing():
-                writer.write(data)
-                return reader, writer
+            if reader.at_eof() or writer.is_closing():
+                continue
+            writer.write(data)
+            try:
+                return (reader, writer), *await read_head(reader)
+            except (EOFError, ConnectionError):
+                writer.close()
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._secure or None, limit=1 << 20)
         writer.write(data)
-        return reader, writer
+        return (reader, writer), *await read_head(reader)
 
 
 async def _follow(reader: asyncio.StreamReader, headers: dict[bytes, bytes], found: Timed) -> None:

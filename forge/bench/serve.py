@@ -5,6 +5,9 @@ counts as a token is the server's own count (its `usage`), for a server may send
 field's: TTFT from sending to the first text, TPOT the mean between tokens after the first, ITL between one event and
 the next, E2EL to the end. The client shares the machine with the server, so its own share of a CPU is part of the
 result.
+
+Two servers are compared in turns: the requests come in parts, and each part goes to the one and then to the other, so
+that a machine that is slow for a while is slow for both. So are a server and the engine beneath it.
 """
 
 import asyncio
@@ -24,9 +27,6 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 DATASETS = ("random", "words")
 WORDS = "time year people way day man thing woman life child world school state family student group country problem"
 """Each a token of most vocabularies, with the space before it."""
-TURNS = 7
-"""Of server and engine, where the two are compared."""
-
 
 Prompt = str | list[int]
 
@@ -52,9 +52,11 @@ class ServePlan:
     api_key: str | None = None
     probe_health: bool = False
     """Ask /health twenty times a second meanwhile."""
+    turns: int = 7
+    """Into how many parts the requests are divided, where they also go to somebody else."""
 
     def __post_init__(self):
-        for name in ("input_tokens", "output_tokens", "num_prompts", "concurrency"):
+        for name in ("input_tokens", "output_tokens", "num_prompts", "concurrency", "turns"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.request_rate is not None and not self.request_rate > 0:
@@ -87,8 +89,10 @@ class ServeBenchmark:
     health_ms: tuple[float, ...] = ()
     command: str = ""
     turns: tuple[tuple[float, float], ...] = ()
-    """Output tokens per second of the server, and of the engine alone on the same requests right after, turn by turn;
-    where that was asked for."""
+    """Output tokens per second of the server, and of its peer or of the engine alone on the same requests right after,
+    turn by turn; where that was asked for."""
+    peer: "ServeBenchmark | None" = None
+    """What came of the same requests to another server."""
 
     @property
     def good(self) -> list[Timed]:
@@ -100,13 +104,14 @@ class ServeBenchmark:
         return self.cpu_seconds / self.duration
 
     @property
-    def engine_share(self) -> float | None:
-        """The server's speed over the engine's own: the median over the turns."""
-        return median(server / engine for server, engine in self.turns) if self.turns else None
+    def ratios(self) -> list[float]:
+        """The server's speed over the peer's, or over the engine's own: of each turn, the least first."""
+        return sorted(server / other for server, other in self.turns)
 
     @property
-    def engine_tokens_per_second(self) -> float | None:
-        return median(engine for _, engine in self.turns) if self.turns else None
+    def other_tokens_per_second(self) -> float | None:
+        """Of the engine alone or of the peer: the median over the turns."""
+        return median(other for _, other in self.turns) if self.turns else None
 
     @property
     def output_tokens_per_second(self) -> float:
@@ -148,41 +153,82 @@ def run(
     progress: Callable[[str], None] = lambda text: None,
     patience: float = 60,
     engine_turn: Callable[[list[Prompt]], float] | None = None,
+    peer: ServePlan | None = None,
 ) -> ServeBenchmark:
-    """Measure. Raises `ServerProblem` if the server does not answer within `patience` seconds.
+    """Measure. Raises `ServerProblem` if a server does not answer within `patience` seconds.
 
-    `engine_turn` runs prompts without the server and gives the output tokens per second. With it the requests come in
-    `TURNS` parts, and after each of them it is the engine's turn on the same.
+    `engine_turn` runs prompts without the server and gives the output tokens per second; `peer` is how another server
+    is asked. With either the requests come in `plan.turns` parts, and after each of them it is the other's turn on the
+    same.
     """
-    return asyncio.run(_run(plan, progress, patience, engine_turn))
+    return asyncio.run(_run(plan, progress, patience, engine_turn, peer))
 
 
-async def _run(plan: ServePlan, progress: Callable[[str], None], patience: float, engine_turn) -> ServeBenchmark:
-    client = HttpClient(plan.url, plan.api_key)
-    try:
-        waited = time.perf_counter()
-        model = plan.model or await _only_model(client, patience, progress)
-        ready_after = time.perf_counter() - waited
-        prompts = plan.prompts()
-        await client.stream("/v1/completions", _body(plan, model, prompts[0][::-1]))  # nobody times the first one
-        health: list[float] = []
-        probing = asyncio.create_task(_probe(client, health)) if plan.probe_health else None
-        found, turns, duration, cpu = [], [], 0.0, 0.0
-        for part in _parts(prompts, TURNS if engine_turn is not None else 1):
-            began, cpu_before = time.perf_counter(), time.process_time()
-            answers = await _ask_all(plan, model, part, client, progress)
-            seconds = time.perf_counter() - began
-            cpu += time.process_time() - cpu_before
-            duration += seconds
-            found += answers
-            if engine_turn is not None:
-                tokens = sum(output_tokens(one) for one in answers if one.error is None)
-                turns.append((tokens / seconds, engine_turn(part)))
+class _Target:
+    """A server, and what has come of it so far."""
+
+    def __init__(self, plan: ServePlan, progress: Callable[[str], None]):
+        self.plan, self.progress = plan, progress
+        self.client = HttpClient(plan.url, plan.api_key)
+        self.model = plan.model or ""
+        self.ready_after = self.duration = self.cpu = 0.0
+        self.requests: list[Timed] = []
+        self.health: list[float] = []
+
+    async def begin(self, patience: float, first: Prompt) -> None:
+        """Wait for the server, and ask it once without looking at the time."""
+        began = time.perf_counter()
+        self.model = self.model or await _only_model(self.client, patience, self.progress)
+        self.ready_after = time.perf_counter() - began
+        await self.client.stream("/v1/completions", _body(self.plan, self.model, first))
+
+    async def turn(self, prompts: list[Prompt]) -> float:
+        """Ask all of `prompts`; output tokens per second."""
+        probing = asyncio.create_task(_probe(self.client, self.health)) if self.plan.probe_health else None
+        began, cpu_before = time.perf_counter(), time.process_time()
+        answers = await _ask_all(self.plan, self.model, prompts, self.client, self.progress)
+        seconds = time.perf_counter() - began
+        self.cpu += time.process_time() - cpu_before
+        self.duration += seconds
+        self.requests += answers
         if probing is not None:
             probing.cancel()
-        return ServeBenchmark(plan, model, tuple(found), duration, cpu, ready_after, tuple(health), turns=tuple(turns))
+        return sum(output_tokens(one) for one in answers if one.error is None) / seconds
+
+    def result(self, **others: Any) -> ServeBenchmark:
+        return ServeBenchmark(
+            self.plan,
+            self.model,
+            tuple(self.requests),
+            self.duration,
+            self.cpu,
+            self.ready_after,
+            tuple(self.health),
+            **others,
+        )
+
+
+async def _run(
+    plan: ServePlan, progress: Callable[[str], None], patience: float, engine_turn, peer: ServePlan | None
+) -> ServeBenchmark:
+    own = _Target(plan, progress)
+    other = _Target(peer, progress) if peer is not None else None
+    prompts, turns = plan.prompts(), []
+    try:
+        for target in filter(None, (own, other)):
+            await target.begin(patience, prompts[0][::-1])
+        compared = other is not None or engine_turn is not None
+        for part in _parts(prompts, plan.turns if compared else 1):
+            speed = await own.turn(part)
+            if other is not None:
+                turns.append((speed, await other.turn(part)))
+            elif engine_turn is not None:
+                turns.append((speed, engine_turn(part)))
+        return own.result(turns=tuple(turns), peer=other.result() if other is not None else None)
     finally:
-        client.close()
+        own.client.close()
+        if other is not None:
+            other.client.close()
 
 
 def _parts(prompts: list[Prompt], number: int) -> list[list[Prompt]]:
@@ -279,9 +325,12 @@ def serve_object(result: ServeBenchmark) -> dict[str, Any]:
         "total_token_throughput": (total_in + total_out) / result.duration,
         "client_cpu_share": result.client_cpu_share,
         "ready_after_s": result.ready_after,
-        "engine_output_throughput": result.engine_tokens_per_second,
-        "engine_share": result.engine_share,
     }
+    if result.turns:
+        name = "engine" if result.peer is None else "peer"
+        found[f"{name}_output_throughput"] = result.other_tokens_per_second
+        found[f"{name}_share"] = median(result.ratios)
+        found[f"{name}_shares"] = result.ratios
     for metric in METRICS:
         values = result.values(metric)
         if values:
@@ -292,6 +341,8 @@ def serve_object(result: ServeBenchmark) -> dict[str, Any]:
             } | {f"p{share}_{metric}_ms": percentile(values, share) for share in PERCENTILES}
     if result.health_ms:
         found |= {f"p{share}_health_ms": percentile(result.health_ms, share) for share in PERCENTILES}
+    if result.peer is not None:
+        found["peer"] = serve_object(result.peer)
     return found | {
         "input_lens": [one.prompt_tokens or plan.input_tokens for one in result.requests],
         "output_lens": [output_tokens(one) for one in result.requests],

@@ -383,19 +383,29 @@ def bench_serve(
     num_blocks: Annotated[
         int | None, typer.Option("--num-blocks", help="For --engine.", rich_help_panel=_MEASURE)
     ] = None,
+    peer: Annotated[
+        str | None,
+        typer.Option("--peer", help="Send the same to another server, in turns.", rich_help_panel=_MEASURE),
+    ] = None,
+    peer_model: Annotated[
+        str | None, typer.Option("--peer-model", help="As the peer calls it.", show_default="its first")
+    ] = None,
+    turns: Annotated[int, typer.Option("--turns", help="Of --engine or --peer.", rich_help_panel=_MEASURE)] = 7,
     threads: options.ThreadsOption = None,
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="FORGE_API_KEY")] = None,
     json: options.JsonOption = False,
 ) -> int:
     """What clients of a server see: TTFT, TPOT, ITL, end-to-end latency, throughput.
 
-    [dim]forge bench serve --url http://127.0.0.1:8080 --concurrency 64 --num-prompts 400[/dim]
+    [dim]forge bench serve --concurrency 64 --num-prompts 400[/dim]
+    [dim]forge bench serve --concurrency 16 --num-prompts 112 --peer http://127.0.0.1:8081[/dim]
     """
     import shlex
     import sys
 
     from forge.bench.serve import ServePlan, parse_goodput, run, serve_object
     from forge.bench.serve_engine import EngineTurns
+    from forge.errors import UsageError
     from forge.views.bench import BenchProgress
     from forge.views.json_output import to_json
     from forge.views.serve_bench import print_serve_benchmark
@@ -414,10 +424,14 @@ def bench_serve(
         goodput=parse_goodput(goodput or ()),
         api_key=api_key,
         probe_health=probe_health,
+        turns=turns,
     )
+    if peer is not None and engine is not None:
+        raise UsageError("--peer and --engine are two comparisons: give one of them")
+    other = replace(plan, url=peer, model=peer_model, api_key=None, probe_health=False) if peer is not None else None
     with BenchProgress(open_error_console()) as progress:
         if engine is None:
-            result = run(plan, progress)
+            result = run(plan, progress, peer=other)
         else:
             loading = options.model_options(num_blocks=num_blocks, threads=threads)
             with EngineTurns(engine, loading | {"kv": "prefix", "max_num_seqs": 64}, plan) as turns:

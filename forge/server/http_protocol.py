@@ -1,11 +1,13 @@
-"""uvicorn's HTTP protocol with two habits of ours: it hangs up on who does not ask, and it writes once per turn.
+"""uvicorn's HTTP protocol with habits of ours: hanging up on who does not ask, one write per turn, no other protocol.
 
 A connection whose request does not come in time, or has no end to its head, is closed: uvicorn itself waits for ever
 for the first one, and with httptools it takes a head of any size. What an answer's head, its events and its end write
-within one turn of the loop goes to the system as one piece: a write costs more than all that leads to it.
+within one turn of the loop goes to the system as one piece: a write costs more than all that leads to it. An offer to
+go on in another protocol (Java's client begins so) is not taken up, and the request is answered like any other.
 """
 
 import asyncio
+import re
 from typing import Any
 
 from uvicorn.config import HTTP_PROTOCOLS
@@ -13,6 +15,8 @@ from uvicorn.importer import import_from_string
 
 MAX_HEAD_BYTES = 1 << 16
 """Of a request's line and headers."""
+_UPGRADE = re.compile(rb"^upgrade(?=:)", re.IGNORECASE | re.MULTILINE)
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class CorkedTransport:
@@ -61,6 +65,8 @@ def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
             self._expect_head()
 
         def data_received(self, data: bytes) -> None:
+            if b"pgrade" in data:
+                data = _without_upgrade(data)
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_expecting()
@@ -68,7 +74,8 @@ def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
             if self._deadline is None:
                 self._expect_head()
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.transport.write(_TOO_LARGE)
                 self._too_late()
 
         def connection_lost(self, error) -> None:
@@ -90,3 +97,9 @@ def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
                 self.transport.close()
 
     return Protocol
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """A request's head under whose `upgrade` nobody looks: what follows such a header httptools does not read."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"x-upgrade", head) + end + rest

@@ -1,5 +1,7 @@
 """The screen of `forge bench serve`: throughput, then a table of latencies."""
 
+from statistics import median
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +30,9 @@ def print_serve_benchmark(console: Console, result: ServeBenchmark) -> None:
     for name, value in _throughput(result):
         console.print(Text(f"{name:<24}{value}"))
     console.print()
-    print_table(console, _latencies(result))
+    print_table(console, _latencies(result, "ms"))
+    if result.peer is not None and result.peer.good:
+        print_table(console, _latencies(result.peer, "ms, the peer"))
     if result.health_ms:
         health = f"p50 {percentile(result.health_ms, 50):.1f}, p99 {percentile(result.health_ms, 99):.1f} ms"
         console.print(Text(f"/health meanwhile: {health}", QUIET))
@@ -44,18 +48,27 @@ def _throughput(result: ServeBenchmark) -> list[tuple[str, str]]:
         ("input tokens/s", rate(tokens_in / seconds)),
         ("output tokens/s", rate(tokens_out / seconds)),
     ]
-    if result.engine_share is not None:
-        shares = sorted(server / engine for server, engine in result.turns)
-        lines.append(("the engine's own", rate(result.engine_tokens_per_second)))
-        lines.append(("share of it", f"{percent(result.engine_share)} ({percent(shares[0])} to {percent(shares[-1])})"))
+    if result.turns:
+        lines += _comparison(result)
     if (met := goodput(result)) is not None:
         lines.append(("goodput, requests/s", rate(met)))
     return lines
 
 
-def _latencies(result: ServeBenchmark) -> Table:
+def _comparison(result: ServeBenchmark) -> list[tuple[str, str]]:
+    """Turn by turn, against another server or the engine alone: the median, the least and the most."""
+    ratios, other = result.ratios, rate(result.other_tokens_per_second)
+    if result.peer is None:
+        middle, least, most = (percent(share) for share in (median(ratios), ratios[0], ratios[-1]))
+        return [("the engine's own", other), ("share of it", f"{middle} ({least} to {most})")]
+    failed = len(result.peer.requests) - len(result.peer.good)
+    lines = [("the peer's", other + (f", {count(failed)} failed" if failed else ""))]
+    return [*lines, ("times the peer", f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")]
+
+
+def _latencies(result: ServeBenchmark, title: str) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("ms")
+    table.add_column(title)
     for share in PERCENTILES:
         table.add_column(f"p{share}", justify="right")
     for metric in METRICS:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,7 +114,37 @@ def test_server_and_engine_take_turns_on_the_same_prompts():
         plan = ServePlan(url, input_tokens=3, output_tokens=4, num_prompts=10, concurrency=1)
         result = run(plan, engine_turn=turn)
     assert sorted(prompt for part in turns for prompt in part) == sorted(plan.prompts())
-    assert len(result.turns) == 7 and result.engine_tokens_per_second == 100
+    assert len(result.turns) == 7 and result.other_tokens_per_second == 100
+
+
+def test_a_peer_is_asked_the_same_in_turns_by_the_same_client():
+    asked: dict[str, list] = {"one": [], "other": []}
+
+    def noting(name):
+        def answer(body):
+            asked[name].append(body["prompt"])
+            yield from polite(body)
+
+        return answer
+
+    with server(noting("one")) as url, server(noting("other")) as peer:
+        plan = ServePlan(url, input_tokens=3, output_tokens=4, num_prompts=10, concurrency=1, turns=5)
+        result = run(plan, peer=replace(plan, url=peer))
+    assert asked["one"] == asked["other"] and len(asked["one"]) == 10 + 1
+    assert len(result.turns) == 5 and len(result.peer.good) == 10
+    found = serve_object(result)
+    assert found["peer_shares"] == sorted(found["peer_shares"]) and found["peer"]["completed"] == 10
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_kept_connection_that_the_server_closes_is_no_failure():
+    def abrupt(body):
+        yield from polite(body)
+        raise asyncio.IncompleteReadError(b"", 1)  # the stub hangs up, having said that the connection stays
+
+    with server(abrupt) as url:
+        result = run(ServePlan(url, input_tokens=3, output_tokens=4, num_prompts=20, concurrency=3))
+    assert len(result.good) == 20
 
 
 def test_errors_are_counted_and_kept_apart():
@@ -187,3 +218,11 @@ def test_the_screen_names_the_clients_share_and_the_engines_own(capsys):
     print_serve_benchmark(open_console(), result)
     out = capsys.readouterr().out
     assert "25 % of one CPU" in out and "38 % (25 % to 50 %)" in out and "TTFT" in out and "p99" in out
+
+
+def test_the_screen_shows_a_peer_beside_the_server(capsys):
+    requests = (timed(0, [0.1, 0.3], 0.3, 3),)
+    peer = ServeBenchmark(ServePlan(""), "p", requests, 2.0, 0.5, 0.0)
+    result = replace(peer, turns=((3.0, 1.0), (8.0, 2.0)), peer=peer)
+    print_serve_benchmark(open_console(), result)
+    assert "3.50 (3.00 to 4.00)" in capsys.readouterr().out

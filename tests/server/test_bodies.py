@@ -1,6 +1,12 @@
 """What is no sound request: always 4xx in OpenAI's shape, never 5xx, never a word about the machine."""
 
+import re
+import socket
+import urllib.request
+
 import pytest
+
+from tests.server.conftest import request_bytes
 
 BAD = {
     "not JSON": b"{",
@@ -10,6 +16,9 @@ BAD = {
     "null": b"null",
     "no UTF-8": b'{"prompt": "\xff\xfe"}',
     "half a surrogate pair": b'{"prompt": "\\ud800"}',
+    "half a surrogate pair in a salt": b'{"prompt": "x", "cache_salt": "\\ud800"}',
+    "half a surrogate pair in a stop string": b'{"prompt": "x", "stop": ["\\uDC00"]}',
+    "half a surrogate pair in what nobody knows": b'{"prompt": "x", "zzz": {"\\ud800": 1}}',
     "deep": b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
     "deep objects": b'{"a":' * 20_000 + b"1" + b"}" * 20_000,
     "NaN": b'{"prompt": "x", "temperature": NaN}',
@@ -31,7 +40,8 @@ BAD = {
     "truth as number": b'{"prompt": "x", "max_tokens": true}',
     "too many prompts": b'{"prompt": [' + b'"x",' * 500 + b'"x"]}',
     "a long stop": b'{"prompt": "x", "stop": "' + b"s" * 5000 + b'"}',
-    "options without a stream": b'{"prompt": "x", "stream_options": 3}',
+    "options of a wrong type": b'{"prompt": "x", "stream": true, "stream_options": 3}',
+    "options without a stream": b'{"prompt": "x", "stream_options": {"include_usage": true}}',
 }
 
 
@@ -59,6 +69,123 @@ def test_unknown_places_and_methods_have_the_same_shape(server):
         assert status == expected and found["error"]["message"]
     assert server.request("/debug/requests/none")[0] == 404
     assert server.request("/detokenize", {"tokens": [10**9]})[0] == 400
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_a_body_that_does_not_say_it_is_json_is_415(server, kind):
+    status, found = server.request("/v1/completions", {"prompt": "x"}, {"content-type": kind})
+    assert status == 415 and "application/json" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"])
+def test_every_way_to_say_json_is_understood(server, kind):
+    assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 1}, {"content-type": kind})[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_more_tokens_than_fit_behind_the_prompt_are_refused_and_by_default_as_many_come_as_fit(server, path):
+    longest = server.request("/v1/models/small")[1]["max_model_len"]
+    prompt = [97] * (longest - 5)
+    for asked, expected in ((5, 200), (6, 400)):
+        status, found = server.request(path, {"prompt": prompt, "max_tokens": asked, "ignore_eos": True})
+        assert status == expected
+    assert found["error"]["param"] == "max_tokens" and found["error"]["code"] == "context_length_exceeded"
+    assert all(str(number) in found["error"]["message"] for number in (6, 5, longest, longest - 5))
+    status, found = server.request(path, {"prompt": prompt, "ignore_eos": True})
+    assert status == 200 and found["usage"]["completion_tokens"] == 5
+
+
+def test_chat_answers_as_long_as_fits_and_refuses_more(server):
+    chat = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True, "temperature": 0}
+    longest = server.request("/v1/models/small")[1]["max_model_len"]
+    usage = server.request("/v1/chat/completions", chat)[1]["usage"]
+    assert usage["total_tokens"] == longest
+    for name in ("max_tokens", "max_completion_tokens"):
+        status, found = server.request("/v1/chat/completions", chat | {name: longest})
+        assert status == 400 and found["error"]["param"] == name
+
+
+REFUSED = {
+    "stop_token_ids": [3],
+    "min_tokens": 3,
+    "guided_json": {},
+    "structured_outputs": {"regex": "a"},
+    "use_beam_search": True,
+    "include_stop_str_in_output": True,
+    "grammar": "root ::= x",
+    "best_of": 3,
+}
+MEANS_NOTHING = {
+    "stop_token_ids": [],
+    "min_tokens": 0,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "skip_special_tokens": True,
+    "best_of": 1,
+    "suffix": "",
+    "guided_json": None,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_the_answer_is_refused_by_name(server, name):
+    status, found = server.request("/v1/completions", {"prompt": "x", "max_tokens": 1, name: REFUSED[name]})
+    assert status == 400
+    assert found["error"]["param"] == name and found["error"]["code"] == "unsupported_parameter"
+
+
+def test_what_asks_for_nothing_is_accepted(server):
+    assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 1} | MEANS_NOTHING)[0] == 200
+
+
+def test_more_prompts_than_the_queue_has_room_for_are_never_worth_another_try(server):
+    labels = [f"label {number}" for number in range(100)]
+    status, found = server.request("/classify", {"input": ["x"] * 128, "labels": labels})
+    assert status == 400 and "12800" in found["error"]["message"]
+
+
+def test_head_is_get_without_a_body(server):
+    request = urllib.request.Request(server.url + "/health", method="HEAD")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.status == 200 and answer.headers["content-length"] == "15" and answer.read() == b""
+
+
+def raw(server, data: bytes) -> bytes:
+    """All that comes back until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(30)
+        found = b""
+        try:
+            connection.sendall(data)
+            while piece := connection.recv(65536):
+                found += piece
+        except ConnectionError:
+            pass
+    return found
+
+
+def test_an_offer_of_another_protocol_is_not_taken_up(server):
+    """As Java's client begins."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+    body = request_bytes("/v1/completions", {"prompt": "x", "max_tokens": 2})
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(30)
+        connection.sendall(body.replace(b"connection: close\r\n", offer))
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("line", [b"x-long: " + b"a" * 200_000, b"x: y\r\n" * 20_000], ids=["long", "many"])
+def test_a_head_without_an_end_is_hung_up_on(server, line):
+    found = raw(server, b"GET /health HTTP/1.1\r\nhost: x\r\n" + line)
+    assert not found or found.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
+    assert server.request("/health")[0] == 200
+
+
+def test_requests_that_come_at_once_are_answered_in_order(server):
+    bodies = [{"prompt": "x", "max_tokens": tokens, "ignore_eos": True} for tokens in (3, 1, 2)]
+    asked = [request_bytes("/v1/completions", body).replace(b"connection: close\r\n", b"") for body in bodies[:-1]]
+    found = raw(server, b"".join([*asked, request_bytes("/v1/completions", bodies[-1])]))
+    assert re.findall(rb'"completion_tokens":(\d)', found) == [b"3", b"1", b"2"]
 
 
 def test_a_parameter_nobody_knows_is_ignored(server):

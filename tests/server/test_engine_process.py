@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from forge.engine.oneshot import OneShotTask
 from forge.engine.sampling_params import SamplingParams
 from forge.server.engine_process import EngineServer
-from forge.server.messages import Abort, Ask, Inbox, Submit, Update, Watch, frame
+from forge.server.messages import Abort, Ask, AskOneShots, Inbox, Submit, Update, Watch, Withdraw, frame
 from tests.engine.scripted import PIECES, letters, muddled, new_engine
 
 MERGED = ("accepted", "refused", "tokens", "sample_ends", "ends", "answers", "steps", "records")
@@ -111,6 +112,40 @@ def test_a_request_that_cannot_run_is_refused(peer):
     one.submit(2, "abc", logit_bias={999: 1.0})
     found = one.until(lambda update: len(update.refused) == 2)
     assert "context" in found.refused[0].fault.message and "logit_bias" in found.refused[1].fault.message
+
+
+def test_a_command_that_fails_is_the_engines_own_fault_and_the_next_one_runs(peer):
+    one = peer(muddled)
+    add = one.server.engine.add_request
+    one.server.engine.add_request = lambda *args, **options: 1 // 0
+    one.submit(1, "ab")
+    (refused,) = one.until(lambda update: update.refused).refused
+    assert refused.fault.internal and "ZeroDivisionError" in refused.fault.message
+    one.server.engine.add_request = add
+    one.submit(2, "ab", max_tokens=2)
+    assert one.until(lambda update: update.ends).ends[0].error is None
+
+
+def test_questions_in_a_failing_step_are_the_engines_own_fault(peer):
+    def script(tokens):
+        raise ZeroDivisionError
+
+    one = peer(script)
+    one.send(AskOneShots(7, [(letters("ab"), OneShotTask(candidates=(0, 1)))]))
+    (answer,) = one.until(lambda update: update.answers).answers
+    assert answer.number == 7 and answer.fault.internal and answer.value is None
+
+
+def test_a_withdrawn_question_leaves_nothing(peer):
+    one = peer(muddled, kv="prefix")
+    one.socket.sendall(
+        frame(AskOneShots(7, [(letters("ab"), OneShotTask(candidates=(0, 1)))] * 50)) + frame(Withdraw(7))
+    )
+    found = one.until(lambda update: update.answers and update.gauges and not update.gauges.waiting)
+    assert len(found.answers) == 1 and found.gauges.used_blocks == 0
+    one.send(Withdraw(7))
+    one.submit(2, "ab", max_tokens=2)
+    assert one.until(lambda update: update.ends).ends[0].error is None
 
 
 def test_an_aborted_request_holds_nothing_after_the_next_update(peer):

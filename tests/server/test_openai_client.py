@@ -50,6 +50,7 @@ def test_a_stream_has_one_id_and_ends_with_a_reason_and_the_usage(client):
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]].count(None) == len(chunks) - 2
     assert chunks[-2].choices[0].finish_reason in ("stop", "length")
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens <= 6
+    assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in chunks[:-1])
 
 
 def test_completion_logprobs_have_the_legacy_shape(client):

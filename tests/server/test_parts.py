@@ -1,6 +1,7 @@
 """The server's small parts, each by itself."""
 
 import asyncio
+import re
 import socket
 
 from hypothesis import given
@@ -59,6 +60,16 @@ def test_the_line_about_throughput_is_said_when_something_happened():
     assert "Avg generation throughput: 10.0 tokens/s" in said
     assert "Running: 2 reqs, Waiting: 1 reqs, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%" in said
     assert line.line(20.0, Gauges()) is None
+
+
+def test_guesses_are_counted_by_the_place_they_stood_at():
+    metrics = Metrics("m", 100, 10, 16)
+    for accepted in ((2, 0), (), (3,)):
+        metrics.take_step(StepSummary(1.0, 10.5, 0, 2, 3, 0, 4 * len(accepted), accepted))
+    text = metrics.text(Gauges())
+    found = dict(re.findall(r"^vllm:spec_decode_num_(\w+?)_total{[^}]*0\"} (\d+)", text, re.M))
+    assert found["drafts"] == "3" and found["draft_tokens"] == "12" and found["accepted_tokens"] == "5"
+    assert re.findall(r'per_pos_total{.*position="(\d)"} (\d)', text) == [("0", "2"), ("1", "2"), ("2", "1")]
 
 
 def test_a_models_name_cannot_break_the_metrics():

@@ -1,12 +1,16 @@
 """Embeddings, rerank, score, classify over HTTP: the values are the library's own."""
 
 import base64
+import socket
+from itertools import product
 
 import numpy as np
 import openai
 import pytest
 
 from forge import LLM
+from tests.server.conftest import Server, request_bytes, until
+from tests.small_models import write_small_qwen3
 
 pytest.importorskip("forge.engine.tasks", reason="this engine answers no one-shot questions")
 TEXTS = ["a fox in the snow", "a lantern", "x"]
@@ -24,6 +28,26 @@ def test_embeddings_are_the_librarys_as_numbers_and_as_bytes(client, library):
     default = client.embeddings.create(model="small", input=TEXTS)  # the client asks for base64 by itself
     assert np.array_equal(np.array([one.embedding for one in default.data], np.float32), expected)
     assert found.usage.prompt_tokens == sum(len(library.tokenizer.encode(text)) for text in TEXTS)
+
+
+def test_embeddings_are_pooled_as_the_models_file_says(tmp_path):
+    path = write_small_qwen3(tmp_path / "mean.gguf", metadata={"qwen3.pooling_type": 1})
+    expected = LLM(str(path), kv="prefix").embed(TEXTS, pooling="mean")
+    one = Server("-m", str(path))
+    _, found = one.request("/v1/embeddings", {"input": TEXTS})
+    assert one.stop() == 0
+    assert np.array_equal(np.array([each["embedding"] for each in found["data"]], np.float32), expected)
+
+
+def test_a_client_that_leaves_takes_its_questions_along(server):
+    """They would take a while: two thousand of them."""
+    texts = [f"text {number} " + "x" * 500 for number in range(128)]
+    labels = ["".join(pair) for pair in product("abcd", "efgh")]
+    raw = socket.create_connection(("127.0.0.1", server.port))
+    raw.sendall(request_bytes("/classify", {"input": texts, "labels": labels}))
+    assert until(lambda: server.metric("vllm:num_requests_waiting") > 500)
+    raw.close()
+    assert until(server.is_idle, 5)
 
 
 def test_base64_is_little_endian_float32(server, library):

@@ -46,6 +46,25 @@ def test_every_metric_is_described_once_and_buckets_only_grow(server):
         assert int(re.search(rf"^{name}_count{{.*}} (\d+)$", text, re.M)[1]) == counts[-1]
 
 
+def test_histograms_have_the_bounds_that_dashboards_were_made_for(server):
+    _, text = server.request("/metrics")
+    for name, some in (
+        ("time_to_first_token_seconds", (0.001, 0.02, 0.75, 7.5, 640.0, 2560.0)),
+        ("inter_token_latency_seconds", (0.01, 0.025, 0.075, 0.4, 40.0, 80.0)),
+        ("request_time_per_output_token_seconds", (0.01, 0.15, 80.0)),
+        ("e2e_request_latency_seconds", (0.3, 0.8, 15.0, 960.0, 7680.0)),
+        ("request_inference_time_seconds", (0.3, 7680.0)),
+        ("iteration_tokens_total", (1.0, 8.0, 512.0, 16384.0)),
+        ("request_params_n", (1.0, 2.0, 20.0)),
+        ("request_params_max_tokens", (1.0, 2.0, 5.0, 500.0)),
+        ("request_max_num_generation_tokens", (1.0, 500.0)),
+        ("request_prompt_tokens", (1.0, 500.0)),
+    ):
+        found = {float(bound) for bound in re.findall(rf'^vllm:{name}_bucket{{.*le="([^"]+)"}}', text, re.M)}
+        assert found >= {*some, float("inf")}, name
+    assert re.search(r'^vllm:cache_config_info{.*block_size="16".*} 1$', text, re.M)
+
+
 def test_counters_count(server):
     assert until(server.is_idle)
     names = ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:prefix_cache_queries")
