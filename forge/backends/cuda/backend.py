@@ -154,7 +154,8 @@ class CudaBackend(Backend):
         if steps is None:
             steps = self._steps[storage] = _Steps(Graphs(), Results(self._device))
         fused, results, head = self._fused, steps.results, self._head_of(forward_pass)
-        shape = shape_of(batch, fused.policy, storage.layout.block_size)
+        wide = fused.launches.is_wide_attention(storage)
+        shape = shape_of(batch, fused.policy, storage.layout.block_size, wide)
         network = fused.network
         results.before_step()
         moved = fused.buffer.reach(shape, batch)

@@ -40,6 +40,8 @@ class Shape:
     """Of the last layer, which attends for the logit rows alone."""
     is_bucket: bool
     """Whether it is one of the shapes that graphs are captured for."""
+    wide: bool = False
+    """Whether attention multiplies in float32."""
 
     @property
     def prunes(self) -> bool:
@@ -94,8 +96,8 @@ class Policy:
     """Whether to pad to the shapes that graphs are captured for."""
 
 
-def shape_of(batch: ForwardBatch, policy: Policy, block_size: int) -> Shape:
-    """The shape in which `batch` is computed."""
+def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, wide: bool = False) -> Shape:
+    """The shape in which `batch` is computed. wide: attention multiplies in float32."""
     num_rows, num_sequences, num_logits = batch.num_rows, batch.num_sequences, len(batch.logit_rows)
     longest = int(batch.context_lens.max())
     is_decode = num_rows == num_sequences == num_logits and not _reads_what_others_write(batch, block_size)
@@ -103,33 +105,29 @@ def shape_of(batch: ForwardBatch, policy: Policy, block_size: int) -> Shape:
     rows = num_rows if bucket is None else bucket
     if is_decode:
         splits = _splits(policy, rows, longest)
-        return Shape(rows, rows, True, rows, one_row_tile(policy).rows, splits, splits, bucket is not None)
-    per_tile = attention_tile(policy, rows).rows
+        return Shape(rows, rows, True, rows, one_row_tile(policy, wide).rows, splits, splits, bucket is not None, wide)
+    per_tile = attention_tile(policy, rows, wide).rows
     tiles = sum(-(-int(length) // per_tile) for length in np.diff(batch.cu_seqlens))
     if bucket is not None:
         num_logits = shapes.next_power_of_2(num_logits) if num_logits else 0
         tiles = -(-rows // per_tile) + shapes.next_power_of_2(num_sequences)
     splits = _splits(policy, tiles, longest)
     last_splits = _splits(policy, max(1, num_logits), longest)
-    return Shape(rows, num_logits, False, tiles, per_tile, splits, last_splits, bucket is not None)
+    return Shape(rows, num_logits, False, tiles, per_tile, splits, last_splits, bucket is not None, wide)
 
 
-def attention_tile(policy: Policy, num_rows: int) -> shapes.AttentionTile:
+def attention_tile(policy: Policy, num_rows: int, wide: bool) -> shapes.AttentionTile:
     """The tile of a step that is not a decode."""
     if policy.invariant:
-        return few_rows_tile(policy)
-    return shapes.attention_tile(num_rows, policy.heads, policy.kv_heads, policy.multiprocessors)
+        return shapes.few_rows_tile(policy.heads, policy.kv_heads, wide)
+    return shapes.attention_tile(num_rows, policy.heads, policy.kv_heads, policy.multiprocessors, wide)
 
 
-def one_row_tile(policy: Policy) -> shapes.AttentionTile:
+def one_row_tile(policy: Policy, wide: bool) -> shapes.AttentionTile:
     """The tile for rows that have their sequence to themselves: decodes, and the last layer's logit rows."""
     if policy.invariant:
-        return few_rows_tile(policy)
-    return shapes.one_row_tile(policy.heads, policy.kv_heads)
-
-
-def few_rows_tile(policy: Policy) -> shapes.AttentionTile:
-    return shapes.few_rows_tile(policy.heads, policy.kv_heads)
+        return shapes.few_rows_tile(policy.heads, policy.kv_heads, wide)
+    return shapes.one_row_tile(policy.heads, policy.kv_heads, wide)
 
 
 class _HostWords:

@@ -131,7 +131,7 @@ class Launches:
         self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs
     ) -> torch.Tensor:
         """A decode's head norms, rotation, cache and attention: `[T, heads * head_dim]`."""
-        network, tile, splits = self._network, one_row_tile(self._policy), inputs.shape.splits
+        network, tile, splits = self._network, self._one_row_tile(inputs), inputs.shape.splits
         out = self._empty(len(qkv), network.num_heads * network.head_dim)
         block_d = max(16, shapes.next_power_of_2(network.head_dim))
         group = shapes.next_power_of_2(network.num_heads // network.num_kv_heads)
@@ -202,11 +202,11 @@ class Launches:
         """Attention of every row, or of the logit rows alone: `[T or R, heads * head_dim]`."""
         network, shape = self._network, inputs.shape
         if logit_rows_only:
-            tile, num_tiles, splits = one_row_tile(self._policy), shape.num_logit_rows, shape.last_splits
+            tile, num_tiles, splits = self._one_row_tile(inputs), shape.num_logit_rows, shape.last_splits
             tiles = inputs.logit_sequences, inputs.logit_rows, inputs.logit_lengths
         else:
             is_decode, num_tiles, splits = shape.is_decode, shape.tiles, shape.splits
-            tile = one_row_tile(self._policy) if is_decode else attention_tile(self._policy, shape.num_rows)
+            tile = self._one_row_tile(inputs) if is_decode else self._tile_of_several(shape)
             tiles = inputs.tile_sequences, inputs.tile_firsts, inputs.tile_lengths
         out = self._empty(num_tiles if logit_rows_only else len(qkv), network.num_heads * network.head_dim)
         block_d = max(16, shapes.next_power_of_2(network.head_dim))
@@ -277,6 +277,16 @@ class Launches:
 
     # Parts of steps
 
+    def is_wide_attention(self, storage: TorchKvStorage) -> bool:
+        """Whether attention over that storage multiplies in float32."""
+        return torch.float32 in (self._dtype, storage.keys.dtype)
+
+    def _one_row_tile(self, inputs: Inputs) -> shapes.AttentionTile:
+        return one_row_tile(self._policy, inputs.shape.wide)
+
+    def _tile_of_several(self, shape: Shape) -> shapes.AttentionTile:
+        return attention_tile(self._policy, shape.num_rows, shape.wide)
+
     def _is_wide(self, num_rows: int, matrix: Matrix) -> bool:
         """Whether the product is one for cuBLAS."""
         most = shapes.TILE_ROWS if matrix.kind == DENSE else shapes.PACKED_TILE_ROWS
@@ -289,7 +299,7 @@ class Launches:
         size = (matrix.rows, matrix.columns, matrix.kind, self._policy.multiprocessors)
         if num_rows <= shapes.MATVEC_ROWS:
             return shapes.matvec_tile(*size)
-        return shapes.matmul_tile(min(num_rows, HEAD_ROWS), *size)
+        return shapes.matmul_tile(min(num_rows, HEAD_ROWS), *size, wide=self._dtype == torch.float32)
 
     def _multiply(
         self,
@@ -377,7 +387,7 @@ class Launches:
         )
 
     def _precision(self, storage: TorchKvStorage) -> dict[str, bool]:
-        wide = torch.float32 in (self._dtype, storage.keys.dtype)
+        wide = self.is_wide_attention(storage)
         return {"WIDE": wide, "EXACT": self._exact or wide}
 
     def _split_buffers(

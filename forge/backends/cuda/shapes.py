@@ -55,8 +55,17 @@ def matvec_tile(rows: int, columns: int, kind: int, multiprocessors: int = MULTI
     return Tile(1, block_n, block_k, num_warps=4, num_stages=1)
 
 
-def matmul_tile(batch_rows: int, rows: int, columns: int, kind: int, multiprocessors: int = MULTIPROCESSORS) -> Tile:
-    """A tile of `matmul` for that many rows of the batch."""
+def matmul_tile(
+    batch_rows: int,
+    rows: int,
+    columns: int,
+    kind: int,
+    multiprocessors: int = MULTIPROCESSORS,
+    wide: bool = False,
+) -> Tile:
+    """A tile of `matmul` for that many rows of the batch. wide: activations are float32, which is for exactness."""
+    if wide:
+        return Tile(16, 32, min(64, max(32, next_power_of_2(columns))), num_warps=4, num_stages=3)
     block_m = min(64, max(16, next_power_of_2(batch_rows)))
     widest = 128 if kind == DENSE or block_m == 16 else 64  # packed weights take registers on their way
     block_k = min(widest, max(32, next_power_of_2(columns)))
@@ -70,11 +79,16 @@ INVARIANT_TILE = Tile(16, 32, 64, num_warps=4, num_stages=4)
 """The one tile of `--invariant`, for every matrix and every number of rows."""
 
 
-def attention_tile(num_rows: int, heads: int, kv_heads: int, multiprocessors: int = MULTIPROCESSORS) -> AttentionTile:
+def attention_tile(
+    num_rows: int, heads: int, kv_heads: int, multiprocessors: int = MULTIPROCESSORS, wide: bool = False
+) -> AttentionTile:
     """A tile of `paged_attention` for sequences of several rows: large if that still makes enough programs.
 
-    Half as many as there are multiprocessors will do, since splits can double them.
+    Half as many as there are multiprocessors will do, since splits can double them. wide: it multiplies in float32, for
+    exactness, which takes twice the memory and three times the registers.
     """
+    if wide:
+        return few_rows_tile(heads, kv_heads, wide)
     group = next_power_of_2(heads // kv_heads)
     for block_m, least in ((128, multiprocessors), (64, multiprocessors // 2), (32, multiprocessors // 2)):
         rows = max(1, block_m // group)
@@ -83,14 +97,18 @@ def attention_tile(num_rows: int, heads: int, kv_heads: int, multiprocessors: in
     return few_rows_tile(heads, kv_heads)
 
 
-def few_rows_tile(heads: int, kv_heads: int) -> AttentionTile:
+def few_rows_tile(heads: int, kv_heads: int, wide: bool = False) -> AttentionTile:
     """The smallest tile of several rows, and the only one of `--invariant`."""
     group = next_power_of_2(heads // kv_heads)
-    return AttentionTile(max(1, 16 // group), max(16, group), 4, 3)
+    return AttentionTile(max(1, 16 // group), max(16, group), *_WIDE_RUN if wide else (4, 3))
 
 
-def one_row_tile(heads: int, kv_heads: int) -> AttentionTile:
-    return AttentionTile(1, max(16, next_power_of_2(heads // kv_heads)), 4, 3)
+def one_row_tile(heads: int, kv_heads: int, wide: bool = False) -> AttentionTile:
+    return AttentionTile(1, max(16, next_power_of_2(heads // kv_heads)), *_WIDE_RUN if wide else (4, 3))
+
+
+_WIDE_RUN = 8, 2
+"""Warps and stages of attention in float32."""
 
 
 def splits(tiles: int, kv_heads: int, longest: int, multiprocessors: int = MULTIPROCESSORS) -> int:

@@ -12,9 +12,9 @@ from forge.gguf import GGMLType
 from forge.model.config import Qwen3Config
 from forge.testing.forwards import Part, flat_batch
 
-QWEN3_0_6B = Qwen3Config(151936, 1024, 3072, 1, 16, 8, 128, 1e-6, 1e6, 40960, True)
-QWEN3_4B = Qwen3Config(151936, 2560, 9728, 1, 32, 8, 128, 1e-6, 1e6, 40960, True)
-"""Of one layer: the others launch the same."""
+QWEN3_0_6B = Qwen3Config(151936, 1024, 3072, 2, 16, 8, 128, 1e-6, 1e6, 40960, True)
+QWEN3_4B = Qwen3Config(151936, 2560, 9728, 2, 32, 8, 128, 1e-6, 1e6, 40960, True)
+"""Of two layers: the last one computes logit rows alone, and those before it launch the same as the first."""
 
 
 def decode(rows: int, context: int):
@@ -27,17 +27,18 @@ def prefill(length: int):
     return flat_batch([Part(list(range(length)), 0, length, table)], 16, logit_rows=[length - 1])
 
 
-BATCHES = [decode(1, 2048), decode(16, 160), decode(64, 160), prefill(128), prefill(4096)]
+BATCHES = [decode(1, 2048), decode(16, 160), decode(64, 160), prefill(128), prefill(512), prefill(4096)]
 
 
 def launches() -> list[Launch]:
-    """Each kernel once per kind of weight and set of flags, in its largest tile."""
+    """Each kernel once per kind of weight and set of flags, in its largest tile; attention in each of its tiles."""
     listed = [
         launch
         for config, kind, options in (
             (QWEN3_0_6B, GGMLType.BF16, {}),
             (QWEN3_4B, GGMLType.BF16, {}),
             (QWEN3_4B, GGMLType.BF16, {"invariant": True}),
+            (QWEN3_4B, GGMLType.BF16, {"dtype": "float32"}),
             (QWEN3_4B, GGMLType.Q8_0, {}),
             (QWEN3_4B, GGMLType.Q4_K, {}),
         )
@@ -46,7 +47,8 @@ def launches() -> list[Launch]:
     largest: dict[tuple, Launch] = {}
     for launch in listed:
         sizes = {name: value for name, value in launch.constants if name.startswith("BLOCK")}
-        kind = tuple((name, value) for name, value in launch.constants if name in ("KIND", "NORM", "GLU", "COMPACT"))
+        apart = ("KIND", "NORM", "GLU", "COMPACT", "EXACT", *(("BLOCK_M",) if "ROWS" in dict(launch.constants) else ()))
+        kind = tuple((name, value) for name, value in launch.constants if name in apart)
         area = sizes.get("BLOCK_M", 1) * sizes.get("BLOCK_N", 1) * sizes.get("BLOCK_K", 1)
         best = largest.setdefault((launch.kernel, kind), launch)
         best_sizes = dict(best.constants)
