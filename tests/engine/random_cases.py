@@ -106,7 +106,7 @@ def new_speculator(case: Case) -> Speculator:
     return Speculator([(draft, costs) for draft in drafts], max_k=case.max_k, vocab_size=len(PIECES), fixed=True)
 
 
-def new_engine(case: Case) -> Engine:
+def new_engine(case: Case, max_model_len: int = MAX_MODEL_LEN) -> Engine:
     size = CacheSize(MAX_MODEL_LEN, case.max_num_seqs, case.block_size, 8, case.pool_blocks)
     kv_cache, storage_blocks = create_kv_cache(case.kv, size)
     model = new_model()
@@ -130,7 +130,7 @@ def new_engine(case: Case) -> Engine:
         PieceTokenizer(PIECES),
         kv_cache,
         storage,
-        MAX_MODEL_LEN,
+        max_model_len,
         config,
         scratch,
         speculation=new_speculator(case),
@@ -201,8 +201,7 @@ def _random_request(rng: np.random.Generator, arrives: int, greedy: bool) -> Req
 @cache
 def alone(prompt: tuple[int, ...], params: SamplingParams, longest: int) -> tuple:
     """Tokens, text and reason of each sample, and the prompt's log probabilities, with nobody beside it."""
-    engine = new_engine(Case(block_size=1, num_blocks=longest * params.n, max_num_seqs=params.n))
-    engine.max_model_len = longest
+    engine = new_engine(Case(block_size=1, num_blocks=longest * params.n, max_num_seqs=params.n), longest)
     engine.add_request("alone", prompt, params)
     while engine.has_unfinished():
         engine.step()
