@@ -81,7 +81,7 @@ def answer_in_slices(
         start, end = item.start + first, item.start + min(first + size, item.num_tokens)
         wanted = range(max(0, item.logit_rows.start - first), min(end - start, item.logit_rows.stop - first))
         part = SequenceRows(request.token_ids[start:end], start, item.block_table, wanted)
-        rows = model.forward(flat_batch([part], storage.layout.block_size), storage)
+        rows = np.asarray(model.forward(flat_batch([part], storage.layout.block_size), storage))
         if len(rows):
             scores += score(request, start + wanted.start + 1, rows)
             last = rows[-1]

@@ -53,7 +53,10 @@ class Choices:
         running, outcomes, first_row = self._among.running, self.outcomes, 0
         for item in plan.items:
             row = first_row + len(item.logit_rows) - item.num_guesses - 1  # that of the last known token
-            sequence = running[item.seq_id]
+            sequence = running.get(item.seq_id)
+            if sequence is None:  # it ended after this step was planned ahead: nobody wants its row
+                first_row = row + 1
+                continue
             runs = guesses.runs.get(item.seq_id, ()) if item.num_guesses else ()
             try:
                 if sequence.needs_prompt_logprobs:

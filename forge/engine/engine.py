@@ -19,15 +19,14 @@ import time
 from collections.abc import Sequence as Items
 from itertools import count
 
-import numpy as np
-
+from forge.backends.logits import greatest
 from forge.cache.kv_cache import KvCache
 from forge.cache.kv_storage import KvStorage
 from forge.engine.accounts import Accounts, Work
 from forge.engine.answers import OneShotResult
 from forge.engine.choosing import Choices, OnLogits
-from forge.engine.flight import Flight
 from forge.engine.generations import Generation, PromptLimits
+from forge.engine.lookahead import Flight, plan_ahead, without_ended
 from forge.engine.oneshot import OneShotRequest, OneShotTask
 from forge.engine.oneshot_requests import OneShotRequests
 from forge.engine.output_text import OutputText
@@ -90,6 +89,11 @@ class Engine:
         """A step or an abort ended in an exception, and nobody has cleared up after it yet."""
         self._decided: tuple[list[Outcome], Learned] | None = None
         """What has come of the step whose tokens are chosen and not yet committed."""
+        self._runs_ahead = model.runs_ahead
+        self._ahead: Flight | None = None
+        """The next step, where it was launched before this one was read."""
+        self._in_vain = 0
+        """Rows computed for sequences that had ended, which no record has told of yet."""
 
     @property
     def model(self) -> Model:
@@ -292,34 +296,44 @@ class Engine:
 
     def _run_step(self) -> StepRecord:
         started = time.perf_counter()
-        flight = self._launch(self.scheduler.schedule(), started)
-        plan, guesses, batch = flight.plan, flight.guesses, flight.batch
-        read = time.perf_counter()
+        flight = self._ahead or self._launch(self.scheduler.schedule(), started)
+        if flight.plan.ahead:
+            self.lease.check()
+        self._ahead = self._look_ahead(flight)
+        waited = time.perf_counter()
+        likeliest, tops = greatest(flight.logits) if flight.plan.items and len(flight.logits) else ([], [])
+        read = time.perf_counter() if self._runs_ahead else waited  # a device had to be waited for
+        forward_ms = flight.launch_ms + (read - waited) * 1e3
         choices = Choices(self.scheduler, self._eos_token_ids, self.on_logits, self.report_probabilities)
-        choices.choose(plan, guesses, flight.logits, *_greatest(flight.logits))
+        choices.choose(flight.plan, flight.guesses, flight.logits, likeliest, tops)
         answers = flight.answers | self._oneshots.answer(
             flight.joining, flight.logits, self.on_logits, self.report_probabilities
         )
         ended = time.perf_counter()
+        plan, guesses, batch = flight.plan, flight.guesses, flight.batch
+        running = self.scheduler.running
+        if plan.ahead:
+            plan = without_ended(plan, running)
+            self._in_vain += len(flight.plan.items) - len(plan.items)
         items = item_records(plan.items, guesses.runs)
         num_rows = batch.num_rows if batch is not None else 0
-        spent = Spent(num_rows, flight.forward_ms, (ended - started) * 1e3 - guesses.total_ms)
-        running = self.scheduler.running
+        spent = Spent(num_rows, forward_ms, (ended - started) * 1e3 - guesses.total_ms)
         learned = self.speculation.learn(plan, guesses, choices.verified, choices.outcomes, running, spent)
         self._decided = choices.outcomes, learned  # from here on the step has happened
-        self._work.enter(plan, items, choices.tokens, flight.forward_ms, started, ended)
-        answered = self._oneshots.end(plan.oneshots, answers, flight.forward_ms, started, ended)
+        self._work.enter(plan, items, choices.tokens, forward_ms, started, ended)
+        answered = self._oneshots.end(plan.oneshots, answers, forward_ms, started, ended)
         self.speculation.take(learned)
         self.storage.copy_blocks(self.scheduler.commit(plan, choices.outcomes))
         self._decided = None
         for finish in choices.finished:
             self._forget(finish.seq_id)
+        self._drop_empty_flight()
         return self._record(
             items=(*items, *item_records([one.item for one in plan.oneshots])),
             tokens=(*choices.tokens, *answered.tokens),
             finished=(*choices.finished, *answered.finished),
             schedule_ms=flight.schedule_ms,
-            forward_ms=flight.forward_ms,
+            forward_ms=forward_ms,
             sample_ms=(ended - read) * 1e3,
             started=started,
             ended=ended,
@@ -332,7 +346,24 @@ class Engine:
             events=self.cache.take_events(),
             blocks=map_of_written(self.scheduler.block_map, batch, self.cache.block_size),
             cycles=learned.cycles,
+            execution=getattr(flight.logits, "execution", None),
+            planned_ahead=plan.ahead,
         )
+
+    def _look_ahead(self, flight: Flight) -> Flight | None:
+        """Launch the step after one that is under way, if what it is follows from that one alone (`lookahead`)."""
+        watched = self.on_logits is not None or self.report_probabilities
+        if not self._runs_ahead or watched or self.speculation.proposers or self.lease.revoked:
+            return None
+        started = time.perf_counter()
+        plan = plan_ahead(self.scheduler, flight.plan)
+        return None if plan is None else self._launch(plan, started)
+
+    def _drop_empty_flight(self) -> None:
+        """Nothing comes of a step in flight all of whose sequences have ended."""
+        if self._ahead is not None and not self._ahead.has_any_of(self.scheduler.running):
+            self._in_vain += len(self._ahead.plan.items)
+            self._ahead = None
 
     def _launch(self, plan: StepPlan, started: float) -> Flight:
         """Begin to carry out a plan that was begun at `started`: guess, move blocks, and start the forward pass."""
@@ -348,9 +379,9 @@ class Engine:
         with self.lease.use() as model:  # raises `LeaseRevoked` if it was taken back before; from here on it cannot be
             logits = model.forward(batch, self.storage) if batch is not None else None
             answers = self._oneshots.run_apart(plan.oneshots, model, self.on_logits, self.report_probabilities)
-        forward_ms = (time.perf_counter() - launched) * 1e3
+        launch_ms = (time.perf_counter() - launched) * 1e3
         schedule_ms = (launched - started) * 1e3 - guesses.total_ms
-        return Flight(plan, guesses, joining, batch, logits, answers, schedule_ms, forward_ms)
+        return Flight(plan, guesses, joining, batch, logits, answers, schedule_ms, launch_ms)
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """Carry out what a plan moves before it writes: nothing is overwritten before it has been read."""
@@ -367,12 +398,14 @@ class Engine:
         self._steps += 1
         rejected, self._rejected = tuple(self._rejected), []
         arrived, self._arrived = tuple(self._arrived), []
+        discarded, self._in_vain = self._in_vain, 0
         return StepRecord(
             step=self._steps,
             cache=cache_record(self.cache.kind, self.storage.layout, self.scheduler.stats),
             queues=self.scheduler.queues,
             rejected=rejected,
             arrived=arrived,
+            discarded=discarded,
             **fields,
         )
 
@@ -409,6 +442,7 @@ class Engine:
         if error is not None:
             sequence.note(error)
         self.scheduler.abort(sequence.seq_id, reason)
+        self._drop_empty_flight()
         text = sequence.output_text.finish()
         self._forget(sequence.seq_id)
         return FinishRecord(sequence.seq_id, reason, text, error=error)
@@ -425,6 +459,7 @@ class Engine:
         """
         if not self._unsettled:
             return
+        self._ahead = None
         outcomes, learned = self._decided or ((), Learned())
         self.scheduler.recover(outcomes)
         self.speculation.take(learned)
@@ -445,11 +480,3 @@ class Engine:
 
     def _new_text(self, params: SamplingParams) -> OutputText:
         return OutputText(StreamingDetokenizer(self.tokenizer), params.stop)
-
-
-def _greatest(logits: np.ndarray | None) -> tuple[list[int], list[float]]:
-    """Of each row the token with the greatest logit (or the first NaN), and that logit."""
-    if logits is None or not len(logits):
-        return [], []
-    likeliest = logits.argmax(axis=1)
-    return likeliest.tolist(), logits[np.arange(len(logits)), likeliest].tolist()

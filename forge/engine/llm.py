@@ -324,7 +324,7 @@ class LLM:
             logit_rows=rows,
         )
         with self.engine.lease.use() as model:
-            return model.forward(batch, self._new_storage(model, num_blocks, block_size))
+            return np.asarray(model.forward(batch, self._new_storage(model, num_blocks, block_size)))
 
     def speculate_with(self, mode: str, draft: str | Path | Sequence[str | Path] = ()) -> None:
         """From the next step on, guess by `draft` (the bundled one, or those given), by `ngram`, or not (`off`).

@@ -72,6 +72,11 @@ class Scheduler(Containers):
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running or self.swapped or self.oneshots)
 
+    def has_admissible(self) -> bool:
+        """Whether somebody waits who might begin with the next step."""
+        has_place = len(self.running) < self.config.max_num_seqs
+        return bool(self.oneshots) or (has_place and bool(self.waiting or self.swapped))
+
     @property
     def queues(self) -> Queues:
         return Queues(len(self.waiting) + len(self.oneshots), len(self.running), len(self.swapped), self.num_finished)

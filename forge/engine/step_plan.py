@@ -48,6 +48,8 @@ class PlanItem(NamedTuple):
     """Rows after the known ones that hold a guess each, to be verified: slots for as many are reserved."""
     forks: tuple[ForkSlots, ...] = ()
     """Each computes as many rows as the item, with guesses of its own."""
+    follows: int | None = None
+    """In a plan that was made ahead: the input token is the likeliest of this row of logits of the step before."""
 
 
 class Swap(NamedTuple):
@@ -73,6 +75,8 @@ class StepPlan:
     preempted: tuple[PreemptRecord, ...] = ()
     exhausted: tuple[int, ...] = ()
     """Sequences for which there will never be another block: they end as they are."""
+    ahead: bool = False
+    """Whether it was made before the tokens of the step before it were known."""
 
     @property
     def execution_class(self) -> ExecutionClass:
