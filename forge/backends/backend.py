@@ -124,6 +124,8 @@ class Backend(ABC):
     """What a person is told about it: the instruction set and thread count, say."""
     default_kv_dtype: str = "float32"
     """What keys and values are rounded to when nobody says otherwise."""
+    runs_ahead: bool = False
+    """Whether `run` returns before it has computed, and takes input tokens from the run before (`ForwardBatch`)."""
 
     # Loading
 

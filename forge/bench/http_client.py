@@ -67,7 +67,7 @@ class HttpClient:
         try:
             connection, status, headers = await self._ask(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
             if status != 200:
-                text = b"".join([piece async for piece in readread_body(connection[0], headers)])
+                text = b"".join([piece async for piece in read_body(connection[0], headers)])
                 found.error = f"{status}: {text[:300].decode(errors='replace')}"
             else:
                 await _follow(connection[0], headers, found)

@@ -18,8 +18,8 @@ from forge.backends.reference import ReferenceOperations
 from forge.cache.kv_storage import BlockCopy
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache, PrefixTable
-from forge.engine import scheduler
-from forge.engine.engine import Engine
+from forge.engine.choosing import Choices
+from forge.engine.sequence import Sequence as TokenSequence
 from forge.errors import UsageError
 
 CaughtBy = Literal["invariant", "tokens"]
@@ -126,7 +126,7 @@ def _in_flight_hit() -> Iterator[None]:
 @contextmanager
 def _full_hit() -> Iterator[None]:
     """All of a prompt may come from the cache, its last token too."""
-    with patch.object(scheduler, "_most_cached", lambda sequence: len(sequence.token_ids)):
+    with patch.object(TokenSequence, "most_cached", property(lambda sequence: len(sequence.token_ids))):
         yield
 
 
@@ -176,13 +176,13 @@ def _query_start() -> Iterator[None]:
 @contextmanager
 def _rollback() -> Iterator[None]:
     """The token that the target adds counts as a guess that it accepted: one slot too many is kept."""
-    verified = Engine._verified
+    verified = Choices._verified
 
-    def one_more(engine: Engine, *arguments):
-        outcome = verified(engine, *arguments)
+    def one_more(choices: Choices, *arguments):
+        outcome = verified(choices, *arguments)
         return outcome._replace(num_accepted=outcome.num_accepted + 1)
 
-    with patch.object(Engine, "_verified", one_more):
+    with patch.object(Choices, "_verified", one_more):
         yield
 
 

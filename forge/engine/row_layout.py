@@ -64,7 +64,10 @@ class RowLayout:
         nothing, whose rows come last."""
         parts = []
         for item in plan.items:
-            known = running[item.seq_id].token_ids[item.start : item.start + item.num_tokens]
+            if item.follows is not None:
+                known = (-1 - item.follows,)
+            else:
+                known = running[item.seq_id].token_ids[item.start : item.start + item.num_tokens]
             if not item.num_guesses:
                 parts.append(SequenceRows(known, item.start, self._array(item, item.block_table), item.logit_rows))
                 continue

@@ -68,3 +68,9 @@ class Sequence:
     def needs_prompt_logprobs(self) -> bool:
         """Whether log probabilities of prompt tokens are wanted and not all there."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+    @property
+    def most_cached(self) -> int:
+        """How many of its tokens may come from the cache. The last one is computed in any case, for its logits; where
+        the prompt's log probabilities are wanted, all of them are."""
+        return 0 if self.needs_prompt_logprobs else len(self.token_ids) - 1

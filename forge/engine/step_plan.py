@@ -1,4 +1,4 @@
-"""What one step will do, decided before anything is computed: a frozen value.
+"""What one step will do, decided before anything is computed, and what came of it: frozen values.
 
 The scheduler makes a plan without touching a model or an array; the engine carries it out. A prefill, a chunk of one, a
 decode and a verification of guesses are all the same item with other numbers.
@@ -8,11 +8,12 @@ then swap-ins, then the forward pass writes. So a block that a swapped sequence 
 plan, and nothing is overwritten before it has been read.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from forge.cache.kv_storage import BlockCopy
-from forge.trace.records import AdmitRecord, ExecutionClass, Phase, PreemptRecord, WaitRecord
+from forge.trace.records import AdmitRecord, ExecutionClass, FinishReason, Phase, PreemptRecord, WaitRecord
 
 if TYPE_CHECKING:
     from forge.engine.oneshot import OneShotItem
@@ -47,6 +48,8 @@ class PlanItem(NamedTuple):
     """Rows after the known ones that hold a guess each, to be verified: slots for as many are reserved."""
     forks: tuple[ForkSlots, ...] = ()
     """Each computes as many rows as the item, with guesses of its own."""
+    follows: int | None = None
+    """In a plan that was made ahead: the input token is the likeliest of this row of logits of the step before."""
 
 
 class Swap(NamedTuple):
@@ -72,6 +75,8 @@ class StepPlan:
     preempted: tuple[PreemptRecord, ...] = ()
     exhausted: tuple[int, ...] = ()
     """Sequences for which there will never be another block: they end as they are."""
+    ahead: bool = False
+    """Whether it was made before the tokens of the step before it were known."""
 
     @property
     def execution_class(self) -> ExecutionClass:
@@ -85,3 +90,63 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Rows that the step's forward pass has at most: there may be fewer guesses than there is room for."""
         return sum((item.num_tokens + item.num_guesses) * (1 + len(item.forks)) for item in self.items)
+
+
+@dataclass
+class Draft:
+    """A plan while it is being made."""
+
+    tokens: dict[int, int]
+    """How many tokens each running sequence computes; none for those that are not in it."""
+    limit: int
+    """Tokens that the step may compute."""
+    budget: int
+    """Those that are left."""
+    needs: dict[int, int]
+    """Blocks that each running sequence takes when its slots are reserved."""
+    copies: list[BlockCopy] = field(default_factory=list)
+    swap_outs: list[Swap] = field(default_factory=list)
+    swap_ins: list[Swap] = field(default_factory=list)
+    admitted: list[AdmitRecord] = field(default_factory=list)
+    waiting: list[WaitRecord] = field(default_factory=list)
+    preempted: list[PreemptRecord] = field(default_factory=list)
+    exhausted: list[int] = field(default_factory=list)
+    leaders: dict[int, int] = field(default_factory=dict)
+    """For each block that is being computed, by its key in the prefix index, the sequence that computes it."""
+    starts: dict[int, int] = field(default_factory=dict)
+    """Where sequences that were swapped in go on: the cache learns it when the step is committed."""
+
+    def give_up(self, seq_id: int) -> None:
+        """Nobody is left who could give this sequence a block: it ends where it is."""
+        self.exhausted.append(seq_id)
+        self.tokens.pop(seq_id, None)
+
+    def finished(self, items: tuple[PlanItem, ...], oneshots: tuple["OneShotItem", ...]) -> StepPlan:
+        """The plan."""
+        lists = self.copies, self.swap_outs, self.swap_ins, self.admitted, self.waiting, self.preempted, self.exhausted
+        return StepPlan(items, oneshots, *map(tuple, lists))
+
+
+class Outcome(NamedTuple):
+    """What a step brought for one sequence."""
+
+    seq_id: int
+    position: int
+    """Where the first of `token_ids` stands in its sequence."""
+    token_ids: tuple[int, ...]
+    """The tokens chosen, none where none was asked for, several where guesses were accepted."""
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    num_accepted: int = 0
+    """Guesses whose keys and values are right."""
+    winner: int | None = None
+    """The fork that computed them, where that was not the item itself."""
+    forked: tuple["Outcome", ...] = ()
+    """Those of the samples that begin as forks of this sequence."""
+
+
+def flat(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    """Every outcome, those of forks after that of the sequence whose prompt they share."""
+    for outcome in outcomes:
+        yield outcome
+        yield from outcome.forked

@@ -14,6 +14,7 @@ It says lower-case letters and spaces, so that a person can look at it.
 """
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -66,12 +67,17 @@ class HashModel(Model):
         eos_token_id: int = EOS_TOKEN_ID,
         eos_probability: float = EOS_PROBABILITY,
         agreement: float = 1.0,
+        runs_ahead: bool = False,
     ):
         """said: the token ids that it says, nearly always. eos_probability: the share of contexts that it ends after;
         after all others it never does. agreement: below 1 a draft, whose likeliest token is that of the model with
-        agreement 1 in this share of all contexts, and another one in the rest."""
+        agreement 1 in this share of all contexts, and another one in the rest. runs_ahead: whether it remembers what
+        was likeliest in the forward before, as a device does; it does not compute any later for that."""
         self.vocab_size = vocab_size
         self._eos_token_id, self._eos_probability, self._agreement = eos_token_id, eos_probability, agreement
+        self.runs_ahead = runs_ahead
+        self._likeliest: WeakKeyDictionary[NumpyKvStorage, np.ndarray] = WeakKeyDictionary()
+        """Of each row of the last forward on a storage, where it runs ahead."""
         self._bias = np.full(vocab_size, _UNSAID)
         self._bias[list(said)] = 0
         self._token_hashes = _mixed(np.arange(vocab_size, dtype=np.uint32) * _STRIDE ^ _LOGITS)
@@ -92,7 +98,10 @@ class HashModel(Model):
             written = slots >= 0
             slots = slots[written]
 
-        keys.reshape(-1)[slots] = batch.token_ids[written]
+        token_ids = batch.token_ids
+        if token_ids.min() < 0:
+            token_ids = np.where(token_ids < 0, self._likeliest[storage][np.maximum(-1 - token_ids, 0)], token_ids)
+        keys.reshape(-1)[slots] = token_ids[written]
         tokens = keys[tables].reshape(len(tables), -1)  # [S, positions]
         states = np.cumsum(_mixed(tokens + places), axis=1, dtype=np.uint32)
         values.reshape(-1)[slots] = states[owners, batch.positions][written]
@@ -100,7 +109,10 @@ class HashModel(Model):
         contexts = np.cumsum(_mixed(states + places ^ _STATES), axis=1, dtype=np.uint32)
 
         rows = batch.logit_rows
-        return self._logits(_mixed(contexts[owners[rows], batch.positions[rows]]))
+        logits = self._logits(_mixed(contexts[owners[rows], batch.positions[rows]]))
+        if self.runs_ahead:
+            self._likeliest[storage] = logits.argmax(axis=1)
+        return logits
 
     def _logits(self, contexts: np.ndarray) -> np.ndarray:
         """From the hash of each context, uint32 `[R]`."""

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from forge.backends.backend import Array, Backend, Operations, OperationTime
+from forge.backends.logits import Logits
 from forge.cache.kv_storage import KvLayout, KvStorage, NumpyKvStorage
 from forge.errors import UsageError
 from forge.model.config import Qwen3Config
@@ -32,6 +33,8 @@ class Model(Protocol):
     """Tokens of the longest sequence that it can compute."""
     embeds: bool = False
     """Whether it has hidden states, for embeddings."""
+    runs_ahead: bool = False
+    """Whether `forward` returns before it has computed, and takes input tokens from the forward before."""
 
     def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
         """The layout of a storage that fits this model."""
@@ -51,7 +54,7 @@ class Model(Protocol):
         """The times kept so far, in the order in which the operations first ran."""
         return ()
 
-    def forward(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
+    def forward(self, batch: ForwardBatch, storage: KvStorage) -> Logits:
         """Write this batch's keys and values into `storage`; return logits, float32 `[R, vocab_size]`."""
         ...
 
@@ -101,6 +104,7 @@ class Qwen3:
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
         self.max_position_embeddings = config.max_position_embeddings
+        self.runs_ahead = backend.runs_ahead
 
     def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
         """The layout of a storage that fits this model."""
@@ -121,7 +125,7 @@ class Qwen3:
     def operation_times(self) -> tuple[OperationTime, ...]:
         return self.backend.operation_times()
 
-    def forward(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
+    def forward(self, batch: ForwardBatch, storage: KvStorage) -> Logits:
         """One pass over all rows of `batch`: logits, float32 `[R, vocab_size]`, for `batch.logit_rows` in that order.
 
         Keys and values of every row are written to `storage` first and attention reads them back from there, in every

@@ -20,9 +20,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from forge.engine.scheduler import Outcome
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import PlanItem, StepPlan
+from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.errors import ForgeError
 from forge.speculation.controller import NO_CYCLES, Costs, RecentCycles, SpeculationControl
 from forge.speculation.costs import CostMeter

@@ -130,12 +130,12 @@ def verify_forks(
 
 
 def verify_likeliest(
-    likeliest: Sequence[Sequence[int]], logits: Sequence[np.ndarray], proposals: Sequence[Proposal]
+    likeliest: Sequence[Sequence[int]], greatest: Sequence[Sequence[float]], proposals: Sequence[Proposal]
 ) -> Verification:
     """`verify_forks` where the likeliest token is the choice and nobody asks how likely it was.
 
-    likeliest: `[K + 1]` for each proposal, where the greatest logit of each of its rows is. Nothing else of a row is
-    looked at, so this takes microseconds where a row's probabilities would take as long as a small forward.
+    likeliest, greatest: `[K + 1]` for each proposal, of each of its rows the token with the greatest logit, and that
+    logit. So this takes microseconds, where a row's probabilities would take as long as a small forward.
     """
     choices: list[Choice] = []
     verdicts: list[list[TokenVerdict]] = [[] for _ in proposals]
@@ -143,7 +143,7 @@ def verify_likeliest(
     for index in range(max(map(len, proposals)) + 1):
         winner = agreeing[0]
         token_id = likeliest[winner][index]
-        check_greatest(logits[winner][index][token_id])
+        check_greatest(greatest[winner][index])
         choices.append(Choice(token_id, None, None))
         guessing = [fork for fork in agreeing if index < len(proposals[fork])]
         agreeing = []

@@ -325,7 +325,8 @@ class StepRecord:
     cache: CacheRecord
     schedule_ms: float
     forward_ms: float
-    """The model's forward pass alone, logits on the host included."""
+    """The model's forward pass alone, logits on the host included. On a device that computes while the host does
+    something else: what it took to launch it, and what the host then waited for it."""
     sample_ms: float
     started: float
     """Seconds on the engine's monotonic clock when the step began."""
@@ -350,6 +351,12 @@ class StepRecord:
     """What was guessed, and what became of it."""
     execution: Execution | None = None
     """How the forward was launched, on a device that may replay a captured graph."""
+    planned_ahead: bool = False
+    """Whether it was planned and launched before the tokens of the step before it were known: its `schedule_ms` and its
+    launch were spent while that one ran, before `started`."""
+    discarded: int = 0
+    """Rows computed in vain that came to light with this step: those of sequences that had ended when the step planned
+    ahead for them was to be read."""
 
     @property
     def tokens_computed(self) -> int:

@@ -14,8 +14,8 @@ from forge.book.trial import run_trial, try_bug
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.cli.running import load_model
-from forge.engine import scheduler
-from forge.engine.engine import Engine
+from forge.engine.choosing import Choices
+from forge.engine.sequence import Sequence
 
 each_bug = pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
 
@@ -33,9 +33,8 @@ FIRES = {
 
 def patched() -> dict:
     """Every attribute that a bug may replace, as it is now."""
-    owners = (PagedKvCache, PrefixKvCache, Engine, ReferenceOperations)
-    found = {(owner, name): value for owner in owners for name, value in vars(owner).items()}
-    return found | {(scheduler, "_most_cached"): scheduler._most_cached}
+    owners = (PagedKvCache, PrefixKvCache, Choices, Sequence, ReferenceOperations)
+    return {(owner, name): value for owner in owners for name, value in vars(owner).items()}
 
 
 @each_bug

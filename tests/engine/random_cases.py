@@ -25,6 +25,7 @@ from forge.speculation.controller import Costs
 from forge.speculation.draft import DraftProposer
 from forge.speculation.speculator import Speculator
 from forge.trace.records import Deferred, StepRecord
+from tests.engine.late_model import LateModel
 from tests.engine.scripted import PieceTokenizer
 
 PIECES = ("<eos>", "a", "b", "ab", "c")
@@ -67,6 +68,8 @@ class Case:
     drafts: tuple[float, ...] = ()
     """Proposers: how often each guesses what the model says. Sequences are greedy then."""
     max_k: int = 3
+    runs_ahead: bool = False
+    """Whether the model computes while the host does something else."""
 
     @property
     def pool_blocks(self) -> int | None:
@@ -90,9 +93,12 @@ class Case:
         return "\n  ".join([f"Case({', '.join(settings)}), requests:", *map(str, self.requests)])
 
 
-def new_model(agreement: float = 1.0) -> HashModel:
+def new_model(agreement: float = 1.0, runs_ahead: bool = False) -> HashModel:
+    kind = LateModel if runs_ahead else HashModel
     said = range(1, len(PIECES))
-    return HashModel(len(PIECES), said=said, eos_token_id=0, eos_probability=1 / 16, agreement=agreement)
+    return kind(
+        len(PIECES), said=said, eos_token_id=0, eos_probability=1 / 16, agreement=agreement, runs_ahead=runs_ahead
+    )
 
 
 def new_speculator(case: Case) -> Speculator:
@@ -106,10 +112,10 @@ def new_speculator(case: Case) -> Speculator:
     return Speculator([(draft, costs) for draft in drafts], max_k=case.max_k, vocab_size=len(PIECES), fixed=True)
 
 
-def new_engine(case: Case) -> Engine:
+def new_engine(case: Case, max_model_len: int = MAX_MODEL_LEN) -> Engine:
     size = CacheSize(MAX_MODEL_LEN, case.max_num_seqs, case.block_size, 8, case.pool_blocks)
     kv_cache, storage_blocks = create_kv_cache(case.kv, size)
-    model = new_model()
+    model = new_model(runs_ahead=case.runs_ahead)
     scratch = range(storage_blocks, storage_blocks + 12 * MAX_MODEL_LEN)
     storage = model.new_storage(model.kv_layout(scratch.stop, case.block_size))
     storage.keys[:] = storage.values[:] = -1
@@ -130,7 +136,7 @@ def new_engine(case: Case) -> Engine:
         PieceTokenizer(PIECES),
         kv_cache,
         storage,
-        MAX_MODEL_LEN,
+        max_model_len,
         config,
         scratch,
         speculation=new_speculator(case),
@@ -140,7 +146,8 @@ def new_engine(case: Case) -> Engine:
 # Making cases up
 
 
-def random_case(seed: int, kv: str) -> Case:
+def random_case(seed: int, kv: str, runs_ahead: bool = False) -> Case:
+    """`runs_ahead`: the model does, and there is enough that is nothing but decoding."""
     rng = np.random.default_rng([seed, len(kv), ord(kv[0])])
 
     def one_of(*choices):
@@ -151,9 +158,12 @@ def random_case(seed: int, kv: str) -> Case:
     least = -(-12 // block_size)  # every prompt fits
     arrivals = np.cumsum(rng.integers(0, one_of(1, 3, 9), 12)).tolist()
     drafts = one_of((), (), (0.7,), (0.9, 0.4))
+    greedy = bool(drafts) or (runs_ahead and rng.random() < 0.7)
+    if runs_ahead and rng.random() < 0.8:
+        drafts = ()
     return Case(
         seed=seed,
-        requests=tuple(_random_request(rng, step, bool(drafts)) for step in arrivals[: rng.integers(1, 13)]),
+        requests=tuple(_random_request(rng, step, greedy) for step in arrivals[: rng.integers(1, 13)]),
         interrupted=frozenset(rng.integers(0, 60, 2).tolist()) if rng.random() < 0.15 else frozenset(),
         kv=kv,
         block_size=block_size,
@@ -170,6 +180,7 @@ def random_case(seed: int, kv: str) -> Case:
         oneshot_tokens=one_of(1, 12, 30, 64),
         drafts=drafts,
         max_k=one_of(1, 3, 5),
+        runs_ahead=runs_ahead,
     )
 
 
@@ -201,8 +212,7 @@ def _random_request(rng: np.random.Generator, arrives: int, greedy: bool) -> Req
 @cache
 def alone(prompt: tuple[int, ...], params: SamplingParams, longest: int) -> tuple:
     """Tokens, text and reason of each sample, and the prompt's log probabilities, with nobody beside it."""
-    engine = new_engine(Case(block_size=1, num_blocks=longest * params.n, max_num_seqs=params.n))
-    engine.max_model_len = longest
+    engine = new_engine(Case(block_size=1, num_blocks=longest * params.n, max_num_seqs=params.n), longest)
     engine.add_request("alone", prompt, params)
     while engine.has_unfinished():
         engine.step()
@@ -229,12 +239,16 @@ class Play:
         self.ended: Counter[int] = Counter()
         self.first_position: dict[int, int] = {}
         self.forwards = 0
+        self.rows = Counter()
+        """`computed` by the model, and `told` of by records."""
         self.plan: StepPlan | None = None
+        self.was_ahead = False
         self._watch()
 
     def _watch(self) -> None:
         """Look at each plan as it is made, and interrupt the forward passes that are to be interrupted."""
         schedule, forward = self.scheduler.schedule, self.engine.model.forward
+        look_ahead = self.engine._look_ahead
 
         def watched() -> StepPlan:
             before = list(self.scheduler.running)
@@ -242,14 +256,24 @@ class Play:
             self.check_plan(self.plan, before)
             return self.plan
 
+        def looking(flight):
+            assert self.engine.scheduler.running or not flight.plan.ahead, "a step for nobody"
+            following = look_ahead(flight)
+            if following is not None:
+                self.check_writes(following.plan)
+                assert following.plan.items and not self.scheduler.has_admissible()
+            return following
+
         def interrupting(batch, storage):
             self.forwards += 1
+            self.rows["computed"] += batch.num_rows
             logits = forward(batch, storage)
             if self.forwards - 1 in self.case.interrupted:
                 raise Interrupted
             return logits
 
         self.scheduler.schedule, self.engine.model.forward = watched, interrupting
+        self.engine._look_ahead = looking
 
     def run(self) -> Counter[str]:
         step, waiting = 0, dict(enumerate(self.case.requests))
@@ -356,6 +380,11 @@ class Play:
             assert token.position == self.first_position[token.seq_id] + len(said), "a token lost or told twice"
             said.append(token.token_id)
         self.ended.update(one.seq_id for one in record.finished)
+        self.rows["told"] += record.tokens_computed + record.discarded
+        seen["planned ahead"] += record.planned_ahead
+        seen["discarded"] += record.discarded
+        seen["scheduled after looking ahead"] += self.was_ahead and not record.planned_ahead
+        self.was_ahead = record.planned_ahead
         for one in record.preempted:
             seen[one.mode] += 1
             seen["fallback"] += one.fallback is not None
@@ -401,6 +430,9 @@ class Play:
         for draft in self.engine.speculation.proposers:
             assert draft.cache.stats().used_blocks == 0, "a draft still holds blocks"
         assert scheduler.num_finished == len(self.said)
+        assert self.engine._ahead is None, "a step is in flight for nobody"
+        if not self.seen["interrupted"]:
+            assert self.rows["computed"] == self.rows["told"] + self.engine._in_vain, "rows that no record tells of"
 
 
 # Cutting a failure down

@@ -4,9 +4,9 @@ from forge.cache.factory import CacheSize, create_kv_cache
 from forge.engine.output_text import OutputText
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
-from forge.engine.scheduler import Outcome, Scheduler
+from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import StepPlan
+from forge.engine.step_plan import Outcome, StepPlan
 
 
 def new_scheduler(num_blocks: int, *, kv: str = "paged", block_size: int = 4, **config) -> Scheduler:

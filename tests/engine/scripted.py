@@ -43,6 +43,7 @@ class ScriptedModel:
     """`Model` that follows a script. A row's key is its token; the script is asked with what lies in the storage."""
 
     num_layers = 1
+    runs_ahead = False
 
     def __init__(self, script: Script, vocab_size: int):
         self.script, self.vocab_size = script, vocab_size

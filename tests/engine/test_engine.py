@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from forge.engine.sampling import BrokenLogits
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 from tests.engine.scripted import (
@@ -369,21 +368,60 @@ def test_aborting_what_has_ended_changes_nothing():
 # Logits that are no numbers
 
 
-def test_broken_logits_are_an_error_and_leave_an_engine_that_can_go_on():
-    def script(tokens):
-        return np.full(len(PIECES), np.nan, np.float32) if len(tokens) == 4 else muddled(tokens)
+def broken_after(length: int):
+    """A script whose logits are no numbers after so many tokens that begin with an "a"."""
 
-    engine = new_engine(script)
-    engine.add_request("r", letters("ab"), SamplingParams(max_tokens=9, ignore_eos=True))
-    engine.step()
-    engine.step()
-    with pytest.raises(BrokenLogits):
-        engine.step()
-    assert len(engine.output("r").outputs[0].token_ids) == 2
-    engine.abort("r")
+    def script(tokens):
+        if len(tokens) == length and tokens[:1] == letters("a"):
+            return np.full(len(PIECES), np.nan, np.float32)
+        return muddled(tokens)
+
+    return script
+
+
+def assert_broken(sample, num_tokens: int) -> None:
+    assert (sample.finish_reason, len(sample.token_ids)) == ("error", num_tokens)
+    assert "not finite" in sample.errors[0]
+
+
+@KV
+@pytest.mark.parametrize("params", [{}, {"logprobs": 1}, {"temperature": 1.0, "seed": 3}])
+def test_broken_logits_end_the_sequence_that_they_are_of_and_nobody_else(kv, params):
+    alone = complete(new_engine(muddled), "cd", max_tokens=9, ignore_eos=True)
+    engine = new_engine(broken_after(4), kv=kv)
+    (broken,) = engine.add_request("r", letters("ab"), SamplingParams(max_tokens=9, ignore_eos=True, **params))
+    engine.add_request("other", letters("cd"), SamplingParams(max_tokens=9, ignore_eos=True))
+    records = run_all(engine)
+
+    assert_broken(engine.output("r").outputs[0], 2)
+    assert engine.output("other").outputs[0].token_ids == alone.token_ids
+    (finish,) = [one for record in records for one in record.finished if one.seq_id == broken]
+    assert finish.reason == "error" and "not finite" in finish.error
+    for request_id in ("r", "other"):
+        engine.forget(request_id)
+    assert_nothing_held(engine)
+
+
+@KV
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_broken_logits_within_or_after_a_prompt_end_all_samples_of_it(kv, length):
+    engine = new_engine(broken_after(length), kv=kv, max_num_batched_tokens=4)
+    engine.add_request("r", letters("abcde"), SamplingParams(max_tokens=3, n=3, prompt_logprobs=0, temperature=1.0))
+    run_all(engine)
+
+    for sample in engine.output("r").outputs:
+        assert_broken(sample, 0)
     engine.forget("r")
     assert_nothing_held(engine)
-    assert complete(engine, "abcde", max_tokens=3, ignore_eos=True).finish_reason == "length"
+
+
+def test_what_a_forward_with_broken_logits_wrote_is_no_hit():
+    engine = new_engine(broken_after(4), kv="prefix")
+    for request_id in "xy":
+        engine.add_request(request_id, letters("abcd"), SamplingParams(max_tokens=3))
+        records = run_all(engine)
+        assert_broken(engine.output(request_id).outputs[0], 0)
+        assert records[0].admitted[0].num_cached == 0
 
 
 # Log probabilities

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from forge import LLM, ForgeError, SamplingParams, UsageError
-from forge.engine import engine as engine_module
+from forge.engine import choosing
 from forge.engine import llm as llm_module
 from forge.engine.sampling import BrokenLogits
 from tests.small_models import write_small_qwen3
@@ -315,7 +315,7 @@ def test_logits_kept_of_a_step_that_failed_are_not_kept_twice(basic, monkeypatch
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         for record in run:
             if record.tokens[0].position > 4:
-                patch.setattr(engine_module, "check_greatest", interrupt)
+                patch.setattr(choosing, "check_greatest", interrupt)
     list(run)
 
     assert np.array_equal(np.array(run.logits), expected)

@@ -27,3 +27,20 @@ def test_outputs_are_those_of_each_request_alone(kv):
             break
 
     assert all(seen[name] >= 5 for name in HAPPENS[kv]), f"of these too little was tried: {seen}"
+
+
+@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
+def test_outputs_are_those_of_each_request_alone_where_steps_are_planned_ahead(kv):
+    seen: Counter[str] = Counter()
+    for seed in count():
+        try:
+            seen += Play(random_case(seed, kv, runs_ahead=True)).run()
+        except Exception:
+            pytest.fail(f"seed {seed}, {kv}: {shortest_failure(random_case(seed, kv, runs_ahead=True))}")
+        if seen["steps"] >= 3_000:
+            break
+
+    ahead = () if kv == "off" else ("planned ahead", "discarded", "scheduled after looking ahead")
+    happens = [name for name in HAPPENS[kv] if name not in ("fallback", "gave way itself")]
+    assert all(seen[name] >= 5 for name in (*ahead, *happens)), f"of these too little was tried: {seen}"
+    assert kv != "off" or not seen["planned ahead"], "without a cache the next step is another"

@@ -7,7 +7,8 @@ from forge.cache.kv_cache import KvCache
 from forge.cache.off import OffKvCache
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
-from forge.engine.scheduler import Outcome, Scheduler
+from forge.engine.scheduler import Scheduler
+from forge.engine.step_plan import Outcome
 from forge.trace.records import MaxNumSeqs, NoBlocks, WaitRecord
 from tests.engine.schedules import admitted, sequence, step
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from forge.engine.engine import Engine
-from forge.engine.sampling import BrokenLogits
 from forge.engine.sampling_params import SamplingParams
 from forge.speculation.controller import Costs
 from forge.speculation.leases import LeaseRevoked
@@ -605,7 +604,6 @@ def test_broken_logits_of_the_target_after_a_mismatch_are_never_looked_at():
     for params in (SamplingParams(max_tokens=4, ignore_eos=True), SamplingParams(max_tokens=4, logprobs=1)):
         engine = new_engine(script, speculation=speculator(Wrong(), k=2))
         engine.add_request("r", letters("ab"), params)
-        try:
-            run_all(engine)
-        except BrokenLogits:
-            assert 5 in engine.output("r").outputs[0].token_ids
+        run_all(engine)
+        output = engine.output("r").outputs[0]
+        assert output.finish_reason != "error" or 5 in output.token_ids

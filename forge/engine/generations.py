@@ -1,0 +1,104 @@
+"""The requests for generated text, from arrival until somebody has taken their output.
+
+What a request asks for is checked here, before anything changes. The scheduler decides when its sequences run.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from operator import index
+
+from forge.engine.accounts import Accounts
+from forge.engine.outputs import CompletionOutput, RequestOutput
+from forge.engine.sampling_params import SamplingParams
+from forge.engine.sequence import Sequence
+from forge.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A request and its samples."""
+
+    request_id: str
+    prompt: str | None
+    seed: int
+    sequences: tuple[Sequence, ...]
+
+    @property
+    def is_unfinished(self) -> bool:
+        return any(sequence.finish_reason is None for sequence in self.sequences)
+
+    def output(self, accounts: Accounts) -> RequestOutput:
+        """As it stands."""
+        first = self.sequences[0]
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            tuple(first.token_ids[: first.num_prompt_tokens]),
+            tuple(_completion(sequence, accounts) for sequence in self.sequences),
+            tuple(first.prompt_logprobs) if first.params.prompt_logprobs is not None else None,
+            self.seed,
+        )
+
+
+def _completion(sequence: Sequence, accounts: Accounts) -> CompletionOutput:
+    return CompletionOutput(
+        index=sequence.sample_index,
+        text=sequence.output_text.text,
+        token_ids=tuple(sequence.output_token_ids),
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
+        metrics=accounts[sequence.seq_id].metrics(sequence),
+        errors=tuple(sequence.errors),
+    )
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """What a prompt has to fit into."""
+
+    vocab_size: int
+    max_model_len: int
+    max_cached_len: int
+    """Tokens of the longest sequence that the cache could hold."""
+    block_size: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the context and the cache have room for."""
+        return min(self.max_model_len, self.max_cached_len)
+
+    def checked(self, prompt_token_ids: Items[int]) -> list[int]:
+        """The prompt as a list. Raises `UsageError` if it cannot run."""
+        try:
+            token_ids = list(map(index, prompt_token_ids))
+        except TypeError:
+            raise UsageError("a prompt is text or a list of token ids, which are whole numbers") from None
+        if not token_ids:
+            raise UsageError(
+                "the prompt is empty: a model continues text, and this one has no beginning-of-text token to "
+                "start from, so give it at least one word"
+            )
+        self.check_ids((min(token_ids), max(token_ids)))
+        length, size = len(token_ids), self.block_size
+        if length > self.max_model_len:
+            raise UsageError(
+                f"the prompt has {length} tokens and the context holds {self.max_model_len}: shorten the prompt, or "
+                "raise --max-model-len where the model allows it"
+            )
+        if length > self.max_cached_len:
+            raise UsageError(
+                f"the prompt has {length} tokens, which take {-(-length // size)} blocks of {size}, and the whole pool "
+                f"has {self.max_cached_len // size}: shorten it, or raise --num-blocks"
+            )
+        return token_ids
+
+    def check_ids(self, token_ids: Items[int], what: str = "") -> None:
+        """Raise `UsageError` for one that is no token."""
+        for token_id in token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise UsageError(f"{what}token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
+
+    def check_bias(self, params: SamplingParams) -> None:
+        """The same for tokens whose logits are to be changed."""
+        self.check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias: ")
