@@ -22,10 +22,10 @@ from forge.views.terminal import ForgeConsole
 FOLDER = Path(__file__).parent / "pictures"
 GENERATED = 'forge generate --kv basic "Once upon a time" 32'
 COMPARED = "forge compare --kv off vs on"
-FORKED = "forge generate --kv paged --show blocks --n 4 --temperature 0.9 --seed 7"
+FORKED = "forge generate --kv paged --num-blocks 64 --show blocks --n 4 --temperature 0.9 --seed 7"
 SCHEDULED = "forge trace-scheduler --requests 64 --num-blocks 48"
 GUESSED = 'forge speculation --only run "Once upon a time" 48 --k 4'
-OPENING = "Once upon a time, when the first snow fell, a little girl named Hazel woke up early in a small white house."
+OPENING = "Once upon a time, when the first snow fell, a little girl named Hazel woke up early"
 
 
 def generation(console: ForgeConsole) -> None:

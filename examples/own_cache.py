@@ -1,6 +1,6 @@
 """A cache of your own: one that does not keep other people's prompts for long."""
 
-from forge import LLM
+from forge import LLM, SamplingParams
 from forge.cache.factory import CacheSize
 from forge.cache.prefix import PrefixKvCache
 from forge.testing import check_cache
@@ -31,5 +31,5 @@ def modest(size: CacheSize) -> ModestKvCache:
 
 check_cache(lambda: ModestKvCache(12, 4, most_kept=3))  # 6,000 random operations against an oracle
 llm = LLM("tales", kv=modest)
-llm.generate(["Once upon a time, when the first snow fell, a fox found a lantern in the mill."] * 2)
+llm.generate(["Once upon a time", "The fox and the lantern", "An owl"], SamplingParams(max_tokens=80))
 print(llm.engine.cache.stats().cached_blocks, "blocks kept")

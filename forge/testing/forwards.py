@@ -53,7 +53,7 @@ def one_prefill(model: Model, token_ids: list[int], block_size: int = 16, kv_dty
     """The logits after each token, from one forward pass over all of them: float32 `[len(token_ids), vocab]`."""
     num_blocks = -(-len(token_ids) // block_size)
     batch = flat_batch([Part(token_ids, 0, len(token_ids), list(range(num_blocks)))], block_size)
-    return model.forward(batch, new_storage(model, num_blocks, block_size, kv_dtype))
+    return np.asarray(model.forward(batch, new_storage(model, num_blocks, block_size, kv_dtype)))
 
 
 def random_cuts(length: int, rng: np.random.Generator) -> list[tuple[int, int]]:

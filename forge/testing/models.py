@@ -13,6 +13,7 @@ import numpy as np
 from forge.cache.kv_storage import KvStorage
 from forge.engine.llm import LLM
 from forge.engine.sampling_params import SamplingParams
+from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel
 from forge.model.qwen3 import Model
 from forge.speculation.proposer import Proposer
@@ -38,8 +39,8 @@ def logits_are_a_float32_row_for_each_that_is_wanted(loaded: LoadedModel) -> Non
     every = _alone(loaded, tokens)
     for wanted in ([], [19], [0, 7, 19], list(range(20))):
         batch = flat_batch([Part(tokens, 0, 20, [0, 1])], _BLOCK, logit_rows=wanted)
-        found = model.forward(batch, _used_storage(loaded, 2))
-        assert isinstance(found, np.ndarray) and found.dtype == np.float32, "logits are not a float32 array"
+        found = _forward(model, batch, _used_storage(loaded, 2))
+        assert found.dtype == np.float32, f"logits are not float32 but {found.dtype}"
         shape = (len(wanted), model.vocab_size)
         assert found.shape == shape, f"logits of {len(wanted)} rows have the shape {found.shape} and not {shape}"
         _equal(found, every[wanted], "which other rows have logits too can be seen in a row's logits")
@@ -73,7 +74,7 @@ def rows_beside_it_cannot_be_seen(loaded: LoadedModel) -> None:
         sequences = [_random_tokens(model, _LENGTHS[index % len(_LENGTHS)], index) for index in range(number)]
         blocks = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(number)]
         parts = [Part(tokens, 0, len(tokens), own) for tokens, own in zip(sequences, blocks, strict=True)]
-        found = model.forward(flat_batch(parts, _BLOCK), _used_storage(loaded, 3 * number))
+        found = _forward(model, flat_batch(parts, _BLOCK), _used_storage(loaded, 3 * number))
         expected = np.concatenate([_alone(loaded, tokens) for tokens in sequences])
         _equal(found, expected, f"beside the rows of {number - 1} other sequences a row has other logits than alone")
 
@@ -87,7 +88,7 @@ def how_a_prompt_is_cut_cannot_be_seen(loaded: LoadedModel) -> None:
         storage = _used_storage(loaded, 3)
         for start in range(0, len(tokens), size):
             end = min(start + size, len(tokens))
-            found = model.forward(flat_batch([Part(tokens, start, end, [0, 1, 2])], _BLOCK), storage)
+            found = _forward(model, flat_batch([Part(tokens, start, end, [0, 1, 2])], _BLOCK), storage)
             _equal(found, expected[start:end], f"in chunks of {size} a token has other logits than in one prefill")
 
 
@@ -101,7 +102,7 @@ def where_keys_and_values_lie_cannot_be_seen(loaded: LoadedModel) -> None:
         blocks = np.random.default_rng(block_size).permutation(2 * number)[:number].tolist()
         storage = _used_storage(loaded, 2 * number, block_size)
         for start, end in ((0, 40), (40, 46), (46, 47)):
-            found = model.forward(flat_batch([Part(tokens, start, end, blocks)], block_size), storage)
+            found = _forward(model, flat_batch([Part(tokens, start, end, blocks)], block_size), storage)
             what = f"with blocks of {block_size} in any order, which others have used, a token has other logits"
             _equal(found, expected[start:end], what)
 
@@ -113,7 +114,7 @@ def computing_again_changes_nothing(loaded: LoadedModel) -> None:
     storage = _used_storage(loaded, 3)
     expected = _alone(loaded, tokens)
     for length in (40, 17, 33, 40):
-        found = model.forward(flat_batch([Part(tokens, 0, length, [0, 1, 2])], _BLOCK), storage)
+        found = _forward(model, flat_batch([Part(tokens, 0, length, [0, 1, 2])], _BLOCK), storage)
         _equal(found, expected[:length], "computed again over its own keys and values, a token has other logits")
 
 
@@ -142,7 +143,7 @@ def no_schedule_can_be_seen(loaded: LoadedModel) -> None:
         block_size = int(rng.choice([1, 3, 8, 64]))
         storage = _used_storage(loaded, sum(-(-len(tokens) // block_size) for tokens in sequences), block_size)
         for batch in random_batches(sequences, block_size, rng):
-            found = model.forward(flat_batch([part for _, part in batch], block_size), storage)
+            found = _forward(model, flat_batch([part for _, part in batch], block_size), storage)
             wanted = np.concatenate([expected[index][part.start : part.end] for index, part in batch])
             _equal(found, wanted, f"in random chunks and batches (seed {seed}) a token has other logits than alone")
 
@@ -217,6 +218,11 @@ def _run(llm: LLM, prompts: Sequence[list[int]]) -> _Ran:
 
 def _random_tokens(model: Model, length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(0, model.vocab_size, length).tolist()
+
+
+def _forward(model: Model, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
+    """The logits as an array, wherever the model has them."""
+    return np.asarray(model.forward(batch, storage))
 
 
 def _alone(loaded: LoadedModel, token_ids: list[int]) -> np.ndarray:

@@ -179,13 +179,17 @@ def decisions_told(steps: Sequence[Step]) -> list[str]:
 # The figures
 
 
-def acceptance_line(summary: SpeculationSummary) -> Text:
+def acceptance_lines(summary: SpeculationSummary, width: int) -> list[Text]:
     """A bar for each position of a run of guesses."""
-    line = Text.assemble(("accepted by position ", QUIET))
+    label = "accepted by position "
+    lines = [Text.assemble((label, QUIET))]
     for position, (accepted, proposed) in enumerate(summary.accepted_by_position, start=1):
         drawn = bar(accepted / proposed, 1.0, _BAR_WIDTH - 2 * (len(summary.accepted_by_position) > 4))
-        line.append(f"  {position} ", QUIET).append(drawn, ACCENT).append(f" {percent(accepted / proposed)}")
-    return line
+        share = Text.assemble((f"  {position} ", QUIET), (drawn, ACCENT), f" {percent(accepted / proposed)}")
+        if lines[-1].cell_len + share.cell_len > width:
+            lines.append(Text(" " * len(label)))
+        lines[-1].append_text(share)
+    return lines
 
 
 def course_lines(steps: Sequence[Step], width: int) -> list[Text]:
@@ -220,7 +224,12 @@ def figures_lines(result: SpeculationResult, width: int) -> list[Text]:
         ("with the verification as measured", f"{summary.predicted_with_verification:.2f} x"),
         ("measured", f"{summary.measured:.2f} x"),
     ]
-    return [acceptance_line(summary), *course_lines(steps, width), *flowing(facts, width), *flowing(gained, width)]
+    return [
+        *acceptance_lines(summary, width),
+        *course_lines(steps, width),
+        *flowing(facts, width),
+        *flowing(gained, width),
+    ]
 
 
 def difference_sentence(summary: SpeculationSummary) -> str:

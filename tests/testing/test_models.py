@@ -144,7 +144,7 @@ class Adding(Sum):
 
 
 BROKEN = [
-    (Wide, "logits are not a float32 array"),
+    (Wide, "logits are not float32 but float64"),
     (Drawn, "which other rows have logits too can be seen"),
     (Lent, "a later forward writes into the logits of an earlier one"),
     (Foresighted, "attention is not causal"),
