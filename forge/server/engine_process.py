@@ -1,8 +1,9 @@
 """The engine's own process: it takes commands between two steps and turns the engine while there is work.
 
 Nothing here waits for the HTTP process. What cannot be sent yet joins the next update, so a step is never held up by a
-socket. An exception inside a step fails the requests of that step, one in carrying out a command fails the command, and
-the engine goes on. The process ends when its socket closes, whatever became of the one at the other end.
+socket; nor is what nobody would pass on yet sent, for each update costs both processes more than all that is in it. An
+exception inside a step fails the requests of that step, one in carrying out a command fails the command, and the engine
+goes on. The process ends when its socket closes, whatever became of the one at the other end.
 """
 
 import gc
@@ -10,6 +11,7 @@ import logging
 import select
 import signal
 import socket
+import time
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
@@ -19,6 +21,7 @@ from forge.engine.llm import LLM
 from forge.errors import ForgeError
 from forge.server.life import LifeBook
 from forge.server.messages import (
+    EVENTS_PER_SECOND,
     Abort,
     Answer,
     Ask,
@@ -45,6 +48,8 @@ logger = logging.getLogger("forge.engine")
 
 _RECEIVE = 1 << 16
 """Bytes at once. Room for more takes 20 µs to get from the system, whatever comes."""
+_MOST_SECONDS = 0.05
+"""Between two updates, where no stream is waiting for one."""
 
 
 def main(connection: socket.socket, model: str, options: dict[str, Any]) -> None:
@@ -91,10 +96,12 @@ def _ready(llm: LLM) -> Ready:
 class _Request:
     """A request that the engine is working on."""
 
-    __slots__ = ("key", "request_id", "stream")
+    __slots__ = ("key", "request_id", "silent", "stream")
 
-    def __init__(self, key: int, request_id: str, stream: bool):
+    def __init__(self, key: int, request_id: str, stream: bool, num_samples: int):
         self.key, self.request_id, self.stream = key, request_id, stream
+        self.silent = set(range(num_samples)) if stream else set()
+        """The samples whose first token is yet to come."""
 
 
 class _Group:
@@ -119,6 +126,10 @@ class EngineServer:
         connection.setblocking(False)
         self._inbox, self._outbox = Inbox(), Outbox(connection)
         self._update = Update()
+        self._urgent = False
+        """Whether somebody waits for what the update has."""
+        self._last_sent = 0.0
+        self._num_streams = 0
         self._requests: OrderedDict[int, _Request] = OrderedDict()
         self._keys: dict[str, int] = {}
         self._samples: dict[int, tuple[_Request, int]] = {}
@@ -198,7 +209,8 @@ class EngineServer:
             self._update.refused.append(Refusal(key, Fault(str(error))))
             return
         self._update.accepted.append(key)
-        request = self._requests[key] = _Request(key, request_id, stream)
+        request = self._requests[key] = _Request(key, request_id, stream, params.n)
+        self._num_streams += stream
         self._keys[request_id] = key
         for sample, seq_id in enumerate(seq_ids):
             self._samples[seq_id] = request, sample
@@ -258,6 +270,9 @@ class EngineServer:
             request, sample = samples[seq_id]
             if request.stream:
                 update.tokens.append((request.key, sample, token_id, text, logprobs))
+                if sample in request.silent:
+                    request.silent.remove(sample)
+                    self._urgent = True
         ended: dict[_Request, str | None] = {}
         for finish in record.finished:
             if finish.seq_id not in samples:
@@ -317,6 +332,7 @@ class EngineServer:
         output = self.engine.output(request.request_id)
         self._lives.end(request.request_id, output)
         self.engine.forget(request.request_id)
+        self._num_streams -= request.stream
         del self._requests[request.key], self._keys[request.request_id]
         for seq_id in self._lives.seq_ids(request.request_id):
             del self._samples[seq_id]
@@ -325,19 +341,28 @@ class EngineServer:
     # Updates
 
     def _send(self) -> None:
-        """Send what has happened if the socket takes it; otherwise it waits for the next time."""
+        """Send what has happened if it is due and the socket takes it; otherwise it waits for the next time."""
         try:
             self._outbox.flush()
-            if not self._outbox.is_empty:
+            if not self._outbox.is_empty or not self._is_due():
                 return
             gauges = self._current_gauges()
             if gauges != self._gauges:
                 self._gauges = self._update.gauges = gauges
             if not self._update.is_empty:
                 update, self._update = self._update, Update()
+                self._urgent, self._last_sent = False, time.perf_counter()
                 self._outbox.put(update)
         except (BrokenPipeError, ConnectionResetError):
             self._open = False
+
+    def _is_due(self) -> bool:
+        """Whether an update would bring what its reader passes on at once: the rest comes when all streams may have
+        another event, or when there is nothing left to do."""
+        if self._urgent or self._update.is_awaited or not self.engine.has_unfinished():
+            return True
+        pause = self._num_streams / EVENTS_PER_SECOND if self._num_streams else _MOST_SECONDS
+        return time.perf_counter() - self._last_sent >= min(pause, _MOST_SECONDS)
 
     def _current_gauges(self) -> Gauges:
         queues, stats = self.engine.scheduler.queues, self.engine.cache.stats()

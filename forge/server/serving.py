@@ -52,22 +52,10 @@ def serve(
     try:
         ready = client.wait_until_ready()
         client.on_record = live(ready) if live is not None else None
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(client, ready, settings, listening, on_ready))
+        return asyncio.run(_serve(client, ready, settings, listening, on_ready))
     finally:
         client.close()
         listening.close()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's loops where it is installed: each event costs half as much in them."""
-    import os  # TEMP
-    if os.environ.get("NOUV"): return None
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 def listen(settings: Settings) -> socket.socket:
