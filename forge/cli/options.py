@@ -113,6 +113,15 @@ QuantizeOption = Annotated[
     typer.Option("--quantize", help="Quantize float weights as they are loaded: q8_0.", rich_help_panel=_MODEL),
 ]
 
+InvariantOption = Annotated[
+    bool,
+    typer.Option(
+        "--invariant",
+        help="One tiling for every batch, so that bits never depend on it (cuda; elsewhere they never do).",
+        rich_help_panel=_MODEL,
+    ),
+]
+
 SpeculateOption = Annotated[
     str | None,
     typer.Option(

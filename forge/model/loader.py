@@ -57,17 +57,19 @@ def load_model(
     quantize: str | None = None,
     on_progress: LoadProgress | None = None,
     on_compile: Callable[[int, int], None] | None = None,
+    invariant: bool = False,
+    kernels: str | None = None,
 ) -> LoadedModel:
     """The model that `name_or_path` means (`resolve_model`, `is_hash_model`), on `device` (`create_backend`).
 
     Raises `UsageError` if there is none of that name, and the `ForgeError` of its format if its file is not sound.
     """
     if is_hash_model(name_or_path):
-        check_device(device, quantize)
+        check_device(device, quantize, invariant, kernels)
         name = str(name_or_path)
         return LoadedModel(name, None, create_hash_model(name), ByteTokenizer(), "a hash, no weights", "float32")
     path = resolve_model(name_or_path)
-    backend = create_backend(device, threads, quantize, on_compile)
+    backend = create_backend(device, threads, quantize, on_compile, invariant, kernels)
     with open_weights(path) as weights:
         tokenizer = Tokenizer(weights.tokenizer_spec())
         model = load_qwen3(weights, backend, on_progress)
