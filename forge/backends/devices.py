@@ -17,15 +17,17 @@ def create_backend(
     quantize: str | None = None,
     on_compile: Callable[[int, int], None] | None = None,
     invariant: bool = False,
+    kernels: str | None = None,
 ) -> Backend:
     """The backend for `device`.
 
     threads: for those that run threads of their own; None means all there are. quantize: a type to which float weights
     are quantized as they are loaded, for those that can. on_compile: told how far compiling is, where there is any.
-    invariant: that a row's bits never depend on its batch, which all but cuda promise anyway.
+    invariant: that a row's bits never depend on its batch, which all but cuda promise anyway. kernels: `triton` or
+    `torch`, for cuda; None for the first.
 
     Raises `UsageError` for an unknown one, or one that this machine cannot run."""
-    check_device(device, quantize)
+    check_device(device, quantize, invariant, kernels)
     if quantize and device == "reference":
         raise UsageError(
             "--quantize is for --device cpu and cuda: the reference computes in float32, whatever the file holds"
@@ -43,15 +45,20 @@ def create_backend(
         raise UsageError(why_not)
     from forge.backends.cuda.backend import CudaBackend
 
-    return CudaBackend(invariant=invariant, quantize=quantize)
+    return CudaBackend(invariant=invariant, quantize=quantize, kernels=kernels or "triton")
 
 
-def check_device(device: str, quantize: str | None = None) -> None:
-    """Raises `UsageError` for a device or a type that there is none of. Loads nothing."""
+def check_device(device: str, quantize: str | None = None, invariant: bool = False, kernels: str | None = None) -> None:
+    """Raises `UsageError` for a device or a type that there is none of, or for what that device does not take. Loads
+    nothing."""
     if quantize not in (None, *QUANTIZE_TYPES):
         raise UsageError(f"cannot quantize to {quantize!r}; there is {', '.join(QUANTIZE_TYPES)}")
     if device not in DEVICES:
         raise UsageError(f"unknown device {device!r}; there are {', '.join(DEVICES)}")
+    if invariant and device != "cuda":
+        raise UsageError(f"--invariant is for --device cuda: on {device} a row's bits never depend on its batch")
+    if kernels is not None and device != "cuda":
+        raise UsageError(f"--kernels is for --device cuda: {device} has kernels of its own")
 
 
 def why_not_cuda() -> str | None:

@@ -26,6 +26,7 @@ DIFFERENT = 1
 
 _LOADING = (
     "kv", "device", "threads", "max_model_len", "block_size", "num_blocks", "kv_memory", "kv_dtype", "quantize",
+    "invariant",
 )  # fmt: skip
 _SCHEDULING = ("max_num_batched_tokens", "chunked_prefill", "order", "preempt", "mode")
 _OF_MANY = ("requests", "batch", "max_num_batched_tokens", "order", "preempt", "mode")
@@ -48,6 +49,7 @@ def compare(
     kv_memory: options.KvMemoryOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantize: options.QuantizeOption = None,
+    invariant: options.InvariantOption = False,
     speculate: options.SpeculateOption = None,
     draft: options.DraftOption = None,
     k: options.KOption = None,
@@ -124,6 +126,11 @@ def compare(
     from forge.views.terminal import open_console
 
     versus = versus_of(ctx)
+    if versus.option == "--device":  # it is for the side that needs it
+        for side in (ctx.params, versus.right):
+            side["invariant"] = side["invariant"] and side["device"] == "cuda"
+    for side in (ctx.params, versus.right):
+        side["invariant"] = side["invariant"] or None
     if is_judging(versus):
         return _compare_judging(ctx, versus)
     if any(given[option] is not None for given in (ctx.params, versus.right) for option in _OF_MANY):

@@ -20,6 +20,7 @@ _QUESTIONS = {
 }
 _LOADING = (
     "kv", "device", "threads", "max_model_len", "block_size", "num_blocks", "kv_memory", "kv_dtype", "quantize",
+    "invariant",
 )  # fmt: skip
 _WARM_UP = 2
 """Requests that nobody times."""

@@ -139,6 +139,15 @@ QuantizeOption = Annotated[
     ),
 ]
 
+InvariantOption = Annotated[
+    bool,
+    typer.Option(
+        "--invariant",
+        help="One tiling for every batch, so that bits never depend on it (cuda; elsewhere they never do).",
+        rich_help_panel=_MODEL,
+    ),
+]
+
 SpeculateOption = Annotated[
     str | None,
     typer.Option(

@@ -67,6 +67,8 @@ class LLM:
         device: str = DEFAULT_DEVICE,
         kv_dtype: str | None = None,
         quantize: str | None = None,
+        invariant: bool = False,
+        kernels: str | None = None,
         block_size: int = DEFAULT_BLOCK_SIZE,
         num_blocks: int | None = None,
         kv_memory: int | None = None,
@@ -96,7 +98,9 @@ class LLM:
         model: a bundled or pulled model's name, the path of a GGUF file or a Hugging Face folder, or `hash`. kv: `off`,
         `basic`, `on` (basic), `paged` or `prefix`. device: `cpu`, `reference` or `cuda`. kv_dtype: what keys and values
         are rounded to, `float32`, `float16` or `bfloat16`; None takes the device's own. quantize: `q8_0` quantizes
-        float weights as they are loaded (cpu only). block_size: tokens per KV block. num_blocks: the KV pool's size; or
+        float weights as they are loaded (cpu and cuda). invariant: one tiling for every number of rows, so that a
+        sequence's bits never depend on its batch (cuda; the other devices always keep that). kernels: `triton` or
+        `torch` (cuda). block_size: tokens per KV block. num_blocks: the KV pool's size; or
         kv_memory: the bytes that it may take. threads: CPU threads, None for all that this process may use.
         max_model_len: prompt and output tokens of one sequence at most, which bounds what is reserved; None takes the
         model's context, up to 4,096. max_num_seqs: sequences that may run at once. max_num_batched_tokens: tokens that
@@ -147,7 +151,7 @@ class LLM:
         if not callable(kv):
             canonical_mode(kv)  # an unknown one is refused before anything is loaded
         started = time.perf_counter()
-        loaded = load_model(model, device, threads, quantize, on_load_progress, on_compile_progress)
+        loaded = load_model(model, device, threads, quantize, on_load_progress, on_compile_progress, invariant, kernels)
         self.path, self.model_name = loaded.path, loaded.name
         self.pooling: Pooling = loaded.pooling
         """How an embedding is made of hidden states when nobody says otherwise."""

@@ -57,6 +57,8 @@ def load_model(
     quantize: str | None = None,
     on_progress: LoadProgress | None = None,
     on_compile: Callable[[int, int], None] | None = None,
+    invariant: bool = False,
+    kernels: str | None = None,
 ) -> LoadedModel:
     """The model that `name_or_path` means (`resolve_model`, `is_hash_model`), on `device` (`create_backend`).
 
@@ -67,12 +69,12 @@ def load_model(
     if isinstance(name_or_path, LoadedModel):
         return name_or_path
     if is_hash_model(name_or_path):
-        check_device(device, quantize)
+        check_device(device, quantize, invariant, kernels)
         name = str(name_or_path)
         model, tokenizer = create_hash_model(name), ByteTokenizer()
         return LoadedModel(name=name, model=model, tokenizer=tokenizer, device_description="a hash, no weights")
     path = resolve_model(name_or_path)
-    backend = create_backend(device, threads, quantize, on_compile)
+    backend = create_backend(device, threads, quantize, on_compile, invariant, kernels)
     with open_weights(path) as weights:
         tokenizer = Tokenizer(weights.tokenizer_spec())
         model = load_qwen3(weights, backend, on_progress)

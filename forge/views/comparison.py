@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -93,6 +93,28 @@ class LogitDifference:
 
 
 @dataclass(frozen=True)
+class Margin:
+    """How far apart the two tokens were where the sides chose differently, as logits of either side."""
+
+    token_ids: tuple[int, int]
+    """What each side chose."""
+    margins: tuple[float, float]
+    """On each side, its own token's logit less that of the other's token."""
+    usual: float | None
+    """The largest difference of any logit between the sides where they still chose the same; None if nowhere."""
+
+    @property
+    def apart(self) -> float:
+        """The larger of the two."""
+        return max(self.margins)
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether it is within what the sides' logits differ by anyway: each of the two may be off by that much."""
+        return self.usual is not None and self.apart <= 2 * self.usual
+
+
+@dataclass(frozen=True)
 class Comparison:
     question: str
     option: str
@@ -106,18 +128,25 @@ class Comparison:
     """None where the two cannot be held against each other: other vocabularies, or nothing generated."""
     prompt: int = 0
     """Which prompt, counted from 0, the first difference belongs to."""
+    margin: Margin | None = None
+    """Of the first difference, where both sides chose a token there, from the same vocabulary."""
 
 
 def compare_runs(question: str, option: str, left: Side, right: Side) -> Comparison:
     pairs = list(zip(left.answers, right.answers, strict=True))
     differing = [place for place, (one, other) in enumerate(pairs) if one.token_ids != other.token_ids]
     compared: list[tuple[np.ndarray, np.ndarray]] = []
+    agreeing: list[tuple[np.ndarray, np.ndarray]] = []
     for one, other in pairs:
         first = _first_difference(one.token_ids[0], other.token_ids[0])
-        compared += list(zip(one.logits, other.logits, strict=False))[:first]  # all of them where nothing differs
+        both = list(zip(one.logits, other.logits, strict=False))[:first]  # all of them where nothing differs
+        compared += both
+        agreeing += both if first is None else both[: first - 1]
     prompt = differing[0] if differing else 0
     first = _first_difference(*(answer.token_ids[0] for answer in pairs[prompt]))
-    return Comparison(question, option, (left, right), not differing, first, _logit_difference(compared), prompt)
+    margin = _margin(*pairs[prompt], first, _logit_difference(agreeing))
+    logits = _logit_difference(compared)
+    return Comparison(question, option, (left, right), not differing, first, logits, prompt, margin)
 
 
 def question_for(option: str) -> str:
@@ -144,6 +173,7 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
         "option": comparison.option,
         "identical": comparison.identical,
         "first_difference": comparison.first_difference,
+        "margin": None if comparison.margin is None else _margin_object(comparison.margin),
         "largest_logit_difference": None if logits is None else logits.largest,
         "logits_compared": 0 if logits is None else logits.forwards,
         "logits_same_bits": None if logits is None else logits.same_bits,
@@ -159,6 +189,10 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
             for side in comparison.sides
         ],
     }
+
+
+def _margin_object(margin: Margin) -> dict[str, Any]:
+    return asdict(margin) | {"apart": margin.apart, "near_tie": margin.is_near_tie}
 
 
 def _answer_object(answer: Answer) -> dict[str, Any]:
@@ -243,6 +277,8 @@ def verdict(comparison: Comparison) -> list[Text]:
     first, prompt = comparison.first_difference, comparison.prompt
     of_prompt = f" of prompt {prompt + 1}" if comparison.sides[0].others else ""
     lines = [Text.assemble(("✗ the tokens differ", TROUBLE), f"{_where(first)}{of_prompt}; {logits}")]
+    if comparison.margin is not None:
+        lines.append(_margin_line(comparison))
     if prompt:
         return [*lines, *(_answer_line(side, index, prompt) for index, side in enumerate(comparison.sides))]
     return [*lines, *(_continuation(side, index, first) for index, side in enumerate(comparison.sides))]
@@ -276,6 +312,33 @@ def _logit_difference(pairs: "Sequence[tuple[np.ndarray, np.ndarray]]") -> Logit
     where = int(np.argmax(largest))  # a NaN counts as the largest
     same = all(one.tobytes() == other.tobytes() for one, other in pairs)
     return LogitDifference(largest[where], where + 1, len(pairs), same)
+
+
+def _margin(left: Answer, right: Answer, position: int | None, agreeing: LogitDifference | None) -> Margin | None:
+    """At output token `position`, counted from 1."""
+    if position is None or position > min(len(left.logits), len(right.logits), *map(_num_tokens, (left, right))):
+        return None
+    ours, theirs = (answer.logits[position - 1] for answer in (left, right))
+    if ours.shape != theirs.shape:
+        return None
+    one, other = (answer.token_ids[0][position - 1] for answer in (left, right))
+    if max(one, other) >= len(ours):  # of a vocabulary of its own
+        return None
+    margins = float(ours[one] - ours[other]), float(theirs[other] - theirs[one])
+    return Margin((one, other), margins, None if agreeing is None else agreeing.largest)
+
+
+def _num_tokens(answer: Answer) -> int:
+    return len(answer.token_ids[0])
+
+
+def _margin_line(comparison: Comparison) -> Text:
+    """How close the decision was."""
+    margin = comparison.margin
+    names = [one_line(side.name) for side in comparison.sides]
+    apart = " and ".join(f"{value:.3g} on {name}" for value, name in zip(margin.margins, names, strict=True))
+    said = "a near tie: " if margin.is_near_tie else ""
+    return Text(f"  {said}the two tokens' logits are {apart} apart")
 
 
 def _logits_text(logits: LogitDifference | None) -> str:

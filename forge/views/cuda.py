@@ -1,28 +1,40 @@
 """The GPU chapter's experiment: the same prompt on the CPU and on the GPU, with its steps launched one kernel at a time
 and as graphs. What does a forward cost there, and what does it wait for?
+
+Where there is no GPU it is a run that was recorded on one, and says so; or, where none was recorded, what follows from
+a model's sizes and a GPU's published limits, which is said to be computed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.views.figures import ms, plural, rate, times
+from forge.bench.cuda_plan import H200, SHAPE, Limits, PlannedStep
+from forge.views.figures import NOTHING, count, ms, plural, rate, size, times
 from forge.views.forwards import spaced
 from forge.views.palette import ACCENT, QUIET, TITLE
-from forge.views.summary import RunResult
+from forge.views.summary import Forward, RunResult
 from forge.views.terminal import print_table
 from forge.views.text import one_line
 
 QUESTION = "The same prompt on a GPU: what does a forward wait for there?"
 LEADS_ON = "Many sequences share one pass over the weights:\n  forge bench cuda --only decode1@160,decode16@160"
+COMPUTED = (
+    "There is no GPU here, and no run on one has been recorded: nothing below was measured. It is worked out from the "
+    f"sizes of {SHAPE} in bfloat16 and the published limits of an {H200.device}."
+)
 ROWS = 10
 HEIGHT, LEFT = 12, 11
+DRAWN = {"decode1@160": "1", "decode16@160": "2", "decode64@160": "3", "prefill512": "p"}
+"""Planned steps in the roofline picture, and their characters there."""
+
+Source = Literal["measured", "recorded"]
 
 
 @dataclass(frozen=True)
@@ -33,19 +45,21 @@ class DeviceRun:
     """`cpu`, `cuda, kernel by kernel`, `cuda, graphs`."""
     mark: str
     """Its character in the roofline picture."""
-    result: RunResult
+    forwards: tuple[Forward, ...]
+    token_ids: tuple[int, ...]
     modes: tuple[str, ...] = ()
     """How each forward was launched, where the device says: `graph` or `eager`."""
 
+    @classmethod
+    def of(cls, name: str, mark: str, result: RunResult) -> "DeviceRun":
+        launched = [record.execution.mode for record in result.records if record.execution is not None]
+        return cls(name, mark, result.forwards, tuple(result.output.outputs[0].token_ids), tuple(launched))
 
-@dataclass(frozen=True)
-class Roof:
-    """What the GPU can do at most, as measured."""
-
-    device: str
-    bytes_per_second: float
-    operations_per_second: float
-    """bfloat16 multiplications and additions, counted separately."""
+    @property
+    def decode_ms(self) -> float | None:
+        """The median forward of one token."""
+        decodes = sorted(forward.ms for forward in self.forwards if forward.phase == "decode")
+        return decodes[len(decodes) // 2] if decodes else None
 
 
 @dataclass(frozen=True)
@@ -63,71 +77,189 @@ class Work:
         return 2 * self.weights * rows
 
 
-def print_cuda(console: Console, runs: Sequence[DeviceRun], work: Work, roof: Roof) -> None:
-    """The whole experiment: per-forward times side by side, what graphs are worth, the roofline."""
+@dataclass(frozen=True)
+class Measured:
+    """Runs of one prompt, on a GPU whose limits were measured beside them."""
+
+    model: str
+    runs: tuple[DeviceRun, ...]
+    work: Work
+    limits: Limits
+    on: str
+    """The day, as 2026-11-20."""
+    source: Source = "measured"
+
+    @property
+    def floor_ms(self) -> float:
+        """What reading the weights once takes."""
+        return self.work.weight_bytes / self.limits.bytes_per_second * 1e3
+
+
+@dataclass(frozen=True)
+class Point:
+    """Something in the roofline picture."""
+
+    mark: str
+    name: str
+    intensity: float
+    """Operations per byte."""
+    operations_per_second: float
+
+
+def print_cuda(console: Console, measured: Measured | None, steps: Sequence[PlannedStep]) -> None:
+    """The whole experiment: per-forward times side by side, what graphs are worth, the roofline; or what is planned."""
     console.print(Text(QUESTION, TITLE))
-    console.print(Text(f"{roof.device}; {one_line(str(runs[0].result.label.model))}", QUIET))
-    console.print()
-    print_table(console, _forward_table(runs))
-    console.print()
-    for sentence in sentences(runs, work, roof):
-        console.print(sentence)
-    console.print()
-    for line in roofline_lines(runs, work, roof, console.width):
-        console.print(line)
+    if measured is None:
+        _print_computed(console, steps)
+    else:
+        _print_measured(console, measured)
     console.print()
     console.print(Text(LEADS_ON, ACCENT))
 
 
-def cuda_object(runs: Sequence[DeviceRun], work: Work, roof: Roof) -> dict[str, Any]:
-    """The same for programs; nothing rounded."""
+def _print_measured(console: Console, measured: Measured) -> None:
+    console.print(Text(f"{measured.limits.device}; {one_line(measured.model)}", QUIET))
+    if measured.source == "recorded":
+        console.print(Text(f"A recorded run, of {measured.on}: there is no GPU here.", ACCENT))
+    console.print()
+    print_table(console, _forward_table(measured.runs))
+    console.print()
+    for sentence in sentences(measured):
+        console.print(sentence)
+    console.print()
+    for line in roofline_lines(_points(measured), measured.limits, console.width):
+        console.print(line)
+
+
+def _print_computed(console: Console, steps: Sequence[PlannedStep]) -> None:
+    console.print(Text(COMPUTED, ACCENT))
+    console.print()
+    print_table(console, _step_table(steps))
+    console.print()
+    for sentence in planned_sentences(steps):
+        console.print(sentence)
+    console.print()
+    drawn = [
+        Point(DRAWN[step.name], step.title, step.intensity, step.operations / step.floor_ms(H200) * 1e3)
+        for step in steps
+        if step.name in DRAWN
+    ]
+    for line in roofline_lines(drawn, H200, console.width):
+        console.print(line)
+
+
+def cuda_object(measured: Measured | None, steps: Sequence[PlannedStep]) -> dict[str, Any]:
+    """The same for programs; nothing rounded. `runs` is empty where nothing was measured or recorded."""
+    limits = H200 if measured is None else measured.limits
+    found: dict[str, Any] = {
+        "source": "computed" if measured is None else measured.source,
+        "on": None if measured is None else measured.on,
+        "model": SHAPE if measured is None else measured.model,
+        "device": limits.device,
+        "bytes_per_second": limits.bytes_per_second,
+        "operations_per_second": limits.operations_per_second,
+        "weight_bytes": None if measured is None else measured.work.weight_bytes,
+        "weights": None if measured is None else measured.work.weights,
+        "floor_ms": None if measured is None else measured.floor_ms,
+        "runs": [] if measured is None else [_run_object(run) for run in measured.runs],
+    }
+    return found | {"published": H200.device, "steps": {_key(step): _step_object(step) for step in steps}}
+
+
+def measured_from(found: Mapping[str, Any]) -> Measured:
+    """What `cuda_object` made an object of, as a recorded run. Raises `KeyError` or `TypeError` for anything else."""
+    return Measured(
+        found["model"],
+        tuple(
+            DeviceRun(
+                run["name"],
+                run["mark"],
+                tuple(Forward(n, *forward) for n, forward in enumerate(run["forwards"], start=1)),
+                tuple(run["token_ids"]),
+                tuple(run["modes"]),
+            )
+            for run in found["runs"]
+        ),
+        Work(found["weight_bytes"], found["weights"]),
+        Limits(found["device"], found["bytes_per_second"], found["operations_per_second"]),
+        found["on"],
+        "recorded",
+    )
+
+
+def _run_object(run: DeviceRun) -> dict[str, Any]:
     return {
-        "device": roof.device,
-        "bytes_per_second": roof.bytes_per_second,
-        "operations_per_second": roof.operations_per_second,
-        "weight_bytes": work.weight_bytes,
-        "weights": work.weights,
-        "runs": [
-            {
-                "name": run.name,
-                "median_decode_ms": _decode_ms(run.result),
-                "forward_ms": list(run.result.forward_ms),
-                "modes": list(run.modes),
-                "token_ids": list(run.result.output.outputs[0].token_ids),
-            }
-            for run in runs
-        ],
+        "name": run.name,
+        "mark": run.mark,
+        "median_decode_ms": run.decode_ms,
+        "forward_ms": [forward.ms for forward in run.forwards],
+        "forwards": [[forward.phase, forward.tokens, forward.ms] for forward in run.forwards],
+        "modes": list(run.modes),
+        "token_ids": list(run.token_ids),
     }
 
 
-def sentences(runs: Sequence[DeviceRun], work: Work, roof: Roof) -> list[str]:
+def _key(step: PlannedStep) -> str:
+    """`decode1@160` as a name that a chapter's text can ask for: `decode1_160`."""
+    return step.name.replace("@", "_")
+
+
+def _step_object(step: PlannedStep) -> dict[str, Any]:
+    return {
+        "title": step.title,
+        "rows": step.rows,
+        "context": step.context,
+        "bytes": step.bytes,
+        "operations": step.operations,
+        "intensity": step.intensity,
+        "floor_ms": step.floor_ms(H200),
+        "bound": _bound(step),
+        "num_launches": step.num_launches,
+        "launches": dict(step.launches) if step.launches is not None else None,
+    }
+
+
+def sentences(measured: Measured) -> list[str]:
     """What the table says, in words and figures."""
-    middles = {run.name: _decode_ms(run.result) for run in runs}
+    middles = {run.name: run.decode_ms for run in measured.runs}
     said = [f"{name}: {ms(value)} ms per decode at the median" for name, value in middles.items() if value]
-    floor = work.weight_bytes / roof.bytes_per_second * 1e3
     said.append(
-        f"Reading every weight once takes {ms(floor)} ms at the bandwidth that was measured; no decode is faster."
+        f"Reading every weight once takes {ms(measured.floor_ms)} ms at the bandwidth that was measured; no decode is "
+        "faster."
     )
-    *_, eager, graphs = middles.values()
+    eager, graphs = (next((run.decode_ms for run in measured.runs if run.mark == mark), None) for mark in "kg")
     if eager and graphs:
         said.append(f"Launching a step as one graph instead of kernel by kernel: {times(eager / graphs)} as fast.")
-    tokens = [run.result.output.outputs[0].token_ids for run in runs]
-    said.append(_agreement(tokens, runs))
+    said.append(_agreement(measured.runs))
     return said
 
 
-def roofline_lines(runs: Sequence[DeviceRun], work: Work, roof: Roof, width: int) -> list[Text]:
+def planned_sentences(steps: Sequence[PlannedStep]) -> list[str]:
+    """What the table of planned steps says."""
+    by_name = {step.name: step for step in steps}
+    one, many = by_name["decode1@160"], by_name["decode64@160"]
+    said = [
+        f"A decode of one row reads {size(one.bytes)}: {one.floor_ms(H200):.2f} ms at the published bandwidth, and no "
+        "decode can be faster.",
+        f"{many.rows} rows read the same weights: {many.floor_ms(H200):.2f} ms for {many.rows} tokens, not for one.",
+    ]
+    if one.launches is None:
+        return [*said, "Which kernels a step launches is asked of torch and Triton, which are not installed here."]
+    listed = ", ".join(f"{times_} {name}" for name, times_ in one.launches.items())
+    said.append(f"It is {one.num_launches} launches kernel by kernel: {listed}. As a graph it is one.")
+    return said
+
+
+def roofline_lines(points: Sequence[Point], limits: Limits, width: int) -> list[Text]:
     """Operations per second over operations per byte, both logarithmic (Williams, Waterman and Patterson 2009).
 
     The roof is the lower of two limits: bandwidth times intensity, and the rate of multiplication.
     """
-    points = [(run.mark, rows, milliseconds) for run in runs for rows, milliseconds in _points(run)]
-    places = [(mark, work.intensity(rows), work.operations(rows) / (m / 1e3)) for mark, rows, m in points]
-    ridge = roof.operations_per_second / roof.bytes_per_second
-    x_low = math.log10(min(1.0, *(x for _, x, _ in places)))
-    x_high = math.log10(max(ridge * 4, *(x for _, x, _ in places)))
-    y_high = math.log10(roof.operations_per_second)
-    y_low = min(math.floor(math.log10(min(y for _, _, y in places))), y_high - 1)
+    ridge = limits.operations_per_second / limits.bytes_per_second
+    x_low = math.log10(min(1.0, *(point.intensity for point in points)))
+    x_high = math.log10(max(ridge * 4, *(point.intensity for point in points)))
+    y_high = math.log10(limits.operations_per_second)
+    y_low = min(math.floor(math.log10(min(point.operations_per_second for point in points))), y_high - 1)
     columns = max(20, width - LEFT)
     grid = [[" "] * columns for _ in range(HEIGHT)]
 
@@ -136,30 +268,44 @@ def roofline_lines(runs: Sequence[DeviceRun], work: Work, roof: Roof, width: int
 
     for column in range(columns):
         x = 10 ** (x_low + (x_high - x_low) * column / (columns - 1))
-        limit = min(roof.operations_per_second, x * roof.bytes_per_second)
+        limit = min(limits.operations_per_second, x * limits.bytes_per_second)
         if math.log10(limit) >= y_low:
             grid[row_of(limit)][column] = "─" if x >= ridge else "╱"
-    for mark, x, y in places:
-        column = round((math.log10(x) - x_low) / (x_high - x_low) * (columns - 1))
-        grid[row_of(y)][column] = mark
+    for point in points:
+        column = round((math.log10(point.intensity) - x_low) / (x_high - x_low) * (columns - 1))
+        grid[row_of(point.operations_per_second)][column] = point.mark
     labels = {0: _operations(10**y_high), HEIGHT - 1: _operations(10**y_low)}
     lines = [Text(f"{labels.get(row, ''):>{LEFT - 2}} │{''.join(cells)}".rstrip()) for row, cells in enumerate(grid)]
     scale = f"{10**x_low:.1g}".ljust(columns - 8) + f"{10**x_high:,.0f}".rjust(8)
-    marks = "   ".join(f"{run.mark} {run.name}" for run in runs)
-    return [*lines, Text(" " * (LEFT - 1) + "└" + scale), Text(f"operations per byte read   {marks}", QUIET)]
+    marks = "   ".join(f"{mark} {name}" for mark, name in {point.mark: point.name for point in points}.items())
+    below = Text("operations per byte read", QUIET)
+    return [*lines, Text(" " * (LEFT - 1) + "└" + scale), below, Text(marks, QUIET)]
 
 
-def _points(run: DeviceRun) -> list[tuple[int, float]]:
-    """(rows, milliseconds) of the prefill, and of the median decode."""
-    prefills = [(f.tokens, f.ms) for f in run.result.forwards if f.phase == "prefill" and f.ms > 0]
-    decode = _decode_ms(run.result)
-    return prefills[:1] + ([(1, decode)] if decode else [])
+def _points(measured: Measured) -> list[Point]:
+    """The prefill and the median decode of each run."""
+    found = []
+    for run in measured.runs:
+        prefills = [(f.tokens, f.ms) for f in run.forwards if f.phase == "prefill" and f.ms > 0]
+        for rows, milliseconds in prefills[:1] + ([(1, run.decode_ms)] if run.decode_ms else []):
+            per_second = measured.work.operations(rows) / (milliseconds / 1e3)
+            found.append(Point(run.mark, run.name, measured.work.intensity(rows), per_second))
+    return found
 
 
-def _decode_ms(result: RunResult) -> float | None:
-    """The median forward of one token."""
-    decodes = sorted(forward.ms for forward in result.forwards if forward.phase == "decode")
-    return decodes[len(decodes) // 2] if decodes else None
+def _step_table(steps: Sequence[PlannedStep]) -> Table:
+    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    table.add_column("step", no_wrap=True)
+    for heading in ("kernels", "reads", "floor, ms", "bound by"):
+        table.add_column(heading, justify="right")
+    for step in steps:
+        launches = NOTHING if step.num_launches is None else count(step.num_launches)
+        table.add_row(step.title, launches, size(step.bytes), f"{step.floor_ms(H200):.2f}", _bound(step))
+    return table
+
+
+def _bound(step: PlannedStep) -> str:
+    return "memory" if step.is_bound_by_memory(H200) else "arithmetic"
 
 
 def _forward_table(runs: Sequence[DeviceRun]) -> Table:
@@ -167,28 +313,25 @@ def _forward_table(runs: Sequence[DeviceRun]) -> Table:
     table.add_column("ms per forward", no_wrap=True)
     for run in runs:
         table.add_column(run.name, justify="right")
-    shown = spaced(runs[0].result.forwards, ROWS)
+    shown = spaced(runs[0].forwards, ROWS)
     for forward in shown:
-        if forward is None:
-            table.add_row("…")
-            continue
         index = forward.number - 1
         table.add_row(f"{forward.phase} {plural(forward.tokens, 'token')}", *(_cell(run, index) for run in runs))
     return table
 
 
 def _cell(run: DeviceRun, index: int) -> str:
-    if index >= len(run.result.forwards):
+    if index >= len(run.forwards):
         return ""
     mode = run.modes[index] if index < len(run.modes) else ""
-    return f"{ms(run.result.forwards[index].ms)} {mode}".rstrip()
+    return f"{ms(run.forwards[index].ms)} {mode}".rstrip()
 
 
-def _agreement(tokens: Sequence[Sequence[int]], runs: Sequence[DeviceRun]) -> str:
+def _agreement(runs: Sequence[DeviceRun]) -> str:
     """Whether the runs said the same. They need not: their sums are added in other orders, in other precisions."""
-    shortest = min(map(len, tokens))
+    shortest = min(len(run.token_ids) for run in runs)
     for position in range(shortest):
-        if len({each[position] for each in tokens}) > 1:
+        if len({run.token_ids[position] for run in runs}) > 1:
             return f"The texts agree in their first {plural(position, 'token')}, then a near tie fell the other way."
     return f"All {len(runs)} runs chose the same {plural(shortest, 'token')}."
 

@@ -32,3 +32,11 @@ def test_cuda_without_a_gpu_says_what_to_do_in_one_line():
     with pytest.raises(UsageError, match="--device cuda needs") as raised:
         create_backend("cuda")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_what_only_cuda_has_to_be_asked_for_is_refused_elsewhere(device):
+    with pytest.raises(UsageError, match=f"--invariant is for --device cuda: on {device} a row's bits never depend"):
+        create_backend(device, invariant=True)
+    with pytest.raises(UsageError, match="--kernels is for --device cuda"):
+        create_backend(device, kernels="torch")

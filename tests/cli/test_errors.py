@@ -45,6 +45,7 @@ def test_a_mistake_is_one_line(forge, args, status, expected):
         (("",), 2, "prompt is empty"),
         (("x", "--kv", "magic"), 2, "off"),
         (("x", "--device", "toaster"), 2, "cuda"),
+        (("x", "--device", "cpu", "--invariant"), 2, "--invariant is for --device cuda"),
         (("x", "--max-model-len", "0"), 2, "--max-model-len"),
         (("x" * 3000,), 2, "context"),
         (("x", "3", "--block-size", "0"), 2, "--block-size"),

@@ -77,6 +77,34 @@ def test_differing_tokens_are_shown_where_they_begin():
     assert "(p 0.500)" in lines[1] and "(p 0.500)" in lines[2]
 
 
+def differing_at(position: int, *, margin: float, moved: float):
+    """Two runs whose logits are `moved` apart, and whose tokens part at a decision with that margin on either side."""
+    left, right = (run_of([(4, 1.0)] + [(1, 1.0)] * 3, token_ids=(1, 2, 3, last)) for last in (4, 5))
+    ours, theirs = logits_for(left), logits_for(right)
+    for logits, chosen, other in ((ours, 4, 5), (theirs, 5, 4)):
+        logits[position - 1][chosen], logits[position - 1][other] = 9, 9 - margin
+    for logits in theirs:
+        logits[0] += moved
+    return comparison_of(left, right, ours, theirs)
+
+
+def test_a_token_that_differs_is_reported_with_its_margin():
+    clear = differing_at(4, margin=2.5, moved=0.01)
+    assert clear.first_difference == 4 and clear.margin.token_ids == (4, 5)
+    assert clear.margin.margins == pytest.approx((2.5, 2.5))
+    out = shown(clear)
+    assert not clear.margin.is_near_tie
+    assert "✗ the tokens differ" in out and "2.5 on off and 2.5 on on apart" in out
+    assert comparison_object(clear)["margin"]["apart"] == pytest.approx(2.5)
+
+
+def test_a_margin_within_what_the_logits_differ_by_anyway_is_a_near_tie():
+    close = differing_at(4, margin=0.015, moved=0.01)
+    assert comparison_object(close)["margin"]["near_tie"]
+    assert "a near tie: the two tokens' logits are 0.015 on off" in shown(close)
+    assert not close.identical
+
+
 def test_a_run_that_ended_sooner_differs_where_it_ended():
     comparison = comparison_of(flat(8), flat(5))
     assert not comparison.identical and comparison.first_difference == 6

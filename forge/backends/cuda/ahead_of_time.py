@@ -8,13 +8,15 @@ step by hand. `compile_for` makes machine code of one launch and reads from it w
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge.backends.cuda.backend import CudaBackend
 from forge.gguf import GGMLType
@@ -22,6 +24,7 @@ from forge.gguf.ggml_types import row_nbytes
 from forge.model.config import Qwen3Config, expected_tensors
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import load_qwen3
+from forge.model.qwen3 import Qwen3
 
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -48,10 +51,22 @@ class Launch:
     num_stages: int
 
     @property
+    def label(self) -> str:
+        """The kernel, and what it fuses."""
+        flags = dict(self.constants)
+        parts = [word for flag, word in _FUSED.items() if flags.get(flag)]
+        return " + ".join([_PLAIN_NAMES.get(self.kernel.__name__, self.kernel.__name__), *parts])
+
+    @property
     def name(self) -> str:
         """The kernel and what sets this specialization apart."""
         short = {name: value for name, value in self.constants if value is not False}
         return f"{self.kernel.__name__}({', '.join(f'{name}={value}' for name, value in short.items())})"
+
+
+_FUSED = {"NORM": "RMSNorm", "GLU": "SwiGLU", "ADD": "residual"}
+"""What a product may have fused into it, by the constant that says so."""
+_PLAIN_NAMES = {"gather_rows": "embedding", "norm_rope_store": "head norm, RoPE, KV write"}
 
 
 @dataclass(frozen=True)
@@ -74,13 +89,36 @@ def launched_by(
     options: of `CudaBackend`.
     """
     listed: dict[Launch, None] = {}
-    backend = CudaBackend("meta", launcher=_listener(lambda launch: listed.setdefault(launch)), **options)
-    model = load_qwen3(_Weightless(config, tensor_type), backend)
-    layout = model.kv_layout(1024, block_size, options.get("kv_dtype", backend.default_kv_dtype))
-    storage = backend.new_storage(layout)
+    model = weightless_model(config, tensor_type, listed.setdefault, **options)
+    layout = model.kv_layout(1024, block_size, model.backend.default_kv_dtype)
+    storage = model.new_storage(layout)
     for batch in batches:
-        backend.launch(model.forward_pass, batch, storage)
+        model.backend.launch(model.forward_pass, batch, storage)
     return list(listed)
+
+
+def weightless_model(
+    config: Qwen3Config, tensor_type: GGMLType, on_launch: Callable[[Launch], Any], **options: Any
+) -> Qwen3:
+    """A model of that size on the `meta` device, whose backend tells of every launch and launches nothing."""
+    backend = CudaBackend("meta", launcher=_listener(on_launch), **options)
+    return load_qwen3(_Weightless(config, tensor_type), backend)
+
+
+class CountedProducts(TorchDispatchMode):
+    """Within it, what torch launches of its own is counted under a name: cuBLAS's products, and picking rows."""
+
+    _NAMES: ClassVar = {"mm": "cuBLAS product", "addmm_": "cuBLAS product", "index_select": "pick logit rows"}
+
+    def __init__(self, counts: Counter[str]):
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = self._NAMES.get(func.overloadpacket.__name__)
+        if name is not None:
+            self._counts[name] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def compile_for(launch: Launch, capability: int) -> Occupied:

@@ -85,7 +85,9 @@ class CudaBackend(Backend):
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._kernels, self._dtype, self._invariant, self._quantize = kernels, DTYPES[dtype], invariant, quantize
         self._dense_copies, self._launcher = dense_copies, launcher
-        self.uses_graphs = (self._on_gpu if graphs is None else graphs) and kernels == "triton"
+        self.can_capture = (self._on_gpu if graphs is None else graphs) and kernels == "triton"
+        """Whether steps are padded to the shapes that graphs are captured for."""
+        self.uses_graphs = self.can_capture
         """May be switched off and on between steps, to see what graphs are worth."""
         self.runs_ahead = (self._on_gpu if runs_ahead is None else runs_ahead) and kernels == "triton"
         self._steps: WeakKeyDictionary[TorchKvStorage, _Steps] = WeakKeyDictionary()
@@ -207,7 +209,7 @@ class CudaBackend(Backend):
             kv_heads=network.num_kv_heads,
             multiprocessors=self._multiprocessors(),
             invariant=self._invariant,
-            buckets=self.uses_graphs,
+            buckets=self.can_capture,
         )
         dependent = self._on_gpu and torch.cuda.get_device_capability(self._device) >= DEPENDENT_LAUNCH
         launcher = self._launcher or TritonLauncher(dependent)

@@ -29,12 +29,14 @@ def on_a_gpu_of_sorts(monkeypatch, device):
 def test_three_runs_say_the_same_and_say_how_they_were_launched(on_a_gpu_of_sorts, tmp_path, capsys):
     model = str(write_small_qwen3(tmp_path / "m.gguf", num_layers=1))
 
-    status = main(["cuda", "ab", "2", "-m", model, "--json"])
+    status = main(["cuda", "ab", "2", "-m", model, "--json", "--record", str(tmp_path / "run.json")])
 
     found = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "run.json").read_text()) == found
     assert status == 0
     assert [run["name"] for run in found["runs"]] == ["cpu", "cuda, kernel by kernel", "cuda, graphs"]
     assert [run["modes"] for run in found["runs"]] == [[], ["eager"] * 2, ["graph"] * 2]
+    assert found["source"] == "measured"
     assert len({tuple(run["token_ids"]) for run in found["runs"]}) == 1
     # One layer, and the head: 288 x 64.
     assert found["weights"] == 64 * (128 + 2 * 64) + 64 * 128 + 3 * 64 * 96 + 288 * 64

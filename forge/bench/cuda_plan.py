@@ -1,0 +1,149 @@
+"""What a step on the GPU has to do, worked out from a model's sizes: kernels, bytes, multiplications, and the least
+time that a GPU of known limits needs for them. Nothing here is measured, and no GPU is needed.
+
+The kernels are counted by running the real model on torch's `meta` device, where arrays have shapes and no memory, with
+somebody else in the launcher's place. So the count is of what would be launched.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
+
+from forge.model.config import Qwen3Config
+from forge.model.forward_batch import ForwardBatch
+
+SHAPE = "qwen3-0.6b"
+"""The published model whose steps are worked out, in bfloat16."""
+BYTES = 2
+"""Of a weight, a key's number and an activation: bfloat16."""
+BLOCK_SIZE = 16
+TABLE = ((1, 160), (4, 160), (16, 160), (64, 160), (1, 2048), (64, 2048))
+"""Rows and contexts of the decodes."""
+PROMPTS = (128, 512)
+"""Tokens of the prefills."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a GPU can do at most."""
+
+    device: str
+    bytes_per_second: float
+    operations_per_second: float
+    """bfloat16 multiplications and additions, counted separately."""
+
+
+H200 = Limits("NVIDIA H200", 4.8e12, 989e12)
+"""As its data sheet has it (SXM; dense, without sparsity)."""
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One step."""
+
+    name: str
+    """`decode1@160`: one row with 160 tokens before it; `prefill128`."""
+    title: str
+    rows: int
+    context: int
+    bytes: int
+    """Weights once, and the keys and values before the step."""
+    operations: int
+    """Multiplications and additions, counted separately."""
+    launches: Mapping[str, int] | None
+    """Kernel → how often it is launched; None where torch or Triton, which would be asked, is not installed."""
+
+    @property
+    def num_launches(self) -> int | None:
+        return sum(self.launches.values()) if self.launches is not None else None
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.operations / self.bytes
+
+    def floor_ms(self, limits: Limits) -> float:
+        """The least milliseconds on a GPU of these limits: no step is faster, and most are slower."""
+        seconds = max(self.bytes / limits.bytes_per_second, self.operations / limits.operations_per_second)
+        return seconds * 1e3
+
+    def is_bound_by_memory(self, limits: Limits) -> bool:
+        return self.bytes / limits.bytes_per_second >= self.operations / limits.operations_per_second
+
+
+def planned_steps(config: Qwen3Config) -> tuple[PlannedStep, ...]:
+    """The steps that `forge bench cuda` measures, and what each has to do."""
+    counted = _Counted(config) if find_spec("torch") and find_spec("triton") else None
+    decodes = [
+        _planned(f"decode{rows}@{context}", f"decode {rows} @ {context:,}", config, counted, rows, context, 1)
+        for rows, context in TABLE
+    ]
+    return *decodes, *(_planned(f"prefill{n}", f"prefill {n}", config, counted, 1, 0, n) for n in PROMPTS)
+
+
+def num_weights(config: Qwen3Config) -> int:
+    """Of all matrices that a row is multiplied with, the output head included."""
+    layer = (config.query_size + 2 * config.key_value_size) * config.hidden_size
+    layer += config.hidden_size * config.query_size + 3 * config.hidden_size * config.intermediate_size
+    return config.num_layers * layer + config.vocab_size * config.hidden_size
+
+
+def _planned(
+    name: str, title: str, config: Qwen3Config, counted: "_Counted | None", sequences: int, context: int, new: int
+) -> PlannedStep:
+    """Of `sequences` that have `context` tokens and bring `new` ones; a prompt needs the logits of its last token."""
+    head = config.vocab_size * config.hidden_size
+    layers, rows = num_weights(config) - head, sequences * new
+    seen = sequences * (new * context + new * (new + 1) // 2)  # pairs of a row and a key
+    held = sequences * context * 2 * config.key_value_size * config.num_layers
+    return PlannedStep(
+        name,
+        title,
+        rows,
+        context,
+        BYTES * (layers + head + held),
+        2 * (layers * rows + head * sequences) + 4 * config.query_size * config.num_layers * seen,
+        counted.launches(sequences, context, new) if counted is not None else None,
+    )
+
+
+class _Counted:
+    """A model on the `meta` device, and what its steps would launch."""
+
+    def __init__(self, config: Qwen3Config):
+        from forge.backends.cuda.ahead_of_time import weightless_model
+        from forge.gguf import GGMLType
+
+        self._found: Counter[str] = Counter()
+        self._model = weightless_model(config, GGMLType.BF16, lambda launch: self._found.update([launch.label]))
+
+    def launches(self, sequences: int, context: int, new: int) -> dict[str, int]:
+        from forge.backends.cuda.ahead_of_time import CountedProducts
+
+        length = context + new
+        blocks = -(-length // BLOCK_SIZE)
+        model, batch = self._model, _batch(sequences, context, new, blocks)
+        storage = model.new_storage(model.kv_layout(sequences * blocks, BLOCK_SIZE, "bfloat16"))
+        self._found.clear()
+        with CountedProducts(self._found):
+            model.backend.launch(model.forward_pass, batch, storage)
+        return dict(self._found)
+
+
+def _batch(sequences: int, context: int, new: int, blocks: int) -> ForwardBatch:
+    """Rows of sequences of equal lengths, whose blocks lie one after the other."""
+    tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
+    positions = np.tile(np.arange(context, context + new, dtype=np.int32), sequences)
+    ends = np.arange(sequences + 1, dtype=np.int32) * new
+    return ForwardBatch(
+        token_ids=np.zeros(sequences * new, np.int32),
+        positions=positions,
+        cu_seqlens=ends,
+        slot_mapping=np.repeat(tables[:, 0] * BLOCK_SIZE, new).astype(np.int32) + positions,
+        block_tables=tables,
+        context_lens=np.full(sequences, context + new, np.int32),
+        logit_rows=ends[1:] - 1,
+    )
