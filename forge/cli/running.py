@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge.cli.options import model_label
+from forge.errors import ForgeError
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine
@@ -142,7 +143,8 @@ def advance(
     history: "History | None" = None,
 ) -> Driven:
     """Advance a run to its end, or to Ctrl-C, under `watch`. Where it is stepped through, `on_step` sees the steps when
-    that is over: only one of the two can have the screen. `history`, if given, is fed every step first."""
+    that is over: only one of the two can have the screen. `history`, if given, is fed every step first. Raises
+    `ForgeError` if a sample ended as an `error`."""
     watch.begin(llm, engine)
     records: list[StepRecord] = []
     stepped = _stepper(llm, engine, history) if watch.steps else None
@@ -166,6 +168,9 @@ def advance(
             interrupted = _advance(run, records, watch, history, show)
     for output in run.outputs:
         watch.record(end_record(output))
+    for sample in [sample for output in run.outputs for sample in output.outputs]:
+        if sample.finish_reason == "error":
+            raise ForgeError("; ".join(sample.errors))
     return Driven(tuple(records), interrupted or left, left and not interrupted)
 
 

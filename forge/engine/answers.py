@@ -35,6 +35,8 @@ class OneShotResult:
     """For each scored prompt token the likeliest tokens there and their log probabilities, itself always among them."""
     embedding: np.ndarray | None = None
     """float32 `[hidden]`, of length 1."""
+    error: str | None = None
+    """Why there is no answer."""
 
 
 def rows_of(one: OneShotItem) -> SequenceRows:

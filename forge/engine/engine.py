@@ -89,6 +89,8 @@ class Engine:
         """A step or an abort ended in an exception, and nobody has cleared up after it yet."""
         self._decided: tuple[list[Outcome], Learned] | None = None
         """What has come of the step whose tokens are chosen and not yet committed."""
+        self._plan: StepPlan | None = None
+        """Of the step that was begun last, once it was decided."""
         self._runs_ahead = model.runs_ahead
         self._ahead: Flight | None = None
         """The next step, where it was launched before this one was read."""
@@ -142,7 +144,7 @@ class Engine:
             return (self._queue_oneshot(request_id, token_ids, task, params, prompt, salt),)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         prompt_logprobs: list = []
-        first, *others = sequences = tuple(
+        first, *others = (
             Sequence(
                 seq_id=next(self._sequence_ids) if continues is None else continues,
                 request_id=request_id,
@@ -163,8 +165,8 @@ class Engine:
             for index in range(params.n)
         )
         first.forks = others
-        self._requests[request_id] = Generation(request_id, prompt, seed, sequences)
-        seq_ids, now = tuple(sequence.seq_id for sequence in sequences), time.perf_counter()
+        generation = self._requests[request_id] = Generation(request_id, prompt, seed, (first, *others))
+        seq_ids, now = generation.seq_ids, time.perf_counter()
         for seq_id in seq_ids:
             self._work[seq_id] = Work(now)
         self.scheduler.add(first)
@@ -260,6 +262,19 @@ class Engine:
         """End a request's unfinished sequences as `error`: something went wrong with it that others need not suffer."""
         self._end(request_id, "error")
 
+    def fail_step(self) -> tuple[str, ...]:
+        """After an exception from `step`: end the requests that took part in that step as `error`, so that all others
+        can go on. Which those are; all that have not ended, if the step failed before it was decided who takes part."""
+        if self._plan is None:
+            seq_ids = {one.seq_id for one in (*self.scheduler.unfinished(), *self.scheduler.oneshots.requests())}
+        else:
+            seq_ids = {item.seq_id for item in (*self._plan.items, *[one.item for one in self._plan.oneshots])}
+        failed = [name for name, known in self._requests.items() if not seq_ids.isdisjoint(known.seq_ids)]
+        failed += self._oneshots.among(seq_ids)
+        for request_id in failed:
+            self.fail(request_id)
+        return tuple(failed)
+
     def forget(self, request_id: str) -> None:
         """Drop what is remembered of a request whose sequences have all ended."""
         if request_id in self._oneshots:
@@ -296,9 +311,11 @@ class Engine:
 
     def _run_step(self) -> StepRecord:
         started = time.perf_counter()
-        flight = self._ahead or self._launch(self.scheduler.schedule(), started)
-        if flight.plan.ahead:
+        flight, self._plan = self._ahead, None
+        if flight is not None:
             self.lease.check()
+        self._plan = flight.plan if flight is not None else self.scheduler.schedule()
+        flight = flight or self._launch(self._plan, started)
         self._ahead = self._look_ahead(flight)
         waited = time.perf_counter()
         likeliest, tops = greatest(flight.logits) if flight.plan.items and len(flight.logits) else ([], [])
@@ -322,6 +339,9 @@ class Engine:
         self._decided = choices.outcomes, learned  # from here on the step has happened
         self._work.enter(plan, items, choices.tokens, forward_ms, started, ended)
         answered = self._oneshots.end(plan.oneshots, answers, forward_ms, started, ended)
+        for finish in answered.finished:
+            if finish.error is not None and self.cache.knows(finish.seq_id):
+                self.cache.remove(finish.seq_id)  # what a broken forward wrote must not serve anybody else
         self.speculation.take(learned)
         self.storage.copy_blocks(self.scheduler.commit(plan, choices.outcomes))
         self._decided = None
@@ -421,7 +441,7 @@ class Engine:
         sequences = reversed(list(self.scheduler.unfinished()))  # forks before those whose prompt they share
         finished = [self._end_sequence(sequence, "error", error) for sequence in sequences]
         for request in list(self.scheduler.oneshots.requests()):
-            finished.append(self._oneshots.abort(request.request_id, "error", self.scheduler))
+            finished.append(self._oneshots.abort(request.request_id, "error", self.scheduler, error))
         times = {"schedule_ms": 0.0, "forward_ms": 0.0, "sample_ms": 0.0, "started": started}
         return self._record(items=(), tokens=(), finished=tuple(finished), ended=time.perf_counter(), **times)
 

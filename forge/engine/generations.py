@@ -24,6 +24,10 @@ class Generation:
     sequences: tuple[Sequence, ...]
 
     @property
+    def seq_ids(self) -> tuple[int, ...]:
+        return tuple(sequence.seq_id for sequence in self.sequences)
+
+    @property
     def is_unfinished(self) -> bool:
         return any(sequence.finish_reason is None for sequence in self.sequences)
 

@@ -32,7 +32,7 @@ from forge.engine.policies import (
     VictimPolicy,
 )
 from forge.engine.sampling_params import SamplingParams
-from forge.errors import UsageError
+from forge.errors import ForgeError, UsageError
 from forge.model.catalog import DEFAULT_MODEL
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel, LoadProgress, load_model
@@ -300,7 +300,8 @@ class LLM:
         """Run requests that keep nothing, each a prompt's tokens and what is wanted of it; their results in order.
 
         Other work of the engine advances with them. All or none are queued. on_progress: called after each step with
-        (answered, in all).
+        (answered, in all). Raises `ForgeError` if one of them ends without an answer: the model is gone, or its logits
+        are no numbers.
         """
         engine, request_ids = self.engine, []
         try:
@@ -313,11 +314,18 @@ class LLM:
                 on_progress(len(request_ids) - len(waiting), len(request_ids))
                 on_step(engine.step())
             on_progress(len(request_ids), len(request_ids))
-            return [engine.result(request_id) for request_id in request_ids]
+            return [self._answer_to(request_id) for request_id in request_ids]
         finally:
             for request_id in request_ids:
                 engine.abort(request_id)
                 engine.forget(request_id)
+
+    def _answer_to(self, request_id: str) -> OneShotResult:
+        """Raises `ForgeError` if there is none."""
+        result = self.engine.result(request_id)
+        if result is None:
+            raise ForgeError("; ".join(self.engine.output(request_id).outputs[0].errors) or "the request was aborted")
+        return result
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """The logits after each of `token_ids`: float32 `[len(token_ids), vocab_size]`.

@@ -4,7 +4,8 @@ The scheduler's `OneShotQueue` decides when each runs; here is what comes of it.
 when the step that computed it has happened, so a step that is undone leaves nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,15 +13,15 @@ import numpy as np
 
 from forge.cache.kv_storage import KvStorage
 from forge.engine.answers import OneShotResult, answer, answer_in_slices, embed, joins_batch, max_slice_rows
+from forge.engine.choosing import OnLogits
 from forge.engine.oneshot import OneShotItem, OneShotRequest
 from forge.engine.output_text import OutputText
 from forge.engine.outputs import CompletionOutput, RequestOutput
+from forge.engine.sampling import BrokenLogits
 from forge.engine.scheduler import Scheduler
 from forge.model.qwen3 import Model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 from forge.trace.records import FinishReason, FinishRecord, RequestMetrics, TokenRecord
-
-OnLogits = Callable[[int, np.ndarray], None]
 
 
 class Answered(NamedTuple):
@@ -61,6 +62,10 @@ class OneShotRequests:
     def is_unfinished(self, request_id: str) -> bool:
         return self._known[request_id].end is None
 
+    def among(self, seq_ids: set[int]) -> list[str]:
+        """Those that are known by one of these ids."""
+        return [request_id for request_id, known in self._known.items() if known.request.seq_id in seq_ids]
+
     def result(self, request_id: str) -> OneShotResult | None:
         end = self._known[request_id].end
         return end.result if end is not None else None
@@ -69,13 +74,15 @@ class OneShotRequests:
         assert self._known[request_id].end is not None, "it is still running"
         del self._known[request_id]
 
-    def abort(self, request_id: str, reason: FinishReason, scheduler: Scheduler) -> FinishRecord:
+    def abort(
+        self, request_id: str, reason: FinishReason, scheduler: Scheduler, error: str | None = None
+    ) -> FinishRecord:
         """End a request, if it has not ended; how it did."""
         known = self._known[request_id]
         if known.end is None:
             request = known.request
             metrics = RequestMetrics(len(request.token_ids), 0, request.arrived, None, None)
-            known.end = _End(FinishRecord(request.seq_id, reason), metrics)
+            known.end = _End(FinishRecord(request.seq_id, reason, error=error), metrics)
             scheduler.num_finished += 1
         scheduler.oneshots.remove(known.request.seq_id)
         return known.end.finish
@@ -105,8 +112,9 @@ class OneShotRequests:
             answers |= {one.request.seq_id: result for one, result in zip(embeddings, results, strict=True)}
         for one in items:
             if one.request.task.head == "logits" and not joins_batch(one, most):
-                found = answer_in_slices(one, model, self._storage, on_logits, probabilities)
-                answers[one.request.seq_id] = found
+                with _unless_broken(one, answers):
+                    found = answer_in_slices(one, model, self._storage, on_logits, probabilities)
+                    answers[one.request.seq_id] = found
         return answers
 
     def answer(
@@ -122,7 +130,8 @@ class OneShotRequests:
         for one in joining:
             rows = logits[first : first + len(one.item.logit_rows)]
             first += len(rows)
-            answers[one.request.seq_id] = answer(one.request, rows, on_logits, probabilities)
+            with _unless_broken(one, answers):
+                answers[one.request.seq_id] = answer(one.request, rows, on_logits, probabilities)
         return answers
 
     def end(
@@ -159,6 +168,8 @@ class OneShotRequests:
     def _ended(self, request: OneShotRequest, result: OneShotResult) -> tuple[_End, TokenRecord | None]:
         """How a request ends with its answer: as a generation of one token does, or simply answered."""
         choice = result.choice
+        if result.error is not None:
+            return _End(FinishRecord(request.seq_id, "error", error=result.error), None), None
         if choice is None:  # a generation of no tokens has come to its length; anything else is simply answered
             reason = "length" if request.params.max_tokens == 0 else "stop"
             return _End(FinishRecord(request.seq_id, reason), None, result), None
@@ -208,5 +219,15 @@ class OneShotRequests:
             metrics=end.metrics
             if end is not None
             else RequestMetrics(len(request.token_ids), 0, request.arrived, None, None),
+            errors=(end.finish.error,) if end is not None and end.finish.error is not None else (),
         )
         return RequestOutput(request_id, request.prompt, request.token_ids, (completion,), scores, request.seed)
+
+
+@contextmanager
+def _unless_broken(one: OneShotItem, answers: dict[int, OneShotResult]) -> Iterator[None]:
+    """Logits that are no numbers are the error of the one request that they are of."""
+    try:
+        yield
+    except BrokenLogits as error:
+        answers[one.request.seq_id] = OneShotResult(error=str(error))

@@ -28,7 +28,7 @@ from forge.engine.policies import SchedulerConfig
 from forge.engine.preemption import make_room
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Draft, Outcome, PlanItem, StepPlan, flat
-from forge.trace.records import BlockMap, NoBudget, Phase, Queues, WaitRecord
+from forge.trace.records import BlockMap, MaxNumSeqs, NoBlocks, NoBudget, Phase, Queues, WaitRecord
 
 _UNLIMITED = 1 << 62
 """A budget that is never used up."""
@@ -51,6 +51,7 @@ class Scheduler(Containers):
         self.block_map: BlockMap | None = None
         """Every block as the last step left it, where `keep_block_map` is set."""
         self.keep_block_map = False
+        self._refused_at: tuple[int, ...] | None = None
         self._arrivals = count()
         self._steps_passed_over = 0
         """That left nothing for requests that keep nothing, since the last that took one."""
@@ -72,10 +73,15 @@ class Scheduler(Containers):
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running or self.swapped or self.oneshots)
 
-    def has_admissible(self) -> bool:
-        """Whether somebody waits who might begin with the next step."""
-        has_place = len(self.running) < self.config.max_num_seqs
-        return bool(self.oneshots) or (has_place and bool(self.waiting or self.swapped))
+    def may_admit(self) -> bool:
+        """Whether the next step might begin somebody: not if all who wait were refused a place or blocks by the last
+        step that was scheduled, and nobody has come or gone since."""
+        if self.oneshots or self._refused_at != self._coming_and_going():
+            return bool(self.oneshots or self.waiting or self.swapped)
+        return False
+
+    def _coming_and_going(self) -> tuple[int, ...]:
+        return len(self.waiting), len(self.swapped), len(self.kept), self.num_finished
 
     @property
     def queues(self) -> Queues:
@@ -96,6 +102,8 @@ class Scheduler(Containers):
         make_room(self, draft)
         taking_part = [self.running[seq_id] for seq_id, tokens in draft.tokens.items() if tokens]
         items = tuple([self._plan_item(sequence, draft) for sequence in taking_part])
+        refused = not draft.preempted and all(isinstance(one.reason, NoBlocks | MaxNumSeqs) for one in draft.waiting)
+        self._refused_at = self._coming_and_going() if refused else None
         return draft.finished(items, self._plan_oneshots(items, draft) if self.oneshots else ())
 
     def _begin_draft(self) -> Draft:

@@ -2,9 +2,11 @@
 
 import io
 
+import numpy as np
 import pytest
 
 from forge.errors import ForgeError
+from forge.model.hash_model import HashModel
 
 
 def complaint(found):
@@ -55,6 +57,16 @@ def test_a_mistake_is_one_line(forge, args, status, expected):
 def test_a_mistake_that_only_the_model_can_see(forge, small, args, status, expected):
     found = forge("generate", *small, *args)
     assert found.status == status and expected in complaint(found)
+
+
+def test_a_model_whose_logits_are_no_numbers_is_one_line(forge, monkeypatch):
+    monkeypatch.setattr(
+        HashModel, "_logits", lambda model, contexts: np.full((len(contexts), model.vocab_size), np.nan)
+    )
+    for command in (("generate", "hello", "4"), ("generate", "hello", "1", "--json"), ("score", "hello", "you")):
+        found = forge(*command, "-m", "hash")
+        assert found.status == 1 and "not finite" in found.err.splitlines()[-1]
+        assert "Traceback" not in found.err
 
 
 def test_json_does_not_turn_an_error_into_json(forge, small):

@@ -261,7 +261,7 @@ class Play:
             following = look_ahead(flight)
             if following is not None:
                 self.check_writes(following.plan)
-                assert following.plan.items and not self.scheduler.has_admissible()
+                assert following.plan.items and not self.scheduler.may_admit()
             return following
 
         def interrupting(batch, storage):

@@ -8,7 +8,7 @@ import pytest
 from forge.engine.engine import Engine
 from forge.engine.oneshot import OneShotTask
 from forge.engine.sampling_params import SamplingParams
-from forge.errors import ForgeError, UsageError
+from forge.errors import UsageError
 from tests.engine.scripted import assert_nothing_held, letters, muddled, new_engine, run_all
 from tests.engine.test_interruption import interrupted_at, lines_of
 
@@ -99,12 +99,14 @@ def test_a_task_is_always_one():
         pytest.param([1] * 65, OneShotTask(sample=True), "65 tokens and the context holds 64", id="too long"),
         pytest.param([999], OneShotTask(sample=True), "token id 999", id="no such token"),
         pytest.param([1], OneShotTask(candidates=(1, 99)), "token id 99", id="no such candidate"),
+        pytest.param([1], OneShotTask(sample=True), "logit_bias: token id 28", id="no such token in its bias"),
     ],
 )
 def test_a_request_that_cannot_run_is_refused_and_nothing_changes(prompt, task, message):
     engine = engine_of()
+    params = SamplingParams(logit_bias={28: 1.0} if "bias" in message else None)
     with pytest.raises(UsageError, match=message):
-        engine.add_oneshot("r", prompt, task)
+        engine.add_oneshot("r", prompt, task, params)
     assert not engine.has_unfinished()
     engine.add_oneshot("r", [1], OneShotTask(sample=True))
     assert [one.request_id for one in engine.step().rejected] == ["r"]
@@ -447,16 +449,107 @@ def test_a_request_that_is_aborted_has_no_answer_and_ends_once():
     assert engine.scheduler.num_finished == 3
 
 
-def test_logits_that_are_no_numbers_end_nothing_but_the_step():
-    def broken(tokens):
-        return np.full(28, np.nan, np.float32) if tokens == letters("bad") else muddled(tokens)
+def broken_after(text: str):
+    return lambda tokens: np.full(28, np.nan, np.float32) if tokens == letters(text) else muddled(tokens)
 
-    engine = new_engine(broken, kv="paged", max_model_len=64)
-    engine.add_request("good", letters("abc"), ONE)
-    engine.add_request("bad", letters("bad"), ONE)
-    with pytest.raises(ForgeError):
-        engine.step()
-    engine.fail("bad")
+
+@pytest.mark.parametrize("params", [ONE, SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, prompt_logprobs=1)])
+def test_logits_that_are_no_numbers_end_the_request_that_they_are_of_and_nobody_else(params):
+    engine = new_engine(broken_after("bad"), kv="prefix", max_model_len=64)
+    for name in ("abc", "bad", "cab"):
+        engine.add_request(name, letters(name), params)
+    engine.add_request("generation", letters("hello"), LONG)
+    records = run_all(engine)
+
+    assert answers(engine, ["abc", "cab"]) == [alone("abc", params), alone("cab", params)]
+    bad = engine.output("bad").outputs[0]
+    assert (bad.finish_reason, bad.token_ids) == ("error", ()) and "not finite" in bad.errors[0]
+    (finish,) = [one for record in records for one in record.finished if one.reason == "error"]
+    assert "not finite" in finish.error
+    assert engine.result("bad") is None and engine.output("generation").outputs[0].finish_reason == "length"
+    for name in ("abc", "bad", "cab", "generation"):
+        engine.forget(name)
+    assert_nothing_held(engine)
+
+
+def test_what_a_broken_forward_wrote_for_a_request_that_keeps_nothing_is_not_published():
+    engine = new_engine(broken_after("abcdefghij"), kv="prefix", max_model_len=64)
+    ask(engine, "abcdefghij", "abcdefghkl")
+    engine.step()
+    assert engine.output("r0").outputs[0].finish_reason == "error"
+    assert engine.cache.stats().cached_blocks == 0
     run_all(engine)
-    assert answers(engine, ["good"]) == [alone("abc")]
-    assert engine.output("bad").outputs[0].finish_reason == "error"
+    assert answers(engine, ["r1"]) == [alone("abcdefghkl")]
+
+
+# A step that fails
+
+
+class Broken(Exception):
+    pass
+
+
+def failing(engine: Engine) -> None:
+    """The next forward fails."""
+    forward = engine.model.forward
+
+    def fail(batch, storage):
+        engine.model.forward = forward
+        raise Broken
+
+    engine.model.forward = fail
+
+
+def test_a_step_that_fails_fails_only_the_requests_that_were_in_it():
+    engine = engine_of("paged", max_num_seqs=1, oneshot_tokens=4)
+    engine.add_request("in it", letters("ab"), LONG)
+    engine.add_request("waits for a place", letters("cd"), SamplingParams(max_tokens=3, ignore_eos=True))
+    names = ask(engine, "abcd", "efgh")
+    failing(engine)
+    with pytest.raises(Broken):
+        engine.step()
+
+    assert engine.fail_step() == ("in it", "r0")
+    assert [engine.output(name).outputs[0].finish_reason for name in ("in it", "r0")] == ["error", "error"]
+    run_all(engine)
+    assert answers(engine, names[1:]) == [alone("efgh")]
+    assert engine.output("waits for a place").outputs[0].finish_reason == "length"
+    for name in ("in it", "waits for a place", *names):
+        engine.forget(name)
+    assert_nothing_held(engine)
+
+
+def test_a_step_that_fails_before_it_is_decided_fails_everybody():
+    engine = engine_of("paged", max_num_seqs=1)
+    engine.add_request("g", letters("ab"), LONG)
+    engine.add_request("waits", letters("cd"), LONG)
+    ask(engine, "abcd")
+    engine.step()
+
+    def fail():
+        raise Broken
+
+    ask_again = engine.add_request("r1", letters("efgh"), ONE)
+    engine.scheduler.schedule = fail
+    with pytest.raises(Broken):
+        engine.step()
+    assert ask_again and engine.fail_step() == ("g", "waits", "r1")
+    assert not engine.has_unfinished()
+
+
+def test_what_had_been_chosen_when_a_step_failed_stands_and_its_request_is_named():
+    engine = engine_of("paged")
+    engine.add_request("ends", letters("ab"), SamplingParams(max_tokens=2, ignore_eos=True))
+    engine.add_request("goes on", letters("ab"), LONG)
+    engine.step()
+
+    def fail(*arguments):
+        raise Broken
+
+    engine.scheduler.commit = fail
+    with pytest.raises(Broken):
+        engine.step()
+    assert engine.fail_step() == ("ends", "goes on")
+    assert engine.output("ends").outputs[0].finish_reason == "length"
+    assert len(engine.output("goes on").outputs[0].token_ids) == 2
+    assert engine.output("goes on").outputs[0].finish_reason == "error"

@@ -1,0 +1,330 @@
+"""Steps planned and launched before the tokens of the step before them are known: same tokens, nothing lost, and truly
+ahead. Random operations are in `test_random_scheduling`."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from forge.engine.engine import Engine
+from forge.engine.llm import Run
+from forge.engine.sampling_params import SamplingParams
+from forge.model.forward_batch import SequenceRows, flat_batch
+from forge.model.hash_model import HashModel
+from forge.trace.codec import codec_of
+from forge.trace.records import StepRecord
+from tests.engine.random_cases import MAX_MODEL_LEN, Case, new_engine, new_speculator
+from tests.engine.scripted import assert_nothing_held, run_all
+from tests.engine.test_interruption import interrupted_at, lines_of, results
+
+KV = pytest.mark.parametrize("kv", ["basic", "paged", "prefix"])
+ON = SamplingParams(max_tokens=12, ignore_eos=True)
+PROMPTS = {"a": (1, 2), "b": (2, 2, 1, 3), "c": (3,)}
+
+
+def engine_of(runs_ahead: bool = True, **case) -> Engine:
+    return new_engine(Case(runs_ahead=runs_ahead, **{"num_blocks": 65} | case))  # three runs, where they are whole
+
+
+def start(engine: Engine, params: SamplingParams = ON, prompts=PROMPTS) -> Run:
+    return Run(engine, [(name, engine.add_request(name, prompt, params)) for name, prompt in prompts.items()])
+
+
+def outputs(runs_ahead: bool, params: SamplingParams = ON, **case) -> tuple[list, list[StepRecord]]:
+    engine = engine_of(runs_ahead, **case)
+    run = start(engine, params)
+    records = []
+    for record in run:
+        engine.scheduler.check_invariants()
+        records.append(record)
+    assert_nothing_held(engine)
+    assert engine._ahead is None
+    return results(run), records
+
+
+@KV
+def test_a_batch_that_only_decodes_is_planned_ahead_from_its_second_decode_on(kv):
+    plain, records = outputs(False, kv=kv)
+    ahead, records_ahead = outputs(True, kv=kv)
+
+    assert ahead == plain
+    assert not any(record.planned_ahead for record in records)
+    assert [record.planned_ahead for record in records_ahead] == [False, False, *[True] * 10]
+    assert all(record.discarded == 0 for record in records_ahead), "who ends by its length is left out in time"
+    assert [record.tokens for record in records_ahead] == [record.tokens for record in records]
+    assert [record.items for record in records_ahead] == [record.items for record in records]
+
+
+@KV
+@pytest.mark.parametrize("params", [SamplingParams(max_tokens=22), SamplingParams(max_tokens=20, stop=["bc", "cab"])])
+def test_a_sequence_that_ends_of_itself_has_one_row_computed_in_vain(kv, params):
+    plain, _ = outputs(False, params, kv=kv)
+    ahead, records = outputs(True, params, kv=kv)
+
+    assert ahead == plain
+    assert any(record.planned_ahead for record in records)
+    early = sum(len(tokens) < params.max_tokens for tokens, *_ in ahead)
+    assert 0 < sum(record.discarded for record in records) <= early
+
+
+@KV
+def test_an_abort_leaves_the_row_in_flight_to_be_thrown_away(kv):
+    whole, _ = outputs(False, kv=kv)
+    engine = engine_of(kv=kv)
+    run = start(engine)
+    for _ in range(4):
+        engine.step()
+    engine.abort("b")
+    engine.scheduler.check_invariants()
+    record = engine.step()
+
+    assert record.planned_ahead and record.discarded == 1
+    assert [item.seq_id for item in record.items] == [0, 2] == [token.seq_id for token in record.tokens]
+    assert record.tokens_computed == 2
+    list(run)
+    said = [one.token_ids for output in run.outputs for one in output.outputs]
+    assert said == [whole[0][0], whole[1][0][:4], whole[2][0]]
+    assert_nothing_held(engine)
+
+
+def test_when_all_are_aborted_the_step_in_flight_is_dropped():
+    engine = engine_of()
+    start(engine)
+    for _ in range(4):
+        engine.step()
+    assert engine._ahead is not None
+    for name in PROMPTS:
+        engine.abort(name)
+
+    assert engine._ahead is None and not engine.has_unfinished()
+    engine.add_request("next", (1, 1), ON)
+    records = run_all(engine)
+    assert [record.discarded for record in records[:2]] == [3, 0]
+    assert not records[0].planned_ahead
+
+
+@pytest.mark.parametrize("kv", ["paged", "prefix"])
+def test_who_arrives_is_admitted_by_the_first_step_that_is_planned_after(kv):
+    engine = engine_of(kv=kv)
+    start(engine)
+    for _ in range(4):
+        engine.step()
+    (new,) = engine.add_request("new", (1, 1, 2), ON)
+    in_flight, next_one = engine.step(), engine.step()
+
+    assert in_flight.planned_ahead and not in_flight.admitted
+    assert not next_one.planned_ahead and [one.seq_id for one in next_one.admitted] == [new]
+    records = run_all(engine)
+    assert records[1].planned_ahead, "and then ahead again"
+
+
+@pytest.mark.parametrize(
+    "case", [{"max_num_seqs": 2}, {"num_blocks": 9, "block_size": 4}, {"kv": "basic", "num_blocks": 1}]
+)
+def test_who_cannot_be_admitted_anyway_does_not_keep_others_from_being_planned_ahead(case):
+    engine = engine_of(**case)
+    run = start(engine, prompts={"a": (1, 2, 3, 1, 2, 2), "b": (2, 2, 1, 3, 1, 1), "c": (3,) * 12})
+    records = run_all(engine)
+
+    waiting = [record for record in records if record.queues.waiting]
+    assert len(waiting) > 8 and sum(record.planned_ahead for record in waiting) >= len(waiting) - 3
+    reasons = {type(one.reason).__name__ for record in records for one in record.waiting}
+    assert reasons == {"MaxNumSeqs" if "max_num_seqs" in case else "NoBlocks"}
+    plain = engine_of(False)
+    expected = start(plain, prompts={"a": (1, 2, 3, 1, 2, 2), "b": (2, 2, 1, 3, 1, 1), "c": (3,) * 12})
+    run_all(plain)
+    assert results(run) == results(expected)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=8, temperature=1.0, seed=1),
+        SamplingParams(max_tokens=8, logprobs=1),
+        SamplingParams(max_tokens=8, repetition_penalty=1.5),
+    ],
+)
+def test_tokens_that_take_more_than_the_greatest_logit_are_waited_for(params):
+    assert outputs(True, params)[0] == outputs(False, params)[0]
+    assert not any(record.planned_ahead for record in outputs(True, params)[1])
+
+
+@pytest.mark.parametrize("attribute, value", [("report_probabilities", True), ("on_logits", lambda *_: None)])
+def test_who_wants_to_see_logits_gets_them_step_by_step(attribute, value):
+    engine = engine_of()
+    run = start(engine)
+    for _ in range(4):
+        engine.step()
+    setattr(engine, attribute, value)
+    records = run_all(engine)
+
+    assert [record.planned_ahead for record in records] == [True] + [False] * (len(records) - 1)
+    assert results(run) == outputs(False)[0]
+
+
+def test_logits_of_a_step_in_flight_can_still_be_kept():
+    engine, seen = engine_of(), []
+    start(engine)
+    for _ in range(4):
+        engine.step()
+    engine.on_logits = lambda seq_id, logits: seen.append((seq_id, int(logits.argmax())))
+    record = engine.step()
+
+    assert record.planned_ahead
+    assert seen == [(token.seq_id, token.token_id) for token in record.tokens]
+
+
+def test_where_somebody_guesses_nothing_is_planned_ahead():
+    engine = new_engine(Case(runs_ahead=True, drafts=(0.8,)))
+    run = start(engine)
+    assert not any(record.planned_ahead for record in run_all(engine))
+    assert results(run) == outputs(False)[0]
+
+
+def test_guessing_can_begin_while_a_step_is_in_flight():
+    engine = engine_of()
+    run = start(engine)
+    for _ in range(4):
+        engine.step()
+    engine.speculation = new_speculator(Case(drafts=(0.8,)))
+    engine.scheduler.guess_room.wanted = engine.speculation.wanted
+    records = run_all(engine)
+
+    assert records[0].planned_ahead and any(record.cycles for record in records)
+    assert results(run) == outputs(False)[0]
+
+
+def test_without_blocks_for_all_nothing_is_looked_ahead_and_somebody_is_preempted_as_ever():
+    plain, records = outputs(False, num_blocks=7, block_size=4)
+    ahead, records_ahead = outputs(True, num_blocks=7, block_size=4)
+
+    assert ahead == plain
+    assert any(record.planned_ahead for record in records_ahead)
+    assert any(record.preempted for record in records)
+    assert [record.preempted for record in records_ahead] == [record.preempted for record in records]
+
+
+def test_a_revoked_lease_ends_everybody_with_the_next_step():
+    engine = engine_of()
+    run = start(engine)
+    for _ in range(4):
+        engine.step()
+    engine.lease.revoke()
+    record = engine.step()
+
+    assert {one.reason for one in record.finished} == {"error"} and len(record.finished) == 3
+    assert [len(one[0]) for one in results(run)] == [4, 4, 4]
+    assert engine.lease.wait_released(0)
+    assert_nothing_held(engine)
+
+
+def test_a_kept_cache_is_continued_where_its_sequence_ended_with_a_row_in_flight():
+    engine, first_prompt = engine_of(), (2, 1)
+    (kept,) = engine.add_request("first", first_prompt, SamplingParams(max_tokens=22), keep_cache=True)
+    first = run_all(engine)
+    said = engine.output("first").outputs[0].token_ids
+    assert engine.output("first").outputs[0].finish_reason == "stop" and first[-1].discarded == 1
+    prompt = (*first_prompt, *said, 2)
+    engine.add_request("second", prompt, ON, continues=kept)
+    second = run_all(engine)
+
+    assert second[0].admitted[0].num_cached >= len(prompt) - 2
+    other = engine_of(False)
+    other.add_request("second", prompt, ON)
+    run_all(other)
+    assert engine.output("second").outputs[0].token_ids == other.output("second").outputs[0].token_ids
+
+
+@KV
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_interrupted_anywhere_it_goes_on_as_if_nothing_had_happened(kv, steps):
+    params = SamplingParams(max_tokens=9)
+    expected = outputs(False, params, kv=kv)[0]
+
+    def busy() -> tuple[Engine, Run]:
+        engine = engine_of(kv=kv)
+        run = start(engine, params)
+        for _ in range(steps):
+            engine.step()
+        return engine, run
+
+    for line in range(steps, lines_of(busy()[0].step), 5):
+        engine, run = busy()
+        assert interrupted_at(line, engine.step)
+        for _ in run:
+            engine.scheduler.check_invariants()
+        assert results(run) == expected, f"line {line}"
+        assert_nothing_held(engine)
+        assert engine._ahead is None
+
+
+@KV
+def test_interrupted_again_and_again_it_still_comes_to_the_same_end(kv):
+    expected = outputs(False, kv=kv)[0]
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        engine = engine_of(kv=kv)
+        run = start(engine)
+        while engine.has_unfinished():
+            while interrupted_at(int(rng.integers(4000)), engine.step) and engine.has_unfinished():
+                interrupted_at(int(rng.integers(600)), engine.has_unfinished)  # while it recovers
+            engine.scheduler.check_invariants()
+        assert results(run) == expected, f"seed {seed}"
+        assert_nothing_held(engine)
+
+
+def test_an_interrupted_abort_can_be_repeated():
+    def busy() -> Engine:
+        engine = engine_of()
+        start(engine)
+        for _ in range(4):
+            engine.step()
+        return engine
+
+    def abort_all(engine: Engine) -> None:
+        for name in PROMPTS:
+            engine.abort(name)
+
+    for line in range(lines_of(partial(abort_all, busy()))):
+        engine = busy()
+        assert interrupted_at(line, partial(abort_all, engine))
+        abort_all(engine)
+        assert not engine.has_unfinished() and engine._ahead is None
+        assert engine.cache.stats().used_blocks == 0
+
+
+def test_the_record_says_that_it_was_planned_ahead_and_a_plain_one_says_nothing():
+    codec = codec_of(StepRecord)
+    _, records = outputs(True)
+    written = [codec.encode(record) for record in records]
+
+    assert [one.get("planned_ahead", False) for one in written] == [record.planned_ahead for record in records]
+    assert "planned_ahead" not in written[0] and "discarded" not in written[0]
+    assert [codec.decode(one, "") for one in written] == records
+
+
+def test_a_token_below_0_is_the_likeliest_of_a_row_of_the_forward_before_on_that_storage():
+    model = HashModel(runs_ahead=True)
+    storages = [model.new_storage(model.kv_layout(4, 8)) for _ in range(2)]
+    texts = [[5, 6, 7], [9]]
+    parts = [SequenceRows(text, 0, (index,), range(len(text) - 1, len(text))) for index, text in enumerate(texts)]
+    chosen = model.forward(flat_batch(parts, 8), storages[0]).argmax(axis=1).tolist()
+    model.forward(flat_batch(parts[:1], 8), storages[1])  # on another storage: no matter
+    named = [SequenceRows([-1 - row], len(texts[row]), (row,), range(1)) for row in (1, 0)]
+    found = model.forward(flat_batch(named, 8), storages[0])
+
+    whole = [
+        SequenceRows([*texts[row], chosen[row]], 0, (row,), range(len(texts[row]), 1 + len(texts[row])))
+        for row in (1, 0)
+    ]
+    assert np.array_equal(found, model.forward(flat_batch(whole, 8), storages[1]))
+
+
+def test_the_longest_sequences_are_planned_ahead_up_to_their_last_token():
+    for kv in ("basic", "paged", "prefix"):
+        case = Case(kv=kv, runs_ahead=True)
+        engine = new_engine(case)
+        engine.add_request("long", PROMPTS["a"], SamplingParams(max_tokens=99, ignore_eos=True))
+        records = run_all(engine)
+        assert len(engine.output("long").outputs[0].token_ids) == MAX_MODEL_LEN - 2 + 1
+        assert records[-1].planned_ahead and sum(record.discarded for record in records) == 0
