@@ -254,18 +254,15 @@ def bench_host(
     kv: Annotated[str, typer.Option("--kv", help="off, basic, paged or prefix.")] = "paged",
     steps: Annotated[int, typer.Option("--steps", help="Steps per figure.", min=2)] = 200,
     json: options.JsonOption = False,
-) -> None:
+) -> Found:
     """What a step costs beside its forward pass: planning, choosing tokens, records; with 1, 4, 16 and 64 sequences."""
     from forge.bench.host_time import measure
     from forge.views.host_time import host_time_object, print_host_time
-    from forge.views.json_output import to_json
-    from forge.views.terminal import open_console
+    from forge.views.report import Report
 
-    times = measure(kv, steps=steps)
-    if json:
-        open_console().print(to_json(host_time_object(times)), soft_wrap=True)
-    else:
-        print_host_time(open_console(), times, machine.cpu_model())
+    times, where = measure(kv, steps=steps), machine.cpu_model()
+    report = Report({"steps": host_time_object(times)}, lambda console: print_host_time(console, times, where))
+    return report.as_json() if json else report
 
 
 @bench.command("speculation")

@@ -37,4 +37,4 @@ def test_nothing_is_cut_off(width):
 
 def test_the_command_prints_an_object(capsys):
     assert main(["bench", "host", "--steps", "2", "--json"]) == 0
-    assert [one["sequences"] for one in json.loads(capsys.readouterr().out)] == [1, 4, 16, 64]
+    assert [one["sequences"] for one in json.loads(capsys.readouterr().out)["steps"]] == [1, 4, 16, 64]
