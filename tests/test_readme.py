@@ -168,6 +168,8 @@ def test_nothing_that_a_reader_is_told_to_type_is_left_out():
     assert [line for line in LINES if line not in RUN_BY and line.startswith("make ")] == []
     assert [line for line in (*SHORTER, *RUN_BY) if line not in LINES and line not in CHAPTERS] == []
     assert {block.language for block in BLOCKS} == {"sh", "python"}
+    unfenced = [line for page in PAGES for line in FENCE.sub("", page.read_text(encoding="utf-8")).splitlines()]
+    assert [line for line in unfenced if re.match(r"\s*(forge|make|pip|curl) ", line)] == []
 
 
 def test_whoever_runs_a_command_is_there():
