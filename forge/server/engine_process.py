@@ -42,7 +42,7 @@ from forge.server.messages import (
     Withdraw,
     frame,
 )
-from forge.trace.records import StepRecord
+from forge.trace.records import FinishRecord, StepRecord
 
 logger = logging.getLogger("forge.engine")
 
@@ -187,8 +187,9 @@ class EngineServer:
         if isinstance(command, Submit):
             self._submit(command)
         elif isinstance(command, Abort):
-            if command.key in self._requests:
-                self._end(self._requests[command.key], None)
+            if (request := self._requests.get(command.key)) is not None:
+                self.engine.abort(request.request_id)
+                self._take_output(request, None)
         elif isinstance(command, Watch):
             self._watched = command.wanted
         elif isinstance(command, AskOneShots):
@@ -276,10 +277,10 @@ class EngineServer:
         ended: dict[_Request, str | None] = {}
         for finish in record.finished:
             if finish.seq_id not in samples:
-                self._take_oneshot(finish.seq_id)
+                self._take_oneshot(finish)
                 continue
             request, sample = samples[finish.seq_id]
-            ended[request] = getattr(finish, "error", None)
+            ended[request] = finish.error
             if request.stream:
                 update.sample_ends.append(SampleEnd(request.key, sample, finish.reason, finish.text, finish.stop))
         update.steps.append(_summary(record))
@@ -290,42 +291,29 @@ class EngineServer:
             if not self.engine.is_unfinished(request.request_id):
                 self._take_output(request, error)
 
-    def _take_oneshot(self, seq_id: int) -> None:
-        group = self._group_of[seq_id]
+    def _take_oneshot(self, finish: FinishRecord) -> None:
+        group = self._group_of.get(finish.seq_id)
+        if group is None:
+            return  # it was answered with the error of another of its requests
         group.missing -= 1
-        if not group.missing:
+        if finish.error is not None:
+            self._end_group(group, Fault(finish.error, internal=True))
+        elif not group.missing:
             self._end_group(group, None)
 
     def _fail(self, error: Exception) -> None:
-        """A step ended in `error`: the requests that were in it end with it. The engine undoes the step.
-
-        A request of which the scheduler has no sequence is a one-shot, and may have been in any step.
-        """
-        scheduler = self.engine.scheduler
-        running = {sequence.request_id for sequence in scheduler.running.values()}
-        seq_ids = {request: seq_id for seq_id, (request, _) in self._samples.items()}
-        concerned = [
-            request
-            for request, seq_id in seq_ids.items()
-            if request.request_id in running or scheduler.find(seq_id) is None
-        ]
+        """A step ended in `error`: the requests that were in it end with it. The engine undoes the step."""
         if isinstance(error, ForgeError):
             message = str(error)
         else:
             logger.error("a step failed", exc_info=error)
             message = f"the step that this request was part of failed ({type(error).__name__})"
+        failed = set(self.engine.fail_step())
         for group in list(self._groups.values()):
-            self._end_group(group, Fault(message, internal=True))
-        for request in concerned or list(self._requests.values()):
-            self._end(request, message)
-
-    def _end(self, request: _Request, error: str | None) -> None:
-        """End a request before its time: it failed, or nobody waits for it any more."""
-        if error is None:
-            self.engine.abort(request.request_id)
-        else:
-            self.engine.fail(request.request_id)
-        self._take_output(request, error)
+            if not failed.isdisjoint(group.requests.values()):
+                self._end_group(group, Fault(message, internal=True))
+        for request in [self._requests[self._keys[name]] for name in failed if name in self._keys]:
+            self._take_output(request, message)
 
     def _take_output(self, request: _Request, error: str | None) -> None:
         """A request has ended: send its output and forget it."""

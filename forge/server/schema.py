@@ -163,8 +163,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 def unsupported_parameter(body: Sampling) -> str | None:
     """The first parameter that asks for what this server does not do."""
     for name, value in (body.model_extra or {}).items():
-        if value is None:
-            continue
+        if value is None or (name == "min_tokens" and body.ignore_eos and not body.stop):
+            continue  # as load generators ask: nothing ends it before its length anyway
         if name in _HARMLESS and value not in _HARMLESS[name]:
             return name
         if name == "best_of" and value != (body.n or 1):

@@ -135,6 +135,9 @@ def test_what_would_change_the_answer_is_refused_by_name(server, name):
 
 
 def test_what_asks_for_nothing_is_accepted(server):
+    asked = {"prompt": "x", "max_tokens": 2, "min_tokens": 2, "ignore_eos": True}
+    assert server.request("/v1/completions", asked)[0] == 200
+    assert server.request("/v1/completions", asked | {"stop": "x"})[1]["error"]["param"] == "min_tokens"
     assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 1} | MEANS_NOTHING)[0] == 200
 
 

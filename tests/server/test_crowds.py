@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import socket
 import urllib.error
 import urllib.request
@@ -82,6 +83,39 @@ def test_a_client_that_reads_nothing_is_given_up_and_holds_up_nobody(strict):
     assert until(lambda: strict.metric(running, KEY) == 0)
     slow.close()
     assert not [line for line in strict.log if "Traceback" in line]
+
+
+def test_slow_readers_get_everything_and_hold_up_nobody(server):
+    asked = {"prompt": "slow", "max_tokens": 300, "ignore_eos": True, "seed": 3, "logprobs": 5}
+    expected = server.request("/v1/completions", asked)[1]["choices"][0]
+
+    async def read_slowly() -> str:
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(raw, ("127.0.0.1", server.port))
+        await loop.sock_sendall(raw, request_bytes("/v1/completions", asked | {"stream": True}))
+        data = b""
+        while piece := await loop.sock_recv(raw, 2048):
+            data += piece
+            await asyncio.sleep(0.002)
+        raw.close()
+        body = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", data[data.index(b"\r\n\r\n") + 2 :])
+        events = [json.loads(event[6:]) for event in body.split(b"\n\n") if event.startswith(b"data: {")]
+        assert sum(len(event["choices"][0]["logprobs"]["tokens"]) for event in events if event["choices"]) == 300
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    async def all_at_once() -> tuple[list[str], tuple[int, bytes]]:
+        slow = [asyncio.create_task(read_slowly()) for _ in range(12)]
+        await asyncio.sleep(0.05)
+        quick = await post(server.port, "/v1/completions", {"prompt": "x", "max_tokens": 2})
+        assert not any(task.done() for task in slow)
+        return await asyncio.gather(*slow), quick
+
+    texts, (status, _) = asyncio.run(all_at_once())
+    assert status == 200 and set(texts) == {expected["text"]}
+    assert until(server.is_idle)
 
 
 def test_a_full_queue_is_429_and_says_when_to_come_back(strict):

@@ -100,6 +100,46 @@ def test_a_failing_step_fails_its_requests_and_the_next_ones_run(peer):
     assert found.ends[0].error is None and found.ends[0].output.outputs[0].finish_reason in ("stop", "length")
 
 
+def test_a_failing_step_leaves_those_alone_that_were_not_in_it(peer):
+    """One may run at a time: the second generation and the question wait while the first one fails."""
+    broken = letters("z")[0]
+
+    def script(tokens):
+        if tokens[-1] == broken:
+            raise ZeroDivisionError
+        return muddled(tokens)
+
+    one = peer(script, kv="paged", max_num_seqs=1)
+    fine = {"max_tokens": 3, "logit_bias": {broken: -100.0}, "ignore_eos": True}
+    submits = [
+        Submit(1, "r1", letters("az"), SamplingParams(max_tokens=4), None, 0, "", True),
+        Submit(2, "r2", letters("ab"), SamplingParams(**fine), None, 0, "", True),
+    ]
+    one.socket.sendall(b"".join(map(frame, submits)))
+    ends = {end.key: end for end in one.until(lambda update: len(update.ends) == 2).ends}
+    assert "ZeroDivisionError" in ends[1].error
+    assert ends[2].error is None and len(ends[2].output.outputs[0].token_ids) == 3
+
+
+def test_questions_fail_with_the_step_they_are_in_and_others_do_not(peer):
+    broken = letters("z")[0]
+
+    def script(tokens):
+        if tokens[-1] == broken:
+            raise ZeroDivisionError
+        return muddled(tokens)
+
+    one = peer(script, kv="paged")
+    task = OneShotTask(candidates=(0, 1))
+    one.send(AskOneShots(1, [(letters("a"), task), (letters("z"), task)]))
+    one.send(AskOneShots(2, [(letters("abc"), task)]))
+    answers = {one.number: one for one in one.until(lambda update: len(update.answers) == 2).answers}
+    assert answers[1].fault.internal
+    one.send(AskOneShots(3, [(letters("abc"), task)]))
+    (again,) = one.until(lambda update: update.answers).answers
+    assert again.fault is None and len(again.value) == 1
+
+
 def test_broken_logits_say_what_is_broken(peer):
     one = peer(lambda tokens: np.full(len(PIECES), np.nan, np.float32))
     one.submit(1, "ab")

@@ -225,3 +225,31 @@ def test_watch_shows_the_steps_of_a_server_elsewhere(long_model):
 def test_watching_nobody_is_one_line(forge):
     found = forge("watch", "http://127.0.0.1:1")
     assert found.status == 2 and "shows no steps" in found.err and found.err.count("\n") == 1
+
+
+def ask_much(server: Server) -> socket.socket:
+    """A question that takes longer than a test should."""
+    texts = [f"{number} " + "x" * 3000 for number in range(128)]
+    raw = socket.create_connection(("127.0.0.1", server.port))
+    raw.settimeout(PATIENCE)
+    raw.sendall(request_bytes("/v1/embeddings", {"input": texts}))
+    assert until(lambda: server.metric("vllm:num_requests_waiting") > 50)
+    return raw
+
+
+def test_after_the_grace_time_a_question_ends_with_an_error(long_model):
+    server = Server("-m", long_model, "--grace", "0.1")
+    raw = ask_much(server)
+    server.process.send_signal(signal.SIGTERM)
+    text = rest(raw)
+    assert text.startswith("HTTP/1.1 503") and '"code":"shutting_down"' in text and "retry-after" in text
+    assert server.process.wait(PATIENCE) == 0
+    assert not [line for line in server.log if "Traceback" in line]
+
+
+def test_a_dead_engine_answers_its_questions(long_model):
+    server = Server("-m", long_model)
+    raw = ask_much(server)
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert '"code":"engine_dead"' in rest(raw)
+    assert server.stop() == 0

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from forge import SamplingParams
 from forge.server.reasoning import ReasoningSplitter, split_reasoning
+from tests.server.conftest import Server
+from tests.small_models import write_small_qwen3
 
 
 def spelling(text: str) -> dict:
@@ -119,3 +121,30 @@ def test_reasoning_is_told_from_the_answer(text, expected):
 
 def test_a_prompt_that_ends_inside_the_thinking_begins_with_reasoning():
     assert split_reasoning("hm\n</think>\n\nYes.", inside=True) == ("hm", "Yes.")
+
+
+def chat(server, text: str) -> tuple[dict, list[dict]]:
+    """The message, and the deltas of the stream, of a chat in which the model says `text`, one byte after the other."""
+    asked = {"messages": [{"role": "user", "content": "0"}]} | spelling(text)
+    _, whole = server.request("/v1/chat/completions", asked)
+    _, stream = server.request("/v1/chat/completions", asked | {"stream": True})
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    return whole["choices"][0]["message"], [event["choices"][0]["delta"] for event in events]
+
+
+@pytest.fixture(scope="module")
+def terse(tmp_path_factory):
+    """A server whose chat template has none of the letters that the model is to say: they would be penalized."""
+    path = tmp_path_factory.mktemp("served") / "terse.gguf"
+    one = Server("-m", str(write_small_qwen3(path, metadata={"tokenizer.chat_template": "{{ messages[0].content }}"})))
+    yield one
+    one.stop()
+
+
+@pytest.mark.parametrize("text", ["<think>ab", "<think>\na", "<thin", "a<think>b", "ab"])
+def test_a_tag_that_comes_byte_by_byte_is_told_from_the_answer(terse, text):
+    message, deltas = chat(terse, text)
+    reasoning, answer = split_reasoning(text)
+    assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, answer)
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == reasoning
+    assert "".join(delta.get("content", "") for delta in deltas) == answer
