@@ -15,7 +15,7 @@ from forge.backends.cuda import shapes
 from forge.model.forward_batch import ForwardBatch
 
 LEAST_WORDS = 1 << 16
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Rows of a decode step that graphs are captured for."""
 TOKEN_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
 """Rows of any other step (prefills, chunks, verifications, mixtures) that graphs are captured for."""
