@@ -1,7 +1,8 @@
 """`forge bench cuda`: forge beside transformers on one GPU, on the same weights, in one run.
 
 The order of things: the GPU's limits; then each contender by itself (two of them would share its memory and clocks): it
-loads the model, takes its turns of every figure, and serves every load of requests. Figures and loads are those that
+loads the model, takes its turns of every figure, and serves every load of requests. forge serves them twice, in process
+and over HTTP. Figures and loads are those that
 engines publish for an H200, so that a run can be held against what others measured there.
 """
 
@@ -20,9 +21,10 @@ from forge.bench.cuda_results import CudaBenchmark, CudaLimits, Load, LoadResult
 from forge.bench.results import FORGE, Skipped
 from forge.errors import UsageError
 
-WORKERS = {FORGE: "cuda_forge_worker", "transformers": "cuda_transformers_worker"}
+HTTP = "forge over HTTP"
+WORKERS = {FORGE: "cuda_forge_worker", HTTP: "cuda_http_worker", "transformers": "cuda_transformers_worker"}
 """Name → worker module."""
-PEERS = tuple(name for name in WORKERS if name != FORGE)
+PEERS = tuple(name for name in WORKERS if name not in (FORGE, HTTP))
 DEFAULT_MODEL = "qwen3-0.6b"
 DEFAULT_TYPE = "BF16"
 SEED = 1
@@ -118,7 +120,7 @@ def run(plan: Plan, on_progress: Progress = lambda text: None) -> Iterator[CudaB
     result = replace(result, limits=measure_limits(plan.effort))
     yield result
     with model_file(plan, on_progress) as (path, vocab_size):
-        for name in (FORGE, *plan.peers):
+        for name in (FORGE, *([HTTP] if plan.loads else []), *plan.peers):
             try:
                 for so_far in _measure(plan, name, path, vocab_size, result, on_progress):
                     result = so_far
@@ -169,7 +171,7 @@ def _measure(
             "load", model=str(path.absolute()), max_context=max(longest), max_sequences=most, kv=plan.kv
         )
         result = replace(result, contenders={**result.contenders, name: loaded})
-        for case in plan.steps:
+        for case in plan.steps if name != HTTP else ():
             try:
                 step = _take_turns(plan, contender, case, vocab_size, on_progress)
                 result = replace(result, steps=(*result.steps, step))

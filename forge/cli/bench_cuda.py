@@ -47,7 +47,7 @@ def bench_cuda(
 ) -> None:
     """Decode, prefill and whole requests on this GPU, with the share of its measured bandwidth.
 
-    Requests run in process; `forge bench serve` measures them over HTTP.
+    Requests run in process, and over HTTP as clients of `forge serve` see them.
 
     [dim]forge bench cuda -m qwen3-4b --only 512in1@64,512in1@128[/dim]
     """

@@ -54,9 +54,10 @@ def _headings(result: CudaBenchmark) -> list[str]:
 
 
 def _step_table(result: CudaBenchmark) -> Table:
-    table = _new_table(["ms per step"], [*result.contenders, "of the bandwidth", "forge ran"])
+    names = list(dict.fromkeys(step.contender for step in result.steps))
+    table = _new_table(["ms per step"], [*names, "of the bandwidth", "forge ran"])
     for case in dict.fromkeys(step.case for step in result.steps):
-        cells = [result.step(case, name) for name in result.contenders]
+        cells = [result.step(case, name) for name in names]
         ours = result.step(case, FORGE)
         share = result.bandwidth_share(ours) if ours is not None else None
         table.add_row(

@@ -12,6 +12,7 @@ from rich.text import Text
 from forge.trace.lives import percentile
 from forge.trace.records import (
     AdmitRecord,
+    Execution,
     FinishRecord,
     ItemRecord,
     MaxNumSeqs,
@@ -97,11 +98,17 @@ def queue_lines(history: History, record: StepRecord, moment: Moment, width: int
 
 
 def items_line(record: StepRecord, width: int) -> Text:
-    """`this step: decode 11 seqs · prefill 31 [0:64] of 200`."""
+    """`this step: decode 11 seqs · prefill 31 [0:64] of 200`, and how a GPU's kernels were launched."""
     decodes = [item for item in record.items if item.phase == "decode"]
     parts = [f"decode {plural(len(decodes), 'seq')}"] if decodes else []
     parts += [prefill_text(item) for item in record.items if item.phase == "prefill"]
-    return Text.assemble(("this step: ", TITLE), " · ".join(parts) or "nothing is computed")
+    line = Text.assemble(("this step: ", TITLE), " · ".join(parts) or "nothing is computed")
+    return line if record.execution is None else line.append(f" · {execution_text(record.execution)}", QUIET)
+
+
+def execution_text(execution: Execution) -> str:
+    """`graph (captured for 4 rows)`."""
+    return f"{execution.mode} ({execution.reason})"
 
 
 def prefill_text(item: ItemRecord) -> str:
@@ -231,6 +238,7 @@ def step_line(record: StepRecord) -> str:
         where,
         f"pool {cache.used_blocks}/{cache.num_blocks}",
         ", ".join(work) or "nothing is computed",
+        *([execution_text(record.execution)] if record.execution is not None else []),
         *(f"+{one.seq_id} {admission_text(one)}" for one in record.admitted),
         *(f"-{one.seq_id} {preemption_text(one)}" for one in record.preempted),
         *(f"{one.seq_id} waits {wait_text(one.reason)}" for one in record.waiting),

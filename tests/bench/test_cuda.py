@@ -78,7 +78,9 @@ def test_each_contender_has_the_gpu_to_itself_from_loading_to_its_last_request(p
 
     own = ["load", "prepare", "turn", "turn", "requests"]
     assert script.asked[0][1] == "measure"
-    assert script.asked[1:] == [(name, do) for name in ("forge", "transformers") for do in own]
+    assert script.asked[1:6] == [("forge", do) for do in own]
+    assert script.asked[6:8] == [("forge over HTTP", "load"), ("forge over HTTP", "requests")]
+    assert script.asked[8:] == [("transformers", do) for do in own]
     assert [step.seconds.median for step in result.steps] == [0.003, 0.003]
     assert result.bandwidth_share(result.steps[0]) == pytest.approx((1e9 + 160 * 1e5) / 0.003 / 1e12)
     assert result.bandwidth_share(result.steps[1]) is None
@@ -95,7 +97,7 @@ def test_a_peer_that_fails_is_left_out_with_its_reason(plan, monkeypatch):
     missing = ANSWERS | {("transformers", "requests"): ContenderMissing("no continuous batching here")}
     result, _ = measured(plan, monkeypatch, missing)
     assert [step.contender for step in result.steps] == ["forge", "transformers"]
-    assert [load.contender for load in result.loads] == ["forge"]
+    assert [load.contender for load in result.loads] == ["forge", "forge over HTTP"]
 
 
 def test_if_forge_fails_nothing_is_pretended(plan, monkeypatch):
@@ -205,3 +207,32 @@ def test_forges_worker_answers_every_question(tmp_path, monkeypatch):
     assert prepared["setting"] == "eager" and len(turn["top_tokens"]) == 2 and len(turn["seconds"]) >= 2
     assert len(answer["first_token"]) == len(answer["end"]) == 6
     assert all(0 < first <= end for first, end in zip(answer["first_token"], answer["end"], strict=True))
+
+
+def test_the_server_is_asked_over_http_and_gone_afterwards(tmp_path):
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    from forge.bench.cuda_http_worker import CudaHttpContender
+
+    contender = CudaHttpContender(device="reference")
+    loaded = contender.load(str(write_small_qwen3(tmp_path / "m.gguf")), max_context=24, max_sequences=2, kv="paged")
+    server = contender._server
+    try:
+        answer = contender.requests(5, 3, concurrency=2, requests=4, seed=1)
+    finally:
+        contender.close()
+
+    assert loaded["seconds"] > 0 and "forge serve" in loaded["description"]
+    assert len(answer["first_token"]) == len(answer["end"]) == 4
+    assert all(0 < first <= end for first, end in zip(answer["first_token"], answer["end"], strict=True))
+    assert server.poll() is not None
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path):
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    from forge.bench.cuda_http_worker import CudaHttpContender
+
+    contender = CudaHttpContender(device="toaster")
+    with pytest.raises(RuntimeError, match=r"did not start: .*toaster"):
+        contender.load(str(write_small_qwen3(tmp_path / "m.gguf")), max_context=24, max_sequences=2, kv="paged")

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from forge.trace.records import (
     AdmitRecord,
+    Execution,
     HostPoolFull,
     ItemRecord,
     MaxNumSeqs,
@@ -101,6 +102,14 @@ def test_in_a_pipe_a_step_is_one_line_without_escapes():
     assert all(line.startswith("step ") for line in lines)
     first = step_line(RUN.steps[index_of("preempted")])
     assert "victim of" in first and "free" in first
+
+
+def test_a_step_of_a_gpu_says_how_it_was_launched_and_why():
+    launched = replace(RUN.steps[3], execution=Execution("eager", "the first step of this shape", 4))
+    assert "eager (the first step of this shape)" in step_line(launched)
+    pictured = "\n".join(line.plain for line in scheduler_lines(history((*RUN.steps[:3], launched)), 3, 120, 30))
+    assert "eager (the first step of this shape)" in pictured
+    assert "eager" not in step_line(RUN.steps[3])
 
 
 def test_a_refused_request_is_shown_with_the_numbers():

@@ -6,6 +6,7 @@ needs. What decides the shape (numbers of rows, tiles and logit rows, splits) is
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from forge.backends.cuda import shapes
 from forge.model.forward_batch import ForwardBatch
 
 LEAST_WORDS = 1 << 16
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Rows of a decode step that graphs are captured for."""
 TOKEN_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
 """Rows of any other step (prefills, chunks, verifications, mixtures) that graphs are captured for."""
@@ -166,7 +167,7 @@ class InputBuffer:
 
     def reach(self, shape: Shape, batch: ForwardBatch) -> bool:
         """Have room for a batch in that shape. Returns whether the buffer moved, which no graph survives."""
-        needed = sum(shape.sections.values()) + batch.block_tables.size
+        needed = _places(shape)[1] + batch.block_tables.size
         if needed <= self._words:
             return False
         self._words = max(LEAST_WORDS, shapes.next_power_of_2(needed))
@@ -179,8 +180,7 @@ class InputBuffer:
         host = self._hosts[self._fills % 2]
         self._fills += 1
         words = host.writable()
-        place = _places(shape)
-        used = sum(shape.sections.values())
+        place, used = _places(shape)
         words[:used] = 0
         words[0] = batch.block_tables.shape[1]
         words[place["slots"]] = -1
@@ -192,7 +192,7 @@ class InputBuffer:
         ):
             words[place[name]][:own] = values
         self._fill_tiles(words, place, shape, batch)
-        self._fill_logit_rows(words, place, batch)
+        self._fill_logit_rows(words, place, shape, batch)
         tables = batch.block_tables.reshape(-1)
         end = used + tables.size  # rows that are padding have no keys, so they need no table
         words[used:end] = tables
@@ -200,11 +200,16 @@ class InputBuffer:
 
     def inputs(self, shape: Shape) -> Inputs:
         """Views of the device's words for that shape."""
-        place = _places(shape)
+        place, used = _places(shape)
         views = {name: self._on_device[span] for name, span in place.items()}
-        return Inputs(shape, tables=self._on_device[sum(shape.sections.values()) :], **views)
+        return Inputs(shape, tables=self._on_device[used:], **views)
 
     def _fill_tiles(self, words: np.ndarray, place: dict[str, slice], shape: Shape, batch: ForwardBatch) -> None:
+        if shape.is_decode:
+            count = batch.num_rows
+            words[place["tile_sequences"]][:count] = words[place["tile_firsts"]][:count] = batch.logit_rows
+            words[place["tile_lengths"]][:count] = 1
+            return
         lengths = np.diff(batch.cu_seqlens)
         per_sequence = -(-lengths // shape.tile_rows)
         sequences = np.repeat(np.arange(batch.num_sequences), per_sequence)
@@ -215,7 +220,9 @@ class InputBuffer:
         words[place["tile_firsts"]][:count] = batch.cu_seqlens[sequences] + offsets
         words[place["tile_lengths"]][:count] = np.minimum(lengths[sequences] - offsets, shape.tile_rows)
 
-    def _fill_logit_rows(self, words: np.ndarray, place: dict[str, slice], batch: ForwardBatch) -> None:
+    def _fill_logit_rows(self, words: np.ndarray, place: dict[str, slice], shape: Shape, batch: ForwardBatch) -> None:
+        if shape.is_decode:
+            return  # its rows are its logit rows, and nobody asks
         count = len(batch.logit_rows)
         words[place["logit_rows"]][:count] = batch.logit_rows
         words[place["logit_sequences"]][:count] = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
@@ -237,12 +244,14 @@ def _reads_what_others_write(batch: ForwardBatch, block_size: int) -> bool:
     return int(is_written[tables].sum()) > int(is_written.sum())
 
 
-def _places(shape: Shape) -> dict[str, slice]:
+@lru_cache(4096)
+def _places(shape: Shape) -> tuple[dict[str, slice], int]:
+    """Where each array's words are, and where the block tables begin."""
     places, start = {}, 0
     for name, words in shape.sections.items():
         places[name] = slice(start, start + words)
         start += words
-    return places
+    return places, start
 
 
 def _splits(policy: Policy, tiles: int, longest: int) -> int:

@@ -73,7 +73,9 @@ class TorchKvStorage(KvStorage):
         return keys.reshape(token_shape)[:length], values.reshape(token_shape)[:length]
 
     def _numbers(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(blocks), dtype=torch.int64, device=self.keys.device)
+        """On the device, without waiting for what runs there."""
+        numbers = torch.tensor(list(blocks), dtype=torch.int64, pin_memory=self.keys.device.type == "cuda")
+        return numbers.to(self.keys.device, non_blocking=True)
 
 
 def _independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:

@@ -219,7 +219,7 @@ def test_every_row_is_in_one_tile_and_padding_in_none(seed):
     stride = int(inputs.table_stride[0])
     tables = inputs.tables[: batch.num_sequences * stride].view(-1, stride)
     assert torch.equal(tables, torch.from_numpy(batch.block_tables))
-    assert inputs.logit_lengths.sum() == len(batch.logit_rows)
+    assert shape.is_decode or inputs.logit_lengths.sum() == len(batch.logit_rows)
 
 
 def test_real_graphs_replay_what_was_captured(device):
