@@ -29,7 +29,7 @@ class Model(Protocol):
     """Tokens of the longest sequence that it can compute."""
     embeds: bool
     """Whether it has hidden states, for embeddings."""
-    runs_ahead: bool
+    runs_ahead: bool = False
     """Whether `forward` returns before it has computed, and takes input tokens from the forward before."""
 
     def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
