@@ -179,13 +179,14 @@ class OneShotQueue:
             items.append(self._attach(waiting, hit, logit_rows, budget, leaders))
         return tuple(items), tuple(waits)
 
-    def finish(self, items: tuple[OneShotItem, ...]) -> None:
-        """The step has computed them: publish what is to be published, and let everything go."""
+    def finish(self, items: tuple[OneShotItem, ...], broken: frozenset[int] = frozenset()) -> None:
+        """The step has computed them: publish what is to be published, and let everything go. Of those that are
+        `broken`, by sequence id, nothing may serve anybody else."""
         for one in items:
             request = one.request
             if self.cache.knows(request.seq_id):
                 computed = self.cache.computed_length(request.seq_id)
-                if one.num_published > computed:
+                if one.num_published > computed and request.seq_id not in broken:
                     self.cache.commit(request.seq_id, request.token_ids[computed : one.num_published])
                 self.cache.remove(request.seq_id)
             waiting = self._waiting.get(request.seq_id)

@@ -29,6 +29,8 @@ class Answered(NamedTuple):
 
     tokens: tuple[TokenRecord, ...]
     finished: tuple[FinishRecord, ...]
+    broken: frozenset[int]
+    """Those whose logits were no numbers, by sequence id."""
 
 
 class _End(NamedTuple):
@@ -163,7 +165,8 @@ class OneShotRequests:
             finished.append(end.finish)
             if token is not None:
                 tokens.append(token)
-        return Answered(tuple(tokens), tuple(finished))
+        broken = frozenset([finish.seq_id for finish in finished if finish.error is not None])
+        return Answered(tuple(tokens), tuple(finished), broken)
 
     def _ended(self, request: OneShotRequest, result: OneShotResult) -> tuple[_End, TokenRecord | None]:
         """How a request ends with its answer: as a generation of one token does, or simply answered."""

@@ -124,7 +124,7 @@ class Scheduler(Containers):
         for seq_id, remaining in prompts:
             tokens[seq_id] = min(remaining, budget)
             budget -= tokens[seq_id]
-        draft = Draft(tokens, self._budget, budget, needs)
+        draft = Draft(tokens, self._budget, budget, needs, self.guess_room.is_wanted)
         for seq_id, _ in prompts:
             lead(self.running[seq_id], cache.computed_length(seq_id), cache.block_size, draft)
         return draft
@@ -151,7 +151,7 @@ class Scheduler(Containers):
         remaining = length - start - num_tokens
         num_output = length - sequence.num_prompt_tokens
         phase = self._phase(num_output, num_tokens + remaining)
-        guesses = self.guess_room.guesses(sequence, draft) if num_output and not remaining else 0
+        guesses = self.guess_room.guesses(sequence, draft) if draft.guessing and num_output and not remaining else 0
         missing = length + guesses - cache.reserved_length(seq_id)
         if missing:
             draft.copies += cache.reserve(seq_id, missing)
@@ -192,8 +192,11 @@ class Scheduler(Containers):
 
     # Taking the results
 
-    def commit(self, plan: StepPlan, outcomes: Items[Outcome]) -> tuple[BlockCopy, ...]:
+    def commit(
+        self, plan: StepPlan, outcomes: Items[Outcome], broken: frozenset[int] = frozenset()
+    ) -> tuple[BlockCopy, ...]:
         """Record what a plan's forward pass wrote and chose: one outcome per item, then one for each exhausted one.
+        `broken`: requests that keep nothing and got no numbers for an answer.
 
         Returns block copies to perform at once: where a kind of cache cannot share blocks, a fork needs copies.
         """
@@ -215,7 +218,7 @@ class Scheduler(Containers):
                 copies += self.guess_room.end_forks(item, owner)
             if outcome.forked:
                 copies += self._begin_samples(sequence, outcome.forked)
-        self.oneshots.finish(plan.oneshots)
+        self.oneshots.finish(plan.oneshots, broken)
         self.num_finished += len(plan.oneshots)
         self.stats = self.cache.stats()
         self.block_map = self.cache.block_map() if self.keep_block_map else None

@@ -104,6 +104,8 @@ class Draft:
     """Those that are left."""
     needs: dict[int, int]
     """Blocks that each running sequence takes when its slots are reserved."""
+    guessing: bool = False
+    """Whether anybody would guess."""
     copies: list[BlockCopy] = field(default_factory=list)
     swap_outs: list[Swap] = field(default_factory=list)
     swap_ins: list[Swap] = field(default_factory=list)
