@@ -31,10 +31,8 @@ class ServerProcess:
 
     def __enter__(self) -> "ServerProcess":
         self._began = time.perf_counter()
-        # A session of its own: Ctrl-C at the terminal is for whoever watches, who then tells the server.
-        self._process = subprocess.Popen(
-            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        # In this process's group: what ends all of that (Ctrl-C, a terminal that closes) ends the server too.
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
         return self

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from forge.views.report import Report
 
 _CLIENTS = "Clients"
-LEAVING = 2.0
-"""Seconds that the last steps have to be told."""
+LAST_STEPS = 2.0
+"""Seconds that what a server told last may take to come in."""
 
 
 def serving(
@@ -97,8 +97,9 @@ def _let_them_come(server: "ServerProcess", crowd: "Crowd", on_step: "Callable[[
         found, signalled = asyncio.run(visit_all(server.url, crowd, server.terminate, watcher.has_begun))
         status = server.wait()
         seconds = time.perf_counter() - signalled
+        watcher.wait()
     finally:
-        watcher.leave()
+        watcher.look_away()
     ending = replace(found.pop("ending"), exit_status=status, seconds=seconds)
     return Crowded(crowd, **found, ending=ending, records=tuple(watcher.records), ready_seconds=server.ready_seconds)
 
@@ -115,10 +116,13 @@ class _Watcher:
     def has_begun(self) -> bool:
         return bool(self.records)
 
-    def leave(self) -> None:
-        """Nothing is shown from here on; what is under way may come to its end."""
+    def wait(self) -> None:
+        """The server has ended: take in what it told last."""
+        self._thread.join(LAST_STEPS)
+
+    def look_away(self) -> None:
+        """Nothing is shown from here on."""
         self._on_step = lambda record: None
-        self._thread.join(LEAVING)
 
     def _follow(self) -> None:
         from forge.cli.watch import steps_of

@@ -1,9 +1,11 @@
 """A server's clients: those who read, one who leaves, one who reads late; and the server that is started for them."""
 
 import json
+import signal
 import subprocess
 import sys
 from importlib import util
+from pathlib import Path
 
 import pytest
 
@@ -37,9 +39,11 @@ def test_ctrl_c_ends_the_server_too():
     process = subprocess.Popen(started, stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment())
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(2.5)
-    process.send_signal(2)
+    servers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130 and b"Traceback" not in err
+    assert servers and not [server for server in servers if Path(f"/proc/{server}").exists()]
 
 
 def test_without_the_libraries_one_line_says_what_to_install(forge, monkeypatch):  # noqa: F811

@@ -4,10 +4,12 @@ import re
 import shlex
 
 import pytest
+from rich.text import Text
 
 from forge.bench import kernels
 from forge.book.chapter import Check, Predict, Prose, Run, Source, Verdict, expressions_of, names_of
 from forge.book.command_line import Given
+from forge.book.drawing import draw_step, lines_of
 from forge.book.measured import evaluate, expressions_in, names_in
 from forge.book.reading import Reading
 from forge.book.shelf import chapters_folder, entries
@@ -17,8 +19,10 @@ from forge.cli.chapters import run_reported, with_given
 from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
 from forge.views.terminal import open_console
+from tests.views.records import terminal
 
 ENTRIES = entries()
+WIDTHS = (80, 120)
 COLUMNS = 76
 """A picture that is wider does not fit a terminal of 80."""
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -117,6 +121,10 @@ def test_a_chapter_runs_to_its_end_and_its_checks_hold(entry, capfd, short):
     for block in entry.chapter.blocks:
         for expression in expressions_of(block):
             assert evaluate(expression, reading.measured) is not None
+    for width in WIDTHS:
+        for step in entry.chapter.steps():
+            lines = lines_of(terminal(width), lambda console, step=step: draw_step(console, step, reading))
+            assert max(Text.from_ansi(line).cell_len for line in lines) <= width
     certain = [judged for check in blocks(entry, Check) if check.certain for judged in reading.judge(check.claims)]
     assert certain and all(judged.holds for judged in certain)
     assert all(reading.verdict(predict) for predict in blocks(entry, Predict))
