@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from forge.backends import devices
+from forge.backends.cuda import ahead_of_time  # noqa: F401 (it has a backend of its own, whatever is put in its place)
 from forge.backends.cuda import backend as backend_module
 from forge.bench import cuda_limits_worker
 from forge.cli.main import main
