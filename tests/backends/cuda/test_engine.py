@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from forge import LLM, SamplingParams
+from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
 from forge.backends.reference import ReferenceBackend
 from forge.cache.factory import KV_MODES
 from forge.engine import llm as llm_module
 from forge.model import loader as loader_module
+from tests.backends.cuda.test_graphs import StandIn
 from tests.backends.cuda.test_invariance import rows_alike  # noqa: F401 (a fixture)
 from tests.small_models import write_small_qwen3
 
@@ -60,3 +62,40 @@ def test_with_one_tiling_the_logits_bits_are_the_same_in_every_cache_and_batch(e
         got = logits(kv, PROMPTS if kv == "basic" else PROMPTS[:1])
         assert len(got) == len(want) == GREEDY.max_tokens
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(got, want, strict=True)), kv
+
+
+def test_steps_launched_before_the_tokens_are_known_say_the_same(engine_on, device, monkeypatch):
+    """Sequences end at different steps, so some rows are in vain; and one draws its tokens, which looks at logits."""
+    if device == "cpu":
+        monkeypatch.setattr(backend_module, "Graphs", StandIn)
+    drawn = SamplingParams(max_tokens=5, temperature=0.8, seed=3, ignore_eos=True)
+
+    def said(runs_ahead: bool) -> list[tuple[int, ...]]:
+        backend = CudaBackend(device, dtype="float32", graphs=True, runs_ahead=runs_ahead)
+        engine = engine_on(backend, "prefix").engine
+        found = []
+        for turn, params in enumerate(
+            [[SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (6, 3)], [GREEDY, drawn]]
+        ):
+            names = [f"{turn}-{number}" for number in range(len(params))]
+            for name, prompt, each in zip(names, PROMPTS, params, strict=False):
+                engine.add_request(name, prompt, each)
+            while engine.has_unfinished():
+                engine.step()
+            found += [engine.output(name).outputs[0].token_ids for name in names]
+        assert backend.execution.mode == "graph"
+        return found
+
+    assert said(runs_ahead=True) == said(runs_ahead=False)
+
+
+def test_each_record_says_how_its_step_was_launched(engine_on, device, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setattr(backend_module, "Graphs", StandIn)
+    llm = engine_on(CudaBackend(device, dtype="float32", graphs=True), "paged")
+
+    executions = [record.execution for record in llm.start(list(PROMPTS[:1]), GREEDY)]
+
+    assert executions[0].reason == "the first step of this shape"
+    assert [each.mode for each in executions] == ["eager", "eager", "graph", "graph"]
+    assert executions[-1].reason == "captured for 1 rows"
