@@ -42,6 +42,7 @@ def short(monkeypatch):
     }.items():
         monkeypatch.setattr(kernels, name, value)
     monkeypatch.setattr("forge.cli.paged.TIMES", 1)
+    monkeypatch.setattr("forge.cli.batching.TURNS", 1)
 
 
 def blocks(entry, kind) -> list:

@@ -89,6 +89,13 @@ def test_the_reader_is_brought_back_to_the_page_that_was_left(naive, state_home)
         assert terminal.finish() == 0 and "page 2 of" in terminal.page
 
 
+def test_a_servers_steps_are_shown_while_its_clients_are_there():
+    with Terminal("serving", "--only", "run", "-m", "hash", "-n", "3", "--every", "100") as terminal:
+        assert "running" in terminal.wait_for("Who runs, who waits, and why?")
+        assert "reads" in terminal.wait_for("✓ identical")
+        assert terminal.finish() == 0 and terminal.is_sane()
+
+
 def test_no_colour(naive):
     with Terminal(*naive, NO_COLOR="1") as terminal:
         terminal.wait_for("[q]uit")
