@@ -65,6 +65,10 @@ class Visit:
     began_to_read: float = 0.0
     ended: float = 0.0
     """When it had everything, or left."""
+    engine_ms: float | None = None
+    """From its arrival to its last token, as the engine tells it."""
+    num_steps: int = 0
+    """That computed something for it."""
 
     @property
     def first_ms(self) -> float | None:
@@ -166,6 +170,7 @@ async def visit_all(
         for task in watching:
             task.cancel()
         afterwards = await clients.metrics()
+        await clients.ask_lives(visits)
         alone = await clients.read("reads", crowd.prompt(0))
         stream, refused, signalled = await clients.end(terminate)
     finally:
@@ -279,6 +284,14 @@ class _Clients:
         """A few of the figures on /metrics."""
         _, body = await self._http.get("/metrics")
         return parse_metrics(body.decode())
+
+    async def ask_lives(self, visits: tuple[Visit, ...]) -> None:
+        """Enter what the engine knows of each of them."""
+        for visit in visits:
+            status, body = await self._http.get(f"/debug/requests/{visit.request_id}")
+            if status == 200:
+                sample = json.loads(body)["samples"][0]
+                visit.engine_ms, visit.num_steps = sample["end_to_end_ms"], len(sample["forwards"])
 
     async def end(self, terminate: Callable[[], None]) -> tuple[Visit, str, float]:
         """Have the server told to end while a stream is under way: what became of that, of somebody who comes now, and

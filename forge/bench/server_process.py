@@ -13,7 +13,7 @@ from forge.errors import ForgeError
 
 PATIENCE = 600.0
 """Seconds until a server must be ready: the first time on a machine its kernels are compiled."""
-GRACE = 15.0
+GRACE = 60.0
 """Seconds that it has to end before it is killed."""
 _READY = re.compile(r"served at (http://\S+)")
 

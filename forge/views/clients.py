@@ -109,18 +109,17 @@ def _leaver_object(result: Crowded) -> dict[str, Any]:
         held = -(-(last.start + last.num_tokens) // steps[-1].cache.block_size)
     return {
         "events": len(visit.events),
-        "steps": len(steps),
+        "steps": visit.num_steps,
         "steps_after": result.steps_after_leaving,
         "blocks": held,
     }
 
 
 def _late_object(result: Crowded) -> dict[str, Any]:
-    steps, visit = result.steps_with(result.late), result.late
-    done = (steps[-1].ended - visit.asked) * 1e3 if steps else None
+    visit = result.late
     return {
         "tokens": visit.tokens,
-        "done_after_ms": done,
+        "done_after_ms": visit.engine_ms,
         "began_to_read_after_ms": (visit.began_to_read - visit.asked) * 1e3,
         "all_read_after_ms": _whole_ms(visit),
     }
