@@ -19,8 +19,9 @@ from forge.trace.records import Pooling, StepRecord
 
 _LENGTH = Struct("<I")
 
-EVENTS_PER_SECOND = 1_000
-"""Of all streams together. An event costs the server and its client some 50 µs each, most of it in the system."""
+EVENTS_PER_SECOND = 500
+"""Of all streams together. An event costs the server and its client some 50 µs each, most of it in the system. With few
+streams every token is one, or two tokens are; with 64 a stream has one eight times a second."""
 
 
 class Submit(NamedTuple):
