@@ -9,6 +9,7 @@ from forge.errors import UsageError
 DEVICES = ("cpu", "reference", "cuda")
 DEFAULT_DEVICE = "cpu"
 QUANTIZE_TYPES = ("q8_0",)
+LARGE_GPU_BYTES = 32 << 30
 
 
 def create_backend(
@@ -59,6 +60,15 @@ def check_device(device: str, quantize: str | None = None, invariant: bool = Fal
         raise UsageError(f"--invariant is for --device cuda: on {device} a row's bits never depend on its batch")
     if kernels is not None and device != "cuda":
         raise UsageError(f"--kernels is for --device cuda: {device} has kernels of its own")
+
+
+def is_large_gpu(device: str) -> bool:
+    """Whether it is a GPU with memory to spare: one for servers, say."""
+    if device != "cuda" or why_not_cuda() is not None:
+        return False
+    import torch
+
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >= LARGE_GPU_BYTES
 
 
 def why_not_cuda() -> str | None:

@@ -12,9 +12,10 @@ import numpy as np
 
 @runtime_checkable
 class DeviceLogits(Protocol):
-    """Logits on a device, of a step that may still be running. Asking for any waits for that step, and no later one.
+    """Logits on a device, of a step that may still be running. Asking for the greatest waits for that step and no later
+    one; asking for a row waits for all that was launched.
 
-    They can be read until the second forward after theirs, on the same storage, begins.
+    They can be read however late: a later step that would overwrite them sets them aside first.
     """
 
     @property
@@ -34,6 +35,10 @@ class DeviceLogits(Protocol):
 
     def greatest(self) -> tuple[list[int], list[float]]:
         """Of each row the token with the greatest logit (or the first NaN), and that logit."""
+        ...
+
+    def let_go(self) -> None:
+        """Nobody will ask for a row any more: only for `greatest`. Then a later step need not set them aside."""
         ...
 
 

@@ -266,7 +266,7 @@ OneshotTokensOption = Annotated[
     int | None,
     typer.Option(
         "--oneshot-tokens",
-        help="Tokens of requests that keep nothing in one step; 2,048 if not given.",
+        help="Tokens of requests that keep nothing in one step; 2,048 if not given, 8,192 on a large GPU.",
         rich_help_panel=_SCHEDULER,
     ),
 ]

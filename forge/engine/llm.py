@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from forge.backends.backend import OperationTime
-from forge.backends.devices import DEFAULT_DEVICE
+from forge.backends.devices import DEFAULT_DEVICE, is_large_gpu
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheFactory, CacheSize, canonical_mode, create_kv_cache
 from forge.cache.kv_storage import KV_DTYPES, KvLayout, KvStorage
 from forge.engine import tasks
@@ -52,6 +52,9 @@ MOST_ONESHOTS = 128
 CPU_ONESHOT_MEMORY = 40 << 20
 """Temporary bytes that a step takes for requests that keep nothing on the CPU: about what its caches hold. A forward
 over 2,048 rows of the 0.6B shape needs 134 MB and computes 970 tokens/s; over 512 rows 1,150."""
+LARGE_GPU_ONESHOT_TOKENS, LARGE_GPU_ONESHOT_MEMORY = 8192, 4 << 30
+"""Its products come in waves of tiles, one per multiprocessor. Counted, not measured: 2,048 rows by a matrix of 2,560
+make 160 tiles of 128 x 256, two waves of which 132 multiprocessors idle through 39 %; 8,192 rows idle through 3 %."""
 DEFAULT_MAX_MODEL_LEN = 4096
 """The context that is reserved for when nobody says otherwise, where the model has as much."""
 
@@ -83,7 +86,7 @@ class LLM:
         num_host_blocks: int = 256,
         prefix_planning: bool = True,
         oneshot: bool = True,
-        oneshot_tokens: int = DEFAULT_ONESHOT_TOKENS,
+        oneshot_tokens: int | None = None,
         oneshot_memory: int | None = None,
         speculate: str | Proposer | None = None,
         draft: str | Path | Sequence[str | Path] = (),
@@ -109,7 +112,7 @@ class LLM:
         what a victim had. num_host_blocks: the pool to swap to. prefix_planning: whether requests that begin alike wait
         while one of them computes what they share, and those that keep nothing share it at all. oneshot: whether a
         generation of one token at most is a request that keeps nothing. oneshot_tokens, oneshot_memory: what a step
-        takes of such requests, in tokens and in temporary bytes; None for what the device's caches bear. speculate: who
+        takes of such requests, in tokens and in temporary bytes; None for what suits the device. speculate: who
         guesses tokens ahead, `draft` or `ngram`; None or `off` for nobody. draft: the draft model, or several that all
         guess; the bundled one if not given. k: how many tokens to guess at a time; at most, unless `speculate_fixed`.
         time_operations: keep time per layer and operation, for `operation_times()`. on_load_progress: called with
@@ -134,7 +137,7 @@ class LLM:
             num_host_blocks,
             prefix_planning,
             oneshot,
-            oneshot_tokens,
+            oneshot_tokens if oneshot_tokens is not None else _default_oneshot_tokens(device),
             oneshot_memory if oneshot_memory is not None else _default_oneshot_memory(device),
         )
         optional = {
@@ -547,7 +550,13 @@ def _usable_context(limit: int, max_model_len: int | None) -> int:
     return max_model_len
 
 
+def _default_oneshot_tokens(device: str) -> int:
+    return LARGE_GPU_ONESHOT_TOKENS if is_large_gpu(device) else DEFAULT_ONESHOT_TOKENS
+
+
 def _default_oneshot_memory(device: str) -> int:
+    if is_large_gpu(device):
+        return LARGE_GPU_ONESHOT_MEMORY
     return CPU_ONESHOT_MEMORY if device == DEFAULT_DEVICE else DEFAULT_ONESHOT_MEMORY
 
 

@@ -163,11 +163,11 @@ class CudaBackend(Backend):
         moved = fused.buffer.reach(shape, batch)
         moved |= self._rotations.reach(int(batch.context_lens.max()), network.head_dim, network.theta)
         moved |= fused.launches.reserve(shape)
-        moved |= results.reach(max(1, shape.num_logit_rows))
+        for each in self._steps.values() if moved else ():
+            each.graphs.drop()
+        if results.reach(max(1, shape.num_logit_rows)):  # which are this storage's own
+            steps.graphs.drop()
         fused.buffer.fill(shape, batch)
-        if moved:
-            for each in self._steps.values():
-                each.graphs.drop()
 
         def compute() -> torch.Tensor:
             return forward(network, head, fused.launches, fused.buffer.inputs(shape), storage, results.samples)

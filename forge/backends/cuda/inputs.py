@@ -19,6 +19,8 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Rows of a decode step that graphs are captured for."""
 TOKEN_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
 """Rows of any other step (prefills, chunks, verifications, mixtures) that graphs are captured for."""
+MOST_LOGIT_ROWS = 256
+"""Of a step that graphs are captured for. A graph keeps its logits' memory, 600 KB a row."""
 PRUNING = 4
 """The last layer is computed for the logit rows alone where they are fewer than one row in this many."""
 
@@ -102,7 +104,8 @@ def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, wide: bool = 
     num_rows, num_sequences, num_logits = batch.num_rows, batch.num_sequences, len(batch.logit_rows)
     longest = int(batch.context_lens.max())
     is_decode = num_rows == num_sequences == num_logits and not _reads_what_others_write(batch, block_size)
-    bucket = _bucket(num_rows, ROW_BUCKETS if is_decode else TOKEN_BUCKETS) if policy.buckets else None
+    can_be_captured = policy.buckets and num_logits <= MOST_LOGIT_ROWS
+    bucket = _bucket(num_rows, ROW_BUCKETS if is_decode else TOKEN_BUCKETS) if can_be_captured else None
     rows = num_rows if bucket is None else bucket
     if is_decode:
         splits = _splits(policy, rows, longest)

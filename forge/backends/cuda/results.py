@@ -53,6 +53,9 @@ class StepLogits:
             self._greatest = self._turn.read(len(self))
         return self._greatest
 
+    def let_go(self) -> None:
+        self._rows, self._passing = self._rows[:0], False
+
     def set_aside(self) -> None:
         """Before a step that may overwrite them."""
         if self._passing:

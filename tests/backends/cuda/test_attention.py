@@ -172,3 +172,21 @@ def test_a_row_with_slot_minus_one_writes_nothing_and_still_sees_its_own_key(dev
 
     assert relative_error(got, want) < TOLERANCE["float32"]
     assert torch.equal(setting.storage.keys, before[0]) and torch.equal(setting.storage.values, before[1])
+
+
+@pytest.mark.parametrize(
+    ("block_size", "heads", "kv_heads", "head_dim"), [(1, 5, 1, 80), (64, 2, 2, 64), (256, 8, 1, 24)]
+)
+def test_contexts_that_end_at_the_edges_of_chunks_and_blocks(block_size, heads, kv_heads, head_dim, device):
+    sizes = device, "float32", "float32", heads, kv_heads, head_dim
+    alone = Setting(*sizes, spans=[(63, 64), (64, 65), (127, 128)], block_size=block_size)
+    several = Setting(*sizes, spans=[(62, 66), (0, 65)], block_size=block_size)
+    inputs, more = alone.inputs(), several.inputs()
+    want = several.expected()
+
+    got = alone.run.decode_attention(alone.qkv, alone.layer, alone.storage, 0, inputs)
+    several.run.store_heads(several.qkv, several.layer, several.storage, 0, more)
+
+    assert relative_error(got, alone.expected()) < TOLERANCE["float32"]
+    together = several.run.attention(several.qkv, several.storage, 0, more, logit_rows_only=False)
+    assert relative_error(together, want) < TOLERANCE["float32"]

@@ -137,11 +137,18 @@ def test_each_storage_has_its_own_captures_and_takes_them_with_it(backend_with_g
     kept, passing = (new_storage(model, 4, 4) for _ in range(2))
     batch = decode_batch([6])
     modes = []
-    for storage in (kept, kept, passing, kept):
+    for storage in (kept, kept):
+        model.forward(batch, storage)
+        modes.append(backend.execution.mode)
+    captured = list(backend._steps[kept].graphs._captured.values())
+    for storage in (passing, kept):
         model.forward(batch, storage)
         modes.append(backend.execution.mode)
 
     assert modes == ["eager", "graph", "eager", "graph"]
+    assert list(backend._steps[kept].graphs._captured.values()) == captured, (
+        "another storage's first step moves nothing"
+    )
     assert passing.keys[0, 1, 1].any()
     del storage, passing
     gc.collect()

@@ -100,6 +100,20 @@ def test_results_can_be_read_after_any_number_of_later_steps(model):
         held[0][2]
 
 
+def test_logits_that_were_let_go_keep_their_greatest_and_are_not_copied(model, monkeypatch):
+    storage = new_storage(model, 8, 4)
+    tokens = np.random.default_rng(4).integers(0, 288, (2, 8)).tolist()
+    wanted = [greatest(model.forward(decode(tokens, position), storage)[:]) for position in range(4)]
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: pytest.fail("nobody asked for the rows"))
+
+    held = []
+    for position in range(4):
+        held.append(model.forward(decode(tokens, position), storage))
+        held[-1].let_go()
+
+    assert [each.greatest() for each in held] == wanted and len(held[0]) == 2
+
+
 def test_a_pass_that_ends_in_hidden_states_gives_those(model, device):
     plain = small_model(CudaBackend(device, kernels="torch", dtype="float32"), "F32", seed=1, num_layers=1)
     tokens = np.random.default_rng(3).integers(0, 288, 9).tolist()
