@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import UsageError
-from forge.speculation.summary import SpeculationSummary
+from forge.trace.speculation_summary import SpeculationSummary
 
 if TYPE_CHECKING:
     from forge.engine.llm import LLM
@@ -150,7 +150,7 @@ def _turn(llm: "LLM", prompts: list[str], params: "SamplingParams") -> _Turn:
 
 
 def _figure(case: SpeculationCase, turns: list[tuple[_Turn, _Turn]], identical: bool) -> SpeculationFigure:
-    from forge.speculation.summary import DecodeTime
+    from forge.trace.speculation_summary import DecodeTime
 
     times = [(DecodeTime.of(plain.records), DecodeTime.of(turn.records)) for plain, turn in turns]
     ratios = sorted(plain.ms_per_token / own.ms_per_token for plain, own in times)

@@ -11,8 +11,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from forge.speculation.summary import SpeculationSummary, cycles_of
 from forge.trace.records import SpecCycle, SpecDecision, StepRecord, TokenRecord
+from forge.trace.speculation_summary import SpeculationSummary, cycles_of
 from forge.views.charts import bar, sparkline
 from forge.views.figures import count, ms, percent, plural, times
 from forge.views.generation import FRAMES_PER_SECOND, Unwatched

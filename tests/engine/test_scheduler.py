@@ -9,8 +9,8 @@ from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.step_plan import Outcome
-from forge.trace.records import MaxNumSeqs, NoBlocks, WaitRecord
-from tests.engine.schedules import admitted, sequence, step
+from forge.trace.records import Deferred, MaxNumSeqs, NoBlocks, WaitRecord
+from tests.engine.schedules import admitted, new_scheduler, sequence, step
 
 
 def basic(num_runs: int = 4, max_num_seqs: int = 4) -> Scheduler:
@@ -261,3 +261,49 @@ def test_check_invariants_sees_a_cache_that_is_not_at_the_next_position():
 
     with pytest.raises(AssertionError, match="not all of its slots"):
         scheduler.check_invariants()
+
+
+# Whether anybody may be admitted by the next step
+
+
+def test_who_was_refused_may_be_admitted_once_somebody_has_come_or_gone():
+    scheduler = new_scheduler(8, max_num_seqs=2)
+    for seq_id in range(3):
+        scheduler.add(sequence(seq_id))
+    assert scheduler.may_admit()
+    step(scheduler)
+    assert not scheduler.may_admit()
+    step(scheduler, ending=(0,))
+    assert scheduler.may_admit()
+    assert admitted(step(scheduler)) == (2,)
+    assert not scheduler.may_admit()
+    scheduler.add(sequence(3))
+    assert scheduler.may_admit()
+    step(scheduler)
+    assert not scheduler.may_admit()
+    scheduler.abort(3)
+    assert not scheduler.may_admit(), "nobody waits"
+
+
+def test_a_victim_is_tried_once_before_it_counts_as_refused():
+    scheduler = new_scheduler(3, block_size=2)
+    for seq_id in range(2):
+        scheduler.add(sequence(seq_id, 1))
+    while not (preempted := step(scheduler).preempted):
+        pass
+    assert scheduler.may_admit()
+    assert [one.seq_id for one in step(scheduler).waiting] == [preempted[0].seq_id]
+    assert not scheduler.may_admit()
+
+
+def test_who_waits_for_the_budget_or_for_a_leader_may_be_admitted_by_the_next_step():
+    scheduler = new_scheduler(8, max_num_batched_tokens=4)
+    for seq_id in range(2):
+        scheduler.add(sequence(seq_id, 9))
+    step(scheduler)
+    assert scheduler.may_admit()
+    scheduler = new_scheduler(8, kv="prefix")
+    for seq_id in range(2):
+        scheduler.add(sequence(seq_id, 9))
+    assert isinstance(step(scheduler).waiting[0].reason, Deferred)
+    assert scheduler.may_admit()

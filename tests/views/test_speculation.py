@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from forge.speculation.summary import SpeculationSummary
 from forge.trace.records import ItemRecord, SpecCycle, SpecDecision, StepRecord, TokenRecord, TokenVerdict
+from forge.trace.speculation_summary import SpeculationSummary
 from forge.views.json_output import to_json
 from forge.views.speculation import (
     LiveSpeculation,
