@@ -149,6 +149,9 @@ def _invoke(args: Sequence[str]) -> int:
     except Exception as error:
         if not hasattr(error, "format_message"):  # how typer's own usage errors are told from bugs
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), end="")  # nothing, where typer has printed the help itself
+            return _USAGE_ERROR
         return _complain(_usage_message(error), _USAGE_ERROR)
 
 
@@ -182,8 +185,6 @@ def _show(report: "Report") -> int:
 
 def _usage_message(error: Exception) -> str:
     """What typer found wrong with the command line, and where to look."""
-    if type(error).__name__ == "NoArgsIsHelpError":
-        return error.format_message()
     if re.match(r"-\d", getattr(error, "option_name", "")):
         message = "a number of tokens must not be negative"
     else:
