@@ -4,6 +4,7 @@ Importing this module loads typer and nothing heavier, so that `forge --help` an
 what it needs when it runs.
 """
 
+import errno
 import os
 import re
 import sys
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 CLOSED_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
 _USAGE_ERROR = 2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Why a file that output was sent to takes no more of it."""
 _COMPLETION = ("install_completion", "show_completion")
 
 app = typer.Typer(
@@ -117,6 +120,7 @@ app.command("watch", rich_help_panel=_SERVE)(watch)
 
 def run() -> NoReturn:
     """The entry point: run the process's own arguments and exit."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
@@ -130,10 +134,13 @@ def main(args: Sequence[str]) -> int:
         sys.stdout.flush()
         return status
     except Exception as error:
-        if not _is_closed_pipe(error):
+        if _is_closed_pipe(error):
+            _discard_output()
+            return CLOSED_PIPE
+        if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
             raise
         _discard_output()
-        return CLOSED_PIPE
+        return _complain(f"cannot write: {error.strerror}", ForgeError.exit_code)
 
 
 def _invoke(args: Sequence[str]) -> int:
@@ -149,6 +156,9 @@ def _invoke(args: Sequence[str]) -> int:
     except Exception as error:
         if not hasattr(error, "format_message"):  # how typer's own usage errors are told from bugs
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), end="")  # nothing, where typer has printed the help itself
+            return _USAGE_ERROR
         return _complain(_usage_message(error), _USAGE_ERROR)
 
 
@@ -182,8 +192,6 @@ def _show(report: "Report") -> int:
 
 def _usage_message(error: Exception) -> str:
     """What typer found wrong with the command line, and where to look."""
-    if type(error).__name__ == "NoArgsIsHelpError":
-        return error.format_message()
     if re.match(r"-\d", getattr(error, "option_name", "")):
         message = "a number of tokens must not be negative"
     else:
@@ -204,6 +212,18 @@ def _is_closed_pipe(error: Exception) -> bool:
         return True
     terminal = sys.modules.get("forge.views.terminal")
     return terminal is not None and isinstance(error, terminal.ClosedPipe)
+
+
+def _open_closed_streams() -> None:
+    """Let a standard stream that the caller closed (`forge … >&-`) lead to nothing: Python has None in its place, and
+    the next file opened would get its number."""
+    for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != descriptor:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115 (as long as the process)
 
 
 def _discard_output() -> None:

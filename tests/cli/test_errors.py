@@ -81,6 +81,12 @@ def test_a_folder_and_a_file_of_another_kind(forge, tmp_path):
     assert found.status == 1 and "not a GGUF" in complaint(found)
 
 
+@pytest.mark.parametrize("group", [(), ("models",), ("bench",), ("trace",)])
+def test_a_group_of_commands_alone_shows_its_help_and_complains_of_nothing(forge, group):
+    found = forge(*group)
+    assert found.status == 2 and "Usage: forge" in found.out and found.err == ""
+
+
 def test_escape_codes_in_an_argument_are_not_written_back(forge):
     assert "\x1b" not in complaint(forge("generate", "x", "-m", "\x1b[2Jmodel"))
 

@@ -3,13 +3,15 @@
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.cli.conftest import environment, start
+from tests.cli.conftest import ROOT, environment, start
 from tests.small_models import write_small_qwen3
 
 LONG = "400"
@@ -42,6 +44,31 @@ def test_a_pipe_closed_before_anything_is_written(small):
     os.close(writing)
     _, err = process.communicate(timeout=PATIENCE)
     assert err == b"" and process.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("redirection", "args", "status", "expected"),
+    [
+        (">&-", ("generate", "Once", "2"), 0, b""),
+        ("<&-", ("generate", "-", "2"), 2, b"prompt is empty"),
+        ("<&-", ("chat",), 0, b""),
+        ("2>&-", ("generate", "Once", "2", "--kv", "no"), 2, b""),
+    ],
+)
+def test_a_standard_stream_that_is_closed_leads_to_nothing(small, redirection, args, status, expected):
+    line = shlex.join([sys.executable, "-m", "forge", *args, *small])
+    found = subprocess.run(["bash", "-c", f"{line} {redirection}"], capture_output=True, env=environment(), cwd=ROOT)
+    assert found.returncode == status and expected in found.stderr and found.stderr.count(b"\n") == bool(expected)
+    assert b"forge:" not in found.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a file that is always full")
+@pytest.mark.parametrize("args", [("generate", "Once", "2"), ("generate", "Once", "2", "--json"), ("chapters",)])
+def test_output_that_finds_no_room_is_said_in_a_line(small, args):
+    with open("/dev/full", "wb") as full:
+        process = start(*args, *(small if args[0] == "generate" else ()), stdout=full)
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1 and err == b"forge: cannot write: No space left on device\n"
 
 
 def test_ctrl_c_keeps_what_was_generated(slow):
