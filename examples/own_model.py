@@ -6,7 +6,7 @@ from forge import LLM
 from forge.cache.kv_storage import KvLayout, NumpyKvStorage
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel
-from forge.model.qwen3 import Model
+from forge.model.model import Model
 from forge.testing import check_model
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 

@@ -96,13 +96,6 @@ def reads_chapter(only: str | None, json: bool) -> bool:
     return only is None and not json
 
 
-def has_chapter(ctx: typer.Context) -> bool:
-    """Whether the chapter whose command `ctx` is has been written; until then the command is its experiment."""
-    from forge.book.shelf import entries
-
-    return any(entry.command == ctx.command.name for entry in entries())
-
-
 def read_chapter(ctx: typer.Context, pause: bool) -> int:
     """Open the chapter whose command `ctx` is, with the options that it was given. Returns the exit status."""
     from forge.book.command_line import Given

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.chapters import OnlyOption, PauseOption, has_chapter, read_chapter, reads_chapter
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found, drive, exit_status, load_model, run_label
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def cuda(
 
     [dim]forge cuda --only run "Once upon a time" 32[/dim]
     """
-    if record is None and reads_chapter(only, json) and has_chapter(ctx):
+    if record is None and reads_chapter(only, json):
         return read_chapter(ctx, pause)
     from forge.backends.devices import why_not_cuda
     from forge.errors import UsageError

@@ -15,7 +15,7 @@ from forge.cache.kv_storage import KvStorage
 from forge.engine.oneshot import OneShotItem, OneShotRequest
 from forge.engine.sampling import Choice, check_logits, choose, log_sum_exp, top_logprobs
 from forge.model.forward_batch import SequenceRows, flat_batch
-from forge.model.qwen3 import Model
+from forge.model.model import Model
 
 SLICE_BYTES = 32 << 20
 """Logits that a slice of a scored prompt may take."""

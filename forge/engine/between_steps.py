@@ -29,7 +29,7 @@ from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan
 from forge.errors import UsageError
-from forge.model.qwen3 import Model
+from forge.model.model import Model
 from forge.speculation.leases import Lease
 from forge.speculation.speculator import Learned, Speculator
 from forge.tokenizer import StreamingDetokenizer, Tokenizer

@@ -36,7 +36,7 @@ from forge.errors import ForgeError, UsageError
 from forge.model.catalog import DEFAULT_MODEL
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel, LoadProgress, load_model
-from forge.model.qwen3 import Model
+from forge.model.model import Model
 from forge.speculation.proposer import Proposer
 from forge.speculation.setup import DEFAULT_K, Target, checked_mode, load_proposers
 from forge.speculation.speculator import Speculator

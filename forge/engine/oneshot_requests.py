@@ -19,7 +19,7 @@ from forge.engine.output_text import OutputText
 from forge.engine.outputs import CompletionOutput, RequestOutput
 from forge.engine.sampling import BrokenLogits
 from forge.engine.scheduler import Scheduler
-from forge.model.qwen3 import Model
+from forge.model.model import Model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 from forge.trace.records import FinishReason, FinishRecord, RequestMetrics, TokenRecord
 

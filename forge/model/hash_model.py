@@ -22,7 +22,7 @@ from forge.cache.kv_storage import KvLayout, NumpyKvStorage
 from forge.errors import UsageError
 from forge.model.catalog import HASH_MODEL
 from forge.model.forward_batch import ForwardBatch
-from forge.model.qwen3 import Model
+from forge.model.model import Model
 from forge.tokenizer.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 
 SAID = tuple(b"abcdefghijklmnopqrstuvwxyz ")

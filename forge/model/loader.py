@@ -8,7 +8,8 @@ from forge.backends.backend import Array, Backend
 from forge.backends.devices import check_device, create_backend
 from forge.model.catalog import is_hash_model, model_name, resolve_model
 from forge.model.hash_model import create_hash_model
-from forge.model.qwen3 import LayerWeights, Model, Qwen3, Qwen3Weights
+from forge.model.model import Model
+from forge.model.qwen3 import LayerWeights, Qwen3, Qwen3Weights
 from forge.model.weight_source import WeightSource, open_weights
 from forge.tokenizer import Tokenizer
 from forge.tokenizer.byte_tokenizer import ByteTokenizer

@@ -26,7 +26,7 @@ from forge.engine.draws import Purpose, uniform
 from forge.engine.sampling import Distribution, check_logits, distribution, penalized
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
-from forge.model.qwen3 import Model
+from forge.model.model import Model
 from forge.speculation.leases import Lease
 from forge.speculation.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
 from forge.tokenizer import Tokenizer

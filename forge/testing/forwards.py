@@ -8,7 +8,7 @@ import numpy as np
 
 from forge.cache.kv_storage import KvStorage
 from forge.model.forward_batch import ForwardBatch
-from forge.model.qwen3 import Model
+from forge.model.model import Model
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from forge.engine.llm import LLM
 from forge.engine.sampling_params import SamplingParams
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel
-from forge.model.qwen3 import Model
+from forge.model.model import Model
 from forge.speculation.proposer import Proposer
 from forge.speculation.replay import ReplayProposer
 from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill, random_batches

@@ -6,7 +6,7 @@ import pytest
 from forge.cache.kv_storage import KvLayout
 from forge.model.hash_model import HashModel
 from forge.model.loader import LoadedModel, load_model
-from forge.model.qwen3 import Model
+from forge.model.model import Model
 from forge.testing import MODEL_CHECKS, check_model
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 from tests.small_models import write_small_qwen3
