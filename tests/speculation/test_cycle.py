@@ -15,12 +15,12 @@ from forge.speculation.controller import RecentCycles
 from forge.speculation.draft import DraftProposer
 from forge.speculation.ngram import NgramProposer
 from forge.speculation.replay import ReplayProposer
-from forge.speculation.verification import verify
 from forge.tokenizer import Tokenizer
 from tests.model.forwards import Part, new_storage, one_prefill
 from tests.model.forwards import flat_batch as laid_out_by_hand
 from tests.small_models import write_small_qwen3
 from tests.speculation.requests import request
+from tests.speculation.small_chain import verify
 
 BLOCK_SIZE, LENGTH = 8, 96
 NUM_TOKENS = 40
