@@ -15,12 +15,12 @@ from forge.speculation.controller import RecentCycles
 from forge.speculation.draft import DraftProposer
 from forge.speculation.ngram import NgramProposer
 from forge.speculation.replay import ReplayProposer
+from forge.speculation.verification import verify_forks
 from forge.tokenizer import Tokenizer
 from tests.model.forwards import Part, new_storage, one_prefill
 from tests.model.forwards import flat_batch as laid_out_by_hand
 from tests.small_models import write_small_qwen3
 from tests.speculation.requests import request
-from tests.speculation.small_chain import verify
 
 BLOCK_SIZE, LENGTH = 8, 96
 NUM_TOKENS = 40
@@ -69,7 +69,7 @@ def speculate(model: Qwen3, proposer, k: int, prompt=PROMPT, params=GREEDY, seed
     while len(tokens) < len(prompt) + num_tokens:
         (proposal,) = proposer.propose([request(tokens, k, params=params, seed=seed)])
         logits = target.logits([*tokens, *proposal.token_ids], len(proposal) + 1)
-        result = verify(logits, proposal, params, tokens, seed, 0)
+        result = verify_forks([logits], [proposal], params, tokens, seed, 0)
         tokens += result.token_ids
         target.cache.truncate(0, len(tokens) - 1)
         assert target.cache.computed_length(0) == len(tokens) - 1
