@@ -11,6 +11,7 @@ pass writes, `commit` brings the second level. Between steps the two are equal f
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forge.cache.kv_storage import BlockCopy
 from forge.errors import ForgeError
@@ -28,11 +29,10 @@ class OutOfBlocks(ForgeError):
         self.free = free
 
 
-@dataclass(frozen=True)
-class CacheStats:
+class CacheStats(NamedTuple):
     """The cache at one moment, in blocks and tokens. Bytes follow from the storage's layout.
 
-    The fields are those of `CacheRecord`, where each is explained.
+    The fields are those of `CacheRecord`, where each is explained, in its order.
     """
 
     num_blocks: int

@@ -18,7 +18,7 @@ takes over; and a block stays cached only as the last with its content. Writing 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
 
@@ -71,10 +71,6 @@ class PrefixKvCache(PagedKvCache):
         return self._match(token_ids, salt, max_cached)[0]
 
     def prefix_keys(self, token_ids: Sequence[int], salt: str = "") -> tuple[int, ...]:
-        """One number per full block of a prompt: two prompts that begin with the same blocks begin with the same ones.
-
-        The first uncached block's is at `hit.num_tokens // block_size`. Changes nothing.
-        """
         return self.index.keys(token_ids, self.block_size, salt)
 
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
@@ -118,7 +114,7 @@ class PrefixKvCache(PagedKvCache):
 
     def stats(self) -> CacheStats:
         own = {"prefix_queries": self._queries, "prefix_hits": self._hits, "evictions": self._evictions}
-        return replace(super().stats(), **own)
+        return super().stats()._replace(**own)
 
     def check_invariants(self) -> None:
         super().check_invariants()

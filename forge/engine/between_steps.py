@@ -60,7 +60,7 @@ class BetweenSteps:
         self.storage = storage
         self.scheduler = Scheduler(cache, config, scratch, self._bytes_of)
         self.speculation = speculation or Speculator()
-        self.scheduler.guess_room.guesser = self.speculation
+        self.scheduler.guess_room.speculator = self.speculation
         self.on_logits: OnLogits | None = None
         self.report_probabilities = False
         """Put the model's probability of each token into its record. Over a large vocabulary that takes a while."""
@@ -128,7 +128,7 @@ class BetweenSteps:
             task = _NEXT_TOKEN
             if params.prompt_logprobs is not None:
                 task = OneShotTask(params.max_tokens > 0, score_from=1, top=params.prompt_logprobs)
-            return (self._queue_oneshot(request_id, token_ids, task, params, prompt, salt),)
+            return (self.add_oneshot(request_id, token_ids, task, params, prompt=prompt, salt=salt),)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         prompt_logprobs: list = []
         first, *others = (
@@ -176,7 +176,13 @@ class BetweenSteps:
         """
         params = params or SamplingParams()
         token_ids = self._checked(request_id, prompt_token_ids, params, task)
-        return self._queue_oneshot(request_id, token_ids, task, params, prompt, salt)
+        seed = params.seed if params.seed is not None else secrets.randbits(32)
+        seq_id, now = next(self._sequence_ids), time.perf_counter()
+        request = OneShotRequest(seq_id, request_id, tuple(token_ids), task, params, seed, salt, prompt, now)
+        self._oneshots.add(request)
+        self.scheduler.oneshots.add(request)
+        self._arrived.append(ArriveRecord(request_id, (seq_id,), len(token_ids), int(task.sample), now))
+        return seq_id
 
     def _checked(
         self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, task: OneShotTask = _NEXT_TOKEN
@@ -200,23 +206,6 @@ class BetweenSteps:
         """Whether a generation ends with its first token at the latest, and there are blocks to compute it in."""
         few = params.n == 1 and min(params.max_tokens, room) <= 1
         return few and self.scheduler.config.oneshot and len(self.scheduler.scratch) > 0
-
-    def _queue_oneshot(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        task: OneShotTask,
-        params: SamplingParams,
-        prompt: str | None,
-        salt: str,
-    ) -> int:
-        seed = params.seed if params.seed is not None else secrets.randbits(32)
-        seq_id, now = next(self._sequence_ids), time.perf_counter()
-        request = OneShotRequest(seq_id, request_id, tuple(token_ids), task, params, seed, salt, prompt, now)
-        self._oneshots.add(request)
-        self.scheduler.oneshots.add(request)
-        self._arrived.append(ArriveRecord(request_id, (seq_id,), len(token_ids), int(task.sample), now))
-        return seq_id
 
     def has_unfinished(self) -> bool:
         self._settle()

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
+from forge.backends.logits import Logits
 from forge.engine.containers import Containers
 from forge.engine.row_layout import Runs
 from forge.engine.sampling import BrokenLogits, Choice, check_greatest, check_logits, choose, log_sum_exp, top_logprobs
@@ -41,7 +42,7 @@ class Choices:
         self,
         plan: StepPlan,
         guesses: StepGuesses,
-        logits: np.ndarray | None,
+        logits: Logits | None,
         likeliest: list[int],
         greatest: list[float],
     ) -> None:
@@ -80,7 +81,7 @@ class Choices:
             outcomes.append(self._ended(self._among.find(seq_id), "length"))
 
     def _next_token(
-        self, sequence: Sequence, logits: np.ndarray, row: int, likeliest: list[int], greatest: list[float]
+        self, sequence: Sequence, logits: Logits, row: int, likeliest: list[int], greatest: list[float]
     ) -> Outcome:
         """Choose a sequence's next token from row `row`."""
         if not self._is_plain(sequence):
@@ -98,7 +99,7 @@ class Choices:
         item: PlanItem,
         runs: Runs,
         first_row: int,
-        logits: np.ndarray,
+        logits: Logits,
         likeliest: list[int],
         greatest: list[float],
     ) -> Outcome:

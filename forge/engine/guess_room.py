@@ -5,44 +5,32 @@ what fits, to none if need be. A second proposer's guesses for the same sequence
 fork that lives for one step.
 """
 
-from collections.abc import Sized
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Draft, ForkSlots, PlanItem
 
-
-class Guesser(Protocol):
-    """Whoever wants guesses verified."""
-
-    proposers: Sized
-    """Empty if nobody guesses for anybody."""
-
-    def wanted(self, sequence: Sequence) -> int:
-        """How many guesses a sequence would have verified; it gets as many as fit."""
-        ...
-
-    def wanted_forks(self, sequence: Sequence) -> int:
-        """How many further runs of as many guesses."""
-        ...
+if TYPE_CHECKING:
+    from forge.speculation.speculator import Speculator
 
 
 class GuessRoom:
     def __init__(self, cache: KvCache):
         self._cache = cache
         self._fork_ids = count(-1, -1)
-        self.guesser: Guesser | None = None
+        self.speculator: Speculator | None = None
+        """Who says how many guesses a sequence would have verified."""
 
     @property
     def is_wanted(self) -> bool:
-        return self.guesser is not None and len(self.guesser.proposers) > 0
+        return self.speculator is not None and len(self.speculator.proposers) > 0
 
     def guesses(self, sequence: Sequence, draft: Draft) -> int:
         """As many guesses as the sequence wants and fit into what the step has left; taken off its budget."""
-        wanted = self.guesser.wanted(sequence)
+        wanted = self.speculator.wanted(sequence)
         if wanted <= 0:
             return 0
         cache, seq_id, length = self._cache, sequence.seq_id, len(sequence.token_ids)
@@ -65,7 +53,7 @@ class GuessRoom:
         if sequence.seq_id in draft.starts:
             return ()
         cache, forks = self._cache, []
-        for _ in range(self.guesser.wanted_forks(sequence)):
+        for _ in range(self.speculator.wanted_forks(sequence)):
             if num_rows > draft.budget:
                 break
             seq_id = next(self._fork_ids)

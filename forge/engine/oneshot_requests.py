@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
+from forge.backends.logits import Logits
 from forge.cache.kv_storage import KvStorage
 from forge.engine.answers import OneShotResult, answer, answer_in_slices, embed, joins_batch, max_slice_rows
 from forge.engine.choosing import OnLogits
@@ -122,7 +121,7 @@ class OneShotRequests:
     def answer(
         self,
         joining: Sequence[OneShotItem],
-        logits: np.ndarray | None,
+        logits: Logits | None,
         on_logits: OnLogits | None,
         probabilities: bool = True,
     ) -> dict[int, OneShotResult]:

@@ -32,6 +32,7 @@ from forge.trace.records import BlockMap, MaxNumSeqs, NoBlocks, NoBudget, Phase,
 
 _UNLIMITED = 1 << 62
 """A budget that is never used up."""
+_ONE_ROW = range(1)
 
 
 class Scheduler(Containers):
@@ -156,6 +157,9 @@ class Scheduler(Containers):
         if missing:
             draft.copies += cache.reserve(seq_id, missing)
         draft.needs[seq_id] = 0
+        table = cache.block_table(seq_id)
+        if phase == "decode" and num_tokens == 1 and not guesses:  # nearly every item of nearly every step
+            return PlanItem(seq_id, start, 1, _ONE_ROW, True, phase, table)
         decodes = guesses and phase == "decode"
         forks = self.guess_room.forks(sequence, num_tokens + guesses, draft) if decodes else ()
         samples = not remaining and sequence.max_output_tokens > 0
@@ -163,7 +167,6 @@ class Scheduler(Containers):
         if sequence.needs_prompt_logprobs:
             first_row = min(first_row, max(0, len(sequence.prompt_logprobs) - 1 - start))
         last_row = num_tokens - 1 if not samples and not remaining else num_tokens + guesses
-        table = cache.block_table(seq_id)
         rows = range(first_row, max(first_row, last_row))
         return PlanItem(seq_id, start, num_tokens, rows, samples, phase, table, remaining, guesses, forks)
 

@@ -28,23 +28,10 @@ def item_records(items: Sequence[PlanItem], runs: Mapping[int, Runs] = NO_RUNS) 
 
 
 def cache_record(kind: str, layout: KvLayout, stats: CacheStats) -> CacheRecord:
-    return CacheRecord(
-        kind,
-        layout.block_size,
-        stats.num_blocks,
-        stats.used_blocks,
-        stats.tokens_held,
-        stats.tokens_held * layout.bytes_per_token,
-        stats.used_blocks * layout.block_size * layout.bytes_per_token,
-        stats.cached_blocks,
-        stats.slots_reserved,
-        stats.slots_filled,
-        stats.blocks_saved,
-        stats.prefix_queries,
-        stats.prefix_hits,
-        stats.splits,
-        stats.evictions,
-    )
+    num_blocks, used_blocks, tokens_held, *rest = stats
+    bytes_held = tokens_held * layout.bytes_per_token
+    bytes_reserved = used_blocks * layout.block_size * layout.bytes_per_token
+    return CacheRecord(kind, layout.block_size, num_blocks, used_blocks, tokens_held, bytes_held, bytes_reserved, *rest)
 
 
 def map_of_written(block_map: BlockMap | None, batch: ForwardBatch | None, block_size: int) -> BlockMap | None:

@@ -72,27 +72,6 @@ class Verification:
         return tuple(choice.token_id for choice in self.choices)
 
 
-def verify(
-    logits: np.ndarray,
-    proposal: Proposal,
-    params: SamplingParams,
-    history: Sequence[int],
-    seed: int,
-    sample_index: int,
-    num_prompt_tokens: int | None = None,
-) -> Verification:
-    """Decide about one proposal of K tokens.
-
-    logits: float32 `[K + 1, vocab]`, the target's after the last token of `history` and after each proposed one.
-    history: the sequence's tokens so far, prompt included, of which the first num_prompt_tokens are the prompt's
-    (needed where `params.penalizes_output`). With an empty proposal the token emitted is `choose`'s.
-
-    Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity, and ValueError for a proposed token outside
-    the vocabulary or one that cannot have come from the distribution beside it.
-    """
-    return verify_forks([logits], [proposal], params, history, seed, sample_index, num_prompt_tokens)
-
-
 def verify_forks(
     logits: Sequence[np.ndarray],
     proposals: Sequence[Proposal],
@@ -102,9 +81,15 @@ def verify_forks(
     sample_index: int,
     num_prompt_tokens: int | None = None,
 ) -> Verification:
-    """Decide about several proposals for one sequence, each with its own rows of logits, as `verify` does about one.
+    """Decide about proposals for one sequence, each with its own rows of logits.
 
-    A proposal's place in the list is the branch that names its draws.
+    logits: float32 `[K + 1, vocab]` for a proposal of K tokens, the target's after the last token of `history` and
+    after each proposed one. A proposal's place in the list is the branch that names its draws. history: the sequence's
+    tokens so far, prompt included, of which the first num_prompt_tokens are the prompt's (needed where
+    `params.penalizes_output`). With empty proposals the token emitted is `choose`'s.
+
+    Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity, and ValueError for a proposed token outside
+    the vocabulary or one that cannot have come from the distribution beside it.
     """
     for rows, proposal in zip(logits, proposals, strict=True):
         _check_proposal(rows, proposal)

@@ -1,7 +1,5 @@
 """Requests that keep nothing: who is one, what it holds, and that it says what a generation would say."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -137,7 +135,7 @@ def test_without_shared_prefixes_the_blocks_do_not_move(kv):
 
     assert len(plan.oneshots) == 3
     after = engine.cache.stats()
-    assert replace(after, slots_reserved=0) == replace(before, slots_reserved=0)
+    assert after._replace(slots_reserved=0) == before._replace(slots_reserved=0)
     own = engine.scheduler.running[0]
     assert not any(engine.cache.knows(one.request.seq_id) for one in plan.oneshots)
     assert engine.cache.knows(own.seq_id)

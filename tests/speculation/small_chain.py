@@ -11,7 +11,7 @@ from forge.engine.draws import Purpose, uniform
 from forge.engine.sampling import choose, distribution
 from forge.engine.sampling_params import SamplingParams
 from forge.speculation.proposer import Proposal
-from forge.speculation.verification import verify, verify_forks
+from forge.speculation.verification import Verification, verify_forks
 
 VOCAB = 8
 FIRST = 0
@@ -51,6 +51,11 @@ class Chain:
             odds.append(distribution(self.logits[drawn[-1]], params))
             drawn.append(odds[-1].draw(uniform(seed, 0, len(drawn), Purpose.PROPOSE, branch)))
         return Proposal(tuple(drawn[len(tokens) :]), tuple(odds))
+
+
+def verify(logits, proposal: Proposal, *how) -> Verification:
+    """Decide about one proposal."""
+    return verify_forks([logits], [proposal], *how)
 
 
 def speculate(target: Chain, proposing, num_tokens: int, params: SamplingParams, seed: int, rule=verify) -> list[int]:
