@@ -371,7 +371,7 @@ def _summary(record: StepRecord) -> StepSummary:
     return StepSummary(
         (record.ended - record.started) * 1e3,
         record.ended,
-        sum([item.num_tokens for item in record.items if item.phase == "prefill"]),
+        sum([item.num_tokens for item in record.items if item.phase != "decode"]),
         decoding,
         len(record.tokens),
         len(record.preempted),

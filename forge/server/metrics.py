@@ -126,6 +126,14 @@ class Metrics:
             per_token = metrics.time_per_output_token_ms
             self.time_per_output_token.observe(None if per_token is None else per_token / 1e3)
 
+    def take_answers(self, lengths: Sequence[int], seconds: float) -> None:
+        """Requests that keep nothing have been answered together: the tokens of each."""
+        for length in lengths:
+            self.prompt_tokens += length
+            self.num_prompt_tokens.observe(length)
+        self.finished["stop"] += len(lengths)
+        self.end_to_end.observe(seconds, len(lengths))
+
     def take_abort(self) -> None:
         self.finished["abort"] += 1
 

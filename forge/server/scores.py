@@ -49,8 +49,11 @@ class Asking:
         """
         requests = _requests_of(work)
         self.service.check_queue(len(requests))
+        began = time.perf_counter()
         async with leaving_client(request):
             answers = await self.service.client.answer(requests)
+        lengths = [len(token_ids) for token_ids, _ in requests]
+        self.service.metrics.take_answers(lengths, time.perf_counter() - began)
         return work(lambda asked: answers)
 
     def body(self, prefix: str, model: str, prompts: Sequence[Prompt], **fields: Any) -> dict[str, Any]:

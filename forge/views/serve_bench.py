@@ -36,7 +36,8 @@ def print_serve_benchmark(console: Console, result: ServeBenchmark) -> None:
     if result.health_ms:
         health = f"p50 {percentile(result.health_ms, 50):.1f}, p99 {percentile(result.health_ms, 99):.1f} ms"
         console.print(Text(f"/health meanwhile: {health}", QUIET))
-    console.print(Text(f"the client took {percent(result.client_cpu_share)} of one CPU", QUIET))
+    waited = f"the server's first answer came after {result.ready_after:.2f} s, "
+    console.print(Text(f"{waited}the client took {percent(result.client_cpu_share)} of one CPU", QUIET))
 
 
 def _throughput(result: ServeBenchmark) -> list[tuple[str, str]]:

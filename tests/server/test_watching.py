@@ -76,6 +76,14 @@ def test_counters_count(server):
     assert found["usage"]["completion_tokens"] == 10
 
 
+def test_questions_count_too(server):
+    assert until(server.is_idle)
+    names = ("vllm:prompt_tokens", "vllm:request_success", "vllm:generation_tokens")
+    before = [server.metric(name) for name in names]
+    assert server.request("/v1/embeddings", {"input": ["abc", "defgh"]})[0] == 200
+    assert [server.metric(name) - count for name, count in zip(names, before, strict=True)] == [8, 2, 0]
+
+
 def test_a_requests_life_can_be_read_while_it_is_remembered(server):
     _, found = server.request("/v1/completions", {"prompt": "abcde", "max_tokens": 4, "ignore_eos": True})
     status, life = server.request(f"/debug/requests/{found['id']}")
