@@ -128,8 +128,8 @@ def _measure(
 
 
 def _warm_run(llm, text: str, params) -> "RunResult":
-    """The run, once everything is compiled and captured. As tokens are asked for their probabilities, no step is launched
-    before the one ahead of it was read, and each forward's time is its own."""
+    """The run, once everything is compiled and captured. As tokens are asked for their probabilities, no step is
+    launched before the one ahead of it was read, and each forward's time is its own."""
     for _ in range(WARM_RUNS + 1):
         result = drive(llm, llm.start([text], params), params, lambda record: None)
         if result.interrupted:
