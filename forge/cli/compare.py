@@ -126,11 +126,7 @@ def compare(
     from forge.views.terminal import open_console
 
     versus = versus_of(ctx)
-    if versus.option == "--device":  # it is for the side that needs it
-        for side in (ctx.params, versus.right):
-            side["invariant"] = side["invariant"] and side["device"] == "cuda"
-    for side in (ctx.params, versus.right):
-        side["invariant"] = side["invariant"] or None
+    _keep_invariance_for_the_gpu(ctx.params, versus.right)
     if is_judging(versus):
         return _compare_judging(ctx, versus)
     if any(given[option] is not None for given in (ctx.params, versus.right) for option in _OF_MANY):
@@ -160,6 +156,14 @@ def compare(
         0 if comparison.identical else DIFFERENT,
     )
     return report.as_json() if json else report
+
+
+def _keep_invariance_for_the_gpu(left: dict[str, Any], right: dict[str, Any]) -> None:
+    """`--invariant` is for the side on the GPU, if the other one is not: there it is refused."""
+    devices = left["device"], right["device"]
+    for side in (left, right):
+        needless = "cuda" in devices and side["device"] != "cuda"
+        side["invariant"] = (side["invariant"] and not needless) or None
 
 
 def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:

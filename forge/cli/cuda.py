@@ -128,9 +128,8 @@ def _measure(
 
 
 def _warm_run(llm, text: str, params) -> "RunResult":
-    """The run, once everything is compiled and captured. What a token's probability was is nobody's business here: it
-    would be fetched from the device, and waited for."""
-    llm.engine.report_probabilities = False
+    """The run, once everything is compiled and captured. As tokens are asked for their probabilities, no step is
+    launched before the one ahead of it was read, and each forward's time is its own."""
     for _ in range(WARM_RUNS + 1):
         result = drive(llm, llm.start([text], params), params, lambda record: None)
         if result.interrupted:

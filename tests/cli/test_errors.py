@@ -34,6 +34,7 @@ def complaint(found):
         (("models", "inspect"), 2, "'MODEL'"),
         (("models", "inspect", "nothing"), 2, "no such file"),
         (("compare", "x"), 2, "forge compare --kv off vs on"),
+        (("compare", "x", "2", "--device", "cpu", "vs", "reference", "--invariant"), 2, "is for --device cuda"),
     ],
 )
 def test_a_mistake_is_one_line(forge, args, status, expected):

@@ -47,7 +47,9 @@ def launches() -> list[Launch]:
     largest: dict[tuple, Launch] = {}
     for launch in listed:
         sizes = {name: value for name, value in launch.constants if name.startswith("BLOCK")}
-        apart = ("KIND", "NORM", "GLU", "COMPACT", "EXACT", *(("BLOCK_M",) if "ROWS" in dict(launch.constants) else ()))
+        constants = dict(launch.constants)
+        apart = ["EXACT"] if constants.get("EXACT") else ["KIND", "NORM", "GLU", "COMPACT"]
+        apart += ["BLOCK_M"] if "ROWS" in constants else []
         kind = tuple((name, value) for name, value in launch.constants if name in apart)
         area = sizes.get("BLOCK_M", 1) * sizes.get("BLOCK_N", 1) * sizes.get("BLOCK_K", 1)
         best = largest.setdefault((launch.kernel, kind), launch)

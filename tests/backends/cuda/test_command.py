@@ -9,6 +9,7 @@ from forge.backends import devices
 from forge.backends.cuda import backend as backend_module
 from forge.bench import cuda_limits_worker, cuda_plan
 from forge.cli.main import main
+from forge.engine import llm as llm_module
 from tests.backends.cuda.test_graphs import StandIn
 from tests.small_models import write_small_qwen3
 
@@ -21,6 +22,7 @@ def on_a_gpu_of_sorts(monkeypatch, device):
         return
     backend = partial(backend_module.CudaBackend, "cpu", dtype="float32", graphs=True)
     monkeypatch.setattr(devices, "why_not_cuda", lambda: None)
+    monkeypatch.setattr(llm_module, "is_large_gpu", lambda device: False)
     monkeypatch.setattr(backend_module, "CudaBackend", backend)
     monkeypatch.setattr(backend_module, "Graphs", StandIn)
     monkeypatch.setattr(cuda_limits_worker, "measure", lambda *_: LIMITS)

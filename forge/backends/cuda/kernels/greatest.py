@@ -40,8 +40,9 @@ def greatest(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * vocabulary
     token = part * PART + tl.arange(0, PART)
-    token = tl.minimum(token, vocabulary - 1)  # past the end: the last one again
-    best = tl.max(ordered(tl.load(logits + token), token), axis=0)
+    # Past the end stands what is never greater than a real token, nor equal and before it.
+    logit = tl.load(logits + token, mask=token < vocabulary, other=float("-inf"))
+    best = tl.max(ordered(logit, token), axis=0)
     tl.store(found + row * PARTS + part, best)
     tl.debug_barrier()  # stored before it is said
     arrived = tl.atomic_add(counters + row, 1, sem="acq_rel")
