@@ -9,6 +9,7 @@ and nothing half-done has to be understood.
 import secrets
 import time
 from collections.abc import Sequence as Items
+from functools import partial
 from itertools import count
 
 from forge.cache.kv_cache import KvCache
@@ -58,6 +59,7 @@ class BetweenSteps:
         self.tokenizer = tokenizer
         self.cache = cache
         self.storage = storage
+        self._bytes_of = partial(_bytes_of, self.lease)  # of the lease alone, so that nothing refers back to the engine
         self.scheduler = Scheduler(cache, config, scratch, self._bytes_of)
         self.speculation = speculation or Speculator()
         self.scheduler.guess_room.guesser = self.speculation
@@ -280,10 +282,6 @@ class BetweenSteps:
         """Give up the cache of an ended sequence, if it is still kept."""
         self.scheduler.release(seq_id)
 
-    def _bytes_of(self, num_rows: int, num_logit_rows: int) -> int:
-        """About what a forward of so many rows needs for itself."""
-        return 0 if self.lease.revoked else self.lease.lent.temporary_bytes(num_rows, num_logit_rows)
-
     # Ends and mishaps
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
@@ -347,3 +345,8 @@ class BetweenSteps:
 
     def _new_text(self, params: SamplingParams) -> OutputText:
         return OutputText(StreamingDetokenizer(self.tokenizer), params.stop)
+
+
+def _bytes_of(lease: Lease[Model], num_rows: int, num_logit_rows: int) -> int:
+    """About what a forward of so many rows needs for itself."""
+    return 0 if lease.revoked else lease.lent.temporary_bytes(num_rows, num_logit_rows)
