@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence as Items
 from functools import partial
 from itertools import count
+from threading import RLock
 
 from forge.cache.kv_cache import KvCache
 from forge.cache.kv_storage import KvStorage
@@ -55,6 +56,8 @@ class BetweenSteps:
     ):
         """`scratch`: blocks of the storage past the cache's own, for requests that keep nothing. `speculation`: who
         guesses, and how many tokens; None for nobody."""
+        self.lock = RLock()
+        """For callers in several threads: held by whoever works with the engine, which itself never takes it."""
         self.lease = Lease("target", model)
         self.tokenizer = tokenizer
         self.cache = cache
