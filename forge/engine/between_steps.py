@@ -9,7 +9,9 @@ and nothing half-done has to be understood.
 import secrets
 import time
 from collections.abc import Sequence as Items
+from functools import partial
 from itertools import count
+from threading import RLock
 
 from forge.cache.kv_cache import KvCache
 from forge.cache.kv_storage import KvStorage
@@ -54,10 +56,13 @@ class BetweenSteps:
     ):
         """`scratch`: blocks of the storage past the cache's own, for requests that keep nothing. `speculation`: who
         guesses, and how many tokens; None for nobody."""
+        self.lock = RLock()
+        """For callers in several threads: held by whoever works with the engine, which itself never takes it."""
         self.lease = Lease("target", model)
         self.tokenizer = tokenizer
         self.cache = cache
         self.storage = storage
+        self._bytes_of = partial(_bytes_of, self.lease)  # of the lease alone, so that nothing refers back to the engine
         self.scheduler = Scheduler(cache, config, scratch, self._bytes_of)
         self.speculation = speculation or Speculator()
         self.scheduler.guess_room.speculator = self.speculation
@@ -269,10 +274,6 @@ class BetweenSteps:
         """Give up the cache of an ended sequence, if it is still kept."""
         self.scheduler.release(seq_id)
 
-    def _bytes_of(self, num_rows: int, num_logit_rows: int) -> int:
-        """About what a forward of so many rows needs for itself."""
-        return 0 if self.lease.revoked else self.lease.lent.temporary_bytes(num_rows, num_logit_rows)
-
     # Ends and mishaps
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
@@ -336,3 +337,8 @@ class BetweenSteps:
 
     def _new_text(self, params: SamplingParams) -> OutputText:
         return OutputText(StreamingDetokenizer(self.tokenizer), params.stop)
+
+
+def _bytes_of(lease: Lease[Model], num_rows: int, num_logit_rows: int) -> int:
+    """About what a forward of so many rows needs for itself."""
+    return 0 if lease.revoked else lease.lent.temporary_bytes(num_rows, num_logit_rows)

@@ -60,7 +60,8 @@ DEFAULT_MAX_MODEL_LEN = 4096
 
 
 class LLM:
-    """One model, loaded, with one engine."""
+    """One model, loaded, with one engine. Threads that use it together take turns, a step at a time; a process that was
+    forked cannot use its parent's."""
 
     def __init__(
         self,
@@ -222,15 +223,16 @@ class LLM:
         params = params or SamplingParams()
         checked = [self._encode(prompt) for prompt in _as_list(prompts)]
         requests: list[tuple[str, tuple[int, ...]]] = []
-        try:
-            for text, token_ids in checked:
-                request_id = f"request-{next(self._request_ids)}"
-                requests.append((request_id, self.engine.add_request(request_id, token_ids, params, prompt=text)))
-        except BaseException:
-            for request_id, _ in requests:  # all or none
-                self.engine.abort(request_id)
-                self.engine.forget(request_id)
-            raise
+        with self.engine.lock:
+            try:
+                for text, token_ids in checked:
+                    request_id = f"request-{next(self._request_ids)}"
+                    requests.append((request_id, self.engine.add_request(request_id, token_ids, params, prompt=text)))
+            except BaseException:
+                for request_id, _ in requests:  # all or none
+                    self.engine.abort(request_id)
+                    self.engine.forget(request_id)
+                raise
         return Run(self.engine, requests, keep_logits)
 
     def classify(
@@ -307,21 +309,22 @@ class LLM:
         are no numbers.
         """
         engine, request_ids = self.engine, []
-        try:
-            for token_ids, task in requests:
-                request_id = f"request-{next(self._request_ids)}"
-                engine.add_oneshot(request_id, token_ids, task)
-                request_ids.append(request_id)
-            waiting = request_ids
-            while waiting := [request_id for request_id in waiting if engine.is_unfinished(request_id)]:
-                on_progress(len(request_ids) - len(waiting), len(request_ids))
-                on_step(engine.step())
-            on_progress(len(request_ids), len(request_ids))
-            return [self._answer_to(request_id) for request_id in request_ids]
-        finally:
-            for request_id in request_ids:
-                engine.abort(request_id)
-                engine.forget(request_id)
+        with engine.lock:
+            try:
+                for token_ids, task in requests:
+                    request_id = f"request-{next(self._request_ids)}"
+                    engine.add_oneshot(request_id, token_ids, task)
+                    request_ids.append(request_id)
+                waiting = request_ids
+                while waiting := [request_id for request_id in waiting if engine.is_unfinished(request_id)]:
+                    on_progress(len(request_ids) - len(waiting), len(request_ids))
+                    on_step(engine.step())
+                on_progress(len(request_ids), len(request_ids))
+                return [self._answer_to(request_id) for request_id in request_ids]
+            finally:
+                for request_id in request_ids:
+                    engine.abort(request_id)
+                    engine.forget(request_id)
 
     def _answer_to(self, request_id: str) -> OneShotResult:
         """Raises `ForgeError` if there is none."""
@@ -349,7 +352,7 @@ class LLM:
             context_lens=np.array([length], np.int32),
             logit_rows=rows,
         )
-        with self.engine.lease.use() as model:
+        with self.engine.lock, self.engine.lease.use() as model:
             return np.asarray(model.forward(batch, self._new_storage(model, num_blocks, block_size)))
 
     def speculate_with(self, mode: str | Proposer, draft: str | Path | Sequence[str | Path] = ()) -> None:
@@ -359,7 +362,9 @@ class LLM:
         Raises `UsageError` for a draft whose tokens are not this model's.
         """
         drafts = [draft] if isinstance(draft, str | Path) else draft
-        self.engine.speculation.set_proposers(load_proposers(checked_mode(mode, DEFAULT_K), drafts, self._target))
+        proposers = load_proposers(checked_mode(mode, DEFAULT_K), drafts, self._target)
+        with self.engine.lock:
+            self.engine.speculation.set_proposers(proposers)
 
     @property
     def model(self) -> Model:
@@ -422,29 +427,38 @@ class Run:
 
         Iterating again goes on where it stopped, after an exception too. Other runs of the same engine advance with it.
         """
-        while not self._has_ended():
-            record = self._step()
-            self._has_ended()  # before anyone sees the record, so that nobody need come back for the end
+        while (record := self._advance()) is not None:
             yield record
 
     def abort(self) -> None:
         """End what has not ended, keeping what it produced."""
-        if not self._has_ended():
-            for request_id in self._request_ids:
-                self._engine.abort(request_id)
-            self._has_ended()
+        with self._engine.lock:
+            if not self._has_ended():
+                for request_id in self._request_ids:
+                    self._engine.abort(request_id)
+                self._has_ended()
 
     @property
     def outputs(self) -> list[RequestOutput]:
         """One per prompt, in order. Complete once the iteration has ended or after `abort()`."""
-        if self._has_ended():
-            return self._outputs
-        return [self._engine.output(request_id) for request_id in self._request_ids]
+        with self._engine.lock:
+            if self._has_ended():
+                return self._outputs
+            return [self._engine.output(request_id) for request_id in self._request_ids]
 
     @property
     def seed(self) -> int:
         """The seed in use, chosen or drawn."""
         return self.outputs[0].seed
+
+    def _advance(self) -> StepRecord | None:
+        """Do the next step; None if this run has ended."""
+        with self._engine.lock:
+            if self._has_ended():
+                return None
+            record = self._step()
+            self._has_ended()  # before anyone sees the record, so that nobody need come back for the end
+            return record
 
     def _step(self) -> StepRecord:
         if self._watched is None:
@@ -490,11 +504,12 @@ class ChatSession:
 
     def reset(self) -> None:
         """Forget everything but the system message."""
-        self._end_turn()
-        self.messages = [{"role": "system", "content": self._system}] if self._system else []
-        if self._kept is not None:
-            self._llm.engine.release(self._kept)
-            self._kept = None
+        with self._llm.engine.lock:
+            self._end_turn()
+            self.messages = [{"role": "system", "content": self._system}] if self._system else []
+            if self._kept is not None:
+                self._llm.engine.release(self._kept)
+                self._kept = None
 
     def send(self, text: str, params: SamplingParams | None = None) -> "ChatTurn":
         """Begin the assistant's answer to `text`. An answer that has not ended is aborted first.
@@ -509,14 +524,15 @@ class ChatSession:
         tokenizer, engine = self._llm.tokenizer, self._llm.engine
         rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         request_id = f"chat-{next(self._llm._request_ids)}"
-        seq_ids = engine.add_request(
-            request_id,
-            tokenizer.encode(rendered, allow_special=True),
-            params,
-            prompt=rendered,
-            keep_cache=True,
-            continues=self._kept if self._kept is not None and engine.is_kept(self._kept) else None,
-        )
+        with engine.lock:
+            seq_ids = engine.add_request(
+                request_id,
+                tokenizer.encode(rendered, allow_special=True),
+                params,
+                prompt=rendered,
+                keep_cache=True,
+                continues=self._kept if self._kept is not None and engine.is_kept(self._kept) else None,
+            )
         self._turn = ChatTurn(self, messages, engine, [(request_id, seq_ids)])
         return self._turn
 

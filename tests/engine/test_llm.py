@@ -1,5 +1,10 @@
 """The Python API around a small real model: the same bits whatever the cache, the company or the block size."""
 
+import gc
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -286,6 +291,36 @@ def test_leaving_the_loop_at_the_last_record_leaves_nothing_behind(basic):
 
     assert_nothing_held(basic)
     assert run.outputs[0].outputs[0].finish_reason == "length"
+
+
+def test_threads_take_turns_at_one_model():
+    llm = LLM("hash", kv="prefix", num_blocks=64, max_model_len=256)
+    prompts = [f"thread {number} " * 3 for number in range(8)]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    expected = [tokens(llm.generate(prompt, params)) for prompt in prompts]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            found = list(threads.map(lambda prompt: tokens(llm.generate(prompt, params)), prompts * 3))
+    finally:
+        sys.setswitchinterval(interval)
+
+    assert found == expected * 3
+    assert_nothing_held(llm)
+
+
+def test_a_model_that_nobody_has_any_more_gives_its_cache_back_at_once(path):
+    llm = load(path, kv="paged", speculate="ngram")
+    llm.generate(PROMPTS, GREEDY)
+    storage = weakref.ref(llm.engine.storage)
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert storage() is None, "something refers back to the engine"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -1,4 +1,4 @@
-"""The threads that run kernels: one team per process, woken once per forward pass.
+"""The threads that run kernels: one team per backend, woken once per forward pass.
 
 A forward pass is a *program*: a table of operations, laid out once when the model is loaded. Every thread of the team
 walks the whole table and takes its share of each operation; between operations that depend on each other all wait at a
