@@ -98,12 +98,19 @@ def queue_lines(history: History, record: StepRecord, moment: Moment, width: int
 
 
 def items_line(record: StepRecord, width: int) -> Text:
-    """`this step: decode 11 seqs · prefill 31 [0:64] of 200`, and how a GPU's kernels were launched."""
+    """`this step: decode 11 seqs · prefill 31 [0:64] of 200`, and on a GPU how and when it was launched."""
     decodes = [item for item in record.items if item.phase == "decode"]
     parts = [f"decode {plural(len(decodes), 'seq')}"] if decodes else []
     parts += [prefill_text(item) for item in record.items if item.phase == "prefill"]
     line = Text.assemble(("this step: ", TITLE), " · ".join(parts) or "nothing is computed")
-    return line if record.execution is None else line.append(f" · {execution_text(record.execution)}", QUIET)
+    return line.append("".join([f" · {text}" for text in launch_texts(record)]), QUIET)
+
+
+def launch_texts(record: StepRecord) -> list[str]:
+    """How a device that works by itself was given the step; nothing on a CPU."""
+    texts = [execution_text(record.execution)] if record.execution is not None else []
+    texts += ["planned ahead"] if record.planned_ahead else []
+    return texts + ([f"{plural(record.discarded, 'row')} in vain"] if record.discarded else [])
 
 
 def execution_text(execution: Execution) -> str:
@@ -238,7 +245,7 @@ def step_line(record: StepRecord) -> str:
         where,
         f"pool {cache.used_blocks}/{cache.num_blocks}",
         ", ".join(work) or "nothing is computed",
-        *([execution_text(record.execution)] if record.execution is not None else []),
+        *launch_texts(record),
         *(f"+{one.seq_id} {admission_text(one)}" for one in record.admitted),
         *(f"-{one.seq_id} {preemption_text(one)}" for one in record.preempted),
         *(f"{one.seq_id} waits {wait_text(one.reason)}" for one in record.waiting),

@@ -112,6 +112,12 @@ def test_a_step_of_a_gpu_says_how_it_was_launched_and_why():
     assert "eager" not in step_line(RUN.steps[3])
 
 
+def test_a_step_that_was_planned_ahead_says_so_and_what_it_cost():
+    ahead = replace(RUN.steps[3], planned_ahead=True, discarded=1)
+    assert "planned ahead  1 row in vain" in step_line(ahead)
+    assert "planned ahead" not in step_line(RUN.steps[3])
+
+
 def test_a_refused_request_is_shown_with_the_numbers():
     assert any(line.startswith("✗ refused") and "99 tokens" in line for line in picture(index_of("rejected"), 120, 40))
 

@@ -99,3 +99,20 @@ def test_each_record_says_how_its_step_was_launched(engine_on, device, monkeypat
     assert executions[0].reason == "the first step of this shape"
     assert [each.mode for each in executions] == ["eager", "eager", "graph", "graph"]
     assert executions[-1].reason == "captured for 1 rows"
+
+
+@pytest.mark.parametrize("kv", ["basic", "paged", "prefix"])
+def test_steps_planned_ahead_say_what_the_reference_says(kv, engine_on, device):
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    prompts = [*PROMPTS, [9, 9]]
+    want = [o.outputs[0].token_ids for o in engine_on(ReferenceBackend()).generate(prompts, params)]
+    llm = engine_on(CudaBackend(device, dtype="float32", runs_ahead=True), kv)
+    run = llm.start(prompts, params)
+    records = []
+    for record in run:
+        llm.engine.scheduler.check_invariants()
+        records.append(record)
+
+    assert llm.model.runs_ahead
+    assert [output.outputs[0].token_ids for output in run.outputs] == want
+    assert sum(record.planned_ahead for record in records) >= 5
