@@ -151,6 +151,19 @@ def test_an_empty_prompt_is_refused_and_nothing_is_left_queued(basic, prompt):
     assert_nothing_held(basic)
 
 
+@pytest.mark.parametrize("prompt", [{"prompt": "the rain"}, b"rain", 5, None, [{"a": 1}], ["ok", b"rain"]], ids=repr)
+def test_what_is_no_prompt_is_not_taken_for_one(basic, prompt):
+    with pytest.raises(UsageError, match="a prompt is text or a list of token ids"):
+        basic.generate(prompt, GREEDY)
+    assert_nothing_held(basic)
+
+
+@pytest.mark.parametrize("params", [5, {"max_tokens": 5}, [GREEDY]], ids=repr)
+def test_what_are_no_params_is_said(basic, params):
+    with pytest.raises(UsageError, match="params are SamplingParams"):
+        basic.generate(["the rain"], params)
+
+
 def test_no_prompt_at_all_is_refused(basic):
     with pytest.raises(UsageError, match="there is no prompt"):
         basic.generate([], GREEDY)
