@@ -6,7 +6,7 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -221,6 +221,8 @@ class LLM:
         not iterated to its end goes on beside the next one; `abort()` gives it up.
         """
         params = params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"params are SamplingParams for all prompts, and not of type {type(params).__name__}")
         checked = [self._encode(prompt) for prompt in _as_list(prompts)]
         requests: list[tuple[str, tuple[int, ...]]] = []
         with self.engine.lock:
@@ -394,6 +396,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
+        _require_items(prompt)
         return None, prompt
 
     def _num_scratch_blocks(self, config: SchedulerConfig, block_size: int) -> int:
@@ -580,12 +583,19 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
+    _require_items(prompts)
     items = list(prompts)
     if items and all(isinstance(item, (int, np.integer)) for item in items):
         return [items]
     if not items:
         raise UsageError("there is no prompt: give one or more texts or lists of token ids")
     return items
+
+
+def _require_items(prompt: object) -> None:
+    """Refuse what could be taken for a list of prompts or of token ids and is none: the keys of a dict, say."""
+    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+        raise UsageError(f"a prompt is text or a list of token ids, and not of type {type(prompt).__name__}")
 
 
 def _require_positive(name: str, value: int) -> None:

@@ -98,8 +98,8 @@ class SchedulerConfig:
             value = getattr(self, name)
             if name == "max_num_batched_tokens" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {value!r}")
+            _require_whole(name, value, 1)
+        _require_whole("num_host_blocks", self.num_host_blocks, 0)
         if self.token_budget < self.max_num_seqs:
             raise UsageError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} leaves some of {self.max_num_seqs} sequences "
@@ -131,6 +131,11 @@ class SchedulerConfig:
     @property
     def victim_name(self) -> str:
         return _name(self.victim)
+
+
+def _require_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"--{name.replace('_', '-')} must be a whole number of at least {least}, got {value!r}")
 
 
 def _name(choice: str | Callable) -> str:

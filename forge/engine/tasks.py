@@ -94,6 +94,8 @@ def classify_prompt(tokenizer: Tokenizer, text: str, labels: Sequence[str], ques
 def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer: Answer) -> list[Score]:
     """Each continuation's tokens given its prompt. A prompt may be empty: then the first token, which nothing precedes,
     has no score."""
+    if top < 0:
+        raise UsageError(f"top is a number of tokens, and not {top}")
     requests = []
     for prompt, continuation in pairs:
         if len(prompt) + len(continuation) < 2 or not continuation:

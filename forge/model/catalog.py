@@ -69,6 +69,8 @@ def resolve_model(name_or_path: str | Path) -> Path:
     model (`owner/name:Q8_0`). Raises `UsageError`, naming the nearest bundled model, when it is none of them.
     """
     text = str(name_or_path)
+    if not text:
+        raise UsageError(f"the model's name is empty: give a .gguf file, or a bundled model: {_names()}")
     if is_hash_model(text):
         raise UsageError(f"{text}: this model is computed from the text so far: there is no file of it")
     for model in BUNDLED:

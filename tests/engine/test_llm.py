@@ -151,6 +151,19 @@ def test_an_empty_prompt_is_refused_and_nothing_is_left_queued(basic, prompt):
     assert_nothing_held(basic)
 
 
+@pytest.mark.parametrize("prompt", [{"prompt": "the rain"}, b"rain", 5, None, [{"a": 1}], ["ok", b"rain"]], ids=repr)
+def test_what_is_no_prompt_is_not_taken_for_one(basic, prompt):
+    with pytest.raises(UsageError, match="a prompt is text or a list of token ids"):
+        basic.generate(prompt, GREEDY)
+    assert_nothing_held(basic)
+
+
+@pytest.mark.parametrize("params", [5, {"max_tokens": 5}, [GREEDY]], ids=repr)
+def test_what_are_no_params_is_said(basic, params):
+    with pytest.raises(UsageError, match="params are SamplingParams"):
+        basic.generate(["the rain"], params)
+
+
 def test_no_prompt_at_all_is_refused(basic):
     with pytest.raises(UsageError, match="there is no prompt"):
         basic.generate([], GREEDY)
@@ -404,6 +417,13 @@ def test_an_unknown_kv_mode_is_refused_before_the_model_is_loaded(path, monkeypa
 def test_sizes_are_whole_numbers_of_at_least_one(path, name, value):
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} must be a whole number of at least 1"):
         load(path, **{name: value})
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "a"])
+def test_a_host_pool_may_be_empty_and_no_less(path, value):
+    with pytest.raises(UsageError, match="--num-host-blocks must be a whole number of at least 0"):
+        load(path, num_host_blocks=value)
+    assert load(path, num_host_blocks=0).engine.scheduler.host.num_free == 0
 
 
 def test_more_context_than_the_model_has_is_refused(path):

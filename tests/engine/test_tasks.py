@@ -89,6 +89,11 @@ def test_slices_have_the_bits_of_the_whole(llm, monkeypatch):
         assert llm.score([("", text), ("the ", text)], top=2) == whole
 
 
+def test_fewer_than_no_alternatives_are_refused(llm):
+    with pytest.raises(UsageError, match="top is a number of tokens"):
+        llm.score([("the ", "rain")], top=-1)
+
+
 def test_a_score_is_the_sum_of_its_tokens_given_the_prompt(llm, theirs):
     prompt, continuation = (llm.tokenizer.encode(text) for text in ("the tin ", "hat on a ship"))
     (found,) = llm.score([(prompt, continuation)])

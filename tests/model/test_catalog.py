@@ -62,6 +62,11 @@ def test_a_file_that_is_not_there_lists_the_bundled_models():
     assert "did you mean" not in str(raised.value)
 
 
+def test_an_empty_name_is_no_folder():
+    with pytest.raises(UsageError, match="name is empty"):
+        resolve_model("")
+
+
 def test_a_folder_is_refused_with_what_to_give_instead(tmp_path):
     with pytest.raises(UsageError, match=r"is a folder; give a \.gguf file in it"):
         resolve_model(tmp_path)
