@@ -3,7 +3,7 @@
 `EngineClient` lives on one asyncio loop and nothing in it blocks. What the engine sends is taken in at once and merged
 per request; whoever follows a `Generation` gets all that has come since it last looked. A first token, an end and a
 failure wake their follower at once. Everything else wakes all followers together, at most so often that the events of
-all streams stay below `EVENTS_PER_SECOND`: with few streams every token is an event, with many a few tokens share one.
+several streams stay below `EVENTS_PER_SECOND`: alone, every token is an event; with many, a few tokens share one.
 """
 
 import asyncio
@@ -20,7 +20,6 @@ from forge.engine.outputs import Logprobs, RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
 from forge.server.messages import (
-    EVENTS_PER_SECOND,
     Abort,
     Answer,
     Ask,
@@ -36,6 +35,7 @@ from forge.server.messages import (
     Watch,
     Withdraw,
     frame,
+    pause_between_events,
 )
 from forge.trace.records import StepRecord
 
@@ -461,7 +461,7 @@ class EngineClient(asyncio.BufferedProtocol):
         """Wake the followers, now or when the next events are due."""
         if not self._dirty or self._flush_timer is not None:
             return
-        due = self._last_flush + len(self._streams) / EVENTS_PER_SECOND
+        due = self._last_flush + pause_between_events(len(self._streams))
         wait = due - time.perf_counter()
         if wait <= 0:
             self._flush()

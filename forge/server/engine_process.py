@@ -21,7 +21,6 @@ from forge.engine.llm import LLM
 from forge.errors import ForgeError
 from forge.server.life import LifeBook
 from forge.server.messages import (
-    EVENTS_PER_SECOND,
     Abort,
     Answer,
     Ask,
@@ -41,6 +40,7 @@ from forge.server.messages import (
     Watch,
     Withdraw,
     frame,
+    pause_between_events,
 )
 from forge.trace.records import FinishRecord, StepRecord
 
@@ -349,7 +349,7 @@ class EngineServer:
         another event, or when there is nothing left to do."""
         if self._urgent or self._update.is_awaited or not self.engine.has_unfinished():
             return True
-        pause = self._num_streams / EVENTS_PER_SECOND if self._num_streams else _MOST_SECONDS
+        pause = pause_between_events(self._num_streams) if self._num_streams else _MOST_SECONDS
         return time.perf_counter() - self._last_sent >= min(pause, _MOST_SECONDS)
 
     def _current_gauges(self) -> Gauges:

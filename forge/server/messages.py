@@ -20,8 +20,13 @@ from forge.trace.records import Pooling, StepRecord
 _LENGTH = Struct("<I")
 
 EVENTS_PER_SECOND = 500
-"""Of all streams together. An event costs the server and its client some 50 µs each, most of it in the system. With few
-streams every token is one, or two tokens are; with 64 a stream has one eight times a second."""
+"""Of all streams together, where there are several. An event costs the server and its client some 50 µs each, most of
+it in the system."""
+
+
+def pause_between_events(num_streams: int) -> float:
+    """Seconds between two events of one stream. With 64 it has one eight times a second; alone, one for every token."""
+    return num_streams / EVENTS_PER_SECOND if num_streams > 1 else 0.0
 
 
 class Submit(NamedTuple):
