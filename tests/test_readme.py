@@ -57,6 +57,12 @@ SHORTER = {
     "forge bench oneshot -m hash": "--reps 1 --requests 4 --concurrency 2 --only sweep",
     "forge bench prefix-planning": "--requests 2 --rubric-tokens 32 --reps 1",
     "forge bench serve --concurrency 64": "--concurrency 4 --num-prompts 4 --output-tokens 4 --url {url}",
+    "forge bench serve --concurrency 4 --num-prompts 400 --input-tokens 128 --output-tokens 32 --json": (
+        "--num-prompts 4 --input-tokens 16 --output-tokens 4 --url {url}"
+    ),
+    "forge bench serve --concurrency 16 --peer http://127.0.0.1:8081": (
+        "--concurrency 2 --num-prompts 4 --input-tokens 16 --output-tokens 4 --url {url} --peer {url}"
+    ),
 }
 """A line → what is added to it. Of an option that is given twice the last counts."""
 

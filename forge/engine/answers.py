@@ -56,6 +56,13 @@ def max_slice_rows(vocab_size: int) -> int:
     return max(16, SLICE_BYTES // (4 * vocab_size))
 
 
+def wants_likeliest(request: OneShotRequest, on_logits: Callable | None, probabilities: bool) -> bool:
+    """Whether its answer is the likeliest token after its last, and nobody looks at the logits themselves."""
+    task = request.task
+    plain = task.sample and not task.candidates and task.score_from is None and request.params.plain_greedy
+    return plain and on_logits is None and not probabilities
+
+
 def answer(
     request: OneShotRequest, rows: np.ndarray, on_logits: Callable | None = None, probabilities: bool = True
 ) -> OneShotResult:

@@ -16,8 +16,10 @@ The model is lent to the engine. Once its lease is revoked the next step ends ev
 
 import time
 
+import numpy as np
+
 from forge.backends.logits import greatest
-from forge.engine.answers import OneShotResult
+from forge.engine.answers import OneShotResult, wants_likeliest
 from forge.engine.between_steps import BetweenSteps
 from forge.engine.choosing import Choices
 from forge.engine.lookahead import Flight, plan_ahead, without_ended
@@ -50,12 +52,13 @@ class Engine(BetweenSteps):
         flight = self._next_flight(started)
         self._ahead = self._look_ahead(flight)
         waited = time.perf_counter()
-        likeliest, tops = greatest(flight.logits) if flight.plan.items and len(flight.logits) else ([], [])
-        read = time.perf_counter() if self._runs_ahead else waited  # a device had to be waited for
         watching = self.on_logits, self.report_probabilities
+        asked = flight.plan.items or any(wants_likeliest(one.request, *watching) for one in flight.joining)
+        likeliest, tops = greatest(flight.logits) if asked and len(flight.logits) else ([], [])
+        read = time.perf_counter() if self._runs_ahead else waited  # a device had to be waited for
         choices = Choices(self.scheduler, self._eos_token_ids, *watching)
         choices.choose(flight.plan, flight.guesses, flight.logits, likeliest, tops)
-        answers = flight.answers | self._oneshots.answer(flight.joining, flight.logits, *watching)
+        answers = flight.answers | self._oneshots.answer(flight.joining, flight.logits, likeliest, tops, *watching)
         forward_ms = flight.launch_ms + (read - waited) * 1e3
         return self._take(flight, choices, answers, forward_ms, started, read, time.perf_counter())
 
@@ -76,7 +79,11 @@ class Engine(BetweenSteps):
             return None
         started = time.perf_counter()
         plan = plan_ahead(self.scheduler, flight.plan)
-        return None if plan is None else self._launch(plan, started)
+        if plan is None:
+            return None
+        if not isinstance(flight.logits, np.ndarray):
+            flight.logits.let_go()  # its tokens are the likeliest, and that is all that is asked
+        return self._launch(plan, started)
 
     def _launch(self, plan: StepPlan, started: float) -> Flight:
         """Begin to carry out a plan that was begun at `started`: guess, move blocks, and start the forward pass."""

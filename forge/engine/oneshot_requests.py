@@ -11,12 +11,20 @@ from typing import NamedTuple
 
 from forge.backends.logits import Logits
 from forge.cache.kv_storage import KvStorage
-from forge.engine.answers import OneShotResult, answer, answer_in_slices, embed, joins_batch, max_slice_rows
+from forge.engine.answers import (
+    OneShotResult,
+    answer,
+    answer_in_slices,
+    embed,
+    joins_batch,
+    max_slice_rows,
+    wants_likeliest,
+)
 from forge.engine.choosing import OnLogits
 from forge.engine.oneshot import OneShotItem, OneShotRequest
 from forge.engine.output_text import OutputText
 from forge.engine.outputs import CompletionOutput, RequestOutput
-from forge.engine.sampling import BrokenLogits
+from forge.engine.sampling import BrokenLogits, Choice, check_greatest
 from forge.engine.scheduler import Scheduler
 from forge.model.model import Model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
@@ -122,17 +130,25 @@ class OneShotRequests:
         self,
         joining: Sequence[OneShotItem],
         logits: Logits | None,
+        likeliest: Sequence[int],
+        tops: Sequence[float],
         on_logits: OnLogits | None,
         probabilities: bool = True,
     ) -> dict[int, OneShotResult]:
-        """The answers of those that joined, whose rows are the last of `logits`."""
+        """The answers of those that joined, whose rows are the last of `logits`. Of each row `likeliest` is the token
+        with the greatest logit, and `tops` that logit, where any of them `wants_likeliest`."""
         answers: dict[int, OneShotResult] = {}
         first = len(logits) - sum(len(one.item.logit_rows) for one in joining) if joining else 0
         for one in joining:
-            rows = logits[first : first + len(one.item.logit_rows)]
-            first += len(rows)
+            rows = range(first, first + len(one.item.logit_rows))
+            first = rows.stop
             with _unless_broken(one, answers):
-                answers[one.request.seq_id] = answer(one.request, rows, on_logits, probabilities)
+                if wants_likeliest(one.request, on_logits, probabilities):
+                    check_greatest(tops[rows[-1]])
+                    found = OneShotResult(Choice(likeliest[rows[-1]], None, None))
+                else:
+                    found = answer(one.request, logits[rows.start : rows.stop], on_logits, probabilities)
+                answers[one.request.seq_id] = found
         return answers
 
     def end(

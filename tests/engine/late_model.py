@@ -13,6 +13,7 @@ class LateLogits:
 
     def __init__(self, rows: np.ndarray):
         self._rows: np.ndarray | None = rows
+        self._are_wanted = True
         self.shape = rows.shape
 
     def __len__(self) -> int:
@@ -20,14 +21,18 @@ class LateLogits:
 
     def __getitem__(self, rows: int | slice) -> np.ndarray:
         assert self._rows is not None, "these logits have been overwritten"
+        assert self._are_wanted, "these logits were let go"
         return self._rows[rows].copy()
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         return self[:]
 
     def greatest(self) -> tuple[list[int], list[float]]:
-        rows = self[:]
-        return rows.argmax(axis=1).tolist(), rows.max(axis=1).tolist()
+        assert self._rows is not None, "these logits have been overwritten"
+        return self._rows.argmax(axis=1).tolist(), self._rows.max(axis=1).tolist()
+
+    def let_go(self) -> None:
+        self._are_wanted = False
 
     def overwrite(self) -> None:
         self._rows = None

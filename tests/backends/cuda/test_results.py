@@ -7,10 +7,10 @@ import torch
 from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
 from forge.backends.logits import DeviceLogits, greatest
+from forge.testing.forwards import Part, flat_batch, new_storage
 from tests.backends.cpu.models import small_model
 from tests.backends.cuda.models import launches, relative_error
 from tests.backends.cuda.test_graphs import StandIn
-from tests.model.forwards import Part, flat_batch, new_storage
 
 
 def found_by_the_kernel(logits: np.ndarray, device: str) -> tuple[list[int], list[float]]:
