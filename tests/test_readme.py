@@ -292,3 +292,14 @@ def test_the_pictures_are_what_forge_draws(tmp_path):
         ours, theirs = ((folder / path.name).read_text(encoding="utf-8") for folder in (tmp_path, PICTURES))
         assert title.findall(ours) == title.findall(theirs) != []
         assert f"docs/pictures/{path.name}" in README and "url(http" not in theirs
+
+
+def test_the_core_is_no_longer_than_the_page_says():
+    section = README[README.index("**The core in an afternoon**") :]
+    most = int(re.search(r"fewer than ([\d,]+) lines", section)[1].replace(",", ""))
+    rows = re.findall(r"^\| `(forge/\w+/)`: ((?:`\w+` ?)+)\|", section, re.MULTILINE)
+    files = [ROOT / folder / f"{name}.py" for folder, names in rows for name in re.findall(r"`(\w+)`", names)]
+
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+    assert len(files) >= 17 and lines < most
