@@ -148,10 +148,12 @@ def serve(
 def address(host: str | None, port: int | None, variable: str | None) -> tuple[str, int]:
     """Where to listen: what was given, or else FORGE_ADDR (`host:port`), or else the default.
 
-    Raises `UsageError` for a variable that is no address.
+    Raises `UsageError` for a variable that is no address, and for a port that there cannot be.
     """
     from forge.errors import UsageError
 
+    if port is not None and not 0 <= port <= 65_535:
+        raise UsageError(f"--port is a number from 0 to 65535, and not {port}")
     if host is not None or port is not None or not variable:
         return host or DEFAULT_HOST, DEFAULT_PORT if port is None else port
     name, _, number = variable.rpartition(":")

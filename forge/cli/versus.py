@@ -101,6 +101,9 @@ def _varied_at(args: Sequence[str], word: int, value_options: Mapping[str, str])
     elif word > 1 and args[word - 2] in value_options:
         start, option, value = word - 2, args[word - 2], before
     else:
+        named = next((arg for arg in (option, args[max(word - 2, 0)]) if arg.startswith("--")), None)
+        if named is not None:
+            raise UsageError(f"{named} is no option with a value here, so it cannot vary: give one that is, {_EXAMPLE}")
         raise UsageError(f"{WORD!r} stands between the two values of one option, {_EXAMPLE}")
     if word + 1 >= len(args) or _option_of(args[word + 1], value_options):
         raise UsageError(f"{option} has no value after {WORD!r}: write {option} {value} {WORD} B, {_EXAMPLE}")

@@ -162,6 +162,15 @@ def test_the_variable_counts_where_no_address_was_given(given, variable, expecte
     assert address(*given, variable) == expected
 
 
+@pytest.mark.parametrize("port", [-1, 65_536, 99_999])
+def test_a_port_that_there_cannot_be_is_refused(port):
+    from forge.cli.serve import address
+    from forge.errors import UsageError
+
+    with pytest.raises(UsageError, match=f"--port is a number from 0 to 65535, and not {port}"):
+        address(None, port, None)
+
+
 @pytest.mark.parametrize("variable", ["nowhere", "h:x", "h:99999", "h:-1"])
 def test_a_variable_that_is_no_address_is_refused(variable):
     from forge.cli.serve import address
