@@ -138,5 +138,5 @@ def _with_next_token(
         if request.params.plain_greedy and not probabilities:
             choice = Choice(check_logits(logits), None, None)
         else:
-            choice = choose(logits, request.params, request.token_ids, request.seed, 0, length, length)
+            choice = choose(logits, request.params, request.token_ids, request.seed, 0, length, length, probabilities)
     return OneShotResult(choice, candidates, scores)

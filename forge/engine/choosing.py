@@ -88,7 +88,7 @@ class Choices:
             params, length = sequence.params, len(sequence.token_ids)
             own = logits[row]
             names = sequence.seed, sequence.sample_index, length
-            choice = choose(own, params, sequence.token_ids, *names, sequence.num_prompt_tokens)
+            choice = choose(own, params, sequence.token_ids, *names, sequence.num_prompt_tokens, self._probabilities)
             return self._emit(sequence, (choice,), (own,))
         check_greatest(greatest[row])
         own = None if self._on_logits is None else logits[row]

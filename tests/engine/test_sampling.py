@@ -130,6 +130,37 @@ def test_a_draw_is_the_token_at_which_the_cumulative_probability_passes_it():
     assert drawn == [3, 3, 8, 8, 9, 9]
 
 
+@pytest.mark.parametrize("size", [511, 512, 513, 1024, 5000])
+def test_a_draw_among_many_is_the_same_token(size):
+    random = np.random.default_rng(size)
+    weights = random.integers(1, 100, size).astype(np.float64)  # whole numbers: their sums are exact in any order
+    found = Distribution(np.arange(size) * 2, weights)
+    edges = np.cumsum(weights)
+
+    for u in [0.0, 1 - 2**-53, *random.random(500)]:
+        assert found.draw(u) == 2 * np.searchsorted(edges, u * edges[-1], side="right")
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0, 12.0])
+@pytest.mark.parametrize("top_p", [0.02, 0.5, 0.9, 0.999])
+def test_top_p_of_a_large_vocabulary_is_the_fewest_that_reach_it(scale, top_p):
+    logits = np.random.default_rng(3).standard_normal(40_000, np.float32) * np.float32(scale)
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    order = np.argsort(-weights, kind="stable")
+    needed = np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum()) + 1
+
+    found = distribution(logits, SamplingParams(temperature=1.0, top_p=top_p))
+
+    assert found.token_ids.tolist() == sorted(order[:needed].tolist())
+
+
+def test_a_choice_of_which_nobody_asks_the_probability_is_the_same_token():
+    logits = row(5)
+    for params in (SamplingParams(temperature=0.9, top_k=7), SamplingParams(temperature=0.0, repetition_penalty=1.3)):
+        told = choose(logits, params, (4, 4, 7), 1, 0, 9)
+        assert choose(logits, params, (4, 4, 7), 1, 0, 9, wants_probability=False) == (told.token_id, None, None)
+
+
 def test_the_draw_is_named_by_seed_sample_and_position():
     logits = row(1)
     params = SamplingParams(temperature=1.0)
