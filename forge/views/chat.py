@@ -35,9 +35,11 @@ class ChatView:
             pass
         try:
             return input(PROMPT if self._asking else "").strip()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt) as end:
             if self._asking:
-                self._console.print()
+                self._console.print()  # the line that was being typed ends here
+            if isinstance(end, KeyboardInterrupt):
+                raise
             return None
 
     def step(self, record: StepRecord) -> None:

@@ -1,7 +1,11 @@
+import io
 from dataclasses import replace
+
+import pytest
 
 from forge.trace.records import BlockMap, ItemRecord, TableRecord
 from forge.views.chat import ChatView, turn_sentence
+from forge.views.terminal import ForgeConsole
 from tests.views.records import LABEL, flat, piped, step, written
 
 
@@ -27,3 +31,18 @@ def test_a_turn_whose_blocks_are_reported_ends_with_a_picture_of_them():
     shown = replace(result, records=tuple(replace(record, blocks=blocks) for record in result.records))
     ChatView(console, LABEL).finish(shown)
     assert "seq 0" in written(console) and "and keeps its 1 block" in written(console)
+
+
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_a_message_that_is_never_finished_ends_its_line(monkeypatch, end):
+    def ends(prompt):
+        raise end
+
+    monkeypatch.setattr("builtins.input", ends)
+    console = ForgeConsole(file=io.StringIO(), force_terminal=True)
+    if end is EOFError:
+        assert ChatView(console, LABEL).ask() is None
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            ChatView(console, LABEL).ask()
+    assert console.file.getvalue() == "\n"
