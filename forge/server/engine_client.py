@@ -212,6 +212,8 @@ class EngineClient(asyncio.BufferedProtocol):
         )
         self.process.start()
         theirs.close()
+        self._device = ""
+        """What the engine computes on."""
         self.gauges = Gauges()
         self.on_step: Callable[[StepSummary], None] = lambda step: None
         self.on_end: Callable[[Generation, RequestOutput], None] = lambda generation, output: None
@@ -245,6 +247,7 @@ class EngineClient(asyncio.BufferedProtocol):
                     error = ForgeError(message.message)
                     error.exit_code = message.exit_code
                     raise error
+                self._device = message.device
                 return message
 
     async def connect(self) -> None:
@@ -461,7 +464,7 @@ class EngineClient(asyncio.BufferedProtocol):
         """Wake the followers, now or when the next events are due."""
         if not self._dirty or self._flush_timer is not None:
             return
-        due = self._last_flush + pause_between_events(len(self._streams))
+        due = self._last_flush + pause_between_events(len(self._streams), self._device)
         wait = due - time.perf_counter()
         if wait <= 0:
             self._flush()

@@ -349,7 +349,7 @@ class EngineServer:
         another event, or when there is nothing left to do."""
         if self._urgent or self._update.is_awaited or not self.engine.has_unfinished():
             return True
-        pause = pause_between_events(self._num_streams) if self._num_streams else _MOST_SECONDS
+        pause = pause_between_events(self._num_streams, self.llm.device) if self._num_streams else _MOST_SECONDS
         return time.perf_counter() - self._last_sent >= min(pause, _MOST_SECONDS)
 
     def _current_gauges(self) -> Gauges:

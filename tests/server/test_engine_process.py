@@ -23,7 +23,7 @@ class Peer:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(30)
         self.inbox = Inbox()
-        self.server = EngineServer(SimpleNamespace(engine=engine), theirs)
+        self.server = EngineServer(SimpleNamespace(engine=engine, device="cpu"), theirs)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
 
