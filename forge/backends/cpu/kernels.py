@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from forge.backends.cpu import words as w
-from forge.backends.cpu.team_code import take
+from forge.backends.cpu.team_code import atomic_load, claim, take
 from forge.backends.cpu.vectors import (
     absolute,
     call_tile,
@@ -44,6 +44,8 @@ from forge.backends.cpu.vectors import (
 VECTOR = 64
 """Bytes of 16 float32."""
 ONE, ZERO = np.float32(1.0), np.float32(0.0)
+_PIECES = 8
+"""In which a thread does its own stretch of a matrix, as far as a word has bits for all threads' pieces."""
 
 
 @numba.njit(inline="always")
@@ -202,14 +204,41 @@ def quantize(op, ctx, thread, threads):
 # Matrix products
 
 
-@numba.njit(inline="always")
+@numba.njit
 def own_share(count, threads):
-    """How many of an operation's `count` items each thread does before it takes what is left: three quarters, evenly.
+    """How many of an operation's `count` items are each thread's before it takes of the rest: three quarters, evenly.
 
     A thread's own items lie side by side. Threads that read turn by turn from one place get 50 GB/s out of a memory
     that gives 75 to threads that each read a stretch of their own.
     """
     return 3 * count // 4 // threads
+
+
+@numba.njit
+def next_items(op, thread, threads, chunk, count, piece):
+    """The items that a thread does next, first and behind the last, and the next piece of its own to look at (0 at the
+    beginning). The first is `count` or more if none are left.
+
+    A thread does its own stretch in pieces, each claimed when its turn comes; then items that are nobody's; then pieces
+    of threads that have not come so far (the system may have given their core to another program).
+    """
+    share, pieces = own_share(count, threads), min(_PIECES, 63 // threads)
+    while piece < pieces:
+        first, last = thread * share + share * piece // pieces, thread * share + share * (piece + 1) // pieces
+        piece += 1
+        if first < last and claim(op, thread * pieces + piece - 1):
+            return first, last, piece
+    first = threads * share + take(op, chunk)
+    if first < count:
+        return first, min(first + chunk, count), piece
+    claimed = atomic_load(op + 8 * w.CLAIM_WORD)
+    for step in range(threads * pieces):
+        which = (thread * pieces + step) % (threads * pieces)
+        other, part = which // pieces, which % pieces
+        first, last = other * share + share * part // pieces, other * share + share * (part + 1) // pieces
+        if claimed >> which & 1 == 0 and first < last and claim(op, which):
+            return first, last, piece
+    return count, count, piece
 
 
 def matmul_quantized(op, ctx, thread, threads):
@@ -222,10 +251,9 @@ def matmul_quantized(op, ctx, thread, threads):
     rows, num_tiles, chunk = word(ctx, word(op, w.ROWS_WORD)), word(op, w.MM_NUM_TILES), word(op, w.MM_CHUNK)
     x_stride, out_stride = word(op, w.MM_X_STRIDE), word(op, w.MM_OUT_STRIDE)
     tile_bytes, scale_bytes = word(op, w.MM_TILE_BYTES), word(op, w.MM_TILE_SCALE_BYTES)
-    share = own_share(num_tiles, threads)
-    first, last = thread * share, (thread + 1) * share
+    first, last, piece = next_items(op, thread, threads, chunk, num_tiles, 0)
     while first < num_tiles:
-        upcoming = threads * share + take(op, chunk)
+        upcoming, its_last, piece = next_items(op, thread, threads, chunk, num_tiles, piece)
         for tile in range(first, last):
             weights = word(op, w.MM_WEIGHTS) + tile * tile_bytes
             following = tile + 1 if tile + 1 < last else upcoming
@@ -250,7 +278,7 @@ def matmul_quantized(op, ctx, thread, threads):
                     ahead if row == 8 or rows <= 8 else 0,
                 )
                 row += count
-        first, last = upcoming, min(upcoming + chunk, num_tiles)
+        first, last = upcoming, its_last
 
 
 @numba.njit
@@ -372,10 +400,9 @@ def gate_up_swiglu(op, ctx, thread, threads):
     gates = word(ctx, w.CTX_SCRATCH) + thread * word(ctx, w.CTX_SCRATCH_BYTES)
     ups = gates + 128
     row_blocks, chunk = (rows + 7) // 8, word(op, w.FFN_CHUNK)
-    share = own_share(pairs, threads)
-    first, last = thread * share, (thread + 1) * share
+    first, last, piece = next_items(op, thread, threads, chunk, pairs, 0)
     while first < pairs:
-        upcoming = threads * share + take(op, chunk)
+        upcoming, its_last, piece = next_items(op, thread, threads, chunk, pairs, piece)
         for item in range(first * row_blocks, last * row_blocks):
             pair, row = item // row_blocks, 8 * (item % row_blocks)
             count = min(8, rows - row)
@@ -393,4 +420,4 @@ def gate_up_swiglu(op, ctx, thread, threads):
                     word(op, w.FFN_SCALES) + 8 * group,
                     word(op, w.FFN_SUMS) + 8 * group,
                 )
-        first, last = upcoming, min(upcoming + chunk, pairs)
+        first, last = upcoming, its_last

@@ -2,8 +2,12 @@
 
 A forward pass is a *program*: a table of operations, laid out once when the model is loaded. Every thread of the team
 walks the whole table and takes its share of each operation; between operations that depend on each other all wait at a
-barrier. So a forward costs one call from Python however many layers the model has, and a barrier costs a fraction of a
-microsecond or two where opening a parallel region would cost several.
+barrier. So a forward costs one call from Python however many layers the model has, and a barrier costs a microsecond or
+two where opening a parallel region would cost several.
+
+A barrier waits for work that somebody has begun, never for a thread that has not come (`team_code.walk`). The system
+may have given that one's core to another program for milliseconds, longer than a forward takes; the others then do its
+share, and it goes on where they are.
 
 Waiting is done in two ways. Inside a forward, and for a moment after one, a thread spins, because the next work is
 microseconds away. When nothing comes it goes to sleep on a lock, and costs nothing.
@@ -13,6 +17,7 @@ An operation is `OP_WORDS` int64 words:
     word 0   address of the kernel                word 1   1 if all threads must wait after it
     word 2   what the kernel wants, up to the last line of words, see `program.py`
     word 24  the next item of work not yet taken: threads take items one after another, so a slow one holds nobody up
+    word 31  a bit for each part of the work that is one thread's first, once it or another has claimed it
 """
 
 import ctypes

@@ -1,10 +1,11 @@
-"""What the threads of a team run (see `team.py`): the barrier, the walk through a program, and waiting for the next.
+"""What the threads of a team run (see `team.py`): the walk through a program, and waiting for the next.
 
 Compiled to machine code like a kernel. `team` is the address of the memory that the threads share, in words of int64
 that `words.py` names.
 """
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -15,6 +16,8 @@ from forge.backends.cpu.vectors import get_i64, put_i64
 
 _SPINS_BEFORE_YIELD = 4000
 _SPINS_BEFORE_SLEEP = 20_000
+_PLACES = 20
+"""Bits of a place in a program: the number of the program in the bits above, that of an operation in these."""
 
 
 @intrinsic
@@ -48,6 +51,28 @@ def atomic_load(typingctx, address):
         return builder.load_atomic(pointer, "seq_cst", 8)
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def atomic_max(typingctx, address, value):
+    """Raise the int64 at an address to a value, if it is less; the value before."""
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.atomic_rmw("max", pointer, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def atomic_or(typingctx, address, bits):
+    """Set bits of the int64 at an address; the value before."""
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.atomic_rmw("or", pointer, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -87,15 +112,17 @@ def take(operation, count):
 
 
 @numba.njit
-def wait_for_all(team, threads):
-    """The barrier: the last thread to arrive lets the others go."""
-    phase = atomic_load(team + 8 * w.TEAM_PHASE)
-    if atomic_add(team + 8 * w.TEAM_ARRIVED, 1) == threads - 1:
-        put_i64(team + 8 * w.TEAM_ARRIVED, 0)
-        atomic_add(team + 8 * w.TEAM_PHASE, 1)
-        return
+def claim(operation, stretch):
+    """Whether the caller is the first to claim a stretch of an operation's work."""
+    bit = np.int64(1) << stretch
+    return atomic_or(operation + 8 * w.CLAIM_WORD, bit) & bit == 0
+
+
+@numba.njit
+def _wait(inside, done, place):
+    """Until nobody is inside, or the place is reached by somebody who saw that."""
     spins = 0
-    while atomic_load(team + 8 * w.TEAM_PHASE) == phase:
+    while atomic_load(inside) != 0 and atomic_load(done) < place:
         pause()
         spins += 1
         if spins > _SPINS_BEFORE_YIELD:
@@ -103,21 +130,61 @@ def wait_for_all(team, threads):
 
 
 @numba.njit
-def walk(team, thread):
-    """Do one thread's share of every operation of the program."""
+def walk(team, thread, generation):
+    """Do one thread's share of the program of that generation.
+
+    A *stage* is the operations up to one after which all must wait. A kernel returns when all of its items are taken.
+    So a thread that comes to the end of a stage closes it, and once nobody is inside any more it is done: who has not
+    come by then need not be waited for. Places in a program only go up: TEAM_CLOSED is the first that may be entered,
+    TEAM_DONE the first that is not done. Whoever is late goes on from there.
+
+    A thread says that it is inside before it looks whether the stage is closed. So either it sees that, and leaves
+    again, or whoever closes the stage sees it, and waits. What belongs to a program is touched from inside only: when
+    its last stage is done nobody touches it any more.
+    """
     program, num_ops = get_i64(team + 8 * w.TEAM_PROGRAM), get_i64(team + 8 * w.TEAM_NUM_OPS)
     context, threads = get_i64(team + 8 * w.TEAM_CONTEXT), get_i64(team + 8 * w.TEAM_NUM_THREADS)
-    for number in range(num_ops):
-        operation = program + number * w.OP_BYTES
-        call_kernel(get_i64(operation), operation, context, thread, threads)
-        if threads > 1 and get_i64(operation + 8 * w.WAIT_WORD) != 0:
-            wait_for_all(team, threads)
+    if threads == 1:
+        for number in range(num_ops):
+            operation = program + number * w.OP_BYTES
+            call_kernel(get_i64(operation), operation, context, thread, threads)
+        return
+    closed, done = team + 8 * w.TEAM_CLOSED, team + 8 * w.TEAM_DONE
+    begin = generation << _PLACES
+    end = begin + (1 << _PLACES) - 1
+    place = begin
+    while True:
+        place = max(place, atomic_load(done))
+        if place >= end or place - begin >= num_ops:
+            return
+        number = place - begin
+        inside = team + 8 * (w.TEAM_INSIDE + number % w.TEAM_INSIDE_SLOTS)
+        atomic_add(inside, 1)
+        following = atomic_load(closed)
+        if following > place:
+            atomic_add(inside, -1)
+            _wait(inside, done, place + 1)
+            if atomic_load(done) <= place:  # then nobody could close a later stage before `following` was read
+                atomic_max(done, following)
+            continue
+        waits = False
+        while not waits:
+            operation = program + number * w.OP_BYTES
+            call_kernel(get_i64(operation), operation, context, thread, threads)
+            waits = get_i64(operation + 8 * w.WAIT_WORD) != 0
+            number += 1
+        place = begin + number if number < num_ops else end
+        atomic_max(closed, place)
+        atomic_add(inside, -1)
+        _wait(inside, done, place)
+        if atomic_load(done) < place:
+            atomic_max(done, place)
 
 
 def execute(team, thread):
     """A thread's share of the published program."""
     put_i64(team + 8 * w.TEAM_SLEEPERS, 0)
-    walk(team, thread)
+    walk(team, thread, get_i64(team + 8 * w.TEAM_GENERATION))
 
 
 def start(team, program, num_ops, context):
@@ -127,6 +194,10 @@ def start(team, program, num_ops, context):
     """
     for number in range(num_ops):
         put_i64(program + number * w.OP_BYTES + 8 * w.NEXT_WORD, 0)
+        put_i64(program + number * w.OP_BYTES + 8 * w.CLAIM_WORD, 0)
+    generation = get_i64(team + 8 * w.TEAM_GENERATION) + 1
+    atomic_max(team + 8 * w.TEAM_CLOSED, generation << _PLACES)
+    atomic_max(team + 8 * w.TEAM_DONE, generation << _PLACES)
     put_i64(team + 8 * w.TEAM_PROGRAM, program)
     put_i64(team + 8 * w.TEAM_NUM_OPS, num_ops)
     put_i64(team + 8 * w.TEAM_CONTEXT, context)
@@ -137,7 +208,7 @@ def start(team, program, num_ops, context):
         asleep |= atomic_swap(team + 8 * (w.TEAM_ASLEEP + thread), 0) << thread
     put_i64(team + 8 * w.TEAM_SLEEPERS, asleep)
     if asleep == 0:
-        walk(team, 0)
+        walk(team, 0, generation)
     return asleep
 
 
@@ -154,7 +225,7 @@ def serve(team, thread, generation):
             generation = current
             if get_i64(team + 8 * w.TEAM_NUM_OPS) < 0:
                 return -1
-            walk(team, thread)
+            walk(team, thread, generation)
             spins = 0
             continue
         pause()

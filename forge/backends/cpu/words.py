@@ -74,8 +74,10 @@ OP_WORDS = 32
 OP_BYTES = 8 * OP_WORDS
 WAIT_WORD = 1
 NEXT_WORD = 24
+CLAIM_WORD = 31
 
 # Words of the memory that a team's threads share, a cache line (8 words) apart where several write them.
 TEAM_GENERATION, TEAM_PROGRAM, TEAM_NUM_OPS, TEAM_CONTEXT, TEAM_NUM_THREADS, TEAM_SLEEPERS = 0, 8, 9, 10, 11, 12
-TEAM_ARRIVED, TEAM_PHASE, TEAM_ASLEEP = 16, 24, 32
-TEAM_WORDS = 40  # and one for each thread from TEAM_ASLEEP on
+TEAM_CLOSED, TEAM_DONE, TEAM_INSIDE, TEAM_ASLEEP = 16, 24, 32, 96
+TEAM_INSIDE_SLOTS = 64
+TEAM_WORDS = 104  # and one for each thread from TEAM_ASLEEP on

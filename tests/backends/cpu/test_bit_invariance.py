@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from forge.backends.cpu.backend import CpuBackend
+from forge.backends.cpu.words import TEAM_NUM_THREADS
 from forge.engine.llm import LLM
 from forge.engine.sampling_params import SamplingParams
 from forge.model.qwen3 import Qwen3
@@ -102,6 +103,20 @@ def test_neighbours_chunks_blocks_and_threads_cannot_be_seen(models):
                 where = f"case {case}, {part.start}:{part.end} of {len(part.token_ids)}, blocks of {block_size}"
                 assert np.array_equal(got, expected[chosen[number]][part.start : part.end]), where
     assert forwards > 50
+
+
+def test_the_items_of_a_thread_that_does_not_come_are_done_by_others(models):
+    loaded, kv_dtype = models
+    model = loaded[2]
+    tokens = np.random.default_rng(5).integers(0, 288, 37).tolist()
+    expected = alone(model, tokens, kv_dtype)
+    team = model.backend._team
+    there = team._memory[TEAM_NUM_THREADS]
+    team._memory[TEAM_NUM_THREADS] = 5  # and so each thread's own items are others than before
+    try:
+        assert np.array_equal(alone(model, tokens, kv_dtype), expected)
+    finally:
+        team._memory[TEAM_NUM_THREADS] = there
 
 
 @pytest.mark.parametrize("count", range(1, 21))
