@@ -17,6 +17,8 @@ ALIASES = {"on": "basic"}
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_BLOCKS = 512
 """The pool of `paged` and `prefix` when nobody says otherwise, or what one sequence may take, whichever is more."""
+MAX_BLOCKS = 1 << 22
+"""Of a pool: enough for 67 million tokens in blocks of 16. Each is an entry of several tables."""
 DEFAULT_KV_BYTES = 2 << 30
 """What the basic cache may reserve for all sequences together when nobody says otherwise."""
 
@@ -73,6 +75,9 @@ def create_kv_cache(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache,
         return cache, cache.num_blocks
     if num_blocks is None:
         num_blocks = max(DEFAULT_NUM_BLOCKS, size.blocks_per_sequence)
+    if num_blocks > MAX_BLOCKS:
+        asked = f"--num-blocks {num_blocks}" if size.kv_bytes is None else f"--kv-memory {size.kv_bytes}"
+        raise UsageError(f"{asked} is a pool of {num_blocks:,} blocks, and {MAX_BLOCKS:,} is the most: lower it")
     paged = PagedKvCache if kind == "paged" else PrefixKvCache
     return paged(num_blocks, size.block_size), num_blocks
 

@@ -151,13 +151,17 @@ def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: in
 def run_reported(line: str) -> "Report":
     """Run a command line that begins with forge, in this process; return what it found.
 
-    Raises `ForgeError` as the command does, and `UsageError` for one that cannot be run in a chapter.
+    Raises `ForgeError` as the command does, `UsageError` for one that cannot be run in a chapter, and
+    `KeyboardInterrupt` where Ctrl-C ended it.
     """
     from forge.cli.main import parse_and_run
+    from forge.cli.running import INTERRUPTED
     from forge.errors import UsageError
     from forge.views.report import Report
 
     found = parse_and_run(_words(line))
+    if found == INTERRUPTED:
+        raise KeyboardInterrupt
     if not isinstance(found, Report):
         raise UsageError(f"{line}: only commands that measure can be run here; `:` runs any other")
     return found

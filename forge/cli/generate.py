@@ -69,6 +69,7 @@ def generate(
 
     [dim]forge generate --kv paged --num-blocks 64 --show blocks "Once upon a time" 64[/dim]
     """
+    options.check_speculation(speculate, draft, k)
     kv = options.kv_or_default(kv, speculate)
     blocks, pace = options.shows_blocks(show, kv), options.checked_pace(pace)
     text = options.read_prompt(prompt)

@@ -326,6 +326,16 @@ def model_options(**given: Any) -> dict[str, Any]:
     return found
 
 
+def check_speculation(speculate: str | None, draft: list[str] | None, k: int | None) -> None:
+    """Raises `UsageError` where it is said how to guess, but not that anybody should."""
+    from forge.errors import UsageError
+
+    given = [name for name, value in (("--draft", draft), ("--k", k)) if value]
+    if given and speculate is None:
+        how = "--speculate draft" if draft else "--speculate draft or ngram"
+        raise UsageError(f"{given[0]} means nothing without guesses: give {how} too, or leave it out")
+
+
 def memory_bytes(text: str, option: str = "--kv-memory") -> int:
     """`64MB` as a number of bytes: k, M, G and T are powers of 1000, with an i behind them of 1024.
 

@@ -96,6 +96,7 @@ def serve(
 
     [dim]forge serve --model tales --port 8080[/dim]
     """
+    options.check_speculation(speculate, draft, k)
     require_server()
     from forge.server.serving import configure_logging
     from forge.server.serving import serve as run

@@ -18,6 +18,7 @@ from forge.book.straight import read_straight
 from forge.cli.chapters import run_reported, with_given
 from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
+from forge.cli.running import INTERRUPTED
 from forge.views.terminal import open_console
 from tests.views.records import terminal
 
@@ -175,3 +176,9 @@ def test_reading_without_a_terminal_is_no_progress(forge, small, state_home):
     forge("naive", "Once", "3", *small)
     assert not state_home.exists()
     assert "0 of" in forge("chapters").out and forge("chapters").out.startswith("What is there to read?")
+
+
+def test_ctrl_c_in_an_experiment_ends_the_chapter_as_it_ends_the_command(monkeypatch):
+    monkeypatch.setattr("forge.cli.main.parse_and_run", lambda words: INTERRUPTED)
+    with pytest.raises(KeyboardInterrupt):
+        run_reported("forge naive --only run")

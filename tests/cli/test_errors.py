@@ -31,6 +31,8 @@ def complaint(found):
         (("generate", "x", "--temperature", "nan"), 2, "temperature"),
         (("generate", "x", "--top-p", "2"), 2, "top_p"),
         (("generate", "x", "0"), 2, "max_tokens is 0"),
+        (("generate", "x", "--k", "3"), 2, "give --speculate draft or ngram too"),
+        (("generate", "x", "--draft", "tales-draft"), 2, "give --speculate draft too"),
         (("models", "inspect"), 2, "'MODEL'"),
         (("models", "inspect", "nothing"), 2, "no such file"),
         (("compare", "x"), 2, "forge compare --kv off vs on"),
@@ -52,6 +54,7 @@ def test_a_mistake_is_one_line(forge, args, status, expected):
         (("x", "--max-model-len", "0"), 2, "--max-model-len"),
         (("x" * 3000,), 2, "context"),
         (("x", "3", "--block-size", "0"), 2, "--block-size"),
+        (("x", "3", "--kv", "paged", "--num-blocks", "1000000000"), 2, "4,194,304 is the most"),
         (("\udcff", "3"), 2, "U+DCFF"),
     ],
 )
