@@ -61,6 +61,7 @@ def generate(
     pace: options.PaceOption = options.DEFAULT_PACE,
     trace: options.TraceOption = None,
     step: options.StepOption = False,
+    check: options.CheckOption = False,
     json: options.JsonOption = False,
 ) -> None:
     """Continue a prompt, and watch what every forward costs.
@@ -103,6 +104,7 @@ def generate(
         draft=draft,
         k=k,
         speculate_fixed=speculate_fixed,
+        check=check,
     )
     watch = Watch(trace, step)
     llm = load_model(model, **loading)

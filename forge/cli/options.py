@@ -303,6 +303,12 @@ TraceOption = Annotated[
         "--trace", help="Record every step in this file, for forge replay.", dir_okay=False, rich_help_panel=_OUTPUT
     ),
 ]
+CheckOption = Annotated[
+    bool,
+    typer.Option(
+        "--check", help="After each step, see that every rule of scheduler and cache holds.", rich_help_panel=_SCHEDULER
+    ),
+]
 StepOption = Annotated[
     bool, typer.Option("--step", help="Stop after each step and wait for a key.", rich_help_panel=_OUTPUT)
 ]

@@ -70,6 +70,7 @@ def serve(
     order: options.OrderOption = None,
     preempt: options.PreemptOption = None,
     mode: options.ModeOption = None,
+    check: options.CheckOption = False,
     max_queue: Annotated[
         int | None, typer.Option("--max-queue", help="Unfinished prompts before 429.", rich_help_panel=_LIMITS)
     ] = None,
@@ -138,6 +139,7 @@ def serve(
         speculate=speculate,
         draft=draft,
         k=k,
+        check=check,
     )
     configure_logging()
     if not live:

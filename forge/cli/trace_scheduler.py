@@ -54,6 +54,7 @@ def trace_scheduler(
     num_host_blocks: options.NumHostBlocksOption = None,
     trace: options.TraceOption = None,
     step: options.StepOption = False,
+    check: options.CheckOption = False,
     svg: options.SvgOption = None,
     lines: Annotated[
         bool, typer.Option("--lines/--no-lines", help="In a pipe, a line for each step.", rich_help_panel="Output")
@@ -87,6 +88,7 @@ def trace_scheduler(
         preempt=preempt,
         mode=mode,
         num_host_blocks=num_host_blocks,
+        check=check,
     )
     llm = load_model(model, **loading)
     priorities = order == "priority"

@@ -69,6 +69,8 @@ class BetweenSteps:
         self.on_logits: OnLogits | None = None
         self.report_probabilities = False
         """Put the model's probability of each token into its record. Over a large vocabulary that takes a while."""
+        self.checks_invariants = False
+        """Look after every step whether all rules of the scheduler and the cache hold. Takes longer than the step."""
         self._runs_ahead = model.runs_ahead
         self._eos_token_ids = tokenizer.eos_token_ids
         self._limits = PromptLimits(model.vocab_size, max_model_len, cache.max_sequence_length, cache.block_size)

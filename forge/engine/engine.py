@@ -34,11 +34,17 @@ class Engine(BetweenSteps):
     """A model, a cache and a scheduler, turned one step at a time by `step()`."""
 
     def step(self) -> StepRecord:
-        """Run one step. Call only while `has_unfinished()`; after an exception from it, whatever it was, too."""
+        """Run one step. Call only while `has_unfinished()`; after an exception from it, whatever it was, too.
+
+        Raises AssertionError for a rule that does not hold, where `checks_invariants` is set.
+        """
         self._settle()
         try:
             try:
-                return self._run_step()
+                record = self._run_step()
+                if self.checks_invariants:
+                    self.scheduler.check_invariants()
+                return record
             except LeaseRevoked as error:
                 self._unsettled = True
                 self._settle()

@@ -93,6 +93,7 @@ class LLM:
         draft: str | Path | Sequence[str | Path] = (),
         k: int = DEFAULT_K,
         speculate_fixed: bool = False,
+        check: bool = False,
         time_operations: bool = False,
         on_load_progress: LoadProgress | None = None,
         on_compile_progress: Callable[[int, int], None] | None = None,
@@ -116,9 +117,10 @@ class LLM:
         takes of such requests, in tokens and in temporary bytes; None for what suits the device. speculate: who
         guesses tokens ahead, `draft` or `ngram`; None or `off` for nobody. draft: the draft model, or several that all
         guess; the bundled one if not given. k: how many tokens to guess at a time; at most, unless `speculate_fixed`.
-        time_operations: keep time per layer and operation, for `operation_times()`. on_load_progress: called with
-        (bytes loaded, bytes in all). on_compile_progress: called with (kernels compiled, kernels in all) if any have to
-        be, which happens once per machine.
+        check: look after every step whether each rule of the scheduler and the cache holds, and raise AssertionError
+        where one does not. time_operations: keep time per layer and operation, for `operation_times()`.
+        on_load_progress: called with (bytes loaded, bytes in all). on_compile_progress: called with (kernels compiled,
+        kernels in all) if any have to be, which happens once per machine.
 
         What is not in forge is given as it is: model, a `LoadedModel`; kv, a function from a `CacheSize` to a
         `KvCache`; order and preempt, functions of their own; speculate, a `Proposer`.
@@ -169,7 +171,7 @@ class LLM:
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
         model.prepare(layout)
         self._kv, self._cache_size, self._config = kv, size, config
-        self._max_k, self._speculate_fixed = k, speculate_fixed
+        self._max_k, self._speculate_fixed, self._check = k, speculate_fixed, check
         self.max_num_seqs = config.max_num_seqs
         self.engine = self._engine_of(model, config)
         self.kv = self.engine.cache.kind
@@ -190,7 +192,7 @@ class LLM:
         size = replace(self._cache_size, max_num_seqs=config.max_num_seqs)
         cache, num_blocks = create_kv_cache(self._kv, size)
         scratch = range(num_blocks, num_blocks + self._num_scratch_blocks(config, size.block_size))
-        return Engine(
+        engine = Engine(
             model,
             self.tokenizer,
             cache,
@@ -200,6 +202,8 @@ class LLM:
             scratch,
             Speculator(max_k=self._max_k, vocab_size=model.vocab_size, fixed=self._speculate_fixed),
         )
+        engine.checks_invariants = self._check
+        return engine
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
         """Run all prompts to their ends and return their outputs in the order of the prompts."""

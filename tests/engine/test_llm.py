@@ -472,3 +472,23 @@ def test_keeping_time_changes_nothing(path, basic):
     assert np.array_equal(timed.logits([1, 2, 3]), basic.logits([1, 2, 3]))
     assert {time.operation for time in timed.operation_times()} >= {"attention", "ffn_gate", "output head", "embed"}
     assert basic.operation_times() == ()
+
+
+def test_with_check_a_rule_that_does_not_hold_ends_the_step_and_the_next_begins_anew(path, off, monkeypatch):
+    llm = load(path, kv="paged", check=True)
+    expected = tokens(off.generate(PROMPTS[:2], GREEDY))
+    run = llm.start(PROMPTS[:2], GREEDY)
+    next(iter(run))
+
+    def broken():
+        raise AssertionError("block 3 is in two tables")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.scheduler, "check_invariants", broken)
+        with pytest.raises(AssertionError, match="block 3"):
+            next(iter(run))
+    for _ in run:
+        pass
+
+    assert tokens(run.outputs) == expected
+    assert not load(path, kv="paged").engine.checks_invariants
