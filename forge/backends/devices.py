@@ -8,6 +8,8 @@ from forge.errors import UsageError
 
 DEVICES = ("cpu", "reference", "cuda")
 DEFAULT_DEVICE = "cpu"
+KERNELS = ("triton", "torch")
+"""Of cuda."""
 QUANTIZE_TYPES = ("q8_0",)
 LARGE_GPU_BYTES = 32 << 30
 
@@ -58,6 +60,8 @@ def check_device(device: str, quantize: str | None = None, invariant: bool = Fal
         raise UsageError(f"unknown device {device!r}; there are {', '.join(DEVICES)}")
     if invariant and device != "cuda":
         raise UsageError(f"--invariant is for --device cuda: on {device} a row's bits never depend on its batch")
+    if kernels not in (None, *KERNELS):
+        raise UsageError(f"unknown kernels {kernels!r}; there are {', '.join(KERNELS)}")
     if kernels is not None and device != "cuda":
         raise UsageError(f"--kernels is for --device cuda: {device} has kernels of its own")
 

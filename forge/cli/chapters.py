@@ -37,6 +37,10 @@ PauseOption = Annotated[
 ]
 _NOT_GIVEN = ("only", "pause", "json")
 _ALONE = "run"
+_COUNTS = (
+    "requests", "prompt_tokens", "max_tokens", "k", "threads", "block_size", "num_blocks", "max_num_seqs", "sequences"
+)  # fmt: skip
+"""What is at least 1 wherever it can be given."""
 
 
 def chapters(json: options.JsonOption = False) -> Found:
@@ -115,17 +119,44 @@ def _check(values: Mapping[str, str | tuple[str, ...]]) -> None:
 
     Raises `UsageError`.
     """
+    from forge.backends.devices import check_device
+    from forge.bench.workload import Range
+    from forge.cache.factory import canonical_mode
     from forge.errors import UsageError
     from forge.model.catalog import is_hash_model, resolve_model
+    from forge.speculation.setup import DEFAULT_K, checked_mode
 
-    model = values.get("model")
-    if model is not None and not is_hash_model(model):
-        resolve_model(model)
+    models = [values[name] for name in ("model",) if name in values]
+    for model in (*models, *values.get("draft", ())):
+        if not is_hash_model(model):
+            resolve_model(model)
     if values.get("prompt") == "":
         raise UsageError("the prompt is empty: give it at least one word")
-    for name in ("requests", "max_tokens", "k"):
-        if name in values and int(values[name]) < 1:
-            raise UsageError(f"{name} must be at least 1, got {values[name]}")
+    for name in ("prompt_tokens", "max_tokens"):
+        if not _is_whole(values.get(name, "1")):
+            Range.parse(values[name], _option(name))
+    for name in _COUNTS:
+        if _is_whole(values.get(name, "")) and int(values[name]) < 1:
+            named = name if name == "max_tokens" else _option(name)  # which is an argument of some chapters
+            raise UsageError(f"{named} must be at least 1, got {values[name]}")
+    if "kv" in values:
+        canonical_mode(values["kv"])
+    if "device" in values:
+        check_device(values["device"])
+    if "kernels" in values:
+        check_device("cuda", kernels=values["kernels"])
+    if "speculate" in values:
+        checked_mode(values["speculate"], DEFAULT_K)
+    if "temperature" in values:
+        options.sampling_params(temperature=float(values["temperature"]))
+
+
+def _is_whole(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _as_written(value: object) -> str | tuple[str, ...]:

@@ -59,10 +59,10 @@ def cuda(
     """
     if record is None and reads_chapter(only, json):
         return read_chapter(ctx, pause)
-    from forge.backends.devices import why_not_cuda
+    from forge.backends.devices import check_device, why_not_cuda
     from forge.errors import UsageError
 
-    _check(kernels)
+    check_device("cuda", kernels=kernels)
     reason = why_not_cuda()
     if reason is not None and record is not None:
         raise UsageError(reason.replace("--device cuda", "forge cuda --record").replace(": use --device cpu", ""))
@@ -73,14 +73,6 @@ def cuda(
         if record is not None:
             _save(report, record)
     return report.as_json() if json else report
-
-
-def _check(kernels: str | None) -> None:
-    """Raises `UsageError` for kernels that there are none of."""
-    from forge.errors import UsageError
-
-    if kernels not in (None, "triton", "torch"):
-        raise UsageError(f"unknown kernels {kernels!r}; there are triton and torch")
 
 
 def _report(measured: "Measured | None", *results: "RunResult") -> "Report":

@@ -135,7 +135,7 @@ class BetweenSteps:
             task = _NEXT_TOKEN
             if params.prompt_logprobs is not None:
                 task = OneShotTask(params.max_tokens > 0, score_from=1, top=params.prompt_logprobs)
-            return (self.add_oneshot(request_id, token_ids, task, params, prompt=prompt, salt=salt),)
+            return (self._queue_oneshot(request_id, token_ids, task, params, prompt, salt),)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         prompt_logprobs: list = []
         first, *others = (
@@ -183,6 +183,17 @@ class BetweenSteps:
         """
         params = params or SamplingParams()
         token_ids = self._checked(request_id, prompt_token_ids, params, task)
+        return self._queue_oneshot(request_id, token_ids, task, params, prompt, salt)
+
+    def _queue_oneshot(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        task: OneShotTask,
+        params: SamplingParams,
+        prompt: str | None,
+        salt: str,
+    ) -> int:
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         seq_id, now = next(self._sequence_ids), time.perf_counter()
         request = OneShotRequest(seq_id, request_id, tuple(token_ids), task, params, seed, salt, prompt, now)

@@ -150,3 +150,27 @@ def test_an_error_of_the_library_keeps_its_exit_status(forge, small, monkeypatch
 def test_a_mistake_is_refused_before_a_page_or_an_answer_is_shown(forge, arguments):
     found = forge(*arguments)
     assert (found.status, found.out) == (2, "") and found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("naive", "x", "5", "--device", "toaster"), "unknown device 'toaster'"),
+        (("naive", "x", "0"), "max_tokens must be at least 1"),
+        (("kernels", "--threads", "0"), "--threads must be at least 1"),
+        (("paged", "--num-blocks", "0"), "--num-blocks must be at least 1"),
+        (("prefix", "--block-size", "0"), "--block-size must be at least 1"),
+        (("batching", "--max-tokens", "x:y"), "--max-tokens is a number of tokens or two of them"),
+        (("batching", "--prompt-tokens", "9:3"), "--prompt-tokens 9:3"),
+        (("speculation", "--draft", "no.gguf"), "no.gguf: no such file"),
+        (("speculation", "--speculate", "medusa"), "unknown --speculate 'medusa'"),
+        (("speculation", "--temperature", "-1"), "temperature must not be negative"),
+        (("oneshot", "--kv", "magic"), "unknown kv mode 'magic'"),
+        (("serving", "--max-num-seqs", "0"), "--max-num-seqs must be at least 1"),
+        (("cuda", "--kernels", "none"), "unknown kernels 'none'"),
+        (("cuda", "--only", "run", "--kernels", "none"), "unknown kernels 'none'"),
+    ],
+)
+def test_a_chapter_refuses_a_mistake_before_its_first_page(forge, args, expected):
+    found = forge(*args)
+    assert found.status == 2 and expected in complaint(found)

@@ -31,6 +31,7 @@ from forge.backends.cuda.shapes import MULTIPROCESSORS
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.cuda.timing import StepClock
 from forge.backends.cuda.weights import Matrix, load_matrix
+from forge.backends.devices import KERNELS
 from forge.backends.logits import Logits
 from forge.backends.timed import TimedOperations
 from forge.cache.kv_storage import KvLayout
@@ -41,7 +42,6 @@ from forge.trace.records import Execution
 if TYPE_CHECKING:
     from forge.backends.cuda.launches import Launcher, Launches  # defines the kernels, so only when they are wanted
 
-KERNELS = ("triton", "torch")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHARE_FOR_COPIES = 0.25
 """Of the device's free memory, what dense copies of packed weights may take."""
