@@ -36,7 +36,7 @@ models: $(INSTALLED_DEV)
 	$(BIN)/python -m models.build
 
 pictures: $(INSTALLED)
-	$(BIN)/python -m docs.draw_pictures
+	$(BIN)/python -m chapters.draw_pictures
 
 # A virtual environment that already works is kept. The stamp waits for pip to answer: on a Python without ensurepip,
 # venv fails half-way and leaves the folder behind.

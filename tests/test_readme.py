@@ -1,4 +1,4 @@
-"""The README and the pages in docs/: everything that a reader is told to type works, and what they show is so.
+"""The README and chapters/reference/: everything that a reader is told to type works, and what they show is so.
 
 Every line of a shell block is run as it stands, but for options of `SHORTER` where a measurement would take minutes; or
 it is run elsewhere, as `RUN_BY` says. What is neither fails. The commands of a page are run in order in one folder,
@@ -30,10 +30,11 @@ from tests.model.fake_hub import FakeHub, running
 from tests.server.conftest import Server
 from tests.tokenizer.conftest import document  # noqa: F401 (a fixture)
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BOOK = ROOT / "chapters"
+PAGES = (ROOT / "README.md", *sorted((BOOK / "reference").glob("*.md")))
 README = PAGES[0].read_text(encoding="utf-8")
-EXAMPLES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.py"))}
-PICTURES = ROOT / "docs" / "pictures"
+EXAMPLES = {path: path.read_text(encoding="utf-8") for path in sorted((BOOK / "examples").glob("*.py"))}
+PICTURES = BOOK / "pictures"
 CHAPTERS = {f"forge {entry.command}" for entry in entries()}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COLUMNS = 120
@@ -212,7 +213,7 @@ def test_every_python_block_runs(block, reader, request):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_shown_as_it_is_is_short_and_runs(path, capsys):
-    assert f"`examples/{path.name}`" in README and f"```python\n{EXAMPLES[path]}```" in README
+    assert f"`chapters/examples/{path.name}`" in README and f"```python\n{EXAMPLES[path]}```" in README
     lines = [line for line in EXAMPLES[path].splitlines() if line.strip()]
     assert len(lines) <= 35 and max(map(len, lines)) <= COLUMNS
     runpy.run_path(str(path))
@@ -254,7 +255,7 @@ def test_every_file_that_a_page_points_to_is_there():
         text = page.read_text(encoding="utf-8")
         for target in re.findall(r"\]\(([^)#]+)\)", text):
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
-        for path in re.findall(r"`((?:forge|models|chapters|examples|tests|docs)/[\w./]*)`", text):
+        for path in re.findall(r"`((?:forge|models|chapters|tests)/[\w./]*)`", text):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
@@ -284,14 +285,14 @@ def test_commands_fit_the_page():
 
 def test_the_pictures_are_what_forge_draws(tmp_path):
     """Each is drawn again, in a process of its own: the figures are another run's, the commands are the same."""
-    drawing = [sys.executable, "-m", "docs.draw_pictures", str(tmp_path)]
+    drawing = [sys.executable, "-m", "chapters.draw_pictures", str(tmp_path)]
     subprocess.run(drawing, cwd=ROOT, check=True, capture_output=True)
     title = re.compile(r'-title" fill="[^"]*" text-anchor="middle"[^>]*>([^<]*)<')
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in PICTURES.iterdir()}
     for path in PICTURES.iterdir():
         ours, theirs = ((folder / path.name).read_text(encoding="utf-8") for folder in (tmp_path, PICTURES))
         assert title.findall(ours) == title.findall(theirs) != []
-        assert f"docs/pictures/{path.name}" in README and "url(http" not in theirs
+        assert f"chapters/pictures/{path.name}" in README and "url(http" not in theirs
 
 
 def test_the_core_is_no_longer_than_the_page_says():
