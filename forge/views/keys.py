@@ -114,6 +114,7 @@ class TerminalKeys:
         self._handlers: dict[int, object] = {}
         self._wake: tuple[int, int] | None = None
         self._taken = False
+        self._woken_before = -1
 
     def __enter__(self) -> "TerminalKeys":
         import termios
@@ -125,11 +126,15 @@ class TerminalKeys:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGWINCH, signal.SIGCONT):
                 self._handlers[number] = signal.signal(number, self._woken)
+            # A signal that comes just before the wait below, Ctrl-C too, would otherwise be noticed after the next key.
+            self._woken_before = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
         self._take()
         return self
 
     def __exit__(self, *exception) -> None:
         self._give_back()
+        if self._handlers:
+            signal.set_wakeup_fd(self._woken_before)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
@@ -213,8 +218,6 @@ class TerminalKeys:
     def _woken(self, number, frame) -> None:
         if number == signal.SIGCONT and self._taken:
             self._take()  # the shell has put the terminal in order meanwhile
-        with suppress(BlockingIOError):
-            os.write(self._wake[1], b"w")
 
 
 def _readline():

@@ -101,6 +101,20 @@ def test_another_size_is_a_key(ours):
     assert signal.getsignal(signal.SIGWINCH) == handler
 
 
+def test_a_signal_just_before_the_wait_is_noticed_in_it(ours):
+    """The system writes a byte for each signal, so that the wait sees one that came before it."""
+
+    def woken_by() -> int:
+        descriptor = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+        return descriptor
+
+    before = woken_by()
+    with TerminalKeys(ours.theirs):
+        assert woken_by() != before
+    assert woken_by() == before
+
+
 def test_a_signal_wakes_who_waits_for_a_key(ours):
     with TerminalKeys(ours.theirs) as keys:
         later = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGWINCH))
