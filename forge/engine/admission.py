@@ -1,129 +1,158 @@
-"""Who may begin: waiting sequences are admitted in order until one does not fit.
+"""Admission: waiting generations begin, in order, until one does not fit.
 
-What the running sequences need in this step counts as taken, so admitting never preempts. A sequence is admitted with
-room for all of its tokens, however many steps they take. Those that are deferred (another one computes what they begin
-with too) let others pass; nobody passes one that does not fit.
+The running sequences have reserved their slots before, so admitting never preempts; in a step that preempts no
+generation is admitted. A sequence is admitted with blocks for all of its tokens, however many steps they take. Those that
+are deferred (`prefix_planner`) let others pass; nothing passes a sequence that does not fit.
 """
 
-from collections.abc import Sequence as Items
-from heapq import merge
-
-from forge.cache.kv_cache import NO_HIT
-from forge.engine.containers import Containers
-from forge.engine.oneshot import MAX_DEFERRALS
+from forge.cache.host_pool import HostPool
+from forge.cache.kv_cache import NO_HIT, KvCache
+from forge.engine.policies import SchedulerConfig
+from forge.engine.prefill_only import PrefillOnly
+from forge.engine.prefix_planner import PrefixPlanner
+from forge.engine.request_queue import RequestQueue
+from forge.engine.retained import RetainedCaches
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import Draft, Swap
+from forge.engine.step_plan import PlanBuilder, PlanItem, Swap
 from forge.trace.records import AdmitRecord, Deferred, MaxNumSeqs, NoBlocks, NoBudget, WaitReason, WaitRecord
 
+MAX_DEFERRED = 256
+"""Sequences that one step defers at most: those behind them are not looked at, so a long queue costs no time."""
 
-def admit(among: Containers, draft: Draft) -> None:
-    """Begin waiting sequences, in order, until one does not fit. Those that are deferred let others pass."""
-    if not (among.waiting or among.swapped):
-        return
-    line = list(merge(among.waiting, sorted(among.swapped.values(), key=among.order), key=among.order))
-    for sequence in line:
-        refusal = _try_to_begin(among, sequence, draft)
-        if refusal is not None:
-            draft.waiting.append(WaitRecord(sequence.seq_id, refusal))
-            if isinstance(refusal, Deferred):
-                sequence.times_deferred += 1
+_ONE_ROW = range(1)
+
+
+class Admission:
+    """Moves sequences from the queue to the running ones, as far as slots, tokens and blocks allow."""
+
+    def __init__(
+        self,
+        cache: KvCache,
+        config: SchedulerConfig,
+        queue: RequestQueue,
+        running: dict[int, Sequence],
+        host: HostPool,
+        retained: RetainedCaches,
+        planner: PrefixPlanner,
+        prefill_only: PrefillOnly,
+    ):
+        """The containers are the scheduler's own."""
+        self._cache, self._config, self._queue, self._running = cache, config, queue, running
+        self._host, self._retained, self._planner, self._prefill_only = host, retained, planner, prefill_only
+
+    def admit(self, plan: PlanBuilder) -> None:
+        """Admit what fits, and note in the plan why the rest waits."""
+        blocked = {False} if plan.preempted else set()
+        if plan.preempted:
+            self._note_head(plan)
+        num_deferred = 0
+        for sequence in self._queue.in_order(blocked):
+            admit = self._prefill_only.admit if sequence.prefill_only else self._admit
+            reason = admit(sequence, plan)
+            if reason is None:
                 continue
-            if not among.running and not isinstance(refusal, MaxNumSeqs):
-                draft.give_up(sequence.seq_id)
-            return
+            plan.waiting.append(WaitRecord(sequence.seq_id, reason))
+            if isinstance(reason, Deferred) and num_deferred < MAX_DEFERRED:
+                sequence.times_deferred += 1
+                num_deferred += 1
+                continue
+            blocked.add(sequence.prefill_only)
+            if isinstance(reason, NoBlocks) and not (self._running or plan.prefill_only or plan.separate):
+                sequence.exhausted = reason  # the whole pool is too small for it
+                plan.exhausted.append(sequence.seq_id)
+
+    def _note_head(self, plan: PlanBuilder) -> None:
+        """Without blocks for the running sequences there are none for the first that waited before the victims."""
+        shortage = plan.preempted[0]
+        victims = {one.seq_id for one in plan.preempted}
+        head = next((one for one in self._queue if not one.prefill_only and one.seq_id not in victims), None)
+        if head is not None:
+            plan.waiting.append(WaitRecord(head.seq_id, NoBlocks(self._cost(head, None)[1], shortage.free)))
+
+    def _admit(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
+        """Admit a generation with blocks for all its tokens, or say why it has to wait."""
+        if len(self._running) >= self._config.max_num_seqs:
+            return MaxNumSeqs(self._config.max_num_seqs)
+        retained = self._retained.match(sequence) if self._retained else None
+        while True:
+            num_cached, num_blocks, num_reused = self._cost(sequence, retained)
+            deferral = self._planner.deferral(sequence, num_cached, plan) if sequence.prefix_keys else None
+            if deferral is not None:
+                return deferral
+            if not self._fits_budget(len(sequence.token_ids) - num_cached, plan):
+                return NoBudget(plan.limit)
+            available = self._cache.num_available
+            if num_blocks <= available:
+                self._begin(sequence, retained, plan)
+                return None
+            if not self._retained.release_oldest(but=retained):
+                return NoBlocks(num_blocks - num_reused, available - num_reused)
+
+    def _fits_budget(self, num_tokens: int, plan: PlanBuilder) -> bool:
+        if self._config.chunked_prefill or not self._cache.persistent:
+            return plan.budget > 0
+        # Without chunks decodes sit out a step with prompts. A prompt that exceeds the budget is computed alone.
+        prefill_tokens = plan.prefill_tokens
+        return prefill_tokens + num_tokens <= plan.limit or not prefill_tokens
+
+    def _cost(self, sequence: Sequence, retained: int | None) -> tuple[int, int, int]:
+        """How many tokens need no computing, how many available blocks the sequence takes, and how many of those hold
+        its own cached tokens. Changes nothing."""
+        cache, length = self._cache, len(sequence.token_ids)
+        if retained is not None:
+            more = length - cache.reserved_length(retained)
+            return cache.computed_length(retained), cache.blocks_needed(retained, more), 0
+        if sequence.seq_id in self._host.entries:
+            return self._host.entries[sequence.seq_id].num_tokens, cache.blocks_to_begin(NO_HIT, length), 0
+        hit = cache.lookup(sequence.token_ids, sequence.salt, sequence.max_cacheable_tokens)
+        return hit.num_tokens, cache.blocks_to_begin(hit, length), hit.num_unreferenced
+
+    def _begin(self, sequence: Sequence, retained: int | None, plan: PlanBuilder) -> None:
+        """Give an admitted sequence its place in the cache, and its tokens of this step."""
+        cache, seq_id, length = self._cache, sequence.seq_id, len(sequence.token_ids)
+        available = cache.num_available
+        how = "recompute" if sequence.num_output_tokens or sequence.times_preempted else "new"
+        swapped = self._host.entries.get(seq_id)
+        if swapped is not None:
+            how, start = "swap", swapped.num_tokens
+            cache.add(seq_id, (), sequence.salt)
+        elif retained is not None:
+            start = self._retained.hand_over(retained, sequence)
+        else:
+            start = cache.add(seq_id, sequence.token_ids, sequence.salt, sequence.max_cacheable_tokens)
+        plan.copies += cache.reserve(seq_id, length - cache.reserved_length(seq_id))
+        if swapped is not None:
+            plan.swap_ins.append(Swap(seq_id, cache.block_table(seq_id)[: swapped.num_blocks]))
+        self._queue.remove(sequence)
+        self._running[seq_id] = sequence
+        if sequence.prefix_keys:
+            self._planner.remove(sequence)
+            self._planner.claim(sequence, start, plan)
+        num_tokens = min(length - start, plan.budget) if self._config.chunked_prefill else length - start
+        plan.add(generation_item(cache, sequence, start, num_tokens))
+        plan.admitted.append(AdmitRecord(seq_id, how, start, available - cache.num_available))
 
 
-def lead(sequence: Sequence, num_cached: int, block_size: int, draft: Draft) -> None:
-    """What this sequence computes others need not compute too."""
-    for key in sequence.prefix_keys[num_cached // block_size :]:
-        draft.leaders.setdefault(key, sequence.seq_id)
-
-
-def _leader(sequence: Sequence, num_cached: int, block_size: int, draft: Draft) -> Deferred | None:
-    """The sequence that is computing what this one would compute next, if it is worth waiting for."""
-    keys = sequence.prefix_keys[num_cached // block_size :]
-    leader = draft.leaders.get(keys[0]) if keys else None
-    if leader is None or sequence.times_deferred >= MAX_DEFERRALS:
-        return None
-    return Deferred(leader, block_size * sum(draft.leaders.get(key) == leader for key in keys))
-
-
-def _try_to_begin(among: Containers, sequence: Sequence, draft: Draft) -> WaitReason | None:
-    """Admit a sequence with room for all its tokens, or say why it has to wait."""
-    cache, config = among.cache, among.config
-    if len(among.running) >= config.max_num_seqs:
-        return MaxNumSeqs(config.max_num_seqs)
-    own = _adopt_kept(among, sequence)
-    while True:
-        num_cached, cost = _cost_of_beginning(among, sequence, own)
-        deferral = _leader(sequence, num_cached, cache.block_size, draft)
-        if deferral is not None:
-            return deferral
-        uncached = len(sequence.token_ids) - num_cached
-        if draft.budget < (1 if config.chunked_prefill else uncached):
-            return NoBudget(draft.limit)
-        room = cache.num_available - sum(draft.needs.values())
-        if cost <= room:
-            _begin(among, sequence, own, draft)
-            return None
-        oldest = next((seq_id for seq_id in among.kept if seq_id != own), None)
-        if oldest is None:
-            return NoBlocks(cost, max(0, room))
-        among.release(oldest)
-
-
-def _adopt_kept(among: Containers, sequence: Sequence) -> int | None:
-    """The kept sequence that this one continues, if it is still there, cut down to what the two have in common."""
-    if sequence.continues not in among.kept:
-        return None
-    kept = among.kept[sequence.continues]
-    common = _num_common(sequence.token_ids, kept.token_ids)
-    among.cache.truncate(kept.seq_id, min(common, sequence.most_cached))
-    return kept.seq_id
-
-
-def _cost_of_beginning(among: Containers, sequence: Sequence, own: int | None) -> tuple[int, int]:
-    """How many tokens need no computing, and how many blocks the sequence takes. Changes nothing."""
-    cache, length = among.cache, len(sequence.token_ids)
-    if own is not None:
-        return cache.computed_length(own), cache.blocks_needed(own, length - cache.reserved_length(own))
-    if sequence.seq_id in among.swapped:
-        return among.host.entries[sequence.seq_id].num_tokens, cache.blocks_to_begin(NO_HIT, length)
-    hit = cache.lookup(sequence.token_ids, sequence.salt, sequence.most_cached)
-    return hit.num_tokens, cache.blocks_to_begin(hit, length)
-
-
-def _begin(among: Containers, sequence: Sequence, own: int | None, draft: Draft) -> None:
-    """Give an admitted sequence its place in the cache, and its tokens of this step."""
-    cache, seq_id, length = among.cache, sequence.seq_id, len(sequence.token_ids)
-    available = cache.num_available
-    how = "recompute" if sequence.num_output_tokens or sequence.times_preempted else "new"
-    if seq_id in among.swapped:
-        how, num_cached = "swap", among.host.entries[seq_id].num_tokens
-        cache.add(seq_id, (), sequence.salt)
-    elif own is not None:
-        num_cached = cache.computed_length(own)
-        del among.kept[own]
-    else:
-        num_cached = cache.add(seq_id, sequence.token_ids, sequence.salt, sequence.most_cached)
-    sequence.continues = None  # from here on it is an ordinary sequence, recomputed if it must be
-    draft.copies += cache.reserve(seq_id, length - cache.reserved_length(seq_id))
-    among.running[seq_id] = sequence
-    if how == "swap":
-        table = cache.block_table(seq_id)[: among.host.entries[seq_id].num_blocks]
-        draft.swap_ins.append(Swap(seq_id, table))
-        draft.starts[seq_id] = num_cached
-        del among.swapped[seq_id]
-    else:
-        among.waiting.remove(sequence)
-    lead(sequence, num_cached, cache.block_size, draft)
-    draft.tokens[seq_id] = min(length - num_cached, draft.budget)
-    draft.budget -= draft.tokens[seq_id]
-    draft.needs[seq_id] = 0
-    draft.admitted.append(AdmitRecord(seq_id, how, num_cached, available - cache.num_available))
-
-
-def _num_common(ours: Items[int], theirs: Items[int]) -> int:
-    """How many tokens the two begin with in common."""
-    pairs = zip(ours, theirs, strict=False)
-    return next((index for index, (our, their) in enumerate(pairs) if our != their), min(len(ours), len(theirs)))
+def generation_item(cache: KvCache, sequence: Sequence, start: int, num_tokens: int) -> PlanItem:
+    """The item that computes `num_tokens` rows of a generation from position `start` on; its slots are reserved."""
+    length, num_output = len(sequence.token_ids), sequence.num_output_tokens
+    remaining = length - start - num_tokens
+    # Nothing but the last output token has to be computed (with the cache off: again).
+    decodes = num_output and (num_tokens + remaining == 1 or not cache.persistent)
+    samples = not remaining and sequence.max_output_tokens > 0
+    first_row = num_tokens - 1 if samples else num_tokens
+    if sequence.needs_prompt_logprobs:
+        first_row = min(first_row, max(0, len(sequence.prompt_logprobs) - 1 - start))
+    # The last prompt row is about the output: without an output it needs no logits.
+    last_row = num_tokens - 1 if not samples and not remaining else num_tokens
+    return PlanItem(
+        sequence.seq_id,
+        sequence,
+        start,
+        num_tokens,
+        range(first_row, max(first_row, last_row)),
+        samples,
+        "decode" if decodes else "prefill",
+        cache.block_table(sequence.seq_id),
+        remaining,
+    )

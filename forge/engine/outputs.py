@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
+from forge.engine.task import Logprobs, Readout
 from forge.trace.records import FinishReason, RequestMetrics
-
-Logprobs = tuple[tuple[int, float], ...]
-"""(token id, natural log probability), likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -18,15 +16,18 @@ class CompletionOutput:
     """Without the stop string or the end-of-sequence token that ended it."""
     token_ids: tuple[int, ...]
     """Every token sampled, the one that ended it included."""
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None while it has not ended."""
     stop_reason: str | int | None
     """The stop string, or the end-of-sequence token's id, where `finish_reason` is `stop`."""
-    logprobs: tuple[Logprobs, ...] | None
-    """For each output token its likeliest alternatives, where they were asked for. The token itself is always among
-    them, in last place if it is not one of the likeliest."""
+    logprobs: tuple[Logprobs | None, ...] | None
+    """For each output token the most probable alternatives, where they were asked for. The token itself is always among
+    them, in last place if it is not one of them."""
     metrics: RequestMetrics
     errors: tuple[str, ...] = ()
     """What went wrong on the way: what ended it where `finish_reason` is `error`, or a draft that it lost."""
+    readout: Readout | None = None
+    """The answer to the request's task, where it asked for more than tokens; None while there is none."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[Logprobs | None, ...] | None
-    """For each prompt token its log probability and the likeliest alternatives; the first, which nothing precedes, has
+    """For each prompt token its log probability and the most probable alternatives; the first, which nothing precedes, has
     None. None altogether where they were not asked for."""
     seed: int
     """The seed that was used, chosen or drawn."""

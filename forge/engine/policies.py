@@ -1,6 +1,17 @@
-"""The choices that a scheduler leaves open, each a small pure function: who comes first, and who has to give way.
+"""Scheduling policies, each a small pure function: which sequence is admitted first, and which gives way.
 
-To add a policy, write one function; hand it over as it is, or enter it in its table to give it a name.
+To add a policy, write one function; pass it as it is, or enter it in its table to give it a name.
+
+A victim policy chooses among all running sequences, the one that asks for blocks (the requester) included. What follows:
+
+| | `lifo` | `least-progressed` | order `priority` |
+| --- | --- | --- | --- |
+| gives way | the newest, as in vLLM | the one with the fewest output tokens | the one that would be admitted last |
+| the requester is chosen | it gives way itself; older ones keep their blocks | the same | the same |
+| one sequence runs alone | it ends with reason `length`: the pool is its limit | the same | the same |
+| a swapped-in sequence | newest again: it counts from its last admission | by its output tokens | by its priority |
+| samples of one request (forks) | the later sample first | the later sample, of equals | the later sample, of equals |
+| a victim waits | in order of arrival, before all newer requests | the same | in its priority, by arrival |
 """
 
 from collections.abc import Callable
@@ -12,16 +23,16 @@ from forge.errors import UsageError
 from forge.trace.records import PreemptionMode
 
 AdmissionOrder = Callable[[Sequence], tuple]
-"""A key: of two waiting sequences, the one with the smaller key is admitted first."""
+"""A key, taken when a sequence is queued: of two waiting sequences, the one with the smaller key is admitted first."""
 
 VictimPolicy = Callable[[Items[Sequence], Sequence], Sequence | None]
-"""From the running sequences, in the order of their admission, and the one that needs blocks, to the one that gives
-its blocks up. None if there is nobody to take them from."""
+"""From the running sequences, in the order of their admission, and the one that needs blocks (one of them), to the one
+that gives its blocks up. None if the requester runs alone."""
 
 
 def first_come_first_served(sequence: Sequence) -> tuple:
-    """In the order of arrival. A sequence that was preempted came before everyone who still waits for the first time,
-    so it stands at the front of the queue."""
+    """In the order of arrival. A preempted sequence arrived before all that still wait for the first time, so it stands
+    at the front of the queue."""
     return (sequence.arrival,)
 
 
@@ -31,19 +42,20 @@ def by_priority(sequence: Sequence) -> tuple:
 
 
 def lifo(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """The most recently admitted one, which has the least to lose. Never the requester."""
-    return next((sequence for sequence in reversed(running) if sequence is not requester), None)
+    """The most recently admitted one, which has the least to lose; also when it is the requester."""
+    return running[-1] if len(running) > 1 else None
 
 
 def least_progressed(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """The one with the fewest output tokens; of equals the one that came last. Never the requester."""
-    others = (sequence for sequence in running if sequence is not requester)
-    return min(others, key=lambda one: (one.num_output_tokens, -one.arrival, -one.seq_id), default=None)
+    """The one with the fewest output tokens, of equals the newest; also when it is the requester."""
+    if len(running) < 2:
+        return None
+    return min(running, key=lambda one: (one.num_output_tokens, -one.arrival, -one.seq_id))
 
 
 def worst_placed(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """The one that priority would serve last, even if it is the one that asks; None if it runs alone."""
-    return max(running, key=by_priority) if len(running) > 1 else None
+    """The one that priority would serve last, of equals the later sample; also when it is the requester."""
+    return max(running, key=lambda one: (*by_priority(one), one.seq_id)) if len(running) > 1 else None
 
 
 ADMISSION_ORDERS: dict[str, AdmissionOrder] = {"fcfs": first_come_first_served, "priority": by_priority}
@@ -59,30 +71,30 @@ class SchedulerConfig:
     """How a scheduler decides. Raises `UsageError` for a value that has no meaning, naming its option."""
 
     max_num_seqs: int = 16
-    """Sequences that may run at once."""
+    """Generations that may run at once."""
     max_num_batched_tokens: int | None = None
     """Tokens that one step may compute; None is 512, or one for every sequence where that is more."""
     chunked_prefill: bool = True
     """Whether a prompt may come in pieces that share their steps with decodes (Agrawal et al. 2024, Sarathi-Serve).
     Without it a prompt is computed whole, in a step without decodes."""
     order: str | AdmissionOrder = "fcfs"
-    """Who is admitted first: one of `ADMISSION_ORDERS`, or such a function."""
+    """Which sequence is admitted first: one of `ADMISSION_ORDERS`, or such a function."""
     victim: str | VictimPolicy = "lifo"
-    """Who is preempted: one of `VICTIM_POLICIES`, or such a function. With the order `priority` it is the worst placed
-    instead."""
+    """Which sequence is preempted: one of `VICTIM_POLICIES`, or such a function. With the order `priority` it is the
+    worst placed instead."""
     preemption: PreemptionMode = "recompute"
-    """What becomes of a victim's keys and values: dropped and computed again, or kept in the host's pool."""
+    """What becomes of a victim's keys and values: dropped and computed again, or swapped out to the host pool."""
     num_host_blocks: int = 256
-    """The size of the host's pool in blocks."""
+    """The size of the host pool in blocks."""
     prefix_planning: bool = True
     """Whether requests that begin with the same blocks, not yet cached, wait while one of them computes them. Without
-    it a generation shares what is cached when it begins, and a request that keeps nothing is computed whole."""
+    it a generation shares what is cached when it begins, and a prefill-only request is computed whole."""
     oneshot: bool = True
-    """Whether a generation of one token at most is a request that keeps nothing."""
+    """Whether a generation of one token at most is prefill-only."""
     oneshot_tokens: int = DEFAULT_ONESHOT_TOKENS
-    """Tokens of requests that keep nothing, in a step of theirs alone."""
+    """Prefill-only: tokens of a step that runs nothing else."""
     oneshot_memory: int = DEFAULT_ONESHOT_MEMORY
-    """Temporary bytes that a step may need for them."""
+    """Prefill-only: bytes of temporary arrays in one step."""
 
     def __post_init__(self):
         for name, choices in (

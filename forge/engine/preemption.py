@@ -1,76 +1,86 @@
-"""Making room: if the running sequences need more blocks than there are, victims give theirs up.
+"""Preemption: a running sequence that needs blocks takes them from victims.
 
-Who gives way is a policy (`policies`). What becomes of a victim is one too: its keys and values are dropped, to be
-computed again, or go to the host's pool. Its tokens stay in any case, and it goes to the front of the queue. Each
-preemption buys the one that asked a token in that very step, so work never goes round in circles.
+Which sequence gives way is a policy (`policies`), and so is what becomes of its keys and values: they are dropped, to be
+computed again, or swapped out to the host pool. A victim's tokens stay, and it goes back to its place in the queue, before
+all sequences that never ran. Each preemption lets a sequence compute a token in that very step, so work makes progress.
 """
 
 from forge.cache.block_table import blocks_for
-from forge.engine.containers import Containers
+from forge.cache.host_pool import HostPool
+from forge.cache.kv_cache import KvCache, OutOfBlocks
+from forge.engine.policies import SchedulerConfig
+from forge.engine.request_queue import RequestQueue
+from forge.engine.retained import RetainedCaches
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import Draft, Swap
+from forge.engine.step_plan import PlanBuilder, Swap
 from forge.trace.records import HostPoolFull, NoBlocks, PreemptRecord
 
 
-def make_room(among: Containers, draft: Draft) -> None:
-    """Take blocks from victims until there are as many as the running sequences need."""
-    if sum(draft.needs.values()) <= among.cache.num_available:
-        return
-    served: list[Sequence] = []
-    for sequence in list(among.running.values()):
-        if sequence.seq_id in among.running and _find_blocks(among, sequence, served, draft):
-            served.append(sequence)
+class Preemption:
+    """Frees blocks for running sequences. Retained caches go first, then victims."""
 
+    def __init__(
+        self,
+        cache: KvCache,
+        config: SchedulerConfig,
+        queue: RequestQueue,
+        running: dict[int, Sequence],
+        host: HostPool,
+        retained: RetainedCaches,
+    ):
+        """The containers are the scheduler's own."""
+        self._cache, self._queue, self._running, self._host, self._retained = cache, queue, running, host, retained
+        self._policy_name, self._choose_victim = config.victim_policy
+        self._swaps = config.preemption == "swap"
 
-def _find_blocks(among: Containers, sequence: Sequence, served: list[Sequence], draft: Draft) -> bool:
-    """Make room for one more sequence beside those that are served; False if it has to give way itself."""
-    cache = among.cache
-    name, choose_victim = among.config.victim_policy
-    while True:
-        more = len(sequence.token_ids) - cache.reserved_length(sequence.seq_id)
-        needed = cache.blocks_needed(sequence.seq_id, more) if draft.tokens[sequence.seq_id] else 0
-        draft.needs[sequence.seq_id] = needed
-        free = cache.num_available - sum(draft.needs[other.seq_id] for other in served)
-        if needed <= free:
-            return True
-        if among.kept:
-            among.release(next(iter(among.kept)))
-            continue
-        victim = choose_victim(tuple(among.running.values()), sequence)
-        if victim is None:
-            draft.give_up(sequence.seq_id)
-            return False
-        _preempt(among, victim, sequence, NoBlocks(needed, max(0, free)), name, draft)
-        if victim is sequence:
-            return False
-        if victim in served:
-            served.remove(victim)
+    def reserve(self, sequence: Sequence, num_tokens: int, plan: PlanBuilder) -> bool:
+        """Reserve slots for a running sequence, preempting others as needed; False if it has to give way itself."""
+        while True:
+            try:
+                plan.copies += self._cache.reserve(sequence.seq_id, num_tokens)
+                return True
+            except OutOfBlocks as error:
+                shortage = NoBlocks(error.needed, error.free)
+            if self._retained.release_oldest():
+                continue
+            victim = self._choose_victim(tuple(self._running.values()), sequence)
+            if victim is None:
+                sequence.exhausted = shortage
+                plan.exhausted.append(sequence.seq_id)
+                return False
+            self._preempt(victim, sequence, shortage, plan)
+            if victim is sequence:
+                return False
 
+    def _preempt(self, victim: Sequence, requester: Sequence, shortage: NoBlocks, plan: PlanBuilder) -> None:
+        """Take a running sequence's blocks and put it back into the queue."""
+        cache, seq_id = self._cache, victim.seq_id
+        table, computed, available = cache.block_table(seq_id), cache.computed_length(seq_id), cache.num_available
+        swapped, fallback = self._swap_out(victim, computed, plan) if self._swaps and computed else (False, None)
+        plan.drop(seq_id, table)
+        del self._running[seq_id]
+        cache.remove(seq_id)
+        victim.times_preempted += 1
+        self._queue.add(victim)
+        plan.preempted.append(
+            PreemptRecord(
+                seq_id,
+                requester.seq_id,
+                shortage.needed,
+                shortage.free,
+                self._policy_name,
+                "swap" if swapped else "recompute",
+                0 if swapped else computed,
+                cache.num_available - available,
+                fallback,
+            )
+        )
 
-def _preempt(
-    among: Containers, victim: Sequence, requester: Sequence, shortage: NoBlocks, policy: str, draft: Draft
-) -> None:
-    """Take a running sequence's blocks. Its tokens stay, and it goes back to its place in the queue, the front."""
-    cache, host, seq_id = among.cache, among.host, victim.seq_id
-    computed, available = cache.computed_length(seq_id), cache.num_available
-    fallback = None
-    mode = among.config.preemption if computed else "recompute"
-    if mode == "swap":
-        blocks = cache.block_table(seq_id)[: blocks_for(computed, cache.block_size)]
-        if len(blocks) <= host.num_free:
-            host.take(seq_id, len(blocks), computed)
-            draft.swap_outs.append(Swap(seq_id, blocks))
-            among.swapped[seq_id] = victim
-        else:
-            mode, fallback = "recompute", HostPoolFull(len(blocks), host.num_free)
-    if mode == "recompute":
-        among.enqueue(victim)
-    del among.running[seq_id]
-    del draft.tokens[seq_id]
-    victim.times_preempted += 1
-    cache.remove(seq_id)
-    lost = computed if mode == "recompute" else 0
-    freed = cache.num_available - available
-    draft.preempted.append(
-        PreemptRecord(seq_id, requester.seq_id, shortage.needed, shortage.free, policy, mode, lost, freed, fallback)
-    )
+    def _swap_out(self, victim: Sequence, computed: int, plan: PlanBuilder) -> tuple[bool, HostPoolFull | None]:
+        """Move a victim's computed blocks to the host pool, or say why they cannot go there."""
+        blocks = self._cache.block_table(victim.seq_id)[: blocks_for(computed, self._cache.block_size)]
+        if len(blocks) > self._host.num_free:
+            return False, HostPoolFull(len(blocks), self._host.num_free)
+        self._host.reserve(victim.seq_id, len(blocks), computed)
+        plan.swap_outs.append(Swap(victim.seq_id, blocks))
+        return True, None

@@ -1,249 +1,329 @@
-"""Who runs in the next step: a machine of values between a few containers.
+"""The scheduler: which sequences run in the next step, and what becomes of the results.
 
-`schedule()` looks at the containers and the cache's policy, reserves what the step will write, and returns a
-`StepPlan`. `commit()` takes what came of it. Neither touches a model or an array.
+`schedule()` looks at the queue and the cache's policy, reserves what the step will write, and returns a `StepPlan`.
+`commit()` takes what came of it. Neither touches a model or an array.
 
 A step is decided in this order (iteration-level scheduling: Yu et al. 2022, Orca):
 
-1. running sequences get their tokens out of the step's budget, decodes first, then what is left of prompts;
-2. waiting ones are admitted while budget and blocks last (`admission`);
-3. if the running ones need more blocks than there are, victims give theirs up (`preemption`);
-4. slots are reserved and the plan is written down; guesses get what room is left (`guess_room`).
+1. running sequences get their slots and tokens, decodes first, then what is left of prompts; a sequence that finds no
+   block preempts (`preemption`);
+2. waiting ones are admitted while tokens and blocks last (`admission`, `prefill_only`), unless the step preempted;
+3. draft tokens get the room that is left (`draft_slots`).
 
-Nobody waits forever. A request that could never fit is refused when it comes. Victims go to the front of the queue, and
-each preemption buys the one that asked a token in that very step, so work never goes round in circles.
+No sequence starves: a request that could never fit is refused when it arrives, and each preemption lets a sequence
+compute a token in that very step.
+
+A sequence's state is the container that holds it: the queue (waiting; with an entry in the host pool: swapped), `running`,
+the `forks` of the sequence whose prompt it shares, or, ended with its cache left in place, `retained`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from itertools import count
 
-from forge.cache.kv_cache import KvCache, OutOfBlocks
+from forge.cache.host_pool import HostPool
+from forge.cache.kv_cache import CacheStats, KvCache, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
-from forge.engine.admission import admit, lead
-from forge.engine.containers import Containers
-from forge.engine.guess_room import GuessRoom
-from forge.engine.oneshot import MAX_DEFERRALS, OneShotBudget, OneShotItem, OneShotQueue
+from forge.engine.admission import Admission, generation_item
+from forge.engine.draft_slots import DraftSlots
 from forge.engine.policies import SchedulerConfig
-from forge.engine.preemption import make_room
+from forge.engine.preemption import Preemption
+from forge.engine.prefill_only import PrefillOnly
+from forge.engine.prefix_planner import PrefixPlanner
+from forge.engine.request_queue import RequestQueue
+from forge.engine.retained import RetainedCaches
 from forge.engine.sequence import Sequence
-from forge.engine.step_plan import Draft, Outcome, PlanItem, StepPlan, flat
-from forge.trace.records import BlockMap, MaxNumSeqs, NoBlocks, NoBudget, Phase, Queues, WaitRecord
+from forge.engine.step_plan import Outcome, PlanBuilder, PlanItem, StepPlan
+from forge.trace.records import BlockMap, FinishReason, Queues
 
 _UNLIMITED = 1 << 62
 """A budget that is never used up."""
 _ONE_ROW = range(1)
 
 
-class Scheduler(Containers):
+class Scheduler:
+    """Holds every unfinished sequence in exactly one container and decides, step by step, which of them compute."""
+
     def __init__(
         self,
         cache: KvCache,
         config: SchedulerConfig,
         scratch: range = range(0),
         temporary_bytes: Callable[[int, int], int] = lambda rows, logit_rows: 0,
+        max_logit_rows: int = _UNLIMITED,
     ):
-        """`scratch`: blocks past the cache's own, for requests that keep nothing. `temporary_bytes`: what a forward of
-        so many rows, so many of them with logits, needs for itself."""
-        super().__init__(cache, config)
-        self.oneshots = OneShotQueue(cache, temporary_bytes, config.prefix_planning)
-        self.scratch = scratch
-        self.guess_room = GuessRoom(cache)
+        """scratch: blocks past the cache's own, for prefill-only sequences. temporary_bytes: what a forward of so many
+        rows, so many of them with logits, needs for itself. max_logit_rows: see `PrefillOnly`."""
+        self.cache = cache
+        self.config = config
+        self.queue = RequestQueue(config.admission_order)
+        self.running: dict[int, Sequence] = {}
+        """Generations that hold slots and blocks, in the order of their admission."""
+        self.host = HostPool(config.num_host_blocks)
+        self.retained = RetainedCaches(cache)
+        self.draft_slots: DraftSlots | None = None
+        """Set where a proposer proposes draft tokens."""
+        self.num_finished = 0
+        self.stats: CacheStats = cache.stats()
+        """The cache as the last step left it, with the sequences that ended in it still there."""
         self.block_map: BlockMap | None = None
         """Every block as the last step left it, where `keep_block_map` is set."""
         self.keep_block_map = False
-        self._refused_at: tuple[int, ...] | None = None
-        self._arrivals = count()
-        self._steps_passed_over = 0
-        """That left nothing for requests that keep nothing, since the last that took one."""
+        self.planner = PrefixPlanner(cache.block_size)
+        self.prefill_only = PrefillOnly(
+            cache, config, self.queue, self.planner, scratch, temporary_bytes, max_logit_rows
+        )
+        self._preemption = Preemption(cache, config, self.queue, self.running, self.host, self.retained)
+        self._admission = Admission(
+            cache, config, self.queue, self.running, self.host, self.retained, self.planner, self.prefill_only
+        )
         # Without a cache a step computes whole sequences; it has no part of one to begin or to end with.
-        self._budget = config.token_budget if cache.remembers else _UNLIMITED
-        if not config.chunked_prefill:
-            self._budget = max(self._budget, cache.max_sequence_length)
+        self._token_budget = config.token_budget if cache.persistent else _UNLIMITED
+        self._num_arrived = 0
+
+    # Between steps
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence, and its forks with it, in the queue."""
-        arrival = next(self._arrivals)
+        """Queue a new sequence, and its forks with it."""
         for one in (sequence, *sequence.forks):
-            one.arrival = arrival
+            one.arrival = self._num_arrived
+        self._num_arrived += 1
         if self.config.prefix_planning:
-            cacheable = sequence.token_ids[: sequence.most_cached]
+            cacheable = sequence.token_ids[: sequence.max_cacheable_tokens]
             sequence.prefix_keys = self.cache.prefix_keys(cacheable, sequence.salt)
-        self.enqueue(sequence)
+        self._enqueue(sequence)
 
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running or self.swapped or self.oneshots)
+        return bool(self.queue or self.running)
 
-    def may_admit(self) -> bool:
-        """Whether the next step might begin somebody: not if all who wait were refused a place or blocks by the last
-        step that was scheduled, and nobody has come or gone since."""
-        if self.oneshots or self._refused_at != self._coming_and_going():
-            return bool(self.oneshots or self.waiting or self.swapped)
-        return False
+    def unfinished(self) -> Iterator[Sequence]:
+        """Every sequence that has not ended, whichever container holds it."""
+        for sequence in [*self.queue, *self.running.values()]:
+            yield sequence
+            yield from sequence.forks
 
-    def _coming_and_going(self) -> tuple[int, ...]:
-        return len(self.waiting), len(self.swapped), len(self.kept), self.num_finished
+    @property
+    def waiting(self) -> list[Sequence]:
+        """The sequences in the queue, in order, but for those whose blocks are in the host pool."""
+        return [sequence for sequence in self.queue if sequence.seq_id not in self.host.entries]
+
+    @property
+    def swapped(self) -> dict[int, Sequence]:
+        """The sequences in the queue whose blocks are in the host pool, by id."""
+        return {sequence.seq_id: sequence for sequence in self.queue if sequence.seq_id in self.host.entries}
 
     @property
     def queues(self) -> Queues:
-        return Queues(len(self.waiting) + len(self.oneshots), len(self.running), len(self.swapped), self.num_finished)
+        num_swapped = len(self.host.entries)
+        return Queues(len(self.queue) - num_swapped, len(self.running), num_swapped, self.num_finished)
+
+    def abort(self, sequence: Sequence, reason: FinishReason = "abort") -> None:
+        """End a sequence between steps, wherever it is, unless it has ended."""
+        if sequence.finish_reason is not None:
+            return
+        if sequence.forked_from is not None:
+            sequence.forked_from.forks.remove(sequence)
+            sequence.finish_reason = reason
+            self.num_finished += 1
+        else:
+            self._retire(sequence, reason)
+
+    def restart(self, sequences: Items[Sequence], num_finished: int) -> None:
+        """Begin again from the tokens of these unfinished sequences, whatever state everything else is in.
+
+        The cache is emptied and every sequence waits, as after a preemption. May itself be interrupted and repeated.
+        """
+        for container in (self.queue, self.running, self.retained, self.planner, self.host.entries):
+            container.clear()
+        self.cache.clear()
+        begun = {one.request_id: [] for one in sequences}
+        for sequence in sequences:
+            sequence.forks, sequence.forked_from = [], None
+            fresh = begun[sequence.request_id]
+            if fresh and not sequence.num_output_tokens:
+                sequence.forked_from = fresh[0]
+                fresh[0].forks.append(sequence)
+            else:
+                self._enqueue(sequence)
+                fresh += [sequence] if not sequence.num_output_tokens else []
+        self.num_finished = num_finished
+        self.stats = self.cache.stats()
 
     # Deciding a step
 
     def schedule(self) -> StepPlan:
-        """Decide the next step and reserve the slots that it writes.
+        """Decide the next step and reserve the slots that it writes."""
+        plan = PlanBuilder(self._token_budget, self._token_budget)
+        self._schedule_running(plan)
+        if self.queue:
+            self._admission.admit(plan)
+        if not self.config.chunked_prefill:
+            self._separate_prefill(plan)
+        if self.draft_slots is not None:
+            self.draft_slots.reserve(plan)
+        return plan.build()
+
+    def _schedule_running(self, plan: PlanBuilder) -> None:
+        """One token to each sequence that decodes, then the rest of the budget to prompts under way.
 
         The computed length of a running sequence is the position of the first token not yet computed; with the cache
         off that is 0 between steps, and every step computes all of them.
         """
-        draft = self._begin_draft()
-        admit(self, draft)
-        if not self.config.chunked_prefill:
-            self._separate_prefill(draft)
-        make_room(self, draft)
-        taking_part = [self.running[seq_id] for seq_id, tokens in draft.tokens.items() if tokens]
-        items = tuple([self._plan_item(sequence, draft) for sequence in taking_part])
-        refused = not draft.preempted and all(isinstance(one.reason, NoBlocks | MaxNumSeqs) for one in draft.waiting)
-        self._refused_at = self._coming_and_going() if refused else None
-        return draft.finished(items, self._plan_oneshots(items, draft) if self.oneshots else ())
-
-    def _begin_draft(self) -> Draft:
-        """Give the running sequences their tokens: one to each that decodes, then the rest to prompts under way."""
-        tokens: dict[int, int] = {}
-        needs: dict[int, int] = {}
-        prompts: list[tuple[int, int]] = []
-        cache, budget = self.cache, self._budget
-        for seq_id, sequence in self.running.items():
-            length = len(sequence.token_ids)
-            remaining = length - cache.computed_length(seq_id)
-            needs[seq_id] = cache.blocks_needed(seq_id, length - cache.reserved_length(seq_id))
-            if remaining == 1 or not cache.remembers:
-                tokens[seq_id] = remaining
-                budget -= remaining
+        cache, prefills = self.cache, []
+        for seq_id, sequence in list(self.running.items()):
+            if plan.preempted and seq_id not in self.running:
+                continue
+            length, start = len(sequence.token_ids), cache.computed_length(seq_id)
+            if start < length - 1 and cache.persistent:
+                prefills.append((sequence, start))  # all of its slots are reserved
+                continue
+            try:
+                copies = cache.reserve(seq_id, length - cache.reserved_length(seq_id))
+                if copies:
+                    plan.copies += copies
+            except OutOfBlocks:
+                if not self._preemption.reserve(sequence, length - cache.reserved_length(seq_id), plan):
+                    continue
+            if start == length - 1 >= sequence.num_prompt_tokens:  # nearly every item of nearly every step
+                table = cache.block_table(seq_id)
+                plan.items[seq_id] = PlanItem(seq_id, sequence, start, 1, _ONE_ROW, True, "decode", table)
+                plan.budget -= 1
             else:
-                prompts.append((seq_id, remaining))
-        for seq_id, remaining in prompts:
-            tokens[seq_id] = min(remaining, budget)
-            budget -= tokens[seq_id]
-        draft = Draft(tokens, self._budget, budget, needs, self.guess_room.is_wanted)
-        for seq_id, _ in prompts:
-            lead(self.running[seq_id], cache.computed_length(seq_id), cache.block_size, draft)
-        return draft
+                plan.add(generation_item(cache, sequence, start, length - start))
+        for sequence, start in prefills:
+            if sequence.seq_id in self.running and plan.budget > 0:
+                num_tokens = min(len(sequence.token_ids) - start, plan.budget)
+                plan.add(generation_item(cache, sequence, start, num_tokens))
+                self.planner.claim(sequence, start, plan)
 
-    def _separate_prefill(self, draft: Draft) -> None:
-        """Without chunks: if there are prompts to compute, those that decode sit this step out."""
-        decoding = [
-            seq_id
-            for seq_id, tokens in draft.tokens.items()
-            if self._phase(self.running[seq_id].num_output_tokens, tokens) == "decode"
-        ]
-        if len(decoding) < len(draft.tokens):
-            for seq_id in decoding:
-                draft.tokens[seq_id] = draft.needs[seq_id] = 0
-
-    def _plan_item(self, sequence: Sequence, draft: Draft) -> PlanItem:
-        """Reserve a sequence's slots; which of its rows come, and which of those need logits."""
-        cache, seq_id = self.cache, sequence.seq_id
-        length = len(sequence.token_ids)
-        start = draft.starts.get(seq_id)
-        if start is None:
-            start = cache.computed_length(seq_id)
-        num_tokens = draft.tokens[seq_id]
-        remaining = length - start - num_tokens
-        num_output = length - sequence.num_prompt_tokens
-        phase = self._phase(num_output, num_tokens + remaining)
-        guesses = self.guess_room.guesses(sequence, draft) if draft.guessing and num_output and not remaining else 0
-        missing = length + guesses - cache.reserved_length(seq_id)
-        if missing:
-            draft.copies += cache.reserve(seq_id, missing)
-        draft.needs[seq_id] = 0
-        table = cache.block_table(seq_id)
-        if phase == "decode" and num_tokens == 1 and not guesses:  # nearly every item of nearly every step
-            return PlanItem(seq_id, start, 1, _ONE_ROW, True, phase, table)
-        decodes = guesses and phase == "decode"
-        forks = self.guess_room.forks(sequence, num_tokens + guesses, draft) if decodes else ()
-        samples = not remaining and sequence.max_output_tokens > 0
-        first_row = num_tokens - 1 if samples else num_tokens
-        if sequence.needs_prompt_logprobs:
-            first_row = min(first_row, max(0, len(sequence.prompt_logprobs) - 1 - start))
-        last_row = num_tokens - 1 if not samples and not remaining else num_tokens + guesses
-        rows = range(first_row, max(first_row, last_row))
-        return PlanItem(seq_id, start, num_tokens, rows, samples, phase, table, remaining, guesses, forks)
-
-    def _phase(self, num_output: int, num_missing: int) -> Phase:
-        """`decode` where nothing but the last output token has to be computed (with the cache off: again)."""
-        return "decode" if num_output and (num_missing == 1 or not self.cache.remembers) else "prefill"
-
-    def _plan_oneshots(self, items: tuple[PlanItem, ...], draft: Draft) -> tuple[OneShotItem, ...]:
-        """Requests that keep nothing, in what the step has left. Prompts in chunks can leave nothing for as long as
-        they come; after some such steps there is a budget beside theirs."""
-        config = self.config
-        tokens = min(draft.budget, config.oneshot_tokens) if items else config.oneshot_tokens
-        if tokens <= 0:
-            if self._steps_passed_over < MAX_DEFERRALS:
-                self._steps_passed_over += 1
-                first = next(self.oneshots.requests())
-                draft.waiting.append(WaitRecord(first.seq_id, NoBudget(self._budget)))
-                return ()
-            tokens = min(self._budget, config.oneshot_tokens)
-        free = OneShotBudget(tokens, config.oneshot_memory, self.cache.num_available, list(self.scratch))
-        oneshots, waits = self.oneshots.plan(free, draft.leaders)
-        if oneshots:
-            self._steps_passed_over = 0
-        draft.waiting += waits
-        return oneshots
+    def _separate_prefill(self, plan: PlanBuilder) -> None:
+        """Without chunks: if there are prompts to compute, the sequences that decode sit this step out."""
+        if plan.prefill_tokens:
+            for item in [item for item in plan.items.values() if item.phase == "decode"]:
+                plan.drop(item.seq_id)
 
     # Taking the results
 
-    def commit(
-        self, plan: StepPlan, outcomes: Items[Outcome], broken: frozenset[int] = frozenset()
-    ) -> tuple[BlockCopy, ...]:
-        """Record what a plan's forward pass wrote and chose: one outcome per item, then one for each exhausted one.
-        `broken`: requests that keep nothing and got no numbers for an answer.
+    def commit(self, plan: StepPlan, outcomes: Items[Outcome]) -> tuple[BlockCopy, ...]:
+        """Take what a plan's forward pass wrote and chose: an outcome for each item, each separate one, and each
+        exhausted sequence, in this order.
 
         Returns block copies to perform at once: where a kind of cache cannot share blocks, a fork needs copies.
         """
+        cache = self.cache
+        ended: list[tuple[Sequence, Outcome]] = []
         copies: list[BlockCopy] = []
-        for swap in plan.swap_ins:  # also those that sit this step out: what they had is back
-            num_tokens = self.host.entries[swap.seq_id].num_tokens
-            self.cache.commit(swap.seq_id, self.running[swap.seq_id].token_ids[:num_tokens])
-            self.host.drop(swap.seq_id)
-        for item, outcome in zip(plan.items, outcomes, strict=False):
-            sequence = self.running[item.seq_id]
-            sequence.token_ids += outcome.token_ids
-            end = item.start + item.num_tokens + outcome.num_accepted
-            owner = item.seq_id if outcome.winner is None else outcome.winner
-            if outcome.finish_reason != "error":  # what a broken forward wrote must not serve anybody else
-                self.cache.commit(owner, sequence.token_ids[item.start : end])
-            if item.num_guesses > outcome.num_accepted:
-                self.cache.truncate(owner, end)
-            if item.forks:
-                copies += self.guess_room.end_forks(item, owner)
-            if outcome.forked:
-                copies += self._begin_samples(sequence, outcome.forked)
-        self.oneshots.finish(plan.oneshots, broken)
-        self.num_finished += len(plan.oneshots)
-        self.stats = self.cache.stats()
-        self.block_map = self.cache.block_map() if self.keep_block_map else None
-        for outcome in flat(outcomes):
+        if plan.swap_ins:
+            self._commit_swap_ins(plan)
+        items = (*plan.items, *plan.separate) if plan.separate else plan.items
+        for item, outcome in zip(items, outcomes, strict=False):
+            token_ids = item.sequence.token_ids
+            token_ids += outcome.token_ids
             if outcome.finish_reason is not None:
-                self.retire(self.find(outcome.seq_id), outcome.finish_reason, outcome.stop_reason)
+                ended.append((item.sequence, outcome))
+            if item.phase == "oneshot":
+                self.prefill_only.commit(item, broken=outcome.finish_reason == "error")
+            elif item.num_draft_tokens:
+                copies += self._commit_draft_tokens(item, outcome)
+            elif outcome.finish_reason != "error":  # what a broken forward wrote must not serve other sequences
+                cache.commit(item.seq_id, token_ids[item.start : item.start + item.num_tokens])
+            if outcome.forked:
+                copies += self._begin_samples(item.sequence, outcome.forked)
+        ended += [(self._find(outcome.seq_id), outcome) for outcome in outcomes[len(items) :]]
+        self.stats = cache.stats()
+        self.block_map = cache.block_map() if self.keep_block_map else None
+        for sequence, outcome in ended:
+            self._retire(sequence, outcome.finish_reason, outcome.stop_reason)
         return tuple(copies)
 
+    def _commit_swap_ins(self, plan: StepPlan) -> None:
+        """What was swapped in is computed, also of sequences that sit this step out."""
+        for swap in plan.swap_ins:
+            num_tokens = self.host.entries.pop(swap.seq_id).num_tokens
+            self.cache.commit(swap.seq_id, self.running[swap.seq_id].token_ids[:num_tokens])
+
+    def _commit_draft_tokens(self, item: PlanItem, outcome: Outcome) -> tuple[BlockCopy, ...]:
+        """Keep the accepted draft tokens of the winning run, and roll the rest back."""
+        end = item.start + item.num_tokens + outcome.num_accepted
+        owner = item.seq_id if outcome.winner is None else outcome.winner
+        if outcome.finish_reason != "error":
+            self.cache.commit(owner, item.sequence.token_ids[item.start : end])
+        if item.num_draft_tokens > outcome.num_accepted:
+            self.cache.truncate(owner, end)
+        return self.draft_slots.end_forks(item, owner) if item.forks and self.draft_slots is not None else ()
+
     def _begin_samples(self, parent: Sequence, outcomes: tuple[Outcome, ...]) -> list[BlockCopy]:
-        """The prompt is computed: begin the other samples of it. Those without a place wait for one, as the preempted
-        do, with their first token."""
+        """The prompt is computed: its other samples fork the cache. Those without a slot wait for one, as preempted
+        sequences do, with their first token."""
         copies: list[BlockCopy] = []
-        for outcome in outcomes:
-            child = parent.forks[0]
+        children, parent.forks = parent.forks, []
+        for child, outcome in zip(children, outcomes, strict=True):
+            child.forked_from = None
             child.token_ids += outcome.token_ids
-            if outcome.finish_reason is not None or len(self.running) >= self.config.max_num_seqs:
-                self.enqueue(child)
-            else:
-                try:
+            if outcome.finish_reason is not None:
+                self._retire(child, outcome.finish_reason, outcome.stop_reason)
+                continue
+            try:
+                if len(self.running) < self.config.max_num_seqs:
                     copies += self.cache.fork(parent.seq_id, child.seq_id)
                     self.running[child.seq_id] = child
-                except OutOfBlocks:
-                    self.enqueue(child)
-            del parent.forks[0]
+                    continue
+            except OutOfBlocks:
+                pass
+            self._enqueue(child)
         return copies
+
+    # Containers
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        self.queue.add(sequence)
+        if sequence.prefix_keys:
+            self.planner.add(sequence)
+
+    def _find(self, seq_id: int) -> Sequence:
+        """A sequence that runs or waits."""
+        return self.running[seq_id] if seq_id in self.running else self.queue.find(seq_id)
+
+    def _retire(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a sequence: the one way out, whatever ended it."""
+        sequence.stop_reason, sequence.finish_reason = stop_reason, reason
+        self.num_finished += 1
+        seq_id = sequence.seq_id
+        if sequence.forks:
+            self._promote_fork(sequence)
+        if seq_id in self.running:
+            del self.running[seq_id]
+            if sequence.retain_cache:
+                self.retained.retain(sequence)
+            else:
+                self.cache.remove(seq_id)
+        elif seq_id in self.queue:
+            self.queue.remove(sequence)
+            self.planner.remove(sequence)
+            self.host.drop(seq_id)
+
+    def _promote_fork(self, ended: Sequence) -> None:
+        """A sequence ended before its prompt was computed: the next sample takes its place."""
+        heir, *others = ended.forks
+        heir.forked_from, heir.forks, heir.prefix_keys, ended.forks = None, others, ended.prefix_keys, []
+        for other in others:
+            other.forked_from = heir
+        self._enqueue(heir)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a sequence is in two containers or the cache disagrees with its tokens."""
+        cache = self.cache
+        ids = [one.seq_id for one in self.unfinished()] + list(self.retained)
+        assert len(ids) == len(set(ids)), "a sequence is in two containers"
+        assert len(self.running) <= self.config.max_num_seqs, "more sequences run than may"
+        self.queue.check_invariants()
+        assert all(seq_id in self.queue for seq_id in self.host.entries), "the host pool holds one that does not wait"
+        assert self.host.num_free >= 0, "the host pool holds more than it has room for"
+        for seq_id, sequence in self.running.items():
+            computed, reserved = cache.computed_length(seq_id), cache.reserved_length(seq_id)
+            assert computed <= reserved <= len(sequence.token_ids), "slots are reserved past the known tokens"
+            assert computed < len(sequence.token_ids), "the cached length is past the next position"
+            if cache.persistent and computed < len(sequence.token_ids) - 1:
+                assert reserved == len(sequence.token_ids), "a prompt under way has not all of its slots"
+        for one in self.unfinished():
+            assert one.seq_id in self.running or one.seq_id not in cache, "a sequence that waits holds blocks"
+        cache.check_invariants()

@@ -4,13 +4,17 @@ from dataclasses import dataclass, field
 
 from forge.engine.output_text import OutputText
 from forge.engine.sampling_params import SamplingParams
-from forge.trace.records import FinishReason
+from forge.engine.task import GENERATE, Logprobs, Readout, Task
+from forge.trace.records import FinishReason, NoBlocks
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence of tokens. Its state (waiting, running, swapped, kept) is the container that holds it, and no field
-    here. The tokens are the truth about it; what the cache has of them can always be computed again."""
+    """A sequence of tokens, of any kind of request.
+
+    Its state (waiting, running, swapped, retained, finished) is the container that holds it, and no field here. The
+    tokens are the truth: the cache, the text and the position in every queue are rebuilt from them.
+    """
 
     seq_id: int
     request_id: str
@@ -24,35 +28,45 @@ class Sequence:
     params: SamplingParams
     seed: int
     output_text: OutputText
+    task: Task = GENERATE
+    """What is wanted of it."""
+    prefill_only: bool = False
+    """True if one forward pass answers it: its blocks live for one step, and it never decodes."""
     arrival: int = 0
-    """Its place in the order in which sequences came; a request's samples have the same."""
+    """Its place in the order of arrival; a request's samples share one."""
     priority: int = 0
     """Lower is served first, where the order of admission is by priority."""
     salt: str = ""
     """Sequences with different salts share nothing in the cache."""
-    keep_cache: bool = False
-    """Keep the cache when the sequence ends, for another to continue from."""
-    continues: int | None = None
-    """The kept sequence whose cache this one takes over."""
+    retain_cache: bool = False
+    """Retain the cache when the sequence ends, for another to continue from."""
+    continues_from: int | None = None
+    """The ended sequence whose retained cache this one takes over, if it is still there when this one begins."""
     drafts: tuple[str, ...] | None = None
-    """Which proposers guess for it, by name; None for all that the engine has."""
+    """Which proposers propose for it, by name; None for all that the engine has."""
     forks: list["Sequence"] = field(default_factory=list)
-    """Further samples of the same prompt. They begin as forks of this one in the step that has computed the prompt."""
+    """Further samples of the same prompt. They fork this one in the step that has computed the prompt."""
+    forked_from: "Sequence | None" = None
+    """The sequence in whose `forks` this one waits."""
     times_preempted: int = 0
     times_deferred: int = 0
-    """Steps that it waited for another to compute blocks that it begins with too."""
+    """Steps that it waited for another sequence to compute blocks that it begins with too."""
     prefix_keys: tuple[int, ...] = ()
-    """What the full blocks of its prompt are known by in the prefix index."""
+    """The keys of its prompt's full blocks in the prefix index; empty where no prefixes are planned."""
     finish_reason: FinishReason | None = None
     """Why it ended; set once, when it ends."""
     stop_reason: str | int | None = None
     errors: list[str] = field(default_factory=list)
     """What went wrong on its way, whether it ended it or not."""
-    logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
-    prompt_logprobs: list[tuple[tuple[int, float], ...] | None] = field(default_factory=list)
+    logprobs: list[Logprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
+    readout: Readout | None = None
+    """The answer to its task, once there is one."""
+    exhausted: NoBlocks | None = None
+    """The shortage that ended it, where the pool has no block for its next token."""
 
-    def note(self, error: str) -> None:
-        """Something went wrong on its way. Noting it again does nothing."""
+    def add_error(self, error: str) -> None:
+        """Note what went wrong. Noting it again does nothing."""
         if error not in self.errors:
             self.errors.append(error)
 
@@ -66,11 +80,15 @@ class Sequence:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether log probabilities of prompt tokens are wanted and not all there."""
+        """True while log probabilities of prompt tokens are wanted and not all there."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
-    def most_cached(self) -> int:
-        """How many of its tokens may come from the cache. The last one is computed in any case, for its logits; where
-        the prompt's log probabilities are wanted, all of them are."""
+    def max_cacheable_tokens(self) -> int:
+        """How many of its tokens may come from the cache.
+
+        The last one is computed in any case, for its logits. Rows whose logits are wanted are computed too.
+        """
+        if self.prefill_only:
+            return self.task.max_cacheable_tokens(len(self.token_ids))
         return 0 if self.needs_prompt_logprobs else len(self.token_ids) - 1

@@ -1,27 +1,24 @@
-"""What one step will do, decided before anything is computed, and what came of it: frozen values.
+"""What one step will do, decided before anything is computed, and what came of it.
 
 The scheduler makes a plan without touching a model or an array; the engine carries it out. A prefill, a chunk of one, a
-decode and a verification of guesses are all the same item with other numbers.
+decode and a verification of draft tokens are the same item with other numbers.
 
-The order in which a plan is carried out is part of what it means: swap-outs read their blocks first, then block copies,
-then swap-ins, then the forward pass writes. So a block that a swapped sequence gave up may be taken within the same
+The order in which a plan is carried out is part of its meaning: swap-outs read their blocks first, then block copies
+run, then swap-ins, then the forward pass writes. So a block that a swapped sequence gave up may be taken within the same
 plan, and nothing is overwritten before it has been read.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from forge.cache.kv_storage import BlockCopy
+from forge.engine.sequence import Sequence
 from forge.trace.records import AdmitRecord, ExecutionClass, FinishReason, Phase, PreemptRecord, WaitRecord
-
-if TYPE_CHECKING:
-    from forge.engine.oneshot import OneShotItem
 
 
 class ForkSlots(NamedTuple):
-    """Where another run of guesses for the same sequence is computed beside the item's own: a fork in the cache, for
-    the length of one step."""
+    """Where another proposer's draft tokens for the same sequence are verified: a fork in the cache, for one step."""
 
     seq_id: int
     """Below 0: no sequence has such an id."""
@@ -33,27 +30,30 @@ class PlanItem(NamedTuple):
     """Compute `num_tokens` known rows of a sequence, the first of which stands at position `start`."""
 
     seq_id: int
+    sequence: Sequence
     start: int
     num_tokens: int
     logit_rows: range
     """Which of the item's rows, counted from 0, need logits."""
     samples: bool
-    """Whether the last row's logits choose a token."""
+    """True if the last row's logits choose a token."""
     phase: Phase
     block_table: tuple[int, ...]
     """The blocks of all positions that the item reads or writes, and perhaps of later ones, as of this step."""
     remaining: int = 0
     """Known tokens that a later step has to compute: the rest of a prompt that comes in chunks."""
-    num_guesses: int = 0
-    """Rows after the known ones that hold a guess each, to be verified: slots for as many are reserved."""
+    num_draft_tokens: int = 0
+    """Slots reserved after the known rows, one for each draft token that may be verified."""
     forks: tuple[ForkSlots, ...] = ()
-    """Each computes as many rows as the item, with guesses of its own."""
+    """Each computes as many rows as the item, with draft tokens of its own."""
     follows: int | None = None
-    """In a plan that was made ahead: the input token is the likeliest of this row of logits of the step before."""
+    """Async scheduling: the input token is the argmax of this row of the previous step."""
+    num_published: int = 0
+    """Prefill-only: tokens, from the first on, whose blocks stay cached when the step is over."""
 
 
 class Swap(NamedTuple):
-    """Move a sequence's keys and values between these blocks and the host's pool."""
+    """Move a sequence's keys and values between these blocks and the host pool."""
 
     seq_id: int
     blocks: tuple[int, ...]
@@ -61,51 +61,56 @@ class Swap(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
+    """One step: who computes what, where it is written, and why the others do not. A value; nothing changes it."""
+
     items: tuple[PlanItem, ...]
-    oneshots: tuple["OneShotItem", ...] = ()
-    """Requests that the step answers and forgets."""
+    """The rows of the step's forward pass, in order. Prefill-only items come last."""
+    separate: tuple[PlanItem, ...] = ()
+    """Prefill-only items that take forward passes of their own."""
     copies: tuple[BlockCopy, ...] = ()
     """Block copies to perform, in order, before the step writes anything."""
     swap_outs: tuple[Swap, ...] = ()
     swap_ins: tuple[Swap, ...] = ()
     admitted: tuple[AdmitRecord, ...] = ()
-    """Sequences that begin with this step."""
+    """Generations that begin with this step."""
     waiting: tuple[WaitRecord, ...] = ()
-    """The first sequence that had to wait: those behind it wait for it."""
+    """Sequences that had to wait, with the reason: the heads of the queue's lanes, and all that were deferred."""
     preempted: tuple[PreemptRecord, ...] = ()
     exhausted: tuple[int, ...] = ()
     """Sequences for which there will never be another block: they end as they are."""
     ahead: bool = False
-    """Whether it was made before the tokens of the step before it were known."""
+    """True if it was made before the tokens of the step before it were known."""
 
     @property
     def execution_class(self) -> ExecutionClass:
-        """`decode` where every item extends a running sequence by its next token, `oneshot` where nothing outlives the
-        step, `mixed` otherwise."""
-        if self.oneshots:
-            return "mixed" if self.items else "oneshot"
-        return "decode" if all(item.phase == "decode" for item in self.items) else "mixed"
+        """`decode` where every item extends a running sequence by its next token, `oneshot` where every item is
+        prefill-only, `mixed` otherwise."""
+        phases = {item.phase for item in self.items}
+        if self.separate:
+            phases.add("oneshot")
+        if phases == {"oneshot"}:
+            return "oneshot"
+        return "decode" if phases <= {"decode"} else "mixed"
 
     @property
     def num_tokens(self) -> int:
-        """Rows that the step's forward pass has at most: there may be fewer guesses than there is room for."""
-        return sum((item.num_tokens + item.num_guesses) * (1 + len(item.forks)) for item in self.items)
+        """Rows that the step computes at most: there may be fewer draft tokens than slots for them."""
+        items = (*self.items, *self.separate)
+        return sum((item.num_tokens + item.num_draft_tokens) * (1 + len(item.forks)) for item in items)
 
 
 @dataclass
-class Draft:
+class PlanBuilder:
     """A plan while it is being made."""
 
-    tokens: dict[int, int]
-    """How many tokens each running sequence computes; none for those that are not in it."""
     limit: int
     """Tokens that the step may compute."""
     budget: int
     """Those that are left."""
-    needs: dict[int, int]
-    """Blocks that each running sequence takes when its slots are reserved."""
-    guessing: bool = False
-    """Whether anybody would guess."""
+    items: dict[int, PlanItem] = field(default_factory=dict)
+    """Scheduled generations, by sequence id."""
+    prefill_only: list[PlanItem] = field(default_factory=list)
+    separate: list[PlanItem] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     swap_outs: list[Swap] = field(default_factory=list)
     swap_ins: list[Swap] = field(default_factory=list)
@@ -113,20 +118,39 @@ class Draft:
     waiting: list[WaitRecord] = field(default_factory=list)
     preempted: list[PreemptRecord] = field(default_factory=list)
     exhausted: list[int] = field(default_factory=list)
-    leaders: dict[int, int] = field(default_factory=dict)
-    """For each block that is being computed, by its key in the prefix index, the sequence that computes it."""
-    starts: dict[int, int] = field(default_factory=dict)
-    """Where sequences that were swapped in go on: the cache learns it when the step is committed."""
+    prefix_owners: dict[int, int] = field(default_factory=dict)
+    """For each block that this step computes, by its prefix key, the sequence that computes it."""
 
-    def give_up(self, seq_id: int) -> None:
-        """Nobody is left who could give this sequence a block: it ends where it is."""
-        self.exhausted.append(seq_id)
-        self.tokens.pop(seq_id, None)
+    def add(self, item: PlanItem) -> None:
+        """Schedule a generation's rows."""
+        self.items[item.seq_id] = item
+        self.budget -= item.num_tokens
 
-    def finished(self, items: tuple[PlanItem, ...], oneshots: tuple["OneShotItem", ...]) -> StepPlan:
-        """The plan."""
-        lists = self.copies, self.swap_outs, self.swap_ins, self.admitted, self.waiting, self.preempted, self.exhausted
-        return StepPlan(items, oneshots, *map(tuple, lists))
+    def drop(self, seq_id: int, blocks: tuple[int, ...] = ()) -> None:
+        """Take a sequence out of the plan again, and with it the copies into its `blocks`."""
+        item = self.items.pop(seq_id, None)
+        if item is not None:
+            self.budget += item.num_tokens
+        if self.copies:
+            self.copies = [copy for copy in self.copies if copy.destination not in blocks]
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Rows of generations that do not decode."""
+        return sum(item.num_tokens for item in self.items.values() if item.phase == "prefill")
+
+    def build(self) -> StepPlan:
+        return StepPlan(
+            (*self.items.values(), *self.prefill_only),
+            tuple(self.separate),
+            tuple(self.copies),
+            tuple(self.swap_outs),
+            tuple(self.swap_ins),
+            tuple(self.admitted),
+            tuple(self.waiting),
+            tuple(self.preempted),
+            tuple(self.exhausted),
+        )
 
 
 class Outcome(NamedTuple):
@@ -136,11 +160,11 @@ class Outcome(NamedTuple):
     position: int
     """Where the first of `token_ids` stands in its sequence."""
     token_ids: tuple[int, ...]
-    """The tokens chosen, none where none was asked for, several where guesses were accepted."""
+    """The tokens chosen: none where none was asked for, several where draft tokens were accepted."""
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
     num_accepted: int = 0
-    """Guesses whose keys and values are right."""
+    """Draft tokens whose keys and values are right."""
     winner: int | None = None
     """The fork that computed them, where that was not the item itself."""
     forked: tuple["Outcome", ...] = ()

@@ -1,0 +1,140 @@
+"""Prefill-only sequences: answered by one forward pass, with blocks that live for one step.
+
+Served as a generation, such a sequence would take a slot among the running ones and blocks for its whole prompt, and wait
+for both. Here it takes some rows of one step. Its keys and values lie in *scratch blocks* past the pool, which mean
+nothing once the step is over; only a prefix that others need too is computed into blocks of the pool and stays cached.
+
+A step that runs nothing else has a budget of its own for them (`oneshot_tokens`, and bytes of temporary arrays). Beside
+generations they get the tokens that are left.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forge.cache.kv_cache import NO_HIT, Hit, KvCache
+from forge.engine.policies import SchedulerConfig
+from forge.engine.prefix_planner import MAX_DEFERRALS, PrefixPlanner
+from forge.engine.request_queue import RequestQueue
+from forge.engine.sequence import Sequence
+from forge.engine.step_plan import PlanBuilder, PlanItem
+from forge.trace.records import NoBudget, WaitReason
+
+
+@dataclass
+class _StepBudget:
+    """What one step has left for prefill-only sequences."""
+
+    plan: PlanBuilder
+    tokens: int
+    temporary_bytes: int
+    scratch: list[int]
+
+
+class PrefillOnly:
+    """Reserves the transient blocks of prefill-only sequences, and releases them when their step is committed."""
+
+    def __init__(
+        self,
+        cache: KvCache,
+        config: SchedulerConfig,
+        queue: RequestQueue,
+        planner: PrefixPlanner,
+        scratch: range,
+        temporary_bytes: Callable[[int, int], int],
+        max_logit_rows: int,
+    ):
+        """scratch: blocks past the cache's own. temporary_bytes: what a forward of so many rows, so many of them with
+        logits, needs for itself. max_logit_rows: rows of logits that one sequence may add to the step's own forward;
+        with more it gets forwards of its own."""
+        self._cache, self._config, self._queue, self._planner = cache, config, queue, planner
+        self.scratch = scratch
+        self._temporary_bytes, self._max_logit_rows = temporary_bytes, max_logit_rows
+        self._budget: _StepBudget | None = None
+        self._steps_without_budget = 0
+        """Consecutive steps that left no tokens for prefill-only sequences."""
+
+    def admit(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
+        """Give a sequence its rows in this step and leave the queue, or say why it has to wait.
+
+        At least one is admitted per step, however large, so that none starves.
+        """
+        budget = self._budget_of(plan)
+        hit = self._whole_blocks(sequence)
+        deferral = self._planner.deferral(sequence, hit.num_tokens, plan) if sequence.prefix_keys else None
+        if deferral is not None:
+            return deferral
+        if budget.tokens <= 0:
+            return NoBudget(plan.limit)
+        length = len(sequence.token_ids)
+        num_rows = length - hit.num_tokens
+        logit_rows = sequence.task.logit_rows(hit.num_tokens, length)
+        num_bytes = self._temporary_bytes(num_rows, 0 if sequence.task.needs_hidden else len(logit_rows))
+        too_large = num_rows > budget.tokens or num_bytes > budget.temporary_bytes
+        is_first = not (plan.prefill_only or plan.separate)
+        if (too_large and not is_first) or -(-num_rows // self._cache.block_size) > len(budget.scratch):
+            return NoBudget(budget.tokens)
+        budget.tokens -= num_rows
+        plan.budget -= num_rows
+        budget.temporary_bytes -= num_bytes
+        self._begin(sequence, hit, logit_rows, budget)
+        return None
+
+    def commit(self, item: PlanItem, broken: bool) -> None:
+        """A step has computed an item: cache what is to be published and release the rest.
+
+        broken: its logits were not numbers, so what it wrote must not serve other sequences.
+        """
+        cache, sequence = self._cache, item.sequence
+        if item.seq_id in cache:
+            computed = cache.computed_length(item.seq_id)
+            if item.num_published > computed and not broken:
+                cache.commit(item.seq_id, sequence.token_ids[computed : item.num_published])
+            cache.remove(item.seq_id)
+        self._planner.remember(sequence)
+
+    def _budget_of(self, plan: PlanBuilder) -> _StepBudget:
+        """The budget of this step, made when the first sequence asks for it."""
+        if self._budget is None or self._budget.plan is not plan:
+            config = self._config
+            tokens = min(plan.budget, config.oneshot_tokens) if plan.items else config.oneshot_tokens
+            if tokens > 0 or self._steps_without_budget >= MAX_DEFERRALS:
+                self._steps_without_budget = 0
+                tokens = tokens if tokens > 0 else min(plan.limit, config.oneshot_tokens)
+            else:  # prompts in chunks took all; after some such steps there is a budget beside theirs
+                self._steps_without_budget += 1
+            self._budget = _StepBudget(plan, tokens, config.oneshot_memory, list(self.scratch))
+        return self._budget
+
+    def _whole_blocks(self, sequence: Sequence) -> Hit:
+        """Whole blocks of the prompt that are cached, if there are blocks enough to hold them. A part of a block would
+        have to be copied for one step's use."""
+        if not sequence.prefix_keys:
+            return NO_HIT
+        cache, size = self._cache, self._cache.block_size
+        hit = cache.lookup(sequence.token_ids, sequence.salt, len(sequence.prefix_keys) * size)
+        if hit.num_tokens % size:
+            hit = cache.lookup(sequence.token_ids, sequence.salt, hit.num_tokens // size * size)
+        return hit if cache.blocks_to_begin(hit, hit.num_tokens) <= cache.num_available else NO_HIT
+
+    def _begin(self, sequence: Sequence, hit: Hit, logit_rows: range, budget: _StepBudget) -> None:
+        """Attach cached blocks, those that are published, and scratch for the rest."""
+        cache, size, plan = self._cache, self._cache.block_size, budget.plan
+        end = max(len(hit.blocks), self._planner.num_worth_caching(sequence)) * size
+        if cache.blocks_to_begin(hit, end) > cache.num_available:
+            end = hit.num_tokens
+        table: tuple[int, ...] = ()
+        if end:
+            cache.add(sequence.seq_id, sequence.token_ids, sequence.salt, hit.num_tokens)
+            plan.copies += cache.reserve(sequence.seq_id, end - hit.num_tokens)
+            table = cache.block_table(sequence.seq_id)
+            self._planner.claim(sequence, hit.num_tokens, plan, len(table))
+        self._queue.remove(sequence)
+        self._planner.remove(sequence)
+        start, length = hit.num_tokens, len(sequence.token_ids)
+        table += tuple([budget.scratch.pop() for _ in range(-(-length // size) - len(table))])
+        samples = sequence.task.sample and sequence.max_output_tokens > 0
+        item = PlanItem(
+            sequence.seq_id, sequence, start, length - start, logit_rows, samples, "oneshot", table, num_published=end
+        )
+        apart = sequence.task.needs_hidden or len(logit_rows) > self._max_logit_rows
+        (plan.separate if apart else plan.prefill_only).append(item)

@@ -1,0 +1,73 @@
+"""Prefix planning: of several sequences that begin with the same blocks, not yet cached, one computes them.
+
+Before a sequence is admitted its prompt is looked up in the prefix index. If another sequence computes in this very step
+what it would compute next, that one is the *prefix owner*: the sequence is deferred, lets others pass, and finds the
+blocks cached a step later. An owner that is aborted or preempted owned nothing: the next step finds another.
+
+A prefill-only sequence leaves nothing in the pool but a prefix that is worth caching: one that another waiting sequence
+begins with too, or that an earlier one began with.
+"""
+
+from collections import Counter
+from itertools import takewhile
+
+from forge.engine.sequence import Sequence
+from forge.engine.step_plan import PlanBuilder
+from forge.trace.records import Deferred
+
+MAX_DEFERRALS = 8
+"""Steps that a sequence waits for prefix owners at most; then it computes for itself what they may be computing too."""
+MAX_SEEN = 4096
+"""Block keys that are remembered of prefill-only sequences that published nothing."""
+
+
+class PrefixPlanner:
+    """Knows which block keys the waiting sequences begin with. Cost: a counter entry per block of a waiting prompt."""
+
+    def __init__(self, block_size: int):
+        self._block_size = block_size
+        self._waiting: dict[int, tuple[int, ...]] = {}
+        self._beginnings: Counter[int] = Counter()
+        """Of each block key, how many waiting sequences begin with it."""
+        self._seen: dict[int, None] = {}
+        """Block keys that prefill-only sequences began with, the oldest first."""
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence waits."""
+        self._waiting[sequence.seq_id] = sequence.prefix_keys
+        self._beginnings.update(sequence.prefix_keys)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence begins or has ended. Removing it again does nothing."""
+        for key in self._waiting.pop(sequence.seq_id, ()):
+            self._beginnings[key] -= 1
+            if not self._beginnings[key]:
+                del self._beginnings[key]
+
+    def clear(self) -> None:
+        """No sequence waits; what was seen stays."""
+        self._waiting.clear()
+        self._beginnings.clear()
+
+    def deferral(self, sequence: Sequence, num_cached: int, plan: PlanBuilder) -> Deferred | None:
+        """The owner of the block that this sequence would compute next, if it is worth waiting for."""
+        keys = sequence.prefix_keys[num_cached // self._block_size :]
+        owner = plan.prefix_owners.get(keys[0]) if keys else None
+        if owner is None or sequence.times_deferred >= MAX_DEFERRALS:
+            return None
+        return Deferred(owner, self._block_size * sum(plan.prefix_owners.get(key) == owner for key in keys))
+
+    def claim(self, sequence: Sequence, num_cached: int, plan: PlanBuilder, end: int | None = None) -> None:
+        """The sequence computes the blocks of its prompt from `num_cached` tokens on (up to block `end`)."""
+        for key in sequence.prefix_keys[num_cached // self._block_size : end]:
+            plan.prefix_owners.setdefault(key, sequence.seq_id)
+
+    def num_worth_caching(self, sequence: Sequence) -> int:
+        """How many of its blocks, from the first on, another sequence begins with too."""
+        return sum(1 for _ in takewhile(lambda key: key in self._seen or self._beginnings[key] > 1, sequence.prefix_keys))
+
+    def remember(self, sequence: Sequence) -> None:
+        """A prefill-only sequence was computed: if its beginning comes again, it is worth caching."""
+        self._seen.update(dict.fromkeys(sequence.prefix_keys))
+        while len(self._seen) > MAX_SEEN:
+            del self._seen[next(iter(self._seen))]

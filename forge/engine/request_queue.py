@@ -1,0 +1,82 @@
+"""The waiting sequences, in the order in which they are admitted.
+
+The queue has two lanes, because two kinds of sequences wait for different things: a generation waits for a slot in the
+batch and for blocks of the pool, a prefill-only sequence for a step's spare tokens and scratch blocks. One order runs
+through both lanes. A lane that is blocked does not block the other.
+
+A preempted sequence keeps its place in the order, so it stands before all that never ran. A swapped one waits here too;
+its keys and values are in the host pool.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from heapq import merge
+
+from forge.engine.sequence import Sequence
+
+_Entry = tuple[tuple, Sequence]
+
+
+class RequestQueue:
+    """Waiting sequences, each with the key by which it is ordered. Adding and removing one costs O(log n) comparisons."""
+
+    def __init__(self, order: Callable[[Sequence], tuple]):
+        """order: of two sequences the one with the smaller key comes first; equal keys in the order of arrival."""
+        self._order = order
+        self._lanes: tuple[list[_Entry], list[_Entry]] = [], []
+        """Generations, and prefill-only sequences."""
+        self._entries: dict[int, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._entries
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for _, sequence in merge(*self._lanes))
+
+    def add(self, sequence: Sequence) -> None:
+        key = (*self._order(sequence), sequence.arrival, sequence.seq_id)  # no two are equal
+        entry = self._entries[sequence.seq_id] = key, sequence
+        insort(self._lanes[sequence.prefill_only], entry)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Raises `KeyError` if it does not wait."""
+        entry = self._entries.pop(sequence.seq_id)
+        lane = self._lanes[sequence.prefill_only]
+        del lane[bisect_left(lane, entry)]
+
+    def find(self, seq_id: int) -> Sequence:
+        """Raises `KeyError` if it does not wait."""
+        return self._entries[seq_id][1]
+
+    def clear(self) -> None:
+        self._entries.clear()
+        for lane in self._lanes:
+            lane.clear()
+
+    def in_order(self, blocked: set[bool]) -> Iterator[Sequence]:
+        """The sequences of both lanes, in order, read one at a time.
+
+        A lane that the caller puts into `blocked` (False for generations, True for prefill-only) yields no more. The
+        caller may remove the sequence that was yielded last.
+        """
+        places = [0, 0]
+        while True:
+            heads = [
+                lane[place]
+                for lane, place, is_blocked in zip(self._lanes, places, (False in blocked, True in blocked), strict=True)
+                if place < len(lane) and not is_blocked
+            ]
+            if not heads:
+                return
+            _, sequence = min(heads)
+            yield sequence
+            places[sequence.prefill_only] += sequence.seq_id in self._entries
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a lane is out of order or the two views disagree."""
+        for lane in self._lanes:
+            assert lane == sorted(lane), "the queue is out of order"
+        assert sum(map(len, self._lanes)) == len(self._entries), "the queue's lanes and entries differ"

@@ -1,0 +1,116 @@
+"""The requests that an engine knows, from arrival until their output has been read and they are forgotten."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from operator import index
+
+from forge.engine.outputs import CompletionOutput, RequestOutput
+from forge.engine.sampling_params import SamplingParams
+from forge.engine.sequence import Sequence
+from forge.engine.task import Logprobs
+from forge.errors import UsageError
+from forge.trace.records import RequestMetrics
+
+
+@dataclass(frozen=True)
+class RequestState:
+    """A request and its samples."""
+
+    request_id: str
+    prompt: str | None
+    """Its text, where it was given as one."""
+    seed: int
+    sequences: tuple[Sequence, ...]
+
+    @property
+    def seq_ids(self) -> tuple[int, ...]:
+        return tuple(sequence.seq_id for sequence in self.sequences)
+
+    @property
+    def is_unfinished(self) -> bool:
+        return any(sequence.finish_reason is None for sequence in self.sequences)
+
+    def output(self, metrics: Callable[[int], RequestMetrics]) -> RequestOutput:
+        """The output as it stands. metrics: from a sequence id to what it cost."""
+        first = self.sequences[0]
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            tuple(first.token_ids[: first.num_prompt_tokens]),
+            tuple(_completion(sequence, metrics(sequence.seq_id)) for sequence in self.sequences),
+            _prompt_logprobs(first),
+            self.seed,
+        )
+
+
+def _completion(sequence: Sequence, metrics: RequestMetrics) -> CompletionOutput:
+    return CompletionOutput(
+        index=sequence.sample_index,
+        text=sequence.output_text.text,
+        token_ids=tuple(sequence.output_token_ids),
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
+        metrics=metrics,
+        errors=tuple(sequence.errors),
+        readout=sequence.readout,
+    )
+
+
+def _prompt_logprobs(sequence: Sequence) -> tuple[Logprobs | None, ...] | None:
+    score_from = sequence.task.score_from
+    if score_from is not None:
+        return (*[None] * score_from, *sequence.readout.scores) if sequence.readout is not None else ()
+    return tuple(sequence.prompt_logprobs) if sequence.params.prompt_logprobs is not None else None
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """What a prompt has to fit into."""
+
+    vocab_size: int
+    max_model_len: int
+    max_cached_len: int
+    """Tokens of the longest sequence that the cache could hold."""
+    block_size: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the context and the cache have room for."""
+        return min(self.max_model_len, self.max_cached_len)
+
+    def checked(self, prompt_token_ids: Items[int]) -> list[int]:
+        """The prompt as a list. Raises `UsageError` if it cannot run."""
+        try:
+            token_ids = list(map(index, prompt_token_ids))
+        except TypeError:
+            raise UsageError("a prompt is text or a list of token ids, which are whole numbers") from None
+        if not token_ids:
+            raise UsageError(
+                "the prompt is empty: a model continues text, and this one has no beginning-of-text token to "
+                "start from, so give it at least one word"
+            )
+        self.check_ids((min(token_ids), max(token_ids)))
+        length, size = len(token_ids), self.block_size
+        if length > self.max_model_len:
+            raise UsageError(
+                f"the prompt has {length} tokens and the context holds {self.max_model_len}: shorten the prompt, or "
+                "raise --max-model-len where the model allows it"
+            )
+        if length > self.max_cached_len:
+            raise UsageError(
+                f"the prompt has {length} tokens, which take {-(-length // size)} blocks of {size}, and the whole pool "
+                f"has {self.max_cached_len // size}: shorten it, or raise --num-blocks"
+            )
+        return token_ids
+
+    def check_ids(self, token_ids: Items[int], what: str = "") -> None:
+        """Raise `UsageError` for one that is no token."""
+        for token_id in token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise UsageError(f"{what}token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
+
+    def check_bias(self, params: SamplingParams) -> None:
+        """The same for tokens whose logits are to be changed."""
+        self.check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias: ")

@@ -1,0 +1,69 @@
+"""Retained caches: keys and values of ended sequences, left in place for a continuation, such as the next turn of a chat.
+
+A retained cache is a convenience. Where a sequence would otherwise find no block, the oldest is released; a continuation
+that finds nothing is computed from its tokens, as any other sequence.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+
+from forge.cache.kv_cache import KvCache
+from forge.engine.sequence import Sequence
+
+
+class RetainedCaches:
+    """Ended sequences whose blocks are still held, by sequence id, the oldest first."""
+
+    def __init__(self, cache: KvCache):
+        self._cache = cache
+        self._sequences: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sequences)
+
+    def retain(self, sequence: Sequence) -> None:
+        """Hold the computed tokens of a sequence that has ended."""
+        self._cache.truncate(sequence.seq_id, self._cache.computed_length(sequence.seq_id))
+        self._sequences[sequence.seq_id] = sequence
+
+    def release(self, seq_id: int) -> None:
+        """Release one, unless that has happened already."""
+        if self._sequences.pop(seq_id, None) is not None:
+            self._cache.remove(seq_id)
+
+    def release_oldest(self, but: int | None = None) -> bool:
+        """Release the oldest, except `but`; False if there is none."""
+        oldest = next((seq_id for seq_id in self._sequences if seq_id != but), None)
+        if oldest is None:
+            return False
+        self.release(oldest)
+        return True
+
+    def match(self, sequence: Sequence) -> int | None:
+        """The retained sequence that this one continues, cut down to what the two have in common; None if it is gone
+        or belongs to another salt."""
+        retained = self._sequences.get(sequence.continues_from) if sequence.continues_from is not None else None
+        if retained is None or retained.salt != sequence.salt:
+            return None
+        common = _num_common(sequence.token_ids, retained.token_ids)
+        self._cache.truncate(retained.seq_id, min(common, sequence.max_cacheable_tokens))
+        return retained.seq_id
+
+    def hand_over(self, seq_id: int, sequence: Sequence) -> int:
+        """Make a retained cache that of `sequence`; return how many tokens are computed."""
+        del self._sequences[seq_id]
+        self._cache.rename(seq_id, sequence.seq_id)
+        return self._cache.computed_length(sequence.seq_id)
+
+    def clear(self) -> None:
+        """Forget all of them: the cache was cleared."""
+        self._sequences.clear()
+
+
+def _num_common(ours: Items[int], theirs: Items[int]) -> int:
+    """How many tokens the two begin with in common."""
+    pairs = zip(ours, theirs, strict=False)
+    return next((index for index, (our, their) in enumerate(pairs) if our != their), min(len(ours), len(theirs)))

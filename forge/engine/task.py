@@ -1,0 +1,63 @@
+"""What is wanted of a request: generated tokens, or what one forward pass over its prompt can answer.
+
+A judge, a router, a classifier, a reranker or an embedder reads a prompt and returns something of fixed size. Such a
+request is *prefill-only* (Prelude calls it OneShot): it keeps nothing, so its keys and values lie in blocks that live
+for one step. A generation of at most one token is prefill-only too.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from forge.trace.records import Pooling
+
+Logprobs = tuple[tuple[int, float], ...]
+"""(token id, natural log probability), most probable first."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is wanted of a request. Fields that are not set cost nothing."""
+
+    sample: bool = False
+    """Output tokens, chosen as the request's sampling parameters say; alone it is an ordinary generation."""
+    candidates: tuple[int, ...] = ()
+    """Log probabilities of these tokens to come next."""
+    score_from: int | None = None
+    """Log probabilities of the prompt's own tokens from this position on (at least 1), each given those before it."""
+    top: int = 0
+    """With each scored token, this many of the most probable alternatives."""
+    pooling: Pooling | None = None
+    """An embedding: the last hidden state, or the mean of all. Not together with any other field."""
+
+    @property
+    def needs_hidden(self) -> bool:
+        """True if it needs a forward pass that ends in hidden states."""
+        return self.pooling is not None
+
+    def logit_rows(self, start: int, length: int) -> range:
+        """The rows, counted from position `start`, whose logits (or hidden states) the task needs."""
+        if self.pooling == "mean":
+            return range(length - start)
+        last = length if self.sample or self.candidates or self.pooling else length - 1
+        first = length - 1 if self.score_from is None else min(length - 1, self.score_from - 1)
+        return range(first - start, max(first, last) - start)
+
+    def max_cacheable_tokens(self, length: int) -> int:
+        """How many of `length` prompt tokens may come from the cache: those before the first row that is needed."""
+        return self.logit_rows(0, length).start
+
+
+GENERATE = Task(sample=True)
+
+
+@dataclass(frozen=True)
+class Readout:
+    """The answer to a task, beside sampled tokens. What was not asked for is empty."""
+
+    candidates: tuple[float, ...] = ()
+    """Natural log probabilities of the candidates."""
+    scores: tuple[Logprobs, ...] = ()
+    """For each scored prompt token the most probable tokens there; the token itself is always among them."""
+    embedding: np.ndarray | None = None
+    """float32 `[hidden]`, of length 1."""
