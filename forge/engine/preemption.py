@@ -58,7 +58,7 @@ def _preempt(
     if mode == "swap":
         blocks = cache.block_table(seq_id)[: blocks_for(computed, cache.block_size)]
         if len(blocks) <= host.num_free:
-            host.take(seq_id, len(blocks), computed)
+            host.reserve(seq_id, len(blocks), computed)
             draft.swap_outs.append(Swap(seq_id, blocks))
             among.swapped[seq_id] = victim
         else:

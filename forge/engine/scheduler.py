@@ -57,7 +57,7 @@ class Scheduler(Containers):
         self._steps_passed_over = 0
         """That left nothing for requests that keep nothing, since the last that took one."""
         # Without a cache a step computes whole sequences; it has no part of one to begin or to end with.
-        self._budget = config.token_budget if cache.remembers else _UNLIMITED
+        self._budget = config.token_budget if cache.persistent else _UNLIMITED
         if not config.chunked_prefill:
             self._budget = max(self._budget, cache.max_sequence_length)
 
@@ -117,7 +117,7 @@ class Scheduler(Containers):
             length = len(sequence.token_ids)
             remaining = length - cache.computed_length(seq_id)
             needs[seq_id] = cache.blocks_needed(seq_id, length - cache.reserved_length(seq_id))
-            if remaining == 1 or not cache.remembers:
+            if remaining == 1 or not cache.persistent:
                 tokens[seq_id] = remaining
                 budget -= remaining
             else:
@@ -172,7 +172,7 @@ class Scheduler(Containers):
 
     def _phase(self, num_output: int, num_missing: int) -> Phase:
         """`decode` where nothing but the last output token has to be computed (with the cache off: again)."""
-        return "decode" if num_output and (num_missing == 1 or not self.cache.remembers) else "prefill"
+        return "decode" if num_output and (num_missing == 1 or not self.cache.persistent) else "prefill"
 
     def _plan_oneshots(self, items: tuple[PlanItem, ...], draft: Draft) -> tuple[OneShotItem, ...]:
         """Requests that keep nothing, in what the step has left. Prompts in chunks can leave nothing for as long as
