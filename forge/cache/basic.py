@@ -115,7 +115,11 @@ class BasicKvCache(KvCache):
     def clear(self) -> None:
         self._sequences = {}
 
-    def knows(self, seq_id: int) -> bool:
+    def rename(self, seq_id: int, new_id: int) -> None:
+        assert new_id not in self._sequences, f"sequence {new_id} is already there"
+        self._sequences[new_id] = self._sequences.pop(seq_id)
+
+    def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._sequences
 
     def block_table(self, seq_id: int) -> tuple[int, ...]:

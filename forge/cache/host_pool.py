@@ -1,6 +1,6 @@
 """Where swapped sequences' keys and values wait: a number of blocks' worth of the host's memory.
 
-`num_free`, `take` and `drop` are policy: the scheduler decides who is swapped without touching an array. `fill` and
+`num_free`, `reserve` and `drop` are policy: the scheduler decides who is swapped without touching an array. `fill` and
 `data` are the engine's, which carries plans out.
 """
 
@@ -28,7 +28,7 @@ class HostPool:
     def num_free(self) -> int:
         return self.num_blocks - sum(entry.num_blocks for entry in self.entries.values())
 
-    def take(self, seq_id: int, num_blocks: int, num_tokens: int) -> None:
+    def reserve(self, seq_id: int, num_blocks: int, num_tokens: int) -> None:
         """Keep room for a sequence, which must fit."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks do not fit into {self.num_free}"
         assert seq_id not in self.entries, f"sequence {seq_id} is already swapped out"

@@ -58,6 +58,8 @@ class Hit:
     """How many of the prompt's first tokens need no computing."""
     blocks: tuple[int, ...] = ()
     """The blocks that hold them; the last is shared in part if the tokens do not fill it."""
+    num_unreferenced: int = 0
+    """How many of these blocks no table references now: they are counted in `num_available` too."""
 
 
 NO_HIT = Hit()
@@ -81,7 +83,7 @@ class KvCache(ABC):
 
     kind: str
     """What `--kv` calls it."""
-    remembers: bool = True
+    persistent: bool = True
     """Whether keys and values outlive the step that computed them."""
 
     block_size: int
@@ -180,7 +182,11 @@ class KvCache(ABC):
         """
 
     @abstractmethod
-    def knows(self, seq_id: int) -> bool:
+    def rename(self, seq_id: int, new_id: int) -> None:
+        """The sequence goes on under another id. AssertionError if a sequence has that id already."""
+
+    @abstractmethod
+    def __contains__(self, seq_id: int) -> bool:
         """Whether a sequence was added and not removed since."""
 
     @abstractmethod

@@ -25,7 +25,7 @@ class OffKvCache(KvCache):
     """Hands out scratch blocks at `reserve` and takes them back at `commit`. A block that nobody has is free."""
 
     kind = "off"
-    remembers = False
+    persistent = False
 
     def __init__(self, first_scratch_block: int, num_scratch_blocks: int, block_size: int):
         """The scratch range is blocks `first_scratch_block` to `first_scratch_block + num_scratch_blocks` - 1."""
@@ -94,7 +94,11 @@ class OffKvCache(KvCache):
     def clear(self) -> None:
         self._loans = {}
 
-    def knows(self, seq_id: int) -> bool:
+    def rename(self, seq_id: int, new_id: int) -> None:
+        assert new_id not in self._loans, f"sequence {new_id} is already there"
+        self._loans[new_id] = self._loans.pop(seq_id)
+
+    def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._loans
 
     def block_table(self, seq_id: int) -> tuple[int, ...]:

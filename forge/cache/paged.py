@@ -120,7 +120,11 @@ class PagedKvCache(KvCache):
         self._tables = {}
         self._settle()
 
-    def knows(self, seq_id: int) -> bool:
+    def rename(self, seq_id: int, new_id: int) -> None:
+        assert new_id not in self._tables, f"sequence {new_id} is already there"
+        self._tables[new_id] = self._tables.pop(seq_id)
+
+    def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._tables
 
     def block_table(self, seq_id: int) -> tuple[int, ...]:

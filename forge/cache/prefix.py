@@ -18,7 +18,7 @@ takes over; and a block stays cached only as the last with its content. Writing 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import eq
 
@@ -68,18 +68,22 @@ class PrefixKvCache(PagedKvCache):
         self._evictions = 0
 
     def lookup(self, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> Hit:
-        return self._match(token_ids, salt, max_cached)[0]
+        hit = self._match(token_ids, salt, max_cached)[0]
+        return replace(hit, num_unreferenced=self._num_unreferenced(hit))
 
     def prefix_keys(self, token_ids: Sequence[int], salt: str = "") -> tuple[int, ...]:
         return self.index.keys(token_ids, self.block_size, salt)
 
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
         self._settle()
-        counts = self.pool.reference_counts
-        revived = sum(counts[block] == 0 for block in hit.blocks)
         grown = max(0, blocks_for(length, self.block_size) - len(hit.blocks))
-        writes_shared = hit.num_tokens % self.block_size and length > hit.num_tokens and counts[hit.blocks[-1]] > 0
-        return revived + grown + bool(writes_shared)
+        counts, within_block = self.pool.reference_counts, hit.num_tokens % self.block_size
+        writes_shared = within_block and length > hit.num_tokens and counts[hit.blocks[-1]] > 0
+        return self._num_unreferenced(hit) + grown + bool(writes_shared)
+
+    def _num_unreferenced(self, hit: Hit) -> int:
+        counts = self.pool.reference_counts
+        return sum(counts[block] == 0 for block in hit.blocks)
 
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
         assert seq_id not in self._tables, f"sequence {seq_id} is already there"

@@ -135,9 +135,9 @@ class Containers:
             computed, reserved = self.cache.computed_length(seq_id), self.cache.reserved_length(seq_id)
             assert computed <= reserved <= len(sequence.token_ids), "slots are reserved for nobody's tokens"
             assert computed < len(sequence.token_ids), "the cached length is past the next position"
-            if self.cache.remembers and computed < len(sequence.token_ids) - 1:
+            if self.cache.persistent and computed < len(sequence.token_ids) - 1:
                 assert reserved == len(sequence.token_ids), "a prompt under way has not all of its slots"
         for one in self.unfinished():
             if one.seq_id not in self.running and one.continues is None:
-                assert not self.cache.knows(one.seq_id), "a sequence that does not run holds something in the cache"
+                assert one.seq_id not in self.cache, "a sequence that does not run holds something in the cache"
         self.cache.check_invariants()

@@ -61,7 +61,7 @@ def plan_ahead(scheduler: Scheduler, plan: StepPlan) -> StepPlan | None:
     None, with nothing changed, where what follows does not follow from `plan` alone.
     """
     cache, running = scheduler.cache, scheduler.running
-    if scheduler.may_admit() or not cache.remembers:
+    if scheduler.may_admit() or not cache.persistent:
         return None
     following = [(row, item) for row, item in enumerate(plan.items) if item.seq_id in running]
     if len(following) < len(running) or not is_plain(plan, running):

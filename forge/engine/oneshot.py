@@ -184,7 +184,7 @@ class OneShotQueue:
         `broken`, by sequence id, nothing may serve anybody else."""
         for one in items:
             request = one.request
-            if self.cache.knows(request.seq_id):
+            if request.seq_id in self.cache:
                 computed = self.cache.computed_length(request.seq_id)
                 if one.num_published > computed and request.seq_id not in broken:
                     self.cache.commit(request.seq_id, request.token_ids[computed : one.num_published])

@@ -34,6 +34,7 @@ KINDS = {
     "restore": 2,
     "release": 2,
     "remove": 6,
+    "rename": 1,
 }
 """What there is to do, and how often."""
 Operation = tuple[str, int, int, int]
@@ -146,7 +147,7 @@ class Oracle:
             assert self.read(table, len(content.tokens)) == self.tags_of(content), f"contents of {seq_id}"
         entries = [block for table in tables for block in table.blocks]
         held = {(block, slot) for table in tables for block, slot in self.places(table.blocks, table.computed)}
-        for table in tables if self.cache.remembers else ():
+        for table in tables if self.cache.persistent else ():
             content = kept[table.owner] if table.is_snapshot else self.sequences[table.owner]
             assert self.read(table.blocks, table.computed) == self.tags_of(content), f"contents of {table}"
         assert stats.tokens_held == stats.slots_filled == len(held), "tokens held"
@@ -209,6 +210,8 @@ class Oracle:
             prompt, salt, limit = self.request(count, word)
             order = self.cache.block_map().cached
             hit = self.cache.lookup(prompt, salt, limit)
+            counts = self.cache.block_map().reference_counts
+            assert hit.num_unreferenced == sum(not counts[block] for block in hit.blocks), f"not so: {hit}"
             assert self.cache.block_map().cached == order, "looking changed the order of eviction"
             if isinstance(self.cache, PrefixKvCache):
                 expected = self.expected_hit(prompt, salt, limit)
@@ -264,14 +267,14 @@ class Oracle:
         for (block, slot), tag in zip(places, self.tags_of(content)[len(content.tokens) - count :], strict=False):
             self.slots[block][slot] = tag
         self.cache.commit(seq_id, tokens)
-        if not self.cache.remembers:
+        if not self.cache.persistent:
             self.sequences[seq_id] = Content()
 
     def _truncate(self, seq_id: int, length: int, word: int) -> None:
         length += word % 3 * 4
         self.cache.truncate(seq_id, length)
         content = self.sequences[seq_id]
-        kept = min(content.reserved, length) if self.cache.remembers else 0
+        kept = min(content.reserved, length) if self.cache.persistent else 0
         self.sequences[seq_id] = Content(content.salt, content.tokens[:length], kept)
 
     def _fork(self, parent: int, *_: int) -> None:
@@ -301,6 +304,13 @@ class Oracle:
     def _remove(self, seq_id: int, *_: int) -> None:
         self.cache.remove(seq_id)
         del self.sequences[seq_id]
+
+    def _rename(self, seq_id: int, *_: int) -> None:
+        new_id = self.new_id()
+        assert seq_id in self.cache and new_id not in self.cache
+        self.cache.rename(seq_id, new_id)
+        assert seq_id not in self.cache and new_id in self.cache
+        self.sequences[new_id] = self.sequences.pop(seq_id)
 
 
 def failure(new: Callable[[], Oracle], operations: list[Operation]) -> tuple[int, Exception] | None:

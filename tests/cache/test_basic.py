@@ -129,6 +129,7 @@ def test_committing_what_was_not_reserved_is_a_bug_and_stops():
         lambda cache: cache.restore(Snapshot(9, 1), 1),
         lambda cache: cache.release(Snapshot(9, 1)),
         lambda cache: cache.remove(9),
+        lambda cache: cache.rename(9, 1),
         lambda cache: cache.block_table(9),
         lambda cache: cache.reserved_length(9),
         lambda cache: cache.computed_length(9),

@@ -14,7 +14,7 @@ from forge.cache.prefix import PrefixKvCache
 from forge.testing.caches import Operation, Oracle, random_operations
 from tests.engine.test_interruption import interrupted_at
 
-OPERATIONS = ("begin", "fill", "reserve", "commit", "truncate", "fork", "restore", "release", "remove")
+OPERATIONS = ("begin", "fill", "reserve", "commit", "truncate", "fork", "restore", "release", "remove", "rename")
 CACHES = {
     "paged": lambda: PagedKvCache(30, 4),
     "prefix": lambda: PrefixKvCache(30, 4),

@@ -59,6 +59,7 @@ def test_it_never_shows_a_block_as_used():
         lambda cache: cache.fork(9, 1),
         lambda cache: cache.snapshot(9),
         lambda cache: cache.remove(9),
+        lambda cache: cache.rename(9, 1),
         lambda cache: cache.block_table(9),
         lambda cache: cache.reserved_length(9),
         lambda cache: cache.computed_length(9),

@@ -2,9 +2,11 @@
 
 import pytest
 
+from forge.cache.basic import BasicKvCache
 from forge.cache.block_pool import BlockError
 from forge.cache.kv_cache import Hit, KvCache, OutOfBlocks, Snapshot
 from forge.cache.kv_storage import BlockCopy
+from forge.cache.off import OffKvCache
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.trace.records import BlockSplit, TableRecord
@@ -288,6 +290,7 @@ def test_after_a_failure_in_the_middle_the_tables_are_believed(kind):
         lambda cache: cache.restore(Snapshot(9, 1), 1),
         lambda cache: cache.release(Snapshot(9, 1)),
         lambda cache: cache.remove(9),
+        lambda cache: cache.rename(9, 1),
         lambda cache: cache.block_table(9),
         lambda cache: cache.reserved_length(9),
         lambda cache: cache.computed_length(9),
@@ -313,3 +316,24 @@ def test_committing_what_was_not_reserved_is_a_bug_and_stops(kind):
     with pytest.raises(AssertionError, match="more tokens than were reserved"):
         cache.commit(0, [1, 2, 3])
     assert cache.computed_length(0) == 0
+
+
+@pytest.mark.parametrize(
+    "cache", [OffKvCache(0, 6, 4), BasicKvCache(3, 8, 4), PagedKvCache(6, 4), PrefixKvCache(6, 4)], ids=lambda c: c.kind
+)
+def test_a_renamed_sequence_goes_on_under_its_new_id(cache):
+    cache.add(0, ())
+    cache.add(1, ())
+    cache.reserve(0, 5)
+    before = cache.block_table(0), cache.reserved_length(0), cache.stats(), cache.num_available
+
+    cache.rename(0, 7)
+
+    assert (0 in cache, 7 in cache) == (False, True)
+    assert (cache.block_table(7), cache.reserved_length(7), cache.stats(), cache.num_available) == before
+    with pytest.raises(AssertionError, match="sequence 1 is already there"):
+        cache.rename(7, 1)
+    assert (1 in cache, 7 in cache) == (True, True)
+    cache.add(0, ())  # its old id is free
+    cache.remove(7)
+    cache.check_invariants()

@@ -32,6 +32,12 @@ def ran(cache: PrefixKvCache, seq_id: int, tokens: list[int]) -> tuple[int, ...]
     return blocks
 
 
+def found(cache: PrefixKvCache, tokens: list[int], salt: str = "", max_cached: int | None = None) -> tuple:
+    """What a lookup finds: how many tokens, and in which blocks."""
+    hit = cache.lookup(tokens, salt, max_cached)
+    return hit.num_tokens, hit.blocks
+
+
 def cached(cache: PrefixKvCache) -> list[int]:
     """Cached blocks in the order of eviction."""
     return list(cache.block_map().cached)
@@ -64,7 +70,7 @@ def test_looking_up_changes_nothing():
     ran(cache, 1, C)
     before = cache.stats(), cache.block_map()
 
-    assert cache.lookup(A + B + D) == Hit(8, (0, 1))
+    assert found(cache, A + B + D) == (8, (0, 1))
     assert cache.lookup(A + B + D, "other") == NO_HIT
     assert cache.blocks_to_begin(Hit(8, (0, 1)), 12) == 3
 
@@ -80,7 +86,7 @@ def test_generated_tokens_are_indexed_too():
         cache.commit(0, [token])
     cache.remove(0)
 
-    assert cache.lookup(A + B) == Hit(8, (0, 1))
+    assert found(cache, A + B) == (8, (0, 1))
 
 
 def test_a_block_that_is_still_being_computed_is_no_hit():
@@ -90,7 +96,7 @@ def test_a_block_that_is_still_being_computed_is_no_hit():
     assert cache.lookup(A + B) == NO_HIT
 
     cache.commit(0, A + B[:1])
-    assert cache.lookup(A + B) == Hit(5, (0, 1)), "what is committed is one, the rest is not"
+    assert found(cache, A + B) == (5, (0, 1)), "what is committed is one, the rest is not"
 
 
 def test_what_was_reserved_and_taken_back_never_becomes_a_hit():
@@ -100,9 +106,9 @@ def test_what_was_reserved_and_taken_back_never_becomes_a_hit():
     cache.commit(0, B[:1])
     cache.truncate(0, 5)  # four guesses were wrong
 
-    assert cache.lookup(A + B) == Hit(5, (0, 1))
+    assert found(cache, A + B) == (5, (0, 1))
     cache.remove(0)
-    assert cache.lookup(A + B) == Hit(4, (0,))
+    assert found(cache, A + B) == (4, (0,))
 
 
 def test_a_wholly_cached_prompt_shares_all_but_its_last_token_and_splits_the_last_block():
@@ -122,14 +128,14 @@ def test_a_wholly_cached_prompt_that_nobody_holds_computes_its_last_token_in_pla
     cache = new()
     ran(cache, 0, A + B)
     hit = cache.lookup(A + B, max_cached=7)
-    assert (hit, cache.blocks_to_begin(hit, 8)) == (Hit(7, (0, 1)), 2)
+    assert (hit, cache.blocks_to_begin(hit, 8)) == (Hit(7, (0, 1), num_unreferenced=2), 2)
 
     assert cache.add(1, A + B, max_cached=7) == 7
     assert cache.reserve(1, 1) == ()
-    assert cache.lookup(A + B) == Hit(7, (0, 1)), "the block that is being written is the running sequence's"
+    assert found(cache, A + B) == (7, (0, 1)), "the block that is being written is the running sequence's"
     cache.commit(1, B[3:])
 
-    assert cache.lookup(A + B) == Hit(8, (0, 1))
+    assert found(cache, A + B) == (8, (0, 1))
     cache.check_invariants()
 
 
@@ -150,10 +156,10 @@ def test_a_partly_filled_block_is_shared_with_a_running_sequence_token_by_token(
 def test_a_full_block_of_a_running_sequence_is_shared_as_far_as_it_matches():
     cache = new()
     run(cache, 0, A + B)
-    assert cache.lookup(A + B[:1] + C) == Hit(5, (0, 1))
+    assert found(cache, A + B[:1] + C) == (5, (0, 1))
 
     cache.remove(0)
-    assert cache.lookup(A + B[:1] + C) == Hit(4, (0,)), "a block that nobody holds is shared whole or not at all"
+    assert found(cache, A + B[:1] + C) == (4, (0,)), "a block that nobody holds is shared whole or not at all"
 
 
 def test_a_snapshot_shares_what_it_holds_as_a_running_sequence_does():
@@ -162,9 +168,9 @@ def test_a_snapshot_shares_what_it_holds_as_a_running_sequence_does():
     snapshot, _ = cache.snapshot(0)
     cache.remove(0)
 
-    assert cache.lookup(A + B) == Hit(7, (0, 1))
+    assert found(cache, A + B) == (7, (0, 1))
     cache.release(snapshot)
-    assert cache.lookup(A + B) == Hit(4, (0,))
+    assert found(cache, A + B) == (4, (0,))
 
 
 def test_the_longest_match_among_running_sequences_is_taken():
@@ -172,7 +178,7 @@ def test_the_longest_match_among_running_sequences_is_taken():
     for seq_id, tokens in enumerate(([*A, 21], [*A, 21, 22, 23], [*A, 21, 22])):
         run(cache, seq_id, tokens, max_cached=0)
 
-    assert cache.lookup([*A, 21, 22, 23, 24]) == Hit(7, (0, 3))
+    assert found(cache, [*A, 21, 22, 23, 24]) == (7, (0, 3))
 
 
 def test_max_cached_caps_a_hit_anywhere_and_zero_refuses_it():
@@ -180,7 +186,7 @@ def test_max_cached_caps_a_hit_anywhere_and_zero_refuses_it():
     run(cache, 0, A + B)
 
     for limit, blocks in ((0, ()), (1, (0,)), (3, (0,)), (4, (0,)), (5, (0, 1)), (8, (0, 1)), (99, (0, 1))):
-        assert cache.lookup(A + B, max_cached=limit) == Hit(min(limit, 8), blocks)
+        assert found(cache, A + B, max_cached=limit) == (min(limit, 8), blocks)
     assert cache.add(1, A + B, max_cached=0) == 0
     assert (cache.stats().prefix_queries, cache.stats().prefix_hits) == (16, 0)
 
@@ -269,7 +275,9 @@ def test_a_requests_own_hits_do_not_count_as_blocks_that_it_could_take():
     before = cache.stats(), cache.block_map()
     assert (cache.stats(), cache.block_map()) == before
     assert cache.blocks_to_begin(hit, 12) == 3
-    assert cache.blocks_to_begin(cache.lookup(C + D), 8) == 1, "what another holds costs nothing"
+    assert hit.num_unreferenced == 2, "of the 3 available"
+    shared = cache.lookup(C + D)
+    assert (cache.blocks_to_begin(shared, 8), shared.num_unreferenced) == (1, 0), "what another holds costs nothing"
 
 
 def test_a_failed_reservation_leaves_counts_index_and_order_of_eviction():
@@ -290,14 +298,14 @@ def test_a_failed_reservation_leaves_counts_index_and_order_of_eviction():
 def test_a_block_that_is_taken_for_something_else_loses_its_old_content():
     cache = new(2)
     ran(cache, 0, A + B)
-    assert cache.lookup(A + B) == Hit(8, (0, 1))
+    assert found(cache, A + B) == (8, (0, 1))
 
     run(cache, 1, C)
 
     assert cache.block_table(1) == (1,)
-    assert cache.lookup(A + B) == Hit(4, (0,))
+    assert found(cache, A + B) == (4, (0,))
     cache.remove(1)
-    assert cache.lookup(C) == Hit(4, (1,))
+    assert found(cache, C) == (4, (1,))
     cache.check_invariants()
 
 
@@ -311,12 +319,12 @@ def test_of_two_blocks_with_the_same_content_the_second_takes_over():
         cache.commit(seq_id, A)
     assert (cache.block_table(0), cache.block_table(1)) == ((0,), (1,)), "a table never changes behind one's back"
 
-    assert cache.lookup(A) == Hit(4, (0,))
+    assert found(cache, A) == (4, (0,))
     cache.remove(0)
-    assert cache.lookup(A) == Hit(4, (1,))
+    assert found(cache, A) == (4, (1,))
     assert cached(cache) == [], "the first is of no use any more"
     cache.remove(1)
-    assert (cache.lookup(A), cached(cache)) == (Hit(4, (1,)), [1])
+    assert (found(cache, A), cached(cache)) == ((4, (1,)), [1])
     cache.check_invariants()
 
 
@@ -326,7 +334,7 @@ def test_a_cached_block_gives_way_to_one_in_use_with_the_same_content():
     assert run(cache, 1, A, max_cached=0) == 0  # wants all its logits
 
     assert cached(cache) == []
-    assert cache.lookup(A) == Hit(4, (1,))
+    assert found(cache, A) == (4, (1,))
     cache.check_invariants()
 
 
@@ -339,7 +347,7 @@ def test_what_stands_behind_a_content_outlives_the_block_that_was_first_with_it(
     cache.remove(2)
     cache.truncate(0, 0)
 
-    assert cache.lookup(A + B) == Hit(8, (1, 2))
+    assert found(cache, A + B) == (8, (1, 2))
     cache.check_invariants()
 
 
@@ -347,14 +355,14 @@ def test_writing_into_an_indexed_block_drops_it_and_what_stands_behind_it():
     cache = new()
     run(cache, 0, A + B + C)
     cache.truncate(0, 6)
-    assert cache.lookup(A + B + C) == Hit(12, (0, 1, 2)), "nothing is overwritten yet"
+    assert found(cache, A + B + C) == (12, (0, 1, 2)), "nothing is overwritten yet"
 
     assert cache.reserve(0, 1) == ()
 
-    assert cache.lookup(A + B + C) == Hit(6, (0, 1))
+    assert found(cache, A + B + C) == (6, (0, 1))
     assert cached(cache) == []
     cache.commit(0, [99])
-    assert cache.lookup(A + B[:2] + [99, 1]) == Hit(7, (0, 1))
+    assert found(cache, A + B[:2] + [99, 1]) == (7, (0, 1))
     cache.check_invariants()
 
 
@@ -366,7 +374,7 @@ def test_a_block_that_another_shares_is_split_and_keeps_its_entry():
 
     assert cache.reserve(1, 1) == (BlockCopy(1, 2),)
     cache.commit(1, [99])
-    assert cache.lookup(A + B) == Hit(8, (0, 1))
+    assert found(cache, A + B) == (8, (0, 1))
     cache.check_invariants()
 
 
@@ -404,7 +412,7 @@ def test_a_hash_collision_serves_nobody_the_wrong_keys(hash_function):
 
     run(cache, 1, B)
     assert cache.block_table(1) == (1,)
-    assert cache.lookup(B) == Hit(4, (1,)), "not by its hash, but as a running sequence's"
+    assert found(cache, B) == (4, (1,)), "not by its hash, but as a running sequence's"
     run(cache, 2, A + A)
     cache.check_invariants()
     cache.remove(1)

@@ -344,10 +344,10 @@ class Play:
         decoding = {item.seq_id for item in plan.items if item.phase == "decode"}
         if not self.case.chunked_prefill:
             assert len({item.phase for item in plan.items}) <= 1, "prompts and decodes in one step"
-            assert not self.scheduler.cache.remembers or all(not item.remaining for item in plan.items), "a chunk"
+            assert not self.scheduler.cache.persistent or all(not item.remaining for item in plan.items), "a chunk"
             return
         single = [item.num_tokens == 1 and not item.remaining for item in plan.items if item.seq_id in left]
-        assert single == sorted(single, reverse=True) or not self.scheduler.cache.remembers, "a prompt before a decode"
+        assert single == sorted(single, reverse=True) or not self.scheduler.cache.persistent, "a prompt before a decode"
         for seq_id in left:
             sequence, computed = self.scheduler.running[seq_id], self.scheduler.cache.computed_length(seq_id)
             if sequence.num_output_tokens and computed == len(sequence.token_ids) - 1:

@@ -137,8 +137,8 @@ def test_without_shared_prefixes_the_blocks_do_not_move(kv):
     after = engine.cache.stats()
     assert after._replace(slots_reserved=0) == before._replace(slots_reserved=0)
     own = engine.scheduler.running[0]
-    assert not any(engine.cache.knows(one.request.seq_id) for one in plan.oneshots)
-    assert engine.cache.knows(own.seq_id)
+    assert not any(one.request.seq_id in engine.cache for one in plan.oneshots)
+    assert own.seq_id in engine.cache
 
 
 def test_what_moves_is_the_prefix_that_others_want_too():

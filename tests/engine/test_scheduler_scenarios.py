@@ -55,7 +55,7 @@ def test_admission_blocks_when_prompt_does_not_fit():
     assert plan.waiting == (WaitRecord(1, NoBlocks(needed=2, free=1)),)
     assert (plan.admitted, plan.preempted) == ((), ())
     assert scheduler.waiting == [late]
-    assert not scheduler.cache.knows(1)
+    assert 1 not in scheduler.cache
     step(scheduler, ending=(0,))
     assert admitted(step(scheduler)) == (1,)
 

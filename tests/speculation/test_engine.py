@@ -63,7 +63,7 @@ def results(output) -> list:
 def check(engine: Engine) -> None:
     engine.scheduler.check_invariants()
     for seq_id, sequence in engine.scheduler.running.items():
-        if engine.cache.remembers and sequence.num_output_tokens:
+        if engine.cache.persistent and sequence.num_output_tokens:
             assert engine.cache.computed_length(seq_id) in (len(sequence.token_ids) - 1, 0)
             assert engine.cache.reserved_length(seq_id) <= len(sequence.token_ids)
 
