@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from forge import LLM, SamplingParams
-from forge.speculation.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
+from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
 from forge.testing import check_proposer
 
 

@@ -108,7 +108,8 @@ def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revoke_at: i
 
 
 def _draft_leases(llm: "LLM") -> list:
-    return [proposer.lease for proposer in llm.engine.speculation.proposers if proposer.lease is not None]
+    leases = [getattr(proposer, "lease", None) for proposer in llm.engine.speculation.proposers]
+    return [lease for lease in leases if lease is not None]
 
 
 def _revoking(leases: list, revoke_at: int | None, on_step: "Callable") -> "Callable":

@@ -25,6 +25,7 @@ from forge.engine.oneshot_requests import OneShotRequests
 from forge.engine.output_text import OutputText
 from forge.engine.outputs import RequestOutput
 from forge.engine.policies import SchedulerConfig
+from forge.engine.proposer import NoSpeculation, Speculation, SpeculationUpdate
 from forge.engine.row_layout import RowLayout
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
@@ -33,7 +34,6 @@ from forge.engine.step_plan import Outcome, StepPlan
 from forge.errors import UsageError
 from forge.model.model import Model
 from forge.speculation.leases import Lease
-from forge.speculation.speculator import Learned, Speculator
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 from forge.trace.records import ArriveRecord, FinishReason, FinishRecord, RejectRecord
 
@@ -52,7 +52,7 @@ class BetweenSteps:
         max_model_len: int,
         config: SchedulerConfig,
         scratch: range = range(0),
-        speculation: Speculator | None = None,
+        speculation: Speculation | None = None,
     ):
         """`scratch`: blocks of the storage past the cache's own, for requests that keep nothing. `speculation`: who
         guesses, and how many tokens; None for nobody."""
@@ -64,8 +64,8 @@ class BetweenSteps:
         self.storage = storage
         self._bytes_of = partial(_bytes_of, self.lease)  # of the lease alone, so that nothing refers back to the engine
         self.scheduler = Scheduler(cache, config, scratch, self._bytes_of)
-        self.speculation = speculation or Speculator()
-        self.scheduler.guess_room.speculator = self.speculation
+        self.speculation: Speculation = speculation or NoSpeculation()
+        self.scheduler.guess_room.speculation = self.speculation
         self.on_logits: OnLogits | None = None
         self.report_probabilities = False
         """Put the model's probability of each token into its record. Over a large vocabulary that takes a while."""
@@ -84,7 +84,7 @@ class BetweenSteps:
         self._arrived: list[ArriveRecord] = []
         self._unsettled = False
         """A step or an abort ended in an exception, and nobody has cleared up after it yet."""
-        self._decided: tuple[list[Outcome], Learned] | None = None
+        self._decided: tuple[list[Outcome], SpeculationUpdate] | None = None
         """What has come of the step whose tokens are chosen and not yet committed."""
         self._plan: StepPlan | None = None
         """Of the step that was begun last, once it was decided."""
@@ -330,9 +330,9 @@ class BetweenSteps:
         if not self._unsettled:
             return
         self._ahead = None
-        outcomes, learned = self._decided or ((), Learned())
+        outcomes, learned = self._decided or ((), SpeculationUpdate())
         self.scheduler.recover(outcomes)
-        self.speculation.take(learned)
+        self.speculation.commit(learned)
         self._oneshots.drop_ended(self.scheduler)
         for sequence in self.scheduler.unfinished():
             self._forget_undecided(sequence)

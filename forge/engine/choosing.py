@@ -12,12 +12,11 @@ import numpy as np
 
 from forge.backends.logits import Logits
 from forge.engine.containers import Containers
+from forge.engine.proposer import Speculation, StepDrafts, Verification
 from forge.engine.row_layout import Runs
 from forge.engine.sampling import BrokenLogits, Choice, check_greatest, check_logits, choose, log_sum_exp, top_logprobs
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
-from forge.speculation.speculator import StepGuesses
-from forge.speculation.verification import Verification, verify_forks, verify_likeliest
 from forge.trace.records import FinishReason, FinishRecord, TokenRecord
 
 OnLogits = Callable[[int, np.ndarray], None]
@@ -28,10 +27,15 @@ class Choices:
     """What one step brings its sequences. Until it is committed nothing but their text and log probabilities know."""
 
     def __init__(
-        self, among: Containers, eos_token_ids: frozenset[int], on_logits: OnLogits | None, probabilities: bool
+        self,
+        among: Containers,
+        speculation: Speculation,
+        eos_token_ids: frozenset[int],
+        on_logits: OnLogits | None,
+        probabilities: bool,
     ):
         """`probabilities`: whether every token's probability is wanted."""
-        self._among, self._eos_token_ids = among, eos_token_ids
+        self._among, self._speculation, self._eos_token_ids = among, speculation, eos_token_ids
         self._on_logits, self._probabilities = on_logits, probabilities
         self.tokens: list[TokenRecord] = []
         self.finished: list[FinishRecord] = []
@@ -41,7 +45,7 @@ class Choices:
     def choose(
         self,
         plan: StepPlan,
-        guesses: StepGuesses,
+        guesses: StepDrafts,
         logits: Logits | None,
         likeliest: list[int],
         greatest: list[float],
@@ -108,14 +112,15 @@ class Choices:
         for run in runs:
             spans.append(slice(first_row, first_row + len(run) + 1))
             first_row = spans[-1].stop
-        if self._is_plain(sequence):
-            found = verify_likeliest([likeliest[span] for span in spans], [greatest[span] for span in spans], runs)
-            rows = [None] * len(found.choices) if self._on_logits is None else logits[spans[found.winner]]
-        else:
-            each = [logits[span] for span in spans]
-            names = sequence.seed, sequence.sample_index, sequence.num_prompt_tokens
-            found = verify_forks(each, runs, sequence.params, sequence.token_ids, *names)
-            rows = each[found.winner]
+        found = self._speculation.verify(
+            sequence,
+            runs,
+            lambda run: logits[spans[run]],
+            [likeliest[span] for span in spans],
+            [greatest[span] for span in spans],
+            self._probabilities,
+        )
+        rows = [None] * len(found.choices) if self._on_logits is None else logits[spans[found.winner]]
         self.verified[item.seq_id] = found
         outcome = self._emit(sequence, found.choices, rows)
         # Where the sequence ended on a guess, that guess counts as its last token, whose keys nobody needs.

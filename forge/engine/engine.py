@@ -23,10 +23,10 @@ from forge.engine.answers import OneShotResult, wants_likeliest
 from forge.engine.between_steps import BetweenSteps
 from forge.engine.choosing import Choices
 from forge.engine.lookahead import Flight, plan_ahead, without_ended
+from forge.engine.proposer import StepCost
 from forge.engine.step_plan import StepPlan
 from forge.engine.step_records import cache_record, item_records, map_of_written
 from forge.speculation.leases import LeaseRevoked
-from forge.speculation.speculator import Spent
 from forge.trace.records import StepRecord
 
 
@@ -62,7 +62,7 @@ class Engine(BetweenSteps):
         asked = flight.plan.items or any(wants_likeliest(one.request, *watching) for one in flight.joining)
         likeliest, tops = greatest(flight.logits) if asked and len(flight.logits) else ([], [])
         read = time.perf_counter() if self._runs_ahead else waited  # a device had to be waited for
-        choices = Choices(self.scheduler, self._eos_token_ids, *watching)
+        choices = Choices(self.scheduler, self.speculation, self._eos_token_ids, *watching)
         choices.choose(flight.plan, flight.guesses, flight.logits, likeliest, tops)
         answers = flight.answers | self._oneshots.answer(flight.joining, flight.logits, likeliest, tops, *watching)
         forward_ms = flight.launch_ms + (read - waited) * 1e3
@@ -126,12 +126,12 @@ class Engine(BetweenSteps):
             self._in_vain += len(flight.plan.items) - len(plan.items)
         items = item_records(plan.items, guesses.runs)
         num_rows, num_logit_rows = (batch.num_rows, len(batch.logit_rows)) if batch is not None else (0, 0)
-        spent = Spent(num_rows, forward_ms, (ended - started) * 1e3 - guesses.total_ms)
-        learned = self.speculation.learn(plan, guesses, choices.verified, choices.outcomes, running, spent)
+        cost = StepCost(num_rows, forward_ms, (ended - started) * 1e3 - guesses.total_ms)
+        learned = self.speculation.learn(plan, guesses, choices.verified, choices.outcomes, running, cost)
         self._decided = choices.outcomes, learned  # from here on the step has happened
         self._work.enter(plan, items, choices.tokens, forward_ms, started, ended)
         answered = self._oneshots.end(plan.oneshots, answers, forward_ms, started, ended)
-        self.speculation.take(learned)
+        self.speculation.commit(learned)
         self.storage.copy_blocks(self.scheduler.commit(plan, choices.outcomes, answered.broken))
         self._decided = None
         for finish in choices.finished:

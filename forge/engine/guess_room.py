@@ -6,31 +6,28 @@ fork that lives for one step.
 """
 
 from itertools import count
-from typing import TYPE_CHECKING
 
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
+from forge.engine.proposer import NoSpeculation, Speculation
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Draft, ForkSlots, PlanItem
-
-if TYPE_CHECKING:
-    from forge.speculation.speculator import Speculator
 
 
 class GuessRoom:
     def __init__(self, cache: KvCache):
         self._cache = cache
         self._fork_ids = count(-1, -1)
-        self.speculator: Speculator | None = None
+        self.speculation: Speculation = NoSpeculation()
         """Who says how many guesses a sequence would have verified."""
 
     @property
     def is_wanted(self) -> bool:
-        return self.speculator is not None and len(self.speculator.proposers) > 0
+        return len(self.speculation.proposers) > 0
 
     def guesses(self, sequence: Sequence, draft: Draft) -> int:
         """As many guesses as the sequence wants and fit into what the step has left; taken off its budget."""
-        wanted = self.speculator.wanted(sequence)
+        wanted = self.speculation.wanted(sequence)
         if wanted <= 0:
             return 0
         cache, seq_id, length = self._cache, sequence.seq_id, len(sequence.token_ids)
@@ -53,7 +50,7 @@ class GuessRoom:
         if sequence.seq_id in draft.starts:
             return ()
         cache, forks = self._cache, []
-        for _ in range(self.speculator.wanted_forks(sequence)):
+        for _ in range(self.speculation.wanted_forks(sequence)):
             if num_rows > draft.budget:
                 break
             seq_id = next(self._fork_ids)

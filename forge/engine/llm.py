@@ -31,13 +31,13 @@ from forge.engine.policies import (
     SchedulerConfig,
     VictimPolicy,
 )
+from forge.engine.proposer import Proposer
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
 from forge.model.catalog import DEFAULT_MODEL
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel, LoadProgress, load_model
 from forge.model.model import Model
-from forge.speculation.proposer import Proposer
 from forge.speculation.setup import DEFAULT_K, Target, checked_mode, load_proposers
 from forge.speculation.speculator import Speculator
 from forge.trace.records import Pooling, StepRecord

@@ -27,11 +27,11 @@ from dataclasses import dataclass, replace
 from forge.backends.logits import Logits
 from forge.engine.answers import OneShotResult
 from forge.engine.oneshot import OneShotItem
+from forge.engine.proposer import StepDrafts
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.model.forward_batch import ForwardBatch
-from forge.speculation.speculator import StepGuesses
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Flight:
     """A step on its way, from the launch of its forward pass until its logits are read."""
 
     plan: StepPlan
-    guesses: StepGuesses
+    guesses: StepDrafts
     joining: list[OneShotItem]
     """Requests that keep nothing and have rows in the batch."""
     batch: ForwardBatch | None

@@ -13,10 +13,10 @@ import numpy as np
 
 from forge.engine import answers
 from forge.engine.oneshot import OneShotItem
+from forge.engine.proposer import NO_PROPOSAL, Proposal
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
-from forge.speculation.proposer import NO_PROPOSAL, Proposal
 
 Runs = Items[Proposal]
 """The runs of guesses of one item: the first is computed in its own blocks, the others in those of its forks."""

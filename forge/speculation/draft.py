@@ -23,12 +23,12 @@ from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, create_kv_cache
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import KvStorage
 from forge.engine.draws import Purpose, uniform
+from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
 from forge.engine.sampling import Distribution, check_logits, distribution, penalized
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
 from forge.model.model import Model
 from forge.speculation.leases import Lease
-from forge.speculation.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
 from forge.tokenizer import Tokenizer
 
 CATCH_UP_ROWS = 512

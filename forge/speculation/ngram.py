@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
 from forge.errors import UsageError
-from forge.speculation.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
 
 DEFAULT_MIN_NGRAM = 2
 DEFAULT_MAX_NGRAM = 4

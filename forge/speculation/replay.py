@@ -7,7 +7,7 @@ agreement below 1 every so many guesses are wrong on purpose, and with 0 all of 
 from collections.abc import Sequence
 
 from forge.engine.draws import Purpose, uniform
-from forge.speculation.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
+from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
 
 
 class ReplayProposer(Proposer):

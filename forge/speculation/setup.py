@@ -6,6 +6,7 @@ from pathlib import Path
 
 from forge.backends.devices import create_backend
 from forge.engine.draws import MAX_BRANCHES
+from forge.engine.proposer import Proposer
 from forge.errors import UsageError
 from forge.model.catalog import model_name, resolve_model
 from forge.model.loader import load_qwen3
@@ -13,7 +14,6 @@ from forge.model.weight_source import open_weights
 from forge.speculation.controller import Costs
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
 from forge.speculation.ngram import NgramProposer
-from forge.speculation.proposer import Proposer
 from forge.tokenizer import Tokenizer
 
 MODES = ("off", "draft", "ngram")

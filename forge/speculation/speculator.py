@@ -15,18 +15,31 @@ old one or the new one, and both are right.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
+from forge.engine.proposer import (
+    NO_DRAFTS,
+    NO_UPDATE,
+    Proposal,
+    ProposalRequest,
+    Proposer,
+    ProposerFailure,
+    SpeculationUpdate,
+    StepCost,
+    StepDrafts,
+    Verification,
+)
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.errors import ForgeError
 from forge.speculation.controller import NO_CYCLES, Costs, RecentCycles, SpeculationControl
 from forge.speculation.costs import CostMeter
-from forge.speculation.proposer import Proposal, ProposalRequest, Proposer
-from forge.speculation.verification import Verification
+from forge.speculation.verification import verify_forks, verify_likeliest
 from forge.trace.records import SpecCycle, SpecDecision
 
 
@@ -67,54 +80,6 @@ _PATIENCE = 2
 """After each so many times without a guess the rest until the next question grows by a token, …"""
 _LONGEST_REST = 15
 """… up to this. Asking in vain takes a tenth of a small model's step."""
-
-
-class Failure(NamedTuple):
-    """A proposer that could not answer."""
-
-    proposer: str
-    message: str
-    release_ms: float | None
-    """Milliseconds from the revocation of its lease to the release of what was lent."""
-
-
-@dataclass
-class StepGuesses:
-    """What was guessed for one step."""
-
-    runs: dict[int, tuple[Proposal, ...]] = field(default_factory=dict)
-    """The runs of each sequence for which anything was guessed, none of them empty."""
-    sources: dict[int, tuple[_Source, ...]] = field(default_factory=dict)
-    """Who guessed each of them."""
-    ms: dict[_Source, float] = field(default_factory=dict)
-    failures: dict[int, Failure] = field(default_factory=dict)
-    """By sequence: why guesses that it had room for were not made."""
-    silent: set[int] = field(default_factory=set)
-    """Sequences about which everybody was asked and nobody had a guess."""
-    total_ms: float = 0.0
-
-
-_NOTHING = StepGuesses()
-
-
-class Spent(NamedTuple):
-    """What a step took."""
-
-    num_rows: int
-    """Of the target's forward."""
-    forward_ms: float
-    step_ms: float
-    """The forward, and all work around it but the proposers'."""
-
-
-class Learned(NamedTuple):
-    """What a step taught."""
-
-    cycles: tuple[SpecCycle, ...] = ()
-    states: Mapping[int, _State] = {}
-
-
-_NOTHING_LEARNED = Learned()
 
 
 class Speculator:
@@ -200,12 +165,12 @@ class Speculator:
         """How many runs of guesses beyond the first: one for each further proposer."""
         return max(0, len(self._sources_of(sequence)) - 1)
 
-    def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepGuesses:
+    def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
         """Guess for the items that have room for it. No proposer's failure is raised."""
         items = [item for item in plan.items if item.num_guesses]
         if not items:
-            return _NOTHING
-        guesses = StepGuesses()
+            return NO_DRAFTS
+        guesses = StepDrafts()
         for source in self._sources:
             asked = [item for item in items if source in self._asked(item, running)]
             if asked:
@@ -231,7 +196,7 @@ class Speculator:
         return self._sources_of(running[item.seq_id])[: 1 + len(item.forks)]
 
     def _ask(
-        self, source: _Source, items: list[PlanItem], running: Mapping[int, Sequence], guesses: StepGuesses
+        self, source: _Source, items: list[PlanItem], running: Mapping[int, Sequence], guesses: StepDrafts
     ) -> None:
         """Have one proposer guess for these items."""
         requests = [self._request(source, item, running[item.seq_id]) for item in items]
@@ -241,14 +206,14 @@ class Speculator:
         except ForgeError as error:
             self._lose(source, error, items, guesses)
             return
-        ms = guesses.ms[source] = (time.perf_counter() - started) * 1e3
+        ms = guesses.ms[source.proposer.name] = (time.perf_counter() - started) * 1e3
         longest = 0
         for item, proposal in zip(items, proposals, strict=True):
             proposal = proposal.cut(item.num_guesses, self.vocab_size)
             if len(proposal):
                 longest = max(longest, len(proposal))
                 guesses.runs[item.seq_id] = (*guesses.runs.get(item.seq_id, ()), proposal)
-                guesses.sources[item.seq_id] = (*guesses.sources.get(item.seq_id, ()), source)
+                guesses.proposers[item.seq_id] = (*guesses.proposers.get(item.seq_id, ()), source.proposer.name)
         if longest:
             follows = all(self._states[item.seq_id].follows for item in items)  # else it read a text as well
             (source.meter.add_guesses if follows else source.meter.add_bound)(len(items), longest, ms)
@@ -264,38 +229,53 @@ class Speculator:
             self._sources_of(sequence).index(source) if len(self._sources) > 1 else 0,
         )
 
-    def _lose(self, source: _Source, error: ForgeError, items: list[PlanItem], guesses: StepGuesses) -> None:
+    def _lose(self, source: _Source, error: ForgeError, items: list[PlanItem], guesses: StepDrafts) -> None:
         """A proposer failed: go on without it."""
         self._sources = tuple(other for other in self._sources if other is not source)
-        lease = source.proposer.lease
-        failure = Failure(source.proposer.name, str(error), lease and lease.release_ms)
+        lease = getattr(source.proposer, "lease", None)
+        failure = ProposerFailure(source.proposer.name, str(error), lease and lease.release_ms)
         for item in items:
             guesses.failures[item.seq_id] = failure
+
+    def verify(
+        self,
+        sequence: Sequence,
+        runs: Items[Proposal],
+        logits_of_run: Callable[[int], np.ndarray],
+        argmax_of_runs: Items[Items[int]],
+        max_logits_of_runs: Items[Items[float]],
+        wants_probabilities: bool,
+    ) -> Verification:
+        if sequence.params.plain_greedy and not wants_probabilities:
+            return verify_likeliest(argmax_of_runs, max_logits_of_runs, runs)
+        each = [logits_of_run(index) for index in range(len(runs))]
+        names = sequence.seed, sequence.sample_index, sequence.num_prompt_tokens
+        return verify_forks(each, runs, sequence.params, sequence.token_ids, *names)
 
     # After a step
 
     def learn(
         self,
         plan: StepPlan,
-        guesses: StepGuesses,
+        guesses: StepDrafts,
         verified: Mapping[int, Verification],
         outcomes: Items[Outcome],
         running: Mapping[int, Sequence],
-        spent: Spent,
-    ) -> Learned:
-        """What a step's verifications teach, for `take`. Its sequences must not have their new tokens yet."""
-        nothing = guesses is _NOTHING and not self._unsaid
+        spent: StepCost,
+    ) -> SpeculationUpdate:
+        """What a step's verifications teach, for `commit`. Its sequences must not have their new tokens yet."""
+        nothing = guesses is NO_DRAFTS and not self._unsaid
         if nothing and not self._sources:
-            return _NOTHING_LEARNED
+            return NO_UPDATE
         self._batch = len(plan.items)
         if nothing:
             if spent.num_rows == len(plan.items):
                 self._meter(spent.num_rows, spent.step_ms)
-            return _NOTHING_LEARNED
+            return NO_UPDATE
         started = time.perf_counter()
         cycles: list[SpecCycle] = []
         states: dict[int, _State] = {}
-        for outcome in outcomes if guesses is not _NOTHING else ():
+        for outcome in outcomes if guesses is not NO_DRAFTS else ():
             seq_id = outcome.seq_id
             if seq_id in verified:
                 sequence, verification = running[seq_id], verified[seq_id]
@@ -313,35 +293,36 @@ class Speculator:
             cycles += self._said(plan, running, spent.forward_ms)
         if plan.execution_class == "decode":
             self._meter(spent.num_rows, spent.step_ms + (time.perf_counter() - started) * 1e3)
-        return Learned(tuple(cycles), states)
+        return SpeculationUpdate(tuple(cycles), states)
 
     def _meter(self, num_rows: int, step_ms: float) -> None:
         for source in self._sources:
             source.meter.add_forward(num_rows, step_ms)
 
-    def take(self, learned: Learned) -> None:
+    def commit(self, update: SpeculationUpdate) -> None:
         """The step has happened."""
-        self._states.update(learned.states)
+        self._states.update(update.states)
 
     def _cycles(
-        self, outcome: Outcome, guesses: StepGuesses, verification: Verification, ms: float, then: SpecDecision
+        self, outcome: Outcome, guesses: StepDrafts, verification: Verification, ms: float, then: SpecDecision
     ) -> list[SpecCycle]:
         """A record for each run of guesses."""
         seq_id, cycles = outcome.seq_id, []
-        runs = zip(guesses.sources[seq_id], guesses.runs[seq_id], verification.forks, strict=True)
-        for fork, (source, proposal, verdicts) in enumerate(runs):
+        runs = zip(guesses.proposers[seq_id], guesses.runs[seq_id], verification.forks, strict=True)
+        for fork, (proposer, proposal, verdicts) in enumerate(runs):
             won = fork == verification.winner
             accepted = sum([verdict.accepted for verdict in verdicts])
+            source = next(source for source in self._sources if source.proposer.name == proposer)
             source.recent = source.recent.add(len(proposal), accepted)
             cycles.append(
                 SpecCycle(
                     seq_id,
-                    source.proposer.name,
+                    proposer,
                     outcome.position,
                     proposal.token_ids,
                     verdicts,
                     outcome.token_ids if won else (),
-                    guesses.ms[source],
+                    guesses.ms[proposer],
                     ms,
                     self._states[seq_id].control.decision,
                     then,
@@ -350,7 +331,7 @@ class Speculator:
             )
         return cycles
 
-    def _failed(self, outcome: Outcome, guesses: StepGuesses, ms: float) -> SpecCycle:
+    def _failed(self, outcome: Outcome, guesses: StepDrafts, ms: float) -> SpecCycle:
         """The record of guesses that were not made. What was emitted may be in another proposer's record."""
         failure = guesses.failures[outcome.seq_id]
         return SpecCycle(

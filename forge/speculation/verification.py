@@ -25,12 +25,12 @@ Everything here is a pure function; its draws are named by (seed, sample index, 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from forge.engine.draws import Purpose, uniform
+from forge.engine.proposer import Proposal, Verification
 from forge.engine.sampling import (
     Choice,
     Distribution,
@@ -43,33 +43,7 @@ from forge.engine.sampling import (
     penalized,
 )
 from forge.engine.sampling_params import SamplingParams
-from forge.speculation.proposer import Proposal
 from forge.trace.records import TokenVerdict
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What one cycle emits, and why."""
-
-    choices: tuple[Choice, ...]
-    """The tokens emitted: those accepted, and one of the target's own."""
-    forks: tuple[tuple[TokenVerdict, ...], ...]
-    """Of each proposal: one verdict for each token up to the first that is not what was emitted."""
-    winner: int
-    """The fork whose rows hold what was accepted; its keys and values are the ones to keep."""
-
-    @property
-    def verdicts(self) -> tuple[TokenVerdict, ...]:
-        """The winner's."""
-        return self.forks[self.winner]
-
-    @property
-    def num_accepted(self) -> int:
-        return len(self.choices) - 1
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(choice.token_id for choice in self.choices)
 
 
 def verify_forks(

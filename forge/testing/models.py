@@ -12,11 +12,11 @@ import numpy as np
 
 from forge.cache.kv_storage import KvStorage
 from forge.engine.llm import LLM
+from forge.engine.proposer import Proposer
 from forge.engine.sampling_params import SamplingParams
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel
 from forge.model.model import Model
-from forge.speculation.proposer import Proposer
 from forge.speculation.replay import ReplayProposer
 from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill, random_batches
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from forge.engine.llm import LLM
+from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
-from forge.speculation.proposer import Proposal, ProposalRequest, Proposer
 
 _VOCAB_SIZE = 259
 """Of the hash model, for which the guesses are made."""

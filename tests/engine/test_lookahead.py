@@ -187,7 +187,7 @@ def test_guessing_can_begin_while_a_step_is_in_flight():
     for _ in range(4):
         engine.step()
     engine.speculation = new_speculator(Case(drafts=(0.8,)))
-    engine.scheduler.guess_room.speculator = engine.speculation
+    engine.scheduler.guess_room.speculation = engine.speculation
     records = run_all(engine)
 
     assert records[0].planned_ahead and any(record.cycles for record in records)

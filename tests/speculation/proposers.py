@@ -6,10 +6,10 @@ import numpy as np
 
 from forge.cache.factory import CacheSize, create_kv_cache
 from forge.cache.kv_storage import KvLayout, NumpyKvStorage
+from forge.engine.proposer import Proposer
 from forge.speculation.controller import Costs
 from forge.speculation.draft import DraftProposer
 from forge.speculation.leases import Lease
-from forge.speculation.proposer import Proposer
 from forge.speculation.speculator import Speculator
 from tests.engine.scripted import PIECES, Script, ScriptedModel, muddled
 

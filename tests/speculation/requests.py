@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from forge.engine.proposer import ProposalRequest
 from forge.engine.sampling_params import SamplingParams
-from forge.speculation.proposer import ProposalRequest
 
 GREEDY = SamplingParams()
 

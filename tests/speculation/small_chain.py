@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge.engine.draws import Purpose, uniform
+from forge.engine.proposer import Proposal
 from forge.engine.sampling import choose, distribution
 from forge.engine.sampling_params import SamplingParams
-from forge.speculation.proposer import Proposal
 from forge.speculation.verification import Verification, verify_forks
 
 VOCAB = 8

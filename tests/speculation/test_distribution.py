@@ -11,10 +11,10 @@ import pytest
 
 from forge.engine import sampling
 from forge.engine.draws import Purpose, uniform
+from forge.engine.proposer import Proposal
 from forge.engine.sampling import Distribution
 from forge.engine.sampling_params import SamplingParams
 from forge.speculation import verification
-from forge.speculation.proposer import Proposal
 from tests.speculation import small_chain
 from tests.speculation.small_chain import (
     FIRST,

@@ -11,6 +11,7 @@ from forge.backends.devices import create_backend
 from forge.cache.factory import CacheSize, create_kv_cache
 from forge.cache.kv_storage import KvLayout, NumpyKvStorage
 from forge.engine.draws import Purpose, uniform
+from forge.engine.proposer import ProposalRequest
 from forge.engine.sampling import BrokenLogits, distribution, penalized
 from forge.engine.sampling_params import SamplingParams
 from forge.model.loader import load_qwen3
@@ -19,7 +20,6 @@ from forge.model.weight_source import open_weights
 from forge.speculation import draft as draft_module
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
 from forge.speculation.leases import Lease, LeaseRevoked
-from forge.speculation.proposer import ProposalRequest
 from forge.testing.forwards import one_prefill
 from forge.tokenizer import Tokenizer
 from tests.engine.scripted import PIECES, ScriptedModel, muddled

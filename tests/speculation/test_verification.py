@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from forge.engine.draws import Purpose, uniform
+from forge.engine.proposer import NO_PROPOSAL, Proposal
 from forge.engine.sampling import BrokenLogits, Distribution, choose, distribution
 from forge.engine.sampling_params import SamplingParams
-from forge.speculation.proposer import NO_PROPOSAL, Proposal
 from forge.speculation.verification import residual, verify_forks
 from tests.speculation.small_chain import verify
 

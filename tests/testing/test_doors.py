@@ -7,9 +7,9 @@ from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.cli.running import trace_header
 from forge.engine.policies import SchedulerConfig, lifo
+from forge.engine.proposer import Proposal, Proposer
 from forge.model.hash_model import HashModel
 from forge.model.loader import LoadedModel, load_model
-from forge.speculation.proposer import Proposal, Proposer
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 
 UNENDING = {"temperature": 0.0, "ignore_eos": True}

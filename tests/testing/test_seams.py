@@ -5,8 +5,8 @@ import pytest
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.engine import policies
+from forge.engine.proposer import Proposal, Proposer
 from forge.speculation.ngram import NgramProposer
-from forge.speculation.proposer import Proposal, Proposer
 from forge.testing import check_cache, check_proposer, check_victim_policy
 
 

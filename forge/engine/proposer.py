@@ -1,0 +1,250 @@
+"""The interface of speculation: what the engine asks of proposers, and of the `Speculation` that manages them.
+
+A proposer proposes draft tokens: what a sequence may say next. The target model verifies them in its next forward, so a
+wrong draft token costs time and never changes the output. A proposer may be wrong, and may propose fewer tokens than it
+was asked for, or none.
+
+A proposer is never told what became of its proposals. Each request brings the sequence's tokens, and a proposer trusts
+its own state only as far as that agrees with them. So a rejection, a preemption or an exception needs no message.
+
+A step calls `Speculation` in this order:
+
+    wanted() ─▶ schedule() ─▶ propose() ─▶ forward ─▶ verify() ─▶ learn() ─▶ commit()
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from forge.engine.sampling import Choice, Distribution
+from forge.engine.sampling_params import SamplingParams
+from forge.engine.sequence import Sequence
+from forge.engine.step_plan import Outcome, StepPlan
+from forge.trace.records import SpecCycle, TokenVerdict
+
+
+@dataclass(frozen=True)
+class ProposalRequest:
+    """Propose what follows `token_ids`."""
+
+    seq_id: int
+    token_ids: Items[int]
+    """Prompt and output so far, at least one token. The caller's own list: read it before `propose` returns."""
+    max_tokens: int
+    """K: how many tokens to propose at most; may be 0."""
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    branch: int = 0
+    """The proposer's index among several for the same sequence: their draws must differ."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The draft tokens, in order, and the distribution that each was drawn from."""
+
+    token_ids: tuple[int, ...] = ()
+    distributions: tuple[Distribution, ...] | None = None
+    """None if the tokens were not drawn; verification then takes each as certain (q = 1)."""
+
+    def __post_init__(self) -> None:
+        if self.distributions is not None and len(self.distributions) != len(self.token_ids):
+            raise ValueError(f"{len(self.distributions)} distributions for {len(self.token_ids)} tokens")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def cut(self, max_tokens: int, vocab_size: int) -> "Proposal":
+        """At most the first `max_tokens`, ending before the first token outside the target's vocabulary."""
+        ids = self.token_ids[:max_tokens]
+        outside = next((index for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size), len(ids))
+        if outside == len(self):
+            return self
+        return Proposal(ids[:outside], self.distributions and self.distributions[:outside])
+
+
+NO_PROPOSAL = Proposal()
+
+
+class Proposer(ABC):
+    """Proposes draft tokens for the sequences of one engine, which it knows by their ids."""
+
+    name: str
+    """The value of `--speculate`, or the draft model's name."""
+
+    @abstractmethod
+    def propose(self, requests: Items[ProposalRequest]) -> list[Proposal]:
+        """One proposal per request, in order, each of at most its `max_tokens`.
+
+        A proposal depends on its own request's tokens only, not on the other requests. Raises a `ForgeError` if it can
+        propose nothing any more; the engine then goes on without this proposer.
+        """
+
+    def forget(self, seq_id: int) -> None:  # noqa: B027 (optional: not every proposer has state)
+        """Drop the state of a sequence, if there is any."""
+
+
+class ProposerFailure(NamedTuple):
+    """A proposer that raised an error and is no longer used."""
+
+    proposer: str
+    message: str
+    release_ms: float | None
+    """Milliseconds from the revocation of its lease to the release of its model; None if that was not the error."""
+
+
+@dataclass
+class StepDrafts:
+    """The draft tokens of one step."""
+
+    runs: dict[int, tuple[Proposal, ...]] = field(default_factory=dict)
+    """By sequence id: its runs of draft tokens, none of them empty."""
+    proposers: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """The name of the proposer of each run."""
+    ms: dict[str, float] = field(default_factory=dict)
+    """Each proposer's time, by name."""
+    failures: dict[int, ProposerFailure] = field(default_factory=dict)
+    """By sequence id: why a proposer that was asked gave no draft tokens."""
+    silent: set[int] = field(default_factory=set)
+    """Sequences for which no proposer had a proposal."""
+    total_ms: float = 0.0
+
+
+NO_DRAFTS = StepDrafts()
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The tokens that one cycle emits for a sequence, and why."""
+
+    choices: tuple[Choice, ...]
+    """The accepted draft tokens, then one token of the target's own."""
+    forks: tuple[tuple[TokenVerdict, ...], ...]
+    """For each run: a verdict per draft token, up to the first that was rejected."""
+    winner: int
+    """The run whose rows hold the accepted tokens: its keys and values are kept."""
+
+    @property
+    def verdicts(self) -> tuple[TokenVerdict, ...]:
+        """The winner's."""
+        return self.forks[self.winner]
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.choices) - 1
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(choice.token_id for choice in self.choices)
+
+
+class StepCost(NamedTuple):
+    """What a step took."""
+
+    num_rows: int
+    """Of the target's forward."""
+    forward_ms: float
+    step_ms: float
+    """The whole step without the proposers' time."""
+
+
+class SpeculationUpdate(NamedTuple):
+    """What a step taught, for `Speculation.commit`."""
+
+    cycles: tuple[SpecCycle, ...] = ()
+    """For the step's record."""
+    states: Mapping[int, object] = {}
+    """The next state of sequences, by id; only the `Speculation` that made them reads them."""
+
+
+NO_UPDATE = SpeculationUpdate()
+
+
+class Speculation(Protocol):
+    """What the scheduler and the engine ask about draft tokens. `forge.speculation.speculator` implements it."""
+
+    @property
+    def proposers(self) -> tuple[Proposer, ...]:
+        """Those in use. While there are none, nothing else needs to be asked."""
+        ...
+
+    def wanted(self, sequence: Sequence) -> int:
+        """How many draft tokens the sequence should have verified in its next step, at most."""
+        ...
+
+    def wanted_forks(self, sequence: Sequence) -> int:
+        """How many runs of draft tokens beyond the first: one for each further proposer."""
+        ...
+
+    def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
+        """Draft tokens for the plan's items that have slots for them. Never raises a proposer's error."""
+        ...
+
+    def verify(
+        self,
+        sequence: Sequence,
+        runs: Items[Proposal],
+        logits_of_run: Callable[[int], np.ndarray],
+        argmax_of_runs: Items[Items[int]],
+        max_logits_of_runs: Items[Items[float]],
+        wants_probabilities: bool,
+    ) -> Verification:
+        """Decide which draft tokens of a sequence stand. It must not have its new tokens yet.
+
+        logits_of_run: the target's logits after the sequence's last token and after each of the run's K tokens, float32
+        `[K + 1, vocab]`; not called where the argmax decides. argmax_of_runs, max_logits_of_runs: of each of these rows
+        the token with the greatest logit (or the first NaN), and that logit. wants_probabilities: fill in the tokens'
+        probabilities. Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity.
+        """
+        ...
+
+    def learn(
+        self,
+        plan: StepPlan,
+        drafts: StepDrafts,
+        verified: Mapping[int, Verification],
+        results: Items[Outcome],
+        running: Mapping[int, Sequence],
+        cost: StepCost,
+    ) -> SpeculationUpdate:
+        """What a step's verifications teach. The running sequences must not have their new tokens yet."""
+        ...
+
+    def commit(self, update: SpeculationUpdate) -> None:
+        """The step has happened: take over what it taught. Committing an update twice does no harm."""
+        ...
+
+    def forget(self, seq_id: int) -> None:
+        """Drop the state of a sequence, which has ended. After an exception from this, call it again."""
+        ...
+
+
+class NoSpeculation:
+    """`Speculation` without proposers: the null object."""
+
+    proposers: tuple[Proposer, ...] = ()
+
+    def wanted(self, sequence: Sequence) -> int:
+        return 0
+
+    def wanted_forks(self, sequence: Sequence) -> int:
+        return 0
+
+    def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
+        return NO_DRAFTS
+
+    def verify(self, sequence: Sequence, runs: Items[Proposal], *rows: object) -> Verification:
+        raise AssertionError("there is nothing to verify: nothing was proposed")
+
+    def learn(self, *step: object) -> SpeculationUpdate:
+        return NO_UPDATE
+
+    def commit(self, update: SpeculationUpdate) -> None:
+        pass
+
+    def forget(self, seq_id: int) -> None:
+        pass
