@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from forge.backends.backend import Backend
 from forge.errors import UsageError
+from forge.model.backend import Backend
 
 DEVICES = ("cpu", "reference", "cuda")
 DEFAULT_DEVICE = "cpu"

@@ -12,9 +12,9 @@ what bounds it (see the chapter on kernels for what to do about that).
 
 import numpy as np
 
-from forge.backends.backend import Backend, ForwardPass, Operations, OperationTime, Tensor
 from forge.backends.timed import TimedOperations
 from forge.cache.kv_storage import KvLayout, NumpyKvStorage, rounded
+from forge.model.backend import Backend, ForwardPass, Operations, OperationTime, Tensor
 from forge.model.forward_batch import ForwardBatch
 
 

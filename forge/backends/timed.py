@@ -7,7 +7,7 @@ model says is unchanged too.
 import time
 from collections import defaultdict
 
-from forge.backends.backend import Array, Operations, OperationTime
+from forge.model.backend import Array, Operations, OperationTime
 
 
 class TimedOperations(Operations):

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forge.backends.logits import greatest
 from forge.bench.cuda_load import drive, unique_prompts
 from forge.bench.forge_worker import BLOCK_SIZE, CHUNK, batch_of
 from forge.bench.worker import Missing, peak_memory, serve, take_turn, timed
+from forge.model.logits import argmax_rows
 
 WARM_ROUNDS = 3
 """Untimed requests per slot before a load is timed: kernels compiled, graphs captured."""
@@ -86,7 +86,7 @@ class CudaForgeContender:
 
     def _step(self) -> float:
         """A step is over when the host knows its tokens."""
-        (self._top_tokens, _), seconds = timed(lambda: greatest(self._llm.model.forward(self._batch, self._storage)))
+        (self._top_tokens, _), seconds = timed(lambda: argmax_rows(self._llm.model.forward(self._batch, self._storage)))
         return seconds
 
 

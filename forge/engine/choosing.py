@@ -10,13 +10,18 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from forge.backends.logits import Logits
 from forge.engine.containers import Containers
 from forge.engine.proposer import Speculation, StepDrafts, Verification
 from forge.engine.row_layout import Runs
 from forge.engine.sampling import BrokenLogits, Choice, check_greatest, check_logits, choose, log_sum_exp, top_logprobs
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
+<<<<<<< HEAD
+=======
+from forge.model.logits import Logits
+from forge.speculation.speculator import StepGuesses
+from forge.speculation.verification import Verification, verify_forks, verify_likeliest
+>>>>>>> 6c25cb6
 from forge.trace.records import FinishReason, FinishRecord, TokenRecord
 
 OnLogits = Callable[[int, np.ndarray], None]

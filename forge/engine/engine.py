@@ -18,7 +18,6 @@ import time
 
 import numpy as np
 
-from forge.backends.logits import greatest
 from forge.engine.answers import OneShotResult, wants_likeliest
 from forge.engine.between_steps import BetweenSteps
 from forge.engine.choosing import Choices
@@ -26,6 +25,7 @@ from forge.engine.lookahead import Flight, plan_ahead, without_ended
 from forge.engine.proposer import StepCost
 from forge.engine.step_plan import StepPlan
 from forge.engine.step_records import cache_record, item_records, map_of_written
+from forge.model.logits import argmax_rows
 from forge.speculation.leases import LeaseRevoked
 from forge.trace.records import StepRecord
 
@@ -60,7 +60,7 @@ class Engine(BetweenSteps):
         waited = time.perf_counter()
         watching = self.on_logits, self.report_probabilities
         asked = flight.plan.items or any(wants_likeliest(one.request, *watching) for one in flight.joining)
-        likeliest, tops = greatest(flight.logits) if asked and len(flight.logits) else ([], [])
+        likeliest, tops = argmax_rows(flight.logits) if asked and len(flight.logits) else ([], [])
         read = time.perf_counter() if self._runs_ahead else waited  # a device had to be waited for
         choices = Choices(self.scheduler, self.speculation, self._eos_token_ids, *watching)
         choices.choose(flight.plan, flight.guesses, flight.logits, likeliest, tops)
@@ -88,7 +88,7 @@ class Engine(BetweenSteps):
         if plan is None:
             return None
         if not isinstance(flight.logits, np.ndarray):
-            flight.logits.let_go()  # its tokens are the likeliest, and that is all that is asked
+            flight.logits.release()  # its tokens are the likeliest, and that is all that is asked
         return self._launch(plan, started)
 
     def _launch(self, plan: StepPlan, started: float) -> Flight:

@@ -15,8 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from forge.backends.backend import OperationTime
-from forge.backends.devices import DEFAULT_DEVICE, is_large_gpu
+from forge.backends.devices import DEFAULT_DEVICE, check_device, create_backend, is_large_gpu
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheFactory, CacheSize, canonical_mode, create_kv_cache
 from forge.cache.kv_storage import KV_DTYPES, KvLayout, KvStorage
 from forge.engine import tasks
@@ -34,6 +33,7 @@ from forge.engine.policies import (
 from forge.engine.proposer import Proposer
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
+from forge.model.backend import OperationTime
 from forge.model.catalog import DEFAULT_MODEL
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel, LoadProgress, load_model
@@ -157,7 +157,12 @@ class LLM:
         if not callable(kv):
             canonical_mode(kv)  # an unknown one is refused before anything is loaded
         started = time.perf_counter()
-        loaded = load_model(model, device, threads, quantize, on_load_progress, on_compile_progress, invariant, kernels)
+        check_device(device, quantize, invariant, kernels)
+        loaded = load_model(
+            model,
+            lambda: create_backend(device, threads, quantize, on_compile_progress, invariant, kernels),
+            on_load_progress,
+        )
         self.path, self.model_name = loaded.path, loaded.name
         self.pooling: Pooling = loaded.pooling
         """How an embedding is made of hidden states when nobody says otherwise."""

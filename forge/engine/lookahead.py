@@ -24,7 +24,6 @@ What can go wrong, and what becomes of it:
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from forge.backends.logits import Logits
 from forge.engine.answers import OneShotResult
 from forge.engine.oneshot import OneShotItem
 from forge.engine.proposer import StepDrafts
@@ -32,6 +31,11 @@ from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.model.forward_batch import ForwardBatch
+<<<<<<< HEAD
+=======
+from forge.model.logits import Logits
+from forge.speculation.speculator import StepGuesses
+>>>>>>> 6c25cb6
 
 
 @dataclass(frozen=True)

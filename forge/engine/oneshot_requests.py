@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forge.backends.logits import Logits
 from forge.cache.kv_storage import KvStorage
 from forge.engine.answers import (
     OneShotResult,
@@ -26,6 +25,7 @@ from forge.engine.output_text import OutputText
 from forge.engine.outputs import CompletionOutput, RequestOutput
 from forge.engine.sampling import BrokenLogits, Choice, check_greatest
 from forge.engine.scheduler import Scheduler
+from forge.model.logits import Logits
 from forge.model.model import Model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 from forge.trace.records import FinishReason, FinishRecord, RequestMetrics, TokenRecord

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.backends.backend import Array, Backend
-from forge.backends.devices import check_device, create_backend
+from forge.model.backend import Array, Backend
 from forge.model.catalog import is_hash_model, model_name, resolve_model
 from forge.model.hash_model import create_hash_model
 from forge.model.model import Model
@@ -53,29 +52,24 @@ class LoadedModel:
 
 def load_model(
     name_or_path: str | Path | LoadedModel,
-    device: str,
-    threads: int | None = None,
-    quantize: str | None = None,
+    create_backend: Callable[[], Backend],
     on_progress: LoadProgress | None = None,
-    on_compile: Callable[[int, int], None] | None = None,
-    invariant: bool = False,
-    kernels: str | None = None,
 ) -> LoadedModel:
-    """The model that `name_or_path` means (`resolve_model`, `is_hash_model`), on `device` (`create_backend`).
+    """The model that `name_or_path` means (`resolve_model`, `is_hash_model`).
 
-    One that is loaded already stays as it is.
+    create_backend: called once, for a model that has weights, before they are read. A `LoadedModel` is returned as it
+    is.
 
     Raises `UsageError` if there is none of that name, and the `ForgeError` of its format if its file is not sound.
     """
     if isinstance(name_or_path, LoadedModel):
         return name_or_path
     if is_hash_model(name_or_path):
-        check_device(device, quantize, invariant, kernels)
         name = str(name_or_path)
         model, tokenizer = create_hash_model(name), ByteTokenizer()
         return LoadedModel(name=name, model=model, tokenizer=tokenizer, device_description="a hash, no weights")
     path = resolve_model(name_or_path)
-    backend = create_backend(device, threads, quantize, on_compile, invariant, kernels)
+    backend = create_backend()
     with open_weights(path) as weights:
         tokenizer = Tokenizer(weights.tokenizer_spec())
         model = load_qwen3(weights, backend, on_progress)

@@ -4,11 +4,11 @@ from typing import Protocol
 
 import numpy as np
 
-from forge.backends.backend import OperationTime
-from forge.backends.logits import Logits
 from forge.cache.kv_storage import KvLayout, KvStorage, NumpyKvStorage
 from forge.errors import UsageError
+from forge.model.backend import OperationTime
 from forge.model.forward_batch import ForwardBatch
+from forge.model.logits import Logits
 
 
 class Model(Protocol):

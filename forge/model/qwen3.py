@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forge.backends.backend import Array, Backend, Operations, OperationTime
-from forge.backends.logits import Logits
 from forge.cache.kv_storage import KvLayout, KvStorage
+from forge.model.backend import Array, Backend, Operations, OperationTime
 from forge.model.config import Qwen3Config
 from forge.model.forward_batch import ForwardBatch
+from forge.model.logits import Logits
 
 
 @dataclass(frozen=True)

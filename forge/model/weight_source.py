@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from forge.backends.backend import Tensor
 from forge.gguf import GGUFFile, GGUFTensor
+from forge.model.backend import Tensor
 from forge.model.config import ARCHITECTURE, Qwen3Config, check_tensors, expected_tensors
 from forge.tokenizer.spec import TokenizerSpec, spec_from_gguf
 from forge.trace.records import Pooling

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from forge.backends.reference import ReferenceOperations
+from forge.backends.reference import ReferenceBackend, ReferenceOperations
 from forge.cache.kv_storage import rounded
 from forge.model.loader import LoadedModel, load_model
 from forge.model.qwen3 import Qwen3
@@ -27,7 +27,7 @@ SIZES = [
 @pytest.fixture(scope="module", params=SIZES)
 def loaded(request, tmp_path_factory) -> LoadedModel:
     path = write_small_qwen3(tmp_path_factory.mktemp("model") / "m.gguf", tie=False, seed=7, **request.param)
-    return load_model(path, "reference")
+    return load_model(path, ReferenceBackend)
 
 
 @pytest.fixture

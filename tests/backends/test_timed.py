@@ -5,10 +5,10 @@ import inspect
 import numpy as np
 import pytest
 
-from forge.backends.backend import Operations
 from forge.backends.reference import ReferenceBackend
 from forge.backends.timed import TimedOperations, short_name
 from forge.gguf import GGUFFile
+from forge.model.backend import Operations
 from forge.model.loader import load_qwen3
 from forge.model.weight_source import GGUFWeights
 from forge.testing.forwards import one_prefill

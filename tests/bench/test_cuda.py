@@ -192,9 +192,9 @@ def test_forges_worker_answers_every_question(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     from forge.backends.cuda.backend import CudaBackend
     from forge.bench.cuda_forge_worker import CudaForgeContender
-    from forge.model import loader
+    from forge.engine import llm
 
-    monkeypatch.setattr(loader, "create_backend", lambda *_, **__: CudaBackend("cpu", kernels="torch"))
+    monkeypatch.setattr(llm, "create_backend", lambda *_, **__: CudaBackend("cpu", kernels="torch"))
     model = str(write_small_qwen3(tmp_path / "m.gguf"))
     contender = CudaForgeContender(device="reference")  # whatever it is called, the line above makes it
 

@@ -27,11 +27,11 @@ class LateLogits:
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         return self[:]
 
-    def greatest(self) -> tuple[list[int], list[float]]:
+    def argmax_rows(self) -> tuple[list[int], list[float]]:
         assert self._rows is not None, "these logits have been overwritten"
         return self._rows.argmax(axis=1).tolist(), self._rows.max(axis=1).tolist()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._are_wanted = False
 
     def overwrite(self) -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from forge.backends.cpu.backend import CpuBackend
 from forge.cache.kv_storage import KvLayout
 from forge.model.hash_model import HashModel
 from forge.model.loader import LoadedModel, load_model
@@ -18,9 +19,9 @@ each_check = pytest.mark.parametrize("check", MODEL_CHECKS, ids=lambda check: ch
 def loaded(request, tmp_path_factory) -> LoadedModel:
     """On the CPU: without weights; as bundled; with tensors of one type."""
     if request.param in ("hash", "tales-draft"):
-        return load_model(request.param, "cpu")
+        return load_model(request.param, CpuBackend)
     path = write_small_qwen3(tmp_path_factory.mktemp("model") / "m.gguf", tensor_type=request.param)
-    return load_model(path, "cpu", threads=2)
+    return load_model(path, lambda: CpuBackend(threads=2))
 
 
 @each_check

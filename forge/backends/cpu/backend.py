@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forge.backends.backend import Backend, ForwardPass, OperationTime, Tensor
 from forge.backends.cpu import words as w
 from forge.backends.cpu.compilation import CompileProgress, compile_all, instruction_set
 from forge.backends.cpu.features import usable_cpus
@@ -27,6 +26,7 @@ from forge.backends.timed import short_name
 from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, KvStorage
 from forge.errors import UsageError
 from forge.gguf import FLOAT_TYPES, GGMLType
+from forge.model.backend import Backend, ForwardPass, OperationTime, Tensor
 from forge.model.forward_batch import ForwardBatch
 
 SMALLEST_PROGRAM = 16

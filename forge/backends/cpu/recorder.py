@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forge.backends.backend import Operations
 from forge.backends.cpu import kernel_table as k
 from forge.backends.cpu import words as w
 from forge.backends.cpu.compilation import Kernel, tile_set
@@ -32,6 +31,7 @@ from forge.backends.cpu.program import (
     Vector,
 )
 from forge.backends.cpu.tiles import GROUP
+from forge.model.backend import Operations
 
 
 @dataclass(frozen=True, eq=False)

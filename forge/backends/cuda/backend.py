@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from forge.backends.backend import Backend, ForwardPass, OperationTime, Tensor
 from forge.backends.cuda.graphs import Graphs
 from forge.backends.cuda.inputs import InputBuffer, Policy, Shape, shape_of
 from forge.backends.cuda.network import Ending, Network, Recorder
@@ -32,11 +31,12 @@ from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.cuda.timing import StepClock
 from forge.backends.cuda.weights import Matrix, load_matrix
 from forge.backends.devices import KERNELS
-from forge.backends.logits import Logits
 from forge.backends.timed import TimedOperations
 from forge.cache.kv_storage import KvLayout
 from forge.errors import UsageError
+from forge.model.backend import Backend, ForwardPass, OperationTime, Tensor
 from forge.model.forward_batch import ForwardBatch
+from forge.model.logits import Logits
 from forge.trace.records import Execution
 
 if TYPE_CHECKING:

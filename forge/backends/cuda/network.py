@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from forge.backends.backend import Operations
 from forge.backends.cuda.weights import Matrix, interleaved, stacked
+from forge.model.backend import Operations
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from forge.backends.backend import Operations
 from forge.backends.cuda.rotations import Rotations
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.cuda.weights import Matrix
+from forge.model.backend import Operations
 from forge.model.forward_batch import ForwardBatch
 
 

@@ -23,12 +23,12 @@ MOST_PINNED_BYTES = 64 << 20
 
 
 class StepLogits:
-    """One step's logits: `forge.backends.logits.DeviceLogits`."""
+    """One step's logits: `forge.model.logits.DeviceLogits`."""
 
     def __init__(self, rows: torch.Tensor, turn: "_Turn", execution: Execution, passing: bool):
         """rows: float32 `[R, vocab]` on the device, which the next step overwrites if `passing`."""
         self._rows, self._turn, self._passing = rows, turn, passing
-        self._greatest: tuple[list[int], list[float]] | None = None
+        self._argmax: tuple[list[int], list[float]] | None = None
         self.shape = tuple(rows.shape)
         self.execution = execution
         """How they were computed."""
@@ -48,12 +48,12 @@ class StepLogits:
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         return self[:].astype(dtype or np.float32, copy=False)
 
-    def greatest(self) -> tuple[list[int], list[float]]:
-        if self._greatest is None:
-            self._greatest = self._turn.read(len(self))
-        return self._greatest
+    def argmax_rows(self) -> tuple[list[int], list[float]]:
+        if self._argmax is None:
+            self._argmax = self._turn.read(len(self))
+        return self._argmax
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._rows, self._passing = self._rows[:0], False
 
     def set_aside(self) -> None:
@@ -139,5 +139,5 @@ class _Turn:
         """Have whoever holds what was copied last read it: something else comes."""
         holder = self.holder() if self.holder is not None else None
         if holder is not None:
-            holder.greatest()
+            holder.argmax_rows()
         self.holder = None

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from forge.backends.backend import OperationTime
+from forge.model.backend import OperationTime
 
 
 class StepClock:

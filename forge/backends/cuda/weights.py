@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from forge.backends.backend import Tensor
 from forge.gguf import GGMLType
+from forge.model.backend import Tensor
 
 DENSE, Q8, Q4, Q4_K = range(4)
 KIND_NAMES = ("dense", "q8", "q4", "q4_k")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from forge.backends.backend import Backend
 from forge.backends.cpu.backend import CpuBackend
 from forge.gguf import GGMLType, dequantize, row_nbytes
 from forge.gguf.writer import NewTensor
+from forge.model.backend import Backend
 from forge.model.config import Qwen3Config
 from forge.model.loader import load_qwen3
 from forge.model.qwen3 import Qwen3

@@ -9,7 +9,6 @@ from forge.backends.cuda.backend import CudaBackend
 from forge.backends.reference import ReferenceBackend
 from forge.cache.factory import KV_MODES
 from forge.engine import llm as llm_module
-from forge.model import loader as loader_module
 from tests.backends.cuda.test_graphs import StandIn
 from tests.backends.cuda.test_invariance import rows_alike  # noqa: F401 (a fixture)
 from tests.small_models import write_small_qwen3
@@ -26,8 +25,7 @@ def path(tmp_path_factory) -> str:
 @pytest.fixture
 def engine_on(path, monkeypatch):
     def make(backend, kv: str = "basic", **options) -> LLM:
-        for module in (llm_module, loader_module):
-            monkeypatch.setattr(module, "create_backend", lambda *_, **__: backend, raising=False)
+        monkeypatch.setattr(llm_module, "create_backend", lambda *_, **__: backend)
         return LLM(path, kv=kv, kv_dtype="float32", max_model_len=32, block_size=4, **options)
 
     return make

@@ -6,7 +6,7 @@ import torch
 
 from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
-from forge.backends.logits import DeviceLogits, greatest
+from forge.model.logits import DeviceLogits, argmax_rows
 from forge.testing.forwards import Part, flat_batch, new_storage
 from tests.backends.cpu.models import small_model
 from tests.backends.cuda.models import launches, relative_error
@@ -30,7 +30,7 @@ def test_the_greatest_logit_is_numpys_in_every_part_of_the_row(vocabulary, devic
     logits[1] = np.round(logits[1])  # many are equal: the lowest token wins
     logits[2, -1] = 100
 
-    assert found_by_the_kernel(logits, device) == greatest(logits)
+    assert found_by_the_kernel(logits, device) == argmax_rows(logits)
 
 
 def test_nans_infinities_and_both_zeros_are_ordered_as_numpy_orders_them(device):
@@ -47,8 +47,8 @@ def test_nans_infinities_and_both_zeros_are_ordered_as_numpy_orders_them(device)
 
     tokens, values = found_by_the_kernel(logits, device)
 
-    assert tokens == greatest(logits)[0] == [2, 0, 0, 1, 1]
-    assert np.array_equal(values, greatest(logits)[1], equal_nan=True)
+    assert tokens == argmax_rows(logits)[0] == [2, 0, 0, 1, 1]
+    assert np.array_equal(values, argmax_rows(logits)[1], equal_nan=True)
 
 
 @pytest.fixture
@@ -71,13 +71,13 @@ def test_a_step_takes_its_tokens_from_the_step_before_unseen(model):
     expected = model.forward(decode(tokens, 0, order), known)
     before = model.forward(decode(tokens, 0, order), ahead)
     for position in range(1, 8):
-        said, _ = expected.greatest()
+        said, _ = expected.argmax_rows()
         tokens = [[*own, said[order.index(i)]] for i, own in enumerate(tokens)]
         unseen = [[*own[:-1], -1 - order.index(i)] for i, own in enumerate(tokens)]
         order = order[::-1]
         expected = model.forward(decode(tokens, position, order), known)
         found = model.forward(decode(unseen, position, order), ahead)
-        assert before.greatest()[0] == said, "the step before is read after the next one was launched"
+        assert before.argmax_rows()[0] == said, "the step before is read after the next one was launched"
         assert np.array_equal(found[:], expected[:]), position
         before = found
     assert model.backend.execution.mode == "graph"
@@ -93,25 +93,25 @@ def test_results_can_be_read_after_any_number_of_later_steps(model):
     assert all(isinstance(each, DeviceLogits) for each in held)
     assert {each.execution.mode for each in held} == {"graph"}
     for each, want in zip(held, wanted, strict=True):
-        assert each.greatest() == greatest(want)
+        assert each.argmax_rows() == argmax_rows(want)
         assert np.array_equal(np.asarray(each), want) and np.array_equal(each[-1], want[-1])
         assert np.array_equal(np.stack(list(each)), want) and np.array_equal(each[1:], want[1:])
     with pytest.raises(IndexError):
         held[0][2]
 
 
-def test_logits_that_were_let_go_keep_their_greatest_and_are_not_copied(model, monkeypatch):
+def test_released_logits_keep_their_argmax_and_are_not_copied(model, monkeypatch):
     storage = new_storage(model, 8, 4)
     tokens = np.random.default_rng(4).integers(0, 288, (2, 8)).tolist()
-    wanted = [greatest(model.forward(decode(tokens, position), storage)[:]) for position in range(4)]
+    wanted = [argmax_rows(model.forward(decode(tokens, position), storage)[:]) for position in range(4)]
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: pytest.fail("nobody asked for the rows"))
 
     held = []
     for position in range(4):
         held.append(model.forward(decode(tokens, position), storage))
-        held[-1].let_go()
+        held[-1].release()
 
-    assert [each.greatest() for each in held] == wanted and len(held[0]) == 2
+    assert [each.argmax_rows() for each in held] == wanted and len(held[0]) == 2
 
 
 def test_a_pass_that_ends_in_hidden_states_gives_those(model, device):

@@ -1,4 +1,4 @@
-"""The seam between the model and a device, in two halves.
+"""The interface between the model and a device, in two halves: `forge.backends` implements it.
 
 `Operations` are the steps of a forward pass on arrays of one device. `Qwen3.forward_pass` is written once against them.
 Arrays pass through the model untouched, so a device may use any type for them; the shapes below are what they stand

@@ -1,0 +1,54 @@
+"""The result of a forward pass: logits `[rows, vocabulary]`, on the host or still on a device.
+
+On the CPU they are a NumPy array. A device that computes while the host works returns `DeviceLogits`: the numbers stay
+on the device, and only the rows that are asked for are copied. Greedy sampling needs one token and one logit of each
+row, and `argmax_rows` copies no more: 8 bytes a row instead of 600,000.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+
+@runtime_checkable
+class DeviceLogits(Protocol):
+    """Logits on a device, of a step that may still be running. `argmax_rows` waits for that step and no later one;
+    reading a row waits for everything that was launched.
+
+    They can be read at any time: a later step that would overwrite them copies them first.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and vocabulary. Waits for nothing, as `len` does."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: int | slice) -> np.ndarray:
+        """One row, float32 `[vocab]`, or several, `[n, vocab]`: a copy that the caller owns."""
+        ...
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """All rows."""
+        ...
+
+    def argmax_rows(self) -> tuple[list[int], list[float]]:
+        """As the function `argmax_rows`."""
+        ...
+
+    def release(self) -> None:
+        """No row will be read any more, only `argmax_rows`: a later step need not copy them."""
+        ...
+
+
+Logits = np.ndarray | DeviceLogits
+"""What `Model.forward` returns: float32 `[R, vocab]`."""
+
+
+def argmax_rows(logits: Logits) -> tuple[list[int], list[float]]:
+    """Of each row the argmax (the lowest id of equals, or the first NaN), and its logit."""
+    if not isinstance(logits, np.ndarray):
+        return logits.argmax_rows()
+    token_ids = logits.argmax(axis=1)
+    return token_ids.tolist(), logits[np.arange(len(logits)), token_ids].tolist()
