@@ -59,7 +59,7 @@ class Admission:
             blocked.add(sequence.prefill_only)
             if isinstance(reason, NoBlocks) and not (self._running or plan.prefill_only or plan.separate):
                 sequence.exhausted = reason  # the whole pool is too small for it
-                plan.exhausted.append(sequence.seq_id)
+                plan.exhausted.append(sequence)
 
     def _note_head(self, plan: PlanBuilder) -> None:
         """Without blocks for the running sequences there are none for the first that waited before the victims."""

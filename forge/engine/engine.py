@@ -1,163 +1,212 @@
-"""The loop: plan a step, run it, choose tokens, take the results. One loop for one prompt and for thousands.
+"""The engine: one loop for one prompt and for thousands.
 
-    schedule() ─▶ StepPlan ─▶ ForwardBatch ─▶ model.forward ─▶ logits ─▶ choose ─▶ commit() ─▶ StepRecord
-                     └▶ propose() ─┘                                 (or verify)
+    schedule() ─▶ StepPlan ─▶ ForwardBatch ─▶ model.forward ─▶ logits ─▶ sample ─▶ commit() ─▶ StepRecord
+                     └▶ propose() ─┘                              (or verify)
 
-The engine prints nothing and knows no view. Whoever wants to see what happens reads the `StepRecord` that each step
-returns.
+The engine prints nothing and knows no view. What happens is told by the `StepRecord` that each step returns.
 
-A step happens whole or not at all. The moment the last of its tokens is chosen they are noted down in one assignment;
-before that an exception undoes the step, after it the tokens are taken (`between_steps`).
-
-On a device that computes by itself the next step is launched before this one is read (`lookahead`).
-
-The model is lent to the engine. Once its lease is revoked the next step ends every sequence with that error.
+A step happens whole or not at all, and so does every other operation. The engine notes that an operation has begun and
+that it has ended. If the next call finds one that never ended (Ctrl-C, a full memory), `_recover` takes the tokens that
+had been chosen, and everything else begins again from the tokens alone, as after a preemption.
 """
 
+import secrets
 import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from threading import RLock
+from typing import NamedTuple
 
 import numpy as np
 
-from forge.engine.answers import OneShotResult, wants_likeliest
-from forge.engine.between_steps import BetweenSteps
-from forge.engine.choosing import Choices
-from forge.engine.lookahead import Flight, plan_ahead, without_ended
-from forge.engine.proposer import StepCost
-from forge.engine.step_plan import StepPlan
-from forge.engine.step_records import cache_record, item_records, map_of_written
-from forge.model.logits import argmax_rows
-from forge.speculation.leases import LeaseRevoked
-from forge.trace.records import StepRecord
+from forge.cache.kv_cache import KvCache
+from forge.cache.kv_storage import KvStorage
+from forge.engine.async_scheduling import AsyncScheduling, InFlightStep
+from forge.engine.batch_builder import BatchBuilder
+from forge.engine.draft_slots import DraftSlots
+from forge.engine.output_text import OutputText
+from forge.engine.outputs import RequestOutput
+from forge.engine.policies import SchedulerConfig
+from forge.engine.proposer import (
+    NO_DRAFTS,
+    NO_UPDATE,
+    NoSpeculation,
+    Speculation,
+    SpeculationUpdate,
+    StepCost,
+    StepDrafts,
+)
+from forge.engine.readout import max_logit_rows, run_separate_forwards
+from forge.engine.requests import PromptLimits, RequestState
+from forge.engine.sampler import OnLogits, Sampler, StepLogits, StepResults
+from forge.engine.sampling_params import SamplingParams
+from forge.engine.scheduler import Scheduler
+from forge.engine.sequence import Sequence
+from forge.engine.step_plan import Outcome, StepPlan, flat
+from forge.engine.task import GENERATE, Logprobs, Task
+from forge.errors import UsageError
+from forge.model.forward_batch import ForwardBatch
+from forge.model.model import Model, ModelUnavailable
+from forge.tokenizer import StreamingDetokenizer, Tokenizer
+from forge.trace.records import (
+    ArriveRecord,
+    BlockMap,
+    CacheRecord,
+    FinishReason,
+    FinishRecord,
+    ItemRecord,
+    RejectRecord,
+    StepRecord,
+)
+from forge.trace.timeline import Timeline
+
+_NO_LOGITS = np.empty((0, 1), np.float32)
 
 
-class Engine(BetweenSteps):
-    """A model, a cache and a scheduler, turned one step at a time by `step()`."""
+class StepTimes(NamedTuple):
+    """Seconds on the engine's monotonic clock, and milliseconds."""
+
+    started: float
+    ended: float
+    schedule_ms: float = 0.0
+    forward_ms: float = 0.0
+    sample_ms: float = 0.0
+
+
+class Engine:
+    """A model, a cache and a scheduler, advanced one step at a time by `step()`.
+
+    Requests are added, aborted, read and forgotten between steps. Callers in several threads hold `lock`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        cache: KvCache,
+        storage: KvStorage,
+        max_model_len: int,
+        config: SchedulerConfig,
+        scratch: range = range(0),
+        speculation: Speculation | None = None,
+    ):
+        """scratch: blocks of the storage past the cache's own, for prefill-only requests. speculation: proposes and
+        verifies draft tokens; None for no speculation."""
+        self.lock = RLock()
+        """For callers in several threads; the engine itself never takes it."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.cache = cache
+        self.storage = storage
+        self.on_logits: OnLogits | None = None
+        self.report_probabilities = False
+        """Put the model's probability of each token into its record. Over a large vocabulary that takes a while."""
+        self.checks_invariants = False
+        """Check all rules of the scheduler and the cache after every step. Takes longer than the step."""
+        self.scheduler = Scheduler(cache, config, scratch, self._temporary_bytes, max_logit_rows(model.vocab_size))
+        self.speculation = speculation or NoSpeculation()
+        self._async = AsyncScheduling(self.scheduler, self._launch) if model.runs_ahead else None
+        self._batch_builder = BatchBuilder(storage.layout.block_size)
+        self._timeline = Timeline()
+        self._limits = PromptLimits(model.vocab_size, max_model_len, cache.max_sequence_length, cache.block_size)
+        self._requests: dict[str, RequestState] = {}
+        """Every request that has not been forgotten. What is not in here does not exist."""
+        self._bytes_per_token = storage.layout.bytes_per_token
+        self._eos_token_ids = tokenizer.eos_token_ids
+        self._unavailable: ModelUnavailable | None = None
+        """The error that ended every sequence, once the model is gone."""
+        self._num_sequences = 0
+        self._num_steps = 0
+        self._rejected: list[RejectRecord] = []
+        self._arrived: list[ArriveRecord] = []
+        self._operating = False
+        """An operation has begun and not ended."""
+        self._decided: list[Outcome] = []
+        """The outcomes of a step whose tokens are all chosen, until they are committed."""
+        self._plan: StepPlan | None = None
+        """Of the step that was begun last."""
+
+    @property
+    def speculation(self) -> Speculation:
+        """Proposes and verifies draft tokens. Setting it is allowed between two steps."""
+        return self._speculation
+
+    @speculation.setter
+    def speculation(self, speculation: Speculation) -> None:
+        self._speculation = speculation
+        self._speculates = not isinstance(speculation, NoSpeculation)
+        self.scheduler.draft_slots = DraftSlots(self.cache, speculation) if self._speculates else None
+
+    @property
+    def report_blocks(self) -> bool:
+        """Whether records have a `BlockMap`."""
+        return self.scheduler.keep_block_map
+
+    @report_blocks.setter
+    def report_blocks(self, wanted: bool) -> None:
+        self.scheduler.keep_block_map = wanted
+
+    # A step
 
     def step(self) -> StepRecord:
-        """Run one step. Call only while `has_unfinished()`; after an exception from it, whatever it was, too.
+        """Run one step: schedule, build the batch, forward, sample or verify, commit, record.
 
-        Raises AssertionError for a rule that does not hold, where `checks_invariants` is set.
+        Call only while `has_unfinished()`; after an exception from it, whatever it was, too. Raises AssertionError for a
+        rule that does not hold, where `checks_invariants` is set.
         """
-        self._settle()
+        self._begin()
+        self._plan, started = None, time.perf_counter()
         try:
-            try:
-                record = self._run_step()
-                if self.checks_invariants:
-                    self.scheduler.check_invariants()
-                return record
-            except LeaseRevoked as error:
-                self._unsettled = True
-                self._settle()
-                return self._end_all(str(error))
-        except BaseException:
-            self._unsettled = True
-            raise
+            if self._async is None:
+                step = self._launch(self.scheduler.schedule(), started)  # builds the batch and runs the forward pass
+            else:
+                step = self._async.next_step(self._may_look_ahead(), started)
+            launched = time.perf_counter()
+            logits = StepLogits.of(step.logits)  # waits for a device
+            read = time.perf_counter() if self._async is not None else launched
+            sampler = Sampler(self._eos_token_ids, self.speculation, self.on_logits, self.report_probabilities)
+            results = sampler.sample(step.plan, logits, step.drafts, step.separate)
+            forward_ms, ended = step.launch_ms + (read - launched) * 1e3, time.perf_counter()
+            times = StepTimes(started, ended, step.schedule_ms, forward_ms, (ended - read) * 1e3)
+            record = self._commit(step, results, times)
+        except ModelUnavailable as error:
+            record = self._end_all(error)
+        if self.checks_invariants:
+            self.scheduler.check_invariants()
+        self._operating = False
+        return record
 
-    def _run_step(self) -> StepRecord:
-        started = time.perf_counter()
-        flight = self._next_flight(started)
-        self._ahead = self._look_ahead(flight)
-        waited = time.perf_counter()
-        watching = self.on_logits, self.report_probabilities
-        asked = flight.plan.items or any(wants_likeliest(one.request, *watching) for one in flight.joining)
-        likeliest, tops = argmax_rows(flight.logits) if asked and len(flight.logits) else ([], [])
-        read = time.perf_counter() if self._runs_ahead else waited  # a device had to be waited for
-        choices = Choices(self.scheduler, self.speculation, self._eos_token_ids, *watching)
-        choices.choose(flight.plan, flight.guesses, flight.logits, likeliest, tops)
-        answers = flight.answers | self._oneshots.answer(flight.joining, flight.logits, likeliest, tops, *watching)
-        forward_ms = flight.launch_ms + (read - waited) * 1e3
-        return self._take(flight, choices, answers, forward_ms, started, read, time.perf_counter())
-
-    def _next_flight(self, started: float) -> Flight:
-        """The step that was launched ahead, or one that is decided and launched now."""
-        flight, self._plan = self._ahead, None
-        if flight is not None:
-            self.lease.check()
-            self._plan = flight.plan
-            return flight
-        self._plan = self.scheduler.schedule()
-        return self._launch(self._plan, started)
-
-    def _look_ahead(self, flight: Flight) -> Flight | None:
-        """Launch the step after one that is under way, if what it is follows from that one alone (`lookahead`)."""
-        watched = self.on_logits is not None or self.report_probabilities
-        if not self._runs_ahead or watched or self.speculation.proposers or self.lease.revoked:
-            return None
-        started = time.perf_counter()
-        plan = plan_ahead(self.scheduler, flight.plan)
-        if plan is None:
-            return None
-        if not isinstance(flight.logits, np.ndarray):
-            flight.logits.release()  # its tokens are the likeliest, and that is all that is asked
-        return self._launch(plan, started)
-
-    def _launch(self, plan: StepPlan, started: float) -> Flight:
-        """Begin to carry out a plan that was begun at `started`: guess, move blocks, and start the forward pass."""
-        assert plan.items or plan.oneshots or plan.exhausted, f"nothing can run: {plan.waiting}"
-        running = self.scheduler.running
-        guesses = self.speculation.propose(plan, running)
-        for seq_id, failure in guesses.failures.items():
-            running[seq_id].note(failure.message)
-        joining = self._oneshots.joining(plan.oneshots)
-        batch = self._rows.batch(plan, running, guesses.runs, joining) if plan.items or joining else None
-        self._move_blocks(plan)
+    def _launch(self, plan: StepPlan, started: float) -> InFlightStep:
+        """Begin to carry out a plan that was begun at `started`: propose, move blocks, build the batch, forward."""
+        assert plan.items or plan.separate or plan.exhausted, f"nothing can run: {plan.waiting}"
+        self._plan = plan
+        drafts = self._propose(plan) if self._speculates else NO_DRAFTS
+        batch = self._batch_builder.build(plan.items, drafts.runs) if plan.items else None
+        if plan.copies or plan.swap_outs or plan.swap_ins:
+            self._move_blocks(plan)
         launched = time.perf_counter()
-        with self.lease.use() as model:  # raises `LeaseRevoked` if it was taken back before; from here on it cannot be
-            logits = model.forward(batch, self.storage) if batch is not None else None
-            answers = self._oneshots.run_apart(plan.oneshots, model, self.on_logits, self.report_probabilities)
+        logits = self.model.forward(batch, self.storage) if batch is not None else _NO_LOGITS
+        separate = run_separate_forwards(plan.separate, self.model, self.storage) if plan.separate else []
         launch_ms = (time.perf_counter() - launched) * 1e3
-        schedule_ms = (launched - started) * 1e3 - guesses.total_ms
-        return Flight(plan, guesses, joining, batch, logits, answers, schedule_ms, launch_ms)
+        schedule_ms = (launched - started) * 1e3 - drafts.total_ms
+        return InFlightStep(plan, drafts, batch, logits, separate, schedule_ms, launch_ms)
 
-    def _take(
-        self,
-        flight: Flight,
-        choices: Choices,
-        answers: dict[int, OneShotResult],
-        forward_ms: float,
-        started: float,
-        read: float,
-        ended: float,
-    ) -> StepRecord:
-        """Take what a step brought, and say so. Its logits were there to be `read`, its tokens when it `ended`."""
-        plan, guesses, batch, running = flight.plan, flight.guesses, flight.batch, self.scheduler.running
-        if plan.ahead:
-            plan = without_ended(plan, running)
-            self._in_vain += len(flight.plan.items) - len(plan.items)
-        items = item_records(plan.items, guesses.runs)
-        num_rows, num_logit_rows = (batch.num_rows, len(batch.logit_rows)) if batch is not None else (0, 0)
-        cost = StepCost(num_rows, forward_ms, (ended - started) * 1e3 - guesses.total_ms)
-        learned = self.speculation.learn(plan, guesses, choices.verified, choices.outcomes, running, cost)
-        self._decided = choices.outcomes, learned  # from here on the step has happened
-        self._work.enter(plan, items, choices.tokens, forward_ms, started, ended)
-        answered = self._oneshots.end(plan.oneshots, answers, forward_ms, started, ended)
-        self.speculation.commit(learned)
-        self.storage.copy_blocks(self.scheduler.commit(plan, choices.outcomes, answered.broken))
-        self._decided = None
-        for finish in choices.finished:
-            self._forget(finish.seq_id)
-        self._drop_empty_flight()
-        return self._record(
-            items=(*items, *item_records([one.item for one in plan.oneshots])),
-            tokens=(*choices.tokens, *answered.tokens),
-            finished=(*choices.finished, *answered.finished),
-            schedule_ms=flight.schedule_ms,
-            forward_ms=forward_ms,
-            sample_ms=(ended - read) * 1e3,
-            started=started,
-            ended=ended,
-            execution_class=plan.execution_class,
-            admitted=plan.admitted,
-            waiting=plan.waiting,
-            preempted=plan.preempted,
-            block_table_entries=sum([len(item.block_table) for item in plan.items]),
-            temporary_bytes=self._bytes_of(num_rows, num_logit_rows),
-            events=self.cache.take_events(),
-            blocks=map_of_written(self.scheduler.block_map, batch, self.cache.block_size),
-            cycles=learned.cycles,
-            execution=getattr(flight.logits, "execution", None),
-            planned_ahead=plan.ahead,
-        )
+    def _commit(self, step: InFlightStep, results: StepResults, times: StepTimes) -> StepRecord:
+        """Commit a step and build its record."""
+        if self._async is not None:
+            step = self._async.without_ended(step)
+        update = self._learn(step, results, times) if self._speculates else NO_UPDATE
+        self._decided = results.outcomes  # from here on the step has happened
+        copies = self.scheduler.commit(step.plan, results.outcomes)
+        if copies:
+            self.storage.copy_blocks(copies)
+        if self._speculates:
+            self.speculation.commit(update)
+        self._decided = []
+        for finish in results.finished:
+            self._drop_state(finish.seq_id)
+        return self._record(step, results, times, update)
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """Carry out what a plan moves before it writes: nothing is overwritten before it has been read."""
@@ -169,28 +218,335 @@ class Engine(BetweenSteps):
         for swap in plan.swap_ins:
             storage.write_blocks(swap.blocks, host.data(swap.seq_id))
 
-    def _record(self, **fields) -> StepRecord:
-        """A step's record: what it did, and where everything is now."""
-        self._steps += 1
+    def _record(
+        self, step: InFlightStep, results: StepResults, times: StepTimes, update: SpeculationUpdate = NO_UPDATE
+    ) -> StepRecord:
+        """What the step did, and where everything is now. Everything is copied out: a record holds nothing of the engine."""
+        self._num_steps += 1
         rejected, self._rejected = tuple(self._rejected), []
         arrived, self._arrived = tuple(self._arrived), []
-        discarded, self._in_vain = self._in_vain, 0
-        return StepRecord(
-            step=self._steps,
-            cache=cache_record(self.cache.kind, self.storage.layout, self.scheduler.stats),
+        plan, batch, stats = step.plan, step.batch, self.scheduler.stats
+        record = StepRecord(
+            step=self._num_steps,
+            items=tuple(_item_records(plan, step.drafts)),
+            tokens=tuple(results.tokens),
+            finished=tuple(results.finished),
+            cache=CacheRecord(
+                self.cache.kind,
+                self.cache.block_size,
+                *stats[:3],
+                stats.tokens_held * self._bytes_per_token,
+                stats.used_blocks * self.cache.block_size * self._bytes_per_token,
+                *stats[3:],
+            ),
+            schedule_ms=times.schedule_ms,
+            forward_ms=times.forward_ms,
+            sample_ms=times.sample_ms,
+            started=times.started,
+            ended=times.ended,
+            execution_class=plan.execution_class,
             queues=self.scheduler.queues,
+            admitted=plan.admitted,
+            waiting=plan.waiting,
+            preempted=plan.preempted,
             rejected=rejected,
             arrived=arrived,
-            discarded=discarded,
-            **fields,
+            block_table_entries=sum([len(item.block_table) for item in plan.items if item.phase != "oneshot"]),
+            temporary_bytes=self._temporary_bytes(batch.num_rows, len(batch.logit_rows)) if batch is not None else 0,
+            events=self.cache.take_events(),
+            blocks=_with_written(self.scheduler.block_map, batch, self.cache.block_size),
+            cycles=update.cycles,
+            execution=getattr(step.logits, "execution", None),
+            planned_ahead=plan.ahead,
+            discarded=self._async.take_wasted_rows() if self._async is not None else 0,
         )
+        self._timeline.add(record)
+        return record
 
-    def _end_all(self, error: str) -> StepRecord:
+    def _end_all(self, error: ModelUnavailable) -> StepRecord:
         """The model is gone: every sequence ends, with what it has."""
-        started = time.perf_counter()
-        sequences = reversed(list(self.scheduler.unfinished()))  # forks before those whose prompt they share
-        finished = [self._end_sequence(sequence, "error", error) for sequence in sequences]
-        for request in list(self.scheduler.oneshots.requests()):
-            finished.append(self._oneshots.abort(request.request_id, "error", self.scheduler, error))
-        times = {"schedule_ms": 0.0, "forward_ms": 0.0, "sample_ms": 0.0, "started": started}
-        return self._record(items=(), tokens=(), finished=tuple(finished), ended=time.perf_counter(), **times)
+        self._unavailable, now = error, time.perf_counter()
+        results = StepResults()
+        for request in self._requests.values():
+            for sequence in reversed(request.sequences):  # forks before those whose prompt they share
+                if sequence.finish_reason is None:
+                    results.finished.append(self._end_sequence(sequence, "error", str(error)))
+        step = InFlightStep(StepPlan(()), NO_DRAFTS, None, _NO_LOGITS, [], 0.0, 0.0)
+        return self._record(step, results, StepTimes(now, time.perf_counter()))
+
+    # Speculation
+
+    def _propose(self, plan: StepPlan) -> StepDrafts:
+        drafts = self.speculation.propose(plan, self.scheduler.running)
+        for seq_id, failure in drafts.failures.items():
+            self.scheduler.running[seq_id].add_error(failure.message)
+        return drafts
+
+    def _learn(self, step: InFlightStep, results: StepResults, times: StepTimes) -> SpeculationUpdate:
+        num_rows = step.batch.num_rows if step.batch is not None else 0
+        cost = StepCost(num_rows, times.forward_ms, (times.ended - times.started) * 1e3 - step.drafts.total_ms)
+        running = self.scheduler.running
+        return self.speculation.learn(step.plan, step.drafts, results.verified, results.outcomes, running, cost)
+
+    def _may_look_ahead(self) -> bool:
+        watched = self.on_logits is not None or self.report_probabilities
+        return not watched and not self.speculation.proposers
+
+    # Between steps
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Items[int],
+        params: SamplingParams,
+        *,
+        task: Task = GENERATE,
+        prompt: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+        retain_cache: bool = False,
+        continues_from: int | None = None,
+        drafts: tuple[str, ...] | None = None,
+    ) -> tuple[int, ...]:
+        """Queue a request; return the ids of its `params.n` sequences.
+
+        task: what is wanted; generated tokens, or what one forward pass can answer. priority: lower is served first,
+        where the scheduler's order is by priority. salt: requests with different salts share nothing in the cache.
+        retain_cache: leave the cache in place when it ends. continues_from: the id of such an ended sequence, whose cache
+        is taken over if it is still there. drafts: the names of the proposers that propose for it, None for all.
+
+        Raises `UsageError`, with nothing changed, for a prompt that cannot run, and `ModelUnavailable` once the model is
+        gone.
+        """
+        self._begin()
+        if self._unavailable is not None:
+            self._operating = False
+            raise self._unavailable
+        try:
+            token_ids = self._checked(request_id, prompt_token_ids, params, task)
+        except UsageError as error:
+            self._rejected.append(RejectRecord(request_id, str(error)))
+            self._operating = False
+            raise
+        room = self._limits.longest - len(token_ids) + 1  # the last output token is never computed: it needs no slot
+        max_output_tokens = min(params.max_tokens, room)
+        config, has_scratch = self.scheduler.config, len(self.scheduler.prefill_only.scratch) > 0
+        keeps_cache = retain_cache or continues_from is not None
+        prefill_only = task is not GENERATE
+        if not prefill_only and max_output_tokens <= 1 and params.n == 1 and config.oneshot and has_scratch:
+            prefill_only = not keeps_cache
+            if prefill_only and params.prompt_logprobs is not None:
+                task = Task(max_output_tokens > 0, score_from=1, top=params.prompt_logprobs)
+        elif prefill_only:
+            max_output_tokens = int(task.sample)
+        seed = params.seed if params.seed is not None else secrets.randbits(32)
+        prompt_logprobs: list[Logprobs | None] = []
+        sequences = tuple(
+            Sequence(
+                seq_id=self._num_sequences + index,
+                request_id=request_id,
+                sample_index=index,
+                token_ids=list(token_ids),
+                num_prompt_tokens=len(token_ids),
+                max_output_tokens=max_output_tokens,
+                params=params,
+                seed=seed,
+                output_text=self._new_text(params),
+                task=task,
+                prefill_only=prefill_only,
+                priority=priority,
+                salt=salt,
+                retain_cache=retain_cache,
+                continues_from=continues_from,
+                drafts=drafts,
+                prompt_logprobs=prompt_logprobs,
+            )
+            for index in range(1 if prefill_only else params.n)
+        )
+        self._register(RequestState(request_id, prompt, seed, sequences))
+        self._operating = False
+        return tuple(sequence.seq_id for sequence in sequences)
+
+    def _register(self, request: RequestState) -> None:
+        """Make a request known, and queue its sequences."""
+        first, *others = request.sequences
+        first.forks = others
+        for other in others:
+            other.forked_from = first
+        self._requests[request.request_id] = request  # from here on the request exists
+        self._num_sequences += len(request.sequences)
+        self.scheduler.add(first)
+        now, length = time.perf_counter(), first.num_prompt_tokens
+        arrival = ArriveRecord(
+            request.request_id, request.seq_ids, length, first.max_output_tokens, now, first.priority
+        )
+        self._timeline.arrive(arrival)
+        self._arrived.append(arrival)
+
+    def _checked(
+        self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, task: Task
+    ) -> list[int]:
+        """The prompt's tokens, if all that is asked for can be done."""
+        token_ids = self._limits.checked(prompt_token_ids)
+        self._limits.check_bias(params)
+        self._limits.check_ids(task.candidates)
+        if task.pooling is not None and not self.model.embeds:
+            raise UsageError("this model has no hidden states: take a real one for embeddings")
+        if request_id in self._requests:
+            raise UsageError(f"request {request_id!r} is already running")
+        return token_ids
+
+    def has_unfinished(self) -> bool:
+        self._begin()
+        self._operating = False
+        return self.scheduler.has_unfinished()
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """True while a sequence of a request has yet to end. Raises `KeyError` for a request that is not known."""
+        self._begin()
+        self._operating = False
+        return self._requests[request_id].is_unfinished
+
+    def output(self, request_id: str) -> RequestOutput:
+        """A request's output as it stands. Raises `KeyError` for a request that is not known."""
+        self._begin()
+        self._operating = False
+        return self._requests[request_id].output(self._timeline.metrics)
+
+    def abort(self, request_id: str) -> None:
+        """End a request's unfinished sequences, keeping what they produced. Raises `KeyError`, with nothing changed, for
+        a request that is not known."""
+        self._end(request_id, "abort")
+
+    def fail(self, request_id: str) -> None:
+        """End a request's unfinished sequences as `error`, as for a fault that concerns this request only."""
+        self._end(request_id, "error")
+
+    def fail_step(self) -> tuple[str, ...]:
+        """After an exception from `step`: end the requests that took part in that step as `error`, so that all others
+        can go on. Returns their ids: all unfinished ones, if the step failed before it was planned."""
+        plan = self._plan
+        seq_ids = None if plan is None else {item.seq_id for item in (*plan.items, *plan.separate)}
+        failed = [
+            request_id
+            for request_id, request in self._requests.items()
+            if (request.is_unfinished if seq_ids is None else not seq_ids.isdisjoint(request.seq_ids))
+        ]
+        for request_id in failed:
+            self.fail(request_id)
+        return tuple(failed)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is known of a request whose sequences have all ended. Raises `KeyError` for one that is not known."""
+        request = self._requests[request_id]
+        assert not request.is_unfinished, "it is still running"
+        self._begin()
+        for sequence in request.sequences:
+            self._timeline.forget(sequence.seq_id)
+        del self._requests[request_id]
+        self._operating = False
+
+    def is_retained(self, seq_id: int) -> bool:
+        """True if an ended sequence's cache can be continued. It is released when others need its blocks."""
+        self._begin()
+        self._operating = False
+        return seq_id in self.scheduler.retained
+
+    def release(self, seq_id: int) -> None:
+        """Release the retained cache of an ended sequence, if it still has one."""
+        self._begin()
+        self.scheduler.retained.release(seq_id)
+        self._operating = False
+
+    def _end(self, request_id: str, reason: FinishReason) -> None:
+        sequences = self._requests[request_id].sequences
+        self._begin()
+        for sequence in reversed(sequences):  # forks before those whose prompt they share
+            if sequence.finish_reason is None:
+                self._end_sequence(sequence, reason)
+        self._operating = False
+
+    def _end_sequence(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> FinishRecord:
+        """End a sequence between steps, wherever it is."""
+        if error is not None:
+            sequence.add_error(error)
+        self.scheduler.abort(sequence, reason)
+        if self._async is not None:
+            self._async.drop_if_empty()
+        text = sequence.output_text.finish()
+        self._timeline.end(sequence.seq_id, reason)
+        self._drop_state(sequence.seq_id)
+        return FinishRecord(sequence.seq_id, reason, text, error=error)
+
+    def _drop_state(self, seq_id: int) -> None:
+        """A sequence has ended: nothing of it is needed for further steps."""
+        self._batch_builder.forget(seq_id)
+        if self._speculates:
+            self.speculation.forget(seq_id)
+        if self._async is not None:
+            self._async.drop_if_empty()
+
+    # Interrupted operations
+
+    def _begin(self) -> None:
+        """Every operation begins here and ends with `_operating = False`."""
+        if self._operating:
+            self._recover()
+        self._operating = True
+
+    def _recover(self) -> None:
+        """An operation never ended: take the outcomes that were decided, and begin again from the tokens.
+
+        May itself be interrupted; the next operation then repeats it.
+        """
+        sequences = {one.seq_id: one for request in self._requests.values() for one in request.sequences}
+        for outcome in flat(self._decided):
+            sequence = sequences[outcome.seq_id]
+            if len(sequence.token_ids) == outcome.position:
+                sequence.token_ids += outcome.token_ids
+            if outcome.finish_reason is not None:
+                sequence.stop_reason, sequence.finish_reason = outcome.stop_reason, outcome.finish_reason
+        self._num_sequences = max([self._num_sequences, *(seq_id + 1 for seq_id in sequences)])
+        unfinished = [sequence for sequence in sequences.values() if sequence.finish_reason is None]
+        self.scheduler.restart(unfinished, self._num_sequences - len(unfinished))
+        for sequence in unfinished:
+            self._rebuild_text(sequence)
+        for seq_id in sequences.keys() - {one.seq_id for one in unfinished}:
+            self._drop_state(seq_id)
+        if self._async is not None:
+            self._async.clear()
+        self.cache.take_events()
+        self._decided = []
+
+    def _rebuild_text(self, sequence: Sequence) -> None:
+        """Make a sequence's text and log probabilities those of its tokens again."""
+        del sequence.logprobs[sequence.num_output_tokens :]
+        output_text = self._new_text(sequence.params)
+        for token_id in sequence.output_token_ids:
+            output_text.push(token_id)
+        sequence.output_text = output_text
+
+    def _new_text(self, params: SamplingParams) -> OutputText:
+        return OutputText(StreamingDetokenizer(self.tokenizer), params.stop)
+
+    def _temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
+        """About what a forward of so many rows needs for itself."""
+        return self.model.temporary_bytes(num_rows, num_logit_rows)
+
+
+def _item_records(plan: StepPlan, drafts: StepDrafts) -> Iterator[ItemRecord]:
+    """Each item with the draft tokens that it verified."""
+    for item in (*plan.items, *plan.separate):
+        num_draft_tokens = 0
+        if item.num_draft_tokens and item.seq_id in drafts.runs:  # each further run computes the known tokens again
+            runs = drafts.runs[item.seq_id]
+            num_draft_tokens = sum([item.num_tokens + len(run) for run in runs]) - item.num_tokens
+        yield ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining, num_draft_tokens)
+
+
+def _with_written(block_map: BlockMap | None, batch: ForwardBatch | None, block_size: int) -> BlockMap | None:
+    """The block map with the blocks that the step wrote, where it is wanted."""
+    if block_map is None or batch is None:
+        return block_map
+    written = np.unique(batch.slot_mapping // block_size)
+    return replace(block_map, written=tuple(written[written >= 0].tolist()))

@@ -46,7 +46,7 @@ class Preemption:
             victim = self._choose_victim(tuple(self._running.values()), sequence)
             if victim is None:
                 sequence.exhausted = shortage
-                plan.exhausted.append(sequence.seq_id)
+                plan.exhausted.append(sequence)
                 return False
             self._preempt(victim, sequence, shortage, plan)
             if victim is sequence:
@@ -76,7 +76,6 @@ class Preemption:
             )
         )
 
-<<<<<<< HEAD
     def _swap_out(self, victim: Sequence, computed: int, plan: PlanBuilder) -> tuple[bool, HostPoolFull | None]:
         """Move a victim's computed blocks to the host pool, or say why they cannot go there."""
         blocks = self._cache.block_table(victim.seq_id)[: blocks_for(computed, self._cache.block_size)]
@@ -85,32 +84,3 @@ class Preemption:
         self._host.reserve(victim.seq_id, len(blocks), computed)
         plan.swap_outs.append(Swap(victim.seq_id, blocks))
         return True, None
-=======
-def _preempt(
-    among: Containers, victim: Sequence, requester: Sequence, shortage: NoBlocks, policy: str, draft: Draft
-) -> None:
-    """Take a running sequence's blocks. Its tokens stay, and it goes back to its place in the queue, the front."""
-    cache, host, seq_id = among.cache, among.host, victim.seq_id
-    computed, available = cache.computed_length(seq_id), cache.num_available
-    fallback = None
-    mode = among.config.preemption if computed else "recompute"
-    if mode == "swap":
-        blocks = cache.block_table(seq_id)[: blocks_for(computed, cache.block_size)]
-        if len(blocks) <= host.num_free:
-            host.reserve(seq_id, len(blocks), computed)
-            draft.swap_outs.append(Swap(seq_id, blocks))
-            among.swapped[seq_id] = victim
-        else:
-            mode, fallback = "recompute", HostPoolFull(len(blocks), host.num_free)
-    if mode == "recompute":
-        among.enqueue(victim)
-    del among.running[seq_id]
-    del draft.tokens[seq_id]
-    victim.times_preempted += 1
-    cache.remove(seq_id)
-    lost = computed if mode == "recompute" else 0
-    freed = cache.num_available - available
-    draft.preempted.append(
-        PreemptRecord(seq_id, requester.seq_id, shortage.needed, shortage.free, policy, mode, lost, freed, fallback)
-    )
->>>>>>> wip-cache

@@ -77,16 +77,10 @@ class Scheduler:
             cache, config, self.queue, self.running, self.host, self.retained, self.planner, self.prefill_only
         )
         # Without a cache a step computes whole sequences; it has no part of one to begin or to end with.
-<<<<<<< HEAD
         self._token_budget = config.token_budget if cache.persistent else _UNLIMITED
         self._num_arrived = 0
 
     # Between steps
-=======
-        self._budget = config.token_budget if cache.persistent else _UNLIMITED
-        if not config.chunked_prefill:
-            self._budget = max(self._budget, cache.max_sequence_length)
->>>>>>> wip-cache
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, and its forks with it."""
@@ -174,7 +168,6 @@ class Scheduler:
         The computed length of a running sequence is the position of the first token not yet computed; with the cache
         off that is 0 between steps, and every step computes all of them.
         """
-<<<<<<< HEAD
         cache, prefills = self.cache, []
         for seq_id, sequence in list(self.running.items()):
             if plan.preempted and seq_id not in self.running:
@@ -194,32 +187,6 @@ class Scheduler:
                 table = cache.block_table(seq_id)
                 plan.items[seq_id] = PlanItem(seq_id, sequence, start, 1, _ONE_ROW, True, "decode", table)
                 plan.budget -= 1
-=======
-        draft = self._begin_draft()
-        admit(self, draft)
-        if not self.config.chunked_prefill:
-            self._separate_prefill(draft)
-        make_room(self, draft)
-        taking_part = [self.running[seq_id] for seq_id, tokens in draft.tokens.items() if tokens]
-        items = tuple([self._plan_item(sequence, draft) for sequence in taking_part])
-        refused = not draft.preempted and all(isinstance(one.reason, NoBlocks | MaxNumSeqs) for one in draft.waiting)
-        self._refused_at = self._coming_and_going() if refused else None
-        return draft.finished(items, self._plan_oneshots(items, draft) if self.oneshots else ())
-
-    def _begin_draft(self) -> Draft:
-        """Give the running sequences their tokens: one to each that decodes, then the rest to prompts under way."""
-        tokens: dict[int, int] = {}
-        needs: dict[int, int] = {}
-        prompts: list[tuple[int, int]] = []
-        cache, budget = self.cache, self._budget
-        for seq_id, sequence in self.running.items():
-            length = len(sequence.token_ids)
-            remaining = length - cache.computed_length(seq_id)
-            needs[seq_id] = cache.blocks_needed(seq_id, length - cache.reserved_length(seq_id))
-            if remaining == 1 or not cache.persistent:
-                tokens[seq_id] = remaining
-                budget -= remaining
->>>>>>> wip-cache
             else:
                 plan.add(generation_item(cache, sequence, start, length - start))
         for sequence, start in prefills:
@@ -228,76 +195,11 @@ class Scheduler:
                 plan.add(generation_item(cache, sequence, start, num_tokens))
                 self.planner.claim(sequence, start, plan)
 
-<<<<<<< HEAD
     def _separate_prefill(self, plan: PlanBuilder) -> None:
         """Without chunks: if there are prompts to compute, the sequences that decode sit this step out."""
         if plan.prefill_tokens:
             for item in [item for item in plan.items.values() if item.phase == "decode"]:
                 plan.drop(item.seq_id)
-=======
-    def _separate_prefill(self, draft: Draft) -> None:
-        """Without chunks: if there are prompts to compute, those that decode sit this step out."""
-        decoding = [
-            seq_id
-            for seq_id, tokens in draft.tokens.items()
-            if self._phase(self.running[seq_id].num_output_tokens, tokens) == "decode"
-        ]
-        if len(decoding) < len(draft.tokens):
-            for seq_id in decoding:
-                draft.tokens[seq_id] = draft.needs[seq_id] = 0
-
-    def _plan_item(self, sequence: Sequence, draft: Draft) -> PlanItem:
-        """Reserve a sequence's slots; which of its rows come, and which of those need logits."""
-        cache, seq_id = self.cache, sequence.seq_id
-        length = len(sequence.token_ids)
-        start = draft.starts.get(seq_id)
-        if start is None:
-            start = cache.computed_length(seq_id)
-        num_tokens = draft.tokens[seq_id]
-        remaining = length - start - num_tokens
-        num_output = length - sequence.num_prompt_tokens
-        phase = self._phase(num_output, num_tokens + remaining)
-        guesses = self.guess_room.guesses(sequence, draft) if draft.guessing and num_output and not remaining else 0
-        missing = length + guesses - cache.reserved_length(seq_id)
-        if missing:
-            draft.copies += cache.reserve(seq_id, missing)
-        draft.needs[seq_id] = 0
-        table = cache.block_table(seq_id)
-        if phase == "decode" and num_tokens == 1 and not guesses:  # nearly every item of nearly every step
-            return PlanItem(seq_id, start, 1, _ONE_ROW, True, phase, table)
-        decodes = guesses and phase == "decode"
-        forks = self.guess_room.forks(sequence, num_tokens + guesses, draft) if decodes else ()
-        samples = not remaining and sequence.max_output_tokens > 0
-        first_row = num_tokens - 1 if samples else num_tokens
-        if sequence.needs_prompt_logprobs:
-            first_row = min(first_row, max(0, len(sequence.prompt_logprobs) - 1 - start))
-        last_row = num_tokens - 1 if not samples and not remaining else num_tokens + guesses
-        rows = range(first_row, max(first_row, last_row))
-        return PlanItem(seq_id, start, num_tokens, rows, samples, phase, table, remaining, guesses, forks)
-
-    def _phase(self, num_output: int, num_missing: int) -> Phase:
-        """`decode` where nothing but the last output token has to be computed (with the cache off: again)."""
-        return "decode" if num_output and (num_missing == 1 or not self.cache.persistent) else "prefill"
-
-    def _plan_oneshots(self, items: tuple[PlanItem, ...], draft: Draft) -> tuple[OneShotItem, ...]:
-        """Requests that keep nothing, in what the step has left. Prompts in chunks can leave nothing for as long as
-        they come; after some such steps there is a budget beside theirs."""
-        config = self.config
-        tokens = min(draft.budget, config.oneshot_tokens) if items else config.oneshot_tokens
-        if tokens <= 0:
-            if self._steps_passed_over < MAX_DEFERRALS:
-                self._steps_passed_over += 1
-                first = next(self.oneshots.requests())
-                draft.waiting.append(WaitRecord(first.seq_id, NoBudget(self._budget)))
-                return ()
-            tokens = min(self._budget, config.oneshot_tokens)
-        free = OneShotBudget(tokens, config.oneshot_memory, self.cache.num_available, list(self.scratch))
-        oneshots, waits = self.oneshots.plan(free, draft.leaders)
-        if oneshots:
-            self._steps_passed_over = 0
-        draft.waiting += waits
-        return oneshots
->>>>>>> wip-cache
 
     # Taking the results
 
@@ -326,7 +228,7 @@ class Scheduler:
                 cache.commit(item.seq_id, token_ids[item.start : item.start + item.num_tokens])
             if outcome.forked:
                 copies += self._begin_samples(item.sequence, outcome.forked)
-        ended += [(self._find(outcome.seq_id), outcome) for outcome in outcomes[len(items) :]]
+        ended += zip(plan.exhausted, outcomes[len(items) :], strict=True)
         self.stats = cache.stats()
         self.block_map = cache.block_map() if self.keep_block_map else None
         for sequence, outcome in ended:
@@ -376,10 +278,6 @@ class Scheduler:
         self.queue.add(sequence)
         if sequence.prefix_keys:
             self.planner.add(sequence)
-
-    def _find(self, seq_id: int) -> Sequence:
-        """A sequence that runs or waits."""
-        return self.running[seq_id] if seq_id in self.running else self.queue.find(seq_id)
 
     def _retire(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a sequence: the one way out, whatever ended it."""

@@ -1,0 +1,221 @@
+"""The sampler: from a step's logits to the tokens that its sequences get, and to which of them end with that.
+
+A greedy token without log probabilities is read from one argmax over the whole step's logits. Only other rows are looked
+at one by one. Logits that are not numbers end the sequence that they belong to, as an `error`, and no other.
+"""
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forge.engine.proposer import Proposal, Speculation, StepDrafts, Verification
+from forge.engine.readout import SeparateResult, read_out, score_row
+from forge.engine.sampling import BrokenLogits, SampledToken, check_logits, choose
+from forge.engine.sequence import Sequence
+from forge.engine.step_plan import Outcome, PlanItem, StepPlan
+from forge.engine.task import GENERATE, Readout
+from forge.model.logits import Logits, argmax_rows
+from forge.trace.records import FinishReason, FinishRecord, NoBlocks, TokenRecord
+
+OnLogits = Callable[[int, np.ndarray], None]
+"""Called with (sequence id, logits float32 `[vocab]`) before a token is chosen. The callee owns the array."""
+
+
+@dataclass
+class StepLogits:
+    """A step's logits with the argmax of every row, counted from the batch's first logit row."""
+
+    rows: Logits
+    argmax: list[int]
+    """The token with the greatest logit, or the first NaN."""
+    max_logit: list[float]
+
+    @classmethod
+    def of(cls, rows: Logits) -> "StepLogits":
+        return cls(rows, *argmax_rows(rows))
+
+
+@dataclass
+class StepResults:
+    """What one step brings its sequences. The scheduler and the cache see results only at `commit()`."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    tokens: list[TokenRecord] = field(default_factory=list)
+    finished: list[FinishRecord] = field(default_factory=list)
+    verified: dict[int, Verification] = field(default_factory=dict)
+    """By sequence id: the decision about its draft tokens."""
+
+
+class Sampler:
+    """Chooses the next tokens of one step, and reads out what prefill-only sequences asked for."""
+
+    def __init__(
+        self,
+        eos_token_ids: frozenset[int],
+        speculation: Speculation,
+        on_logits: OnLogits | None = None,
+        report_probabilities: bool = False,
+    ):
+        """report_probabilities: fill in every token's probability, which takes longer than a greedy choice."""
+        self._eos_token_ids, self._speculation = eos_token_ids, speculation
+        self._on_logits, self._report_probabilities = on_logits, report_probabilities
+        self._results = StepResults()
+
+    def sample(self, plan: StepPlan, logits: StepLogits, drafts: StepDrafts, separate: Items[SeparateResult]) -> StepResults:
+        """Choose the next tokens of every item that samples. `logits` has the rows of all items, in order."""
+        results, first_row = self._results, 0
+        for item in plan.items:
+            sequence = item.sequence
+            row = first_row + len(item.logit_rows) - item.num_draft_tokens - 1  # that of the last known token
+            runs = drafts.runs.get(item.seq_id, ()) if item.num_draft_tokens else ()
+            if sequence.finish_reason is None:  # else it ended after this step was planned ahead
+                results.outcomes.append(self._outcome(item, runs, logits, first_row, row))
+            first_row = row + sum([len(run) + 1 for run in runs]) if runs else row + 1
+        for item, result in zip(plan.separate, separate, strict=True):
+            results.outcomes.append(self._separate_outcome(item.sequence, result))
+        for sequence in plan.exhausted:
+            results.outcomes.append(self._ended(sequence, "length", why=sequence.exhausted))
+        return results
+
+    def _outcome(
+        self, item: PlanItem, runs: tuple[Proposal, ...], logits: StepLogits, first_row: int, row: int
+    ) -> Outcome:
+        """What an item brings, whose rows of logits begin at `first_row`."""
+        sequence = item.sequence
+        try:
+            if runs:
+                return self._verify(item, runs, logits, row)
+            if sequence.task is not GENERATE:
+                readout = read_out(sequence, np.asarray(logits.rows[first_row : row + 1]))
+                return self._answer(sequence, readout, logits, row)
+            if sequence.params.prompt_logprobs is not None and sequence.needs_prompt_logprobs:
+                self._score_prompt(sequence, item.start + item.logit_rows.start, logits.rows[first_row : row + 1])
+            if item.samples:
+                if not sequence.forks:
+                    return self._next_token(sequence, logits, row)
+                forked = tuple([self._next_token(fork, logits, row) for fork in sequence.forks])
+                return self._next_token(sequence, logits, row)._replace(forked=forked)
+            if item.remaining:
+                return Outcome(item.seq_id, len(sequence.token_ids), (), None)
+            return self._ended(sequence, "length")
+        except BrokenLogits as error:
+            forked = tuple([self._broken(fork, error) for fork in sequence.forks]) if item.samples else ()
+            return self._broken(sequence, error)._replace(forked=forked)
+
+    def _separate_outcome(self, sequence: Sequence, result: SeparateResult) -> Outcome:
+        """What the separate forwards of a prefill-only sequence bring."""
+        if result.error is not None:
+            return self._broken(sequence, result.error)
+        rows = result.last_row[None] if result.last_row is not None else np.empty((0, 1), np.float32)
+        try:
+            return self._answer(sequence, result.readout, StepLogits.of(rows), 0)
+        except BrokenLogits as error:
+            return self._broken(sequence, error)
+
+    def _answer(self, sequence: Sequence, readout: Readout, logits: StepLogits, row: int) -> Outcome:
+        """A prefill-only sequence ends with its readout, and with a token if it asked for one."""
+        sequence.readout = readout
+        if sequence.task.sample:
+            return self._next_token(sequence, logits, row)
+        return self._ended(sequence, "length" if sequence.params.max_tokens == 0 else "stop")
+
+    def _next_token(self, sequence: Sequence, logits: StepLogits, row: int) -> Outcome:
+        """Choose a sequence's next token from one row."""
+        if sequence.params.plain_greedy and not self._report_probabilities:
+            if not math.isfinite(logits.max_logit[row]):
+                check_logits(logits.rows[row])  # raises
+            token = logits.argmax[row], None, None  # making a `SampledToken` takes as long as the rest
+            own = None if self._on_logits is None else logits.rows[row]
+        else:
+            own = logits.rows[row]
+            token = choose(
+                own,
+                sequence.params,
+                sequence.token_ids,
+                sequence.seed,
+                sequence.sample_index,
+                len(sequence.token_ids),
+                sequence.num_prompt_tokens,
+                self._report_probabilities,
+            )
+        return self._emit(sequence, (token,), (own,))
+
+    def _verify(self, item: PlanItem, runs: tuple[Proposal, ...], logits: StepLogits, first_row: int) -> Outcome:
+        """Decide which draft tokens of an item stand; the rows of its runs begin at `first_row`."""
+        sequence, spans = item.sequence, []
+        for run in runs:
+            spans.append(slice(first_row, first_row + len(run) + 1))
+            first_row = spans[-1].stop
+        verification = self._results.verified[item.seq_id] = self._speculation.verify(
+            sequence,
+            runs,
+            lambda run: logits.rows[spans[run]],
+            [logits.argmax[span] for span in spans],
+            [logits.max_logit[span] for span in spans],
+            self._report_probabilities,
+        )
+        rows = [None] * len(verification.choices) if self._on_logits is None else logits.rows[spans[verification.winner]]
+        outcome = self._emit(sequence, verification.choices, rows)
+        # Where the sequence ended on a draft token, that one counts as its last token, whose keys are not needed.
+        num_accepted = min(verification.num_accepted, len(outcome.token_ids) - 1)
+        winner = item.forks[verification.winner - 1].seq_id if verification.winner else None
+        return outcome._replace(num_accepted=num_accepted, winner=winner)
+
+    def _emit(self, sequence: Sequence, tokens: Items[SampledToken], rows: Items[np.ndarray | None]) -> Outcome:
+        """Append the tokens, each chosen from its row of logits (None where it is not looked at), up to the one that ends
+        the sequence."""
+        token_ids: list[int] = []
+        seq_id, output_text, position = sequence.seq_id, sequence.output_text, len(sequence.token_ids)
+        last = sequence.num_prompt_tokens + sequence.max_output_tokens - 1
+        for (token_id, probability, logprobs), logits in zip(tokens, rows, strict=False):
+            if self._on_logits is not None:
+                self._on_logits(seq_id, logits.copy())
+            if logprobs is not None:
+                sequence.logprobs.append(logprobs)
+            is_eos = token_id in self._eos_token_ids and not sequence.params.ignore_eos
+            text = "" if is_eos else output_text.push(token_id)
+            token_ids.append(token_id)
+            self._results.tokens.append(TokenRecord(seq_id, position, token_id, text, probability, logprobs))
+            if is_eos:
+                return self._ended(sequence, "stop", token_id, tuple(token_ids))
+            if output_text.stopped_by is not None:
+                return self._ended(sequence, "stop", output_text.stopped_by, tuple(token_ids))
+            if position >= last:
+                return self._ended(sequence, "length", None, tuple(token_ids))
+            position += 1
+        return Outcome(seq_id, len(sequence.token_ids), tuple(token_ids), None)
+
+    def _ended(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        stop: str | int | None = None,
+        token_ids: tuple[int, ...] = (),
+        error: str | None = None,
+        why: NoBlocks | None = None,
+    ) -> Outcome:
+        """The sequence ends with these tokens. EOS or a stop string on the last allowed one is a `stop`."""
+        text = sequence.output_text.finish()
+        if reason == "length" and sequence.output_text.stopped_by is not None:  # completed by the last bytes
+            reason, stop = "stop", sequence.output_text.stopped_by
+        self._results.finished.append(FinishRecord(sequence.seq_id, reason, text, stop, error))
+        return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
+
+    def _broken(self, sequence: Sequence, error: BrokenLogits) -> Outcome:
+        """A sequence ends because its logits are not numbers."""
+        sequence.add_error(str(error))
+        return self._ended(sequence, "error", error=str(error))
+
+    def _score_prompt(self, sequence: Sequence, position: int, rows: np.ndarray) -> None:
+        """Log probabilities of prompt tokens given those before them. `rows` are the logits after the tokens from
+        `position` on; those of the last one are about the output."""
+        scores, top = sequence.prompt_logprobs, sequence.params.prompt_logprobs or 0
+        if not scores:
+            scores.append(None)  # nothing precedes the first token
+        for logits in rows[: sequence.num_prompt_tokens - 1 - position]:
+            position += 1
+            if position == len(scores):
+                scores.append(score_row(logits, top, sequence.token_ids[position]))
