@@ -12,6 +12,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from forge.trace.records import FORMERLY
+
 TAG = "is"
 _PLURAL = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
@@ -149,6 +151,7 @@ def _record(kind: type) -> Codec:
     hints = get_type_hints(kind)
     defaults = _defaults(kind)
     codecs = {name: codec_of(hints[name]) for name in defaults}
+    renamed = _renamed(kind)
 
     def encode(value: Any) -> dict[str, Any]:
         found = {}
@@ -161,6 +164,8 @@ def _record(kind: type) -> Codec:
     def decode(value: Any, where: str) -> Any:
         _require(value, dict, where)
         prefix = f"{where}." if where else ""
+        if not renamed.keys().isdisjoint(value):
+            value = {renamed.get(name, name): item for name, item in value.items()}
         for name in value:
             if name not in codecs:
                 raise ValueError(f"{prefix}{name} is no field of {kind.__name__}")
@@ -170,6 +175,13 @@ def _record(kind: type) -> Codec:
         return kind(**{name: codecs[name].decode(item, prefix + name) for name, item in value.items()})
 
     return Codec(encode, decode)
+
+
+def _renamed(kind: Any) -> dict[str, str]:
+    """From the former name of each renamed field to the name that it has now."""
+    if not is_dataclass(kind):
+        return {}
+    return {field.metadata[FORMERLY]: field.name for field in fields(kind) if FORMERLY in field.metadata}
 
 
 def _defaults(kind: type) -> dict[str, Any]:

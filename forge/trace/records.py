@@ -1,16 +1,23 @@
 """What happened, as plain data: one `StepRecord` per engine step, and the metrics that follow from them.
 
-Everything that is shown, recorded, replayed or served is made from these values. They hold no arrays, no objects of the
-engine and no text for people, so anyone may import them, and writing one as JSON loses nothing.
+Everything that is shown, recorded, replayed or served is made from these values. They hold no arrays and no objects of
+the engine, so any module may import them, and writing one as JSON loses nothing. They give reasons as data;
+`forge.trace.explain` puts them into words.
 """
 
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal, NamedTuple
 
+FORMERLY = "formerly"
+"""Metadata of a field: the name that it has in traces written before it was renamed."""
+
 Phase = Literal["prefill", "decode", "oneshot"]
+"""`oneshot` is the value in records for a prefill-only request (a judge, a score, an embedding): it needs one forward
+pass over its prompt and no decode."""
 Pooling = Literal["last", "mean"]
 ExecutionClass = Literal["oneshot", "mixed", "decode"]
+"""`decode` where every sequence of a step decodes, `oneshot` where all its requests are prefill-only, else `mixed`."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 PreemptionMode = Literal["recompute", "swap"]
 
@@ -20,16 +27,16 @@ class ItemRecord(NamedTuple):
 
     seq_id: int
     phase: Phase
-    """`decode` where all but the last token were there before; `prefill` where more than that had to be computed, a
-    prompt or what a preemption dropped; `oneshot` for a request that this step answers and forgets."""
+    """`decode` where only the last token had to be computed; `prefill` where more had to be: a prompt, or what a
+    preemption dropped; `oneshot` for a prefill-only request, which ends with this step."""
     start: int
     """The position of the first row: how many tokens the cache already held."""
     num_tokens: int
-    """Rows computed of tokens that stand."""
+    """Rows of tokens that are part of the sequence."""
     remaining: int = 0
-    """Known tokens that are still to be computed after this step: a prompt that came in chunks."""
+    """Known tokens that are still to be computed after this step: the rest of a prompt in chunks."""
     num_guesses: int = 0
-    """Further rows, each of which verified a guess or stood before one in another run of guesses."""
+    """Further rows, for draft tokens: one for each, and one for each known token again in every further draft."""
 
 
 class TokenRecord(NamedTuple):
@@ -40,13 +47,13 @@ class TokenRecord(NamedTuple):
     """Where the token stands in its sequence, prompt included, counted from 0."""
     token_id: int
     text: str
-    """What this token made certain of the output text: empty while a character is incomplete or a stop string may
-    be beginning, longer than the token's own text once one turns out not to."""
+    """The output text that is certain with this token: empty while a character is incomplete or a stop string may
+    have begun; longer than the token's own text when such text turns out not to be one."""
     probability: float | None = None
-    """The model's own probability of this token, where it was asked for: softmax of the raw logits, before temperature
-    and filters."""
+    """The model's own probability of this token, where requested: softmax of the raw logits, before temperature and
+    filters."""
     logprobs: tuple[tuple[int, float], ...] | None = None
-    """The likeliest tokens and their natural log probabilities, likeliest first, where they were asked for."""
+    """The most probable tokens and their natural log probabilities, in descending order, where requested."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,19 @@ class Execution:
     """How a device launched a step's forward pass, where it has a choice."""
 
     mode: Literal["graph", "eager"]
-    """All launches at once, recorded earlier, or one by one."""
+    """`graph` replays a captured graph; `eager` launches kernel by kernel."""
     reason: str
     """Why, in a few words."""
     rows: int
     """Rows computed, padding included."""
+
+
+@dataclass(frozen=True)
+class PoolExhausted:
+    """The sequence has as many tokens as the whole cache has room for, so its length is at its end."""
+
+    num_tokens: int
+    """Tokens that the pool holds."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +85,16 @@ class FinishRecord:
     text: str = ""
     """Output text that was held back until the end."""
     stop: str | int | None = None
-    """Which stop string, or which token id, ended it."""
+    """The stop string or the token id that ended it."""
     error: str | None = None
     """What went wrong, where `reason` is `error` and it is known."""
+    why: PoolExhausted | None = None
+    """Why the sequence ended before it had all the tokens that were asked for, where `reason` is `length`."""
 
 
 @dataclass(frozen=True)
 class NoBlocks:
-    """Too few blocks for all of the sequence's tokens, after what running sequences need in this step."""
+    """Too few free blocks for the sequence's tokens, once the running sequences have what they need in this step."""
 
     needed: int
     free: int
@@ -85,14 +102,14 @@ class NoBlocks:
 
 @dataclass(frozen=True)
 class MaxNumSeqs:
-    """As many sequences run as may."""
+    """The limit of running sequences is reached."""
 
     limit: int
 
 
 @dataclass(frozen=True)
 class NoBudget:
-    """The step's tokens are all given to sequences before this one."""
+    """The step's token budget is spent on sequences before this one."""
 
     limit: int
     """Tokens that a step may compute."""
@@ -100,7 +117,7 @@ class NoBudget:
 
 @dataclass(frozen=True)
 class HostPoolFull:
-    """Too few blocks in the host's pool to swap to."""
+    """The host's pool has too few free blocks to swap to."""
 
     needed: int
     free: int
@@ -108,9 +125,10 @@ class HostPoolFull:
 
 @dataclass(frozen=True)
 class Deferred:
-    """Another sequence computes blocks that this one begins with too: next step they are there."""
+    """The sequence begins with blocks that another one is computing in this step; in the next step they are cached."""
 
-    leader: int
+    owner: int = field(metadata={FORMERLY: "leader"})
+    """The prefix owner: the sequence that computes the shared blocks."""
     num_tokens: int
     """Tokens that need not be computed twice."""
 
@@ -120,21 +138,21 @@ WaitReason = NoBlocks | MaxNumSeqs | NoBudget | Deferred
 
 @dataclass(frozen=True)
 class AdmitRecord:
-    """A sequence began to run with this step."""
+    """The scheduler admitted a sequence: it runs from this step on."""
 
     seq_id: int
     how: Literal["new", "recompute", "swap"]
-    """For the first time, or again after a preemption."""
+    """`new` for the first time; after a preemption, whether its tokens are computed again or swapped in."""
     num_cached: int
-    """Tokens that were in the cache already, or came back from the host's pool."""
+    """Tokens found in the cache, or swapped in from the host's pool."""
     num_blocks: int
-    """Blocks that it took."""
+    """Blocks allocated for it."""
 
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """A sequence that the step left out, and why. Those behind it in the queue wait for it, unless it is deferred: then
-    they may pass."""
+    """A waiting sequence that the step left out, and why. The sequences behind it in the queue wait for it, unless it is
+    deferred: a deferred sequence lets them pass."""
 
     seq_id: int
     reason: WaitReason
@@ -142,28 +160,29 @@ class WaitRecord:
 
 @dataclass(frozen=True)
 class PreemptRecord:
-    """A running sequence lost its blocks to another."""
+    """The scheduler preempted a running sequence, because a sequence needed more blocks than were free."""
 
     seq_id: int
+    """The victim."""
     victim_of: int
-    """The sequence that needed blocks; the same where it had the worst place of all itself."""
+    """The sequence that needed the blocks; the victim itself where the policy chose the sequence that asked."""
     needed: int
-    """Blocks that that one needed."""
+    """Blocks that `victim_of` needed."""
     free: int
-    """Blocks that there were."""
+    """Blocks that were free."""
     policy: str
     """How the victim was chosen: `lifo`, `least-progressed`, `priority`."""
     mode: PreemptionMode
     tokens_lost: int
-    """Computed tokens that must be computed again; 0 where they were swapped."""
+    """Computed tokens that must be computed again; 0 where they were swapped out."""
     blocks_freed: int
     fallback: HostPoolFull | None = None
-    """Why it was recomputed although swapping was asked for."""
+    """Why the mode is `recompute` although swapping was asked for."""
 
 
 @dataclass(frozen=True)
 class RejectRecord:
-    """A request that was refused when it came."""
+    """A request that was refused on arrival."""
 
     request_id: str
     message: str
@@ -171,11 +190,11 @@ class RejectRecord:
 
 @dataclass(frozen=True)
 class ArriveRecord:
-    """A request that was put in the queue since the step before."""
+    """A request that was queued since the previous step."""
 
     request_id: str
     seq_ids: tuple[int, ...]
-    """Its samples. Those after the first begin when the prompt that they share has been computed."""
+    """One for each sample. Those after the first begin when the prompt that they share has been computed."""
     num_prompt_tokens: int
     max_output_tokens: int
     arrived: float
@@ -185,44 +204,44 @@ class ArriveRecord:
 
 @dataclass(frozen=True)
 class Queues:
-    """How many sequences are where after a step."""
+    """The number of sequences in each state after a step."""
 
     waiting: int
     running: int
     swapped: int
     finished: int
-    """All that have ended since the engine was made."""
+    """Sequences that have ended since the engine was made."""
 
 
 @dataclass(frozen=True)
 class BlockSplit:
-    """A sequence was about to write into a block that others also refer to, so it got a copy of its own."""
+    """Copy-on-write: a sequence was about to write into a shared block, so it got a copy of its own."""
 
     seq_id: int
     source: int
     destination: int
     references: int
-    """How many referred to the source, this sequence included, before the split."""
+    """The reference count of the source before the split, this sequence included."""
 
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """A sequence began with keys and values that were there already."""
+    """A sequence began with cached keys and values."""
 
     seq_id: int
     num_tokens: int
-    """Tokens that need no computing."""
+    """Cached tokens."""
     blocks: tuple[int, ...]
     """The blocks that hold them; the last may be filled in part."""
 
 
 @dataclass(frozen=True)
 class BlockEvicted:
-    """A block that nobody referred to was taken for something else, and its content forgotten."""
+    """A cached block without references was allocated for other tokens, and its content dropped."""
 
     block: int
     num_tokens: int
-    """Tokens whose keys and values were in it."""
+    """Tokens whose keys and values it held."""
 
 
 CacheEvent = BlockSplit | PrefixHit | BlockEvicted
@@ -238,14 +257,14 @@ class TableRecord:
     blocks: tuple[int, ...]
     """Physical blocks, in the order of the positions that they hold."""
     computed: int
-    """Tokens whose keys and values are there."""
+    """Tokens whose keys and values are computed."""
     reserved: int
-    """Token slots owned, computed or not."""
+    """Token slots reserved, computed or not."""
 
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Every block of a cache's pool at one moment: what the picture of the pool is drawn from."""
+    """Every block of a cache's pool at one moment; the picture of the pool is drawn from it."""
 
     block_size: int
     tables: tuple[TableRecord, ...]
@@ -253,21 +272,21 @@ class BlockMap:
     reference_counts: tuple[int, ...]
     """`[num_blocks]`; 0 for a free block and for a cached one."""
     cached: tuple[int, ...]
-    """Blocks that nobody refers to and whose content can still be hit, in the order in which they will be evicted."""
+    """Blocks without references whose content can still be hit, in the order of eviction."""
     written: tuple[int, ...] = ()
     """Blocks into which the step wrote."""
 
 
 @dataclass(frozen=True)
 class CacheRecord:
-    """The cache after a step, before sequences that ended in it gave back what they held."""
+    """The cache after a step, before the blocks of sequences that ended in it are freed."""
 
     kind: str
     """`off`, `basic`, `paged` or `prefix`."""
     block_size: int
     num_blocks: int
     used_blocks: int
-    """Blocks that belong to some sequence, whether filled or merely reserved."""
+    """Blocks that a sequence or a snapshot refers to, filled or merely reserved."""
     tokens_held: int
     """Token slots that hold a computed key and value."""
     bytes_held: int
@@ -275,40 +294,40 @@ class CacheRecord:
     bytes_reserved: int
     """Bytes of the used blocks, all layers."""
     cached_blocks: int = 0
-    """Blocks that nobody refers to and whose content can still be hit."""
+    """Blocks without references whose content can still be hit."""
     slots_reserved: int = 0
     """Token slots in the used blocks, each block counted once."""
     slots_filled: int = 0
     """Of those, the ones that hold a computed key and value, shared ones counted once."""
     blocks_saved: int = 0
-    """References beyond the first: blocks that sequences would hold more if they shared none."""
+    """References beyond the first: the blocks that sequences would hold in addition if they shared none."""
     prefix_queries: int = 0
-    """Tokens of all prompts that were looked up since the cache was made."""
+    """Prompt tokens looked up since the cache was made."""
     prefix_hits: int = 0
     """Of those, the tokens that were found."""
     splits: int = 0
     """Copy-on-write copies since the cache was made."""
     evictions: int = 0
-    """Cached blocks taken for something else since the cache was made."""
+    """Cached blocks evicted since the cache was made."""
 
     @property
     def free_blocks(self) -> int:
-        """Blocks with nothing in them."""
+        """Blocks that are neither used nor cached."""
         return self.num_blocks - self.used_blocks - self.cached_blocks
 
     @property
     def utilization(self) -> float:
-        """The share of all blocks that belong to some sequence."""
+        """The share of all blocks that are used."""
         return self.used_blocks / self.num_blocks if self.num_blocks else 0.0
 
     @property
     def internal_fragmentation(self) -> float:
-        """The share of reserved slots with nothing in them."""
+        """The share of reserved slots that hold no computed key and value."""
         return 1 - self.slots_filled / self.slots_reserved if self.slots_reserved else 0.0
 
     @property
     def sharing(self) -> float:
-        """The share of blocks that sharing saves: of those that sequences would hold without it."""
+        """The share of blocks that sharing saves, of those that sequences would hold without it."""
         unshared = self.used_blocks + self.blocks_saved
         return self.blocks_saved / unshared if unshared else 0.0
 
@@ -325,13 +344,13 @@ class StepRecord:
     cache: CacheRecord
     schedule_ms: float
     forward_ms: float
-    """The model's forward pass alone, logits on the host included. On a device that computes while the host does
-    something else: what it took to launch it, and what the host then waited for it."""
+    """The model's forward pass alone, logits on the host included. With async scheduling on a device: the time to launch
+    it, and the time that the host then waited for it."""
     sample_ms: float
     started: float
     """Seconds on the engine's monotonic clock when the step began."""
     ended: float
-    """The same clock when the step's tokens existed."""
+    """The same clock when the step's tokens were known."""
     execution_class: ExecutionClass = "decode"
     queues: Queues = Queues(0, 0, 0, 0)
     admitted: tuple[AdmitRecord, ...] = ()
@@ -340,23 +359,22 @@ class StepRecord:
     rejected: tuple[RejectRecord, ...] = ()
     arrived: tuple[ArriveRecord, ...] = ()
     block_table_entries: int = 0
-    """Blocks in the tables of the sequences that took part."""
+    """Blocks in the tables of the step's sequences."""
     temporary_bytes: int = 0
-    """About what the forward's own arrays took, logits included: nothing of it outlives the step."""
+    """About the size of the forward's own arrays, logits included; all are freed with the step."""
     events: tuple[CacheEvent, ...] = ()
-    """What the step changed in the cache beyond growing it, in order."""
+    """Copy-on-write splits, hits and evictions of the step, in order."""
     blocks: BlockMap | None = None
-    """Where every block is; only where it was asked for, because it is as long as the pool."""
+    """Where every block is; only where requested, because it is as long as the pool."""
     cycles: "tuple[SpecCycle, ...]" = ()
-    """What was guessed, and what became of it."""
+    """What was drafted, and what verification made of it."""
     execution: Execution | None = None
     """How the forward was launched, on a device that may replay a captured graph."""
     planned_ahead: bool = False
-    """Whether it was planned and launched before the tokens of the step before it were known: its `schedule_ms` and its
-    launch were spent while that one ran, before `started`."""
+    """Async scheduling: the step was planned and launched before the previous step's tokens were known. Its
+    `schedule_ms` and its launch were spent while that step ran, before `started`."""
     discarded: int = 0
-    """Rows computed in vain that came to light with this step: those of sequences that had ended when the step planned
-    ahead for them was to be read."""
+    """Wasted rows found with this step: rows planned ahead for sequences that had ended meanwhile."""
 
     @property
     def tokens_computed(self) -> int:
@@ -365,12 +383,12 @@ class StepRecord:
 
     @property
     def prefill_tokens(self) -> int:
-        """Rows of prompts, of either class."""
+        """Rows of prompts, those of prefill-only requests included."""
         return sum(item.num_tokens for item in self.items if item.phase != "decode")
 
     @property
     def decode_tokens(self) -> int:
-        """Rows of sequences that were only extended."""
+        """Rows of sequences that decode, draft tokens left out."""
         return sum(item.num_tokens for item in self.items if item.phase == "decode")
 
     @property
@@ -381,7 +399,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """One request's times and work. Milliseconds throughout."""
+    """One request's times and work: seconds on the engine's clock, durations in milliseconds."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -392,7 +410,7 @@ class RequestMetrics:
     forward_ms: tuple[float, ...] = field(default=())
     """Each forward pass that this request took part in."""
     forward_tokens: tuple[int, ...] = field(default=())
-    """Rows that this request had in each of them."""
+    """This request's rows in each of them, draft tokens included."""
     admitted: float | None = None
     """Seconds on the same clock when it first began to run."""
     times_preempted: int = 0
@@ -425,24 +443,26 @@ class RequestMetrics:
     @property
     def decode_tokens_per_second(self) -> float | None:
         """Tokens after the first per second between the first and the last; None with fewer than two."""
-        if self.first_token is None or self.num_output_tokens < 2 or self.last_token == self.first_token:
+        if self.first_token is None or self.last_token is None or self.num_output_tokens < 2:
             return None
-        return (self.num_output_tokens - 1) / (self.last_token - self.first_token)
+        seconds = self.last_token - self.first_token
+        return (self.num_output_tokens - 1) / seconds if seconds else None
 
     @property
     def tokens_computed(self) -> int:
+        """Rows that went through the model for it."""
         return sum(self.forward_tokens)
 
 
 @dataclass(frozen=True)
 class EndRecord:
-    """A request whose samples have all ended. Whoever ran it makes this record of its output."""
+    """A request whose samples have all ended, made of its output."""
 
     request_id: str
     reasons: tuple[FinishReason, ...]
     """Why each sample ended."""
     metrics: tuple[RequestMetrics, ...]
-    """What each sample cost."""
+    """The metrics of each sample."""
 
 
 @dataclass(frozen=True)
@@ -463,21 +483,21 @@ class Spread:
 
 @dataclass(frozen=True)
 class TokenVerdict:
-    """What the target made of one proposed token."""
+    """The target's decision on one proposed token."""
 
     token_id: int
     accepted: bool
     target_argmax: int
-    """The target's likeliest token there, after the repetition penalty."""
+    """The target's argmax there, after the repetition penalty."""
     target_probability: float | None = None
-    """The target's own probability of the proposed token, where it was asked for: softmax of its raw logits."""
+    """The target's own probability of the proposed token, where requested: softmax of its raw logits."""
     p: float | None = None
-    """Under sampling, how likely the target's filtered distribution draws the token; None under greedy. Where several
-    drafts guess, of what those before left of that distribution."""
+    """Under sampling, the token's probability in the target's filtered distribution; None under greedy. With several
+    proposers: in the residual distribution after the proposers before this one."""
     q: float | None = None
-    """The same of the proposer's; 1 for one that guesses without odds."""
+    """The token's probability in the proposer's distribution; 1 for a proposer without probabilities."""
     draw: float | None = None
-    """Under sampling, the number in [0, 1) that decided; None if another draft's token had been taken already."""
+    """Under sampling, the number in [0, 1) that decided; None if another proposer's token was accepted already."""
 
 
 SpecReason = Literal["fixed", "wins", "turned_down", "loses", "waits", "probes", "on_again", "cannot_win"]
@@ -485,22 +505,22 @@ SpecReason = Literal["fixed", "wins", "turned_down", "loses", "waits", "probes",
 
 @dataclass(frozen=True)
 class SpecDecision:
-    """How many tokens to propose for a sequence in its next step, and why."""
+    """The draft length of a sequence in its next step, and why."""
 
     k: int
     """0 is off."""
     reason: SpecReason
     speed_up: float
-    """What the formula predicts for this `k`; for 0 what it predicts for the best other one."""
+    """The predicted speed-up with this `k`; for 0, with the best other one."""
     accept_rate: float | None
     """Accepted over proposed in the last 50 cycles; None before the first."""
     retry_in: int | None = None
-    """While it is off: output tokens until it is tried again; None if it never is."""
+    """While speculation is off: output tokens until it is tried again; None if it never is."""
 
 
 @dataclass(frozen=True)
 class SpecCycle:
-    """One turn of speculation for one sequence: what was proposed, what the target made of it, what it cost."""
+    """One cycle of speculation for one sequence: what was proposed, the target's verdicts, and the cost."""
 
     seq_id: int
     proposer: str
@@ -508,24 +528,25 @@ class SpecCycle:
     """The position of the first proposed token."""
     proposed: tuple[int, ...]
     verdicts: tuple[TokenVerdict, ...]
-    """Of the proposed tokens up to the first that was rejected: those behind it were not looked at."""
+    """Of the proposed tokens up to the first rejected one; the tokens after it are not verified."""
     emitted: tuple[int, ...]
-    """The accepted tokens and the target's own one, as far as the sequence did not end before."""
+    """The accepted tokens and the target's own one, up to the sequence's end."""
     draft_ms: float
     """This proposer's time, for all sequences of the step together."""
     target_ms: float
     """The step's forward pass, for all its sequences together."""
     decision: SpecDecision | None = None
-    """Why so many were proposed."""
+    """The decision that this cycle follows."""
     then: SpecDecision | None = None
-    """What was decided for the next cycle."""
+    """The decision for the next cycle."""
     won: bool = True
-    """Whether what was emitted is this proposer's run. Of several that guess for one sequence, one wins."""
+    """Whether the emitted tokens are this proposer's. Of several proposers for one sequence, one wins."""
     error: str | None = None
     """What ended the cycle before it was verified, such as a revoked lease."""
     release_ms: float | None = None
-    """Milliseconds from the revocation of that lease to the release of what was lent."""
+    """Milliseconds from the revocation of that lease to the release of the leased model."""
 
     @property
     def num_accepted(self) -> int:
+        """Accepted tokens."""
         return sum(verdict.accepted for verdict in self.verdicts)

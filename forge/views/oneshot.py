@@ -74,7 +74,7 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "found": sum(item.start for item in record.items if item.phase == "oneshot"),
         "blocks_held": record.cache.used_blocks,
         "waiting_for_a_leader": len(deferred),
-        "leaders": sorted({reason.leader for reason in deferred}),
+        "leaders": sorted({reason.owner for reason in deferred}),
         "forward_ms": record.forward_ms,
     }
 

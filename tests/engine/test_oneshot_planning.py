@@ -19,7 +19,7 @@ TWO = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=3)
 def deferred(record: StepRecord) -> dict[int, tuple[int, int]]:
     """Who waits for whom, and over how many tokens."""
     return {
-        one.seq_id: (one.reason.leader, one.reason.num_tokens)
+        one.seq_id: (one.reason.owner, one.reason.num_tokens)
         for one in record.waiting
         if isinstance(one.reason, Deferred)
     }

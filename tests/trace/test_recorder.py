@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from forge.trace.codec import codec_of
 from forge.trace.recorder import SCHEMA_VERSION, Trace, TraceError, TraceWriter, read_trace, write_trace
 from forge.trace.records import (
+    Deferred,
     EndRecord,
     FinishRecord,
     NoBlocks,
@@ -149,3 +150,15 @@ def test_what_was_written_can_be_read_while_the_run_goes_on(tmp_path):
 
 def test_the_header_begins_with_the_version(path):
     assert path.read_text().startswith(f'{{"forge_trace":{SCHEMA_VERSION},')
+
+
+def test_a_trace_from_before_a_field_was_renamed_still_opens():
+    reason = {"is": "Deferred", "leader": 4, "num_tokens": 48}
+    assert codec_of(WaitRecord).decode({"seq_id": 5, "reason": reason}, "") == WaitRecord(5, Deferred(4, 48))
+    assert codec_of(WaitRecord).encode(WaitRecord(5, Deferred(4, 48)))["reason"] == {
+        "is": "Deferred",
+        "owner": 4,
+        "num_tokens": 48,
+    }
+    with pytest.raises(ValueError, match="chief is no field of Deferred"):
+        codec_of(Deferred).decode({"chief": 4, "num_tokens": 48}, "")
