@@ -14,13 +14,13 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "ForgeError", "RequestOutput", "SamplingParams", "UsageError"]
 
 if TYPE_CHECKING:
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
     from forge.engine.outputs import RequestOutput
     from forge.engine.sampling_params import SamplingParams
     from forge.errors import ForgeError, UsageError
 
 _HOME = {
-    "LLM": "forge.engine.llm",
+    "LLM": "forge.llm",
     "RequestOutput": "forge.engine.outputs",
     "SamplingParams": "forge.engine.sampling_params",
     "ForgeError": "forge.errors",

@@ -23,7 +23,7 @@ from forge.errors import UsageError
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
 
 LENGTHS = (128, 1024)
 BLOCK_SIZES = (1, 16, 64)
@@ -163,7 +163,7 @@ def run(
 
     Raises `UsageError` for a model that does not exist, or a length or size of block that is none.
     """
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
 
     for name, values in (("--length", lengths), ("--block-size", block_sizes), ("--reps", [effort.steps])):
         if not values or min(values) < 1:

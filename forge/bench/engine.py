@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from forge.bench.workload import Workload, WorkloadRun
-from forge.engine.llm import LLM
+from forge.llm import LLM
 from forge.trace.lives import Life, lives_of
 from forge.trace.records import StepRecord
 from forge.trace.totals import Totals, totals_of

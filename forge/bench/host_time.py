@@ -12,7 +12,7 @@ from statistics import median, quantiles
 
 import numpy as np
 
-from forge.engine.llm import LLM
+from forge.llm import LLM
 from forge.engine.sampling_params import SamplingParams
 
 BATCHES = (1, 4, 16, 64)

@@ -169,7 +169,7 @@ def _made_up(quantization: str) -> Iterator[Path]:
 
 def _measure(path: Path, threads: int | None, on_progress: Progress) -> Measured:
     from forge.bench.forge_worker import BLOCK_SIZE, batch_of
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
     from forge.model.catalog import model_name
 
     size = measure_model(path)

@@ -20,7 +20,7 @@ from forge.trace.lives import percentile
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
 
 PARTS = ("sweep", "control", "capacity", "packing")
 CONCURRENCIES = (1, 4, 16, 64, 128)

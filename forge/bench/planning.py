@@ -10,7 +10,7 @@ from forge.bench.results import Middle
 from forge.errors import UsageError
 
 if TYPE_CHECKING:
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
 
 REQUESTS = 64
 RUBRIC_TOKENS = (100, 400, 1000)

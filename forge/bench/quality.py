@@ -23,7 +23,7 @@ import numpy as np
 from forge.errors import UsageError
 
 if TYPE_CHECKING:
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
 
 HELD_OUT = Path(__file__).with_name("held_out.txt")
 """Text that the bundled models were not trained on: documents of `models/corpus` with numbers from `HELD_OUT` on, which
@@ -144,7 +144,7 @@ def run(
     """
     if tokens < 2:
         raise UsageError(f"--tokens is at least 2, and {tokens} is less")
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
 
     loaded: dict[tuple[str, str], LLM] = {}
     for model in dict.fromkeys(models):

@@ -36,7 +36,7 @@ class EngineTurns:
 
 
 def _work(pipe, model: str, options: dict[str, Any], plan: ServePlan) -> None:
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
     from forge.engine.sampling_params import SamplingParams
 
     llm = LLM(model, **options)

@@ -14,7 +14,7 @@ from forge.errors import UsageError
 from forge.trace.speculation_summary import SpeculationSummary
 
 if TYPE_CHECKING:
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
     from forge.engine.sampling_params import SamplingParams
     from forge.trace.records import StepRecord
 

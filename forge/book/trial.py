@@ -12,7 +12,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
 
 MAX_STEPS = 1000
 """More than any trial takes, so that a bug that goes round in circles ends too."""

@@ -9,7 +9,7 @@ from forge.cli import options
 from forge.cli.running import load_model
 
 if TYPE_CHECKING:
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
 
 
 def load_answering(model: str, **given: Any) -> "LLM":

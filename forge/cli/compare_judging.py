@@ -10,7 +10,7 @@ from forge.errors import UsageError
 
 if TYPE_CHECKING:
     from forge.cli.versus import Versus
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
     from forge.views.report import Report
 
 PLANNING = {"off": False, "on": True}

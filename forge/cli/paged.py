@@ -11,7 +11,7 @@ from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chap
 from forge.cli.running import Found, load_model
 
 if TYPE_CHECKING:
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
     from forge.views.paged import PoolRun
     from forge.views.report import Report
 

@@ -16,7 +16,7 @@ from forge.errors import ForgeError
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine
-    from forge.engine.llm import LLM, Run
+    from forge.llm import LLM, Run
     from forge.engine.outputs import RequestOutput
     from forge.engine.sampling_params import SamplingParams
     from forge.trace.recorder import TraceHeader, TraceWriter
@@ -32,7 +32,7 @@ INTERRUPTED = 130
 
 def load_model(model: str, **options: Any) -> "LLM":
     """The model, loaded and ready. What takes long shows on standard error."""
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
     from forge.views.loading import LoadingBar
     from forge.views.terminal import open_error_console
 

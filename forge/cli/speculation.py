@@ -13,7 +13,7 @@ from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chap
 from forge.cli.running import Found, drive, exit_status, load_model, run_label, warm_up
 
 if TYPE_CHECKING:
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
     from forge.trace.records import StepRecord
     from forge.views.report import Report
 

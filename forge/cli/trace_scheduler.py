@@ -17,7 +17,7 @@ from forge.cli.running import (
 
 if TYPE_CHECKING:
     from forge.bench.workload import Workload
-    from forge.engine.llm import LLM
+    from forge.llm import LLM
 
 _WORKLOAD = "Requests"
 

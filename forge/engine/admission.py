@@ -14,7 +14,16 @@ from forge.engine.request_queue import RequestQueue
 from forge.engine.retained import RetainedCaches
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, PlanItem, Swap
-from forge.trace.records import AdmitRecord, Deferred, MaxNumSeqs, NoBlocks, NoBudget, WaitReason, WaitRecord
+from forge.trace.records import (
+    AdmitRecord,
+    Deferred,
+    MaxNumSeqs,
+    NoBlocks,
+    NoBudget,
+    PoolExhausted,
+    WaitReason,
+    WaitRecord,
+)
 
 MAX_DEFERRED = 256
 """Sequences that one step defers at most: those behind them are not looked at, so a long queue costs no time."""
@@ -58,7 +67,7 @@ class Admission:
                 continue
             blocked.add(sequence.prefill_only)
             if isinstance(reason, NoBlocks) and not (self._running or plan.prefill_only or plan.separate):
-                sequence.exhausted = reason  # the whole pool is too small for it
+                sequence.length_limit = PoolExhausted(self._cache.max_sequence_length)
                 plan.exhausted.append(sequence)
 
     def _note_head(self, plan: PlanBuilder) -> None:

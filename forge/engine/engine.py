@@ -56,6 +56,7 @@ from forge.trace.records import (
     FinishReason,
     FinishRecord,
     ItemRecord,
+    PoolExhausted,
     RejectRecord,
     StepRecord,
 )
@@ -339,6 +340,10 @@ class Engine:
                 task = Task(max_output_tokens > 0, score_from=1, top=params.prompt_logprobs)
         elif prefill_only:
             max_output_tokens = int(task.sample)
+        pool_size = self._limits.max_cached_len
+        is_pool_limited = (
+            not prefill_only and max_output_tokens < params.max_tokens and self._limits.longest == pool_size
+        )
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         prompt_logprobs: list[Logprobs | None] = []
         sequences = tuple(
@@ -359,6 +364,7 @@ class Engine:
                 retain_cache=retain_cache,
                 continues_from=continues_from,
                 drafts=drafts,
+                length_limit=PoolExhausted(pool_size) if is_pool_limited else None,
                 prompt_logprobs=prompt_logprobs,
             )
             for index in range(1 if prefill_only else params.n)
@@ -383,9 +389,7 @@ class Engine:
         self._timeline.arrive(arrival)
         self._arrived.append(arrival)
 
-    def _checked(
-        self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, task: Task
-    ) -> list[int]:
+    def _checked(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, task: Task) -> list[int]:
         """The prompt's tokens, if all that is asked for can be done."""
         token_ids = self._limits.checked(prompt_token_ids)
         self._limits.check_bias(params)

@@ -13,7 +13,7 @@ from forge.engine.request_queue import RequestQueue
 from forge.engine.retained import RetainedCaches
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, Swap
-from forge.trace.records import HostPoolFull, NoBlocks, PreemptRecord
+from forge.trace.records import HostPoolFull, NoBlocks, PoolExhausted, PreemptRecord
 
 
 class Preemption:
@@ -45,7 +45,7 @@ class Preemption:
                 continue
             victim = self._choose_victim(tuple(self._running.values()), sequence)
             if victim is None:
-                sequence.exhausted = shortage
+                sequence.length_limit = PoolExhausted(self._cache.max_sequence_length)
                 plan.exhausted.append(sequence)
                 return False
             self._preempt(victim, sequence, shortage, plan)

@@ -64,7 +64,9 @@ class PrefixPlanner:
 
     def num_worth_caching(self, sequence: Sequence) -> int:
         """How many of its blocks, from the first on, another sequence begins with too."""
-        return sum(1 for _ in takewhile(lambda key: key in self._seen or self._beginnings[key] > 1, sequence.prefix_keys))
+        return sum(
+            1 for _ in takewhile(lambda key: key in self._seen or self._beginnings[key] > 1, sequence.prefix_keys)
+        )
 
     def remember(self, sequence: Sequence) -> None:
         """A prefill-only sequence was computed: if its beginning comes again, it is worth caching."""

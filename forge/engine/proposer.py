@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from forge.engine.sampling import Choice, Distribution
+from forge.engine.sampling import Distribution, SampledToken
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan
@@ -121,7 +121,7 @@ NO_DRAFTS = StepDrafts()
 class Verification:
     """The tokens that one cycle emits for a sequence, and why."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[SampledToken, ...]
     """The accepted draft tokens, then one token of the target's own."""
     forks: tuple[tuple[TokenVerdict, ...], ...]
     """For each run: a verdict per draft token, up to the first that was rejected."""

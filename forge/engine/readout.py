@@ -49,7 +49,9 @@ def run_separate_forwards(items: Items[PlanItem], model: Model, storage: KvStora
     embedded = [item for item in items if item.sequence.task.needs_hidden]
     embeddings = iter(_embed(embedded, model, storage) if embedded else ())
     return [
-        SeparateResult(next(embeddings)) if item.sequence.task.needs_hidden else _read_out_in_slices(item, model, storage)
+        SeparateResult(next(embeddings))
+        if item.sequence.task.needs_hidden
+        else _read_out_in_slices(item, model, storage)
         for item in items
     ]
 

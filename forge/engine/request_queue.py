@@ -66,7 +66,9 @@ class RequestQueue:
         while True:
             heads = [
                 lane[place]
-                for lane, place, is_blocked in zip(self._lanes, places, (False in blocked, True in blocked), strict=True)
+                for lane, place, is_blocked in zip(
+                    self._lanes, places, (False in blocked, True in blocked), strict=True
+                )
                 if place < len(lane) and not is_blocked
             ]
             if not heads:

@@ -18,7 +18,7 @@ from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.engine.task import GENERATE, Readout
 from forge.model.logits import Logits, argmax_rows
-from forge.trace.records import FinishReason, FinishRecord, NoBlocks, TokenRecord
+from forge.trace.records import FinishReason, FinishRecord, TokenRecord
 
 OnLogits = Callable[[int, np.ndarray], None]
 """Called with (sequence id, logits float32 `[vocab]`) before a token is chosen. The callee owns the array."""
@@ -64,7 +64,9 @@ class Sampler:
         self._on_logits, self._report_probabilities = on_logits, report_probabilities
         self._results = StepResults()
 
-    def sample(self, plan: StepPlan, logits: StepLogits, drafts: StepDrafts, separate: Items[SeparateResult]) -> StepResults:
+    def sample(
+        self, plan: StepPlan, logits: StepLogits, drafts: StepDrafts, separate: Items[SeparateResult]
+    ) -> StepResults:
         """Choose the next tokens of every item that samples. `logits` has the rows of all items, in order."""
         results, first_row = self._results, 0
         for item in plan.items:
@@ -77,7 +79,7 @@ class Sampler:
         for item, result in zip(plan.separate, separate, strict=True):
             results.outcomes.append(self._separate_outcome(item.sequence, result))
         for sequence in plan.exhausted:
-            results.outcomes.append(self._ended(sequence, "length", why=sequence.exhausted))
+            results.outcomes.append(self._ended(sequence, "length"))
         return results
 
     def _outcome(
@@ -157,7 +159,9 @@ class Sampler:
             [logits.max_logit[span] for span in spans],
             self._report_probabilities,
         )
-        rows = [None] * len(verification.choices) if self._on_logits is None else logits.rows[spans[verification.winner]]
+        rows = (
+            [None] * len(verification.choices) if self._on_logits is None else logits.rows[spans[verification.winner]]
+        )
         outcome = self._emit(sequence, verification.choices, rows)
         # Where the sequence ended on a draft token, that one counts as its last token, whose keys are not needed.
         num_accepted = min(verification.num_accepted, len(outcome.token_ids) - 1)
@@ -195,13 +199,13 @@ class Sampler:
         stop: str | int | None = None,
         token_ids: tuple[int, ...] = (),
         error: str | None = None,
-        why: NoBlocks | None = None,
     ) -> Outcome:
         """The sequence ends with these tokens. EOS or a stop string on the last allowed one is a `stop`."""
         text = sequence.output_text.finish()
         if reason == "length" and sequence.output_text.stopped_by is not None:  # completed by the last bytes
             reason, stop = "stop", sequence.output_text.stopped_by
-        self._results.finished.append(FinishRecord(sequence.seq_id, reason, text, stop, error))
+        why = sequence.length_limit if reason == "length" else None
+        self._results.finished.append(FinishRecord(sequence.seq_id, reason, text, stop, error, why))
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
 
     def _broken(self, sequence: Sequence, error: BrokenLogits) -> Outcome:

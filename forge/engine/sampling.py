@@ -64,7 +64,7 @@ class Distribution:
         return float(self.probabilities[index]) if held else 0.0
 
 
-class Choice(NamedTuple):
+class SampledToken(NamedTuple):
     """One chosen token."""
 
     token_id: int
@@ -83,7 +83,7 @@ def choose(
     position: int,
     num_prompt_tokens: int | None = None,
     wants_probability: bool = True,
-) -> Choice:
+) -> SampledToken:
     """Choose the token at `position`.
 
     logits: float32 `[vocab]`. history: the token ids before `position`, prompt included, for the penalties, and
@@ -100,14 +100,14 @@ def choose(
     else:
         token_id = int(scores.argmax())
     if not wants_probability and params.logprobs is None:
-        return Choice(token_id, None, None)
+        return SampledToken(token_id, None, None)
     return choice_of(logits, log_sum_exp(logits, float(logits[likeliest])), token_id, params)
 
 
-def choice_of(logits: np.ndarray, log_total: float, token_id: int, params: SamplingParams) -> Choice:
+def choice_of(logits: np.ndarray, log_total: float, token_id: int, params: SamplingParams) -> SampledToken:
     """The choice of `token_id` from a row whose `log_sum_exp` is `log_total`."""
     probability = math.exp(float(logits[token_id]) - log_total)
-    return Choice(token_id, probability, top_logprobs(logits, log_total, params.logprobs, token_id))
+    return SampledToken(token_id, probability, top_logprobs(logits, log_total, params.logprobs, token_id))
 
 
 def check_logits(logits: np.ndarray) -> int:

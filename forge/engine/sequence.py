@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from forge.engine.output_text import OutputText
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import GENERATE, Logprobs, Readout, Task
-from forge.trace.records import FinishReason, NoBlocks
+from forge.trace.records import FinishReason, PoolExhausted
 
 
 @dataclass(eq=False)
@@ -62,8 +62,8 @@ class Sequence:
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     readout: Readout | None = None
     """The answer to its task, once there is one."""
-    exhausted: NoBlocks | None = None
-    """The shortage that ended it, where the pool has no block for its next token."""
+    length_limit: PoolExhausted | None = None
+    """Set where the pool, and not the request or the context, limits its length."""
 
     def add_error(self, error: str) -> None:
         """Note what went wrong. Noting it again does nothing."""

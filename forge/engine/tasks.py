@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forge.engine.answers import OneShotResult
-from forge.engine.oneshot import OneShotTask
+from forge.engine.task import Readout, Task
 from forge.errors import UsageError
 from forge.tokenizer import Tokenizer
 from forge.trace.records import Pooling
 
-Answer = Callable[[Sequence[tuple[Sequence[int], OneShotTask]]], list[OneShotResult]]
+Answer = Callable[[Sequence[tuple[Sequence[int], Task]]], list[Readout]]
 """Runs requests, each a prompt's tokens and what is wanted of it, and gives their results in order."""
 
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -71,10 +70,10 @@ def classify(prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], 
     """
     _check_labels(labels, names)
     if all(len(label) == 1 for label in labels):
-        task = OneShotTask(candidates=tuple(label[0] for label in labels))
+        task = Task(candidates=tuple(label[0] for label in labels))
         found = [result.candidates for result in answer([(prompt, task) for prompt in prompts])]
     else:
-        requests = [([*prompt, *label], OneShotTask(score_from=len(prompt))) for prompt in prompts for label in labels]
+        requests = [([*prompt, *label], Task(score_from=len(prompt))) for prompt in prompts for label in labels]
         totals = [
             math.fsum(_own(scores, token_id) for scores, token_id in zip(result.scores, label, strict=True))
             for result, label in zip(answer(requests), [*labels] * len(prompts), strict=True)
@@ -100,7 +99,7 @@ def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer
     for prompt, continuation in pairs:
         if len(prompt) + len(continuation) < 2 or not continuation:
             raise UsageError("there is nothing to score: it takes a token, and one before it")
-        requests.append(([*prompt, *continuation], OneShotTask(score_from=max(1, len(prompt)), top=top)))
+        requests.append(([*prompt, *continuation], Task(score_from=max(1, len(prompt)), top=top)))
     scored = []
     for (token_ids, task), result in zip(requests, answer(requests), strict=True):
         own = token_ids[task.score_from :]
@@ -111,7 +110,7 @@ def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer
 
 def embed(prompts: Sequence[Sequence[int]], pooling: Pooling, answer: Answer) -> np.ndarray:
     """Unit vectors: float32 `[prompts, hidden]`."""
-    task = OneShotTask(pooling=pooling)
+    task = Task(pooling=pooling)
     return np.stack([result.embedding for result in answer([(prompt, task) for prompt in prompts])])
 
 
@@ -127,7 +126,7 @@ def rerank_prompt(tokenizer: Tokenizer, query: str, document: str, instruction: 
 
 def rerank(prompts: Sequence[Sequence[int]], yes: int, no: int, answer: Answer) -> list[float]:
     """For each prompt the probability of "yes" against "no"."""
-    task = OneShotTask(candidates=(yes, no))
+    task = Task(candidates=(yes, no))
     results = answer([(prompt, task) for prompt in prompts])
     return [1 / (1 + math.exp(min(700.0, result.candidates[1] - result.candidates[0]))) for result in results]
 

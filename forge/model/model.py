@@ -5,10 +5,14 @@ from typing import Protocol
 import numpy as np
 
 from forge.cache.kv_storage import KvLayout, KvStorage, NumpyKvStorage
-from forge.errors import UsageError
+from forge.errors import ForgeError, UsageError
 from forge.model.backend import OperationTime
 from forge.model.forward_batch import ForwardBatch
 from forge.model.logits import Logits
+
+
+class ModelUnavailable(ForgeError):
+    """The model can no longer be used: it was taken back while an engine ran it."""
 
 
 class Model(Protocol):

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge.engine.engine import Engine
-from forge.engine.llm import LLM
+from forge.llm import LLM
 from forge.errors import ForgeError
 from forge.server.life import LifeBook
 from forge.server.messages import (

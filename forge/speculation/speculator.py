@@ -167,7 +167,7 @@ class Speculator:
 
     def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
         """Guess for the items that have room for it. No proposer's failure is raised."""
-        items = [item for item in plan.items if item.num_guesses]
+        items = [item for item in plan.items if item.num_draft_tokens]
         if not items:
             return NO_DRAFTS
         guesses = StepDrafts()
@@ -209,7 +209,7 @@ class Speculator:
         ms = guesses.ms[source.proposer.name] = (time.perf_counter() - started) * 1e3
         longest = 0
         for item, proposal in zip(items, proposals, strict=True):
-            proposal = proposal.cut(item.num_guesses, self.vocab_size)
+            proposal = proposal.cut(item.num_draft_tokens, self.vocab_size)
             if len(proposal):
                 longest = max(longest, len(proposal))
                 guesses.runs[item.seq_id] = (*guesses.runs.get(item.seq_id, ()), proposal)
@@ -222,7 +222,7 @@ class Speculator:
         return ProposalRequest(
             sequence.seq_id,
             sequence.token_ids,
-            item.num_guesses,
+            item.num_draft_tokens,
             sequence.params,
             sequence.seed,
             sequence.sample_index,

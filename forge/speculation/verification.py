@@ -32,7 +32,7 @@ import numpy as np
 from forge.engine.draws import Purpose, uniform
 from forge.engine.proposer import Proposal, Verification
 from forge.engine.sampling import (
-    Choice,
+    SampledToken,
     Distribution,
     check_greatest,
     check_logits,
@@ -96,14 +96,14 @@ def verify_likeliest(
     likeliest, greatest: `[K + 1]` for each proposal, of each of its rows the token with the greatest logit, and that
     logit. So this takes microseconds, where a row's probabilities would take as long as a small forward.
     """
-    choices: list[Choice] = []
+    choices: list[SampledToken] = []
     verdicts: list[list[TokenVerdict]] = [[] for _ in proposals]
     agreeing = list(range(len(proposals)))
     for index in range(max(map(len, proposals)) + 1):
         winner = agreeing[0]
         token_id = likeliest[winner][index]
         check_greatest(greatest[winner][index])
-        choices.append(Choice(token_id, None, None))
+        choices.append(SampledToken(token_id, None, None))
         guessing = [fork for fork in agreeing if index < len(proposals[fork])]
         agreeing = []
         for fork in guessing:
@@ -158,7 +158,7 @@ def _judge(
     history: Sequence[int],
     num_prompt_tokens: int | None,
     name: tuple[int, int, int],
-) -> tuple[Choice, list[TokenVerdict]]:
+) -> tuple[SampledToken, list[TokenVerdict]]:
     """The token to emit at one position, and what that says of each guess. `name` is that of the position's draws."""
     likeliest = check_logits(logits)
     scores = penalized(logits, history, params, num_prompt_tokens)

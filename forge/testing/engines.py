@@ -1,6 +1,6 @@
 """Whether a policy lets every request end with the tokens that it would have alone."""
 
-from forge.engine.llm import LLM
+from forge.llm import LLM
 from forge.engine.policies import VictimPolicy
 from forge.engine.sampling_params import SamplingParams
 

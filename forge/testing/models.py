@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forge.cache.kv_storage import KvStorage
-from forge.engine.llm import LLM
+from forge.llm import LLM
 from forge.engine.proposer import Proposer
 from forge.engine.sampling_params import SamplingParams
 from forge.model.forward_batch import ForwardBatch

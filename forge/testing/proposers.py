@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from forge.engine.llm import LLM
+from forge.llm import LLM
 from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
 

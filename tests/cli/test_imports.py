@@ -38,7 +38,7 @@ def modules_after(code: str) -> set[str]:
 def test_nothing_heavy_is_loaded(code):
     loaded = modules_after(code)
     assert not [name for name in HEAVY if name in loaded]
-    assert "forge.engine.llm" not in loaded and "forge.backends" not in loaded
+    assert "forge.llm" not in loaded and "forge.backends" not in loaded
 
 
 def test_importing_the_command_line_loads_no_view():

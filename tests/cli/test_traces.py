@@ -41,7 +41,7 @@ def test_replay_has_the_facts_of_the_run(forge, recorded):
 def test_replay_loads_no_model_and_no_engine(recorded):
     loaded = modules_after(f"from forge.cli.main import main; assert main(['replay', {recorded!r}]) == 0")
     assert not [name for name in HEAVY if name in loaded]
-    assert not {"forge.engine.llm", "forge.engine.engine", "forge.model.qwen3"} & loaded
+    assert not {"forge.llm", "forge.engine.engine", "forge.model.qwen3"} & loaded
 
 
 @pytest.mark.parametrize(

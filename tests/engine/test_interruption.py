@@ -14,7 +14,7 @@ import pytest
 
 import forge
 from forge.engine.engine import Engine
-from forge.engine.llm import Run
+from forge.llm import Run
 from forge.engine.sampling_params import SamplingParams
 from tests.engine.scripted import assert_nothing_held, complete, letters, muddled, new_engine, run_all
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from forge.engine.engine import Engine
-from forge.engine.llm import Run
+from forge.llm import Run
 from forge.engine.sampling_params import SamplingParams
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.hash_model import HashModel

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forge.engine.engine import Engine
-from forge.engine.llm import Run
+from forge.llm import Run
 from forge.engine.sampling_params import SamplingParams
 from tests.engine.scripted import assert_nothing_held, letters, muddled, new_engine
 from tests.engine.test_interruption import interrupted_at, lines_of, results

@@ -19,9 +19,7 @@ from forge.backends.devices import DEFAULT_DEVICE, check_device, create_backend,
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheFactory, CacheSize, canonical_mode, create_kv_cache
 from forge.cache.kv_storage import KV_DTYPES, KvLayout, KvStorage
 from forge.engine import tasks
-from forge.engine.answers import OneShotResult
 from forge.engine.engine import Engine
-from forge.engine.oneshot import OneShotTask
 from forge.engine.outputs import RequestOutput
 from forge.engine.policies import (
     DEFAULT_ONESHOT_MEMORY,
@@ -30,8 +28,9 @@ from forge.engine.policies import (
     SchedulerConfig,
     VictimPolicy,
 )
-from forge.engine.proposer import Proposer
+from forge.engine.proposer import NoSpeculation, Proposer
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.task import Readout, Task
 from forge.errors import ForgeError, UsageError
 from forge.model.backend import OperationTime
 from forge.model.catalog import DEFAULT_MODEL
@@ -205,7 +204,6 @@ class LLM:
             self.max_model_len,
             config,
             scratch,
-            Speculator(max_k=self._max_k, vocab_size=model.vocab_size, fixed=self._speculate_fixed),
         )
         engine.checks_invariants = self._check
         return engine
@@ -309,10 +307,10 @@ class LLM:
 
     def answer(
         self,
-        requests: Sequence[tuple[Sequence[int], OneShotTask]],
+        requests: Sequence[tuple[Sequence[int], Task]],
         on_step: Callable[[StepRecord], None] = lambda record: None,
         on_progress: Progress = lambda done, of: None,
-    ) -> list[OneShotResult]:
+    ) -> list[Readout]:
         """Run requests that keep nothing, each a prompt's tokens and what is wanted of it; their results in order.
 
         Other work of the engine advances with them. All or none are queued. on_progress: called after each step with
@@ -324,7 +322,7 @@ class LLM:
             try:
                 for token_ids, task in requests:
                     request_id = f"request-{next(self._request_ids)}"
-                    engine.add_oneshot(request_id, token_ids, task)
+                    engine.add_request(request_id, token_ids, SamplingParams(), task=task)
                     request_ids.append(request_id)
                 waiting = request_ids
                 while waiting := [request_id for request_id in waiting if engine.is_unfinished(request_id)]:
@@ -337,12 +335,12 @@ class LLM:
                     engine.abort(request_id)
                     engine.forget(request_id)
 
-    def _answer_to(self, request_id: str) -> OneShotResult:
+    def _answer_to(self, request_id: str) -> Readout:
         """Raises `ForgeError` if there is none."""
-        result = self.engine.result(request_id)
-        if result is None:
-            raise ForgeError("; ".join(self.engine.output(request_id).outputs[0].errors) or "the request was aborted")
-        return result
+        output = self.engine.output(request_id).outputs[0]
+        if output.readout is None:
+            raise ForgeError("; ".join(output.errors) or "the request was aborted")
+        return output.readout
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """The logits after each of `token_ids`: float32 `[len(token_ids), vocab_size]`.
@@ -363,8 +361,8 @@ class LLM:
             context_lens=np.array([length], np.int32),
             logit_rows=rows,
         )
-        with self.engine.lock, self.engine.lease.use() as model:
-            return np.asarray(model.forward(batch, self._new_storage(model, num_blocks, block_size)))
+        with self.engine.lock:
+            return np.asarray(self.model.forward(batch, self._new_storage(self.model, num_blocks, block_size)))
 
     def speculate_with(self, mode: str | Proposer, draft: str | Path | Sequence[str | Path] = ()) -> None:
         """From the next step on, guess by `draft` (the bundled one, or those given), by `ngram`, by a proposer of one's
@@ -375,7 +373,11 @@ class LLM:
         drafts = [draft] if isinstance(draft, str | Path) else draft
         proposers = load_proposers(checked_mode(mode, DEFAULT_K), drafts, self._target)
         with self.engine.lock:
-            self.engine.speculation.set_proposers(proposers)
+            if proposers:
+                limits = {"max_k": self._max_k, "vocab_size": self.model.vocab_size, "fixed": self._speculate_fixed}
+                self.engine.speculation = Speculator(proposers, **limits)
+            else:
+                self.engine.speculation = NoSpeculation()
 
     @property
     def model(self) -> Model:
@@ -509,7 +511,8 @@ class ChatSession:
     def __init__(self, llm: LLM, system: str | None = None):
         self._llm = llm
         self._system = system
-        self._kept: int | None = None
+        self._retained: int | None = None
+        """The sequence whose cache is retained for the next turn."""
         self._turn: ChatTurn | None = None
         self.messages: list[dict[str, str]] = []
         self.reset()
@@ -519,9 +522,9 @@ class ChatSession:
         with self._llm.engine.lock:
             self._end_turn()
             self.messages = [{"role": "system", "content": self._system}] if self._system else []
-            if self._kept is not None:
-                self._llm.engine.release(self._kept)
-                self._kept = None
+            if self._retained is not None:
+                self._llm.engine.release(self._retained)
+                self._retained = None
 
     def send(self, text: str, params: SamplingParams | None = None) -> "ChatTurn":
         """Begin the assistant's answer to `text`. An answer that has not ended is aborted first.
@@ -542,8 +545,8 @@ class ChatSession:
                 tokenizer.encode(rendered, allow_special=True),
                 params,
                 prompt=rendered,
-                keep_cache=True,
-                continues=self._kept if self._kept is not None and engine.is_kept(self._kept) else None,
+                retain_cache=True,
+                continues_from=self._retained,
             )
         self._turn = ChatTurn(self, messages, engine, [(request_id, seq_ids)])
         return self._turn
@@ -556,7 +559,11 @@ class ChatSession:
     def _join(self, messages: list[dict[str, str]], answer: str, seq_id: int) -> None:
         """A turn has ended: its messages are the conversation now, and its cache the one to continue."""
         self.messages = [*messages, {"role": "assistant", "content": answer}]
-        self._kept = seq_id
+        engine = self._llm.engine
+        if engine.is_retained(seq_id):
+            if self._retained is not None:
+                engine.release(self._retained)
+            self._retained = seq_id
 
 
 class ChatTurn(Run):
