@@ -18,7 +18,7 @@ from forge.backends.reference import ReferenceOperations
 from forge.cache.kv_storage import BlockCopy
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache, PrefixTable
-from forge.engine.choosing import Choices
+from forge.engine.sampler import Sampler
 from forge.engine.sequence import Sequence as TokenSequence
 from forge.errors import UsageError
 
@@ -126,7 +126,7 @@ def _in_flight_hit() -> Iterator[None]:
 @contextmanager
 def _full_hit() -> Iterator[None]:
     """All of a prompt may come from the cache, its last token too."""
-    with patch.object(TokenSequence, "most_cached", property(lambda sequence: len(sequence.token_ids))):
+    with patch.object(TokenSequence, "max_cacheable_tokens", property(lambda sequence: len(sequence.token_ids))):
         yield
 
 

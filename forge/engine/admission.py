@@ -68,7 +68,7 @@ class Admission:
             blocked.add(sequence.prefill_only)
             if isinstance(reason, NoBlocks) and not (self._running or plan.prefill_only or plan.separate):
                 sequence.length_limit = PoolExhausted(self._cache.max_sequence_length)
-                plan.exhausted.append(sequence)
+                plan.exhausted.append(sequence.seq_id)
 
     def _note_head(self, plan: PlanBuilder) -> None:
         """Without blocks for the running sequences there are none for the first that waited before the victims."""

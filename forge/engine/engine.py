@@ -168,6 +168,8 @@ class Engine:
             read = time.perf_counter() if self._async is not None else launched
             sampler = Sampler(self._eos_token_ids, self.speculation, self.on_logits, self.report_probabilities)
             results = sampler.sample(step.plan, logits, step.drafts, step.separate)
+            for seq_id in step.plan.exhausted:
+                sampler.end(self.scheduler.find(seq_id))
             forward_ms, ended = step.launch_ms + (read - launched) * 1e3, time.perf_counter()
             times = StepTimes(started, ended, step.schedule_ms, forward_ms, (ended - read) * 1e3)
             record = self._commit(step, results, times)
@@ -262,6 +264,9 @@ class Engine:
             discarded=self._async.take_wasted_rows() if self._async is not None else 0,
         )
         self._timeline.add(record)
+        for arrival in arrived:
+            if arrival.request_id not in self._requests:  # it was aborted and forgotten before it was in a record
+                self._forget_timelines(arrival.seq_ids)
         return record
 
     def _end_all(self, error: ModelUnavailable) -> StepRecord:
@@ -445,10 +450,13 @@ class Engine:
         request = self._requests[request_id]
         assert not request.is_unfinished, "it is still running"
         self._begin()
-        for sequence in request.sequences:
-            self._timeline.forget(sequence.seq_id)
+        self._forget_timelines(request.seq_ids)
         del self._requests[request_id]
         self._operating = False
+
+    def _forget_timelines(self, seq_ids: tuple[int, ...]) -> None:
+        for seq_id in seq_ids:
+            self._timeline.forget(seq_id)
 
     def is_retained(self, seq_id: int) -> bool:
         """True if an ended sequence's cache can be continued. It is released when others need its blocks."""

@@ -2,12 +2,12 @@
 
 To add a policy, write one function; pass it as it is, or enter it in its table to give it a name.
 
-A victim policy chooses among all running sequences, the one that asks for blocks (the requester) included. What follows:
+What follows from each victim policy, where a running sequence (the requester) asks for a block and there is none:
 
 | | `lifo` | `least-progressed` | order `priority` |
 | --- | --- | --- | --- |
 | gives way | the newest, as in vLLM | the one with the fewest output tokens | the one that would be admitted last |
-| the requester is chosen | it gives way itself; older ones keep their blocks | the same | the same |
+| the requester | gives way itself if it is the newest | never gives way | gives way itself if it is the last |
 | one sequence runs alone | it ends with reason `length`: the pool is its limit | the same | the same |
 | a swapped-in sequence | newest again: it counts from its last admission | by its output tokens | by its priority |
 | samples of one request (forks) | the later sample first | the later sample, of equals | the later sample, of equals |
@@ -47,10 +47,9 @@ def lifo(running: Items[Sequence], requester: Sequence) -> Sequence | None:
 
 
 def least_progressed(running: Items[Sequence], requester: Sequence) -> Sequence | None:
-    """The one with the fewest output tokens, of equals the newest; also when it is the requester."""
-    if len(running) < 2:
-        return None
-    return min(running, key=lambda one: (one.num_output_tokens, -one.arrival, -one.seq_id))
+    """The one with the fewest output tokens, of equals the newest. Never the requester."""
+    others = (sequence for sequence in running if sequence is not requester)
+    return min(others, key=lambda one: (one.num_output_tokens, -one.arrival, -one.seq_id), default=None)
 
 
 def worst_placed(running: Items[Sequence], requester: Sequence) -> Sequence | None:

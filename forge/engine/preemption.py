@@ -46,7 +46,7 @@ class Preemption:
             victim = self._choose_victim(tuple(self._running.values()), sequence)
             if victim is None:
                 sequence.length_limit = PoolExhausted(self._cache.max_sequence_length)
-                plan.exhausted.append(sequence)
+                plan.exhausted.append(sequence.seq_id)
                 return False
             self._preempt(victim, sequence, shortage, plan)
             if victim is sequence:

@@ -59,12 +59,12 @@ class PrefillOnly:
         At least one is admitted per step, however large, so that none starves.
         """
         budget = self._budget_of(plan)
+        if budget.tokens <= 0:
+            return NoBudget(plan.limit)
         hit = self._whole_blocks(sequence)
         deferral = self._planner.deferral(sequence, hit.num_tokens, plan) if sequence.prefix_keys else None
         if deferral is not None:
             return deferral
-        if budget.tokens <= 0:
-            return NoBudget(plan.limit)
         length = len(sequence.token_ids)
         num_rows = length - hit.num_tokens
         logit_rows = sequence.task.logit_rows(hit.num_tokens, length)

@@ -78,9 +78,11 @@ class Sampler:
             first_row = row + sum([len(run) + 1 for run in runs]) if runs else row + 1
         for item, result in zip(plan.separate, separate, strict=True):
             results.outcomes.append(self._separate_outcome(item.sequence, result))
-        for sequence in plan.exhausted:
-            results.outcomes.append(self._ended(sequence, "length"))
         return results
+
+    def end(self, sequence: Sequence) -> None:
+        """End a sequence for which the pool has no more blocks, as it is."""
+        self._results.outcomes.append(self._ended(sequence, "length"))
 
     def _outcome(
         self, item: PlanItem, runs: tuple[Proposal, ...], logits: StepLogits, first_row: int, row: int
@@ -210,6 +212,7 @@ class Sampler:
 
     def _broken(self, sequence: Sequence, error: BrokenLogits) -> Outcome:
         """A sequence ends because its logits are not numbers."""
+        sequence.readout = None
         sequence.add_error(str(error))
         return self._ended(sequence, "error", error=str(error))
 

@@ -101,6 +101,10 @@ class Scheduler:
             yield sequence
             yield from sequence.forks
 
+    def find(self, seq_id: int) -> Sequence:
+        """A sequence that runs or waits in the queue. Raises `KeyError` for any other."""
+        return self.running[seq_id] if seq_id in self.running else self.queue.find(seq_id)
+
     @property
     def waiting(self) -> list[Sequence]:
         """The sequences in the queue, in order, but for those whose blocks are in the host pool."""
@@ -228,7 +232,7 @@ class Scheduler:
                 cache.commit(item.seq_id, token_ids[item.start : item.start + item.num_tokens])
             if outcome.forked:
                 copies += self._begin_samples(item.sequence, outcome.forked)
-        ended += zip(plan.exhausted, outcomes[len(items) :], strict=True)
+        ended += [(self.find(outcome.seq_id), outcome) for outcome in outcomes[len(items) :]]
         self.stats = cache.stats()
         self.block_map = cache.block_map() if self.keep_block_map else None
         for sequence, outcome in ended:

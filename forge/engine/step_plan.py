@@ -76,7 +76,7 @@ class StepPlan:
     waiting: tuple[WaitRecord, ...] = ()
     """Sequences that had to wait, with the reason: the heads of the queue's lanes, and all that were deferred."""
     preempted: tuple[PreemptRecord, ...] = ()
-    exhausted: tuple[Sequence, ...] = ()
+    exhausted: tuple[int, ...] = ()
     """Sequences for which there will never be another block: they end as they are."""
     ahead: bool = False
     """True if it was made before the tokens of the step before it were known."""
@@ -117,7 +117,7 @@ class PlanBuilder:
     admitted: list[AdmitRecord] = field(default_factory=list)
     waiting: list[WaitRecord] = field(default_factory=list)
     preempted: list[PreemptRecord] = field(default_factory=list)
-    exhausted: list[Sequence] = field(default_factory=list)
+    exhausted: list[int] = field(default_factory=list)
     prefix_owners: dict[int, int] = field(default_factory=dict)
     """For each block that this step computes, by its prefix key, the sequence that computes it."""
 

@@ -60,7 +60,7 @@ class Ask(NamedTuple):
 
 
 class AskOneShots(NamedTuple):
-    """Requests that keep nothing, each a prompt's tokens and a `OneShotTask`: answered together, when all are there."""
+    """Requests that keep nothing, each a prompt's tokens and a `Task`: answered together, when all are there."""
 
     number: int
     requests: list[tuple[list[int], Any]]

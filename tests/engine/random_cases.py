@@ -139,7 +139,7 @@ def new_engine(case: Case, max_model_len: int = MAX_MODEL_LEN) -> Engine:
         max_model_len,
         config,
         scratch,
-        speculation=new_speculator(case),
+        speculation=new_speculator(case) if case.drafts else None,
     )
 
 
@@ -248,7 +248,6 @@ class Play:
     def _watch(self) -> None:
         """Look at each plan as it is made, and interrupt the forward passes that are to be interrupted."""
         schedule, forward = self.scheduler.schedule, self.engine.model.forward
-        look_ahead = self.engine._look_ahead
 
         def watched() -> StepPlan:
             before = list(self.scheduler.running)
@@ -256,12 +255,12 @@ class Play:
             self.check_plan(self.plan, before)
             return self.plan
 
-        def looking(flight):
-            assert self.engine.scheduler.running or not flight.plan.ahead, "a step for nobody"
-            following = look_ahead(flight)
+        def planning(plan: StepPlan) -> StepPlan | None:
+            assert self.scheduler.running or not plan.ahead, "a step without sequences"
+            following = plan_next(plan)
             if following is not None:
-                self.check_writes(following.plan)
-                assert following.plan.items and not self.scheduler.may_admit()
+                self.check_writes(following)
+                assert following.items and not asynchronous.may_admit()
             return following
 
         def interrupting(batch, storage):
@@ -273,7 +272,9 @@ class Play:
             return logits
 
         self.scheduler.schedule, self.engine.model.forward = watched, interrupting
-        self.engine._look_ahead = looking
+        asynchronous = self.engine._async
+        if asynchronous is not None:
+            plan_next, asynchronous._plan_next = asynchronous._plan_next, planning
 
     def run(self) -> Counter[str]:
         step, waiting = 0, dict(enumerate(self.case.requests))
@@ -318,9 +319,13 @@ class Play:
         self.scheduler.check_invariants()
 
     def check_plan(self, plan: StepPlan, running_before: list[int]) -> None:
-        case, scheduler = self.case, self.scheduler
-        assert plan.items or plan.oneshots or plan.exhausted, "a step in which nothing happens"
-        assert plan.num_tokens <= scheduler._budget, "more tokens than the budget"
+        case, scheduler, whole = self.case, self.scheduler, plan
+        assert plan.items or plan.separate or plan.exhausted, "a step in which nothing happens"
+        generations = [item for item in plan.items if item.phase != "oneshot"]
+        plan = replace(plan, items=tuple(generations), separate=(), exhausted=plan.exhausted)
+        largest = max((item.num_tokens for item in generations), default=0)
+        limit = scheduler._token_budget if case.chunked_prefill else max(scheduler._token_budget, largest)
+        assert plan.num_tokens <= limit, "more tokens than the budget"
         undeferred = [one for one in plan.waiting if not isinstance(one.reason, Deferred)]
         assert len(undeferred) <= 2, "more than the heads of the two queues wait for lack of something"
         admitted = [one.seq_id for one in plan.admitted]
@@ -335,9 +340,8 @@ class Play:
         self.check_shares(plan, left)
         for one in plan.preempted:
             assert one.needed > one.free
-            assert one.victim_of != one.seq_id or case.order == "priority"
             assert one.fallback is None or (one.mode == "recompute" and one.fallback.needed > one.fallback.free)
-        self.check_writes(plan)
+        self.check_writes(whole)
 
     def check_shares(self, plan: StepPlan, left: list[int]) -> None:
         """Decodes come first and nobody keeps them waiting; without chunks they do not mix with prompts."""
@@ -356,13 +360,10 @@ class Play:
     def check_writes(self, plan: StepPlan) -> None:
         """No slot is written twice, and no block that anyone else has."""
         size, slots = self.case.block_size, []
-        for item in plan.items:
-            for position in range(item.start, item.start + item.num_tokens + item.num_guesses):
+        for item in (*plan.items, *plan.separate):
+            for position in range(item.start, item.start + item.num_tokens + item.num_draft_tokens):
                 for table in (item.block_table, *(fork.block_table for fork in item.forks)):
                     slots.append(table[position // size] * size + position % size)
-        for one in plan.oneshots:
-            for position in range(one.item.start, one.item.start + one.item.num_tokens):
-                slots.append(one.item.block_table[position // size] * size + position % size)
         assert len(set(slots)) == len(slots), "two rows write one slot"
         pool = getattr(self.scheduler.cache, "pool", None)
         slots = [slot for slot in slots if pool is not None and slot < pool.num_blocks * size]
@@ -373,7 +374,7 @@ class Play:
         scheduler, seen = self.scheduler, self.seen
         queues = record.queues
         assert (queues.waiting, queues.running, queues.swapped) == tuple(
-            map(len, ([*scheduler.waiting, *scheduler.oneshots.requests()], scheduler.running, scheduler.swapped))
+            map(len, (scheduler.waiting, scheduler.running, scheduler.swapped))
         )
         for token in record.tokens:
             said = self.said[token.seq_id]
@@ -397,7 +398,7 @@ class Play:
         seen["accepted"] += sum(sum(verdict.accepted for verdict in cycle.verdicts) for cycle in record.cycles)
         seen["rejected"] += sum(not verdict.accepted for cycle in record.cycles for verdict in cycle.verdicts)
         seen["chunk"] += any(item.remaining for item in record.items)
-        seen["published"] += any(one.num_published > one.item.start for one in self.plan.oneshots)
+        seen["published"] += any(one.num_published > one.start for one in self.plan.items)
         seen["mixed"] += len({item.phase for item in record.items}) > 1
 
     def check_outputs(self) -> None:
@@ -417,22 +418,23 @@ class Play:
                 got = found.token_ids, found.text, found.finish_reason
                 assert got == (token_ids, text, reason), f"request {index}: {got}, alone {(token_ids, text, reason)}"
             if output.outputs[0].finish_reason != "abort":
-                self.seen["oneshot"] += str(index) in self.engine._oneshots
+                self.seen["oneshot"] += self.engine._requests[str(index)].sequences[0].prefill_only
                 assert output.prompt_logprobs == prompt_logprobs, f"request {index}: other prompt log probabilities"
             self.engine.forget(str(index))
 
     def check_nothing_is_held(self) -> None:
         scheduler, stats = self.scheduler, self.engine.cache.stats()
         assert (stats.used_blocks, stats.tokens_held) == (0, 0), "blocks are still held"
-        assert not (scheduler.oneshots or scheduler.waiting or scheduler.running or scheduler.swapped or scheduler.kept)
+        assert not (scheduler.queue or scheduler.running or scheduler.swapped or scheduler.retained)
         assert scheduler.host.num_free == scheduler.host.num_blocks, "the host's pool is not empty"
-        assert not (self.engine._requests or self.engine._work or self.engine._rows._tables)
+        assert not (self.engine._requests or self.engine._timeline.requests() or self.engine._batch_builder._tables)
         for draft in self.engine.speculation.proposers:
             assert draft.cache.stats().used_blocks == 0, "a draft still holds blocks"
         assert scheduler.num_finished == len(self.said)
-        assert self.engine._ahead is None, "a step is in flight for nobody"
+        asynchronous = self.engine._async
+        assert asynchronous is None or asynchronous.in_flight is None, "a step is in flight without sequences"
         if not self.seen["interrupted"]:
-            assert self.rows["computed"] == self.rows["told"] + self.engine._in_vain, "rows that no record tells of"
+            assert self.rows["computed"] == self.rows["told"] + (asynchronous.wasted_rows if asynchronous else 0), "rows that no record tells of"
 
 
 # Cutting a failure down

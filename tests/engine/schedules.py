@@ -33,16 +33,15 @@ def sequence(seq_id: int, tokens: int = 3, max_tokens: int = 9, **options) -> Se
 def outcomes_of(scheduler: Scheduler, plan: StepPlan, ending: tuple[int, ...] = ()) -> list[Outcome]:
     """Token 7 for every item that samples, and for each fork that begins with it; `length` for the exhausted."""
 
-    def outcome(seq_id: int, samples: bool) -> Outcome:
-        length = len(scheduler.find(seq_id).token_ids)
-        return Outcome(seq_id, length, (7,) if samples else (), "length" if seq_id in ending else None)
+    def outcome(one: Sequence, samples: bool) -> Outcome:
+        reason = "length" if one.seq_id in ending else None
+        return Outcome(one.seq_id, len(one.token_ids), (7,) if samples else (), reason)
 
     outcomes = []
     for item in plan.items:
-        forks = scheduler.running[item.seq_id].forks if item.samples else ()
-        forked = tuple(outcome(fork.seq_id, True) for fork in forks)
-        outcomes.append(outcome(item.seq_id, item.samples)._replace(forked=forked))
-    return outcomes + [outcome(seq_id, False)._replace(finish_reason="length") for seq_id in plan.exhausted]
+        forked = tuple(outcome(fork, True) for fork in item.sequence.forks if item.samples)
+        outcomes.append(outcome(item.sequence, item.samples)._replace(forked=forked))
+    return outcomes + [outcome(one, False)._replace(finish_reason="length") for one in map(scheduler.find, plan.exhausted)]
 
 
 def admitted(plan: StepPlan) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from forge.engine.engine import Engine
 from forge.engine.outputs import CompletionOutput
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
-from forge.speculation.speculator import Speculator
+from forge.engine.proposer import Speculation
 from forge.trace.records import StepRecord
 
 Script = Callable[[list[int]], int | np.ndarray]
@@ -89,7 +89,7 @@ def new_engine(
     max_num_seqs: int = 4,
     num_blocks: int | None = None,
     block_size: int = 4,
-    speculation: Speculator | None = None,
+    speculation: Speculation | None = None,
     **scheduling,
 ) -> Engine:
     size = CacheSize(max_model_len, max_num_seqs, block_size, 8, num_blocks)
@@ -132,6 +132,6 @@ def assert_nothing_held(engine: Engine) -> None:
     stats = engine.cache.stats()
     assert (stats.used_blocks, stats.tokens_held) == (0, 0)
     assert not engine.has_unfinished()
-    assert not engine.scheduler.kept
+    assert not engine.scheduler.retained
     assert engine._requests == {}
-    assert engine._work == {}
+    assert engine._timeline.requests() == ()

@@ -77,9 +77,9 @@ def lines_of(call: Callable[[], object]) -> int:
     return count
 
 
-def busy_engine(kv: str, steps: int) -> tuple[Engine, Run]:
+def busy_engine(kv: str, steps: int, max_num_seqs: int = 3) -> tuple[Engine, Run]:
     """Three requests, four sequences, room for three; `steps` steps done. The last shares letters with another."""
-    engine = new_engine(muddled, kv=kv, max_num_seqs=3)
+    engine = new_engine(muddled, kv=kv, max_num_seqs=max_num_seqs)
     ids = {name: engine.add_request(name, letters(text), params) for name, (text, params) in REQUESTS.items()}
     run = Run(engine, list(ids.items()))
     for _ in range(steps):
@@ -186,7 +186,8 @@ def test_nothing_stays_held_when_the_forward_is_interrupted(place):
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    engine, run = busy_engine("basic", 1)
+    steps, max_num_seqs = (0, 4) if place == "copy_blocks" else (1, 3)  # the first step copies blocks for a sample
+    engine, run = busy_engine("basic", steps, max_num_seqs)
     owner = {"forward": engine.model, "copy_blocks": engine.storage, "on_logits": engine}[place]
     original = getattr(owner, place)
     setattr(owner, place, interrupt)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from forge import LLM, ForgeError, SamplingParams, UsageError
-from forge.engine import choosing
+from forge.engine import sampler
 from forge.engine import llm as llm_module
 from forge.engine.sampling import BrokenLogits
 from tests.small_models import write_small_qwen3
@@ -53,7 +53,7 @@ def assert_nothing_held(llm: LLM) -> None:
     engine = llm.engine
     engine.scheduler.check_invariants()
     assert engine.cache.stats().used_blocks == 0
-    assert (engine._requests, engine._work, engine.on_logits) == ({}, {}, None)
+    assert (engine._requests, engine._timeline.requests(), engine.on_logits) == ({}, (), None)
     assert not engine.has_unfinished()
 
 
@@ -363,7 +363,7 @@ def test_logits_kept_of_a_step_that_failed_are_not_kept_twice(basic, monkeypatch
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         for record in run:
             if record.tokens[0].position > 4:
-                patch.setattr(choosing, "check_greatest", interrupt)
+                patch.setattr(sampler, "argmax_rows", interrupt)
     list(run)
 
     assert np.array_equal(np.array(run.logits), expected)

@@ -220,12 +220,12 @@ def test_a_revoked_lease_ends_everybody_with_the_next_step():
 
 def test_a_kept_cache_is_continued_where_its_sequence_ended_with_a_row_in_flight():
     engine, first_prompt = engine_of(), (2, 1)
-    (kept,) = engine.add_request("first", first_prompt, SamplingParams(max_tokens=22), keep_cache=True)
+    (kept,) = engine.add_request("first", first_prompt, SamplingParams(max_tokens=22), retain_cache=True)
     first = run_all(engine)
     said = engine.output("first").outputs[0].token_ids
     assert engine.output("first").outputs[0].finish_reason == "stop" and first[-1].discarded == 1
     prompt = (*first_prompt, *said, 2)
-    engine.add_request("second", prompt, ON, continues=kept)
+    engine.add_request("second", prompt, ON, continues_from=kept)
     second = run_all(engine)
 
     assert second[0].admitted[0].num_cached >= len(prompt) - 2

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from forge.engine.engine import Engine
-from forge.engine.oneshot import OneShotTask
+from forge.engine.task import Task
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 from tests.engine.scripted import assert_nothing_held, letters, muddled, new_engine, run_all
@@ -79,34 +79,34 @@ def test_who_keeps_nothing(prompt, options, config, expected):
 
 def test_one_whose_cache_is_to_be_continued_is_a_generation():
     engine = engine_of("paged")
-    engine.add_request("r", letters("ab"), SamplingParams(max_tokens=1), keep_cache=True)
+    engine.add_request("r", letters("ab"), SamplingParams(max_tokens=1), retain_cache=True)
     assert engine.step().execution_class == "mixed"
 
 
 def test_a_task_is_always_one():
     engine = engine_of("paged", oneshot=False)
-    engine.add_oneshot("r", letters("ab"), OneShotTask(candidates=(1, 2)))
+    engine.add_request("r", letters("ab"), SamplingParams(), task=Task(candidates=(1, 2)))
     assert engine.step().execution_class == "oneshot"
-    assert len(engine.result("r").candidates) == 2
+    assert len(engine.output("r").outputs[0].readout.candidates) == 2
 
 
 @pytest.mark.parametrize(
     ("prompt", "task", "message"),
     [
-        pytest.param([], OneShotTask(sample=True), "the prompt is empty", id="empty"),
-        pytest.param([1] * 65, OneShotTask(sample=True), "65 tokens and the context holds 64", id="too long"),
-        pytest.param([999], OneShotTask(sample=True), "token id 999", id="no such token"),
-        pytest.param([1], OneShotTask(candidates=(1, 99)), "token id 99", id="no such candidate"),
-        pytest.param([1], OneShotTask(sample=True), "logit_bias: token id 28", id="no such token in its bias"),
+        pytest.param([], Task(sample=True), "the prompt is empty", id="empty"),
+        pytest.param([1] * 65, Task(sample=True), "65 tokens and the context holds 64", id="too long"),
+        pytest.param([999], Task(sample=True), "token id 999", id="no such token"),
+        pytest.param([1], Task(candidates=(1, 99)), "token id 99", id="no such candidate"),
+        pytest.param([1], Task(sample=True), "logit_bias: token id 28", id="no such token in its bias"),
     ],
 )
 def test_a_request_that_cannot_run_is_refused_and_nothing_changes(prompt, task, message):
     engine = engine_of()
     params = SamplingParams(logit_bias={28: 1.0} if "bias" in message else None)
     with pytest.raises(UsageError, match=message):
-        engine.add_oneshot("r", prompt, task, params)
+        engine.add_request("r", prompt, params, task=task)
     assert not engine.has_unfinished()
-    engine.add_oneshot("r", [1], OneShotTask(sample=True))
+    engine.add_request("r", [1], SamplingParams(), task=Task(sample=True))
     assert [one.request_id for one in engine.step().rejected] == ["r"]
 
 
@@ -133,11 +133,12 @@ def test_without_shared_prefixes_the_blocks_do_not_move(kv):
     ask(engine, "abcdefgh", "abcdefghijk", "xyz")
     plan = engine.scheduler.schedule()
 
-    assert len(plan.oneshots) == 3
+    prefill_only = [item for item in plan.items if item.phase == "oneshot"]
+    assert len(prefill_only) == 3
     after = engine.cache.stats()
     assert after._replace(slots_reserved=0) == before._replace(slots_reserved=0)
     own = engine.scheduler.running[0]
-    assert not any(one.request.seq_id in engine.cache for one in plan.oneshots)
+    assert not any(one.seq_id in engine.cache for one in prefill_only)
     assert own.seq_id in engine.cache
 
 
@@ -146,11 +147,11 @@ def test_what_moves_is_the_prefix_that_others_want_too():
     ask(engine, "abcdefgh" + "ij", "abcdefgh" + "kl", "mnopqrstuv")
     plan = engine.scheduler.schedule()
 
-    assert [one.num_published for one in plan.oneshots] == [8, 0], "the leader, and the one that shares nothing"
+    assert [one.num_published for one in plan.items] == [8, 0], "the leader, and the one that shares nothing"
     held = engine.cache.stats()
     assert (held.used_blocks, held.cached_blocks) == (2, 0)
     pool = engine.cache.pool.num_blocks
-    tables = [one.item.block_table for one in plan.oneshots]
+    tables = [one.block_table for one in plan.items]
     assert [sum(block < pool for block in table) for table in tables] == [2, 0]
     assert len({block for table in tables for block in table}) == sum(map(len, tables)), "nobody shares scratch"
 
@@ -194,28 +195,28 @@ def test_the_records_account_for_it():
 def test_a_prompt_pays_for_one_row_of_logits(kv):
     engine = engine_of(kv)
     ask(engine, "abcdefghijklmnop")
-    (one,) = engine.scheduler.schedule().oneshots
-    assert one.item.logit_rows == range(15, 16)
+    (one,) = engine.scheduler.schedule().items
+    assert one.logit_rows == range(15, 16)
 
 
 @pytest.mark.parametrize(
     ("task", "rows"),
     [
-        (OneShotTask(sample=True), range(9, 10)),
-        (OneShotTask(candidates=(1,)), range(9, 10)),
-        (OneShotTask(score_from=1), range(0, 9)),
-        (OneShotTask(score_from=1, sample=True), range(0, 10)),
-        (OneShotTask(score_from=7), range(6, 9)),
-        (OneShotTask(score_from=9), range(8, 9)),
-        (OneShotTask(pooling="last"), range(9, 10)),
-        (OneShotTask(pooling="mean"), range(0, 10)),
-        (OneShotTask(), range(9, 9)),
+        (Task(sample=True), range(9, 10)),
+        (Task(candidates=(1,)), range(9, 10)),
+        (Task(score_from=1), range(0, 9)),
+        (Task(score_from=1, sample=True), range(0, 10)),
+        (Task(score_from=7), range(6, 9)),
+        (Task(score_from=9), range(8, 9)),
+        (Task(pooling="last"), range(9, 10)),
+        (Task(pooling="mean"), range(0, 10)),
+        (Task(), range(9, 9)),
     ],
 )
 def test_the_rows_that_a_task_needs_of_ten_tokens(task, rows):
     found = task.logit_rows(0, 10)
     assert list(found) == list(rows)
-    assert task.most_cached(10) == (rows.start if task.pooling != "mean" else 0)
+    assert task.max_cacheable_tokens(10) == (rows.start if task.pooling != "mean" else 0)
 
 
 # Budgets
@@ -326,17 +327,17 @@ def test_it_says_what_a_generation_says_and_what_it_says_alone(kv, way):
 @pytest.mark.parametrize("budget", [1, 7, 20, 512])
 def test_scores_and_candidates_are_those_of_one_request_alone(kv, budget):
     asked = [
-        OneShotTask(candidates=(3, 1, 2)),
-        OneShotTask(score_from=1, top=2),
-        OneShotTask(score_from=4, candidates=(5, 6)),
-        OneShotTask(sample=True, score_from=6, top=1),
+        Task(candidates=(3, 1, 2)),
+        Task(score_from=1, top=2),
+        Task(score_from=4, candidates=(5, 6)),
+        Task(sample=True, score_from=6, top=1),
     ]
 
     def results(engine: Engine, requests) -> list:
         for place, (text, task) in enumerate(requests):
-            engine.add_oneshot(f"r{place}", letters(text), task, ONE)
+            engine.add_request(f"r{place}", letters(text), ONE, task=task)
         run_all(engine)
-        return [engine.result(f"r{place}") for place in range(len(requests))]
+        return [engine.output(f"r{place}").outputs[0].readout for place in range(len(requests))]
 
     requests = [(text, task) for text in ("hello world", "hello there", "hello world") for task in asked]
     expected = [results(engine_of("off"), [one])[0] for one in requests]
@@ -345,25 +346,25 @@ def test_scores_and_candidates_are_those_of_one_request_alone(kv, budget):
 
 def test_scores_are_the_log_probabilities_of_the_prompt():
     engine = engine_of()
-    engine.add_oneshot("s", letters("hello world"), OneShotTask(score_from=3, top=2))
+    engine.add_request("s", letters("hello world"), SamplingParams(), task=Task(score_from=3, top=2))
     engine.add_request("r", letters("hello world"), SamplingParams(max_tokens=0, prompt_logprobs=2))
     run_all(engine)
-    assert engine.result("s").scores == engine.output("r").prompt_logprobs[3:]
+    assert engine.output("s").outputs[0].readout.scores == engine.output("r").prompt_logprobs[3:]
 
 
 def test_what_needs_every_token_takes_no_hit_over_them():
     engine = engine_of()
     for place in range(3):  # the third time it would be cached
-        engine.add_oneshot(f"warm {place}", letters("abcdefghijkl"), OneShotTask(sample=True))
+        engine.add_request(f"warm {place}", letters("abcdefghijkl"), SamplingParams(), task=Task(sample=True))
         run_all(engine)
     tasks = {
-        "last": (OneShotTask(sample=True), 8),
-        "scored from the first": (OneShotTask(score_from=1), 0),
-        "from the sixth": (OneShotTask(score_from=6), 4),
-        "from the tenth": (OneShotTask(score_from=10), 8),
+        "last": (Task(sample=True), 8),
+        "scored from the first": (Task(score_from=1), 0),
+        "from the sixth": (Task(score_from=6), 4),
+        "from the tenth": (Task(score_from=10), 8),
     }
     for name, (task, cached) in tasks.items():
-        engine.add_oneshot(name, letters("abcdefghijkl"), task)
+        engine.add_request(name, letters("abcdefghijkl"), SamplingParams(), task=task)
         run_all(engine)
         assert engine.output(name).metrics.tokens_cached == cached, name
 
@@ -442,7 +443,7 @@ def test_a_request_that_is_aborted_has_no_answer_and_ends_once():
     records = run_all(engine)
     assert [engine.output(name).outputs[0].finish_reason for name in names] == ["length", "abort", "length"]
     assert engine.output("r1").outputs[0].token_ids == ()
-    assert engine.result("r1") is None
+    assert engine.output("r1").outputs[0].readout is None
     assert sum(len(record.finished) for record in records) == 1
     assert engine.scheduler.num_finished == 3
 
@@ -464,7 +465,7 @@ def test_logits_that_are_no_numbers_end_the_request_that_they_are_of_and_nobody_
     assert (bad.finish_reason, bad.token_ids) == ("error", ()) and "not finite" in bad.errors[0]
     (finish,) = [one for record in records for one in record.finished if one.reason == "error"]
     assert "not finite" in finish.error
-    assert engine.result("bad") is None and engine.output("generation").outputs[0].finish_reason == "length"
+    assert engine.output("bad").outputs[0].readout is None and engine.output("generation").outputs[0].finish_reason == "length"
     for name in ("abc", "bad", "cab", "generation"):
         engine.forget(name)
     assert_nothing_held(engine)

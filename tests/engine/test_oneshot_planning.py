@@ -5,7 +5,8 @@ from itertools import permutations, product
 import pytest
 
 from forge.engine.engine import Engine
-from forge.engine.oneshot import MAX_DEFERRALS, OneShotTask
+from forge.engine.prefix_planner import MAX_DEFERRALS
+from forge.engine.task import Task
 from forge.engine.sampling_params import SamplingParams
 from forge.trace.records import Deferred, StepRecord
 from tests.engine.scripted import letters, run_all
@@ -89,7 +90,7 @@ def test_a_prefix_inside_another_is_published_with_it():
     engine = engine_of()
     names = ask(engine, *texts)
     plan = engine.scheduler.schedule()
-    assert [one.num_published for one in plan.oneshots] == [12]
+    assert [one.num_published for one in plan.items] == [12]
     assert [(one.seq_id, one.reason) for one in plan.waiting] == [(1, Deferred(0, 12)), (2, Deferred(0, 8))]
     engine = engine_of()
     names = ask(engine, *texts)
@@ -229,7 +230,7 @@ def test_a_plan_that_has_become_stale_is_made_anew():
 def test_a_prefix_that_finds_no_block_is_computed_and_not_published():
     engine = engine_of(num_blocks=2, max_model_len=16)
     names = ask(engine, *("abcde" + tail for tail in "fgh"))
-    engine.add_request("g", letters("zyxwvuts"), SamplingParams(max_tokens=1, ignore_eos=True), keep_cache=True)
+    engine.add_request("g", letters("zyxwvuts"), SamplingParams(max_tokens=1, ignore_eos=True), retain_cache=True)
     records = run_all(engine)
     assert len(records) <= 4
     assert answers(engine, names) == [alone("abcde" + tail, max_model_len=16) for tail in "fgh"]
@@ -238,8 +239,8 @@ def test_a_prefix_that_finds_no_block_is_computed_and_not_published():
 def test_labels_of_several_tokens_share_the_prompt():
     engine = engine_of()
     for place, label in enumerate(("xy", "xz", "yyy")):
-        task = OneShotTask(score_from=10)
-        engine.add_oneshot(f"r{place}", letters("abcdefghij" + label), task)
+        task = Task(score_from=10)
+        engine.add_request(f"r{place}", letters("abcdefghij" + label), SamplingParams(), task=task)
     first, second = run_all(engine)
     assert computed(first) == {0: (0, 12)}
     assert computed(second) == {1: (8, 4), 2: (8, 5)}

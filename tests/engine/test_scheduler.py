@@ -98,9 +98,9 @@ def test_aborting_finds_a_sequence_wherever_it_is():
     scheduler.add(waiting)
     step(scheduler)
 
-    assert scheduler.abort(1) is waiting
-    assert scheduler.abort(0) is running
-    assert scheduler.abort(0) is None
+    for one in (waiting, running, running):  # aborting again does nothing
+        scheduler.abort(one)
+    assert scheduler.num_finished == 2
     assert (running.finish_reason, waiting.finish_reason) == ("abort", "abort")
     scheduler.check_invariants()
     assert not scheduler.has_unfinished()
@@ -113,10 +113,10 @@ def test_aborting_finds_a_sequence_wherever_it_is():
 def kept_scheduler(num_runs: int = 1) -> Scheduler:
     """Sequence 0 has ended after 3 + 2 tokens, 4 of them computed, and its cache is kept."""
     scheduler = basic(num_runs)
-    scheduler.add(sequence(0, keep_cache=True))
+    scheduler.add(sequence(0, retain_cache=True))
     step(scheduler)
     step(scheduler, ending=(0,))
-    assert list(scheduler.kept) == [0]
+    assert list(scheduler.retained) == [0]
     return scheduler
 
 
@@ -133,19 +133,19 @@ def kept_scheduler(num_runs: int = 1) -> Scheduler:
 )
 def test_a_continuation_computes_what_is_not_in_common(token_ids, start):
     scheduler = kept_scheduler()
-    scheduler.add(sequence(0, tokens=len(token_ids), token_ids=list(token_ids), continues=0))
+    scheduler.add(sequence(1, tokens=len(token_ids), token_ids=list(token_ids), continues_from=0))
     scheduler.check_invariants()
 
     (item,) = step(scheduler).items
 
     assert (item.start, item.num_tokens, item.phase) == (start, len(token_ids) - start, "prefill")
-    assert not scheduler.kept
+    assert not scheduler.retained
 
 
 def test_a_continuation_that_wants_prompt_logprobs_computes_the_whole_prompt():
     scheduler = kept_scheduler()
     wants = SamplingParams(prompt_logprobs=1)
-    scheduler.add(sequence(0, tokens=5, token_ids=[100, 101, 102, 7, 7], continues=0, params=wants))
+    scheduler.add(sequence(1, tokens=5, token_ids=[100, 101, 102, 7, 7], continues_from=0, params=wants))
 
     assert step(scheduler).items[0].start == 0
 
@@ -157,48 +157,49 @@ def test_a_kept_cache_gives_way_when_a_sequence_would_find_no_room():
     plan = step(scheduler)
 
     assert admitted(plan) == (1,)
-    assert not scheduler.kept
-    scheduler.release(0)  # whoever kept it need not know
+    assert not scheduler.retained
+    scheduler.retained.release(0)  # releasing again does nothing
     scheduler.check_invariants()
 
 
 def test_the_one_that_ended_first_gives_way_first_and_no_more_than_needed():
     scheduler = basic(num_runs=3)
     for seq_id in (5, 4, 3):
-        scheduler.add(sequence(seq_id, keep_cache=True))
+        scheduler.add(sequence(seq_id, retain_cache=True))
     step(scheduler, ending=(4,))
     step(scheduler, ending=(5, 3))
     scheduler.add(sequence(9))
     step(scheduler)
 
-    assert list(scheduler.kept) == [5, 3]
+    assert list(scheduler.retained) == [5, 3]
 
 
 def test_a_continuation_whose_cache_gave_way_starts_from_nothing():
     scheduler = kept_scheduler(num_runs=1)
     scheduler.add(sequence(1))
-    scheduler.add(sequence(0, tokens=5, token_ids=[100, 101, 102, 7, 7], continues=0))
+    scheduler.add(sequence(2, tokens=5, token_ids=[100, 101, 102, 7, 7], continues_from=0))
     scheduler.check_invariants()
     step(scheduler, ending=(1,))
 
     (item,) = step(scheduler).items
 
-    assert (item.seq_id, item.start) == (0, 0)
+    assert (item.seq_id, item.start) == (2, 0)
 
 
 def test_aborting_a_waiting_continuation_leaves_the_kept_cache():
     scheduler = kept_scheduler()
-    continuation = sequence(0, tokens=4, continues=0)
+    continuation = sequence(1, tokens=4, continues_from=0)
     scheduler.add(continuation)
+    scheduler.abort(continuation)
 
-    assert scheduler.abort(0) is continuation
-    assert list(scheduler.kept) == [0]
+    assert continuation.finish_reason == "abort"
+    assert list(scheduler.retained) == [0]
     scheduler.check_invariants()
 
 
 def test_releasing_a_kept_cache_frees_it():
     scheduler = kept_scheduler()
-    scheduler.release(0)
+    scheduler.retained.release(0)
 
     assert scheduler.cache.stats().used_blocks == 0
 
@@ -212,33 +213,14 @@ def test_after_recovering_nothing_is_held_and_every_token_is_computed_again(make
     scheduler.add(sequence(0))
     step(scheduler)
     scheduler.add(sequence(1))
+    unfinished = list(scheduler.unfinished())
     scheduler.schedule()
 
-    scheduler.recover()
+    scheduler.restart(unfinished, num_finished=0)
     scheduler.check_invariants()
 
     assert scheduler.cache.stats().used_blocks == 0
     assert [(item.seq_id, item.start, item.num_tokens) for item in step(scheduler).items] == [(0, 0, 4), (1, 0, 3)]
-
-
-@pytest.mark.parametrize("committed_before", [False, True])
-def test_recovering_takes_chosen_tokens_once(committed_before):
-    scheduler = basic()
-    one, other = sequence(0), sequence(1)
-    scheduler.add(one)
-    scheduler.add(other)
-    plan = scheduler.schedule()
-    outcomes = [Outcome(0, 3, (7,), None), Outcome(1, 3, (8,), "stop", 8)]
-    if committed_before:
-        scheduler.commit(plan, outcomes)
-
-    scheduler.recover(outcomes)
-    scheduler.recover(outcomes)
-
-    assert (one.token_ids[-2:], other.token_ids[-2:]) == ([102, 7], [102, 8])
-    assert (other.finish_reason, other.stop_reason) == ("stop", 8)
-    assert scheduler.waiting == [one]
-    scheduler.check_invariants()
 
 
 def test_check_invariants_sees_a_sequence_in_two_places():
@@ -246,7 +228,7 @@ def test_check_invariants_sees_a_sequence_in_two_places():
     twice = sequence(0)
     scheduler.add(twice)
     step(scheduler)
-    scheduler.waiting.append(twice)
+    scheduler.queue.add(twice)
 
     with pytest.raises(AssertionError, match="two containers"):
         scheduler.check_invariants()
@@ -261,49 +243,3 @@ def test_check_invariants_sees_a_cache_that_is_not_at_the_next_position():
 
     with pytest.raises(AssertionError, match="not all of its slots"):
         scheduler.check_invariants()
-
-
-# Whether anybody may be admitted by the next step
-
-
-def test_who_was_refused_may_be_admitted_once_somebody_has_come_or_gone():
-    scheduler = new_scheduler(8, max_num_seqs=2)
-    for seq_id in range(3):
-        scheduler.add(sequence(seq_id))
-    assert scheduler.may_admit()
-    step(scheduler)
-    assert not scheduler.may_admit()
-    step(scheduler, ending=(0,))
-    assert scheduler.may_admit()
-    assert admitted(step(scheduler)) == (2,)
-    assert not scheduler.may_admit()
-    scheduler.add(sequence(3))
-    assert scheduler.may_admit()
-    step(scheduler)
-    assert not scheduler.may_admit()
-    scheduler.abort(3)
-    assert not scheduler.may_admit(), "nobody waits"
-
-
-def test_a_victim_is_tried_once_before_it_counts_as_refused():
-    scheduler = new_scheduler(3, block_size=2)
-    for seq_id in range(2):
-        scheduler.add(sequence(seq_id, 1))
-    while not (preempted := step(scheduler).preempted):
-        pass
-    assert scheduler.may_admit()
-    assert [one.seq_id for one in step(scheduler).waiting] == [preempted[0].seq_id]
-    assert not scheduler.may_admit()
-
-
-def test_who_waits_for_the_budget_or_for_a_leader_may_be_admitted_by_the_next_step():
-    scheduler = new_scheduler(8, max_num_batched_tokens=4)
-    for seq_id in range(2):
-        scheduler.add(sequence(seq_id, 9))
-    step(scheduler)
-    assert scheduler.may_admit()
-    scheduler = new_scheduler(8, kv="prefix")
-    for seq_id in range(2):
-        scheduler.add(sequence(seq_id, 9))
-    assert isinstance(step(scheduler).waiting[0].reason, Deferred)
-    assert scheduler.may_admit()

@@ -95,7 +95,7 @@ def test_a_failed_admission_leaves_counts_index_and_eviction_order_untouched():
     scheduler.add(sequence(3, 16, token_ids=[*range(10, 18), *range(8)]))
     for _ in range(2):
         plan = scheduler.schedule()
-        assert plan.waiting == (WaitRecord(3, NoBlocks(needed=4, free=3)),), "its own hits are no blocks to take"
+        assert plan.waiting == (WaitRecord(3, NoBlocks(needed=3, free=2)),), "its own hits count neither as needed nor as free"
         after = list(cache.pool.reference_counts), list(cache.pool.cached), dict(cache.index.node_of), cache.stats()
         assert after == before
 
@@ -168,15 +168,15 @@ def test_without_chunks_a_step_is_all_prompts_or_all_decodes():
 
 def test_without_chunks_what_was_swapped_in_sits_out_a_step_of_prompts():
     scheduler = running(4, 4, num_blocks=3, chunked_prefill=False, preemption="swap")
-    assert step(scheduler).preempted[0].seq_id == 0
+    assert step(scheduler).preempted[0].seq_id == 1
     scheduler.add(sequence(2, tokens=2))
-    step(scheduler, ending=(1,))
+    step(scheduler, ending=(0,))
 
     plan, following = step(scheduler), step(scheduler)
 
-    assert ([swap.seq_id for swap in plan.swap_ins], admitted(plan)) == ([0], (0, 2))
+    assert ([swap.seq_id for swap in plan.swap_ins], admitted(plan)) == ([1], (1, 2))
     assert shares(plan) == [(2, "prefill", 0, 2)]
-    assert shares(following) == [(0, "decode", 4, 1), (2, "decode", 2, 1)], "what came back is not computed again"
+    assert shares(following) == [(1, "decode", 4, 1), (2, "decode", 2, 1)], "what came back is not computed again"
 
 
 # Preemption
@@ -194,12 +194,12 @@ def test_preempts_when_blocks_run_out():
     assert scheduler.queues == Queues(waiting=1, running=2, swapped=0, finished=0)
 
 
-def test_the_most_recent_one_that_asks_takes_from_the_one_before_it():
+def test_lifo_preempts_the_newest_also_when_it_is_the_one_that_asks():
     scheduler = running(4, 4, num_blocks=3)
 
     (preemption,) = step(scheduler).preempted
 
-    assert (preemption.seq_id, preemption.victim_of) == (0, 1), "nobody is its own victim"
+    assert (preemption.seq_id, preemption.victim_of) == (1, 1)
 
 
 def test_a_queued_request_is_not_skipped_after_a_preemption():
@@ -448,7 +448,7 @@ def test_samples_whose_first_is_aborted_before_the_prompt_is_computed_lose_nothi
     first.forks = [sequence(1, 6), sequence(2, 6)]
     scheduler.add(first)
     step(scheduler)
-    scheduler.abort(0)
+    scheduler.abort(scheduler.find(0))
     scheduler.check_invariants()
 
     plans = [step(scheduler), step(scheduler)]

@@ -7,7 +7,7 @@ import pytest
 
 from forge import LLM, SamplingParams
 from forge.engine import answers, oneshot_requests
-from forge.engine.oneshot import OneShotTask
+from forge.engine.task import Task
 from forge.engine.tasks import rerank_prompt
 from forge.errors import UsageError
 from forge.gguf import GGUFFile
@@ -180,8 +180,8 @@ def test_an_embedding_has_the_same_bits_alone_and_beside_others(path, pooling):
 
 
 def test_the_mean_never_comes_from_the_cache():
-    task = OneShotTask(pooling="mean")
-    assert task.most_cached(100) == 0
+    task = Task(pooling="mean")
+    assert task.max_cacheable_tokens(100) == 0
 
 
 @pytest.mark.parametrize(("stated", "expected"), [(1, "mean"), (3, "last"), (None, "last")])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from forge.engine.oneshot import OneShotTask
+from forge.engine.task import Task
 from forge.engine.sampling_params import SamplingParams
 from forge.server.engine_process import EngineServer
 from forge.server.messages import Abort, Ask, AskOneShots, Inbox, Submit, Update, Watch, Withdraw, frame
@@ -130,7 +130,7 @@ def test_questions_fail_with_the_step_they_are_in_and_others_do_not(peer):
         return muddled(tokens)
 
     one = peer(script, kv="paged")
-    task = OneShotTask(candidates=(0, 1))
+    task = Task(candidates=(0, 1))
     one.send(AskOneShots(1, [(letters("a"), task), (letters("z"), task)]))
     one.send(AskOneShots(2, [(letters("abc"), task)]))
     answers = {one.number: one for one in one.until(lambda update: len(update.answers) == 2).answers}
@@ -171,7 +171,7 @@ def test_questions_in_a_failing_step_are_the_engines_own_fault(peer):
         raise ZeroDivisionError
 
     one = peer(script)
-    one.send(AskOneShots(7, [(letters("ab"), OneShotTask(candidates=(0, 1)))]))
+    one.send(AskOneShots(7, [(letters("ab"), Task(candidates=(0, 1)))]))
     (answer,) = one.until(lambda update: update.answers).answers
     assert answer.number == 7 and answer.fault.internal and answer.value is None
 
@@ -179,7 +179,7 @@ def test_questions_in_a_failing_step_are_the_engines_own_fault(peer):
 def test_a_withdrawn_question_leaves_nothing(peer):
     one = peer(muddled, kv="prefix")
     one.socket.sendall(
-        frame(AskOneShots(7, [(letters("ab"), OneShotTask(candidates=(0, 1)))] * 50)) + frame(Withdraw(7))
+        frame(AskOneShots(7, [(letters("ab"), Task(candidates=(0, 1)))] * 50)) + frame(Withdraw(7))
     )
     found = one.until(lambda update: update.answers and update.gauges and not update.gauges.waiting)
     assert len(found.answers) == 1 and found.gauges.used_blocks == 0

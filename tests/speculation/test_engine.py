@@ -244,7 +244,7 @@ def test_no_run_goes_past_the_context(kv, length):
 def test_a_kept_cache_ends_where_one_without_speculation_would():
     lengths = []
     for engine in (replaying("abcd"), new_engine(saying(letters("abcd"), 2))):
-        (seq_id,) = engine.add_request("r", letters("xy"), SamplingParams(max_tokens=9), keep_cache=True)
+        (seq_id,) = engine.add_request("r", letters("xy"), SamplingParams(max_tokens=9), retain_cache=True)
         run_all(engine)
         lengths.append(engine.cache.computed_length(seq_id))
 
