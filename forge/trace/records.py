@@ -196,13 +196,13 @@ class Queues:
 
 @dataclass(frozen=True)
 class BlockSplit:
-    """A sequence was about to write into a block that others also refer to, so it got a copy of its own."""
+    """A sequence was about to write into a block that is shared, or cached, so it got a copy of its own."""
 
     seq_id: int
     source: int
     destination: int
     references: int
-    """How many referred to the source, this sequence included, before the split."""
+    """How many tables had the source, this sequence's included, before the split. 1: the source stays cached."""
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,9 @@ class CarelessCache(PagedKvCache):
 class HastyCache(PrefixKvCache):
     """Broken on purpose: nobody takes what is written into an indexed block for a reason to drop it."""
 
-    def _forget(self, block):
+    def _drop_from_index(self, block):
         if not self.pool.reference_counts[block]:
-            super()._forget(block)
+            super()._drop_from_index(block)
 
 
 class TrustingCache(PrefixKvCache):
