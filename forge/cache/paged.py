@@ -8,14 +8,17 @@ decision, and the copy that the engine performs before the write, are `reserve`'
 Only a sequence's last block can be both shared and written, so one `reserve` copies one block at most.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, count
+from typing import TypeVar
 
 from forge.cache.block_pool import BlockPool
 from forge.cache.block_table import BlockTable, blocks_for
 from forge.cache.kv_cache import CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
 from forge.cache.kv_storage import BlockCopy
 from forge.trace.records import BlockMap, BlockSplit, CacheEvent, TableRecord
+
+Table = TypeVar("Table", bound=BlockTable)
 
 
 class PagedKvCache(KvCache):
@@ -35,7 +38,8 @@ class PagedKvCache(KvCache):
         self._snapshots: dict[int, BlockTable] = {}
         self._snapshot_ids = count()
         self._events: list[CacheEvent] = []
-        self._splits = 0
+        self._counts = {"splits": 0}
+        """What `stats` tells that is counted from the beginning."""
         self._filled: int | None = 0
         """Slots with something in them, shared ones counted once. Commits add to it; None: `stats` counts them."""
 
@@ -95,25 +99,26 @@ class PagedKvCache(KvCache):
 
     def fork(self, parent: int, child: int) -> tuple[BlockCopy, ...]:
         assert child not in self._tables, f"sequence {child} is already there"
-        self._attach(self._tables[parent].computed_part(self.block_size), self._tables, child)
+        self._tables[child] = self._attached(self._tables[parent].computed_part(self.block_size))
         return ()
 
     def snapshot(self, seq_id: int) -> tuple[Snapshot, tuple[BlockCopy, ...]]:
-        table = self._tables[seq_id].computed_part(self.block_size)
+        table = self._attached(self._tables[seq_id].computed_part(self.block_size))
         snapshot = Snapshot(next(self._snapshot_ids), table.computed)
-        self._attach(table, self._snapshots, snapshot.snapshot_id)
+        self._snapshots[snapshot.snapshot_id] = table
         return snapshot, ()
 
     def restore(self, snapshot: Snapshot, seq_id: int) -> tuple[BlockCopy, ...]:
         assert seq_id not in self._tables, f"sequence {seq_id} is already there"
-        self._attach(self._snapshots[snapshot.snapshot_id].computed_part(self.block_size), self._tables, seq_id)
+        table = self._snapshots[snapshot.snapshot_id].computed_part(self.block_size)
+        self._tables[seq_id] = self._attached(table)
         return ()
 
     def release(self, snapshot: Snapshot) -> None:
-        self._drop(self._snapshots, snapshot.snapshot_id)
+        self._detach(self._snapshots.pop(snapshot.snapshot_id))
 
     def remove(self, seq_id: int) -> None:
-        self._drop(self._tables, seq_id)
+        self._detach(self._tables.pop(seq_id))
 
     def rename(self, seq_id: int, new_id: int) -> None:
         assert new_id not in self._tables, f"sequence {new_id} is already there"
@@ -153,7 +158,7 @@ class PagedKvCache(KvCache):
             slots_reserved=used * self.block_size,
             slots_filled=self._filled,
             blocks_saved=self.pool.num_references - used,
-            splits=self._splits,
+            **self._counts,
         )
 
     def block_map(self) -> BlockMap:
@@ -202,21 +207,20 @@ class PagedKvCache(KvCache):
         (copy,) = self._allocate(1)
         self._release_block(last)
         table.blocks = (*table.blocks[:-1], copy)
-        self._splits += 1
+        self._counts["splits"] += 1
         self._filled = None
         self._events.append(BlockSplit(seq_id, last, copy, references))
         return (BlockCopy(last, copy),)
 
-    def _attach(self, table: BlockTable, owners: dict[int, BlockTable], owner: int) -> None:
-        """Enter a table over blocks that are referenced or cached."""
+    def _attached(self, table: Table) -> Table:
+        """A new table whose blocks are referenced or cached already, with its references counted."""
+        self._filled = None
         for block in table.blocks:
             self.pool.incref(block)
-        owners[owner] = table
-        self._filled = None
+        return table
 
-    def _drop(self, owners: dict[int, BlockTable], owner: int) -> None:
-        """Drop a table, its last block first: of the blocks freed together, the first is the next to be taken."""
-        table = owners.pop(owner)
+    def _detach(self, table: BlockTable) -> None:
+        """Release a table's blocks, the last one first: the first is then the next to be allocated."""
         self._filled = None
         for block in reversed(table.blocks):
             self._release_block(block)
@@ -237,7 +241,7 @@ class PagedKvCache(KvCache):
         self.pool.recount(table.blocks for table in self._all_tables())
         self._filled = None
 
-    def _all_tables(self) -> chain[BlockTable]:
+    def _all_tables(self) -> Iterator[BlockTable]:
         return chain(self._tables.values(), self._snapshots.values())
 
     def _count_filled(self) -> int:

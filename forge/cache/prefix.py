@@ -15,13 +15,14 @@ block first, so the least recently used block is always a leaf of the index. A c
 served from the first of them; when that one goes, the next takes over, and only the last one stays cached.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
+from typing import cast
 
 from forge.cache.block_table import BlockTable, blocks_for
-from forge.cache.kv_cache import CacheStats, Hit
+from forge.cache.kv_cache import Hit
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix_index import ChainHash, Node, PrefixIndex, chain_hash
 from forge.errors import ForgeError
@@ -64,15 +65,12 @@ class PrefixKvCache(PagedKvCache):
     """
 
     kind = "prefix"
-    _tables: dict[int, PrefixTable]  # type: ignore[assignment]  # narrower: `add` and `_attach` enter no other tables
-    _snapshots: dict[int, PrefixTable]  # type: ignore[assignment]  # likewise
+    _tables: dict[int, PrefixTable]  # type: ignore[assignment]  # narrower: `add` enters no other tables
 
     def __init__(self, num_blocks: int, block_size: int, hash_function: ChainHash = chain_hash):
         super().__init__(num_blocks, block_size)
         self.index = PrefixIndex(hash_function)
-        self._queries = 0
-        self._hits = 0
-        self._evictions = 0
+        self._counts |= {"prefix_queries": 0, "prefix_hits": 0, "evictions": 0}
 
     def lookup(self, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> Hit:
         num_tokens, blocks, _ = self._match(token_ids, salt, max_cached)
@@ -91,18 +89,17 @@ class PrefixKvCache(PagedKvCache):
         assert seq_id not in self._tables, f"sequence {seq_id} is already there"
         length, blocks, tip = self._match(token_ids, salt, max_cached)
         table = PrefixTable(blocks, length, length, tip=tip, salt=salt, token_ids=list(token_ids[:length]))
-        self._attach(table, self._tables, seq_id)
-        self._queries += len(token_ids)
-        self._hits += length
+        self._tables[seq_id] = self._attached(table)
+        self._counts["prefix_queries"] += len(token_ids)
+        self._counts["prefix_hits"] += length
         if length:
             self._events.append(PrefixHit(seq_id, length, blocks))
         return length
 
     def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        table = self._tables[seq_id]
-        assert table.computed + len(token_ids) <= table.reserved, "committed more tokens than were reserved"
-        table.token_ids[table.computed :] = token_ids
         super().commit(seq_id, token_ids)
+        table = self._tables[seq_id]
+        table.token_ids[table.computed - len(token_ids) :] = token_ids
         if table.computed // self.block_size > table.tip.depth:
             self._index(table)
 
@@ -117,10 +114,6 @@ class PrefixKvCache(PagedKvCache):
         if self.pool.num_used:
             raise CacheInUse(self.pool.num_used, sum(bool(table.blocks) for table in self._all_tables()))
         self._rebuild()
-
-    def stats(self) -> CacheStats:
-        own = {"prefix_queries": self._queries, "prefix_hits": self._hits, "evictions": self._evictions}
-        return super().stats()._replace(**own)
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -200,7 +193,7 @@ class PrefixKvCache(PagedKvCache):
         while self.pool.num_free < number:
             oldest = next(iter(self.pool.cached))
             self._drop_from_index(oldest)
-            self._evictions += 1
+            self._counts["evictions"] += 1
             self._events.append(BlockEvicted(oldest, self.block_size))
         return super()._allocate(number)
 
@@ -214,6 +207,9 @@ class PrefixKvCache(PagedKvCache):
         """A block loses its content, and without another that has the same, so do the blocks behind it."""
         for lost in (block, *self.index.drop(block)):
             self.pool.unmark(lost)
+
+    def _all_tables(self) -> Iterator[PrefixTable]:
+        return cast("Iterator[PrefixTable]", super()._all_tables())
 
     def _rebuild(self) -> None:
         """What the tables hold is indexed again; what was merely cached is dropped."""

@@ -18,7 +18,7 @@ from tests.engine.test_interruption import interrupted_at
 
 OPERATIONS = (*KINDS, "clear")
 CACHES = {
-    "off": lambda: OffKvCache(0, 12, 4),
+    "off": lambda: OffKvCache(12, 4),
     "basic": lambda: BasicKvCache(7, 14, 4),
     "paged": lambda: PagedKvCache(30, 4),
     "prefix": lambda: PrefixKvCache(30, 4),

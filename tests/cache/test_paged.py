@@ -340,7 +340,7 @@ def test_committing_what_was_not_reserved_is_a_bug_and_stops(kind):
 
 
 @pytest.mark.parametrize(
-    "cache", [OffKvCache(0, 6, 4), BasicKvCache(3, 8, 4), PagedKvCache(6, 4), PrefixKvCache(6, 4)], ids=lambda c: c.kind
+    "cache", [OffKvCache(6, 4), BasicKvCache(3, 8, 4), PagedKvCache(6, 4), PrefixKvCache(6, 4)], ids=lambda c: c.kind
 )
 def test_a_renamed_sequence_goes_on_under_its_new_id(cache):
     cache.add(0, ())
