@@ -15,10 +15,10 @@ class ModestKvCache(PrefixKvCache):
         super().__init__(num_blocks, block_size)
         self.most_kept = most_kept
 
-    def _let_go(self, block: int) -> None:  # a sequence no longer has this block; of its blocks the last comes first
-        super()._let_go(block)
+    def _release_block(self, block: int) -> None:  # a sequence releases its last block first
+        super()._release_block(block)
         while len(self.pool.cached) > self.most_kept:
-            self._forget(next(iter(self.pool.cached)))  # the one let go longest ago
+            self._drop_from_index(next(iter(self.pool.cached)))  # the least recently used
 
     def check_invariants(self) -> None:
         super().check_invariants()

@@ -72,15 +72,15 @@ def bugs_of(chapter: str) -> list[str]:
 
 @contextmanager
 def _freed_block() -> Iterator[None]:
-    """Whoever lets go of a block frees it, without asking who else has it."""
+    """A sequence that releases a block frees it, without asking whether another table has it."""
 
-    def let_go(cache: PagedKvCache, block: int) -> None:
+    def free(cache: PagedKvCache, block: int) -> None:
         pool, others = cache.pool, cache.pool.reference_counts[block]
         if others:
             pool.num_references, pool.reference_counts[block] = pool.num_references - others, 0
             pool._free.append(block)
 
-    with patch.object(PagedKvCache, "_let_go", let_go):
+    with patch.object(PagedKvCache, "_release_block", free):
         yield
 
 
@@ -147,7 +147,7 @@ def _stale_count() -> Iterator[None]:
         num_cached = add(cache, seq_id, token_ids, salt, max_cached)
         if seq_id not in counts:
             return num_cached
-        cache._tables[seq_id].computed, cache._filled_is_known = counts[seq_id], False
+        cache._tables[seq_id].computed, cache._filled = counts[seq_id], None
         return counts[seq_id]
 
     with patch.object(PagedKvCache, "remove", count_and_remove), patch.object(PagedKvCache, "add", add_as_it_was):

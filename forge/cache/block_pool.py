@@ -1,14 +1,14 @@
-"""The pool of blocks: which are free, which are in use and by how many, and which are worth keeping.
+"""The pool of blocks: which are free, which are referenced and how often, which are cached.
 
-Everything is allocated when the pool is made; from then on every operation on a block takes the same short time,
+All blocks are allocated when the pool is made; from then on every operation on a block takes the same short time,
 however large the pool. A block is in exactly one of three states:
 
-    free          nothing in it is wanted; on a stack, so that the block freed last, whose bytes are still in the
-                  processor's caches, is taken first
-    referenced    one or more tables (or snapshots) have it
-    cached        nobody has it, but its content may be wanted again: it was marked with `keep`
+    free          its content is not needed. Free blocks are a stack: the block freed last, whose bytes may still be in
+                  the processor's caches, is taken first
+    referenced    one or more tables or snapshots have it
+    cached        no table has it, but a later prompt may hit its content: it was marked as cacheable
 
-The pool knows numbers and counts. What is in a block, and whose it is, it must never ask.
+The pool knows numbers and counts, never contents or owners.
 """
 
 from collections import OrderedDict
@@ -18,7 +18,7 @@ from forge.cache.kv_cache import OutOfBlocks
 
 
 class BlockError(AssertionError):
-    """A block was used against the rules: a bug in whoever used it. Nothing was changed by the attempt."""
+    """A block was used against the rules: a bug in the caller. Nothing was changed by the attempt."""
 
     def __init__(self, block: int, problem: str):
         super().__init__(f"block {block} {problem}")
@@ -26,16 +26,22 @@ class BlockError(AssertionError):
 
 
 class BlockPool:
+    """Hands out blocks and counts the references to each.
+
+    Holds the free list, the reference counts, and the cached blocks in the order of eviction. Promises that a block
+    becomes free or cached only when its last reference goes, and that a call that raises changes nothing.
+    """
+
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self.reference_counts = [0] * num_blocks
         """`[num_blocks]`. To be read; the list stays the same object for the pool's life."""
         self.num_references = 0
         """All counts together."""
-        self.kept: set[int] = set()
+        self.cacheable: set[int] = set()
         """Blocks that become cached and not free when the last reference goes. To be read."""
         self.cached: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks, the one that was let go first in front. To be read."""
+        """Cached blocks, the one released longest ago in front. To be read."""
         self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
@@ -58,7 +64,7 @@ class BlockPool:
         return taken
 
     def incref(self, block: int) -> None:
-        """One more has this block, which is referenced or cached."""
+        """One more table has this block, which is referenced or cached."""
         if self._count(block) == 0:
             if block not in self.cached:
                 raise BlockError(block, "is free, and was about to be used")
@@ -67,41 +73,40 @@ class BlockPool:
         self.num_references += 1
 
     def decref(self, block: int) -> None:
-        """One fewer has this block. Without any it is free, or cached if it is one to keep."""
+        """One table fewer has this block. After the last it is cached if it is cacheable, free otherwise."""
         count = self._count(block)
         if count == 0:
             raise BlockError(block, "was freed twice")
         self.reference_counts[block] = count - 1
         self.num_references -= 1
         if count == 1:
-            if block in self.kept:
+            if block in self.cacheable:
                 self.cached[block] = None
             else:
                 self._free.append(block)
 
-    def keep(self, block: int) -> None:
-        """From now on this block's content is worth keeping. Only a referenced block has any."""
+    def mark_cacheable(self, block: int) -> None:
+        """A later prompt may hit this block's content. Only a referenced block has any."""
         if self._count(block) == 0:
-            raise BlockError(block, "is free, and has nothing worth keeping")
-        self.kept.add(block)
+            raise BlockError(block, "is free, and has nothing worth caching")
+        self.cacheable.add(block)
 
-    def forget(self, block: int) -> None:
-        """This block's content is no longer worth keeping: if that is all that kept it from being free, it is free."""
+    def unmark(self, block: int) -> None:
+        """No prompt can hit this block's content any more: a cached block becomes free."""
         self._count(block)
-        self.kept.discard(block)
+        self.cacheable.discard(block)
         if block in self.cached:
             del self.cached[block]
             self._free.append(block)
 
     def recount(self, tables: Iterable[tuple[int, ...]]) -> None:
-        """Forget everything but these tables: one reference for each time that a block is in one; all others free."""
+        """Start again from these tables: a reference for each time that a block is in one; all other blocks free."""
         self.reference_counts[:] = [0] * self.num_blocks
-        self.num_references = 0
         for table in tables:
             for block in table:
                 self.reference_counts[block] += 1
-                self.num_references += 1
-        self.kept.clear()
+        self.num_references = sum(self.reference_counts)
+        self.cacheable.clear()
         self.cached.clear()
         self._free = [block for block in range(self.num_blocks - 1, -1, -1) if not self.reference_counts[block]]
 
@@ -112,8 +117,8 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is on the free list twice"
         assert all(count >= 0 for count in self.reference_counts), "a reference count is negative"
         assert not free & referenced, f"blocks {free & referenced} are free and referenced"
-        assert not free & self.kept, f"blocks {free & self.kept} are free and kept"
-        assert cached == self.kept - referenced, f"cached are {set(cached)}, kept are {self.kept}"
+        assert not free & self.cacheable, f"blocks {free & self.cacheable} are free and cacheable"
+        assert cached == self.cacheable - referenced, f"cached are {set(cached)}, cacheable are {self.cacheable}"
         assert len(free) + len(cached) + len(referenced) == self.num_blocks, "a block is lost"
         assert self.num_references == sum(self.reference_counts), "the references do not add up"
 

@@ -1,7 +1,7 @@
 """The block table of one sequence: where each of its positions lies.
 
 Position p is slot `p % block_size` of block `blocks[p // block_size]`, as a page table maps addresses (PagedAttention,
-Kwon et al., 2023). Whether a block is shared is not to be seen here; the pool counts references.
+Kwon et al., 2023). A table does not tell whether a block is shared: the pool counts references.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,10 @@ def blocks_for(length: int, block_size: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """Changed by assignment only, of whole tuples: whoever was given one keeps what was given."""
+    """One sequence's blocks, and how many of their slots are reserved and computed.
+
+    `blocks` is replaced as a whole and never changed in place, so a caller may keep the tuple that it was given.
+    """
 
     blocks: tuple[int, ...] = ()
     """Physical blocks in the order of the positions that they hold; as many as `reserved` takes."""

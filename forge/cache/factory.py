@@ -68,7 +68,7 @@ def create_kv_cache(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache,
     kind = canonical_mode(mode)
     if kind == "off":
         scratch = size.blocks_per_sequence * size.max_num_seqs
-        return OffKvCache(0, scratch, size.block_size), scratch
+        return OffKvCache(scratch, size.block_size), scratch
     num_blocks = _requested_blocks(size)
     if kind == "basic":
         cache = BasicKvCache(_num_runs(size, num_blocks), size.max_model_len, size.block_size)

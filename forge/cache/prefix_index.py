@@ -1,14 +1,13 @@
-"""The index of the prefix cache: from what tokens say to the blocks that hold their keys and values.
+"""The index of the prefix cache: from the tokens of a prompt to the blocks that hold their keys and values.
 
 A key or value depends on every token before it, so a block can be used again only behind the same tokens. Full blocks
 are therefore nodes of a tree whose edges are the tokens of one block: a node stands for everything from the beginning
 of a sequence up to the end of its block. Nodes are found by a hash chained from block to block (automatic prefix
-caching of vLLM; a radix tree, as SGLang's, holds the same facts), and a hash proves nothing: parent and tokens are
-compared before anything is served. Of two contents with the same hash the second is not indexed.
+caching of vLLM; a radix tree, as SGLang's, holds the same facts). A hash proves nothing, so parent and tokens are
+compared before a block is served; of two contents with the same hash the second is not indexed.
 
-A *salt* has a root of its own, and nothing is shared between roots.
-
-The index knows contents. Which blocks are referenced, and in which order cached ones go, is the pool's business.
+A *salt* has a root of its own, and roots share nothing. The index knows contents. Reference counts and the order of
+eviction are the pool's.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,11 +35,17 @@ class Node:
     """How many blocks it is from the root."""
     token_ids: Tokens = ()
     blocks: list[int] = field(default_factory=list)
-    """Those that hold this content, the one that is served in front. Never empty, but for a root."""
+    """The blocks that hold this content, the one that is served in front. Never empty, but for a root."""
     children: set["Node"] = field(default_factory=set)
 
 
 class PrefixIndex:
+    """Finds the block that holds given tokens behind given tokens.
+
+    Holds a tree of `Node`s per salt, and a hash table over all of them. Promises to return a node only for exactly its
+    tokens, and that every node can be reached from its root: dropping a content drops what stands behind it.
+    """
+
     def __init__(self, hash_function: ChainHash = chain_hash):
         self.node_of: dict[int, Node] = {}
         """For each indexed block its content. To be read."""
@@ -50,7 +55,7 @@ class PrefixIndex:
         """A root lives for as long as a node or a sequence refers to it."""
 
     def root(self, salt: str) -> Node:
-        """Where everything begins under this salt."""
+        """Where every sequence with this salt begins."""
         root = self._roots.get(salt)
         if root is None:
             root = self._roots[salt] = Node(self._hash(0, tuple(salt.encode())), None, 0)
@@ -62,7 +67,7 @@ class PrefixIndex:
         return node if node is not None and node.parent is parent and node.token_ids == token_ids else None
 
     def insert(self, parent: Node, token_ids: Tokens, block: int) -> Node | None:
-        """Index a block under its content, behind others that have the same.
+        """Index a block under its content, behind other blocks that have the same.
 
         Returns None, with nothing indexed, if another content has the same hash.
         """
@@ -79,15 +84,16 @@ class PrefixIndex:
         return node
 
     def drop(self, block: int) -> list[int]:
-        """A block no longer has its content; the next that has the same takes over.
+        """This block no longer has its content; the next block that has the same takes over.
 
-        Without a next one nothing behind it can be found any more either: returns the blocks whose content is lost.
+        Without a next one, what stands behind it cannot be found any more: returns the blocks whose content is lost.
         """
         node = self.node_of.pop(block)
         node.blocks.remove(block)
         if node.blocks:
             return []
-        node.parent.children.discard(node)
+        if node.parent is not None:
+            node.parent.children.discard(node)
         lost, doomed = [], [node]
         while doomed:
             node = doomed.pop()
@@ -115,10 +121,12 @@ class PrefixIndex:
         """Raise AssertionError if the tree, the hashes and the blocks do not belong together."""
         roots = set(self._roots.values())
         for key, node in self._nodes.items():
-            assert node.key == key == self._hash(node.parent.key, node.token_ids), f"{node.blocks}: not their hash"
-            assert node.parent in roots or self._nodes.get(node.parent.key) is node.parent, f"{node.blocks}: orphans"
-            assert node in node.parent.children, f"{node.blocks}: their parent does not know them"
-            assert node.depth == node.parent.depth + 1, f"{node.blocks}: not at this depth"
+            parent = node.parent
+            assert parent is not None, "a root among the nodes"
+            assert node.key == key == self._hash(parent.key, node.token_ids), f"{node.blocks}: not their hash"
+            assert parent in roots or self._nodes.get(parent.key) is parent, f"{node.blocks}: orphans"
+            assert node in parent.children, f"{node.blocks}: their parent does not know them"
+            assert node.depth == parent.depth + 1, f"{node.blocks}: not at this depth"
             assert node.blocks, "a node without blocks"
             assert all(self.node_of[block] is node for block in node.blocks), f"{node.blocks}: indexed elsewhere"
             assert len(set(node.blocks)) == len(node.blocks), f"{node.blocks}: indexed twice"

@@ -255,7 +255,8 @@ class Oracle:
         evicted, left = self.count_events(), self.cache.block_map().cached
         assert len(evicted) <= max(0, needed - (free - len(order))), "evicted more than was needed"
         in_turn = [block for block in order if block in evicted or block in left]  # others lost what they stood behind
-        assert in_turn == [*evicted, *left], f"evicted {evicted} of {order}"
+        newly_cached = [block for block in left if block not in order]  # the old one, where a cached block was copied
+        assert [*in_turn, *newly_cached] == [*evicted, *left], f"evicted {evicted} of {order}, cached are {left}"
 
     def _commit(self, seq_id: int, count: int, word: int) -> None:
         content = self.sequences[seq_id]

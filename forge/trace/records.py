@@ -215,13 +215,13 @@ class Queues:
 
 @dataclass(frozen=True)
 class BlockSplit:
-    """Copy-on-write: a sequence was about to write into a shared block, so it got a copy of its own."""
+    """Copy-on-write: a sequence was about to write into a shared or cached block, so it got a copy of its own."""
 
     seq_id: int
     source: int
     destination: int
     references: int
-    """The reference count of the source before the split, this sequence included."""
+    """The reference count of the source before the split, this sequence included. 1: the source stays cached."""
 
 
 @dataclass(frozen=True)

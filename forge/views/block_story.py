@@ -56,10 +56,9 @@ class BlockStory:
     def _changes(self, record: StepRecord) -> Iterator[str]:
         for event in record.events:
             if isinstance(event, BlockSplit):
-                yield (
-                    f"{self._label(event.seq_id)} wrote into block {event.source}, shared by {event.references}: "
-                    f"copied to {event.destination}"
-                )
+                why = f"shared by {event.references}" if event.references > 1 else "cached for later prompts"
+                copied = f"copied to {event.destination}"
+                yield f"{self._label(event.seq_id)} wrote into block {event.source}, {why}: {copied}"
         evicted = [event for event in record.events if isinstance(event, BlockEvicted)]
         if evicted:
             tokens = sum(event.num_tokens for event in evicted)

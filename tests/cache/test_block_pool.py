@@ -7,7 +7,7 @@ from forge.cache.kv_cache import OutOfBlocks
 
 
 def state(pool: BlockPool) -> tuple:
-    return list(pool.reference_counts), pool.num_references, pool.num_free, list(pool.cached), set(pool.kept)
+    return list(pool.reference_counts), pool.num_references, pool.num_free, list(pool.cached), set(pool.cacheable)
 
 
 def test_a_new_pool_is_free_and_hands_out_block_0_first():
@@ -58,7 +58,7 @@ def test_a_block_to_keep_is_cached_and_can_be_used_again():
     pool = BlockPool(3)
     pool.allocate(3)
     for block in (2, 0):
-        pool.keep(block)
+        pool.mark_cacheable(block)
     for block in (0, 1, 2):
         pool.decref(block)
 
@@ -66,7 +66,7 @@ def test_a_block_to_keep_is_cached_and_can_be_used_again():
     assert (pool.num_free, pool.num_used) == (1, 0)
     pool.incref(0)
     assert (list(pool.cached), pool.reference_counts) == ([2], [1, 0, 0])
-    pool.forget(2)
+    pool.unmark(2)
     assert (list(pool.cached), pool.num_free) == ([], 2)
     pool.check_invariants()
 
@@ -77,17 +77,17 @@ def test_a_block_to_keep_is_cached_and_can_be_used_again():
         (lambda pool: pool.decref(1), "block 1 was freed twice"),
         (lambda pool: pool.decref(2), "block 2 was freed twice"),
         (lambda pool: pool.incref(1), "block 1 is free, and was about to be used"),
-        (lambda pool: pool.keep(1), "block 1 is free, and has nothing worth keeping"),
+        (lambda pool: pool.mark_cacheable(1), "block 1 is free, and has nothing worth caching"),
         (lambda pool: pool.incref(4), "block 4 does not exist: there are 4"),
         (lambda pool: pool.decref(-1), "block -1 does not exist"),
-        (lambda pool: pool.keep(99), "block 99 does not exist"),
-        (lambda pool: pool.forget(-3), "block -3 does not exist"),
+        (lambda pool: pool.mark_cacheable(99), "block 99 does not exist"),
+        (lambda pool: pool.unmark(-3), "block -3 does not exist"),
     ],
 )
 def test_misuse_names_the_block_and_changes_nothing(misuse, message):
     pool = BlockPool(4)
     pool.allocate(3)
-    pool.keep(2)
+    pool.mark_cacheable(2)
     pool.decref(1)
     pool.decref(2)  # 0 is referenced, 1 and 3 are free, 2 is cached
     before = state(pool)
@@ -103,12 +103,12 @@ def test_misuse_names_the_block_and_changes_nothing(misuse, message):
 def test_counting_anew_believes_the_tables_and_nothing_else():
     pool = BlockPool(5)
     pool.allocate(4)
-    pool.keep(3)
+    pool.mark_cacheable(3)
     pool.decref(3)
 
     pool.recount([(0, 2), (2, 4)])
 
     assert pool.reference_counts == [1, 0, 2, 0, 1]
-    assert (pool.num_references, list(pool.cached), pool.kept) == (4, [], set())
+    assert (pool.num_references, list(pool.cached), pool.cacheable) == (4, [], set())
     assert pool.allocate(2) == (1, 3)
     pool.check_invariants()

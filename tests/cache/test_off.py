@@ -1,4 +1,4 @@
-"""The cache switched off: scratch blocks for the length of one step, and no memory."""
+"""The cache switched off: blocks for the length of one step, and no memory."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from forge.cache.off import OffKvCache
 
 
 def test_nothing_is_computed_after_a_commit():
-    cache = OffKvCache(0, 8, 4)
+    cache = OffKvCache(8, 4)
     cache.add(0, ())
     cache.reserve(0, 6)
     assert cache.block_table(0) == (0, 1)
@@ -17,16 +17,8 @@ def test_nothing_is_computed_after_a_commit():
     assert (cache.computed_length(0), cache.reserved_length(0), cache.block_table(0)) == (0, 0, ())
 
 
-def test_scratch_blocks_start_where_the_range_starts():
-    cache = OffKvCache(first_scratch_block=100, num_scratch_blocks=3, block_size=4)
-    cache.add(0, ())
-    cache.reserve(0, 12)
-
-    assert cache.block_table(0) == (100, 101, 102)
-
-
-def test_too_few_scratch_blocks_change_nothing():
-    cache = OffKvCache(0, 3, 4)
+def test_too_few_blocks_change_nothing():
+    cache = OffKvCache(3, 4)
     for seq_id in (0, 1):
         cache.add(seq_id, ())
     cache.reserve(0, 8)
@@ -41,7 +33,7 @@ def test_too_few_scratch_blocks_change_nothing():
 
 
 def test_it_never_shows_a_block_as_used():
-    cache = OffKvCache(0, 4, 4)
+    cache = OffKvCache(4, 4)
     cache.add(0, ())
     cache.reserve(0, 9)
 
@@ -66,7 +58,7 @@ def test_it_never_shows_a_block_as_used():
     ],
 )
 def test_an_unknown_sequence_is_a_key_error_that_adds_nothing(call):
-    cache = OffKvCache(0, 4, 4)
+    cache = OffKvCache(4, 4)
 
     with pytest.raises(KeyError):
         call(cache)

@@ -257,24 +257,45 @@ def test_a_freed_block_in_a_live_table_is_noticed():
 
 
 @BOTH
-def test_after_a_failure_in_the_middle_the_tables_are_believed(kind):
-    """Whatever ends an operation halfway, Ctrl-C or a bug: the next one counts anew."""
+def test_after_a_failure_in_the_middle_clearing_leaves_the_snapshots_and_nothing_else(kind):
     cache = kind(6, 4)
-    grown(cache, 0, 6)
+    blocks = grown(cache, 0, 6)
+    snapshot, _ = cache.snapshot(0)
     grown(cache, 1, 9)
 
     def fail(block):
         raise KeyboardInterrupt
 
-    cache._let_go, let_go = fail, cache._let_go
+    cache._release_block, release = fail, cache._release_block
     with pytest.raises(KeyboardInterrupt):
         cache.remove(1)
-    cache._let_go = let_go
+    cache._release_block = release
+    cache.clear()
 
     cache.check_invariants()
+    assert (0 in cache, 1 in cache) == (False, False)
     assert counts(cache) == (1, 1, 0, 0, 0, 0)
     assert (cache.num_available, cache.stats().slots_filled) == (4, 6)
+    assert cache.restore(snapshot, 3) == () and cache.block_table(3) == blocks
     assert grown(cache, 2, 16) == (2, 3, 4, 5)
+
+
+@BOTH
+def test_the_last_of_n_samples_to_write_needs_no_block(kind):
+    """Three samples of a prompt of 10: the prompt's 3 blocks and 2 copies of its last one are all that they take."""
+    cache = kind(5, 4)
+    grown(cache, 0, 10)
+    for sample in (1, 2):
+        cache.fork(0, sample)
+
+    needed, copies = [], []
+    for sample in (1, 2, 0):
+        needed.append(cache.blocks_needed(sample, 1))
+        copies += cache.reserve(sample, 1)
+
+    assert needed == [1, 1, 0]
+    assert copies == [BlockCopy(2, 3), BlockCopy(2, 4)]
+    assert (cache.num_available, cache.block_table(0)) == (0, (0, 1, 2))
 
 
 @BOTH
@@ -319,7 +340,7 @@ def test_committing_what_was_not_reserved_is_a_bug_and_stops(kind):
 
 
 @pytest.mark.parametrize(
-    "cache", [OffKvCache(0, 6, 4), BasicKvCache(3, 8, 4), PagedKvCache(6, 4), PrefixKvCache(6, 4)], ids=lambda c: c.kind
+    "cache", [OffKvCache(6, 4), BasicKvCache(3, 8, 4), PagedKvCache(6, 4), PrefixKvCache(6, 4)], ids=lambda c: c.kind
 )
 def test_a_renamed_sequence_goes_on_under_its_new_id(cache):
     cache.add(0, ())

@@ -124,9 +124,48 @@ def test_a_wholly_cached_prompt_shares_all_but_its_last_token_and_splits_the_las
     cache.check_invariants()
 
 
-def test_a_wholly_cached_prompt_that_nobody_holds_computes_its_last_token_in_place():
+def test_a_wholly_cached_prompt_asked_again_leaves_what_is_cached_behind_it():
+    """As when a client asks for another answer to the same prompt."""
     cache = new()
+    prompt = [97] * 8
+    ran(cache, 0, prompt + list(range(13)))
+    assert cache.stats().cached_blocks * 4 == 20
+    hit, available = cache.lookup(prompt, max_cached=7), cache.num_available
+    assert (hit, cache.blocks_to_begin(hit, 8)) == (Hit(7, (0, 1), num_unreferenced=2), 2)
+
+    assert cache.add(1, prompt, max_cached=7) == 7
+    assert cache.blocks_needed(1, 1) == 0
+    assert cache.reserve(1, 1) == (BlockCopy(1, 5),)
+    assert cache.take_events()[-1] == BlockSplit(1, source=1, destination=5, references=1)
+    assert available - cache.num_available == 2, "as was said"
+    cache.check_invariants()
+    cache.commit(1, [97])
+    cache.check_invariants()
+
+    assert found(cache, prompt + list(range(13))) == (20, (0, 5, 2, 3, 4))
+    cache.remove(1)
+    assert cache.stats().cached_blocks * 4 == 20, "the copy has taken the old block's place"
+    assert available == cache.num_available
+    cache.check_invariants()
+
+
+def test_a_copy_of_a_cached_block_takes_no_block_that_the_sequence_itself_needs():
+    cache = new(5)
+    ran(cache, 0, A + B + C)
+    assert cache.add(1, A + B[:3] + D, max_cached=7) == 4, "a cached block is a hit in part for its own tokens only"
+    cache.remove(1)
+
+    assert cache.add(2, A + B + D + E, max_cached=7) == 7
+    assert cache.reserve(2, 9) == (), "two free blocks, and two to grow: no third for a copy"
+    assert [event for event in cache.take_events() if isinstance(event, BlockEvicted)] == []
+    cache.check_invariants()
+
+
+def test_without_a_free_block_a_wholly_cached_prompt_computes_its_last_token_in_place():
+    cache = new(2)
     ran(cache, 0, A + B)
+    hit = cache.lookup(A + B, max_cached=7)
+    assert (hit, cache.blocks_to_begin(hit, 8)) == (Hit(7, (0, 1), num_unreferenced=2), 2)
     hit = cache.lookup(A + B, max_cached=7)
     assert (hit, cache.blocks_to_begin(hit, 8)) == (Hit(7, (0, 1), num_unreferenced=2), 2)
 
@@ -351,8 +390,8 @@ def test_what_stands_behind_a_content_outlives_the_block_that_was_first_with_it(
     cache.check_invariants()
 
 
-def test_writing_into_an_indexed_block_drops_it_and_what_stands_behind_it():
-    cache = new()
+def test_without_a_free_block_writing_into_an_indexed_block_drops_it_and_what_stands_behind_it():
+    cache = new(3)
     run(cache, 0, A + B + C)
     cache.truncate(0, 6)
     assert found(cache, A + B + C) == (12, (0, 1, 2)), "nothing is overwritten yet"

@@ -17,8 +17,8 @@ def rarely_different(preceding: int, token_ids: tuple[int, ...]) -> int:
 
 # cache, blocks in its storage, tokens per block, how many lists of 300 operations
 CACHES = {
-    "off": (lambda: OffKvCache(2, 8, 3), 10, 3, 5),
-    "off, one slot per block": (lambda: OffKvCache(0, 12, 1), 12, 1, 5),
+    "off": (lambda: OffKvCache(8, 3), 8, 3, 5),
+    "off, one slot per block": (lambda: OffKvCache(12, 1), 12, 1, 5),
     "basic": (lambda: BasicKvCache(14, 14, 4), 56, 4, 10),
     "basic, too few runs": (lambda: BasicKvCache(3, 14, 4), 12, 4, 10),
     "basic, one run": (lambda: BasicKvCache(1, 10, 16), 1, 16, 5),
@@ -79,9 +79,9 @@ class CarelessCache(PagedKvCache):
 class HastyCache(PrefixKvCache):
     """Broken on purpose: nobody takes what is written into an indexed block for a reason to drop it."""
 
-    def _forget(self, block):
+    def _drop_from_index(self, block):
         if not self.pool.reference_counts[block]:
-            super()._forget(block)
+            super()._drop_from_index(block)
 
 
 class TrustingCache(PrefixKvCache):

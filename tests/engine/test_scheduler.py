@@ -32,7 +32,7 @@ def test_a_plan_says_what_is_computed_and_which_rows_need_logits():
 
 
 def test_with_the_cache_off_every_plan_computes_all_tokens():
-    scheduler = Scheduler(OffKvCache(0, 32, 4), SchedulerConfig(4))
+    scheduler = Scheduler(OffKvCache(32, 4), SchedulerConfig(4))
     scheduler.add(sequence(0, tokens=6))
 
     items = [step(scheduler).items[0] for _ in range(3)]
@@ -207,7 +207,7 @@ def test_releasing_a_kept_cache_frees_it():
 # Undoing
 
 
-@pytest.mark.parametrize("make_cache", [lambda: BasicKvCache(2, 32, 4), lambda: OffKvCache(0, 32, 4)])
+@pytest.mark.parametrize("make_cache", [lambda: BasicKvCache(2, 32, 4), lambda: OffKvCache(32, 4)])
 def test_after_recovering_nothing_is_held_and_every_token_is_computed_again(make_cache):
     scheduler = Scheduler(make_cache(), SchedulerConfig(4))
     scheduler.add(sequence(0))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forge import LLM, SamplingParams
-from forge.engine import answers, oneshot_requests
+from forge.engine import readout
 from forge.engine.task import Task
 from forge.engine.tasks import rerank_prompt
 from forge.errors import UsageError
@@ -55,10 +55,10 @@ def their_logprobs(theirs, token_ids) -> np.ndarray:
         return model(torch.tensor([token_ids])).logits[0].double().log_softmax(-1).numpy()
 
 
-def slice_rows(monkeypatch, rows: int) -> None:
+def slice_rows(llm, monkeypatch, rows: int) -> None:
     """From now on a slice of a scored prompt has so many rows."""
-    for module in (answers, oneshot_requests):
-        monkeypatch.setattr(module, "max_slice_rows", lambda vocab_size: rows)
+    monkeypatch.setattr(readout, "max_logit_rows", lambda vocab_size: rows)
+    monkeypatch.setattr(llm.engine.scheduler.prefill_only, "_max_logit_rows", rows)
 
 
 # Log probabilities
@@ -67,7 +67,7 @@ def slice_rows(monkeypatch, rows: int) -> None:
 @pytest.mark.parametrize("rows", [None, 16, 5], ids=["whole", "in slices", "in small slices"])
 def test_prompt_log_probabilities_are_those_of_transformers(llm, theirs, monkeypatch, rows):
     if rows is not None:
-        slice_rows(monkeypatch, rows)
+        slice_rows(llm, monkeypatch, rows)
     token_ids = llm.tokenizer.encode("the tin hat on a ship there in the heat, and the rest of the tale is thin")
     expected = their_logprobs(theirs, token_ids)
     (found,) = llm.score([((), token_ids)], top=3)
@@ -85,7 +85,7 @@ def test_slices_have_the_bits_of_the_whole(llm, monkeypatch):
     text = "the tin hat on a ship there in the heat, and the rest of the tale is thin"
     whole = llm.score([("", text), ("the ", text)], top=2)
     for rows in (1, 3, 16):
-        slice_rows(monkeypatch, rows)
+        slice_rows(llm, monkeypatch, rows)
         assert llm.score([("", text), ("the ", text)], top=2) == whole
 
 
