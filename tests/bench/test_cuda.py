@@ -192,7 +192,7 @@ def test_forges_worker_answers_every_question(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     from forge.backends.cuda.backend import CudaBackend
     from forge.bench.cuda_forge_worker import CudaForgeContender
-    from forge.engine import llm
+    from forge import llm
 
     monkeypatch.setattr(llm, "create_backend", lambda *_, **__: CudaBackend("cpu", kernels="torch"))
     model = str(write_small_qwen3(tmp_path / "m.gguf"))

@@ -10,7 +10,7 @@ import pytest
 
 from forge import LLM, ForgeError, SamplingParams, UsageError
 from forge.engine import sampler
-from forge.engine import llm as llm_module
+from forge import llm as llm_module
 from forge.engine.sampling import BrokenLogits
 from tests.small_models import write_small_qwen3
 

@@ -6,13 +6,14 @@ from functools import partial
 import numpy as np
 import pytest
 
+from forge.engine.async_scheduling import InFlightStep
 from forge.engine.engine import Engine
 from forge.llm import Run
 from forge.engine.sampling_params import SamplingParams
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.hash_model import HashModel
 from forge.trace.codec import codec_of
-from forge.trace.records import StepRecord
+from forge.trace.records import Deferred, StepRecord
 from tests.engine.random_cases import MAX_MODEL_LEN, Case, new_engine, new_speculator
 from tests.engine.scripted import assert_nothing_held, run_all
 from tests.engine.test_interruption import interrupted_at, lines_of, results
@@ -24,6 +25,10 @@ PROMPTS = {"a": (1, 2), "b": (2, 2, 1, 3), "c": (3,)}
 
 def engine_of(runs_ahead: bool = True, **case) -> Engine:
     return new_engine(Case(runs_ahead=runs_ahead, **{"num_blocks": 65} | case))  # three runs, where they are whole
+
+
+def in_flight(engine: Engine) -> InFlightStep | None:
+    return engine._async.in_flight if engine._async is not None else None
 
 
 def start(engine: Engine, params: SamplingParams = ON, prompts=PROMPTS) -> Run:
@@ -38,7 +43,7 @@ def outputs(runs_ahead: bool, params: SamplingParams = ON, **case) -> tuple[list
         engine.scheduler.check_invariants()
         records.append(record)
     assert_nothing_held(engine)
-    assert engine._ahead is None
+    assert in_flight(engine) is None
     return results(run), records
 
 
@@ -92,11 +97,11 @@ def test_when_all_are_aborted_the_step_in_flight_is_dropped():
     start(engine)
     for _ in range(4):
         engine.step()
-    assert engine._ahead is not None
+    assert in_flight(engine) is not None
     for name in PROMPTS:
         engine.abort(name)
 
-    assert engine._ahead is None and not engine.has_unfinished()
+    assert in_flight(engine) is None and not engine.has_unfinished()
     engine.add_request("next", (1, 1), ON)
     records = run_all(engine)
     assert [record.discarded for record in records[:2]] == [3, 0]
@@ -187,7 +192,6 @@ def test_guessing_can_begin_while_a_step_is_in_flight():
     for _ in range(4):
         engine.step()
     engine.speculation = new_speculator(Case(drafts=(0.8,)))
-    engine.scheduler.guess_room.speculation = engine.speculation
     records = run_all(engine)
 
     assert records[0].planned_ahead and any(record.cycles for record in records)
@@ -255,7 +259,7 @@ def test_interrupted_anywhere_it_goes_on_as_if_nothing_had_happened(kv, steps):
             engine.scheduler.check_invariants()
         assert results(run) == expected, f"line {line}"
         assert_nothing_held(engine)
-        assert engine._ahead is None
+        assert in_flight(engine) is None
 
 
 @KV
@@ -289,7 +293,7 @@ def test_an_interrupted_abort_can_be_repeated():
         engine = busy()
         assert interrupted_at(line, partial(abort_all, engine))
         abort_all(engine)
-        assert not engine.has_unfinished() and engine._ahead is None
+        assert not engine.has_unfinished() and in_flight(engine) is None
         assert engine.cache.stats().used_blocks == 0
 
 
@@ -328,3 +332,37 @@ def test_the_longest_sequences_are_planned_ahead_up_to_their_last_token():
         records = run_all(engine)
         assert len(engine.output("long").outputs[0].token_ids) == MAX_MODEL_LEN - 2 + 1
         assert records[-1].planned_ahead and sum(record.discarded for record in records) == 0
+
+
+# Whether the next step may admit a sequence
+
+
+def test_a_refused_sequence_is_tried_again_only_after_an_arrival_or_an_end():
+    engine = engine_of(max_num_seqs=2)
+    start(engine)
+    asynchronous = engine._async
+    assert asynchronous.may_admit()
+    engine.step()
+    assert not asynchronous.may_admit()
+    engine.abort("a")
+    assert asynchronous.may_admit()
+    engine.step()
+    assert not asynchronous.may_admit(), "the last one runs"
+    engine.add_request("d", (1,), ON)
+    assert asynchronous.may_admit()
+    engine.step()
+    assert not asynchronous.may_admit()
+    engine.abort("d")
+    assert not asynchronous.may_admit(), "none waits"
+    run_all(engine)
+
+
+def test_a_sequence_that_waits_for_the_budget_or_for_a_prefix_owner_may_be_admitted_by_the_next_step():
+    engine = engine_of(max_num_batched_tokens=4)
+    start(engine, prompts={"a": (1,) * 9, "b": (2,) * 9})
+    engine.step()
+    assert engine._async.may_admit()
+    engine = engine_of(kv="prefix", prefix_planning=True)
+    start(engine, prompts={"a": (1,) * 9, "b": (1,) * 9})
+    assert isinstance(engine.step().waiting[0].reason, Deferred)
+    assert engine._async.may_admit()

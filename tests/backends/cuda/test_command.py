@@ -9,7 +9,7 @@ from forge.backends import devices
 from forge.backends.cuda import backend as backend_module
 from forge.bench import cuda_limits_worker, cuda_plan
 from forge.cli.main import main
-from forge.engine import llm as llm_module
+from forge import llm as llm_module
 from tests.backends.cuda.test_graphs import StandIn
 from tests.small_models import write_small_qwen3
 
