@@ -15,6 +15,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 from forge.backends.reference import ReferenceOperations
+from forge.cache.block_table import BlockTable
 from forge.cache.kv_storage import BlockCopy
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache, PrefixTable
@@ -72,15 +73,18 @@ def bugs_of(chapter: str) -> list[str]:
 
 @contextmanager
 def _freed_block() -> Iterator[None]:
-    """A sequence that releases a block frees it, without asking whether another table has it."""
+    """A sequence that ends frees its blocks, without asking whether another table has them."""
 
-    def free(cache: PagedKvCache, block: int) -> None:
-        pool, others = cache.pool, cache.pool.reference_counts[block]
-        if others:
-            pool.num_references, pool.reference_counts[block] = pool.num_references - others, 0
-            pool._free.append(block)
+    def free(cache: PagedKvCache, table: BlockTable) -> None:
+        pool = cache.pool
+        for block in reversed(table.blocks):
+            references = pool.reference_counts[block]
+            if references:
+                pool.num_references, pool.reference_counts[block] = pool.num_references - references, 0
+                pool._free.append(block)
+        cache._filled = None
 
-    with patch.object(PagedKvCache, "_release_block", free):
+    with patch.object(PagedKvCache, "_detach", free):
         yield
 
 

@@ -16,11 +16,11 @@ ALIASES = {"on": "basic"}
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_BLOCKS = 512
-"""The pool of `paged` and `prefix` when nobody says otherwise, or what one sequence may take, whichever is more."""
+"""The default pool of `paged` and `prefix`, unless one sequence may take more."""
 MAX_BLOCKS = 1 << 22
 """Of a pool: enough for 67 million tokens in blocks of 16. Each is an entry of several tables."""
 DEFAULT_KV_BYTES = 2 << 30
-"""What the basic cache may reserve for all sequences together when nobody says otherwise."""
+"""What the basic cache reserves for all sequences together by default, at most."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CacheSize:
 
 
 CacheFactory = Callable[[CacheSize], KvCache]
-"""Makes a cache of somebody's own, which has all of its blocks itself (`stats().num_blocks`)."""
+"""Makes a custom cache, whose `stats().num_blocks` is the size of its storage."""
 
 
 def canonical_mode(mode: str) -> str:
@@ -55,9 +55,9 @@ def canonical_mode(mode: str) -> str:
 
 
 def create_kv_cache(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache, int]:
-    """The cache, and how many blocks its storage must have, scratch range included.
+    """The cache, and how many blocks its storage must have.
 
-    mode: one of `KV_MODES`, or whatever makes a cache of this size.
+    mode: one of `KV_MODES`, or a function that makes a cache of this size.
 
     Raises `UsageError` for an unknown mode, a pool of no block, or one that says its size twice; and where `basic`
     could not hold one sequence. A pool of `paged` or `prefix` may be smaller than the longest sequence.
@@ -67,8 +67,8 @@ def create_kv_cache(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache,
         return cache, cache.stats().num_blocks
     kind = canonical_mode(mode)
     if kind == "off":
-        scratch = size.blocks_per_sequence * size.max_num_seqs
-        return OffKvCache(scratch, size.block_size), scratch
+        off = OffKvCache(size.blocks_per_sequence * size.max_num_seqs, size.block_size)
+        return off, off.num_available
     num_blocks = _requested_blocks(size)
     if kind == "basic":
         cache = BasicKvCache(_num_runs(size, num_blocks), size.max_model_len, size.block_size)

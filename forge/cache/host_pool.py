@@ -1,7 +1,7 @@
 """Where swapped sequences' keys and values wait: a number of blocks' worth of the host's memory.
 
-`num_free`, `reserve` and `drop` are policy: the scheduler decides who is swapped without touching an array. `fill` and
-`data` are the engine's, which carries plans out.
+`num_free`, `reserve` and `drop` are policy: the scheduler decides which sequence is swapped without touching an array.
+The engine, which carries plans out, calls `fill` and `data`.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ class HostEntry:
 
 
 class HostPool:
+    """Room on the host for swapped sequences. Holds an entry for each; promises never to hold more than its blocks."""
+
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self.entries: dict[int, HostEntry] = {}
@@ -35,13 +37,13 @@ class HostPool:
         self.entries[seq_id] = HostEntry(num_blocks, num_tokens)
 
     def fill(self, seq_id: int, data: Any) -> None:
-        """Put in what `KvStorage.read_blocks` gave."""
+        """Store what `KvStorage.read_blocks` gave."""
         self.entries[seq_id].data = data
 
     def data(self, seq_id: int) -> Any:
-        """What was put in."""
+        """What `fill` stored."""
         return self.entries[seq_id].data
 
     def drop(self, seq_id: int) -> None:
-        """Give the room back, if there is any."""
+        """Free the room of a sequence, if it has any."""
         self.entries.pop(seq_id, None)

@@ -1,11 +1,11 @@
-"""The policy of the KV cache: which block belongs to which sequence, what may be shared, what may be given up.
+"""The policy of the KV cache: which block belongs to which sequence, what is shared, what is evicted.
 
-A `KvCache` holds no arrays (see `kv_storage`) and runs no model, so every rule in it can be exercised without either.
-Kinds differ in what they promise about blocks; whoever uses one does not know which it is.
+A `KvCache` holds no arrays (see `kv_storage`) and runs no model, so every rule in it can be tested without either. The
+engine uses every kind through this interface and does not know which it is.
 
 Two lengths describe a sequence while a step is in flight. `reserved_length` counts the token slots that it owns;
 `computed_length` counts those whose keys and values have been written. `reserve` moves the first ahead, the forward
-pass writes, `commit` brings the second level. Between steps the two are equal for slots that hold tokens.
+pass writes, `commit` lets the second follow. Between steps the two are equal for slots that hold tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from forge.trace.records import BlockMap, CacheEvent
 
 
 class OutOfBlocks(ForgeError):
-    """A reservation found too few free blocks. Nothing was changed by the attempt."""
+    """A reservation found too few available blocks. Nothing was changed by the attempt."""
 
     def __init__(self, needed: int, free: int):
         super().__init__(
@@ -37,7 +37,7 @@ class CacheStats(NamedTuple):
 
     num_blocks: int
     used_blocks: int
-    """Blocks that belong to some sequence or snapshot, filled or not."""
+    """Blocks of sequences and snapshots, filled or not."""
     tokens_held: int
     """Token slots with a computed key and value."""
     cached_blocks: int = 0
@@ -52,14 +52,14 @@ class CacheStats(NamedTuple):
 
 @dataclass(frozen=True)
 class Hit:
-    """What a cache already has of a prompt. A value: looking up changes nothing."""
+    """What a cache has of a prompt."""
 
     num_tokens: int = 0
     """How many of the prompt's first tokens need no computing."""
     blocks: tuple[int, ...] = ()
     """The blocks that hold them; the last is shared in part if the tokens do not fill it."""
     num_unreferenced: int = 0
-    """How many of these blocks no table references now: they are counted in `num_available` too."""
+    """How many of these blocks no table references at the moment: they are counted in `num_available` too."""
 
 
 NO_HIT = Hit()
@@ -75,10 +75,10 @@ class Snapshot:
 
 
 class KvCache(ABC):
-    """The seam. Sequences are known by integer ids of the caller's choosing.
+    """Decides which blocks each sequence has. Sequences are known by integer ids that the caller chooses.
 
-    Every method raises `KeyError` for a sequence that was never added or has been removed, and changes nothing when it
-    raises.
+    Every method raises `KeyError` for a sequence that was never added or has been removed. A method that raises such an
+    error, or `OutOfBlocks`, changes nothing. After any other exception in the middle of a method, call `clear`.
     """
 
     kind: str
@@ -92,12 +92,12 @@ class KvCache(ABC):
     @property
     @abstractmethod
     def max_sequence_length(self) -> int:
-        """Tokens of the longest sequence that this cache could ever hold, all others gone."""
+        """Tokens of the longest sequence that an empty cache could hold."""
 
     @property
     @abstractmethod
     def num_available(self) -> int:
-        """Blocks that could be taken now: free ones, and cached ones that nobody refers to."""
+        """Blocks that `reserve` could take now: free ones, and cached ones, which no table references."""
 
     def lookup(self, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> Hit:
         """What `add` with the same arguments would find. Changes nothing, not even the order of eviction."""
@@ -114,8 +114,7 @@ class KvCache(ABC):
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
         """How many of `num_available` it takes to add a sequence with this hit and reserve its first `length` slots.
 
-        Blocks of the hit that nobody refers to count too: once they are attached nobody else can take them. Changes
-        nothing.
+        Counts the cached blocks of the hit too: once they are attached they are not available. Changes nothing.
         """
 
     def take_events(self) -> tuple[CacheEvent, ...]:
@@ -124,20 +123,20 @@ class KvCache(ABC):
 
     @abstractmethod
     def block_map(self) -> BlockMap:
-        """Where every block is."""
+        """Every table, reference count and cached block."""
 
     @abstractmethod
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
         """Begin a sequence; return how many of its first tokens are already cached.
 
         `salt` keeps sequences apart that must not share (other users, other adapters); `max_cached` caps the answer: at
-        least the last prompt token has to be computed for its logits. Raises `OutOfBlocks` where a kind reserves up
-        front.
+        least the last prompt token has to be computed for its logits. Raises `OutOfBlocks` if a kind reserves all
+        blocks at once.
         """
 
     @abstractmethod
     def blocks_needed(self, seq_id: int, num_tokens: int) -> int:
-        """Free blocks that `reserve` with the same arguments would take. Changes nothing."""
+        """How many of `num_available` `reserve` with the same arguments would take. Changes nothing."""
 
     @abstractmethod
     def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
@@ -152,38 +151,38 @@ class KvCache(ABC):
 
     @abstractmethod
     def truncate(self, seq_id: int, length: int) -> None:
-        """Forget everything past the first `length` tokens, computed or reserved."""
+        """Drop everything past the first `length` tokens, computed or reserved."""
 
     @abstractmethod
     def fork(self, parent: int, child: int) -> tuple[BlockCopy, ...]:
-        """Begin `child` with the parent's computed tokens; return the copies that make it so."""
+        """Begin `child` with the parent's computed tokens; return the copies that this takes."""
 
     @abstractmethod
     def snapshot(self, seq_id: int) -> tuple[Snapshot, tuple[BlockCopy, ...]]:
-        """Keep the sequence's computed tokens for later; return the snapshot and the copies that make it."""
+        """Keep the sequence's computed tokens for later; return the snapshot and the copies that this takes."""
 
     @abstractmethod
     def restore(self, snapshot: Snapshot, seq_id: int) -> tuple[BlockCopy, ...]:
-        """Begin `seq_id` from a snapshot, which stays valid; return the copies that make it so."""
+        """Begin `seq_id` from a snapshot, which stays valid; return the copies that this takes."""
 
     @abstractmethod
     def release(self, snapshot: Snapshot) -> None:
-        """Give up a snapshot and what it holds."""
+        """Drop a snapshot and free what only it holds."""
 
     @abstractmethod
     def remove(self, seq_id: int) -> None:
-        """Forget the sequence and give back its blocks."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Forget every sequence, and whatever else can be computed again. Snapshots stay.
-
-        Works from any state that an exception between two lines of another method may have left.
-        """
+        """Drop a sequence and free what only it holds."""
 
     @abstractmethod
     def rename(self, seq_id: int, new_id: int) -> None:
-        """The sequence goes on under another id. AssertionError if a sequence has that id already."""
+        """The sequence goes on under another id. Raises AssertionError if `new_id` is taken."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop every sequence and everything that can be computed again; keep the snapshots.
+
+        Works from any state that an exception between two lines of any method may have left.
+        """
 
     @abstractmethod
     def __contains__(self, seq_id: int) -> bool:
@@ -203,7 +202,7 @@ class KvCache(ABC):
 
     @abstractmethod
     def stats(self) -> CacheStats:
-        """Where the blocks are."""
+        """How many blocks and slots are used, cached, shared and filled."""
 
     @abstractmethod
     def check_invariants(self) -> None:

@@ -1,11 +1,8 @@
 """The arrays of the KV cache: one key and one value per layer and token slot, in blocks.
 
-Storage knows bytes and nothing else. Who owns a block, what is shared and what may be evicted is `KvCache`'s business;
-every cache kind reads and writes the same storage through the same two indirections, the slot mapping (writing) and the
+Storage knows bytes and nothing else; `KvCache` decides which sequence owns a block, what is shared and what is evicted.
+Every cache kind reads and writes the same storage through the same two indirections, the slot mapping (writing) and the
 block table (reading), so there is one attention kernel for all of them.
-
-Past the blocks that a cache may hand out lies a *scratch range*. It belongs to whoever runs the current step: with the
-cache off it holds the keys and values of the sequence being recomputed, and means nothing once the step is over.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +22,7 @@ class KvLayout:
 
     num_layers: int
     num_blocks: int
-    """Blocks in all, scratch range included."""
+    """Blocks in all."""
     block_size: int
     """Token slots per block."""
     num_kv_heads: int
@@ -69,18 +66,17 @@ class KvStorage(ABC):
 
     @abstractmethod
     def read_blocks(self, blocks: Sequence[int]) -> Any:
-        """A copy of these blocks in the host's memory, all layers, for `write_blocks`. What it is, is the storage's
-        business."""
+        """A copy of these blocks in the host's memory, all layers, in a form that `write_blocks` accepts."""
 
     @abstractmethod
     def write_blocks(self, blocks: Sequence[int], data: Any) -> None:
-        """Put what `read_blocks` gave into as many blocks, which may be others."""
+        """Write what `read_blocks` gave into as many blocks, the same or different ones."""
 
     @abstractmethod
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of positions 0 to `length` - 1, each float32 `[length, num_kv_heads, head_dim]`.
 
-        A copy on the host, for tests and for looking; kernels read the blocks where they lie.
+        A copy on the host, for tests and views; kernels read the blocks where they lie.
         """
 
 
