@@ -12,8 +12,8 @@ from typing import Literal
 
 from forge.bench.workload import Workload, WorkloadRun
 from forge.llm import LLM
-from forge.trace.lives import Life, lives_of
 from forge.trace.records import StepRecord
+from forge.trace.timeline import RequestTimeline, timeline_of
 from forge.trace.totals import Totals, totals_of
 
 How = Literal["sequential", "static", "continuous"]
@@ -83,17 +83,17 @@ def _turn(llm: LLM, workload: Workload, how: How, batch: int) -> Measured:
     parts = [replace(workload, requests=(one,)) for one in workload.requests] if how == "sequential" else [workload]
     steps: list[StepRecord] = []
     tokens: list[tuple[int, ...]] = []
-    lives: list[Life] = []
+    requests: list[RequestTimeline] = []
     began = time.perf_counter()
     for part in parts:
         engine = llm.new_engine(max_num_seqs=batch)
         run = WorkloadRun(engine, part, together=batch if how == "static" else None)
         own = [_arrived_at(began, step) for step in run]
         steps += own
-        lives += lives_of(own)
+        requests += timeline_of(own).requests()
         tokens += [output.outputs[0].token_ids for output in run.outputs]
     seconds = time.perf_counter() - began
-    totals = totals_of(steps, lives)
+    totals = totals_of(steps, requests)
     return Measured(how, batch, seconds, (seconds,), totals, tuple(tokens))
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.errors import UsageError
-from forge.trace.lives import percentile
 from forge.trace.records import Deferred, FinishRecord, StepRecord
+from forge.trace.totals import percentile
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine

@@ -16,7 +16,7 @@ from forge.bench.judging import run_requests
 from forge.bench.results import Middle
 from forge.bench.workload import PASSAGE
 from forge.errors import UsageError
-from forge.trace.lives import percentile
+from forge.trace.totals import percentile
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine

@@ -51,7 +51,8 @@ def replay(
 
         save_serving(svg, history)
     if json:
-        return Report(serving_object(history.label, history.records, history.lives()), lambda console: None).as_json()
+        found = serving_object(history.label, history.records, history.requests())
+        return Report(found, lambda console: None).as_json()
     _show(console, history)
     return 0
 
@@ -82,7 +83,7 @@ def _show(console, history: "History") -> None:
         for record in history.records:
             print_step_line(console, record)
     console.print()
-    print_serving(console, history, history.lives(), " · recorded")
+    print_serving(console, history, history.requests(), " · recorded")
 
 
 @trace.command("export")

@@ -121,10 +121,10 @@ def _run(llm: "LLM", workload: "Workload", watch: Watch, svg, lines: bool, json:
         from forge.views.picture import save_serving
 
         save_serving(svg, history)
-    lives = history.lives()
+    requests = history.requests()
     report = Report(
-        serving_object(history.label, history.records, lives),
-        lambda console: print_serving(console, history, lives),
+        serving_object(history.label, history.records, requests),
+        lambda console: print_serving(console, history, requests),
         INTERRUPTED if driven.interrupted and not driven.left else 0,
     )
     return report.as_json() if json else report

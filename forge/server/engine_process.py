@@ -19,7 +19,6 @@ from typing import Any
 from forge.engine.engine import Engine
 from forge.llm import LLM
 from forge.errors import ForgeError
-from forge.server.life import LifeBook
 from forge.server.messages import (
     Abort,
     Answer,
@@ -42,7 +41,9 @@ from forge.server.messages import (
     frame,
     pause_between_events,
 )
+from forge.server.request_log import RequestLog
 from forge.trace.records import FinishRecord, StepRecord
+from forge.trace.timeline import Timeline
 
 logger = logging.getLogger("forge.engine")
 
@@ -140,7 +141,7 @@ class EngineServer:
         """From a one-shot's sequence id to the question that it belongs to."""
         self._watched = False
         self._gauges: Gauges | None = None
-        self._lives = LifeBook()
+        self._lives = RequestLog(Timeline())
         self._open = True
 
     def run(self) -> None:

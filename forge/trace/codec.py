@@ -94,7 +94,7 @@ def _tuple(members: tuple[Any, ...]) -> Codec:
         )
     codecs = [codec_of(member) for member in members]
 
-    def decode(value: Any, where: str) -> tuple:
+    def decode(value: Any, where: str) -> tuple[Any, ...]:
         if len(_require(value, list, where)) != len(codecs):
             raise ValueError(f"{where} has {len(value)} values and should have {len(codecs)}")
         return tuple(codec.decode(item, where) for codec, item in zip(codecs, value, strict=True))
@@ -184,7 +184,7 @@ def _renamed(kind: Any) -> dict[str, str]:
     return {field.metadata[FORMERLY]: field.name for field in fields(kind) if FORMERLY in field.metadata}
 
 
-def _defaults(kind: type) -> dict[str, Any]:
+def _defaults(kind: Any) -> dict[str, Any]:
     """Each field of a record and its default value, or MISSING."""
     if is_dataclass(kind):
         return {

@@ -7,31 +7,33 @@ track per sequence: when it waited and for what, what it computed, when it was p
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from forge.trace.lives import Life, Wait, lives_of, preemption_line, wait_line
+from forge.trace.explain import class_name, explain_admission, explain_finish, explain_preempted, explain_wait
 from forge.trace.recorder import Trace
 from forge.trace.records import StepRecord
+from forge.trace.timeline import RequestTimeline, Wait, timeline_of
 
 ENGINE, SEQUENCES = 1, 2
 """Process ids."""
 STEPS = 1
 """The thread id of the steps' track; a sequence's is one more than its own id, because 0 means something else."""
 Event = dict[str, Any]
+_PREEMPTION_FACTS = ("victim_of", "needed", "free", "policy", "mode", "tokens_lost")
 
 
 def perfetto_object(trace: Trace) -> dict[str, Any]:
     """The whole file. Times are microseconds from the run's first arrival or step."""
-    lives = lives_of(trace.steps, trace.ends)
+    requests = timeline_of(trace.steps, trace.ends).requests()
     origin = min(
-        [step.started for step in trace.steps] + [life.arrived for life in lives if life.arrived is not None],
+        [step.started for step in trace.steps] + [one.arrived for one in requests if one.arrived is not None],
         default=0.0,
     )
-    events = [*_names(trace, lives)]
+    events = [*_names(trace, requests)]
     for step in trace.steps:
         events += _step_events(step, origin)
         events += _sequence_events(step, origin)
     by_number = {step.step: step for step in trace.steps}
-    for life in lives:
-        events += _wait_events(life, by_number, origin)
+    for request in requests:
+        events += _request_events(request, by_number, origin)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -39,22 +41,22 @@ def perfetto_object(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _names(trace: Trace, lives: Sequence[Life]) -> Iterator[Event]:
+def _names(trace: Trace, requests: Sequence[RequestTimeline]) -> Iterator[Event]:
     header = trace.header
     yield _meta("process_name", ENGINE, STEPS, name=f"engine · {header.model} · kv {header.kv} · {header.device}")
     yield _meta("process_sort_index", ENGINE, STEPS, sort_index=0)
     yield _meta("thread_name", ENGINE, STEPS, name="steps")
     yield _meta("process_name", SEQUENCES, STEPS, name="sequences")
     yield _meta("process_sort_index", SEQUENCES, STEPS, sort_index=1)
-    for seq_id in sorted({life.seq_id for life in lives}):
-        yield _meta("thread_name", SEQUENCES, seq_id + 1, name=f"seq {seq_id}")
-        yield _meta("thread_sort_index", SEQUENCES, seq_id + 1, sort_index=seq_id)
+    for request in requests:
+        yield _meta("thread_name", SEQUENCES, request.seq_id + 1, name=f"seq {request.seq_id}")
+        yield _meta("thread_sort_index", SEQUENCES, request.seq_id + 1, sort_index=request.seq_id)
 
 
 def _step_events(step: StepRecord, origin: float) -> Iterator[Event]:
     start = _us(step.started, origin)
     rows = {"step": step.step, "rows": step.tokens_computed, "sequences": len(step.items)}
-    yield _slice(ENGINE, STEPS, step.execution_class, start, (step.ended - step.started) * 1e6, **rows)
+    yield _slice(ENGINE, STEPS, class_name(step.execution_class), start, (step.ended - step.started) * 1e6, **rows)
     end = _us(step.ended, origin)
     for name, ms in (("schedule", step.schedule_ms), ("forward", step.forward_ms), ("sample", step.sample_ms)):
         duration = min(ms * 1e3, end - start)  # the parts lie within the step, whatever was rounded
@@ -71,35 +73,35 @@ def _sequence_events(step: StepRecord, origin: float) -> Iterator[Event]:
     start, duration = _us(step.started, origin), (step.ended - step.started) * 1e6
     texts = {token.seq_id: token.text for token in step.tokens}
     for item in step.items:
-        name = item.phase if item.num_tokens == 1 else f"{item.phase} {item.start}:{item.start + item.num_tokens}"
+        phase = class_name(item.phase)
+        name = phase if item.num_tokens == 1 else f"{phase} {item.start}:{item.start + item.num_tokens}"
         facts = {"step": step.step, "start": item.start, "rows": item.num_tokens, "remaining": item.remaining}
         yield _slice(SEQUENCES, item.seq_id + 1, name, start, duration, **facts, text=texts.get(item.seq_id, ""))
     for admission in step.admitted:
-        facts = {"how": admission.how, "from_cache": admission.num_cached, "blocks": admission.num_blocks}
-        yield _instant(admission.seq_id, "admitted", start, **facts)
-    for preemption in step.preempted:
-        facts = {name: getattr(preemption, name) for name in ("victim_of", "needed", "free", "policy", "mode")}
-        yield _instant(preemption.seq_id, "preempted", start, **facts, tokens_lost=preemption.tokens_lost)
+        numbers = {"how": admission.how, "from_cache": admission.num_cached, "blocks": admission.num_blocks}
+        yield _instant(admission.seq_id, "admitted", start, **numbers, why=explain_admission(admission))
     for finish in step.finished:
-        yield _instant(finish.seq_id, f"finished: {finish.reason}", start + duration)
+        yield _instant(finish.seq_id, f"finished: {finish.reason}", start + duration, why=explain_finish(finish))
 
 
-def _wait_events(life: Life, steps: dict[int, StepRecord], origin: float) -> Iterator[Event]:
-    for wait in life.waits:
-        begun = _wait_start(life, wait, steps)
+def _request_events(request: RequestTimeline, steps: dict[int, StepRecord], origin: float) -> Iterator[Event]:
+    """Its waits and preemptions, with the cost that is known only afterwards."""
+    for wait in request.waits:
+        begun = _us(_wait_start(request, wait, steps), origin)
         kind = type(wait.causes[-1].reason).__name__ if wait.causes else "queue"
-        why = wait_line(wait, life.seq_id)
-        yield _slice(SEQUENCES, life.seq_id + 1, f"waits: {kind}", _us(begun, origin), wait.seconds * 1e6, why=why)
-    for preemption in life.preemptions:
-        at = _us(steps[preemption.step].started, origin)
-        yield _instant(life.seq_id, "why preempted", at, why=preemption_line(preemption))
+        why = explain_wait(wait, request.seq_id)
+        yield _slice(SEQUENCES, request.seq_id + 1, f"waits: {kind}", begun, wait.seconds * 1e6, why=why)
+    for preemption in request.preemptions:
+        record, at = preemption.record, _us(steps[preemption.step].started, origin)
+        facts = {name: getattr(record, name) for name in _PREEMPTION_FACTS}
+        yield _instant(request.seq_id, "preempted", at, **facts, why=explain_preempted(preemption))
 
 
-def _wait_start(life: Life, wait: Wait, steps: dict[int, StepRecord]) -> float:
-    if wait.after == "arrival" and life.arrived is not None and life.sample == 0:
-        return life.arrived
+def _wait_start(request: RequestTimeline, wait: Wait, steps: dict[int, StepRecord]) -> float:
+    if wait.after == "arrival" and request.arrived is not None and request.sample == 0:
+        return request.arrived
     first = steps.get(wait.first_step)
-    return first.started if first else (life.first_token or 0.0)
+    return first.started if first else (request.first_token or 0.0)
 
 
 def _us(seconds: float, origin: float) -> float:

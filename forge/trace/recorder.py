@@ -1,10 +1,11 @@
-"""A run on disk: JSON Lines that hold every `StepRecord` and every request's end, and nothing that was rounded.
+"""A run on disk: JSON Lines that hold every `StepRecord` and every request's end, with no number rounded.
 
 The first line says what ran and which version of the schema the rest follows. Each further line is one record,
 `{"step": {…}}` or `{"end": {…}}`, in the order in which things happened. A line is written whole and at once, so a
-process that is killed leaves a file that can be read up to the step before.
+process that is killed leaves a file that can be read up to the previous step.
 
-A field with a default may join a record without a new version; whatever else changes needs one.
+A new field with a default, and a renamed field whose metadata names the former one (`FORMERLY`), need no new version of
+the schema; any other change does.
 """
 
 import json
@@ -25,7 +26,7 @@ _RECORDS: dict[str, type] = {"step": StepRecord, "end": EndRecord}
 
 
 class TraceError(ForgeError):
-    """A file is no trace, or not one that this version reads."""
+    """A file is no trace, or no trace that this version reads."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,14 @@ class Trace:
     steps: tuple[StepRecord, ...]
     ends: tuple[EndRecord, ...] = ()
     note: str | None = None
-    """What is to be said about the file, such as that its last line is cut off."""
+    """A remark about the file, such as that its last line is cut off."""
 
 
 class TraceWriter:
     """Writes a trace. Used as a context manager, which closes the file."""
 
     def __init__(self, path: Path):
-        """Raises `TraceError` if `path` cannot be written. What it held before is gone."""
+        """Truncates `path`. Raises `TraceError` if it cannot be written."""
         self._path = path
         self._begun = False
         try:
@@ -75,18 +76,19 @@ class TraceWriter:
     def __enter__(self) -> "TraceWriter":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
 
     def begin(self, header: TraceHeader) -> None:
-        """Write the first line; what follows a second call belongs to the same run."""
+        """Write the first line. A second call writes nothing: the records after it belong to the same run."""
         if not self._begun:
             self._begun = True
             self._write({_VERSION: SCHEMA_VERSION} | codec_of(TraceHeader).encode(header) | {"forge": header.forge})
 
     def write(self, record: StepRecord | EndRecord) -> None:
-        name = next(name for name, kind in _RECORDS.items() if isinstance(record, kind))
-        self._write({name: codec_of(type(record)).encode(record)})
+        """Write a record as one line."""
+        name, kind = next((name, kind) for name, kind in _RECORDS.items() if isinstance(record, kind))
+        self._write({name: codec_of(kind).encode(record)})
 
     def _write(self, line: dict[str, Any]) -> None:
         try:
@@ -99,12 +101,14 @@ def write_trace(path: Path, trace: Trace) -> None:
     """Write a whole trace at once, steps first."""
     with TraceWriter(path) as writer:
         writer.begin(trace.header)
-        for record in (*trace.steps, *trace.ends):
-            writer.write(record)
+        for step in trace.steps:
+            writer.write(step)
+        for end in trace.ends:
+            writer.write(end)
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace. Raises `TraceError`, with the number of the line, for what is none or is not sound.
+    """Read a trace. Raises `TraceError`, with the number of the line, for a file that is no trace or is damaged.
 
     A last line that was cut off is left out, and the trace's `note` says so.
     """
@@ -114,14 +118,11 @@ def read_trace(path: Path) -> Trace:
         raise TraceError(f"{path}: cannot read the trace: {error.strerror or error}") from None
     cut = lines.pop()
     header = _header(path, lines[0] if lines else cut)
-    found: dict[str, list] = {name: [] for name in _RECORDS}
-    for number, line in enumerate(lines[1:], start=2):
-        name, record = _record(path, number, line)
-        found[name].append(record)
-    note = None
-    if cut and lines:
-        note = f"the last line is cut off: {len(found['step'])} whole steps were read"
-    return Trace(header, tuple(found["step"]), tuple(found["end"]), note)
+    records = [_record(path, number, line) for number, line in enumerate(lines[1:], start=2)]
+    steps = tuple([record for record in records if isinstance(record, StepRecord)])
+    ends = tuple([record for record in records if isinstance(record, EndRecord)])
+    note = f"the last line is cut off: {len(steps)} whole steps were read" if cut and lines else None
+    return Trace(header, steps, ends, note)
 
 
 def _header(path: Path, line: bytes) -> TraceHeader:
@@ -138,17 +139,19 @@ def _header(path: Path, line: bytes) -> TraceHeader:
             f"forge ({__version__}) reads up to {SCHEMA_VERSION}: update forge"
         )
     try:
-        return codec_of(TraceHeader).decode(fields, "")
+        header: TraceHeader = codec_of(TraceHeader).decode(fields, "")
     except ValueError as error:
         raise TraceError(f"{path}, line 1: {error}") from None
+    return header
 
 
-def _record(path: Path, number: int, line: bytes) -> tuple[str, StepRecord | EndRecord]:
+def _record(path: Path, number: int, line: bytes) -> StepRecord | EndRecord:
     try:
         fields = json.loads(line)
         if not isinstance(fields, dict) or len(fields) != 1 or next(iter(fields)) not in _RECORDS:
             raise ValueError(f"a line holds one of {', '.join(_RECORDS)}")
         ((name, value),) = fields.items()
-        return name, codec_of(_RECORDS[name]).decode(value, "")
+        record: StepRecord | EndRecord = codec_of(_RECORDS[name]).decode(value, "")
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}, line {number}: {str(error) or 'nested too deeply'}") from None
+    return record

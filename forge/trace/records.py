@@ -151,8 +151,8 @@ class AdmitRecord:
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """A waiting sequence that the step left out, and why. The sequences behind it in the queue wait for it, unless it is
-    deferred: a deferred sequence lets them pass."""
+    """A waiting sequence that the step left out, and why. The sequences behind it in the queue wait for it; a deferred
+    sequence lets them pass."""
 
     seq_id: int
     reason: WaitReason
@@ -344,8 +344,8 @@ class StepRecord:
     cache: CacheRecord
     schedule_ms: float
     forward_ms: float
-    """The model's forward pass alone, logits on the host included. With async scheduling on a device: the time to launch
-    it, and the time that the host then waited for it."""
+    """The model's forward pass alone, logits on the host included. With async scheduling on a device: the time to
+    launch it, and the time that the host then waited for it."""
     sample_ms: float
     started: float
     """Seconds on the engine's monotonic clock when the step began."""

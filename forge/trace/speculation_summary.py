@@ -1,9 +1,9 @@
-"""What the cycles of a run add up to: acceptance, tokens per forward, the speed-up measured and predicted.
+"""The draft cycles of a run in total: acceptance, tokens per forward, the speed-up measured and predicted.
 
 Everything comes from records. The measured speed-up is plain decoding's time per token over speculation's, both by the
-engine's own clock from the first token on. The formula is taken twice: as it stands, where verifying K guesses costs
-what one row does, and with the verification as it was measured. What is left between that and the measured figure is
-work outside the models.
+engine's own clock from the first token on. The speed-up is predicted twice: by the formula as it stands, in which
+verifying K draft tokens costs as much as one row, and with the measured cost of verification. The difference between
+the second prediction and the measured figure is work outside the models.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ class DecodeTime:
     num_tokens: int
     ms: float
     forward_ms: float
-    """Of the target, in the median step."""
+    """The target's forward pass, in the median step."""
     other_ms: float
-    """A step's, outside the models, on average."""
+    """A step's time outside the models, on average."""
 
     @classmethod
     def of(cls, records: Sequence[StepRecord]) -> "DecodeTime | None":
@@ -56,9 +56,9 @@ class SpeculationSummary:
     proposed: int
     accepted: int
     emitted: int
-    """Tokens that came out of cycles."""
+    """Tokens that the cycles emitted."""
     accepted_by_position: tuple[tuple[int, int], ...]
-    """(accepted, proposed) of all first guesses, all second ones, …"""
+    """(accepted, proposed) of all first draft tokens, all second ones, …"""
     guess_ms: float
     """Proposing one token, for all sequences of a step together."""
     verify_ms: float
@@ -68,10 +68,10 @@ class SpeculationSummary:
 
     @classmethod
     def of(cls, plain: Sequence[StepRecord], speculative: Sequence[StepRecord]) -> "SpeculationSummary | None":
-        """None where there was no cycle, or nothing to hold it against."""
+        """None without a cycle, or without a plain run to compare with."""
         cycles = [cycle for cycle in cycles_of(speculative) if cycle.proposed]
-        times = DecodeTime.of(plain), DecodeTime.of(speculative)
-        if not cycles or None in times:
+        plain_time, speculative_time = DecodeTime.of(plain), DecodeTime.of(speculative)
+        if not cycles or plain_time is None or speculative_time is None:
             return None
         won = [cycle for cycle in cycles if cycle.won]
         guessing = [record for record in speculative if any(cycle.proposed for cycle in record.cycles)]
@@ -83,8 +83,8 @@ class SpeculationSummary:
             accepted_by_position=_by_position(won),
             guess_ms=median(_draft_ms(record) / _longest(record) for record in guessing),
             verify_ms=median(record.forward_ms for record in guessing),
-            plain=times[0],
-            speculative=times[1],
+            plain=plain_time,
+            speculative=speculative_time,
         )
 
     @property
@@ -94,7 +94,7 @@ class SpeculationSummary:
 
     @property
     def mean_k(self) -> float:
-        """Guesses per cycle."""
+        """Draft tokens per cycle."""
         return self.proposed / self.num_cycles
 
     @property
@@ -108,7 +108,7 @@ class SpeculationSummary:
 
     @property
     def verify_cost(self) -> float:
-        """A verifying forward in plain ones."""
+        """The cost of a verifying forward, in plain forwards."""
         return self.verify_ms / self.plain.forward_ms
 
     @property
@@ -118,7 +118,7 @@ class SpeculationSummary:
 
     @property
     def predicted_with_verification(self) -> float:
-        """The same with the measured verification in place of the 1."""
+        """The same with the measured cost of verification in place of the 1."""
         return (self.accepted / self.num_cycles + 1) / (self.verify_cost + self.mean_k * self.guess_cost)
 
     @property
@@ -127,11 +127,12 @@ class SpeculationSummary:
 
     @property
     def other_ms(self) -> tuple[float, float]:
-        """Milliseconds of a step outside the models: of a plain one, and of one with guesses, on average."""
+        """Milliseconds of a step outside the models, on average: of a plain step, and of one with draft tokens."""
         return self.plain.other_ms, self.speculative.other_ms
 
 
 def cycles_of(records: Sequence[StepRecord]) -> list[SpecCycle]:
+    """The cycles of all steps, in order."""
     return [cycle for record in records for cycle in record.cycles]
 
 
@@ -147,7 +148,7 @@ def _by_position(cycles: Sequence[SpecCycle]) -> tuple[tuple[int, int], ...]:
 
 
 def _draft_ms(record: StepRecord) -> float:
-    """Of all proposers of a step; each of their cycles has the time of its proposer's one call."""
+    """The time of all proposers of a step; each cycle has the time of its proposer's one call."""
     return sum({cycle.proposer: cycle.draft_ms for cycle in record.cycles}.values())
 
 

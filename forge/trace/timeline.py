@@ -295,6 +295,8 @@ class Timeline:
         self._without_admission: set[int] = set()
         """Sequences that begin without an `AdmitRecord`: samples after a request's first, and unknown ones."""
         self._sequences = _Sequences(self._without_admission)
+        self._told: set[int] = set()
+        """The first sequence of each request that `arrive` told of and no step's record has named yet."""
         self._seq_ids: dict[str, tuple[int, ...]] = {}
         """By request id."""
         self._waiting: dict[int, _OpenWait] = {}
@@ -308,14 +310,19 @@ class Timeline:
     # Records in
 
     def arrive(self, request: ArriveRecord) -> None:
-        """Take in a request as soon as it is queued. The next step's record names it again, which changes nothing."""
+        """Take in a request as soon as it is queued. The next step's record names it again, which changes nothing, even
+        if it has ended and been forgotten meanwhile."""
+        self._told.add(request.seq_ids[0])
         self._arrive(request, self._step + 1)
 
     def add(self, record: StepRecord) -> None:
         """Take in the next step."""
         if record.arrived:
             for request in record.arrived:
-                self._arrive(request, record.step)
+                if request.seq_ids[0] in self._told:
+                    self._told.discard(request.seq_ids[0])
+                else:
+                    self._arrive(request, record.step)
         if record.admitted:
             for admission in record.admitted:
                 self._admit(admission, record)
@@ -409,9 +416,6 @@ class Timeline:
     def _arrive(self, request: ArriveRecord, first_step: int) -> None:
         """The first sample waits in the queue; the others begin when the prompt that they share has been computed."""
         first, *others = request.seq_ids
-        known = self._sequences.get(first)
-        if known is not None and known.request == request:
-            return
         self._seq_ids[request.request_id] = request.seq_ids
         self._sequences[first] = _Sequence(first, request)
         self._waiting[first] = self._open_wait("arrival", first_step, request.arrived)

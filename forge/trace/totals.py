@@ -1,4 +1,4 @@
-"""What a run came to: steps by class, throughput, latencies, what preemption cost, how full the pool was.
+"""The totals of a run: steps by class, throughput, latencies, the cost of preemption, the use of the pool.
 
 Made of records alone, so a recorded run has the same totals as the run itself.
 """
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from forge.trace.lives import Life, percentile
 from forge.trace.records import StepRecord
+from forge.trace.timeline import RequestTimeline
 
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of a time that every request has, in milliseconds."""
+    """The distribution of a time that every request has, in milliseconds."""
 
     p50: float
     p90: float
@@ -24,15 +24,17 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> "Percentiles | None":
-        """None where no value is one."""
-        known = [value for value in values if value is not None]
+        """None where no value is known."""
+        known = sorted([value for value in values if value is not None])
         if not known:
             return None
-        return cls(percentile(known, 0.5), percentile(known, 0.9), percentile(known, 0.99), max(known), len(known))
+        return cls(percentile(known, 0.5), percentile(known, 0.9), percentile(known, 0.99), known[-1], len(known))
 
 
 @dataclass(frozen=True)
 class Totals:
+    """What a run came to, over all its steps and requests."""
+
     num_steps: int
     steps_by_class: dict[str, int]
     seconds: float
@@ -45,10 +47,12 @@ class Totals:
     tokens_cached: int
     """Prompt tokens that were found in the cache."""
     ended: dict[str, int]
-    """Sequences by why they ended."""
+    """The number of sequences with each finish reason."""
+    pool_exhausted: int
+    """Of those that ended as `length`, the ones that the size of the pool ended."""
     preemptions: int
     swaps: int
-    """Preemptions that kept what the victim had in the host's pool."""
+    """Preemptions that swapped the victim's blocks to the host's pool."""
     sequences_preempted: int
     rejected: int
     queue: Percentiles | None
@@ -58,12 +62,13 @@ class Totals:
     utilization: tuple[float, float]
     """Of the pool's blocks: mean over the steps, and the most."""
     fragmentation: tuple[float, float]
-    """The share of reserved slots with nothing in them: mean over the steps, and the most."""
+    """The share of reserved slots that are not filled: mean over the steps, and the most."""
     batch: tuple[float, int]
     """Sequences in a step: mean, and the most."""
 
     @property
     def tokens_per_second(self) -> float | None:
+        """Output tokens per second of the whole run."""
         return self.output_tokens / self.seconds if self.seconds > 0 else None
 
     @property
@@ -72,32 +77,45 @@ class Totals:
         return self.tokens_recomputed / self.tokens_computed if self.tokens_computed else 0.0
 
 
-def totals_of(steps: Sequence[StepRecord], lives: Sequence[Life]) -> Totals:
+def totals_of(steps: Sequence[StepRecord], requests: Sequence[RequestTimeline]) -> Totals:
     """Raises ValueError where there is no step."""
     if not steps:
         raise ValueError("no step, no totals")
     preempted = [one for step in steps for one in step.preempted]
+    batches = [len(step.items) for step in steps]
     return Totals(
         num_steps=len(steps),
         steps_by_class=dict(Counter(step.execution_class for step in steps)),
         seconds=steps[-1].ended - steps[0].started,
         output_tokens=sum(len(step.tokens) for step in steps),
         tokens_computed=sum(step.tokens_computed for step in steps),
-        tokens_recomputed=sum(life.tokens_recomputed for life in lives),
-        tokens_cached=sum(life.tokens_cached for life in lives),
-        ended=dict(Counter(life.reason for life in lives if life.reason is not None)),
+        tokens_recomputed=sum(one.tokens_recomputed for one in requests),
+        tokens_cached=sum(one.tokens_cached for one in requests),
+        ended=dict(Counter(one.finish_reason for one in requests if one.finish_reason is not None)),
+        pool_exhausted=sum(one.finish is not None and one.finish.why is not None for one in requests),
         preemptions=len(preempted),
         swaps=sum(one.mode == "swap" for one in preempted),
         sequences_preempted=len({one.seq_id for one in preempted}),
         rejected=sum(len(step.rejected) for step in steps),
-        queue=Percentiles.of([life.queue_ms for life in lives]),
-        first_token=Percentiles.of([life.time_to_first_token_ms for life in lives]),
-        per_token=Percentiles.of([life.time_per_output_token_ms for life in lives]),
-        end_to_end=Percentiles.of([life.end_to_end_ms for life in lives]),
+        queue=Percentiles.of([one.queue_ms for one in requests]),
+        first_token=Percentiles.of([one.time_to_first_token_ms for one in requests]),
+        per_token=Percentiles.of([one.time_per_output_token_ms for one in requests]),
+        end_to_end=Percentiles.of([one.end_to_end_ms for one in requests]),
         utilization=_mean_and_most([step.cache.utilization for step in steps]),
         fragmentation=_mean_and_most([step.cache.internal_fragmentation for step in steps]),
-        batch=_mean_and_most([len(step.items) for step in steps]),
+        batch=(fmean(batches), max(batches)),
     )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of all lie, interpolated between neighbours. Raises ValueError for no values."""
+    if not values:
+        raise ValueError("no values, no percentile")
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def _mean_and_most(values: Sequence[float]) -> tuple[float, float]:

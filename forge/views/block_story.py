@@ -1,8 +1,9 @@
-"""What a step did to the blocks, in words: "seq 2 wrote into block 7, shared by 2: copied to 11"."""
+"""What a step did to the blocks, in sentences: "seq 2 wrote into block 7, shared by 2: copied to 11"."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from forge.trace.explain import explain, explain_finish, explain_preemption
 from forge.trace.records import (
     AdmitRecord,
     BlockEvicted,
@@ -16,23 +17,26 @@ from forge.trace.records import (
 )
 from forge.views.block_map import SequenceNames
 from forge.views.figures import count, plural
+from forge.views.text import one_line
 
 MANY = 2
 """More sequences than these that do the same are counted."""
 
 
 class Sentence(NamedTuple):
+    """What one thing did in a step."""
+
     step: int
     text: str
     routine: bool = False
-    """Nothing but another token in its slot: of interest now, and not later."""
+    """A token in its slot, a sequence that waits: of interest in this step only."""
 
 
 class BlockStory:
     """Tells step by step; what sequences had before is remembered from the step before."""
 
     def __init__(self, names: SequenceNames, keeps: bool = False):
-        """keeps: sequences that end keep their blocks, for a continuation."""
+        """keeps: sequences that end retain their blocks, for a continuation."""
         self._names, self._keeps = names, keeps
         self._before: dict[int, TableRecord] = {}
         self._steps = 0
@@ -41,7 +45,7 @@ class BlockStory:
         """What happened in a step, in the order in which it did. Steps are counted from the first that is told."""
         self._steps += 1
         sentences = [Sentence(self._steps, text) for text in (*self._beginnings(record), *self._changes(record))]
-        sentences += [Sentence(self._steps, text, routine=True) for text in self._writes(record)]
+        sentences += [Sentence(self._steps, text, True) for text in (*self._waits(record), *self._writes(record))]
         sentences += [Sentence(self._steps, text) for text in self._ends(record)]
         self._before = _tables(record.blocks)
         return sentences
@@ -52,6 +56,10 @@ class BlockStory:
         hits = {event.seq_id: event for event in record.events if isinstance(event, PrefixHit)}
         for admission in record.admitted:
             yield self._admission(admission, hits.get(admission.seq_id), _tables(record.blocks))
+
+    def _waits(self, record: StepRecord) -> Iterator[str]:
+        for wait in record.waiting:
+            yield f"{self._label(wait.seq_id)} waits: {explain(wait.reason, self._label)}"
 
     def _changes(self, record: StepRecord) -> Iterator[str]:
         for event in record.events:
@@ -96,12 +104,12 @@ class BlockStory:
         tables = _tables(record.blocks)
         held = {one.seq_id: len(tables[one.seq_id].blocks) for one in record.finished if one.seq_id in tables}
         if len(held) > MANY:
-            yield f"{len(held)} sequences ended and let go of {_count(sum(held.values()))}"
+            yield f"{len(held)} sequences ended and freed {_count(sum(held.values()))}"
             return
         for finish in record.finished:
-            verb = "keeps its" if self._keeps else "lets go of"
+            verb = "keeps its" if self._keeps else "freed"
             blocks = f" and {verb} {_count(held[finish.seq_id])}" if finish.seq_id in held else ""
-            yield f"{self._label(finish.seq_id)} ended ({finish.reason}){blocks}"
+            yield f"{self._label(finish.seq_id)} ended ({one_line(explain_finish(finish))}){blocks}"
 
     def _writes(self, record: StepRecord) -> Iterator[str]:
         tables = _tables(record.blocks)
@@ -126,11 +134,8 @@ class BlockStory:
         return f"{label} began{again}{where}"
 
     def _preemption(self, preemption: PreemptRecord) -> str:
-        lost = f", {plural(preemption.tokens_lost, 'token')} to compute again" if preemption.tokens_lost else ""
-        return (
-            f"{self._label(preemption.seq_id)} gave {_count(preemption.blocks_freed)} up to "
-            f"{self._label(preemption.victim_of)}{lost}"
-        )
+        blocks = _count(preemption.blocks_freed)
+        return f"{self._label(preemption.seq_id)} freed {blocks}, {explain_preemption(preemption, self._label)}"
 
     def _write(self, item: ItemRecord, table: TableRecord, block_size: int) -> str:
         first, last = item.start, item.start + item.num_tokens - 1

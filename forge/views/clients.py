@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.bench.clients import Crowded, Visit
-from forge.trace.lives import percentile
+from forge.trace.totals import percentile
 from forge.views.charts import sparkline
 from forge.views.figures import NOTHING, count, ms, percent, plural
 from forge.views.metrics import flowing

@@ -196,7 +196,7 @@ def sample_texts(result: RunResult, prompt: str, quiet_prompt: bool = False) -> 
         text = Text(neutralise(before), QUIET if quiet_prompt else "")
         text.append(neutralise(sample.text), "default" if quiet_prompt else "")
         if len(samples) > 1:
-            label = (f"sample {sample.index} · {sample.finish_reason}\n", sequence_style(sample.index))
+            label = (f"sample {sample.index} · {result.endings[sample.index]}\n", sequence_style(sample.index))
             text = Text.assemble(label, text)
         shown.append(text)
     return shown

@@ -1,13 +1,13 @@
 """A run as a view follows it: its records, and after each of them what a picture of that moment needs.
 
-Nothing is taken back, so a reader may look at any step of the past: index i shows the run as it stood after step i.
+Nothing is dropped, so a view can show any step of the past: index i shows the run as it stood after step i.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forge.trace.lives import Life, Lives
 from forge.trace.records import EndRecord, StepRecord
+from forge.trace.timeline import RequestTimeline, Timeline
 from forge.views.summary import RunLabel
 
 _QUEUE_SHOWN = 64
@@ -29,24 +29,26 @@ class Moment:
 
 @dataclass
 class History:
+    """The records of a run and the moments after them."""
+
     label: RunLabel
     max_num_seqs: int | None = None
     order: str = "fcfs"
     """Of admission."""
     records: list[StepRecord] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
-    _lives: Lives = field(default_factory=Lives)
+    _timeline: Timeline = field(default_factory=Timeline)
 
     def feed(self, record: StepRecord) -> None:
         """The next step has ended."""
-        running_before = self._lives.running
-        self._lives.feed(record)
+        running_before = self._timeline.running
+        self._timeline.add(record)
         before = self.moments[-1].preemptions if self.moments else 0
         seconds = record.ended - record.started
-        took_part = dict.fromkeys((*running_before, *self._lives.running, *(item.seq_id for item in record.items)))
+        took_part = dict.fromkeys((*running_before, *self._timeline.running, *(item.seq_id for item in record.items)))
         lost = {one.seq_id for one in record.preempted}
         stays = self.moments and not (record.arrived or record.admitted or record.preempted or record.finished)
-        queue = self.moments[-1].waiting if stays else self._lives.queue(self.order == "priority", _QUEUE_SHOWN)
+        queue = self.moments[-1].waiting if stays else self._timeline.queue(self.order == "priority", _QUEUE_SHOWN)
         self.records.append(record)
         self.moments.append(
             Moment(
@@ -60,10 +62,11 @@ class History:
     def end(self, ends: Sequence[EndRecord]) -> None:
         """Requests have ended, some of them perhaps between two steps."""
         for record in ends:
-            self._lives.end(record)
+            self._timeline.end_request(record)
 
-    def lives(self) -> tuple[Life, ...]:
-        return self._lives.lives()
+    def requests(self) -> tuple[RequestTimeline, ...]:
+        """The timeline of every sequence until now."""
+        return self._timeline.requests()
 
     def __len__(self) -> int:
         return len(self.records)

@@ -32,6 +32,7 @@ def run_object(result: RunResult, token_text) -> dict[str, Any]:
         "text": first.text,
         "token_ids": list(first.token_ids),
         "finish_reason": first.finish_reason,
+        "finish": result.endings[0],
         "stop_reason": first.stop_reason,
         "time_to_first_token_ms": result.time_to_first_token_ms,
         "decode_tokens_per_second": result.decode_tokens_per_second,
@@ -39,7 +40,7 @@ def run_object(result: RunResult, token_text) -> dict[str, Any]:
         "tokens_computed": result.tokens_computed,
         "kv_bytes_held": result.kv_bytes_held,
         "forwards": forward_objects(result.records),
-        "samples": [_sample_object(sample, token_text) for sample in output.outputs],
+        "samples": [_sample_object(sample, result.endings[sample.index], token_text) for sample in output.outputs],
         "prompt_logprobs": _prompt_logprobs(output, token_text),
     }
 
@@ -105,13 +106,14 @@ def forward_objects(records: tuple[StepRecord, ...]) -> list[dict[str, Any]]:
     return objects
 
 
-def _sample_object(sample: CompletionOutput, token_text) -> dict[str, Any]:
+def _sample_object(sample: CompletionOutput, ending: str, token_text) -> dict[str, Any]:
     logprobs = sample.logprobs
     return {
         "index": sample.index,
         "text": sample.text,
         "token_ids": list(sample.token_ids),
         "finish_reason": sample.finish_reason,
+        "finish": ending,
         "stop_reason": sample.stop_reason,
         "logprobs": None if logprobs is None else [_alternatives(entry, token_text) for entry in logprobs],
     }

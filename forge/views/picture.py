@@ -54,7 +54,7 @@ def save_serving(path: Path, history: History) -> None:
     if history.records:
         draw_busiest_step(console, history)
         console.print()
-    print_serving(console, history, history.lives())
+    print_serving(console, history, history.requests())
     save_picture(console, path)
 
 

@@ -4,24 +4,14 @@ step computes, a line for each decision with its reason, and how the run has gon
 Drawn from records alone, so the same picture shows a step that has just ended and one of a recorded run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from forge.trace.lives import percentile
-from forge.trace.records import (
-    AdmitRecord,
-    Execution,
-    FinishRecord,
-    ItemRecord,
-    MaxNumSeqs,
-    NoBlocks,
-    NoBudget,
-    PreemptRecord,
-    StepRecord,
-    WaitReason,
-)
+from forge.trace.explain import class_name, explain, explain_admission, explain_finish, explain_preemption
+from forge.trace.records import Execution, FinishRecord, ItemRecord, StepRecord, WaitReason
+from forge.trace.totals import percentile
 from forge.views.charts import bar, sparkline
 from forge.views.figures import count, ms, percent, plural
 from forge.views.history import History, Moment
@@ -33,6 +23,7 @@ CHART_STEPS = 400
 """Steps that the small charts look back on, at most."""
 _BAR = 22
 _MOST_REASONS = 8
+_MOST_PEERS = 6
 
 
 def scheduler_lines(history: History, index: int, width: int, height: int) -> list[Text]:
@@ -51,7 +42,7 @@ def scheduler_lines(history: History, index: int, width: int, height: int) -> li
 
 def title_lines(record: StepRecord, width: int) -> list[Text]:
     """The question, and on the right what kind of step this was and how long it took."""
-    kind = record.execution_class.capitalize() if record.execution_class != "oneshot" else "OneShot"
+    kind = class_name(record.execution_class).capitalize()
     total = record.schedule_ms + record.forward_ms + record.sample_ms
     parts = f"schedule {ms(record.schedule_ms)}, forward {ms(record.forward_ms)}"
     short = f"step {count(record.step)} · {kind} · {ms(total)} ms"
@@ -99,18 +90,26 @@ def queue_lines(history: History, record: StepRecord, moment: Moment, width: int
 
 def items_line(record: StepRecord, width: int) -> Text:
     """`this step: decode 11 seqs · prefill 31 [0:64] of 200`, and on a GPU how and when it was launched."""
-    decodes = [item for item in record.items if item.phase == "decode"]
-    parts = [f"decode {plural(len(decodes), 'seq')}"] if decodes else []
-    parts += [prefill_text(item) for item in record.items if item.phase == "prefill"]
-    line = Text.assemble(("this step: ", TITLE), " · ".join(parts) or "nothing is computed")
+    line = Text.assemble(("this step: ", TITLE), " · ".join(work_texts(record)))
     return line.append("".join([f" · {text}" for text in launch_texts(record)]), QUIET)
 
 
+def work_texts(record: StepRecord) -> list[str]:
+    """What the step computes: `decode 11 seqs`, each prefill, `prefill-only 8 requests, 367 rows`."""
+    decodes = sum(item.phase == "decode" for item in record.items)
+    texts = [f"decode {plural(decodes, 'seq')}"] if decodes else []
+    texts += [prefill_text(item) for item in record.items if item.phase == "prefill"]
+    alone = [item.num_tokens for item in record.items if item.phase == "oneshot"]
+    if alone:
+        texts.append(f"{class_name('oneshot')} {plural(len(alone), 'request')}, {plural(sum(alone), 'row')}")
+    return texts or ["nothing is computed"]
+
+
 def launch_texts(record: StepRecord) -> list[str]:
-    """How a device that works by itself was given the step; nothing on a CPU."""
+    """How the step was launched on a device that works asynchronously; nothing on a CPU."""
     texts = [execution_text(record.execution)] if record.execution is not None else []
     texts += ["planned ahead"] if record.planned_ahead else []
-    return texts + ([f"{plural(record.discarded, 'row')} in vain"] if record.discarded else [])
+    return texts + ([f"{plural(record.discarded, 'row')} wasted"] if record.discarded else [])
 
 
 def execution_text(execution: Execution) -> str:
@@ -135,8 +134,12 @@ def item_rows(record: StepRecord, width: int) -> list[Text]:
     for item in record.items:
         span = f"[{item.start}:{item.start + item.num_tokens}]"
         cell = Text(no_wrap=True)
-        cell.append(f" {item.seq_id:>4} ", sequence_style(item.seq_id)).append(f"{item.phase:<7} {span:<11}", QUIET)
-        cell.append(quoted(tokens[item.seq_id]) if item.seq_id in tokens else f"{item.remaining} to come")
+        cell.append(f" {item.seq_id:>4} ", sequence_style(item.seq_id))
+        cell.append(f"{class_name(item.phase):<7} {span:<11}", QUIET)
+        if item.seq_id in tokens:
+            cell.append(quoted(tokens[item.seq_id]))
+        elif item.remaining:
+            cell.append(f"{item.remaining} to come")
         cells.append(_cut(cell, half))
     rows = []
     for left, right in zip(cells[::2], [*cells[1::2], Text("")], strict=False):
@@ -146,18 +149,37 @@ def item_rows(record: StepRecord, width: int) -> list[Text]:
 
 
 def reason_lines(record: StepRecord, width: int) -> list[Text]:
-    """A line for everything that was decided in this step, with its reason."""
-    groups: tuple[tuple[Sequence, str, str, str, Callable], ...] = (
-        (record.admitted, "+", "admitted", GOOD, admission_text),
-        (record.preempted, "−", "preempted", TROUBLE, preemption_text),
-        (record.waiting, "·", "waits", QUIET, lambda wait: wait_text(wait.reason)),
-        (record.finished, "✓", "finished", ACCENT, finish_text),
-    )
-    lines = [
-        _reason(sign, name, one.seq_id, text(one), style) for ones, sign, name, style, text in groups for one in ones
-    ]
+    """A line for every decision of this step, with its reason."""
+    lines = [_reason("+", "admitted", one.seq_id, explain_admission(one), GOOD) for one in record.admitted]
+    lines += [_reason("−", "preempted", one.seq_id, explain_preemption(one), TROUBLE) for one in record.preempted]
+    lines += [_reason("·", "waits", who, text, QUIET) for who, text in wait_texts(record)]
+    lines += [_reason("✓", "finished", one.seq_id, finish_text(one), ACCENT) for one in record.finished]
     lines += [_reason("✗", "refused", one.request_id, one_line(one.message), TROUBLE) for one in record.rejected]
     return [_cut(line, width) for line in lines]
+
+
+def wait_texts(record: StepRecord) -> list[tuple[int | str, str]]:
+    """Which sequences wait, and why; those with the same reason together, as the peers of one prefix owner are."""
+    together: dict[WaitReason, list[int]] = {}
+    for wait in record.waiting:
+        together.setdefault(wait.reason, []).append(wait.seq_id)
+    return [
+        (seq_ids[0] if len(seq_ids) == 1 else _several(seq_ids), explain(reason))
+        for reason, seq_ids in together.items()
+    ]
+
+
+def _several(seq_ids: Sequence[int]) -> str:
+    """`33 34 35`, `33 34 35 … 63 (31 seqs)`."""
+    if len(seq_ids) <= _MOST_PEERS:
+        return " ".join(map(str, seq_ids))
+    shown = " ".join(map(str, seq_ids[: _MOST_PEERS - 2]))
+    return f"{shown} … {seq_ids[-1]} ({plural(len(seq_ids), 'seq')})"
+
+
+def finish_text(finish: FinishRecord) -> str:
+    """How a sequence ended, fit for a terminal."""
+    return one_line(explain_finish(finish))
 
 
 def shortened(lines: list[Text], most: int) -> list[Text]:
@@ -165,46 +187,6 @@ def shortened(lines: list[Text], most: int) -> list[Text]:
     if len(lines) <= most:
         return lines
     return [*lines[: most - 1], Text(f"… {len(lines) - most + 1} more", QUIET)]
-
-
-def admission_text(admission: AdmitRecord) -> str:
-    """`again, 2 blocks; 32 tokens from the cache`."""
-    blocks = plural(admission.num_blocks, "block")
-    if admission.how == "swap":
-        return f"again, {blocks}; {plural(admission.num_cached, 'token')} back from the host's pool"
-    again = "again, its tokens to be computed, " if admission.how == "recompute" else ""
-    cached = f"; {plural(admission.num_cached, 'token')} from the cache" if admission.num_cached else ""
-    return f"{again}{blocks}{cached}"
-
-
-def preemption_text(preemption: PreemptRecord) -> str:
-    """`victim of 12: needed 1, free 0; lifo; 37 tokens to recompute`."""
-    itself = preemption.victim_of == preemption.seq_id
-    who = "gives way itself" if itself else f"victim of {preemption.victim_of}"
-    if preemption.mode == "swap":
-        cost = f"{plural(preemption.blocks_freed, 'block')} to the host's pool"
-    else:
-        cost = f"{plural(preemption.tokens_lost, 'token')} to recompute"
-    full = preemption.fallback
-    fallback = f" (no swap: needs {full.needed} host blocks, {full.free} free)" if full else ""
-    return f"{who}: needed {preemption.needed}, free {preemption.free}; {preemption.policy}; {cost}{fallback}"
-
-
-def wait_text(reason: WaitReason) -> str:
-    match reason:
-        case NoBlocks(needed, free):
-            return f"no_blocks: needs {needed}, free {free}"
-        case MaxNumSeqs(limit):
-            return f"max_num_seqs: {limit} run"
-        case NoBudget(limit):
-            return f"budget: the step's {limit} tokens are given"
-
-
-def finish_text(finish: FinishRecord) -> str:
-    if finish.stop is None:
-        return finish.reason
-    what = quoted(finish.stop) if isinstance(finish.stop, str) else f"token {finish.stop}"
-    return f"{finish.reason} at {what}"
 
 
 def chart_line(history: History, index: int, width: int) -> Text:
@@ -233,22 +215,19 @@ def chart_series(history: History, index: int, steps: int = CHART_STEPS) -> list
 
 
 def step_line(record: StepRecord) -> str:
-    """A step on one line, for a pipe: what it did, where everybody is, and each decision with its reason."""
-    decodes = sum(item.phase == "decode" for item in record.items)
-    work = [f"decode {decodes}"] if decodes else []
-    work += [prefill_text(item) for item in record.items if item.phase == "prefill"]
+    """A step on one line, for a pipe: what it computes, the queues, and each decision with its reason."""
     queues, cache = record.queues, record.cache
     where = f"waiting {queues.waiting}  running {queues.running}  swapped {queues.swapped}  finished {queues.finished}"
     total = record.schedule_ms + record.forward_ms + record.sample_ms
     parts = [
-        f"step {record.step:>4}  {record.execution_class:<7} {ms(total):>6} ms",
+        f"step {record.step:>4}  {class_name(record.execution_class):<7} {ms(total):>6} ms",
         where,
         f"pool {cache.used_blocks}/{cache.num_blocks}",
-        ", ".join(work) or "nothing is computed",
+        ", ".join(work_texts(record)),
         *launch_texts(record),
-        *(f"+{one.seq_id} {admission_text(one)}" for one in record.admitted),
-        *(f"-{one.seq_id} {preemption_text(one)}" for one in record.preempted),
-        *(f"{one.seq_id} waits {wait_text(one.reason)}" for one in record.waiting),
+        *(f"+{one.seq_id} {explain_admission(one)}" for one in record.admitted),
+        *(f"-{one.seq_id} {explain_preemption(one)}" for one in record.preempted),
+        *(f"{who} {'waits' if isinstance(who, int) else 'wait'} {text}" for who, text in wait_texts(record)),
         *(f"{one.seq_id} finished {finish_text(one)}" for one in record.finished),
         *(f"{one_line(one.request_id)} refused: {one_line(one.message)}" for one in record.rejected),
     ]

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.trace.lives import Life, preemption_line, wait_line, why
+from forge.trace.explain import class_name, explain_finish, explain_preempted, explain_request, explain_wait
 from forge.trace.records import StepRecord
+from forge.trace.timeline import RequestTimeline
 from forge.trace.totals import Percentiles, Totals, totals_of
 from forge.views.charts import sparkline
 from forge.views.figures import NOTHING, count, ms, percent, plural, rate
@@ -35,16 +36,18 @@ _TIMES = (
 )
 
 
-def serving_object(label: RunLabel, records: Sequence[StepRecord], lives: Sequence[Life]) -> dict[str, Any]:
-    """A run for `--json`: totals, every sequence's life with its `why` lines, and every step in short."""
-    totals = totals_of(records, lives) if records else None
+def serving_object(
+    label: RunLabel, records: Sequence[StepRecord], requests: Sequence[RequestTimeline]
+) -> dict[str, Any]:
+    """A run for `--json`: totals, every sequence's timeline with its `why` lines, and every step in short."""
+    totals = totals_of(records, requests) if records else None
     return {
         "model": label.model,
         "kv": label.kv,
         "device": label.device,
         "device_description": label.device_description,
         "totals": None if totals is None else totals_object(totals),
-        "sequences": [life_object(life) for life in lives],
+        "sequences": [request_object(one) for one in requests],
         "steps": [step_object(record) for record in records],
     }
 
@@ -62,24 +65,27 @@ def totals_object(totals: Totals) -> dict[str, Any]:
     return found
 
 
-def life_object(life: Life) -> dict[str, Any]:
+def request_object(request: RequestTimeline) -> dict[str, Any]:
+    """One sequence for `--json`."""
+    finish = request.finish
     return {
-        "seq_id": life.seq_id,
-        "request_id": life.request_id,
-        "sample": life.sample,
-        "num_prompt_tokens": life.num_prompt_tokens,
-        "num_output_tokens": life.num_output_tokens,
-        "finish_reason": life.reason,
-        "queue_ms": life.queue_ms,
-        "time_to_first_token_ms": life.time_to_first_token_ms,
-        "time_per_output_token_ms": life.time_per_output_token_ms,
-        "end_to_end_ms": life.end_to_end_ms,
-        "steps_waited": life.steps_waited,
-        "times_preempted": life.times_preempted,
-        "tokens_computed": life.tokens_computed,
-        "tokens_recomputed": life.tokens_recomputed,
-        "tokens_cached": life.tokens_cached,
-        "why": list(why(life)),
+        "seq_id": request.seq_id,
+        "request_id": request.request_id,
+        "sample": request.sample,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_output_tokens": request.num_output_tokens,
+        "finish_reason": request.finish_reason,
+        "finish": None if finish is None else explain_finish(finish),
+        "queue_ms": request.queue_ms,
+        "time_to_first_token_ms": request.time_to_first_token_ms,
+        "time_per_output_token_ms": request.time_per_output_token_ms,
+        "end_to_end_ms": request.end_to_end_ms,
+        "steps_waited": request.steps_waited,
+        "times_preempted": request.times_preempted,
+        "tokens_computed": request.tokens_computed,
+        "tokens_recomputed": request.tokens_recomputed,
+        "tokens_cached": request.tokens_cached,
+        "why": list(explain_request(request)),
     }
 
 
@@ -103,28 +109,28 @@ def step_object(record: StepRecord) -> dict[str, Any]:
     }
 
 
-def print_serving(console: Console, history: History, lives: Sequence[Life], note: str = "") -> None:
+def print_serving(console: Console, history: History, requests: Sequence[RequestTimeline], note: str = "") -> None:
     """The closing table of a run, its charts, and the longest waits with their reasons."""
     if not history.records:
         console.print(Text("No step ran."))
         return
-    totals = totals_of(history.records, lives)
+    totals = totals_of(history.records, requests)
     console.print(Text("What did the run come to?", TITLE))
     console.print(Text(f"{history.label}{note}", QUIET))
     console.print()
-    for line in flowing(total_facts(totals, lives), console.width):
+    for line in flowing(total_facts(totals), console.width):
         console.print(line)
     console.print()
     print_table(console, times_table(totals))
     console.print()
     for line in charts_over_time(history, console.width):
         console.print(line)
-    print_reasons(console, lives)
+    print_reasons(console, requests)
 
 
-def total_facts(totals: Totals, lives: Sequence[Life]) -> list[tuple[str, str]]:
+def total_facts(totals: Totals) -> list[tuple[str, str]]:
     """Name and figure, in the order in which a reader asks."""
-    classes = ", ".join(f"{name} {count(number)}" for name, number in sorted(totals.steps_by_class.items()))
+    classes = ", ".join(f"{class_name(name)} {count(number)}" for name, number in sorted(totals.steps_by_class.items()))
     ended = ", ".join(f"{name} {count(number)}" for name, number in sorted(totals.ended.items()))
     facts = [
         ("steps", f"{count(totals.num_steps)} ({classes})"),
@@ -140,6 +146,8 @@ def total_facts(totals: Totals, lives: Sequence[Life]) -> list[tuple[str, str]]:
     ]
     if totals.tokens_cached:
         facts.append(("from cache", plural(totals.tokens_cached, "token")))
+    if totals.pool_exhausted:
+        facts.append(("ended by the pool's size", plural(totals.pool_exhausted, "sequence")))
     if totals.rejected:
         facts.append(("refused", plural(totals.rejected, "request")))
     return facts
@@ -182,15 +190,15 @@ def charts_over_time(history: History, width: int) -> list[Text]:
     return lines
 
 
-def print_reasons(console: Console, lives: Sequence[Life]) -> None:
+def print_reasons(console: Console, requests: Sequence[RequestTimeline]) -> None:
     """The sequences that waited longest and the one that was preempted most, and why."""
-    waited = [(wait.seconds, life.seq_id, wait) for life in lives for wait in life.waits]
+    waited = [(wait.seconds, one.seq_id, wait) for one in requests for wait in one.waits]
     waited.sort(key=lambda one: (-one[0], one[1]))
-    told = [(seq_id, wait_line(wait, seq_id)) for _, seq_id, wait in waited[:_LONGEST_WAITS]]
+    told = [(seq_id, explain_wait(wait, seq_id)) for _, seq_id, wait in waited[:_LONGEST_WAITS]]
     _print_told(console, "The longest waits", told)
-    victim = max(lives, key=lambda life: life.times_preempted, default=None)
+    victim = max(requests, key=lambda one: one.times_preempted, default=None)
     if victim is not None and victim.preemptions:
-        told = [(victim.seq_id, preemption_line(one)) for one in victim.preemptions[:_LONGEST_WAITS]]
+        told = [(victim.seq_id, explain_preempted(one)) for one in victim.preemptions[:_LONGEST_WAITS]]
         _print_told(console, "Preempted most often", told)
 
 

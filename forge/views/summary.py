@@ -6,10 +6,12 @@ Speeds come from the engine's own clock in the records, so that drawing between 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING
 
 from forge.engine.outputs import RequestOutput
+from forge.trace.explain import explain_finish
 from forge.trace.records import Phase, Spread, StepRecord
 
 if TYPE_CHECKING:
@@ -101,8 +103,21 @@ class RunResult:
 
     @property
     def ending(self) -> str:
-        """How each sample ended: `length`, or `stop, abort` where they differ."""
-        return ", ".join(dict.fromkeys(sample.finish_reason for sample in self.output.outputs))
+        """How the samples ended: `length`, or `stop, abort` where they differ."""
+        return ", ".join(dict.fromkeys(self.endings))
+
+    @cached_property
+    def endings(self) -> tuple[str, ...]:
+        """How each sample ended: `length`, or with the reason for it `length: the pool holds 32 tokens`."""
+        arrived = [one for record in self.records for one in record.arrived if one.request_id == self.output.request_id]
+        ended = {one.seq_id: one for record in self.records for one in record.finished if one.why is not None}
+        told = [ended.get(seq_id) for seq_id in arrived[-1].seq_ids] if arrived else []
+        return tuple(
+            [
+                explain_finish(finish) if finish is not None else sample.finish_reason
+                for sample, finish in zip_longest(self.output.outputs, told)
+            ]
+        )
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,13 @@ def test_a_requests_life_can_be_read_while_it_is_remembered(server):
     assert steps == sorted(set(steps))
 
 
+def test_a_request_of_several_prompts_can_be_read_too(server):
+    _, found = server.request("/v1/completions", {"prompt": ["abcde", "bcd"], "max_tokens": 4, "ignore_eos": True})
+    status, timeline = server.request(f"/debug/requests/{found['id']}")
+    assert status == 200 and timeline["state"] == "ended" and timeline["num_prompt_tokens"] == 8
+    assert [len(sample["tokens"]) for sample in timeline["samples"]] == [4, 4]
+
+
 def test_steps_are_sent_as_they_happen(server):
     answer = urllib.request.urlopen(server.url + "/debug/steps", timeout=30)
     body = {"prompt": "abc", "max_tokens": 6, "ignore_eos": True}

@@ -107,6 +107,16 @@ def test_an_arrival_that_was_told_at_once_is_not_counted_again():
     assert timeline.requests() == timeline_of(run.steps, run.ends).requests()
 
 
+def test_a_request_that_ended_before_any_step_stays_forgotten():
+    timeline = Timeline()
+    timeline.arrive(arrival(0, samples=2))
+    for seq_id in (0, 1):
+        timeline.end(seq_id, "abort")
+        timeline.forget(seq_id)
+    timeline.add(replace(step(1), arrived=(arrival(0, samples=2),)))
+    assert timeline.requests() == () and timeline.queue() == () and not timeline._told
+
+
 def test_before_it_runs_a_request_has_metrics_and_a_wait():
     timeline = timeline_of([step(1, (0,), arrived=(0,))])
     timeline.arrive(arrival(1, 1.6))

@@ -10,11 +10,13 @@ from forge.cache.prefix import PrefixKvCache
 from forge.trace.records import (
     AdmitRecord,
     CacheRecord,
+    Deferred,
     FinishRecord,
     ItemRecord,
     PreemptRecord,
     StepRecord,
     TokenRecord,
+    WaitRecord,
 )
 from forge.views.block_map import SequenceNames
 from forge.views.block_story import BlockStory
@@ -92,7 +94,7 @@ def test_a_beginning_a_growth_and_an_end_are_told():
     assert told(story, run.record([(40, 1)])) == ["seq 0 took block 1", "seq 0 wrote token 17 into block 1, slot 0"]
     assert told(story, run.record([(40, 1)], finished=[40])) == [
         "seq 0 wrote token 18 into block 1, slot 1",
-        "seq 0 ended (length) and lets go of 2 blocks",
+        "seq 0 ended (length) and freed 2 blocks",
     ]
 
 
@@ -130,8 +132,15 @@ def test_a_preemption_is_told_with_what_it_costs():
     run.cache.remove(2)
     gone = PreemptRecord(2, 1, 1, 0, "lifo", "recompute", 16, 1)
     assert told(story, run.record([(1, 1)], preempted=[gone]))[0] == (
-        "seq 1 gave 1 block up to seq 0, 16 tokens to compute again"
+        "seq 1 freed 1 block, victim of seq 0: needed 1, free 0; lifo; 16 tokens to recompute"
     )
+
+
+def test_a_wait_is_told_with_its_reason_in_the_steps_own_names():
+    run, story = paged(7, 9), BlockStory(SequenceNames())
+    story.tell(run.record([(7, 16)], admitted=[7]))
+    record = replace(run.record(), waiting=(WaitRecord(9, Deferred(7, 48)),))
+    assert story.tell(record)[0] == (2, "seq 1 waits: deferred: seq 0 computes the same 48-token prefix", True)
 
 
 def test_many_that_do_the_same_are_counted():
@@ -141,7 +150,7 @@ def test_many_that_do_the_same_are_counted():
     assert sentences == [
         "20 sequences took 20 blocks",
         "20 sequences wrote a token each",
-        "20 sequences ended and let go of 40 blocks",
+        "20 sequences ended and freed 40 blocks",
     ]
 
 

@@ -6,26 +6,25 @@ from dataclasses import replace
 import pytest
 from rich.text import Text
 
+from forge.trace.explain import explain
 from forge.trace.records import (
-    AdmitRecord,
+    Deferred,
     Execution,
-    HostPoolFull,
+    FinishRecord,
     ItemRecord,
     MaxNumSeqs,
     NoBlocks,
     NoBudget,
-    PreemptRecord,
+    PoolExhausted,
     StepRecord,
+    WaitRecord,
 )
 from forge.views.history import History
 from forge.views.picture import save_serving
 from forge.views.scheduler import (
-    admission_text,
-    preemption_text,
     prefill_text,
     scheduler_lines,
     step_line,
-    wait_text,
 )
 from forge.views.serving import print_serving, serving_object
 from forge.views.serving_live import serving_view
@@ -58,7 +57,7 @@ def test_a_step_with_a_preemption_shows_victim_requester_and_numbers():
     lines = picture(index)
     assert lines[0].startswith("Who runs, who waits, and why?") and f"step {index + 1} · " in lines[0]
     (line,) = [line for line in lines if line.startswith("− preempted") and f" {record.seq_id} " in line][:1]
-    assert f"victim of {record.victim_of}: needed {record.needed}, free {record.free}; lifo" in line
+    assert f"victim of seq {record.victim_of}: needed {record.needed}, free {record.free}; lifo" in line
     assert any(line.startswith("pool     ") and "8" in line for line in lines)
     assert lines[-1].startswith("tok/s ")
 
@@ -79,17 +78,41 @@ def test_a_picture_of_the_past_does_not_know_the_future():
     ]
 
 
-def test_reasons_in_words():
-    assert wait_text(NoBlocks(8, 2)) == "no_blocks: needs 8, free 2"
-    assert wait_text(MaxNumSeqs(16)) == "max_num_seqs: 16 run"
-    assert wait_text(NoBudget(512)) == "budget: the step's 512 tokens are given"
-    assert admission_text(AdmitRecord(1, "new", 32, 6)) == "6 blocks; 32 tokens from the cache"
-    assert admission_text(AdmitRecord(1, "swap", 9, 1)) == "again, 1 block; 9 tokens back from the host's pool"
-    lost = PreemptRecord(1, 12, 1, 0, "lifo", "recompute", 37, 3, HostPoolFull(3, 1))
-    assert preemption_text(lost) == (
-        "victim of 12: needed 1, free 0; lifo; 37 tokens to recompute (no swap: needs 3 host blocks, 1 free)"
-    )
+def test_a_chunk_of_a_prefill():
     assert prefill_text(ItemRecord(31, "prefill", 64, 64, 72)) == "prefill 31 [64:128] of 200"
+
+
+def shown(record: StepRecord) -> tuple[str, str]:
+    """A record in a pipe, and as a picture."""
+    own = history((record,))
+    return step_line(record), "\n".join(line.plain for line in scheduler_lines(own, 0, 120, 30))
+
+
+@pytest.mark.parametrize("reason", [NoBlocks(8, 2), MaxNumSeqs(16), NoBudget(512), Deferred(4, 48)], ids=repr)
+def test_a_waiting_sequence_is_shown_with_the_reason(reason):
+    for text in shown(replace(RUN.steps[3], waiting=(WaitRecord(9, reason),))):
+        assert explain(reason) in text and "None" not in text
+
+
+def test_deferred_peers_are_shown_together_with_the_owner_of_their_prefix():
+    waits = tuple(WaitRecord(seq_id, Deferred(4, 48)) for seq_id in range(5, 17))
+    for text in shown(replace(RUN.steps[3], waiting=(*waits, WaitRecord(40, Deferred(4, 16))))):
+        assert "5 6 7 8 … 16 (12 seqs)" in text and text.count("computes the same 48-token prefix") == 1
+        assert "seq 4 computes the same 16-token prefix" in text
+
+
+def test_a_step_of_prefill_only_requests_says_what_it_computed():
+    items = tuple(ItemRecord(seq_id, "oneshot", 48, 100 + seq_id) for seq_id in range(3))
+    record = replace(RUN.steps[3], items=items, tokens=(), execution_class="oneshot")
+    line, picture = shown(record)
+    assert "prefill-only 3 requests, 303 rows" in line and "nothing is computed" not in line
+    assert "this step: prefill-only 3 requests, 303 rows" in picture and "Prefill-only" in picture
+    assert "oneshot" not in (line + picture).lower()
+
+
+def test_a_request_that_the_pool_ends_says_so():
+    for text in shown(replace(RUN.steps[3], finished=(FinishRecord(2, "length", why=PoolExhausted(32)),))):
+        assert "length: the pool holds 32 tokens" in text
 
 
 def test_in_a_pipe_a_step_is_one_line_without_escapes():
@@ -114,7 +137,7 @@ def test_a_step_of_a_gpu_says_how_it_was_launched_and_why():
 
 def test_a_step_that_was_planned_ahead_says_so_and_what_it_cost():
     ahead = replace(RUN.steps[3], planned_ahead=True, discarded=1)
-    assert "planned ahead  1 row in vain" in step_line(ahead)
+    assert "planned ahead  1 row wasted" in step_line(ahead)
     assert "planned ahead" not in step_line(RUN.steps[3])
 
 
@@ -135,7 +158,7 @@ def test_a_live_view_draws_and_leaves_nothing():
 def test_the_closing_table_says_what_the_run_came_to():
     console = piped()
     own = history()
-    print_serving(console, own, own.lives())
+    print_serving(console, own, own.requests())
     text = written(console)
     for part in ("steps", "throughput", "time to first token", "p99", "preemptions", "fragmentation", "longest waits"):
         assert part in text
@@ -151,7 +174,7 @@ def test_no_step_is_no_trouble():
 
 def test_facts_hold_every_sequence_with_its_reasons():
     own = history()
-    facts = serving_object(LABEL, own.records, own.lives())
+    facts = serving_object(LABEL, own.records, own.requests())
     assert len(facts["steps"]) == len(RUN.steps) and len(facts["sequences"]) == 7
     assert any("preempted at step" in line for one in facts["sequences"] for line in one["why"])
     assert facts["totals"]["preemptions"] > 0 and facts["totals"]["end_to_end_ms"]["count"] == 6

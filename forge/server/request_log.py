@@ -1,0 +1,140 @@
+"""What happened to each request, step by step, for `/debug`: the answer to "why was this one slow?".
+
+A thin layer over `Timeline`, which reads the steps, and `explain`, which puts the reasons into words: it knows requests
+by name, and keeps the last few that have ended.
+"""
+
+import time
+from collections import OrderedDict
+from dataclasses import asdict
+from itertools import count
+from typing import Any
+
+from forge.engine.outputs import RequestOutput
+from forge.trace.explain import explain_admission, explain_finish, explain_preempted, explain_wait
+from forge.trace.records import ArriveRecord, StepRecord
+from forge.trace.timeline import RequestTimeline, Timeline
+
+MAX_ENDED = 256
+"""Ended requests that are kept."""
+Event = dict[str, Any]
+
+
+class RequestLog:
+    """The timelines of the requests that run, and of the last `MAX_ENDED` that have ended, as JSON values."""
+
+    def __init__(self, timeline: Timeline):
+        self._timeline = timeline
+        self._seq_ids: dict[str, tuple[int, ...]] = {}
+        """Of each request that has been added and not yet pushed out by later ones."""
+        self._unfinished: set[int] = set()
+        """The sequences of requests that have not ended."""
+        self._ended: OrderedDict[str, tuple[RequestTimeline, ...]] = OrderedDict()
+        """The timelines of its samples, of each request that has ended."""
+
+    def begin(self, request_id: str, seq_ids: tuple[int, ...], num_prompt_tokens: int) -> None:
+        """A request has been added to the engine."""
+        self._ended.pop(request_id, None)
+        self._seq_ids[request_id] = seq_ids
+        self._unfinished.update(seq_ids)
+        if seq_ids[0] not in self._timeline:
+            self._timeline.arrive(ArriveRecord(request_id, seq_ids, num_prompt_tokens, 0, time.perf_counter()))
+
+    def seq_ids(self, request_id: str) -> tuple[int, ...]:
+        """The ids of its samples."""
+        return self._seq_ids[request_id]
+
+    def note(self, record: StepRecord) -> None:
+        """Take in a step. Requests that this log does not know (parts of a question to the engine) are not kept."""
+        self._timeline.add(record)
+        for finish in record.finished:
+            if finish.seq_id not in self._unfinished:
+                self._timeline.forget(finish.seq_id)
+
+    def end(self, request_id: str, output: RequestOutput) -> None:
+        """A request has ended, perhaps between two steps."""
+        seq_ids = self._seq_ids[request_id]
+        for seq_id, sample in zip(seq_ids, output.outputs, strict=True):
+            self._timeline.end(seq_id, sample.finish_reason)
+        self._ended[request_id] = tuple([self._timeline.request(seq_id) for seq_id in seq_ids])
+        for seq_id in seq_ids:
+            self._timeline.forget(seq_id)
+        self._unfinished.difference_update(seq_ids)
+        if len(self._ended) > MAX_ENDED:
+            del self._seq_ids[self._ended.popitem(last=False)[0]]
+
+    def life(self, request_id: str, output: RequestOutput | None = None) -> dict[str, Any] | None:
+        """What happened to a request so far; None for one that is not known. A request of several prompts is known by
+        the id of the whole; its prompts have ids of their own, which end in `-0`, `-1` and so on."""
+        if request_id in self._seq_ids:
+            return _request_object(request_id, [self._timelines(request_id)], request_id in self._ended)
+        names = []
+        for index in count():
+            if (name := f"{request_id}-{index}") not in self._seq_ids:
+                break
+            names.append(name)
+        if not names:
+            return None
+        ended = all(name in self._ended for name in names)
+        return _request_object(request_id, [self._timelines(name) for name in names], ended)
+
+    def _timelines(self, request_id: str) -> tuple[RequestTimeline, ...]:
+        if request_id in self._ended:
+            return self._ended[request_id]
+        return tuple([self._timeline.request(seq_id) for seq_id in self._seq_ids[request_id]])
+
+
+def _request_object(request_id: str, prompts: list[tuple[RequestTimeline, ...]], ended: bool) -> dict[str, Any]:
+    """Samples are numbered as the choices of the answer are: those of the first prompt, those of the second, …"""
+    samples = [sample for prompt in prompts for sample in prompt]
+    events = [event for index, one in enumerate(samples) for event in _events(one, index)]
+    return {
+        "request_id": request_id,
+        "state": "ended" if ended else "unfinished",
+        "finish_reasons": [one.finish_reason for one in samples if one.finish_reason is not None],
+        "num_prompt_tokens": sum([prompt[0].num_prompt_tokens or 0 for prompt in prompts]),
+        "events": sorted(events, key=lambda event: event["step"]),
+        "samples": [_sample_object(one, index) for index, one in enumerate(samples)],
+    }
+
+
+def _events(request: RequestTimeline, sample: int) -> list[Event]:
+    """Its waits, admissions, preemptions and its end; in each step in the order in which they happen."""
+    found: list[Event] = []
+
+    def tell(step: int, event: str, why: str, **facts: Any) -> None:
+        found.append({"step": step, "sample": sample, "event": event, "why": why} | facts)
+
+    for one in request.preemptions:
+        tell(one.step, "preempt", explain_preempted(one), tokens_lost=one.record.tokens_lost)
+    for wait in request.waits:
+        reason = asdict(wait.causes[-1].reason) if wait.causes else None
+        until = wait.first_step + wait.num_steps - 1
+        tell(wait.first_step, "wait", explain_wait(wait, request.seq_id), until_step=until, reason=reason)
+    for admission in request.admissions:
+        record = admission.record
+        facts = {"num_cached": record.num_cached, "num_blocks": record.num_blocks}
+        tell(admission.step, "admit", f"admitted: {explain_admission(record)}", **facts)
+    if request.finish is not None and request.finished_step is not None:
+        tell(request.finished_step, "finish", f"ended: {explain_finish(request.finish)}")
+    return found
+
+
+def _sample_object(request: RequestTimeline, index: int) -> dict[str, Any]:
+    return {
+        "index": index,
+        "num_output_tokens": request.num_output_tokens,
+        "queue_ms": request.queue_ms,
+        "time_to_first_token_ms": request.time_to_first_token_ms,
+        "time_per_output_token_ms": request.time_per_output_token_ms,
+        "end_to_end_ms": request.end_to_end_ms,
+        "tokens_cached": request.tokens_cached,
+        "tokens_recomputed": request.tokens_recomputed,
+        "times_preempted": request.times_preempted,
+        "forwards": [
+            {"tokens": rows, "milliseconds": one.forward_ms}
+            for one, rows in zip(request.forwards, request.rows, strict=True)
+        ],
+        "tokens": [{"step": one.step, "milliseconds": (one.ended - one.started) * 1e3} for one in request.token_steps],
+        "cycles": [asdict(cycle) for cycle in request.cycles],
+    }

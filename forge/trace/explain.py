@@ -1,0 +1,177 @@
+"""The narrator: puts the reasons in records into words, for every screen, export and endpoint.
+
+There are two registers. A step's line names the reason with its numbers (`no_blocks: needs 8, free 2`); the account of
+a request is told afterwards, in the past tense (`waited 12 steps (31.0 ms): it needed 8 blocks and 2 were free`).
+Every text is one line. Text that came with a request (a stop string, an error) is not made fit for a terminal here.
+
+A new kind of reason is added to `Reason`; `assert_never` then makes mypy name each place that has to tell it.
+"""
+
+from collections.abc import Callable
+from typing import assert_never
+
+from forge.trace.records import (
+    AdmitRecord,
+    Deferred,
+    ExecutionClass,
+    FinishRecord,
+    HostPoolFull,
+    MaxNumSeqs,
+    NoBlocks,
+    NoBudget,
+    Phase,
+    PoolExhausted,
+    PreemptRecord,
+    WaitReason,
+)
+from forge.trace.timeline import Cause, Preemption, RequestTimeline, Wait
+
+Reason = WaitReason | HostPoolFull | PoolExhausted
+NameOf = Callable[[int], str]
+"""What to call a sequence, by its id."""
+
+
+def _seq(seq_id: int) -> str:
+    return f"seq {seq_id}"
+
+
+def class_name(phase: Phase | ExecutionClass) -> str:
+    """What screens call a phase or a class of steps."""
+    return "prefill-only" if phase == "oneshot" else phase
+
+
+# A step's lines
+
+
+def explain(reason: Reason, name: NameOf = _seq) -> str:
+    """`no_blocks: needs 8, free 2`."""
+    match reason:
+        case NoBlocks(needed, free):
+            return f"no_blocks: needs {needed}, free {free}"
+        case MaxNumSeqs(limit):
+            return f"max_num_seqs: {limit} run"
+        case NoBudget(limit):
+            return f"budget: the step's {limit} tokens are spent"
+        case Deferred(owner, num_tokens):
+            return f"deferred: {name(owner)} computes the same {num_tokens}-token prefix"
+        case HostPoolFull(needed, free):
+            return f"no swap: needs {_plural(needed, 'host block')}, free {free}"
+        case PoolExhausted(num_tokens):
+            return f"the pool holds {_plural(num_tokens, 'token')}"
+        case _:
+            assert_never(reason)
+
+
+def explain_admission(admission: AdmitRecord) -> str:
+    """`6 blocks; 32 tokens from the cache`."""
+    blocks, cached = _plural(admission.num_blocks, "block"), _plural(admission.num_cached, "token")
+    match admission.how:
+        case "new":
+            text = blocks
+        case "recompute":
+            text = f"again, to be recomputed, {blocks}"
+        case "swap":
+            return f"again, {blocks}; {cached} back from the host's pool"
+        case _:
+            assert_never(admission.how)
+    return f"{text}; {cached} from the cache" if admission.num_cached else text
+
+
+def explain_preemption(preemption: PreemptRecord, name: NameOf = _seq) -> str:
+    """`victim of seq 12: needed 1, free 0; lifo; 37 tokens to recompute`."""
+    match preemption.mode:
+        case "recompute":
+            cost = f"{_plural(preemption.tokens_lost, 'token')} to recompute"
+        case "swap":
+            cost = f"{_plural(preemption.blocks_freed, 'block')} to the host's pool"
+        case _:
+            assert_never(preemption.mode)
+    return f"{_victim_of(preemption, name)}; {cost}{_fallback(preemption)}"
+
+
+def explain_finish(finish: FinishRecord) -> str:
+    """`stop at 'END'`, `length: the pool holds 32 tokens`."""
+    match finish.reason:
+        case "stop":
+            stop = f"token {finish.stop}" if isinstance(finish.stop, int) else repr(finish.stop)
+            return "stop" if finish.stop is None else f"stop at {stop}"
+        case "length":
+            return "length" if finish.why is None else f"length: {explain(finish.why)}"
+        case "abort":
+            return "abort"
+        case "error":
+            return "error" if finish.error is None else f"error: {finish.error}"
+        case _:
+            assert_never(finish.reason)
+
+
+# The account of a request
+
+
+def explain_request(request: RequestTimeline) -> tuple[str, ...]:
+    """A line for each wait and each preemption of a sequence, and for an end that needs a reason, in order."""
+    told = [(wait.first_step, 1, explain_wait(wait, request.seq_id)) for wait in request.waits]
+    told += [(one.step, 0, explain_preempted(one)) for one in request.preemptions]
+    lines = [line for _, _, line in sorted(told)]
+    if request.finish is not None and (request.finish.why is not None or request.finish.error is not None):
+        lines.append(f"ended: {explain_finish(request.finish)}")
+    return tuple(lines)
+
+
+def explain_wait(wait: Wait, seq_id: int, name: NameOf = _seq) -> str:
+    """`waited 12 steps (31.0 ms): queued behind seq 32, which needed 8 blocks and 2 were free`."""
+    again = " again" if wait.after == "preemption" else ""
+    verb = "waited" if wait.ended else "has waited"
+    begin = f"{verb}{again} {_plural(wait.num_steps, 'step')} ({wait.seconds * 1e3:,.1f} ms)"
+    texts = [_because(cause, seq_id, name) for cause in wait.causes]
+    if len(texts) > 1:
+        pairs = zip(wait.causes, texts, strict=True)
+        texts = [f"for {_plural(cause.num_steps, 'step')} {text}" for cause, text in pairs]
+    return f"{begin}: {'; '.join(texts)}" if texts else begin
+
+
+def explain_preempted(preemption: Preemption, name: NameOf = _seq) -> str:
+    """`preempted at step 40, victim of seq 12: needed 1, free 0; lifo; 37 tokens recomputed`."""
+    record = preemption.record
+    if record.mode == "swap":
+        cost = "swapped to the host's pool, no token recomputed"
+    elif record.tokens_lost == 0:
+        cost = "no token had been computed"
+    elif preemption.tokens_recomputed == record.tokens_lost:
+        cost = f"{_plural(record.tokens_lost, 'token')} recomputed"
+    else:
+        cost = f"{_plural(record.tokens_lost, 'token')} lost, {preemption.tokens_recomputed} recomputed"
+    return f"preempted at step {preemption.step}, {_victim_of(record, name)}; {cost}{_fallback(record)}"
+
+
+def _because(cause: Cause, seq_id: int, name: NameOf) -> str:
+    """Why a sequence waited: its own reason, or that of the sequence at the front of the queue before it."""
+    own, front = cause.seq_id == seq_id, name(cause.seq_id)
+    behind = "" if own else "queued behind other requests; " if cause.others_before else f"queued behind {front}; "
+    match cause.reason:
+        case NoBlocks(needed, free):
+            who = f"{behind}the last, {front}," if cause.others_before else f"queued behind {front}, which"
+            who = "it" if own else who
+            return f"{who} needed {_plural(needed, 'block')} and {free} {'was' if free == 1 else 'were'} free"
+        case MaxNumSeqs(limit):
+            return f"{behind}{_plural(limit, 'sequence')} ran, the limit (--max-num-seqs)"
+        case NoBudget(limit):
+            return f"{behind}other sequences had the step's {_plural(limit, 'token')} (--max-num-batched-tokens)"
+        case Deferred(owner, num_tokens):
+            return f"{behind}deferred while {name(owner)} computed the same {num_tokens}-token prefix"
+        case _:
+            assert_never(cause.reason)
+
+
+def _victim_of(preemption: PreemptRecord, name: NameOf) -> str:
+    itself = preemption.victim_of == preemption.seq_id
+    victim = "its own victim" if itself else f"victim of {name(preemption.victim_of)}"
+    return f"{victim}: needed {preemption.needed}, free {preemption.free}; {preemption.policy}"
+
+
+def _fallback(preemption: PreemptRecord) -> str:
+    return f" ({explain(preemption.fallback)})" if preemption.fallback is not None else ""
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,29 @@
+"""The totals of a run, from its records alone."""
+
+import pytest
+
+from forge.trace.timeline import timeline_of
+from forge.trace.totals import percentile, totals_of
+from tests.trace.runs import crowded
+
+
+def test_the_totals_of_a_run():
+    run = crowded()
+    requests = timeline_of(run.steps, run.ends).requests()
+    totals = totals_of(run.steps, requests)
+    assert sum(totals.steps_by_class.values()) == totals.num_steps == len(run.steps)
+    assert totals.output_tokens == sum(len(one.tokens) for one in run.steps)
+    assert totals.ended == {"length": 6, "abort": 1} and totals.rejected == 1 and totals.pool_exhausted == 0
+    assert totals.preemptions == sum(one.times_preempted for one in requests) > 0
+    assert totals.tokens_recomputed > 0 and totals.swaps == 0
+    assert totals.end_to_end.count == 6 and totals.end_to_end.p50 <= totals.end_to_end.p99 <= totals.end_to_end.maximum
+    with pytest.raises(ValueError):
+        totals_of([], [])
+
+
+def test_percentiles_lie_between_neighbours():
+    assert percentile([4, 1, 3, 2], 0.5) == 2.5
+    assert percentile([5], 0.99) == 5
+    with pytest.raises(ValueError):
+        percentile([], 0.5)
+    assert percentile(range(101), 0.9) == 90
