@@ -194,7 +194,12 @@ class LLM:
 
     def _engine_of(self, model: Model, config: SchedulerConfig) -> Engine:
         size = replace(self._cache_size, max_num_seqs=config.max_num_seqs)
-        cache, num_blocks = create_kv_cache(self._kv, size)
+        try:
+            cache, num_blocks = create_kv_cache(self._kv, size)
+        except MemoryError:
+            raise UsageError(
+                "the KV cache does not fit in memory: lower --max-model-len, --max-num-seqs or --num-blocks"
+            ) from None
         scratch = range(num_blocks, num_blocks + self._num_scratch_blocks(config, size.block_size))
         engine = Engine(
             model,

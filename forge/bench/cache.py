@@ -236,7 +236,7 @@ def _ratio(values: Sequence[float], others: Sequence[float]) -> Middle:
 
 def _scattered(cache: PagedKvCache) -> PagedKvCache:
     """The same cache with a free list out of order: neighbours are no longer neighbours."""
-    order = list(cache.pool.allocate(cache.pool.num_free))
+    order = list(cache.pool.allocate(len(cache.pool.free)))
     random.Random(SEED).shuffle(order)
     for block in order:
         cache.pool.decref(block)

@@ -6,7 +6,7 @@ from typing import Any
 from forge.bench.cuda_load import drive, unique_prompts
 from forge.bench.forge_worker import BLOCK_SIZE, CHUNK, batch_of
 from forge.bench.worker import Missing, peak_memory, serve, take_turn, timed
-from forge.model.logits import argmax_rows
+from forge.engine.sampler import argmax_rows
 
 WARM_ROUNDS = 3
 """Untimed requests per slot before a load is timed: kernels compiled, graphs captured."""

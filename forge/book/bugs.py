@@ -81,7 +81,7 @@ def _freed_block() -> Iterator[None]:
             references = pool.reference_counts[block]
             if references:
                 pool.num_references, pool.reference_counts[block] = pool.num_references - references, 0
-                pool._free.append(block)
+                pool.free.append(block)
         cache._filled = None
 
     with patch.object(PagedKvCache, "_detach", free):

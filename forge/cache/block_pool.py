@@ -42,22 +42,14 @@ class BlockPool:
         """Blocks that become cached and not free when the last reference goes. To be read."""
         self.cached: OrderedDict[int, None] = OrderedDict()
         """Cached blocks, the one released longest ago in front. To be read."""
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        """Referenced blocks."""
-        return self.num_blocks - len(self._free) - len(self.cached)
+        self.free = list(range(num_blocks - 1, -1, -1))
+        """Free blocks, the one to take next at the end. To be read."""
 
     def allocate(self, number: int) -> tuple[int, ...]:
         """Take free blocks, with one reference each. Raises `OutOfBlocks`, with nothing taken, if there are too few."""
-        if number > len(self._free):
-            raise OutOfBlocks(number, len(self._free))
-        taken = tuple(self._free.pop() for _ in range(number))
+        if number > len(self.free):
+            raise OutOfBlocks(number, len(self.free))
+        taken = tuple(self.free.pop() for _ in range(number))
         for block in taken:
             self.reference_counts[block] = 1
         self.num_references += number
@@ -83,7 +75,7 @@ class BlockPool:
             if block in self.cacheable:
                 self.cached[block] = None
             else:
-                self._free.append(block)
+                self.free.append(block)
 
     def mark_cacheable(self, block: int) -> None:
         """A later prompt may hit this block's content. Only a referenced block has any."""
@@ -97,7 +89,7 @@ class BlockPool:
         self.cacheable.discard(block)
         if block in self.cached:
             del self.cached[block]
-            self._free.append(block)
+            self.free.append(block)
 
     def recount(self, tables: Iterable[tuple[int, ...]]) -> None:
         """Start again from these tables: a reference for each time that a block is in one; all other blocks free."""
@@ -108,13 +100,13 @@ class BlockPool:
         self.num_references = sum(self.reference_counts)
         self.cacheable.clear()
         self.cached.clear()
-        self._free = [block for block in range(self.num_blocks - 1, -1, -1) if not self.reference_counts[block]]
+        self.free = [block for block in range(self.num_blocks - 1, -1, -1) if not self.reference_counts[block]]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a block is in no state, or in two."""
-        free, cached = set(self._free), self.cached.keys()
+        free, cached = set(self.free), self.cached.keys()
         referenced = {block for block, count in enumerate(self.reference_counts) if count}
-        assert len(free) == len(self._free), "a block is on the free list twice"
+        assert len(free) == len(self.free), "a block is on the free list twice"
         assert all(count >= 0 for count in self.reference_counts), "a reference count is negative"
         assert not free & referenced, f"blocks {free & referenced} are free and referenced"
         assert not free & self.cacheable, f"blocks {free & self.cacheable} are free and cacheable"

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from forge.cache.block_pool import BlockPool
 from forge.cache.block_table import BlockTable, blocks_for
-from forge.cache.kv_cache import CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
+from forge.cache.kv_cache import NO_HIT, CacheStats, Hit, KvCache, OutOfBlocks, Snapshot
 from forge.cache.kv_storage import BlockCopy
 from forge.trace.records import BlockMap, BlockSplit, CacheEvent, TableRecord
 
@@ -49,10 +49,13 @@ class PagedKvCache(KvCache):
 
     @property
     def num_available(self) -> int:
-        return self.pool.num_free + len(self.pool.cached)
+        return len(self.pool.free) + len(self.pool.cached)
+
+    def lookup(self, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> Hit:
+        return NO_HIT
 
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
-        return blocks_for(length, self.block_size)
+        return -(-length // self.block_size)
 
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
         assert seq_id not in self._tables, f"sequence {seq_id} is already there"
@@ -149,7 +152,7 @@ class PagedKvCache(KvCache):
     def stats(self) -> CacheStats:
         if self._filled is None:
             self._filled = self._count_filled()
-        used = self.pool.num_used
+        used = self.pool.num_blocks - self.num_available
         return CacheStats(
             num_blocks=self.pool.num_blocks,
             used_blocks=used,
@@ -190,7 +193,7 @@ class PagedKvCache(KvCache):
             raise OutOfBlocks(needed, available)
         copies = self._copy_on_write(seq_id, table, needed) if table.reserved % self.block_size else ()
         reserved = table.reserved + num_tokens
-        taken = self._allocate(blocks_for(reserved, self.block_size) - len(table.blocks))
+        taken = self._allocate(-(-reserved // self.block_size) - len(table.blocks))
         table.blocks, table.reserved = table.blocks + taken, reserved
         return copies
 
@@ -200,7 +203,7 @@ class PagedKvCache(KvCache):
         references = pool.reference_counts[last]
         if references == 1 and last not in pool.cacheable:
             return ()
-        if references == 1 and pool.num_free <= needed:
+        if references == 1 and len(pool.free) <= needed:
             self._drop_from_index(last)  # no free block to spare: what is cached behind it is lost
             return ()
         # With one reference the old block becomes a cached one, so the copy does not change `num_available`.
@@ -259,4 +262,4 @@ class PagedKvCache(KvCache):
                 filled = 0
         counts, size = self.pool.reference_counts, self.block_size
         empty = sum(size - most for block, (seen, most) in partial.items() if seen == counts[block])
-        return self.pool.num_used * size - empty
+        return (self.pool.num_blocks - self.num_available) * size - empty

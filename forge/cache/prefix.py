@@ -82,7 +82,7 @@ class PrefixKvCache(PagedKvCache):
     def blocks_to_begin(self, hit: Hit, length: int) -> int:
         counts, in_block = self.pool.reference_counts, hit.num_tokens % self.block_size
         writes_shared = in_block and length > hit.num_tokens and counts[hit.blocks[-1]] > 0
-        grown = max(0, blocks_for(length, self.block_size) - len(hit.blocks))
+        grown = max(0, -(-length // self.block_size) - len(hit.blocks))
         return self._num_unreferenced(hit.blocks) + grown + bool(writes_shared)
 
     def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
@@ -111,8 +111,9 @@ class PrefixKvCache(PagedKvCache):
 
     def reset(self) -> None:
         """Drop everything that is cached. Raises `CacheInUse` while any block is held."""
-        if self.pool.num_used:
-            raise CacheInUse(self.pool.num_used, sum(bool(table.blocks) for table in self._all_tables()))
+        used = self.pool.num_blocks - self.num_available
+        if used:
+            raise CacheInUse(used, sum(bool(table.blocks) for table in self._all_tables()))
         self._rebuild()
 
     def check_invariants(self) -> None:
@@ -190,7 +191,7 @@ class PrefixKvCache(PagedKvCache):
             table.tip = node
 
     def _allocate(self, number: int) -> tuple[int, ...]:
-        while self.pool.num_free < number:
+        while len(self.pool.free) < number:
             oldest = next(iter(self.pool.cached))
             self._drop_from_index(oldest)
             self._counts["evictions"] += 1

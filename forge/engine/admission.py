@@ -82,7 +82,7 @@ class Admission:
         """Admit a generation with blocks for all its tokens, or say why it has to wait."""
         if len(self._running) >= self._config.max_num_seqs:
             return MaxNumSeqs(self._config.max_num_seqs)
-        retained = self._retained.match(sequence) if self._retained else None
+        retained = self._retained.match(sequence) if self._retained.sequences else None
         while True:
             num_cached, num_blocks, num_reused = self._cost(sequence, retained)
             deferral = self._planner.deferral(sequence, num_cached, plan) if sequence.prefix_keys else None

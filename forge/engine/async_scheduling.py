@@ -54,15 +54,17 @@ class InFlightStep:
 class AsyncScheduling:
     """Keeps one step in flight beyond the one that is read. Used with models that return before they have computed."""
 
-    def __init__(self, scheduler: Scheduler, launch: Callable[[StepPlan, float], InFlightStep]):
-        self._scheduler, self._launch = scheduler, launch
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
         self.in_flight: InFlightStep | None = None
         """The next step, where it was launched before this one was read."""
         self.wasted_rows = 0
         """Wasted rows that are not yet in a `StepRecord`."""
         self._refused_at: tuple[int, ...] | None = None
 
-    def next_step(self, may_look_ahead: bool, started: float) -> InFlightStep:
+    def next_step(
+        self, launch: Callable[[StepPlan, float], InFlightStep], may_look_ahead: bool, started: float
+    ) -> InFlightStep:
         """The step in flight, or one that is scheduled and launched now; the one after it is launched too if it follows
         from this one alone."""
         step, self.in_flight = self.in_flight, None
@@ -70,13 +72,13 @@ class AsyncScheduling:
             plan = self._scheduler.schedule()
             refused = not plan.preempted and all(isinstance(one.reason, NoBlocks | MaxNumSeqs) for one in plan.waiting)
             self._refused_at = self._state() if refused else None
-            step = self._launch(plan, started)
+            step = launch(plan, started)
         started = time.perf_counter()
         following = self._plan_next(step.plan) if may_look_ahead else None
         if following is not None:
             if not isinstance(step.logits, np.ndarray):
                 step.logits.release()  # nothing but its argmax will be read
-            self.in_flight = self._launch(following, started)
+            self.in_flight = launch(following, started)
         return step
 
     def without_ended(self, step: InFlightStep) -> InFlightStep:
@@ -105,11 +107,11 @@ class AsyncScheduling:
     def may_admit(self) -> bool:
         """True if the next step might admit a sequence: not if all that wait were refused a slot or blocks by the last
         step that was scheduled, and none has arrived or ended since."""
-        return bool(self._scheduler.queue) and self._refused_at != self._state()
+        return bool(self._scheduler.queue.sequences) and self._refused_at != self._state()
 
     def _state(self) -> tuple[int, ...]:
         scheduler = self._scheduler
-        return len(scheduler.queue), len(scheduler.retained), scheduler.num_finished
+        return len(scheduler.queue.sequences), len(scheduler.retained.sequences), scheduler.num_finished
 
     def _plan_next(self, plan: StepPlan) -> StepPlan | None:
         """The step after `plan`: its sequences one position further, each with a slot reserved.

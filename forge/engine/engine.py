@@ -96,7 +96,6 @@ class Engine:
         verifies draft tokens; None for no speculation."""
         self.lock = RLock()
         """For callers in several threads; the engine itself never takes it."""
-        self.model = model
         self.tokenizer = tokenizer
         self.cache = cache
         self.storage = storage
@@ -105,9 +104,10 @@ class Engine:
         """Put the model's probability of each token into its record. Over a large vocabulary that takes a while."""
         self.checks_invariants = False
         """Check all rules of the scheduler and the cache after every step. Takes longer than the step."""
-        self.scheduler = Scheduler(cache, config, scratch, self._temporary_bytes, max_logit_rows(model.vocab_size))
+        self.scheduler = Scheduler(cache, config, scratch, model.temporary_bytes, max_logit_rows(model.vocab_size))
+        self.model = model
         self.speculation = speculation or NoSpeculation()
-        self._async = AsyncScheduling(self.scheduler, self._launch) if model.runs_ahead else None
+        self._async = AsyncScheduling(self.scheduler) if model.runs_ahead else None
         self._batch_builder = BatchBuilder(storage.layout.block_size)
         self._timeline = Timeline()
         self._limits = PromptLimits(model.vocab_size, max_model_len, cache.max_sequence_length, cache.block_size)
@@ -127,6 +127,16 @@ class Engine:
         """The outcomes of a step whose tokens are all chosen, until they are committed."""
         self._plan: StepPlan | None = None
         """Of the step that was begun last."""
+
+    @property
+    def model(self) -> Model:
+        """What computes. Setting it is allowed between two steps, to another of the same sizes."""
+        return self._model
+
+    @model.setter
+    def model(self, model: Model) -> None:
+        self._model = model
+        self.scheduler.prefill_only.temporary_bytes = model.temporary_bytes
 
     @property
     def speculation(self) -> Speculation:
@@ -162,11 +172,11 @@ class Engine:
             if self._async is None:
                 step = self._launch(self.scheduler.schedule(), started)  # builds the batch and runs the forward pass
             else:
-                step = self._async.next_step(self._may_look_ahead(), started)
+                step = self._async.next_step(self._launch, self._may_look_ahead(), started)
             launched = time.perf_counter()
             logits = StepLogits.of(step.logits)  # waits for a device
             read = time.perf_counter() if self._async is not None else launched
-            sampler = Sampler(self._eos_token_ids, self.speculation, self.on_logits, self.report_probabilities)
+            sampler = Sampler(self._eos_token_ids, self._speculation, self.on_logits, self.report_probabilities)
             results = sampler.sample(step.plan, logits, step.drafts, step.separate)
             for seq_id in step.plan.exhausted:
                 sampler.end(self.scheduler.find(seq_id))
@@ -189,8 +199,8 @@ class Engine:
         if plan.copies or plan.swap_outs or plan.swap_ins:
             self._move_blocks(plan)
         launched = time.perf_counter()
-        logits = self.model.forward(batch, self.storage) if batch is not None else _NO_LOGITS
-        separate = run_separate_forwards(plan.separate, self.model, self.storage) if plan.separate else []
+        logits = self._model.forward(batch, self.storage) if batch is not None else _NO_LOGITS
+        separate = run_separate_forwards(plan.separate, self._model, self.storage) if plan.separate else []
         launch_ms = (time.perf_counter() - launched) * 1e3
         schedule_ms = (launched - started) * 1e3 - drafts.total_ms
         return InFlightStep(plan, drafts, batch, logits, separate, schedule_ms, launch_ms)
@@ -255,9 +265,9 @@ class Engine:
             rejected=rejected,
             arrived=arrived,
             block_table_entries=sum([len(item.block_table) for item in plan.items if item.phase != "oneshot"]),
-            temporary_bytes=self._temporary_bytes(batch.num_rows, len(batch.logit_rows)) if batch is not None else 0,
+            temporary_bytes=self._model.temporary_bytes(batch.num_rows, len(batch.logit_rows)) if batch else 0,
             events=self.cache.take_events(),
-            blocks=_with_written(self.scheduler.block_map, batch, self.cache.block_size),
+            blocks=self.scheduler.block_map and _with_written(self.scheduler.block_map, batch, self.cache.block_size),
             cycles=update.cycles,
             execution=getattr(step.logits, "execution", None),
             planned_ahead=plan.ahead,
@@ -462,7 +472,7 @@ class Engine:
         """True if an ended sequence's cache can be continued. It is released when others need its blocks."""
         self._begin()
         self._operating = False
-        return seq_id in self.scheduler.retained
+        return seq_id in self.scheduler.retained.sequences
 
     def release(self, seq_id: int) -> None:
         """Release the retained cache of an ended sequence, if it still has one."""
@@ -541,10 +551,6 @@ class Engine:
     def _new_text(self, params: SamplingParams) -> OutputText:
         return OutputText(StreamingDetokenizer(self.tokenizer), params.stop)
 
-    def _temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
-        """About what a forward of so many rows needs for itself."""
-        return self.model.temporary_bytes(num_rows, num_logit_rows)
-
 
 def _item_records(plan: StepPlan, drafts: StepDrafts) -> Iterator[ItemRecord]:
     """Each item with the draft tokens that it verified."""
@@ -556,9 +562,9 @@ def _item_records(plan: StepPlan, drafts: StepDrafts) -> Iterator[ItemRecord]:
         yield ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining, num_draft_tokens)
 
 
-def _with_written(block_map: BlockMap | None, batch: ForwardBatch | None, block_size: int) -> BlockMap | None:
-    """The block map with the blocks that the step wrote, where it is wanted."""
-    if block_map is None or batch is None:
+def _with_written(block_map: BlockMap, batch: ForwardBatch | None, block_size: int) -> BlockMap:
+    """The block map with the blocks that the step wrote."""
+    if batch is None:
         return block_map
     written = np.unique(batch.slot_mapping // block_size)
     return replace(block_map, written=tuple(written[written >= 0].tolist()))

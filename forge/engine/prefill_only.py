@@ -48,7 +48,7 @@ class PrefillOnly:
         with more it gets forwards of its own."""
         self._cache, self._config, self._queue, self._planner = cache, config, queue, planner
         self.scratch = scratch
-        self._temporary_bytes, self._max_logit_rows = temporary_bytes, max_logit_rows
+        self.temporary_bytes, self._max_logit_rows = temporary_bytes, max_logit_rows
         self._budget: _StepBudget | None = None
         self._steps_without_budget = 0
         """Consecutive steps that left no tokens for prefill-only sequences."""
@@ -68,7 +68,7 @@ class PrefillOnly:
         length = len(sequence.token_ids)
         num_rows = length - hit.num_tokens
         logit_rows = sequence.task.logit_rows(hit.num_tokens, length)
-        num_bytes = self._temporary_bytes(num_rows, 0 if sequence.task.needs_hidden else len(logit_rows))
+        num_bytes = self.temporary_bytes(num_rows, 0 if sequence.task.needs_hidden else len(logit_rows))
         too_large = num_rows > budget.tokens or num_bytes > budget.temporary_bytes
         is_first = not (plan.prefill_only or plan.separate)
         if (too_large and not is_first) or -(-num_rows // self._cache.block_size) > len(budget.scratch):

@@ -11,48 +11,42 @@ its keys and values are in the host pool.
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import merge
+from typing import Any
 
 from forge.engine.sequence import Sequence
 
-_Entry = tuple[tuple, Sequence]
+_Entry = tuple[tuple[Any, ...], Sequence]
 
 
 class RequestQueue:
     """Waiting sequences, each with the key by which it is ordered. Adding and removing one costs O(log n) comparisons."""
 
-    def __init__(self, order: Callable[[Sequence], tuple]):
+    def __init__(self, order: Callable[[Sequence], tuple[Any, ...]]):
         """order: of two sequences the one with the smaller key comes first; equal keys in the order of arrival."""
         self._order = order
+        self.sequences: dict[int, Sequence] = {}
+        """All that wait, by sequence id. To be read."""
+        self._keys: dict[int, tuple[Any, ...]] = {}
         self._lanes: tuple[list[_Entry], list[_Entry]] = [], []
         """Generations, and prefill-only sequences."""
-        self._entries: dict[int, _Entry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._entries
 
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for _, sequence in merge(*self._lanes))
 
     def add(self, sequence: Sequence) -> None:
         key = (*self._order(sequence), sequence.arrival, sequence.seq_id)  # no two are equal
-        entry = self._entries[sequence.seq_id] = key, sequence
-        insort(self._lanes[sequence.prefill_only], entry)
+        self.sequences[sequence.seq_id], self._keys[sequence.seq_id] = sequence, key
+        insort(self._lanes[sequence.prefill_only], (key, sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Raises `KeyError` if it does not wait."""
-        entry = self._entries.pop(sequence.seq_id)
+        del self.sequences[sequence.seq_id]
         lane = self._lanes[sequence.prefill_only]
-        del lane[bisect_left(lane, entry)]
-
-    def find(self, seq_id: int) -> Sequence:
-        """Raises `KeyError` if it does not wait."""
-        return self._entries[seq_id][1]
+        del lane[bisect_left(lane, (self._keys.pop(sequence.seq_id), sequence))]
 
     def clear(self) -> None:
-        self._entries.clear()
+        self.sequences.clear()
+        self._keys.clear()
         for lane in self._lanes:
             lane.clear()
 
@@ -75,10 +69,10 @@ class RequestQueue:
                 return
             _, sequence = min(heads)
             yield sequence
-            places[sequence.prefill_only] += sequence.seq_id in self._entries
+            places[sequence.prefill_only] += sequence.seq_id in self.sequences
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a lane is out of order or the two views disagree."""
         for lane in self._lanes:
             assert lane == sorted(lane), "the queue is out of order"
-        assert sum(map(len, self._lanes)) == len(self._entries), "the queue's lanes and entries differ"
+        assert sum(map(len, self._lanes)) == len(self.sequences) == len(self._keys), "the queue's lanes and entries differ"

@@ -4,7 +4,6 @@ A retained cache is a convenience. Where a sequence would otherwise find no bloc
 that finds nothing is computed from its tokens, as any other sequence.
 """
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 from forge.cache.kv_cache import KvCache
@@ -16,27 +15,22 @@ class RetainedCaches:
 
     def __init__(self, cache: KvCache):
         self._cache = cache
-        self._sequences: dict[int, Sequence] = {}
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._sequences)
+        self.sequences: dict[int, Sequence] = {}
+        """To be read."""
 
     def retain(self, sequence: Sequence) -> None:
         """Hold the computed tokens of a sequence that has ended."""
         self._cache.truncate(sequence.seq_id, self._cache.computed_length(sequence.seq_id))
-        self._sequences[sequence.seq_id] = sequence
+        self.sequences[sequence.seq_id] = sequence
 
     def release(self, seq_id: int) -> None:
         """Release one, unless that has happened already."""
-        if self._sequences.pop(seq_id, None) is not None:
+        if self.sequences.pop(seq_id, None) is not None:
             self._cache.remove(seq_id)
 
     def release_oldest(self, but: int | None = None) -> bool:
         """Release the oldest, except `but`; False if there is none."""
-        oldest = next((seq_id for seq_id in self._sequences if seq_id != but), None)
+        oldest = next((seq_id for seq_id in self.sequences if seq_id != but), None)
         if oldest is None:
             return False
         self.release(oldest)
@@ -45,7 +39,7 @@ class RetainedCaches:
     def match(self, sequence: Sequence) -> int | None:
         """The retained sequence that this one continues, cut down to what the two have in common; None if it is gone
         or belongs to another salt."""
-        retained = self._sequences.get(sequence.continues_from) if sequence.continues_from is not None else None
+        retained = self.sequences.get(sequence.continues_from) if sequence.continues_from is not None else None
         if retained is None or retained.salt != sequence.salt:
             return None
         common = _num_common(sequence.token_ids, retained.token_ids)
@@ -54,13 +48,13 @@ class RetainedCaches:
 
     def hand_over(self, seq_id: int, sequence: Sequence) -> int:
         """Make a retained cache that of `sequence`; return how many tokens are computed."""
-        del self._sequences[seq_id]
+        del self.sequences[seq_id]
         self._cache.rename(seq_id, sequence.seq_id)
         return self._cache.computed_length(sequence.seq_id)
 
     def clear(self) -> None:
         """Forget all of them: the cache was cleared."""
-        self._sequences.clear()
+        self.sequences.clear()
 
 
 def _num_common(ours: Items[int], theirs: Items[int]) -> int:

@@ -17,7 +17,7 @@ from forge.engine.sampling import BrokenLogits, SampledToken, check_logits, choo
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.engine.task import GENERATE, Readout
-from forge.model.logits import Logits, argmax_rows
+from forge.model.logits import Logits
 from forge.trace.records import FinishReason, FinishRecord, TokenRecord
 
 OnLogits = Callable[[int, np.ndarray], None]
@@ -226,3 +226,11 @@ class Sampler:
             position += 1
             if position == len(scores):
                 scores.append(score_row(logits, top, sequence.token_ids[position]))
+
+
+def argmax_rows(logits: Logits) -> tuple[list[int], list[float]]:
+    """Of each row the argmax (the lowest id of equals, or the first NaN), and its logit."""
+    if not isinstance(logits, np.ndarray):
+        return logits.argmax_rows()
+    token_ids = logits.argmax(axis=1)
+    return token_ids.tolist(), logits[np.arange(len(logits)), token_ids].tolist()

@@ -76,6 +76,7 @@ class SamplingParams:
             value = getattr(self, name)
             _check(value is None or value >= 0, f"{name} must not be negative, got {value}")
         _check(all(isinstance(text, str) and text for text in stop), "a stop string must be text and not empty")
+        self.plain_greedy  # noqa: B018 (cached now, because every token asks for it)
 
     @property
     def greedy(self) -> bool:

@@ -93,7 +93,7 @@ class Scheduler:
         self._enqueue(sequence)
 
     def has_unfinished(self) -> bool:
-        return bool(self.queue or self.running)
+        return bool(self.queue.sequences or self.running)
 
     def unfinished(self) -> Iterator[Sequence]:
         """Every sequence that has not ended, whichever container holds it."""
@@ -103,7 +103,7 @@ class Scheduler:
 
     def find(self, seq_id: int) -> Sequence:
         """A sequence that runs or waits in the queue. Raises `KeyError` for any other."""
-        return self.running[seq_id] if seq_id in self.running else self.queue.find(seq_id)
+        return self.running[seq_id] if seq_id in self.running else self.queue.sequences[seq_id]
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -118,7 +118,7 @@ class Scheduler:
     @property
     def queues(self) -> Queues:
         num_swapped = len(self.host.entries)
-        return Queues(len(self.queue) - num_swapped, len(self.running), num_swapped, self.num_finished)
+        return Queues(len(self.queue.sequences) - num_swapped, len(self.running), num_swapped, self.num_finished)
 
     def abort(self, sequence: Sequence, reason: FinishReason = "abort") -> None:
         """End a sequence between steps, wherever it is, unless it has ended."""
@@ -158,7 +158,7 @@ class Scheduler:
         """Decide the next step and reserve the slots that it writes."""
         plan = PlanBuilder(self._token_budget, self._token_budget)
         self._schedule_running(plan)
-        if self.queue:
+        if self.queue.sequences:
             self._admission.admit(plan)
         if not self.config.chunked_prefill:
             self._separate_prefill(plan)
@@ -296,7 +296,7 @@ class Scheduler:
                 self.retained.retain(sequence)
             else:
                 self.cache.remove(seq_id)
-        elif seq_id in self.queue:
+        elif seq_id in self.queue.sequences:
             self.queue.remove(sequence)
             self.planner.remove(sequence)
             self.host.drop(seq_id)
@@ -312,11 +312,11 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise AssertionError if a sequence is in two containers or the cache disagrees with its tokens."""
         cache = self.cache
-        ids = [one.seq_id for one in self.unfinished()] + list(self.retained)
+        ids = [one.seq_id for one in self.unfinished()] + list(self.retained.sequences)
         assert len(ids) == len(set(ids)), "a sequence is in two containers"
         assert len(self.running) <= self.config.max_num_seqs, "more sequences run than may"
         self.queue.check_invariants()
-        assert all(seq_id in self.queue for seq_id in self.host.entries), "the host pool holds one that does not wait"
+        assert all(seq_id in self.queue.sequences for seq_id in self.host.entries), "the host pool holds one that does not wait"
         assert self.host.num_free >= 0, "the host pool holds more than it has room for"
         for seq_id, sequence in self.running.items():
             computed, reserved = cache.computed_length(seq_id), cache.reserved_length(seq_id)

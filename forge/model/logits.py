@@ -34,7 +34,7 @@ class DeviceLogits(Protocol):
         ...
 
     def argmax_rows(self) -> tuple[list[int], list[float]]:
-        """As the function `argmax_rows`."""
+        """As the function `forge.engine.sampler.argmax_rows`."""
         ...
 
     def release(self) -> None:
@@ -44,11 +44,3 @@ class DeviceLogits(Protocol):
 
 Logits = np.ndarray | DeviceLogits
 """What `Model.forward` returns: float32 `[R, vocab]`."""
-
-
-def argmax_rows(logits: Logits) -> tuple[list[int], list[float]]:
-    """Of each row the argmax (the lowest id of equals, or the first NaN), and its logit."""
-    if not isinstance(logits, np.ndarray):
-        return logits.argmax_rows()
-    token_ids = logits.argmax(axis=1)
-    return token_ids.tolist(), logits[np.arange(len(logits)), token_ids].tolist()

@@ -20,6 +20,7 @@ class ByteTokenizer(Tokenizer):
         types = [TokenType.NORMAL] * 256 + [TokenType.CONTROL] * len(CONTROL_TOKENS)
         names = {"eos_token_id": EOS_TOKEN_ID}
         super().__init__(TokenizerSpec((*BYTE_ALPHABET, *CONTROL_TOKENS), types, merges=(), special_ids=names))
+        self._bytes_of.update({byte: bytes([byte]) for byte in range(256)})
 
     def prepare(self) -> str:
         return self.implementation

@@ -340,8 +340,8 @@ class Timeline:
             own.rows.append(num_tokens + num_guesses)
         for token in record.tokens:
             sequences[token.seq_id].token_steps.append(times)
-        if record.execution_class != "decode":
-            self._begin_prefill_only(record)
+        if record.execution_class == "oneshot" or (record.items and record.items[-1].phase == "oneshot"):
+            self._begin_prefill_only(record)  # they come last
         if self._without_admission:
             self._begin_without_admission(record)
         if record.cycles:

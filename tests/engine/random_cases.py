@@ -425,7 +425,7 @@ class Play:
     def check_nothing_is_held(self) -> None:
         scheduler, stats = self.scheduler, self.engine.cache.stats()
         assert (stats.used_blocks, stats.tokens_held) == (0, 0), "blocks are still held"
-        assert not (scheduler.queue or scheduler.running or scheduler.swapped or scheduler.retained)
+        assert not (scheduler.queue.sequences or scheduler.running or scheduler.swapped or scheduler.retained.sequences)
         assert scheduler.host.num_free == scheduler.host.num_blocks, "the host's pool is not empty"
         assert not (self.engine._requests or self.engine._timeline.requests() or self.engine._batch_builder._tables)
         for draft in self.engine.speculation.proposers:

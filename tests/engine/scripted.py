@@ -132,6 +132,6 @@ def assert_nothing_held(engine: Engine) -> None:
     stats = engine.cache.stats()
     assert (stats.used_blocks, stats.tokens_held) == (0, 0)
     assert not engine.has_unfinished()
-    assert not engine.scheduler.retained
+    assert not engine.scheduler.retained.sequences
     assert engine._requests == {}
     assert engine._timeline.requests() == ()

@@ -116,7 +116,7 @@ def kept_scheduler(num_runs: int = 1) -> Scheduler:
     scheduler.add(sequence(0, retain_cache=True))
     step(scheduler)
     step(scheduler, ending=(0,))
-    assert list(scheduler.retained) == [0]
+    assert list(scheduler.retained.sequences) == [0]
     return scheduler
 
 
@@ -139,7 +139,7 @@ def test_a_continuation_computes_what_is_not_in_common(token_ids, start):
     (item,) = step(scheduler).items
 
     assert (item.start, item.num_tokens, item.phase) == (start, len(token_ids) - start, "prefill")
-    assert not scheduler.retained
+    assert not scheduler.retained.sequences
 
 
 def test_a_continuation_that_wants_prompt_logprobs_computes_the_whole_prompt():
@@ -157,7 +157,7 @@ def test_a_kept_cache_gives_way_when_a_sequence_would_find_no_room():
     plan = step(scheduler)
 
     assert admitted(plan) == (1,)
-    assert not scheduler.retained
+    assert not scheduler.retained.sequences
     scheduler.retained.release(0)  # releasing again does nothing
     scheduler.check_invariants()
 
@@ -171,7 +171,7 @@ def test_the_one_that_ended_first_gives_way_first_and_no_more_than_needed():
     scheduler.add(sequence(9))
     step(scheduler)
 
-    assert list(scheduler.retained) == [5, 3]
+    assert list(scheduler.retained.sequences) == [5, 3]
 
 
 def test_a_continuation_whose_cache_gave_way_starts_from_nothing():
@@ -193,7 +193,7 @@ def test_aborting_a_waiting_continuation_leaves_the_kept_cache():
     scheduler.abort(continuation)
 
     assert continuation.finish_reason == "abort"
-    assert list(scheduler.retained) == [0]
+    assert list(scheduler.retained.sequences) == [0]
     scheduler.check_invariants()
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from forge.model.logits import argmax_rows
+from forge.engine.sampler import argmax_rows
 
 
 def test_the_argmax_of_a_row_is_the_first_of_equals_and_a_nan_before_all():

@@ -6,7 +6,8 @@ import torch
 
 from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
-from forge.model.logits import DeviceLogits, argmax_rows
+from forge.engine.sampler import argmax_rows
+from forge.model.logits import DeviceLogits
 from forge.testing.forwards import Part, flat_batch, new_storage
 from tests.backends.cpu.models import small_model
 from tests.backends.cuda.models import launches, relative_error
