@@ -98,6 +98,16 @@ def test_a_beginning_a_growth_and_an_end_are_told():
     ]
 
 
+def test_a_copy_of_a_cached_block_is_told():
+    cache = PrefixKvCache(4, 4)
+    run, story, prompt = Run(cache), BlockStory(SequenceNames()), list(range(8))
+    cache.add(5, prompt)
+    story.tell(run.record([(5, 8)], admitted=[5]))
+    cache.remove(5)
+    cache.add(6, prompt, max_cached=7)
+    assert "seq 1 wrote into block 1, cached for later prompts: copied to 2" in told(story, run.record([(6, 1)]))
+
+
 def test_a_split_is_told_with_its_blocks_and_who_shared():
     run, story = paged(5), BlockStory(SequenceNames())
     story.tell(run.record([(5, 20)], admitted=[5]))
