@@ -31,8 +31,8 @@ QueuedAfter = Literal["arrival", "preemption"]
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
-    """When a step ran; one value is shared by all sequences of the step. Seconds on the engine's clock."""
+class StepSpan:
+    """When a step ran, in seconds on the engine's clock. One value is shared by all sequences of the step."""
 
     step: int
     started: float
@@ -113,11 +113,11 @@ class RequestTimeline:
     """When it first began to run."""
     tokens_cached: int
     """Tokens found in the cache at the first admission."""
-    forwards: tuple[StepTimes, ...]
+    forwards: tuple[StepSpan, ...]
     """The steps that it took part in."""
     rows: tuple[int, ...]
     """Its rows in each of them, draft tokens included."""
-    token_steps: tuple[StepTimes, ...]
+    token_steps: tuple[StepSpan, ...]
     """The step of each output token."""
     finish: FinishRecord | None
     """How it ended; None if it has not."""
@@ -129,18 +129,22 @@ class RequestTimeline:
 
     @property
     def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None if it has not."""
         return None if self.finish is None else self.finish.reason
 
     @property
     def num_output_tokens(self) -> int:
+        """Output tokens so far."""
         return len(self.token_steps)
 
     @property
     def first_token(self) -> float | None:
+        """When the first output token was known."""
         return self.token_steps[0].ended if self.token_steps else None
 
     @property
     def last_token(self) -> float | None:
+        """When the last output token was known."""
         return self.token_steps[-1].ended if self.token_steps else None
 
     @property
@@ -171,6 +175,7 @@ class RequestTimeline:
 
     @property
     def times_preempted(self) -> int:
+        """The number of its preemptions."""
         return len(self.preemptions)
 
     @property
@@ -180,6 +185,7 @@ class RequestTimeline:
 
     @property
     def steps_waited(self) -> int:
+        """Steps that it spent in the queue, over all its waits."""
         return sum(wait.num_steps for wait in self.waits)
 
 
@@ -192,9 +198,9 @@ class _Sequence:
     sample: int = 0
     admitted: float | None = None
     tokens_cached: int = 0
-    forwards: list[StepTimes] = field(default_factory=list)
+    forwards: list[StepSpan] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    token_steps: list[StepTimes] = field(default_factory=list)
+    token_steps: list[StepSpan] = field(default_factory=list)
     finish: FinishRecord | None = None
     finished_step: int | None = None
     admissions: list[Admission] = field(default_factory=list)
@@ -333,7 +339,7 @@ class Timeline:
             self._count_waits(record.waiting, record)
         self._step, self._now = record.step, record.ended
         sequences = self._sequences
-        times = StepTimes(record.step, record.started, record.ended, record.forward_ms)
+        times = StepSpan(record.step, record.started, record.ended, record.forward_ms)
         for seq_id, _, _, num_tokens, _, num_guesses in record.items:  # faster than by field: there may be thousands
             own = sequences[seq_id]
             own.forwards.append(times)
@@ -483,8 +489,8 @@ class Timeline:
         own = self._sequences[finish.seq_id]
         self._close_wait(own, self._step, self._now, ended=False)
         self._leave(finish.seq_id)
-        if own.finish is None:
-            own.finish, own.finished_step = finish, self._step
+        if own.finish is None or own.finish == FinishRecord(finish.seq_id, finish.reason):
+            own.finish, own.finished_step = finish, self._step  # a step's record may say more than `end` did
 
     def _leave(self, seq_id: int) -> None:
         """Take a sequence out of the queue and out of the batch, wherever it is."""

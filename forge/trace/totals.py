@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from forge.trace.records import StepRecord
+from forge.trace.records import ExecutionClass, StepRecord
 from forge.trace.timeline import RequestTimeline
 
 
@@ -36,7 +36,7 @@ class Totals:
     """What a run came to, over all its steps and requests."""
 
     num_steps: int
-    steps_by_class: dict[str, int]
+    steps_by_class: dict[ExecutionClass, int]
     seconds: float
     """From the beginning of the first step to the end of the last."""
     output_tokens: int

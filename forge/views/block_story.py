@@ -73,15 +73,19 @@ class BlockStory:
             yield f"{_blocks([event.block for event in evicted])} evicted: {plural(tokens, 'cached token')} forgotten"
         admitted = {admission.seq_id for admission in record.admitted}
         copied = {event.destination for event in record.events if isinstance(event, BlockSplit)}
-        grown, forks = [], []
+        grown: list[tuple[int, list[int]]] = []
+        forks: list[TableRecord] = []
         for owner, table in _tables(record.blocks).items():
             before = self._before.get(owner)
             if before is None:
                 if owner not in admitted:
                     forks.append(table)
-            elif owner not in admitted and (new := set(table.blocks) - set(before.blocks) - copied):
-                grown.append((owner, [block for block in table.blocks if block in new]))
-        yield from self._forks(forks, record.blocks)
+            elif owner not in admitted:
+                known = copied.union(before.blocks)
+                if new := [block for block in table.blocks if block not in known]:
+                    grown.append((owner, new))
+        if record.blocks is not None:
+            yield from self._forks(forks, record.blocks)
         if len(grown) > MANY:
             yield f"{len(grown)} sequences took {plural(sum(len(new) for _, new in grown), 'block')}"
         else:
@@ -112,6 +116,8 @@ class BlockStory:
             yield f"{self._label(finish.seq_id)} ended ({one_line(explain_finish(finish))}){blocks}"
 
     def _writes(self, record: StepRecord) -> Iterator[str]:
+        if record.blocks is None:
+            return
         tables = _tables(record.blocks)
         items = [item for item in record.items if item.num_tokens and item.seq_id in tables]
         decodes = [item for item in items if item.num_tokens == 1]

@@ -91,7 +91,7 @@ def judging_rows(runs: Sequence[JudgeRun]) -> list[Row]:
         row("temporary memory", size, [run.most_temporary_bytes for run in runs]),
     ]
     if any(run.deferred for run in runs):
-        rows.append(row("waits for a leader", count, [run.deferred for run in runs]))
+        rows.append(row("deferrals", count, [run.deferred for run in runs]))
     return rows
 
 

@@ -73,8 +73,8 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "rows": record.tokens_computed,
         "found": sum(item.start for item in record.items if item.phase == "oneshot"),
         "blocks_held": record.cache.used_blocks,
-        "waiting_for_a_leader": len(deferred),
-        "leaders": sorted({reason.owner for reason in deferred}),
+        "deferred": len(deferred),
+        "prefix_owners": sorted({reason.owner for reason in deferred}),
         "forward_ms": record.forward_ms,
     }
 
@@ -113,7 +113,7 @@ def _print_steps(console: Console, life: Life) -> None:
     table.add_column("step", justify="right")
     for name in ("answered", "rows", "tokens found"):
         table.add_column(name, justify="right")
-    table.add_column("wait for a leader", no_wrap=True)
+    table.add_column("deferred", no_wrap=True)
     shown = life.records[:STEPS_SHOWN]
     for number, record in enumerate(shown, 1):
         facts = step_object(record)
@@ -126,9 +126,10 @@ def _print_steps(console: Console, life: Life) -> None:
 
 
 def _waits(facts: dict[str, Any]) -> str:
-    """`63, for request 0`."""
-    leaders: Sequence[int] = facts["leaders"]
-    if not leaders:
+    """`63, while seq 0 computes their prefix`."""
+    owners: Sequence[int] = facts["prefix_owners"]
+    if not owners:
         return NOTHING
-    named = ", ".join(map(str, leaders[:3])) + (", …" if len(leaders) > 3 else "")
-    return f"{count(facts['waiting_for_a_leader'])}, for {'request' if len(leaders) == 1 else 'requests'} {named}"
+    named = ", ".join(map(str, owners[:3])) + (", …" if len(owners) > 3 else "")
+    computes = f"seq {named} computes" if len(owners) == 1 else f"seqs {named} compute"
+    return f"{count(facts['deferred'])}, while {computes} their prefix"

@@ -126,7 +126,7 @@ def prefill_text(item: ItemRecord) -> str:
 
 def item_rows(record: StepRecord, width: int) -> list[Text]:
     """Each sequence of the step with what it computed and the token that came of it, two to a line."""
-    tokens = {}
+    tokens: dict[int, str] = {}
     for token in record.tokens:
         tokens[token.seq_id] = tokens.get(token.seq_id, "") + token.text
     half = max(30, (width - 2) // 2)

@@ -37,6 +37,8 @@ def serving_view(console: Console, history: History, quiet: bool = False) -> Ser
 
 
 class Unseen:
+    """Shows nothing."""
+
     def __enter__(self) -> "Unseen":
         return self
 

@@ -33,7 +33,7 @@ _LISTEN_SECONDS = 0.2
 
 
 def require_terminal(console: Console) -> None:
-    """Raise `UsageError` where nobody could press a key, or nothing could be drawn."""
+    """Raise `UsageError` where no key can be pressed or nothing can be drawn."""
     import sys
 
     try:

@@ -60,9 +60,9 @@ class RunResult:
     sampled: bool = False
     """Tokens were drawn, so the seed matters."""
     interrupted: bool = False
-    """Somebody pressed Ctrl-C, or left the run while stepping through it. The output is what there was by then."""
+    """The reader pressed Ctrl-C, or left the run while stepping through it. The output is as it stood then."""
     left: bool = False
-    """It was left, which is no mishap."""
+    """The reader left it, which is no error."""
 
     @cached_property
     def forwards(self) -> tuple[Forward, ...]:

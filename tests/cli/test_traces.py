@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from forge.trace.recorder import read_trace
+from forge.engine.sampling_params import SamplingParams
+from forge.trace.recorder import TraceWriter, read_trace
 from tests.cli.conftest import ROOT, environment
 from tests.cli.test_imports import HEAVY, modules_after
+from tests.engine.scripted import muddled, new_engine
+from tests.trace.runs import HEADER
 
 FEW = ("-n", "4", "--prompt-tokens", "6:12", "--max-tokens", "8")
 TIGHT = ("--block-size", "4", "--num-blocks", "8", "--max-num-seqs", "3")
@@ -78,6 +81,41 @@ def test_export_for_perfetto(forge, recorded, tmp_path):
     elsewhere = tmp_path / "other.json"
     assert forge("trace", "export", recorded, "--perfetto", "--out", str(elsewhere)).status == 0
     assert json.loads(elsewhere.read_text())["traceEvents"] == events
+
+
+@pytest.fixture
+def deferred(tmp_path) -> str:
+    """Requests that share an uncached prefix: one computes it, the others are deferred."""
+    engine = new_engine(muddled, kv="prefix", block_size=2, num_blocks=64, max_num_batched_tokens=64)
+    for name, output in (("a", 3), ("b", 3), ("judge", 1), ("judge too", 1)):
+        engine.add_request(name, [1, 2, 3, 4, 5, 6, output], SamplingParams(max_tokens=output, ignore_eos=True))
+    path = tmp_path / "shared.jsonl"
+    with TraceWriter(path) as writer:
+        writer.begin(HEADER)
+        while engine.has_unfinished():
+            writer.write(engine.step())
+    assert '"owner"' in path.read_text()
+    return str(path)
+
+
+def test_requests_that_share_an_uncached_prefix_can_be_replayed(forge, deferred):
+    found = forge("replay", deferred)
+    assert found.status == 0 and found.err == ""
+    assert "deferred: seq 0 computes the same 6-token prefix" in found.out
+    assert "deferred while seq 0 computed the same" in found.out
+    facts = json.loads(forge("replay", deferred, "--json").out)
+    assert any("deferred while seq 0 computed" in line for one in facts["sequences"] for line in one["why"])
+    path = Path(deferred)
+    path.write_text(path.read_text().replace('"owner"', '"leader"'))  # as it was written before
+    assert forge("replay", deferred).out == found.out
+
+
+def test_requests_that_share_an_uncached_prefix_can_be_exported(forge, deferred, tmp_path):
+    assert forge("trace", "export", deferred, "--perfetto").status == 0
+    events = json.loads((tmp_path / "shared.perfetto.json").read_text())["traceEvents"]
+    waits = [event for event in events if event["name"] == "waits: Deferred"]
+    assert waits and all("seq 0 computed the same" in event["args"]["why"] for event in waits)
+    assert any(event["name"].startswith("prefill-only") for event in events)
 
 
 def test_mistakes_are_one_line(forge, small, tmp_path, recorded):

@@ -258,6 +258,13 @@ def test_an_abort_between_steps_ends_a_timeline():
     assert timeline.request(1).finish_reason == "abort"
 
 
+def test_a_steps_record_says_more_of_an_end_than_was_known_between_steps():
+    timeline, told = timeline_of([step(1, (0,), arrived=(0,))]), FinishRecord(0, "error", error="the model is gone")
+    timeline.end(0, "error")
+    timeline.add(replace(step(2), finished=(told,)))
+    assert timeline.request(0).finish == told
+
+
 def test_records_that_begin_in_the_middle_of_a_run_are_no_trouble():
     run = crowded()
     found = timeline_of(run.steps[4:], run.ends).requests()

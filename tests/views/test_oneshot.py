@@ -17,12 +17,12 @@ def test_steps_add_up_and_say_who_waits_for_whom(kv, capfd):
         assert sum(step["rows"] for step in steps) == side["tokens_computed"]
         assert max(step["blocks_held"] for step in steps) == side["blocks_held"]
     first = facts["sides"][1]["per_step"][0]
-    assert (first["answered"], first["waiting_for_a_leader"]) == ((1, 19) if kv == "prefix" else (first["answered"], 0))
+    assert (first["answered"], first["deferred"]) == ((1, 19) if kv == "prefix" else (first["answered"], 0))
     assert facts["sides"][1]["blocks_held"] == 0 < facts["scratch_bytes"]
 
 
-def test_the_screen_names_the_leader(capfd):
+def test_the_screen_names_the_prefix_owner(capfd):
     assert main(["oneshot", "--only", "run", "--model", "hash", "--requests", "9", "--kv", "prefix"]) == 0
     out, err = capfd.readouterr()
-    assert err == "" and "8, for request 0" in out and "rows in a step  decode" in out
+    assert err == "" and "8, while seq 0 computes their prefix" in out and "rows in a step  decode" in out
     assert max(map(len, out.splitlines())) <= 80
