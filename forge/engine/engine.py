@@ -109,7 +109,8 @@ class Engine:
         self.speculation = speculation or NoSpeculation()
         self._async = AsyncScheduling(self.scheduler) if model.runs_ahead else None
         self._batch_builder = BatchBuilder(storage.layout.block_size)
-        self._timeline = Timeline()
+        self.timeline = Timeline()
+        """Times, waits and metrics of every request that has not been forgotten."""
         self._limits = PromptLimits(model.vocab_size, max_model_len, cache.max_sequence_length, cache.block_size)
         self._requests: dict[str, RequestState] = {}
         """Every request that has not been forgotten. What is not in here does not exist."""
@@ -273,10 +274,7 @@ class Engine:
             planned_ahead=plan.ahead,
             discarded=self._async.take_wasted_rows() if self._async is not None else 0,
         )
-        self._timeline.add(record)
-        for arrival in arrived:
-            if arrival.request_id not in self._requests:  # it was aborted and forgotten before it was in a record
-                self._forget_timelines(arrival.seq_ids)
+        self.timeline.add(record)
         return record
 
     def _end_all(self, error: ModelUnavailable) -> StepRecord:
@@ -401,7 +399,7 @@ class Engine:
         arrival = ArriveRecord(
             request.request_id, request.seq_ids, length, first.max_output_tokens, now, first.priority
         )
-        self._timeline.arrive(arrival)
+        self.timeline.arrive(arrival)
         self._arrived.append(arrival)
 
     def _checked(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, task: Task) -> list[int]:
@@ -430,7 +428,7 @@ class Engine:
         """A request's output as it stands. Raises `KeyError` for a request that is not known."""
         self._begin()
         self._operating = False
-        return self._requests[request_id].output(self._timeline.metrics)
+        return self._requests[request_id].output(self.timeline.metrics)
 
     def abort(self, request_id: str) -> None:
         """End a request's unfinished sequences, keeping what they produced. Raises `KeyError`, with nothing changed, for
@@ -460,13 +458,10 @@ class Engine:
         request = self._requests[request_id]
         assert not request.is_unfinished, "it is still running"
         self._begin()
-        self._forget_timelines(request.seq_ids)
+        for seq_id in request.seq_ids:
+            self.timeline.forget(seq_id)
         del self._requests[request_id]
         self._operating = False
-
-    def _forget_timelines(self, seq_ids: tuple[int, ...]) -> None:
-        for seq_id in seq_ids:
-            self._timeline.forget(seq_id)
 
     def is_retained(self, seq_id: int) -> bool:
         """True if an ended sequence's cache can be continued. It is released when others need its blocks."""
@@ -496,7 +491,7 @@ class Engine:
         if self._async is not None:
             self._async.drop_if_empty()
         text = sequence.output_text.finish()
-        self._timeline.end(sequence.seq_id, reason)
+        self.timeline.end(sequence.seq_id, reason)
         self._drop_state(sequence.seq_id)
         return FinishRecord(sequence.seq_id, reason, text, error=error)
 

@@ -427,7 +427,7 @@ class Play:
         assert (stats.used_blocks, stats.tokens_held) == (0, 0), "blocks are still held"
         assert not (scheduler.queue.sequences or scheduler.running or scheduler.swapped or scheduler.retained.sequences)
         assert scheduler.host.num_free == scheduler.host.num_blocks, "the host's pool is not empty"
-        assert not (self.engine._requests or self.engine._timeline.requests() or self.engine._batch_builder._tables)
+        assert not (self.engine._requests or self.engine.timeline.requests() or self.engine._batch_builder._tables)
         for draft in self.engine.speculation.proposers:
             assert draft.cache.stats().used_blocks == 0, "a draft still holds blocks"
         assert scheduler.num_finished == len(self.said)

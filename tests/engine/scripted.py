@@ -134,4 +134,4 @@ def assert_nothing_held(engine: Engine) -> None:
     assert not engine.has_unfinished()
     assert not engine.scheduler.retained.sequences
     assert engine._requests == {}
-    assert engine._timeline.requests() == ()
+    assert engine.timeline.requests() == ()

@@ -145,7 +145,7 @@ def test_an_aborted_answer_joins_the_conversation_and_the_next_turn_goes_on(llm,
     assert output.outputs[0].token_ids == without_a_cache(off, messages, LENGTHY).outputs[0].token_ids
     session.reset()
     assert llm.engine.cache.stats().used_blocks == 0
-    assert (llm.engine._requests, llm.engine._timeline.requests()) == ({}, ())
+    assert (llm.engine._requests, llm.engine.timeline.requests()) == ({}, ())
 
 
 @pytest.mark.parametrize("then", ["send", "reset"])

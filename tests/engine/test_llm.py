@@ -53,7 +53,7 @@ def assert_nothing_held(llm: LLM) -> None:
     engine = llm.engine
     engine.scheduler.check_invariants()
     assert engine.cache.stats().used_blocks == 0
-    assert (engine._requests, engine._timeline.requests(), engine.on_logits) == ({}, (), None)
+    assert (engine._requests, engine.timeline.requests(), engine.on_logits) == ({}, (), None)
     assert not engine.has_unfinished()
 
 
