@@ -13,7 +13,7 @@ import numpy as np
 
 from forge.cache.kv_storage import KvStorage
 from forge.engine.oneshot import OneShotItem, OneShotRequest
-from forge.engine.sampling import Choice, check_logits, choose, log_sum_exp, top_logprobs
+from forge.engine.sampling import SampledToken, check_logits, choose, log_sum_exp, top_logprobs
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.model import Model
 
@@ -27,7 +27,7 @@ Logprobs = tuple[tuple[int, float], ...]
 class OneShotResult:
     """What a request asked for; the rest is empty."""
 
-    choice: Choice | None = None
+    choice: SampledToken | None = None
     """The token that was sampled."""
     candidates: tuple[float, ...] = ()
     """Natural log probabilities of the candidates to come next."""
@@ -136,7 +136,7 @@ def _with_next_token(
         if on_logits is not None:
             on_logits(request.seq_id, logits.copy())
         if request.params.plain_greedy and not probabilities:
-            choice = Choice(check_logits(logits), None, None)
+            choice = SampledToken(check_logits(logits), None, None)
         else:
             choice = choose(logits, request.params, request.token_ids, request.seed, 0, length, length, probabilities)
     return OneShotResult(choice, candidates, scores)

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Items
 from functools import partial
 from itertools import count
 from threading import RLock
+from weakref import ref
 
 from forge.cache.kv_cache import KvCache
 from forge.cache.kv_storage import KvStorage
@@ -33,7 +34,6 @@ from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan
 from forge.errors import UsageError
 from forge.model.model import Model
-from forge.speculation.leases import Lease
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
 from forge.trace.records import ArriveRecord, FinishReason, FinishRecord, RejectRecord
 
@@ -58,11 +58,11 @@ class BetweenSteps:
         guesses, and how many tokens; None for nobody."""
         self.lock = RLock()
         """For callers in several threads: held by whoever works with the engine, which itself never takes it."""
-        self.lease = Lease("target", model)
+        self.model = model
         self.tokenizer = tokenizer
         self.cache = cache
         self.storage = storage
-        self._bytes_of = partial(_bytes_of, self.lease)  # of the lease alone, so that nothing refers back to the engine
+        self._bytes_of = partial(_bytes_of, ref(self))  # weak, so that an engine is freed at once
         self.scheduler = Scheduler(cache, config, scratch, self._bytes_of)
         self.speculation: Speculation = speculation or NoSpeculation()
         self.scheduler.guess_room.speculation = self.speculation
@@ -94,11 +94,6 @@ class BetweenSteps:
         """Rows computed for sequences that had ended, which no record has told of yet."""
 
     @property
-    def model(self) -> Model:
-        """Raises `LeaseRevoked` once it has been taken back."""
-        return self.lease.lent
-
-    @property
     def report_blocks(self) -> bool:
         """Whether records have a `BlockMap`."""
         return self.scheduler.keep_block_map
@@ -126,7 +121,7 @@ class BetweenSteps:
         salts share nothing in the cache. `keep_cache` leaves the cache in place when it ends, and `continues` names
         such an ended sequence, whose id and cache are taken over; it needs `params.n` to be 1. `drafts`: the names of
         the proposers that guess for it, None for all. Raises `UsageError`, with nothing changed, for a prompt that
-        cannot run, and `LeaseRevoked` when the model is gone.
+        cannot run, and `ModelUnavailable` when the model is gone.
         """
         assert continues is None or params.n == 1, "one cache can be continued once"
         token_ids = self._checked(request_id, prompt_token_ids, params)
@@ -206,7 +201,7 @@ class BetweenSteps:
         self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, task: OneShotTask = _NEXT_TOKEN
     ) -> list[int]:
         """The prompt's tokens, if all that is asked for can be done. A refusal goes into the next step's record."""
-        self.lease.check()
+        self.model.check_available()
         try:
             token_ids = self._limits.checked(prompt_token_ids)
             self._limits.check_bias(params)
@@ -352,6 +347,7 @@ class BetweenSteps:
         return OutputText(StreamingDetokenizer(self.tokenizer), params.stop)
 
 
-def _bytes_of(lease: Lease[Model], num_rows: int, num_logit_rows: int) -> int:
+def _bytes_of(engine: "ref[BetweenSteps]", num_rows: int, num_logit_rows: int) -> int:
     """About what a forward of so many rows needs for itself."""
-    return 0 if lease.revoked else lease.lent.temporary_bytes(num_rows, num_logit_rows)
+    known = engine()
+    return 0 if known is None else known.model.temporary_bytes(num_rows, num_logit_rows)

@@ -14,7 +14,15 @@ from forge.backends.logits import Logits
 from forge.engine.containers import Containers
 from forge.engine.proposer import Speculation, StepDrafts, Verification
 from forge.engine.row_layout import Runs
-from forge.engine.sampling import BrokenLogits, Choice, check_greatest, check_logits, choose, log_sum_exp, top_logprobs
+from forge.engine.sampling import (
+    BrokenLogits,
+    SampledToken,
+    check_logits,
+    check_max_logit,
+    choose,
+    log_sum_exp,
+    top_logprobs,
+)
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.trace.records import FinishReason, FinishRecord, TokenRecord
@@ -94,9 +102,9 @@ class Choices:
             names = sequence.seed, sequence.sample_index, length
             choice = choose(own, params, sequence.token_ids, *names, sequence.num_prompt_tokens, self._probabilities)
             return self._emit(sequence, (choice,), (own,))
-        check_greatest(greatest[row])
+        check_max_logit(greatest[row])
         own = None if self._on_logits is None else logits[row]
-        return self._emit(sequence, ((likeliest[row], None, None),), (own,))  # making a `Choice` takes as long as that
+        return self._emit(sequence, ((likeliest[row], None, None),), (own,))  # faster than a `SampledToken`
 
     def _verified(
         self,
@@ -120,9 +128,9 @@ class Choices:
             [greatest[span] for span in spans],
             self._probabilities,
         )
-        rows = [None] * len(found.choices) if self._on_logits is None else logits[spans[found.winner]]
+        rows = [None] * len(found.sampled) if self._on_logits is None else logits[spans[found.winner]]
         self.verified[item.seq_id] = found
-        outcome = self._emit(sequence, found.choices, rows)
+        outcome = self._emit(sequence, found.sampled, rows)
         # Where the sequence ended on a guess, that guess counts as its last token, whose keys nobody needs.
         num_accepted = min(found.num_accepted, len(outcome.token_ids) - 1)
         winner = item.forks[found.winner - 1].seq_id if found.winner else None
@@ -132,7 +140,7 @@ class Choices:
         """Whether a sequence's tokens are the likeliest, and nobody asks how likely they were."""
         return sequence.params.plain_greedy and not self._probabilities
 
-    def _emit(self, sequence: Sequence, chosen: Items[Choice], rows: Items[np.ndarray | None]) -> Outcome:
+    def _emit(self, sequence: Sequence, chosen: Items[SampledToken], rows: Items[np.ndarray | None]) -> Outcome:
         """Take the tokens chosen, each from its row of logits (None where nobody looks at one), up to the one that ends
         the sequence."""
         token_ids: list[int] = []

@@ -11,7 +11,7 @@ before that an exception undoes the step, after it the tokens are taken (`betwee
 
 On a device that computes by itself the next step is launched before this one is read (`lookahead`).
 
-The model is lent to the engine. Once its lease is revoked the next step ends every sequence with that error.
+If the model becomes unavailable, the next step ends every sequence with that error.
 """
 
 import time
@@ -26,7 +26,7 @@ from forge.engine.lookahead import Flight, plan_ahead, without_ended
 from forge.engine.proposer import StepCost
 from forge.engine.step_plan import StepPlan
 from forge.engine.step_records import cache_record, item_records, map_of_written
-from forge.speculation.leases import LeaseRevoked
+from forge.model.model import ModelUnavailable
 from forge.trace.records import StepRecord
 
 
@@ -45,7 +45,7 @@ class Engine(BetweenSteps):
                 if self.checks_invariants:
                     self.scheduler.check_invariants()
                 return record
-            except LeaseRevoked as error:
+            except ModelUnavailable as error:
                 self._unsettled = True
                 self._settle()
                 return self._end_all(str(error))
@@ -72,7 +72,7 @@ class Engine(BetweenSteps):
         """The step that was launched ahead, or one that is decided and launched now."""
         flight, self._plan = self._ahead, None
         if flight is not None:
-            self.lease.check()
+            self.model.check_available()
             self._plan = flight.plan
             return flight
         self._plan = self.scheduler.schedule()
@@ -81,7 +81,7 @@ class Engine(BetweenSteps):
     def _look_ahead(self, flight: Flight) -> Flight | None:
         """Launch the step after one that is under way, if what it is follows from that one alone (`lookahead`)."""
         watched = self.on_logits is not None or self.report_probabilities
-        if not self._runs_ahead or watched or self.speculation.proposers or self.lease.revoked:
+        if not self._runs_ahead or watched or self.speculation.proposers or not self._is_available():
             return None
         started = time.perf_counter()
         plan = plan_ahead(self.scheduler, flight.plan)
@@ -90,6 +90,13 @@ class Engine(BetweenSteps):
         if not isinstance(flight.logits, np.ndarray):
             flight.logits.let_go()  # its tokens are the likeliest, and that is all that is asked
         return self._launch(plan, started)
+
+    def _is_available(self) -> bool:
+        try:
+            self.model.check_available()
+        except ModelUnavailable:
+            return False
+        return True
 
     def _launch(self, plan: StepPlan, started: float) -> Flight:
         """Begin to carry out a plan that was begun at `started`: guess, move blocks, and start the forward pass."""
@@ -102,9 +109,8 @@ class Engine(BetweenSteps):
         batch = self._rows.batch(plan, running, guesses.runs, joining) if plan.items or joining else None
         self._move_blocks(plan)
         launched = time.perf_counter()
-        with self.lease.use() as model:  # raises `LeaseRevoked` if it was taken back before; from here on it cannot be
-            logits = model.forward(batch, self.storage) if batch is not None else None
-            answers = self._oneshots.run_apart(plan.oneshots, model, self.on_logits, self.report_probabilities)
+        logits = self.model.forward(batch, self.storage) if batch is not None else None
+        answers = self._oneshots.run_apart(plan.oneshots, self.model, self.on_logits, self.report_probabilities)
         launch_ms = (time.perf_counter() - launched) * 1e3
         schedule_ms = (launched - started) * 1e3 - guesses.total_ms
         return Flight(plan, guesses, joining, batch, logits, answers, schedule_ms, launch_ms)

@@ -24,7 +24,7 @@ from forge.engine.choosing import OnLogits
 from forge.engine.oneshot import OneShotItem, OneShotRequest
 from forge.engine.output_text import OutputText
 from forge.engine.outputs import CompletionOutput, RequestOutput
-from forge.engine.sampling import BrokenLogits, Choice, check_greatest
+from forge.engine.sampling import BrokenLogits, SampledToken, check_max_logit
 from forge.engine.scheduler import Scheduler
 from forge.model.model import Model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer
@@ -144,8 +144,8 @@ class OneShotRequests:
             first = rows.stop
             with _unless_broken(one, answers):
                 if wants_likeliest(one.request, on_logits, probabilities):
-                    check_greatest(tops[rows[-1]])
-                    found = OneShotResult(Choice(likeliest[rows[-1]], None, None))
+                    check_max_logit(tops[rows[-1]])
+                    found = OneShotResult(SampledToken(likeliest[rows[-1]], None, None))
                 else:
                     found = answer(one.request, logits[rows.start : rows.stop], on_logits, probabilities)
                 answers[one.request.seq_id] = found

@@ -363,7 +363,7 @@ def test_logits_kept_of_a_step_that_failed_are_not_kept_twice(basic, monkeypatch
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         for record in run:
             if record.tokens[0].position > 4:
-                patch.setattr(choosing, "check_greatest", interrupt)
+                patch.setattr(choosing, "check_max_logit", interrupt)
     list(run)
 
     assert np.array_equal(np.array(run.logits), expected)
