@@ -37,7 +37,8 @@ from forge.model.catalog import DEFAULT_MODEL
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel, LoadProgress, load_model
 from forge.model.model import Model
-from forge.speculation.setup import DEFAULT_K, Target, checked_mode, load_proposers
+from forge.speculation.leases import Lease, lease_model
+from forge.speculation.setup import DEFAULT_K, Target, checked_acceptance, checked_mode, load_proposers
 from forge.speculation.speculator import Speculator
 from forge.trace.records import Pooling, StepRecord
 
@@ -92,6 +93,7 @@ class LLM:
         draft: str | Path | Sequence[str | Path] = (),
         k: int = DEFAULT_K,
         speculate_fixed: bool = False,
+        acceptance: str = "gumbel",
         check: bool = False,
         time_operations: bool = False,
         on_load_progress: LoadProgress | None = None,
@@ -116,6 +118,8 @@ class LLM:
         takes of such requests, in tokens and in temporary bytes; None for what suits the device. speculate: who
         guesses tokens ahead, `draft` or `ngram`; None or `off` for nobody. draft: the draft model, or several that all
         guess; the bundled one if not given. k: how many tokens to guess at a time; at most, unless `speculate_fixed`.
+        acceptance: which draft tokens stand under sampling: `gumbel` (the same tokens as without a draft) or
+        `rejection` (more are accepted; reproducible only with `speculate_fixed`).
         check: look after every step whether each rule of the scheduler and the cache holds, and raise AssertionError
         where one does not. time_operations: keep time per layer and operation, for `operation_times()`.
         on_load_progress: called with (bytes loaded, bytes in all). on_compile_progress: called with (kernels compiled,
@@ -129,6 +133,7 @@ class LLM:
         """
         _require_positive("block_size", block_size)
         speculate = checked_mode(speculate, k)
+        self._acceptance = checked_acceptance(acceptance)
         config = SchedulerConfig(
             max_num_seqs,
             max_num_batched_tokens,
@@ -379,15 +384,25 @@ class LLM:
         proposers = load_proposers(checked_mode(mode, DEFAULT_K), drafts, self._target)
         with self.engine.lock:
             if proposers:
-                limits = {"max_k": self._max_k, "vocab_size": self.model.vocab_size, "fixed": self._speculate_fixed}
-                self.engine.speculation = Speculator(proposers, **limits)
+                self.engine.speculation = Speculator(
+                    proposers,
+                    max_k=self._max_k,
+                    vocab_size=self.model.vocab_size,
+                    fixed=self._speculate_fixed,
+                    acceptance=self._acceptance,
+                )
             else:
                 self.engine.speculation = NoSpeculation()
 
     @property
     def model(self) -> Model:
-        """Raises `LeaseRevoked` once it has been taken back."""
+        """The model, or the `LeasedModel` around it."""
         return self.engine.model
+
+    def lease(self) -> Lease:
+        """The lease by which the model can be taken back, from any thread. Every sequence then ends with an error."""
+        with self.engine.lock:
+            return lease_model(self.engine, "target")
 
     @property
     def kv_layout(self) -> KvLayout:

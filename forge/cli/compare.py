@@ -31,7 +31,7 @@ _LOADING = (
 _SCHEDULING = ("max_num_batched_tokens", "chunked_prefill", "order", "preempt", "mode")
 _OF_MANY = ("requests", "batch", "max_num_batched_tokens", "order", "preempt", "mode")
 """Options that mean something for many requests alone."""
-_SPECULATION = ("speculate", "draft", "k", "speculate_fixed")
+_SPECULATION = ("speculate", "draft", "k", "speculate_fixed", "acceptance")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 
 
@@ -54,6 +54,7 @@ def compare(
     draft: options.DraftOption = None,
     k: options.KOption = None,
     speculate_fixed: options.SpeculateFixedOption = False,
+    acceptance: options.AcceptanceOption = None,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,

@@ -33,6 +33,7 @@ def generate(
     draft: options.DraftOption = None,
     k: options.KOption = None,
     speculate_fixed: options.SpeculateFixedOption = False,
+    acceptance: options.AcceptanceOption = None,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,
@@ -70,7 +71,7 @@ def generate(
 
     [dim]forge generate --kv paged --num-blocks 64 --show blocks "Once upon a time" 64[/dim]
     """
-    options.check_speculation(speculate, draft, k)
+    options.check_speculation(speculate, draft, k, acceptance)
     kv = options.kv_or_default(kv, speculate)
     blocks, pace = options.shows_blocks(show, kv), options.checked_pace(pace)
     text = options.read_prompt(prompt)
@@ -104,6 +105,7 @@ def generate(
         draft=draft,
         k=k,
         speculate_fixed=speculate_fixed,
+        acceptance=acceptance,
         check=check,
     )
     watch = Watch(trace, step)

@@ -178,6 +178,16 @@ SpeculateFixedOption = Annotated[
         "--speculate-fixed", help="Always guess that many, also where it loses.", rich_help_panel=_SPECULATION
     ),
 ]
+AcceptanceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--acceptance",
+        help="Which draft tokens stand when tokens are sampled: gumbel (default; the output is the same as without a "
+        "draft) or rejection (more are accepted; reproducible only with a fixed K).",
+        autocompletion=completion.one_of("gumbel", "rejection"),
+        rich_help_panel=_SPECULATION,
+    ),
+]
 
 TemperatureOption = Annotated[
     float, typer.Option("--temperature", help="0 always takes the likeliest token.", rich_help_panel=_SAMPLING)
@@ -332,11 +342,13 @@ def model_options(**given: Any) -> dict[str, Any]:
     return found
 
 
-def check_speculation(speculate: str | None, draft: list[str] | None, k: int | None) -> None:
+def check_speculation(
+    speculate: str | None, draft: list[str] | None, k: int | None, acceptance: str | None = None
+) -> None:
     """Raises `UsageError` where it is said how to guess, but not that anybody should."""
     from forge.errors import UsageError
 
-    given = [name for name, value in (("--draft", draft), ("--k", k)) if value]
+    given = [name for name, value in (("--draft", draft), ("--k", k), ("--acceptance", acceptance)) if value]
     if given and speculate is None:
         how = "--speculate draft" if draft else "--speculate draft or ngram"
         raise UsageError(f"{given[0]} means nothing without guesses: give {how} too, or leave it out")

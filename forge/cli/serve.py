@@ -35,6 +35,7 @@ def serve(
     speculate: options.SpeculateOption = None,
     draft: options.DraftOption = None,
     k: options.KOption = None,
+    acceptance: options.AcceptanceOption = None,
     host: Annotated[
         str | None,
         typer.Option("--host", help="Address to listen on.", show_default=DEFAULT_HOST, rich_help_panel=_SERVER),
@@ -97,7 +98,7 @@ def serve(
 
     [dim]forge serve --model tales --port 8080[/dim]
     """
-    options.check_speculation(speculate, draft, k)
+    options.check_speculation(speculate, draft, k, acceptance)
     require_server()
     from forge.server.serving import configure_logging
     from forge.server.serving import serve as run
@@ -139,6 +140,7 @@ def serve(
         speculate=speculate,
         draft=draft,
         k=k,
+        acceptance=acceptance,
         check=check,
     )
     configure_logging()

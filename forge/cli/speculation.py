@@ -14,6 +14,7 @@ from forge.cli.running import Found, drive, exit_status, load_model, run_label, 
 
 if TYPE_CHECKING:
     from forge.llm import LLM
+    from forge.speculation.leases import Lease
     from forge.trace.records import StepRecord
     from forge.views.report import Report
 
@@ -41,6 +42,7 @@ def speculation(
     draft: options.DraftOption = None,
     k: options.KOption = None,
     speculate_fixed: options.SpeculateFixedOption = False,
+    acceptance: options.AcceptanceOption = None,
     revoke_draft_at: Annotated[
         int | None,
         typer.Option(
@@ -76,7 +78,8 @@ def speculation(
         return read_chapter(ctx, pause)
     drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     loading = {"kv": kv, "device": device, "threads": threads, "max_model_len": max_model_len}
-    guessing = {"speculate": speculate, "draft": draft, "k": k, "speculate_fixed": speculate_fixed}
+    guessing = {"speculate": speculate, "draft": draft, "k": k}
+    guessing |= {"speculate_fixed": speculate_fixed, "acceptance": acceptance}
     llm = load_model(model, **options.model_options(**loading, **guessing))
     report = _measure(llm, options.read_prompt(prompt), max_tokens, drawing, revoke_draft_at)
     return report.as_json() if json else report
@@ -91,7 +94,8 @@ def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revoke_at: i
     params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True, **drawing)
     warm_up(llm, text)
     speculation = llm.engine.speculation
-    names, leases = [proposer.name for proposer in speculation.proposers], _draft_leases(llm)
+    names = [proposer.name for proposer in speculation.proposers]
+    leases = _draft_leases(llm) if revoke_at is not None else []
     with watching(open_console(), run_label(llm), text, llm.tokenizer.token_text) as view:
         run = llm.start([text], params)
         guessed = drive(llm, run, params, _revoking(leases, revoke_at, view.step))
@@ -101,18 +105,28 @@ def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revoke_at: i
         warm_up(llm, text)
         plain = drive(llm, llm.start([text], _with_seed(params, run.seed)), params, lambda record: None)
     released = [lease.release_ms for lease in leases if lease.revoked]
-    result = SpeculationResult(tuple(names), guessed, plain, llm.tokenizer.token_text, max(released, default=None))
+    result = SpeculationResult(
+        tuple(names),
+        guessed,
+        plain,
+        llm.tokenizer.token_text,
+        max(released, default=None),
+        speculation.acceptance,
+    )
     return Report(
         speculation_object(result), lambda console: print_speculation(console, result, text), exit_status(guessed)
     )
 
 
-def _draft_leases(llm: "LLM") -> list:
-    leases = [getattr(proposer, "lease", None) for proposer in llm.engine.speculation.proposers]
-    return [lease for lease in leases if lease is not None]
+def _draft_leases(llm: "LLM") -> "list[Lease]":
+    from forge.speculation.draft import DraftProposer
+    from forge.speculation.leases import lease_model
+
+    proposers = llm.engine.speculation.proposers
+    return [lease_model(proposer, "draft") for proposer in proposers if isinstance(proposer, DraftProposer)]
 
 
-def _revoking(leases: list, revoke_at: int | None, on_step: "Callable") -> "Callable":
+def _revoking(leases: "list[Lease]", revoke_at: int | None, on_step: "Callable") -> "Callable":
     """`on_step`, and when so many tokens have come the drafts are taken back."""
     tokens = 0
 

@@ -185,6 +185,7 @@ class Engine:
             times = StepTimes(started, ended, step.schedule_ms, forward_ms, (ended - read) * 1e3)
             record = self._commit(step, results, times)
         except ModelUnavailable as error:
+            self._recover()
             record = self._end_all(error)
         if self.checks_invariants:
             self.scheduler.check_invariants()

@@ -39,17 +39,21 @@ class ProposalRequest:
     params: SamplingParams
     seed: int
     sample_index: int
+    num_prompt_tokens: int = 0
+    """How many of `token_ids` are the prompt's, for the penalties of output tokens."""
     branch: int = 0
-    """The proposer's index among several for the same sequence: their draws must differ."""
+    """The proposer's index among several for the same sequence: independent draws must differ."""
+    independent: bool = False
+    """Draw independently of the target's noise, and return the distributions: for the acceptance rule `rejection`."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The draft tokens, in order, and the distribution that each was drawn from."""
+    """Draft tokens, in order."""
 
     token_ids: tuple[int, ...] = ()
     distributions: tuple[Distribution, ...] | None = None
-    """None if the tokens were not drawn; verification then takes each as certain (q = 1)."""
+    """Where the request is `independent` and the tokens were drawn: what each was drawn from. Else None."""
 
     def __post_init__(self) -> None:
         if self.distributions is not None and len(self.distributions) != len(self.token_ids):
@@ -121,7 +125,7 @@ NO_DRAFTS = StepDrafts()
 class Verification:
     """The tokens that one cycle emits for a sequence, and why."""
 
-    choices: tuple[SampledToken, ...]
+    sampled: tuple[SampledToken, ...]
     """The accepted draft tokens, then one token of the target's own."""
     forks: tuple[tuple[TokenVerdict, ...], ...]
     """For each run: a verdict per draft token, up to the first that was rejected."""
@@ -135,11 +139,11 @@ class Verification:
 
     @property
     def num_accepted(self) -> int:
-        return len(self.choices) - 1
+        return len(self.sampled) - 1
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(choice.token_id for choice in self.choices)
+        return tuple(token.token_id for token in self.sampled)
 
 
 class StepCost(NamedTuple):

@@ -162,9 +162,9 @@ class Sampler:
             self._report_probabilities,
         )
         rows = (
-            [None] * len(verification.choices) if self._on_logits is None else logits.rows[spans[verification.winner]]
+            [None] * len(verification.sampled) if self._on_logits is None else logits.rows[spans[verification.winner]]
         )
-        outcome = self._emit(sequence, verification.choices, rows)
+        outcome = self._emit(sequence, verification.sampled, rows)
         # Where the sequence ended on a draft token, that one counts as its last token, whose keys are not needed.
         num_accepted = min(verification.num_accepted, len(outcome.token_ids) - 1)
         winner = item.forks[verification.winner - 1].seq_id if verification.winner else None

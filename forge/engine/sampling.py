@@ -1,14 +1,17 @@
 """From a row of logits to a token.
 
-The order is the one of the field's libraries: bias, penalties, temperature, top-k, top-p, min-p, then one draw by
-inverse cumulative probability over what is left. Equal values are ranked by token id, lower first, so that a result
-never depends on how a selection algorithm happens to order them.
+The order is the one of the field's libraries: bias, penalties, temperature, top-k, top-p, min-p. Then one draw from the
+tokens that are left: each gets Gumbel noise of its own (`rng`), and the greatest sum is the token (Gumbel-max).
 
-A vocabulary has 150,000 entries, and sixteen sequences draw in every step, so nothing here goes through a whole row
-more often than it must. A row is never sorted (8 ms at that size): the top k are split off by partitioning, before
-anything is computed of the rest; for top-p all that is too small to matter is left out first, and at most 256 of the
-others are sorted to find its boundary; a draw adds up blocks of 512 probabilities, and one by one only those of a
-single block.
+    token = argmax over the kept tokens of (logit / temperature + gumbel(seed, sample, position, token id))
+
+That has the softmax distribution, and it is one definition for the target, for draft models and for every device. The
+noise belongs to a token at a position, so a draft that draws with the same noise mostly draws the same token. Equal
+values are ranked by token id, lower first, so that a result never depends on how a selection algorithm orders them.
+
+A vocabulary has 150,000 entries, and sixteen sequences draw in every step, so a row is never sorted (8 ms): the top k
+are split off by partitioning, before anything is computed of the rest; for top-p all that is too small to matter is
+left out first, and at most 256 of the others are sorted to find its boundary.
 """
 
 import math
@@ -19,15 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forge.engine.draws import Purpose, uniform
+from forge.engine.rng import Purpose, gumbel_argmax
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
 
 _SORTABLE = 256
 """How many weights top-p sorts at most. More are halved by partitioning until its boundary lies in so few."""
-
-_BLOCK = 512
-"""Probabilities that a draw adds up together."""
 
 _SUMMED_TOGETHER = 1 << 15
 """Logits of which `log_sum_exp` takes the exponentials at once."""
@@ -46,16 +46,9 @@ class Distribution:
     token_ids: np.ndarray
     probabilities: np.ndarray
 
-    def draw(self, u: float) -> int:
-        """The token at which the cumulative probability first exceeds `u` in [0, 1)."""
-        blocks = np.cumsum(np.add.reduceat(self.probabilities, np.arange(0, len(self.probabilities), _BLOCK)))
-        wanted = u * blocks[-1]
-        block = min(int(np.searchsorted(blocks, wanted, side="right")), len(blocks) - 1)
-        first = block * _BLOCK
-        within = np.cumsum(self.probabilities[first : first + _BLOCK])
-        missing = wanted - blocks[block - 1] if block else wanted
-        index = min(int(np.searchsorted(within, missing, side="right")), len(within) - 1)  # two sums, rounded apart
-        return int(self.token_ids[first + index])
+    def draw(self, seed: int, sample_index: int, position: int, purpose: Purpose, branch: int = 0) -> int:
+        """A token with its probability, by Gumbel-max with the noise of this name."""
+        return gumbel_argmax(self.token_ids, np.log(self.probabilities), seed, sample_index, position, purpose, branch)
 
     def probability(self, token_id: int) -> float:
         """0 for a token that may not be drawn."""
@@ -69,9 +62,9 @@ class SampledToken(NamedTuple):
 
     token_id: int
     probability: float | None
-    """softmax of the raw logits at the token; None where nobody asked for it."""
+    """softmax of the raw logits at the token; None unless it was requested."""
     logprobs: tuple[tuple[int, float], ...] | None
-    """The likeliest tokens by raw logits with their log probabilities, the chosen one last if it is not among them."""
+    """The top tokens by raw logits with their log probabilities, the chosen one last if it is not among them."""
 
 
 def choose(
@@ -88,24 +81,34 @@ def choose(
 
     logits: float32 `[vocab]`. history: the token ids before `position`, prompt included, for the penalties, and
     num_prompt_tokens how many of them are the prompt's, needed where `params.penalizes_output`.
-    wants_probability: whether the choice has its probability, which takes longer than a greedy choice itself; with
-    `params.logprobs` it has in any case. Raises `BrokenLogits` if the logits hold a NaN or +infinity.
+    wants_probability: compute the token's probability, which takes longer than a greedy choice itself; with
+    `params.logprobs` it is computed in any case. Raises `BrokenLogits` if the logits hold a NaN or +infinity.
     """
-    likeliest = check_logits(logits)
-    scores = penalized(logits, history, params, num_prompt_tokens)
-    if not params.greedy:
-        token_id = distribution(scores, params).draw(uniform(seed, sample_index, position, Purpose.SAMPLE))
-    elif scores is logits:
-        token_id = likeliest
-    else:
-        token_id = int(scores.argmax())
+    token_id = choose_token(logits, params, history, seed, sample_index, position, num_prompt_tokens)
     if not wants_probability and params.logprobs is None:
         return SampledToken(token_id, None, None)
-    return choice_of(logits, log_sum_exp(logits, float(logits[likeliest])), token_id, params)
+    return sampled_token(logits, log_sum_exp(logits, float(logits.max())), token_id, params)
 
 
-def choice_of(logits: np.ndarray, log_total: float, token_id: int, params: SamplingParams) -> SampledToken:
-    """The choice of `token_id` from a row whose `log_sum_exp` is `log_total`."""
+def choose_token(
+    logits: np.ndarray,
+    params: SamplingParams,
+    history: Sequence[int],
+    seed: int,
+    sample_index: int,
+    position: int,
+    num_prompt_tokens: int | None = None,
+) -> int:
+    """The token id of `choose` alone."""
+    argmax = check_logits(logits)
+    scores = penalized(logits, history, params, num_prompt_tokens)
+    if not params.greedy:
+        return gumbel_argmax(*filtered(scores, params), seed, sample_index, position)
+    return argmax if scores is logits else int(scores.argmax())
+
+
+def sampled_token(logits: np.ndarray, log_total: float, token_id: int, params: SamplingParams) -> SampledToken:
+    """`token_id` with its probability in a row whose `log_sum_exp` is `log_total`."""
     probability = math.exp(float(logits[token_id]) - log_total)
     return SampledToken(token_id, probability, top_logprobs(logits, log_total, params.logprobs, token_id))
 
@@ -115,12 +118,12 @@ def check_logits(logits: np.ndarray) -> int:
 
     Raises `BrokenLogits` if that is not finite or any logit is NaN (-infinity is a valid "never").
     """
-    likeliest = int(logits.argmax())  # the first NaN, if there is one
-    check_greatest(logits[likeliest])
-    return likeliest
+    argmax = int(logits.argmax())  # the first NaN, if there is one
+    check_max_logit(float(logits[argmax]))
+    return argmax
 
 
-def check_greatest(logit: float) -> None:
+def check_max_logit(logit: float) -> None:
     """Raise `BrokenLogits` if the greatest logit of a row, or its first NaN, is no number."""
     if not math.isfinite(logit):
         raise BrokenLogits("the model's logits are not finite: its file is damaged, or its weights overflow")
@@ -156,26 +159,37 @@ def penalized(
     return out
 
 
-def distribution(logits: np.ndarray, params: SamplingParams) -> Distribution:
-    """The probabilities that `params` leave of a row of (penalized) logits. Its temperature must be above 0."""
+def filtered(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that `params` keep of a row of (penalized) logits, and their logits / temperature, less the greatest.
+
+    Token ids are int64 `[n]`, ascending, scores float64 `[n]`. The temperature must be above 0.
+    """
     token_ids = _every_id(len(logits))
     if 0 < params.top_k < len(logits):
         token_ids = _top(logits, params.top_k)
         logits = logits[token_ids]
-    weights = logits.astype(np.float64)
-    weights -= weights.max()  # before the division: exp of the greatest is 1, whatever the temperature
+    scores = logits.astype(np.float64)
+    scores -= scores.max()  # before the division: whatever the temperature, the greatest stays finite
     if params.temperature != 1:
         with np.errstate(over="ignore"):  # a tiny temperature makes -infinity of all but the greatest, as it should
-            weights /= params.temperature
-    np.exp(weights, out=weights)
-    if not weights.all():  # what has no probability must not be drawn, whatever a sum is rounded to
-        token_ids, weights = _kept(weights > 0, token_ids, weights)
+            scores /= params.temperature
     if params.top_p < 1:
-        token_ids, weights = _nucleus(token_ids, weights, params.top_p)
+        kept = _nucleus(np.exp(scores), params.top_p)
+        token_ids, scores = token_ids[kept], scores[kept]
     if params.min_p > 0:
-        token_ids, weights = _kept(weights >= params.min_p, token_ids, weights)  # the greatest weight is 1
-    weights /= weights.sum()
-    return Distribution(token_ids, weights)
+        kept = np.flatnonzero(scores >= math.log(params.min_p))  # the greatest score is 0
+        token_ids, scores = token_ids[kept], scores[kept]
+    return token_ids, scores
+
+
+def distribution(logits: np.ndarray, params: SamplingParams) -> Distribution:
+    """The probabilities that `params` leave of a row of (penalized) logits. Its temperature must be above 0."""
+    token_ids, scores = filtered(logits, params)
+    weights = np.exp(scores)
+    if not weights.all():  # too small for a float64
+        kept = np.flatnonzero(weights)
+        token_ids, weights = token_ids[kept], weights[kept]
+    return Distribution(token_ids, weights / weights.sum())
 
 
 @cache
@@ -185,25 +199,19 @@ def _every_id(size: int) -> np.ndarray:
     return ids
 
 
-def _kept(which: np.ndarray, token_ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    kept = np.flatnonzero(which)
-    return token_ids[kept], weights[kept]
-
-
-def _nucleus(token_ids: np.ndarray, weights: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """The fewest tokens, largest first, whose weights reach `share` of the whole.
+def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
+    """Indices, ascending, of the fewest tokens, largest first, whose weights reach `share` of the whole.
 
     All n weights below (1 - share) / n of the whole are together less than what may be left out. So none of them is
     needed, and mostly that is nearly all.
     """
     missing = share * weights.sum()
-    if len(weights) > _SORTABLE:
+    large = np.flatnonzero(weights)
+    if len(large) > _SORTABLE:
         least = 0.999 * (1 - share) / len(weights) * weights.sum()  # below it by more than sums are rounded
-        large = weights >= least
-        if 4 * np.count_nonzero(large) < len(weights):
-            token_ids, weights = _kept(large, token_ids, weights)
-    kept = _top(weights, _num_reaching(weights, missing))
-    return token_ids[kept], weights[kept]
+        larger = np.flatnonzero(weights >= least)
+        large = larger if 4 * len(larger) < len(large) else large
+    return large[_top(weights[large], _num_reaching(weights[large], missing))]
 
 
 def _num_reaching(weights: np.ndarray, missing: float) -> int:
@@ -262,7 +270,7 @@ def log_sum_exp(logits: np.ndarray, top: float) -> float:
 def top_logprobs(
     logits: np.ndarray, log_total: float, count: int | None, token_id: int
 ) -> tuple[tuple[int, float], ...] | None:
-    """The `count` likeliest tokens with their log probabilities, and `token_id` too; None when `count` is None."""
+    """The top `count` tokens with their log probabilities, and `token_id` too; None when `count` is None."""
     if count is None:
         return None
     ids = _largest(logits, count).tolist() if count else []

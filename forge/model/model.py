@@ -12,7 +12,7 @@ from forge.model.logits import Logits
 
 
 class ModelUnavailable(ForgeError):
-    """The model can no longer be used: it was taken back while an engine ran it."""
+    """The model can no longer compute, whatever it is asked: it was taken back, say."""
 
 
 class Model(Protocol):
@@ -47,6 +47,9 @@ class Model(Protocol):
     def operation_times(self) -> tuple[OperationTime, ...]:
         """The times kept so far, in the order in which the operations first ran."""
         return ()
+
+    def check_available(self) -> None:
+        """Raise `ModelUnavailable` if it can no longer compute. A model that can always compute does nothing."""
 
     def forward(self, batch: ForwardBatch, storage: KvStorage) -> Logits:
         """Write this batch's keys and values into `storage`; return logits, float32 `[R, vocab_size]`."""

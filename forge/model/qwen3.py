@@ -17,6 +17,7 @@ from forge.model.backend import Array, Backend, Operations, OperationTime
 from forge.model.config import Qwen3Config
 from forge.model.forward_batch import ForwardBatch
 from forge.model.logits import Logits
+from forge.model.model import Model
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Qwen3Weights:
     head: Array  # [vocab, hidden]; the embedding itself where the two are tied
 
 
-class Qwen3:
+class Qwen3(Model):
     """The model: hyper-parameters, weights and the backend that they were loaded for."""
 
     embeds = True

@@ -1,9 +1,8 @@
-"""What a forward costs by its number of rows, and a guess: measured as the engine runs.
+"""What a forward costs by its number of rows, and what a draft token costs: measured as the engine runs.
 
-A decode step of the target takes base + slope · rows milliseconds, near enough: it streams the weights once whatever
-the rows, and multiplies for each of them. Both numbers are fitted to what recent steps took when nothing disturbed
-them, their lower quartile: so a step in which the machine was busy elsewhere, or the first of its kind, which pays for
-memory that has never been touched, counts for nothing.
+A decode step of the target takes about base + slope · rows milliseconds: it streams the weights once whatever the rows,
+and multiplies for each of them. Both numbers are fitted to the lower quartile of recent steps. So a step during which
+the machine was busy elsewhere, or the first of its kind, which touches new memory, does not count.
 
 The times are given, no clock is read.
 """
@@ -15,33 +14,33 @@ from statistics import fmean
 from forge.speculation.controller import Costs
 
 _RECENT = 15
-"""Measurements of a kind that count."""
+"""Measurements of a kind that are kept."""
 _ENOUGH = 3
-"""Measurements of a kind from which they say something."""
+"""Measurements of a kind before they are used."""
 _PLAIN_FIRST = 8
-"""Measurements of a plain step before anything is held against it: the first steps of a process are slow."""
+"""Measurements of a plain step before draft tokens are compared with it: the first steps of a process are slow."""
 _STALE = 64
-"""Forwards after which a number of rows that did not occur any more is left out, unless it is the least of all."""
+"""Forwards after which a number of rows that no longer occurs is left out, unless it is the least of all."""
 _REFRESH = 8
-"""Forwards after which costs are worked out anew: that takes longer than a guess."""
+"""Forwards after which the costs are fitted anew: a fit takes longer than a draft token."""
 
 
 class CostMeter:
     """The costs of one draft beside one target."""
 
     def __init__(self, assumed: Costs):
-        """assumed: what holds until there are measurements, from the sizes of the models, say."""
+        """assumed: the costs until there are measurements, from the sizes of the models, say."""
         self.assumed = assumed
         self._forward_ms: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
-        self._guess_ms: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
+        self._token_ms: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._seen: dict[int, int] = {}
         """The number of the last forward with so many rows."""
         self._num_forwards = 0
-        self._known: dict[int, Costs] = {}
+        self._costs: dict[int, Costs] = {}
 
     @property
-    def knows_a_forward(self) -> bool:
-        """Whether forwards of some number of rows were measured often enough to hold guesses against them."""
+    def has_plain_forwards(self) -> bool:
+        """True once forwards of some number of rows were measured often enough to compare draft tokens with."""
         return any(len(times) >= _PLAIN_FIRST for times in self._forward_ms.values())
 
     def add_forward(self, num_rows: int, ms: float) -> None:
@@ -49,36 +48,36 @@ class CostMeter:
         self._forward_ms[num_rows].append(ms)
         self._seen[num_rows] = self._num_forwards = self._num_forwards + 1
         if self._num_forwards % _REFRESH == 0:
-            self._known = {}
+            self._costs = {}
 
-    def add_guesses(self, num_sequences: int, num_guesses: int, ms: float) -> None:
-        """A proposing for so many sequences, of `num_guesses` tokens each."""
-        self._guess_ms[num_sequences].append(ms / num_guesses)
+    def add_proposal(self, num_sequences: int, num_tokens: int, ms: float) -> None:
+        """Draft tokens for so many sequences, `num_tokens` each."""
+        self._token_ms[num_sequences].append(ms / num_tokens)
 
-    def add_bound(self, num_sequences: int, num_guesses: int, ms: float) -> None:
-        """A proposing that did more than guess: it read a text, say. If even that took less than guesses are known to,
-        what is known is out of date."""
-        times = self._guess_ms.get(num_sequences)
-        if times and ms / num_guesses < _undisturbed(times):
+    def add_bound(self, num_sequences: int, num_tokens: int, ms: float) -> None:
+        """The same where the proposer also read a text, say: an upper bound. If even that is below the measured times,
+        those are out of date."""
+        times = self._token_ms.get(num_sequences)
+        if times and ms / num_tokens < _lower_quartile(times):
             times.clear()
-            self._known = {}
+            self._costs = {}
 
     def costs(self, num_sequences: int) -> Costs:
-        """In units of a plain decode step of `num_sequences` sequences, of which each guesses."""
-        if num_sequences not in self._known:
-            self._known[num_sequences] = self._costs(num_sequences)
-        return self._known[num_sequences]
+        """In units of a plain decode step of `num_sequences` sequences, each of which has draft tokens."""
+        if num_sequences not in self._costs:
+            self._costs[num_sequences] = self._fitted(num_sequences)
+        return self._costs[num_sequences]
 
-    def _costs(self, num_sequences: int) -> Costs:
+    def _fitted(self, num_sequences: int) -> Costs:
         line = self._line()
         if line is None:
             return self.assumed
         base, slope = line
         plain_ms = base + slope * num_sequences
-        known = [measured for measured, times in self._guess_ms.items() if len(times) >= _ENOUGH]
+        known = [measured for measured, times in self._token_ms.items() if len(times) >= _ENOUGH]
         nearest = min(known, key=lambda measured: abs(measured - num_sequences), default=None)
-        guess = self.assumed.guess if nearest is None else _undisturbed(self._guess_ms[nearest]) / plain_ms
-        return Costs(guess, slope * num_sequences / plain_ms)
+        token = self.assumed.token if nearest is None else _lower_quartile(self._token_ms[nearest]) / plain_ms
+        return Costs(token, slope * num_sequences / plain_ms)
 
     def _line(self) -> tuple[float, float] | None:
         """(base, slope) in milliseconds by least squares; None before the first forward. As long as only one number of
@@ -88,7 +87,7 @@ class CostMeter:
             return None
         least, oldest = min(known), self._num_forwards - _STALE
         points = [
-            (rows, _undisturbed(self._forward_ms[rows]))
+            (rows, _lower_quartile(self._forward_ms[rows]))
             for rows in known
             if self._seen[rows] >= oldest or rows == least
         ]
@@ -102,5 +101,5 @@ class CostMeter:
         return middle_ms - slope * middle_rows, slope
 
 
-def _undisturbed(times: Sequence[float]) -> float:
+def _lower_quartile(times: Sequence[float]) -> float:
     return sorted(times)[len(times) // 4]

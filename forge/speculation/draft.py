@@ -1,15 +1,19 @@
-"""Guessing with a smaller model, which has a KV cache of its own.
+"""Drafting with a smaller model, which has a KV cache of its own.
 
-Proposing K tokens takes K forwards of the draft. The first computes whatever the draft has not seen yet (the whole text
-of a new sequence; after a rejection the target's own token; after full acceptance also the last guess, which nobody
-needed until then), and each of the others one row per sequence. So that those cost a forward and nothing else, the
+Proposing K tokens takes K forwards of the draft. The first computes all that the draft has not seen yet (the whole text
+of a new sequence; after a rejection the target's own token; after full acceptance also the last draft token, which was
+never an input before), and each of the others one row per sequence. So that those cost a forward and nothing else, the
 batch's arrays are made once and advanced in place.
 
-What the draft holds of a sequence is what its text and its cache have in common; the rest is truncated. So it follows
-every rejection and rebuilds whatever was lost, and nobody has to tell it.
+The draft chooses a token as the target does, by the same definition of sampling with the same noise (`sampling`), so
+under sampling the two agree about as often as their distributions overlap. For the acceptance rule `rejection` it draws
+independently instead, and returns the distributions.
 
-A draft never makes anybody wait. Where its pool is full, sequences that are not asked about give way, and if that is
-not enough a sequence gets fewer guesses or none.
+What a text and the draft's cache have in common is used; the rest of the cache is truncated. So it follows every
+rejection and rebuilds what was lost without being told.
+
+A draft never makes a sequence wait. Where its pool is full, sequences that are not in the request are dropped, and if
+that is not enough a sequence gets fewer draft tokens or none.
 """
 
 from collections import OrderedDict
@@ -22,13 +26,12 @@ import numpy as np
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheSize, create_kv_cache
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import KvStorage
-from forge.engine.draws import Purpose, uniform
 from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer
-from forge.engine.sampling import Distribution, check_logits, distribution, penalized
+from forge.engine.rng import Purpose
+from forge.engine.sampling import Distribution, check_logits, choose_token, distribution, penalized
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
 from forge.model.model import Model
-from forge.speculation.leases import Lease
 from forge.tokenizer import Tokenizer
 
 CATCH_UP_ROWS = 512
@@ -39,7 +42,7 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
     """Raises `UsageError`, saying what differs, unless a token id means the same to both."""
     if target.fingerprint == draft.fingerprint:
         return
-    raise UsageError(f"the draft model cannot guess for this target: {_difference(target, draft)}")
+    raise UsageError(f"the draft model cannot draft for this target: {_difference(target, draft)}")
 
 
 def _difference(target: Tokenizer, draft: Tokenizer) -> str:
@@ -56,22 +59,23 @@ def _difference(target: Tokenizer, draft: Tokenizer) -> str:
 
 @dataclass(eq=False)
 class _Run:
-    """One sequence's share of a `propose`."""
+    """The draft tokens of one request while they are made."""
 
     index: int
-    """Which request it answers."""
+    """Of the request."""
     request: ProposalRequest
     num_tokens: int
-    """How many tokens it will propose: as many as were asked for and fit."""
+    """How many it will have: as many as were requested and fit."""
     computed: int
-    """Tokens whose keys and values are there."""
+    """Tokens whose keys and values are in the cache."""
     block_table: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list)
-    """The guesses so far."""
+    """The draft tokens so far."""
     distributions: list[Distribution] = field(default_factory=list)
 
     @property
     def length(self) -> int:
+        """Tokens of the request."""
         return len(self.request.token_ids)
 
 
@@ -80,7 +84,7 @@ class DraftProposer(Proposer):
 
     def __init__(
         self,
-        lease: Lease[Model],
+        model: Model,
         cache: KvCache,
         storage: KvStorage,
         *,
@@ -88,16 +92,16 @@ class DraftProposer(Proposer):
         max_model_len: int,
         name: str = "draft",
     ):
-        """lease: lends the draft model. vocab_size: the target's; what the draft's vocabulary has beyond it is never
-        guessed. max_model_len: positions that the draft can compute."""
+        """vocab_size: the target's; tokens that only the draft has are never proposed. max_model_len: positions that
+        the draft can compute."""
         self.name = name
-        self.lease = lease
+        self.model = model
         self.cache = cache
         self.storage = storage
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._held: OrderedDict[int, list[int]] = OrderedDict()
-        """Each sequence's tokens whose keys and values are in the cache; the least recently asked about comes first."""
+        """Each sequence's tokens whose keys and values are in the cache, least recently requested first."""
 
     @classmethod
     def of_model(
@@ -119,21 +123,22 @@ class DraftProposer(Proposer):
         size = CacheSize(length, max_num_seqs, block_size, layout.bytes_per_token, num_blocks)
         cache, storage_blocks = create_kv_cache(kv, size)
         storage = model.new_storage(model.kv_layout(storage_blocks, block_size, kv_dtype))
-        return cls(Lease("draft", model), cache, storage, vocab_size=vocab_size, max_model_len=length, name=name)
+        return cls(model, cache, storage, vocab_size=vocab_size, max_model_len=length, name=name)
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """Raises `LeaseRevoked`, and `BrokenLogits` if the draft's logits are no numbers."""
-        self.lease.check()
+        """Draft tokens from the model. Raises `ModelUnavailable`, and `BrokenLogits` if its logits are not finite."""
+        self.model.check_available()
         proposals = [NO_PROPOSAL] * len(requests)
         runs = self._begin(requests)
-        self._first_guesses(runs)
-        self._further_guesses(runs)
+        self._first_tokens(runs)
+        self._further_tokens(runs)
         for run in runs:
-            self._keep(run)
+            self._commit(run)
             proposals[run.index] = Proposal(tuple(run.token_ids), tuple(run.distributions) or None)
         return proposals
 
     def forget(self, seq_id: int) -> None:
+        """Free a sequence's blocks."""
         with suppress(KeyError):
             self.cache.remove(seq_id)
         self._held.pop(seq_id, None)
@@ -141,25 +146,25 @@ class DraftProposer(Proposer):
     # The cache
 
     def _begin(self, requests: Sequence[ProposalRequest]) -> list[_Run]:
-        """Reserve what this call will write, as far as there is room. Those that will propose most come first."""
-        asked = {request.seq_id for request in requests if request.max_tokens > 0}
+        """Reserve what this call will write, as far as there is room. Runs with the most draft tokens come first."""
+        requested = {request.seq_id for request in requests if request.max_tokens > 0}
         runs = []
         for index, request in enumerate(requests):
-            fits = self.max_model_len - len(request.token_ids) + 1  # the last guess is not computed
-            run = self._reserve(index, request, min(request.max_tokens, fits), asked)
+            fits = self.max_model_len - len(request.token_ids) + 1  # the last draft token is never computed
+            run = self._reserve(index, request, min(request.max_tokens, fits), requested)
             if run is not None:
                 runs.append(run)
         return sorted(runs, key=lambda run: -run.num_tokens)
 
-    def _reserve(self, index: int, request: ProposalRequest, num_tokens: int, asked: set[int]) -> _Run | None:
-        """Own the slots for as many of `num_tokens` guesses as there is room for; None if that is none."""
+    def _reserve(self, index: int, request: ProposalRequest, num_tokens: int, requested: set[int]) -> _Run | None:
+        """A run with slots for as many of `num_tokens` draft tokens as there is room for; None if that is none."""
         seq_id = request.seq_id
         while num_tokens > 0:
             try:
                 computed = self._matched(request)
                 copies = self.cache.reserve(seq_id, len(request.token_ids) - computed + num_tokens - 1)
             except OutOfBlocks:
-                idle = next((other for other in self._held if other not in asked), None)
+                idle = next((other for other in self._held if other not in requested), None)
                 if idle is not None:
                     self.forget(idle)
                 else:
@@ -170,9 +175,9 @@ class DraftProposer(Proposer):
         return None
 
     def _matched(self, request: ProposalRequest) -> int:
-        """Make the cache hold a beginning of the request's tokens and nothing else; return how many.
+        """Make the cache hold a prefix of the request's tokens and nothing else; return its length.
 
-        The last token is left out in any case: it is computed for its logits.
+        The last token is always left out: it is computed for its logits.
         """
         seq_id, most = request.seq_id, len(request.token_ids) - 1
         held = self._held.setdefault(seq_id, [])
@@ -187,17 +192,17 @@ class DraftProposer(Proposer):
         self.cache.truncate(seq_id, kept)
         return kept
 
-    def _keep(self, run: _Run) -> None:
-        """Note what has been computed: the request's tokens and all guesses but the last."""
+    def _commit(self, run: _Run) -> None:
+        """Commit what has been computed: the request's tokens and all draft tokens but the last."""
         held = self._held[run.request.seq_id]
         new = [*run.request.token_ids[len(held) :], *run.token_ids[:-1]]
         self.cache.commit(run.request.seq_id, new)
         held += new
 
-    # The guesses
+    # The draft tokens
 
-    def _first_guesses(self, runs: list[_Run]) -> None:
-        """Compute what the draft has not seen of each text, and guess what follows it."""
+    def _first_tokens(self, runs: list[_Run]) -> None:
+        """Compute what the draft has not seen of each text, and choose what follows it."""
         behind = runs
         while behind:
             parts = list(self._next_rows(behind))
@@ -205,7 +210,7 @@ class DraftProposer(Proposer):
             for run, rows in parts:
                 run.computed += len(rows.token_ids)
                 if rows.logit_rows:
-                    self._guess(run, next(logits))
+                    self._append(run, next(logits))
             behind = [run for run in behind if run.computed < run.length]
 
     def _next_rows(self, behind: list[_Run]) -> Iterator[tuple[_Run, SequenceRows]]:
@@ -220,63 +225,66 @@ class DraftProposer(Proposer):
             logit_rows = range(len(token_ids) - is_last, len(token_ids))
             yield run, SequenceRows(token_ids, run.computed, run.block_table, logit_rows)
 
-    def _further_guesses(self, runs: list[_Run]) -> None:
-        """One row per run and forward, each the guess before. The arrays are made once and advanced in place."""
-        most = max((run.num_tokens for run in runs), default=0)
-        if most < 2:
+    def _further_tokens(self, runs: list[_Run]) -> None:
+        """One row per run and forward, each the draft token before. The arrays are made once and advanced in place."""
+        num_steps = max((run.num_tokens for run in runs), default=0)
+        if num_steps < 2:
             return
         block_size = self.storage.layout.block_size
-        tables = np.full((len(runs), max(len(run.block_table) for run in runs)), -1, np.int32)
-        for table, run in zip(tables, runs, strict=True):
-            table[: len(run.block_table)] = run.block_table
-        token_ids, slots = np.empty((2, len(runs)), np.int32)
-        positions = np.array([run.length for run in runs], np.int32)
-        context_lens = positions + np.int32(1)
-        count, every = len(runs), np.arange(len(runs) + 1, dtype=np.int32)
-        batch = None
-        for step in range(1, most):
-            while runs[count - 1].num_tokens <= step:  # those that propose least come last
-                count, batch = count - 1, None
-            if batch is None:
-                rows = every[:count]
-                batch = ForwardBatch(
-                    token_ids[:count],
-                    positions[:count],
-                    every[: count + 1],
-                    slots[:count],
-                    tables[:count],
-                    context_lens[:count],
-                    rows,
-                )
-            for row, run in enumerate(runs[:count]):
-                place, offset = divmod(run.length + step - 1, block_size)
-                token_ids[row] = run.token_ids[-1]
-                slots[row] = run.block_table[place] * block_size + offset
+        batch = _decode_batch(runs)
+        for step in range(1, num_steps):
+            while runs[len(batch.positions) - 1].num_tokens <= step:  # runs with the fewest draft tokens come last
+                batch = _without_last(batch)
+            for row, run in enumerate(runs[: len(batch.positions)]):
+                block, offset = divmod(run.length + step - 1, block_size)
+                batch.token_ids[row] = run.token_ids[-1]
+                batch.slot_mapping[row] = run.block_table[block] * block_size + offset
             for run, logits in zip(runs, self._forward(batch), strict=False):
-                self._guess(run, logits)
-            positions += 1
-            context_lens += 1
+                self._append(run, logits)
+            batch.positions[:] += 1
+            batch.context_lens[:] += 1
 
     def _forward(self, batch: ForwardBatch) -> np.ndarray:
-        with self.lease.use() as model:
-            return model.forward(batch, self.storage)
+        return np.asarray(self.model.forward(batch, self.storage))
 
-    def _guess(self, run: _Run, logits: np.ndarray) -> None:
-        """Take the next guess from the logits after everything so far: float32 `[draft's vocab]`."""
+    def _append(self, run: _Run, logits: np.ndarray) -> None:
+        """Choose the run's next token from the logits after everything so far: float32 `[draft's vocab]`."""
         logits = logits[: self.vocab_size]
-        request, params = run.request, run.request.params
-        likeliest = check_logits(logits)
-        scores = logits
-        if params.changes_logits:  # a guess may take the prompt for output
-            scores = penalized(logits, [*request.token_ids, *run.token_ids], params, num_prompt_tokens=0)
-        if not params.greedy:
-            q = distribution(scores, params)
-            position = run.length + len(run.token_ids)
-            draw = uniform(request.seed, request.sample_index, position, Purpose.PROPOSE, request.branch)
-            run.token_ids.append(q.draw(draw))
-            run.distributions.append(q)
-        else:
-            run.token_ids.append(likeliest if scores is logits else int(scores.argmax()))
+        request, position = run.request, run.length + len(run.token_ids)
+        params = request.params
+        history = [*request.token_ids, *run.token_ids] if params.changes_logits else ()
+        if params.greedy or not request.independent:
+            name = request.seed, request.sample_index, position
+            run.token_ids.append(choose_token(logits, params, history, *name, request.num_prompt_tokens))
+            return
+        check_logits(logits)
+        q = distribution(penalized(logits, history, params, request.num_prompt_tokens), params)
+        run.token_ids.append(q.draw(request.seed, request.sample_index, position, Purpose.PROPOSE, request.branch))
+        run.distributions.append(q)
+
+
+def _decode_batch(runs: list[_Run]) -> ForwardBatch:
+    """A batch with one row per run, at the position after its request's tokens; token ids and slots are still empty."""
+    tables = np.full((len(runs), max(len(run.block_table) for run in runs)), -1, np.int32)
+    for table, run in zip(tables, runs, strict=True):
+        table[: len(run.block_table)] = run.block_table
+    token_ids, slots = np.empty((2, len(runs)), np.int32)
+    positions = np.array([run.length for run in runs], np.int32)
+    rows = np.arange(len(runs) + 1, dtype=np.int32)
+    return ForwardBatch(token_ids, positions, rows, slots, tables, positions + np.int32(1), rows[:-1])
+
+
+def _without_last(batch: ForwardBatch) -> ForwardBatch:
+    """The same arrays without their last row."""
+    return ForwardBatch(
+        batch.token_ids[:-1],
+        batch.positions[:-1],
+        batch.cu_seqlens[:-1],
+        batch.slot_mapping[:-1],
+        batch.block_tables[:-1],
+        batch.context_lens[:-1],
+        batch.logit_rows[:-1],
+    )
 
 
 def _num_common(ours: Sequence[int], theirs: Sequence[int]) -> int:

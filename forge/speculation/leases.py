@@ -1,61 +1,52 @@
-"""Leases: an engine's weights are lent, and whoever lent them may take them back at any moment.
+"""Leases: a model that its owner can take back at any moment, to free its memory.
 
-`Lease` holds the only reference to what it lends. A holder gets it for the length of one `with`, which spans one
-forward pass and no more:
-
-    with lease.use() as model:
-        logits = model.forward(batch, storage)
-
-`revoke()` may come from any thread. From then on every `use()` raises `LeaseRevoked`; a forward that is under way is
-not disturbed, and when it ends the weights are let go. So the time from revocation to release is bounded by one
-forward, and measured.
+`LeasedModel` wraps a model and is used like it. Its `Lease` holds the only reference to the wrapped one. `revoke()` may
+come from any thread. From then on every forward raises `LeaseRevoked`; a forward under way ends undisturbed, and then
+the model is released. So the time from revocation to release is bounded by one forward, and measured.
 """
 
 import time
 from collections.abc import Callable
 from threading import Event, RLock, get_ident
-from typing import Generic, TypeVar
+from typing import Protocol
 
-from forge.errors import ForgeError
+import numpy as np
 
-T = TypeVar("T")
+from forge.model.backend import OperationTime
+from forge.model.logits import Logits
+from forge.cache.kv_storage import KvLayout, KvStorage
+from forge.model.forward_batch import ForwardBatch
+from forge.model.model import Model, ModelUnavailable
 
 
-class LeaseRevoked(ForgeError):
-    """What was lent has been taken back."""
+class LeaseRevoked(ModelUnavailable):
+    """The model was taken back. `release_ms`: how long its release took, None while a forward is still under way."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, release_ms: float | None = None):
         super().__init__(f"the lease of the {name} model was revoked: it can no longer be used")
         self.name = name
+        self.release_ms = release_ms
 
 
-class Lease(Generic[T]):
-    """The right to use `lent`, until it is revoked.
+class Lease:
+    """The right to use a model until it is revoked. Several threads may use it at once."""
 
-    Several threads may use it at once, each for one `with` at a time.
-    """
-
-    def __init__(self, name: str, lent: T, clock: Callable[[], float] = time.perf_counter):
-        """name: whose weights these are, `draft` or `target`. clock: seconds."""
+    def __init__(self, name: str, model: Model, clock: Callable[[], float] = time.perf_counter):
+        """name: which model this is, `draft` or `target`. clock: seconds."""
         self.name = name
-        self._lent: T | None = lent
+        self._model: Model | None = model
         self._clock = clock
         self._lock = RLock()
         self._users: set[int] = set()
-        """Threads that are inside a `with`."""
+        """Threads inside a forward."""
         self._revoked_at: float | None = None
         self._released_at: float | None = None
         self._released = Event()
 
     @property
     def revoked(self) -> bool:
+        """True from `revoke()` on."""
         return self._revoked_at is not None
-
-    @property
-    def lent(self) -> T:
-        """What is lent, to ask it about itself: work with it goes by `use`. Raises `LeaseRevoked`."""
-        self.check()
-        return self._lent
 
     @property
     def release_ms(self) -> float | None:
@@ -64,59 +55,97 @@ class Lease(Generic[T]):
             return None
         return (self._released_at - self._revoked_at) * 1e3
 
-    def use(self) -> "_Use[T]":
-        """Use what is lent, for the length of one `with`. Raises `LeaseRevoked` if it has been taken back."""
-        return _Use(self)
-
-    def check(self) -> None:
-        """Raise `LeaseRevoked` if it has been taken back."""
-        if self.revoked:
-            raise LeaseRevoked(self.name)
-
     def revoke(self) -> None:
-        """Take it back. Returns at once; `wait_released` waits. Revoking again does nothing."""
+        """Take the model back. Returns at once; `wait_released` waits. Revoking again does nothing."""
         with self._lock:
             if self._revoked_at is None:
                 self._revoked_at = self._clock()
             self._release_if_unused()
 
     def wait_released(self, timeout: float | None = None) -> bool:
-        """Wait until nobody uses it any more, `timeout` seconds at most; whether that is so."""
+        """Wait until no forward uses the model, `timeout` seconds at most; True if it is released."""
         return self._released.wait(timeout)
 
-    def _enter(self) -> T:
-        with self._lock:
-            self.check()
-            self._users.add(get_ident())
-            return self._lent
+    def model(self) -> Model:
+        """The model. Raises `LeaseRevoked`."""
+        model = self._model
+        if model is None or self.revoked:
+            raise LeaseRevoked(self.name, self.release_ms)
+        return model
 
-    def _leave(self) -> None:
-        """An exception may have cut short an earlier leave of this thread (Ctrl-C): then this one makes up for it."""
+    def enter(self) -> Model:
+        """The model, for a forward of this thread that ends with `leave`. Raises `LeaseRevoked`."""
+        with self._lock:
+            model = self.model()
+            self._users.add(get_ident())
+            return model
+
+    def leave(self) -> None:
+        """This thread's forward has ended. Leaving again does nothing, so that an interrupted call can be repeated."""
         with self._lock:
             self._users.discard(get_ident())
             self._release_if_unused()
 
     def _release_if_unused(self) -> None:
         if self._revoked_at is not None and not self._users and self._released_at is None:
-            self._lent = None
+            self._model = None
             self._released_at = self._clock()
             self._released.set()
 
 
-class _Use(Generic[T]):
-    """One `with`. Written out, because a generator would take as long as a guess's bookkeeping."""
+class LeasedModel(Model):
+    """A model that can be taken back. Its sizes stay known after that; everything else raises `LeaseRevoked`."""
 
-    __slots__ = ("_lease",)
+    def __init__(self, model: Model, name: str, clock: Callable[[], float] = time.perf_counter):
+        """name: which model this is, `draft` or `target`. clock: seconds."""
+        self.lease = Lease(name, model, clock)
+        self.vocab_size, self.num_layers = model.vocab_size, model.num_layers
+        self.max_position_embeddings = model.max_position_embeddings
+        self.embeds, self.runs_ahead = model.embeds, model.runs_ahead
 
-    def __init__(self, lease: Lease[T]):
-        self._lease = lease
+    def check_available(self) -> None:
+        self.lease.model().check_available()
 
-    def __enter__(self) -> T:
+    def forward(self, batch: ForwardBatch, storage: KvStorage) -> Logits:
         try:
-            return self._lease._enter()
-        except BaseException:
-            self._lease._leave()
-            raise
+            return self.lease.enter().forward(batch, storage)
+        finally:
+            self.lease.leave()
 
-    def __exit__(self, *exception) -> None:
-        self._lease._leave()
+    def hidden(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
+        try:
+            return self.lease.enter().hidden(batch, storage)
+        finally:
+            self.lease.leave()
+
+    def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
+        return self.lease.model().kv_layout(num_blocks, block_size, kv_dtype)
+
+    def new_storage(self, layout: KvLayout) -> KvStorage:
+        return self.lease.model().new_storage(layout)
+
+    def prepare(self, layout: KvLayout) -> None:
+        self.lease.model().prepare(layout)
+
+    def time_operations(self) -> None:
+        self.lease.model().time_operations()
+
+    def operation_times(self) -> tuple[OperationTime, ...]:
+        return self.lease.model().operation_times()
+
+    def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:
+        """0 once it is revoked: nothing is computed any more."""
+        return 0 if self.lease.revoked else self.lease.model().temporary_bytes(num_rows, num_logit_rows)
+
+
+class HoldsModel(Protocol):
+    """An engine or a draft proposer: what computes with its `model`."""
+
+    model: Model
+
+
+def lease_model(holder: HoldsModel, name: str) -> Lease:
+    """The lease of a holder's model. The first call wraps the model; the holder must not be inside a forward."""
+    if not isinstance(holder.model, LeasedModel):
+        holder.model = LeasedModel(holder.model, name)
+    return holder.model.lease

@@ -1,11 +1,11 @@
-"""Guessing without a model: what followed the last time that the text ended like this.
+"""Drafting without a model: what followed the last time that the text ended like this.
 
 Prompt lookup (Saxena 2023): find the last few tokens earlier in the prompt or output, the longest match first and of
 equal ones the latest, and propose what came after it. Answers that quote, code that repeats a name and lists that go on
-as they began are guessed for nothing.
+as they began need no model.
 
 A match may run up to the end of the text, as in "ab ab ab": then what is proposed is read on from the proposal itself,
-so a repetition of any period goes on for as long as it is asked to.
+so a repetition of any period goes on for as many tokens as requested.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ DEFAULT_MAX_NGRAM = 4
 class NgramProposer(Proposer):
     """Looks up the last `min_ngram` to `max_ngram` tokens of a sequence in what comes before them.
 
-    A lookup is one comparison of the whole text with its last token and a few of the places that are left: 10 µs at
+    A lookup compares the whole text with its last token, and a few of the matches with the tokens before it: 10 µs at
     4,096 tokens.
     """
 
@@ -36,15 +36,17 @@ class NgramProposer(Proposer):
         self._texts: dict[int, _Text] = {}
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
+        """What followed the longest earlier match, no proposal where there is none."""
         return [self._propose(request) if request.max_tokens > 0 else NO_PROPOSAL for request in requests]
 
     def forget(self, seq_id: int) -> None:
+        """Drop a sequence's array."""
         self._texts.pop(seq_id, None)
 
     def _propose(self, request: ProposalRequest) -> Proposal:
         text = self._texts.setdefault(request.seq_id, _Text())
         ids = text.updated(request.token_ids)
-        found = _place_after_match(ids, self.min_ngram, self.max_ngram)
+        found = _index_after_match(ids, self.min_ngram, self.max_ngram)
         if found is None:
             return NO_PROPOSAL
         following = ids[found : found + request.max_tokens].tolist()
@@ -53,14 +55,14 @@ class NgramProposer(Proposer):
 
 
 class _Text:
-    """One sequence's tokens as an array that grows at its end, because making one of a long list takes longer."""
+    """One sequence's tokens as an array that grows at its end, because converting a long list takes longer."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._ids = np.empty(0, np.int32)
 
     def updated(self, token_ids: Sequence[int]) -> np.ndarray:
-        """`token_ids` as int32 `[n]`: a view that is good until the next call."""
+        """`token_ids` as int32 `[n]`: a view, valid until the next call."""
         known = len(self._tokens)
         if self._tokens != token_ids[:known]:
             self._tokens, known = [], 0
@@ -73,8 +75,8 @@ class _Text:
         return self._ids[: len(token_ids)]
 
 
-def _place_after_match(ids: np.ndarray, min_ngram: int, max_ngram: int) -> int | None:
-    """Where the text goes on after the latest earlier place of its longest ending that has one; None if none has."""
+def _index_after_match(ids: np.ndarray, min_ngram: int, max_ngram: int) -> int | None:
+    """The index after the latest earlier match of the longest suffix that has one; None if none has."""
     last = len(ids) - 1
     ends = np.flatnonzero(ids[:last] == ids[last])  # where earlier n-grams end, ascending
     best = ends if min_ngram == 1 else ends[:0]

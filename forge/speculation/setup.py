@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from forge.backends.devices import create_backend
-from forge.engine.draws import MAX_BRANCHES
 from forge.engine.proposer import Proposer
+from forge.engine.rng import MAX_BRANCHES
 from forge.errors import UsageError
 from forge.model.catalog import model_name, resolve_model
 from forge.model.loader import load_qwen3
@@ -14,24 +15,26 @@ from forge.model.weight_source import open_weights
 from forge.speculation.controller import Costs
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
 from forge.speculation.ngram import NgramProposer
+from forge.speculation.verification import Acceptance
 from forge.tokenizer import Tokenizer
 
 MODES = ("off", "draft", "ngram")
+ACCEPTANCE_RULES: tuple[Acceptance, ...] = get_args(Acceptance)
 DEFAULT_DRAFT = "tales-draft"
 """The bundled draft, for the bundled target."""
 DEFAULT_K = 4
 MAX_K = 64
 ASSUMED_ROW = 0.1
-"""What a row more is taken to add to the target's forward before that is measured."""
+"""What a further row is assumed to add to the target's forward before that is measured."""
 ASSUMED_LOOKUP = 0.01
-"""What a guess without a model is taken to cost."""
+"""What a draft token without a model is assumed to cost."""
 _SMALL_DRAFT_BYTES = 64 << 20
 """A draft below this runs on one thread: several would wait for each other longer than they save."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What proposers have to know of the engine that they guess for."""
+    """What proposers need to know of the target model and its engine."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -44,18 +47,26 @@ class Target:
 
 
 def checked_mode(mode: str | Proposer | None, k: int) -> str | Proposer:
-    """The mode that is meant, None being `off`. Raises `UsageError` for one that has no meaning, and for such a K."""
+    """The mode, `off` for None. Raises `UsageError` for an unknown one, and for a K out of range."""
     if not isinstance(mode, Proposer) and mode not in (None, *MODES):
         raise UsageError(f"unknown --speculate {mode!r}; supported: {', '.join(MODES)}")
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_K:
-        raise UsageError(f"--k is how many tokens to guess at a time, 1 to {MAX_K}, got {k!r}")
+        raise UsageError(f"--k is how many draft tokens to propose at a time, 1 to {MAX_K}, got {k!r}")
     return mode or "off"
 
 
-def load_proposers(mode: str | Proposer, drafts: Sequence[str | Path], target: Target) -> list[tuple[Proposer, Costs]]:
-    """The proposers that `mode` means, each with its assumed costs. Without `drafts` the bundled one.
+def checked_acceptance(rule: str) -> Acceptance:
+    """The acceptance rule. Raises `UsageError` for an unknown one."""
+    for known in ACCEPTANCE_RULES:
+        if rule == known:
+            return known
+    raise UsageError(f"unknown --acceptance {rule!r}; supported: {', '.join(ACCEPTANCE_RULES)}")
 
-    A proposer that is given as it is is taken to guess without a model.
+
+def load_proposers(mode: str | Proposer, drafts: Sequence[str | Path], target: Target) -> list[tuple[Proposer, Costs]]:
+    """The proposers of a mode, each with its assumed costs. Without `drafts` the bundled one.
+
+    A `Proposer` given as the mode is assumed to cost as little as a lookup.
 
     Raises `UsageError` for a draft whose tokens are not the target's, and the `ForgeError` of its format for a file
     that is not a sound model.
@@ -116,7 +127,7 @@ def _num_bytes(path: Path) -> int:
 
 
 def _unused(name: str, names: Sequence[str]) -> str:
-    """`name`, numbered if it is taken: the same draft given twice guesses twice."""
+    """`name`, numbered if it is taken: the same draft may be given twice."""
     number, candidate = 1, name
     while candidate in names:
         number += 1

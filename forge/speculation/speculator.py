@@ -1,24 +1,23 @@
-"""Speculation in the engine: who guesses for which sequence, how many tokens, and what is learned from that.
+"""Speculation in the engine: which proposers draft for which sequence, how many tokens, and what is learned from that.
 
-    wanted() ─▶ the scheduler finds room ─▶ propose() ─▶ one forward, verified ─▶ learn() ─▶ SpecCycle, and wanted()
+    wanted() ─▶ the scheduler reserves slots ─▶ propose() ─▶ one forward ─▶ verify() ─▶ learn() ─▶ SpecCycle
 
-How many guesses a sequence wants is decided sequence by sequence (`controller`). Under greedy it goes by times that are
-measured here (`costs`), because there the tokens are the same whatever is guessed. Under sampling a draft's guesses
-decide which draws a token is made from, so there it goes by costs that are fixed in advance, and by the sequence's own
-history.
+How many draft tokens a sequence wants is decided sequence by sequence (`controller`), by times measured here (`costs`).
+The output never depends on it: a draft token stands only if the target chooses it there. The acceptance rule
+`rejection` is the exception (`verification`): under sampling its tokens can be reproduced only with `fixed`.
 
-A proposer that fails (its lease was revoked, its logits are no numbers) is left out from then on, the cycle says why,
+A proposer that fails (its lease was revoked, its logits are not finite) is left out from then on, the cycle says why,
 and the target goes on alone or with the other proposers. New ones can be set at any time between two steps.
 
-What is known of a sequence is one value, replaced once its step has happened: an exception anywhere leaves either the
-old one or the new one, and both are right.
+The state of a sequence is one value, replaced once its step has happened: an exception anywhere leaves either the old
+one or the new one, and both are right.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -39,13 +38,19 @@ from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.errors import ForgeError
 from forge.speculation.controller import NO_CYCLES, Costs, RecentCycles, SpeculationControl
 from forge.speculation.costs import CostMeter
-from forge.speculation.verification import verify_forks, verify_likeliest
+from forge.speculation.leases import LeaseRevoked
+from forge.speculation.verification import Acceptance, verify_argmax, verify_runs
 from forge.trace.records import SpecCycle, SpecDecision
+
+_SILENCES_PER_TOKEN = 2
+"""After this many requests in a row without a proposal, the wait before the next request grows by one output token."""
+_MAX_WAIT = 15
+"""Output tokens. A request without a proposal takes a tenth of a small model's step."""
 
 
 @dataclass(eq=False)
 class _Source:
-    """A proposer beside what is known of it."""
+    """A proposer with its costs and its recent acceptance."""
 
     proposer: Proposer
     meter: CostMeter
@@ -53,37 +58,31 @@ class _Source:
 
 
 class _State(NamedTuple):
-    """What is known of a sequence."""
+    """The state of one sequence."""
 
     control: SpeculationControl
     since: int
     """Tokens that it had when `control` was decided."""
     until: int
-    """Tokens before which nobody need be asked."""
+    """Tokens before which it wants nothing."""
     follows: bool = False
-    """Whether its proposers have seen all but its last few tokens."""
+    """Its proposers have seen all but its last few tokens."""
     silent: int = 0
-    """How many times in a row nobody had a guess."""
+    """Requests in a row for which no proposer had a proposal."""
 
     @classmethod
     def after(cls, control: SpeculationControl, length: int, follows: bool = False) -> "_State":
         """Decided for a sequence of `length` tokens."""
-        return cls(control, length, length if control.k else length + control.decision.retry_in, follows)
+        return cls(control, length, length + (0 if control.k else control.decision.retry_in or 0), follows)
 
     def after_silence(self, length: int) -> "_State":
-        """Nobody had a guess about `length` tokens."""
-        rest = min(self.silent // _PATIENCE, _LONGEST_REST)
-        return self._replace(until=length + 1 + rest, silent=self.silent + 1)
-
-
-_PATIENCE = 2
-"""After each so many times without a guess the rest until the next question grows by a token, …"""
-_LONGEST_REST = 15
-"""… up to this. Asking in vain takes a tenth of a small model's step."""
+        """No proposer had a proposal after `length` tokens."""
+        wait = min(self.silent // _SILENCES_PER_TOKEN, _MAX_WAIT)
+        return self._replace(until=length + 1 + wait, silent=self.silent + 1)
 
 
 class Speculator:
-    """The proposers of one engine, and what is known of each of its sequences. Without proposers it wants nothing."""
+    """`Speculation` with proposers: asks them, verifies their tokens, and adapts how many it asks for."""
 
     def __init__(
         self,
@@ -92,16 +91,18 @@ class Speculator:
         max_k: int = 4,
         vocab_size: int = 0,
         fixed: bool = False,
+        acceptance: Acceptance = "gumbel",
     ):
-        """proposers: each with what it is assumed to cost before that is measured, and under sampling for good.
-        max_k: guesses per cycle at most. vocab_size: the target's. fixed: always guess `max_k`, for study."""
+        """proposers: each with its assumed costs, which hold until they are measured. max_k: draft tokens per cycle at
+        most. vocab_size: the target's. fixed: always ask for `max_k`. acceptance: the rule of `verification`."""
         self.max_k = max_k
         self.vocab_size = vocab_size
         self.fixed = fixed
+        self.acceptance: Acceptance = acceptance
         self._sources: tuple[_Source, ...] = ()
         self._states: dict[int, _State] = {}
-        self._unsaid: dict[int, SpecDecision] = {}
-        """Decisions not to begin at all, which no cycle has told of yet."""
+        self._unrecorded: dict[int, SpecDecision] = {}
+        """By sequence id: decisions not to begin at all that are not yet in a `SpecCycle`."""
         self._batch = 1
         """Sequences in the last step."""
         self.set_proposers(proposers)
@@ -112,21 +113,23 @@ class Speculator:
         return tuple(source.proposer for source in self._sources)
 
     def set_proposers(self, proposers: Items[tuple[Proposer, Costs]]) -> None:
-        """Guess with these from now on. Every sequence begins anew with them."""
-        self._states, self._unsaid = {}, {}
+        """Use these proposers from now on; their names must differ. Every sequence begins anew."""
+        if len({proposer.name for proposer, _ in proposers}) < len(proposers):
+            raise ValueError("two proposers have the same name")
+        self._states, self._unrecorded = {}, {}
         self._sources = tuple(_Source(proposer, CostMeter(assumed)) for proposer, assumed in proposers)
 
     def fix(self, k: int) -> None:
-        """From now on always guess `k` tokens, for study. Every sequence begins anew."""
+        """From now on always ask for `k` tokens, for study. Every sequence begins anew."""
         self.max_k, self.fixed = k, True
-        self._states, self._unsaid = {}, {}
+        self._states, self._unrecorded = {}, {}
 
     def accept_rate(self, name: str) -> float | None:
-        """`recent_accept_rate` of a proposer; None before its first guess, or if there is no such proposer."""
+        """`recent_accept_rate` of a proposer; None before its first draft token, or if there is no such proposer."""
         return next((source.recent.accept_rate for source in self._sources if source.proposer.name == name), None)
 
     def decision(self, seq_id: int) -> SpecDecision | None:
-        """How many guesses a sequence wants next, and why; None before its first step."""
+        """How many draft tokens a sequence wants next, and why; None before its first step."""
         state = self._states.get(seq_id)
         return None if state is None else state.control.decision
 
@@ -135,13 +138,13 @@ class Speculator:
         if seq_id in self._states:
             for source in self._sources:
                 source.proposer.forget(seq_id)
-            self._unsaid.pop(seq_id, None)
+            self._unrecorded.pop(seq_id, None)
             self._states.pop(seq_id, None)
 
-    # Before a step
+    # Before the forward
 
     def wanted(self, sequence: Sequence) -> int:
-        """How many guesses the sequence would have verified in its next step."""
+        """How many draft tokens the sequence should have verified in its next step, at most."""
         if not self._sources or not self._sources_of(sequence):
             return 0
         state = self._states.get(sequence.seq_id)
@@ -155,35 +158,33 @@ class Speculator:
             control = state.control.after_plain_tokens(length - state.since, self._costs(sequence))
             self._states[sequence.seq_id] = _State.after(control, length)
             k = control.k
-        return k if self.fixed or self._can_tell(sequence) else 0
-
-    def _can_tell(self, sequence: Sequence) -> bool:
-        """Whether it is known what a step without guesses costs. The first few are made without, to learn that."""
-        return not sequence.params.greedy or self._sources[0].meter.knows_a_forward
+        # The first steps have no draft tokens: they show what a plain one costs.
+        return k if self.fixed or self._sources[0].meter.has_plain_forwards else 0
 
     def wanted_forks(self, sequence: Sequence) -> int:
-        """How many runs of guesses beyond the first: one for each further proposer."""
+        """How many runs of draft tokens beyond the first: one for each further proposer."""
         return max(0, len(self._sources_of(sequence)) - 1)
 
     def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
-        """Guess for the items that have room for it. No proposer's failure is raised."""
+        """Draft tokens for the plan's items that have slots for them. Never raises a proposer's error."""
         items = [item for item in plan.items if item.num_draft_tokens]
         if not items:
             return NO_DRAFTS
-        guesses = StepDrafts()
+        drafts = StepDrafts()
         for source in self._sources:
-            asked = [item for item in items if source in self._asked(item, running)]
-            if asked:
-                self._ask(source, asked, running, guesses)
-        guesses.total_ms = sum(guesses.ms.values())
-        guesses.silent = {item.seq_id for item in items} - guesses.runs.keys()
-        return guesses
+            # As many of a sequence's proposers as the plan has slots for.
+            mine = [item for item in items if source in self._sources_of(running[item.seq_id])[: 1 + len(item.forks)]]
+            if mine:
+                self._ask(source, mine, running, drafts)
+        drafts.total_ms = sum(drafts.ms.values())
+        drafts.silent = {item.seq_id for item in items} - drafts.runs.keys()
+        return drafts
 
     def _begin(self, sequence: Sequence) -> _State:
         control = SpeculationControl.begin(self.max_k, self._costs(sequence), fixed=self.fixed)
         state = self._states[sequence.seq_id] = _State.after(control, len(sequence.token_ids))
         if control.k == 0:
-            self._unsaid[sequence.seq_id] = control.decision
+            self._unrecorded[sequence.seq_id] = control.decision
         return state
 
     def _sources_of(self, sequence: Sequence) -> tuple[_Source, ...]:
@@ -191,32 +192,29 @@ class Speculator:
             return self._sources
         return tuple(source for source in self._sources if source.proposer.name in sequence.drafts)
 
-    def _asked(self, item: PlanItem, running: Mapping[int, Sequence]) -> tuple[_Source, ...]:
-        """As many of the sequence's proposers as there is room for runs."""
-        return self._sources_of(running[item.seq_id])[: 1 + len(item.forks)]
-
-    def _ask(
-        self, source: _Source, items: list[PlanItem], running: Mapping[int, Sequence], guesses: StepDrafts
-    ) -> None:
-        """Have one proposer guess for these items."""
+    def _ask(self, source: _Source, items: list[PlanItem], running: Mapping[int, Sequence], drafts: StepDrafts) -> None:
+        """Add one proposer's draft tokens for these items. If it fails, go on without it."""
+        name = source.proposer.name
         requests = [self._request(source, item, running[item.seq_id]) for item in items]
         started = time.perf_counter()
         try:
             proposals = source.proposer.propose(requests)
         except ForgeError as error:
-            self._lose(source, error, items, guesses)
+            self._sources = tuple(other for other in self._sources if other is not source)
+            release_ms = error.release_ms if isinstance(error, LeaseRevoked) else None
+            drafts.failures |= {item.seq_id: ProposerFailure(name, str(error), release_ms) for item in items}
             return
-        ms = guesses.ms[source.proposer.name] = (time.perf_counter() - started) * 1e3
+        ms = drafts.ms[name] = (time.perf_counter() - started) * 1e3
         longest = 0
         for item, proposal in zip(items, proposals, strict=True):
             proposal = proposal.cut(item.num_draft_tokens, self.vocab_size)
             if len(proposal):
                 longest = max(longest, len(proposal))
-                guesses.runs[item.seq_id] = (*guesses.runs.get(item.seq_id, ()), proposal)
-                guesses.proposers[item.seq_id] = (*guesses.proposers.get(item.seq_id, ()), source.proposer.name)
+                drafts.runs[item.seq_id] = (*drafts.runs.get(item.seq_id, ()), proposal)
+                drafts.proposers[item.seq_id] = (*drafts.proposers.get(item.seq_id, ()), name)
         if longest:
             follows = all(self._states[item.seq_id].follows for item in items)  # else it read a text as well
-            (source.meter.add_guesses if follows else source.meter.add_bound)(len(items), longest, ms)
+            (source.meter.add_proposal if follows else source.meter.add_bound)(len(items), longest, ms)
 
     def _request(self, source: _Source, item: PlanItem, sequence: Sequence) -> ProposalRequest:
         return ProposalRequest(
@@ -226,16 +224,12 @@ class Speculator:
             sequence.params,
             sequence.seed,
             sequence.sample_index,
-            self._sources_of(sequence).index(source) if len(self._sources) > 1 else 0,
+            sequence.num_prompt_tokens,
+            self._sources_of(sequence).index(source),
+            independent=self.acceptance == "rejection",
         )
 
-    def _lose(self, source: _Source, error: ForgeError, items: list[PlanItem], guesses: StepDrafts) -> None:
-        """A proposer failed: go on without it."""
-        self._sources = tuple(other for other in self._sources if other is not source)
-        lease = getattr(source.proposer, "lease", None)
-        failure = ProposerFailure(source.proposer.name, str(error), lease and lease.release_ms)
-        for item in items:
-            guesses.failures[item.seq_id] = failure
+    # After the forward
 
     def verify(
         self,
@@ -246,114 +240,115 @@ class Speculator:
         max_logits_of_runs: Items[Items[float]],
         wants_probabilities: bool,
     ) -> Verification:
+        """Decide which draft tokens of a sequence stand; see `Speculation.verify`."""
         if sequence.params.plain_greedy and not wants_probabilities:
-            return verify_likeliest(argmax_of_runs, max_logits_of_runs, runs)
-        each = [logits_of_run(index) for index in range(len(runs))]
-        names = sequence.seed, sequence.sample_index, sequence.num_prompt_tokens
-        return verify_forks(each, runs, sequence.params, sequence.token_ids, *names)
-
-    # After a step
+            return verify_argmax(argmax_of_runs, max_logits_of_runs, runs)
+        return verify_runs(
+            [logits_of_run(run) for run in range(len(runs))],
+            runs,
+            sequence.params,
+            sequence.token_ids,
+            sequence.seed,
+            sequence.sample_index,
+            sequence.num_prompt_tokens,
+            wants_probabilities,
+            self.acceptance,
+        )
 
     def learn(
         self,
         plan: StepPlan,
-        guesses: StepDrafts,
+        drafts: StepDrafts,
         verified: Mapping[int, Verification],
-        outcomes: Items[Outcome],
+        results: Items[Outcome],
         running: Mapping[int, Sequence],
-        spent: StepCost,
+        cost: StepCost,
     ) -> SpeculationUpdate:
         """What a step's verifications teach, for `commit`. Its sequences must not have their new tokens yet."""
-        nothing = guesses is NO_DRAFTS and not self._unsaid
-        if nothing and not self._sources:
+        if not self._sources and drafts is NO_DRAFTS and not self._unrecorded:
             return NO_UPDATE
         self._batch = len(plan.items)
-        if nothing:
-            if spent.num_rows == len(plan.items):
-                self._meter(spent.num_rows, spent.step_ms)
+        if drafts is NO_DRAFTS and not self._unrecorded:
+            if cost.num_rows == len(plan.items):
+                self._add_forward(cost.num_rows, cost.step_ms)
             return NO_UPDATE
         started = time.perf_counter()
         cycles: list[SpecCycle] = []
         states: dict[int, _State] = {}
-        for outcome in outcomes if guesses is not NO_DRAFTS else ():
-            seq_id = outcome.seq_id
+        for result in results if drafts is not NO_DRAFTS else ():
+            seq_id = result.seq_id
             if seq_id in verified:
-                sequence, verification = running[seq_id], verified[seq_id]
-                proposed = max(map(len, guesses.runs[seq_id]))
-                control = self._states[seq_id].control
-                control = control.after_cycle(proposed, verification.num_accepted, self._costs(sequence))
-                length = outcome.position + len(outcome.token_ids)
-                states[seq_id] = _State.after(control, length, follows=control.k > 0)
-                cycles += self._cycles(outcome, guesses, verification, spent.forward_ms, control.decision)
-            elif seq_id in guesses.silent:
-                states[seq_id] = self._states[seq_id].after_silence(outcome.position)
-            if seq_id in guesses.failures:
-                cycles.append(self._failed(outcome, guesses, spent.forward_ms))
-        if self._unsaid:
-            cycles += self._said(plan, running, spent.forward_ms)
+                states[seq_id] = self._next_state(result, drafts, verified[seq_id], running[seq_id])
+                then = states[seq_id].control.decision
+                cycles += self._cycles(result, drafts, verified[seq_id], cost.forward_ms, then)
+            elif seq_id in drafts.silent:
+                states[seq_id] = self._states[seq_id].after_silence(result.position)
+            if seq_id in drafts.failures:
+                cycles.append(self._failed(result, drafts, cost.forward_ms))
+        cycles += self._not_begun(plan, running, cost.forward_ms)
         if plan.execution_class == "decode":
-            self._meter(spent.num_rows, spent.step_ms + (time.perf_counter() - started) * 1e3)
+            self._add_forward(cost.num_rows, cost.step_ms + (time.perf_counter() - started) * 1e3)
         return SpeculationUpdate(tuple(cycles), states)
-
-    def _meter(self, num_rows: int, step_ms: float) -> None:
-        for source in self._sources:
-            source.meter.add_forward(num_rows, step_ms)
 
     def commit(self, update: SpeculationUpdate) -> None:
         """The step has happened."""
-        self._states.update(update.states)
+        self._states.update(cast(Mapping[int, _State], update.states))
+
+    def _add_forward(self, num_rows: int, step_ms: float) -> None:
+        for source in self._sources:
+            source.meter.add_forward(num_rows, step_ms)
+
+    def _next_state(
+        self, result: Outcome, drafts: StepDrafts, verification: Verification, sequence: Sequence
+    ) -> _State:
+        proposed = max(map(len, drafts.runs[result.seq_id]))
+        control = self._states[result.seq_id].control
+        control = control.after_cycle(proposed, verification.num_accepted, self._costs(sequence))
+        return _State.after(control, result.position + len(result.token_ids), follows=control.k > 0)
 
     def _cycles(
-        self, outcome: Outcome, guesses: StepDrafts, verification: Verification, ms: float, then: SpecDecision
+        self, result: Outcome, drafts: StepDrafts, verification: Verification, ms: float, then: SpecDecision
     ) -> list[SpecCycle]:
-        """A record for each run of guesses."""
-        seq_id, cycles = outcome.seq_id, []
-        runs = zip(guesses.proposers[seq_id], guesses.runs[seq_id], verification.forks, strict=True)
-        for fork, (proposer, proposal, verdicts) in enumerate(runs):
-            won = fork == verification.winner
-            accepted = sum([verdict.accepted for verdict in verdicts])
-            source = next(source for source in self._sources if source.proposer.name == proposer)
-            source.recent = source.recent.add(len(proposal), accepted)
+        """A record for each run of draft tokens."""
+        seq_id, cycles = result.seq_id, []
+        sources = {source.proposer.name: source for source in self._sources}
+        runs = zip(drafts.proposers[seq_id], drafts.runs[seq_id], verification.forks, strict=True)
+        for run, (name, proposal, verdicts) in enumerate(runs):
+            won = run == verification.winner
+            sources[name].recent = sources[name].recent.add(len(proposal), sum([one.accepted for one in verdicts]))
+            emitted = result.token_ids if won else ()
+            times = drafts.ms[name], ms
+            decision = self.decision(seq_id)
             cycles.append(
                 SpecCycle(
-                    seq_id,
-                    proposer,
-                    outcome.position,
-                    proposal.token_ids,
-                    verdicts,
-                    outcome.token_ids if won else (),
-                    guesses.ms[proposer],
-                    ms,
-                    self._states[seq_id].control.decision,
-                    then,
-                    won,
+                    seq_id, name, result.position, proposal.token_ids, verdicts, emitted, *times, decision, then, won
                 )
             )
         return cycles
 
-    def _failed(self, outcome: Outcome, guesses: StepDrafts, ms: float) -> SpecCycle:
-        """The record of guesses that were not made. What was emitted may be in another proposer's record."""
-        failure = guesses.failures[outcome.seq_id]
+    def _failed(self, result: Outcome, drafts: StepDrafts, ms: float) -> SpecCycle:
+        """The record of a proposer's failure. What was emitted may be in another proposer's record."""
+        failure = drafts.failures[result.seq_id]
         return SpecCycle(
-            outcome.seq_id,
+            result.seq_id,
             failure.proposer,
-            outcome.position,
+            result.position,
             proposed=(),
             verdicts=(),
-            emitted=() if outcome.seq_id in guesses.runs else outcome.token_ids,
+            emitted=() if result.seq_id in drafts.runs else result.token_ids,
             draft_ms=0.0,
             target_ms=ms,
-            decision=self.decision(outcome.seq_id),
+            decision=self.decision(result.seq_id),
             won=False,
             error=failure.message,
             release_ms=failure.release_ms,
         )
 
-    def _said(self, plan: StepPlan, running: Mapping[int, Sequence], forward_ms: float) -> list[SpecCycle]:
-        """Tell of sequences of this step that were decided not to begin with."""
+    def _not_begun(self, plan: StepPlan, running: Mapping[int, Sequence], forward_ms: float) -> list[SpecCycle]:
+        """Records of the decisions not to begin speculating for sequences of this step."""
         cycles = []
-        for item in plan.items:
-            decision = self._unsaid.pop(item.seq_id, None)
+        for item in plan.items if self._unrecorded else ():
+            decision = self._unrecorded.pop(item.seq_id, None)
             sequence = running[item.seq_id]
             if decision is not None:
                 name = ", ".join(source.proposer.name for source in self._sources_of(sequence))
@@ -362,10 +357,8 @@ class Speculator:
         return cycles
 
     def _costs(self, sequence: Sequence) -> Costs:
-        """What a guess by each of the sequence's proposers costs together: measured, or under sampling as assumed."""
-        sources = self._sources_of(sequence)
-        measured = sequence.params.greedy
-        each = [source.meter.costs(self._batch) if measured else source.meter.assumed for source in sources]
+        """What a draft token costs, by all of the sequence's proposers together."""
+        each = [source.meter.costs(self._batch) for source in self._sources_of(sequence)]
         if len(each) == 1:
             return each[0]
-        return Costs(sum(costs.guess for costs in each), sum(costs.row for costs in each))
+        return Costs(sum(costs.token for costs in each), sum(costs.row for costs in each))

@@ -1,52 +1,85 @@
-"""Which proposed tokens stand: the rule that keeps speculation from changing what a model says.
+"""Verification: which draft tokens stand, so that speculation never changes what a model says.
 
-The target has computed its logits after the last token of a sequence and after each of K proposed ones, K + 1 rows in
-one forward. From the first row on, each decides about the token proposed after it.
+The target has computed its logits after the last token of a sequence and after each of K draft tokens, K + 1 rows in
+one forward. From the first row on, each decides about the draft token after it. After the first that is rejected the
+target's own token follows, and after the last accepted one a token more, the bonus token.
 
-Greedy: a token stands if it is the one that the target takes. After the first that does not, the target's own follows,
-and after the last of them one more (the bonus token). So what is emitted is what the target alone would have emitted.
+`gumbel`, the default: a draft token stands if and only if it is the token that the target chooses there, greedy or
+sampled. So the output is what the target alone would have said, token by token, whatever was proposed. Under sampling a
+choice is the argmax of logits plus noise that belongs to (seed, sample, position, token id), and a draft model that
+draws with the same noise mostly chooses the same token (Daliri et al. 2024, drafter-invariant speculation).
 
-Sampling (Leviathan et al. 2023; Chen et al. 2023): a token drawn from q stands with probability min(1, p / q), p being
-the target's distribution after the same temperature, filters and penalty; in place of the first that does not, one is
-drawn from the positive part of p - q, normalized. What is emitted then has the distribution p, whatever q is.
+`rejection` (Leviathan et al. 2023; Chen et al. 2023): a token drawn from q, independently of the target, stands with
+probability min(1, p / q), p being the target's distribution after the same filters; in place of the first rejected one,
+a token is drawn from the positive part of p - q, normalized. What is emitted has the distribution p, whatever q is, and
+more tokens are accepted. But which token is emitted depends on how many were proposed: only a fixed K is reproducible.
+A draft token without a q is decided by `gumbel`.
 
-A guess without odds is the case q = 1, where the rule says: it stands with probability p, and in place of it comes
-anything but itself, as p has it. Drawing from p and looking whether it is the guess does just that, and with the draw
-that plain sampling makes at that position. So with such guesses sampling emits the very tokens that it emits without
-speculation.
+Several proposers may propose for one sequence, each a run of its own, computed in a fork of the cache. Position by
+position, the runs that hold what was emitted so far take part. The one that agrees longest wins. Under `rejection`
+their tokens are tried in turn, each against what the ones before have left of p (recursive rejection: Miao et al. 2024,
+SpecInfer), which needs drafts that draw independently.
 
-Several drafts may guess for one sequence, each with a run of its own: a fork. Position by position, the forks that hold
-what was emitted so far have a say. Greedy, the one that goes on agreeing longest wins. Under sampling their tokens are
-tried in turn, each against what the ones before have left of p (recursive rejection: Miao et al. 2024, SpecInfer),
-which needs drafts that draw independently.
-
-Everything here is a pure function; its draws are named by (seed, sample index, position, purpose, branch).
+Everything here is a pure function.
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from forge.engine.draws import Purpose, uniform
 from forge.engine.proposer import Proposal, Verification
+from forge.engine.rng import Purpose, uniform
 from forge.engine.sampling import (
-    SampledToken,
     Distribution,
-    check_greatest,
+    SampledToken,
     check_logits,
-    choice_of,
+    check_max_logit,
     choose,
     distribution,
     log_sum_exp,
     penalized,
+    sampled_token,
 )
 from forge.engine.sampling_params import SamplingParams
 from forge.trace.records import TokenVerdict
 
+Acceptance = Literal["gumbel", "rejection"]
 
-def verify_forks(
+
+class _DraftToken(NamedTuple):
+    """One run's token at one position."""
+
+    run: int
+    token_id: int
+    q: Distribution | None
+
+
+Decide = Callable[[int, int, Sequence[_DraftToken]], tuple[SampledToken, list[TokenVerdict]]]
+"""From (a run that holds all emitted tokens, a row of it, the draft tokens there) to the token to emit, and a verdict
+per draft token."""
+
+
+def verify_argmax(
+    argmax: Sequence[Sequence[int]], max_logits: Sequence[Sequence[float]], proposals: Sequence[Proposal]
+) -> Verification:
+    """`verify_runs` for plain greedy decoding without probabilities: microseconds, as no row is looked at.
+
+    argmax, max_logits: `[K + 1]` for each proposal, of each of its rows the token with the greatest logit, and that
+    logit.
+    """
+
+    def decide(run: int, index: int, drafts: Sequence[_DraftToken]) -> tuple[SampledToken, list[TokenVerdict]]:
+        check_max_logit(max_logits[run][index])
+        token_id = argmax[run][index]
+        verdicts = [TokenVerdict(draft.token_id, draft.token_id == token_id, token_id) for draft in drafts]
+        return SampledToken(token_id, None, None), verdicts
+
+    return _verify(proposals, decide)
+
+
+def verify_runs(
     logits: Sequence[np.ndarray],
     proposals: Sequence[Proposal],
     params: SamplingParams,
@@ -54,66 +87,36 @@ def verify_forks(
     seed: int,
     sample_index: int,
     num_prompt_tokens: int | None = None,
+    wants_probabilities: bool = True,
+    acceptance: Acceptance = "gumbel",
 ) -> Verification:
-    """Decide about proposals for one sequence, each with its own rows of logits.
+    """Decide about the proposals for one sequence, each with its own rows of logits.
 
     logits: float32 `[K + 1, vocab]` for a proposal of K tokens, the target's after the last token of `history` and
-    after each proposed one. A proposal's place in the list is the branch that names its draws. history: the sequence's
-    tokens so far, prompt included, of which the first num_prompt_tokens are the prompt's (needed where
-    `params.penalizes_output`). With empty proposals the token emitted is `choose`'s.
+    after each draft token. history: the sequence's tokens so far, prompt included, of which the first num_prompt_tokens
+    are the prompt's (needed where `params.penalizes_output`). A proposal's place in the list is the branch that names
+    its draws under `rejection`. Without draft tokens the emitted token is `choose`'s.
 
-    Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity, and ValueError for a proposed token outside
-    the vocabulary or one that cannot have come from the distribution beside it.
+    Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity, and ValueError for a draft token outside the
+    vocabulary or one that cannot have come from the distribution beside it.
     """
     for rows, proposal in zip(logits, proposals, strict=True):
         _check_proposal(rows, proposal)
-    tokens, choices = list(history), []
-    verdicts: list[list[TokenVerdict]] = [[] for _ in proposals]
-    agreeing = list(range(len(proposals)))  # the forks that hold what was emitted so far
-    for index in range(max(map(len, proposals)) + 1):
-        winner = agreeing[0]
-        row = logits[winner][index]  # the others have the same: they followed the same tokens
-        guesses = [_guess_of(fork, proposals[fork], index) for fork in agreeing if index < len(proposals[fork])]
-        if not guesses:
-            choices.append(choose(row, params, tokens, seed, sample_index, len(tokens), num_prompt_tokens))
-            break
-        choice, judged = _judge(row, guesses, params, tokens, num_prompt_tokens, (seed, sample_index, len(tokens)))
-        choices.append(choice)
-        for guess, verdict in zip(guesses, judged, strict=True):
-            verdicts[guess.fork].append(verdict)
-        agreeing = [guess.fork for guess in guesses if guess.token_id == choice.token_id]
-        if not agreeing:
-            break
-        tokens.append(choice.token_id)
-    return Verification(tuple(choices), tuple(map(tuple, verdicts)), winner)
+    tokens = list(history)
 
+    def decide(run: int, index: int, drafts: Sequence[_DraftToken]) -> tuple[SampledToken, list[TokenVerdict]]:
+        row = logits[run][index]
+        if not params.greedy and acceptance == "rejection" and any(draft.q is not None for draft in drafts):
+            name = seed, sample_index, len(tokens)
+            sampled, verdicts = _accept_or_resample(row, drafts, params, tokens, num_prompt_tokens, name)
+        else:
+            position = len(tokens)
+            sampled = choose(row, params, tokens, seed, sample_index, position, num_prompt_tokens, wants_probabilities)
+            verdicts = _agreement(row, drafts, sampled, params, tokens, num_prompt_tokens)
+        tokens.append(sampled.token_id)
+        return sampled, verdicts
 
-def verify_likeliest(
-    likeliest: Sequence[Sequence[int]], greatest: Sequence[Sequence[float]], proposals: Sequence[Proposal]
-) -> Verification:
-    """`verify_forks` where the likeliest token is the choice and nobody asks how likely it was.
-
-    likeliest, greatest: `[K + 1]` for each proposal, of each of its rows the token with the greatest logit, and that
-    logit. So this takes microseconds, where a row's probabilities would take as long as a small forward.
-    """
-    choices: list[SampledToken] = []
-    verdicts: list[list[TokenVerdict]] = [[] for _ in proposals]
-    agreeing = list(range(len(proposals)))
-    for index in range(max(map(len, proposals)) + 1):
-        winner = agreeing[0]
-        token_id = likeliest[winner][index]
-        check_greatest(greatest[winner][index])
-        choices.append(SampledToken(token_id, None, None))
-        guessing = [fork for fork in agreeing if index < len(proposals[fork])]
-        agreeing = []
-        for fork in guessing:
-            guess = proposals[fork].token_ids[index]
-            verdicts[fork].append(TokenVerdict(guess, guess == token_id, token_id))
-            if guess == token_id:
-                agreeing.append(fork)
-        if not agreeing:
-            break
-    return Verification(tuple(choices), tuple(map(tuple, verdicts)), winner)
+    return _verify(proposals, decide)
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:
@@ -130,75 +133,80 @@ def residual(p: Distribution, q: Distribution) -> Distribution:
     return Distribution(p.token_ids[kept], excess[kept] / total) if total > 0 else p
 
 
-class _Guess(NamedTuple):
-    """One fork's token at one position."""
+def _verify(proposals: Sequence[Proposal], decide: Decide) -> Verification:
+    """Emit tokens for as long as they are the draft tokens of some run."""
+    emitted: list[SampledToken] = []
+    verdicts: list[list[TokenVerdict]] = [[] for _ in proposals]
+    agreeing = list(range(len(proposals)))  # the runs that hold all emitted tokens
+    winner = 0
+    for index in range(max(map(len, proposals)) + 1):
+        winner = agreeing[0]  # the others have the same rows: they hold the same tokens
+        drafts = [_draft_token(run, proposals[run], index) for run in agreeing if index < len(proposals[run])]
+        sampled, judged = decide(winner, index, drafts)
+        emitted.append(sampled)
+        for draft, verdict in zip(drafts, judged, strict=True):
+            verdicts[draft.run].append(verdict)
+        agreeing = [draft.run for draft in drafts if draft.token_id == sampled.token_id]
+        if not agreeing:
+            break
+    return Verification(tuple(emitted), tuple(map(tuple, verdicts)), winner)
 
-    fork: int
-    token_id: int
-    q: Distribution | None
 
-
-class _Trial(NamedTuple):
-    """How a guess fared under sampling: the fields of `TokenVerdict`."""
-
-    p: float | None = None
-    q: float | None = None
-    draw: float | None = None
-
-
-def _guess_of(fork: int, proposal: Proposal, index: int) -> _Guess:
+def _draft_token(run: int, proposal: Proposal, index: int) -> _DraftToken:
     q = None if proposal.distributions is None else proposal.distributions[index]
-    return _Guess(fork, proposal.token_ids[index], q)
+    return _DraftToken(run, proposal.token_ids[index], q)
 
 
-def _judge(
+def _agreement(
     logits: np.ndarray,
-    guesses: Sequence[_Guess],
+    drafts: Sequence[_DraftToken],
+    sampled: SampledToken,
+    params: SamplingParams,
+    history: Sequence[int],
+    num_prompt_tokens: int | None,
+) -> list[TokenVerdict]:
+    """`gumbel`: a draft token stands if it is the token that the target chose."""
+    if not drafts:
+        return []
+    chosen, verdicts = sampled.token_id, []
+    argmax = chosen if params.greedy else int(penalized(logits, history, params, num_prompt_tokens).argmax())
+    for draft in drafts:
+        probability = None
+        if sampled.probability is not None:
+            probability = sampled.probability * math.exp(float(logits[draft.token_id]) - float(logits[chosen]))
+        verdicts.append(TokenVerdict(draft.token_id, draft.token_id == chosen, argmax, probability))
+    return verdicts
+
+
+def _accept_or_resample(
+    logits: np.ndarray,
+    drafts: Sequence[_DraftToken],
     params: SamplingParams,
     history: Sequence[int],
     num_prompt_tokens: int | None,
     name: tuple[int, int, int],
 ) -> tuple[SampledToken, list[TokenVerdict]]:
-    """The token to emit at one position, and what that says of each guess. `name` is that of the position's draws."""
-    likeliest = check_logits(logits)
+    """`rejection`: try the draft tokens in turn; if none is accepted, draw from what they left of p."""
+    argmax = check_logits(logits)
     scores = penalized(logits, history, params, num_prompt_tokens)
-    argmax = likeliest if scores is logits else int(scores.argmax())
-    log_total = log_sum_exp(logits, float(logits[likeliest]))
-    if params.greedy:
-        token_id, trials = argmax, [_Trial()] * len(guesses)
-    else:
-        token_id, trials = _draw(distribution(scores, params), guesses, name)
-    verdicts = [
-        TokenVerdict(
-            guess.token_id,
-            guess.token_id == token_id,
-            argmax,
-            math.exp(float(logits[guess.token_id]) - log_total),
-            *trial,
-        )
-        for guess, trial in zip(guesses, trials, strict=True)
-    ]
-    return choice_of(logits, log_total, token_id, params), verdicts
-
-
-def _draw(p: Distribution, guesses: Sequence[_Guess], name: tuple[int, int, int]) -> tuple[int, list[_Trial]]:
-    """The token to emit under sampling, and how each guess fared."""
-    if all(guess.q is None for guess in guesses):
-        draw = uniform(*name, Purpose.SAMPLE)
-        return p.draw(draw), [_Trial(p.probability(guess.token_id), 1.0, draw) for guess in guesses]
-    taken, left, trials = None, p, []
-    for fork, token_id, odds in guesses:
-        q = odds or Distribution(np.array([token_id]), np.ones(1))
-        chance, odds_of_it = left.probability(token_id), q.probability(token_id)
-        draw = None if taken is not None else uniform(*name, Purpose.ACCEPT, fork)
-        trials.append(_Trial(chance, odds_of_it, draw))
-        if draw is None:
-            continue
-        if draw * odds_of_it < chance:
+    best = argmax if scores is logits else int(scores.argmax())
+    log_total = log_sum_exp(logits, float(logits[argmax]))
+    left, taken, trials = distribution(scores, params), None, []
+    for run, token_id, given in drafts:
+        q = given or Distribution(np.array([token_id]), np.ones(1))
+        p_token, q_token = left.probability(token_id), q.probability(token_id)
+        draw = None if taken is not None else uniform(*name, Purpose.ACCEPT, run)
+        trials.append((math.exp(float(logits[token_id]) - log_total), p_token, q_token, draw))
+        if draw is not None and draw * q_token < p_token:
             taken = token_id
-        else:
+        elif draw is not None:
             left = residual(left, q)
-    return left.draw(uniform(*name, Purpose.RESAMPLE)) if taken is None else taken, trials
+    emitted = left.draw(*name, Purpose.RESAMPLE) if taken is None else taken
+    verdicts = [
+        TokenVerdict(draft.token_id, draft.token_id == emitted, best, *trial)
+        for draft, trial in zip(drafts, trials, strict=True)
+    ]
+    return sampled_token(logits, log_total, emitted, params), verdicts
 
 
 def _check_proposal(logits: np.ndarray, proposal: Proposal) -> None:

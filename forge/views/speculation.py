@@ -43,6 +43,8 @@ class SpeculationResult:
     token_text: TokenText
     release_ms: float | None = None
     """From the revocation of the draft to its release, if it was revoked."""
+    acceptance: str = "gumbel"
+    """The rule by which draft tokens stood."""
 
     @cached_property
     def summary(self) -> SpeculationSummary | None:
@@ -50,8 +52,9 @@ class SpeculationResult:
 
     @property
     def identical(self) -> bool | None:
-        """Whether both runs said the same. Under sampling with a draft they need not: None."""
-        if self.plain is None or (self.guessed.sampled and any(name != "ngram" for name in self.proposers)):
+        """True if both runs gave the same tokens. None if they need not: drawn by rejection with a draft."""
+        drawn_apart = self.guessed.sampled and self.acceptance == "rejection"
+        if self.plain is None or (drawn_apart and any(name != "ngram" for name in self.proposers)):
             return None
         return self.plain.output.outputs[0].token_ids == self.guessed.output.outputs[0].token_ids
 

@@ -108,7 +108,7 @@ def new_speculator(case: Case) -> Speculator:
         DraftProposer.of_model(new_model(agreement), name=f"draft {index}", **limits)
         for index, agreement in enumerate(case.drafts)
     ]
-    costs = Costs(guess=0.01)
+    costs = Costs(token=0.01)
     return Speculator([(draft, costs) for draft in drafts], max_k=case.max_k, vocab_size=len(PIECES), fixed=True)
 
 

@@ -15,6 +15,7 @@ from forge.engine.outputs import CompletionOutput
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.proposer import Speculation
+from forge.model.model import Model
 from forge.trace.records import StepRecord
 
 Script = Callable[[list[int]], int | np.ndarray]
@@ -39,11 +40,11 @@ class PieceTokenizer:
         return token_id == EOS
 
 
-class ScriptedModel:
+class ScriptedModel(Model):
     """`Model` that follows a script. A row's key is its token; the script is asked with what lies in the storage."""
 
     num_layers = 1
-    runs_ahead = False
+    max_position_embeddings = 1 << 20
 
     def __init__(self, script: Script, vocab_size: int):
         self.script, self.vocab_size = script, vocab_size

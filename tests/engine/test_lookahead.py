@@ -12,6 +12,7 @@ from forge.llm import Run
 from forge.engine.sampling_params import SamplingParams
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.hash_model import HashModel
+from forge.speculation.leases import lease_model
 from forge.trace.codec import codec_of
 from forge.trace.records import Deferred, StepRecord
 from tests.engine.random_cases import MAX_MODEL_LEN, Case, new_engine, new_speculator
@@ -213,12 +214,13 @@ def test_a_revoked_lease_ends_everybody_with_the_next_step():
     run = start(engine)
     for _ in range(4):
         engine.step()
-    engine.lease.revoke()
+    lease = lease_model(engine, "target")
+    lease.revoke()
     record = engine.step()
 
     assert {one.reason for one in record.finished} == {"error"} and len(record.finished) == 3
     assert [len(one[0]) for one in results(run)] == [4, 4, 4]
-    assert engine.lease.wait_released(0)
+    assert lease.wait_released(0)
     assert_nothing_held(engine)
 
 

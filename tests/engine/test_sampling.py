@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from forge.engine import sampling
-from forge.engine.draws import Purpose, uniform
+from forge.engine import rng
+from forge.engine.rng import gumbel, token_words
 from forge.engine.sampling import (
     BrokenLogits,
-    Distribution,
     check_logits,
     choose,
     distribution,
@@ -122,25 +121,6 @@ def test_draws_follow_the_distribution(params):
     assert chi_squared < 45, "19 degrees of freedom at most: 99.9 % lie below 44"
 
 
-def test_a_draw_is_the_token_at_which_the_cumulative_probability_passes_it():
-    found = Distribution(np.array([3, 8, 9]), np.array([0.25, 0.5, 0.25]))
-
-    drawn = [found.draw(u) for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53)]
-
-    assert drawn == [3, 3, 8, 8, 9, 9]
-
-
-@pytest.mark.parametrize("size", [511, 512, 513, 1024, 5000])
-def test_a_draw_among_many_is_the_same_token(size):
-    random = np.random.default_rng(size)
-    weights = random.integers(1, 100, size).astype(np.float64)  # whole numbers: their sums are exact in any order
-    found = Distribution(np.arange(size) * 2, weights)
-    edges = np.cumsum(weights)
-
-    for u in [0.0, 1 - 2**-53, *random.random(500)]:
-        assert found.draw(u) == 2 * np.searchsorted(edges, u * edges[-1], side="right")
-
-
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0, 12.0])
 @pytest.mark.parametrize("top_p", [0.02, 0.5, 0.9, 0.999])
 def test_top_p_of_a_large_vocabulary_is_the_fewest_that_reach_it(scale, top_p):
@@ -154,20 +134,33 @@ def test_top_p_of_a_large_vocabulary_is_the_fewest_that_reach_it(scale, top_p):
     assert found.token_ids.tolist() == sorted(order[:needed].tolist())
 
 
-def test_a_choice_of_which_nobody_asks_the_probability_is_the_same_token():
+def test_a_sampled_token_which_nobody_asks_the_probability_is_the_same_token():
     logits = row(5)
     for params in (SamplingParams(temperature=0.9, top_k=7), SamplingParams(temperature=0.0, repetition_penalty=1.3)):
         told = choose(logits, params, (4, 4, 7), 1, 0, 9)
         assert choose(logits, params, (4, 4, 7), 1, 0, 9, wants_probability=False) == (told.token_id, None, None)
 
 
-def test_the_draw_is_named_by_seed_sample_and_position():
-    logits = row(1)
-    params = SamplingParams(temperature=1.0)
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_a_sampled_token_is_the_argmax_of_the_kept_logits_with_their_noise(filters):
+    params = SamplingParams(temperature=0.7, **filters)
+    for seed in range(20):
+        logits, history = row(seed), [5, 6, 7]
+        scores = penalized(logits, history, params)
+        kept = distribution(scores, params).token_ids
+        sums = scores[kept] / np.float64(0.7) + gumbel(token_words(kept, seed, 2, 31))
 
-    chosen = choose(logits, params, (), 4, 2, 31).token_id
+        assert choose(logits, params, history, seed, 2, 31).token_id == kept[sums.argmax()]
 
-    assert chosen == distribution(logits, params).draw(uniform(4, 2, 31, Purpose.SAMPLE))
+
+def test_a_token_keeps_its_noise_whatever_else_is_kept():
+    """So a draft with other logits mostly draws the same token."""
+    logits = row(1, spread=1.0)
+    same = 0
+    for seed in range(300):
+        near = logits + 0.1 * row(1000 + seed, spread=1.0)
+        same += token(logits, seed=seed, temperature=1.0) == token(near, seed=seed, temperature=1.0, top_k=900)
+    assert same > 240
 
 
 def test_equal_logits_are_ranked_by_token_id_lower_first():
@@ -234,11 +227,12 @@ def test_minus_infinity_is_never_drawn(filters):
     assert drawn == {5, 300}
 
 
-def test_what_has_no_probability_is_not_drawn_even_by_the_last_of_all_draws(monkeypatch):
-    monkeypatch.setattr(sampling, "uniform", lambda *name: 1 - 2**-53)
+def test_what_has_no_probability_is_not_drawn_even_with_the_greatest_noise(monkeypatch):
+    lucky = np.array([0, 0, 0, 2**32 - 1, 2**32 - 1], np.uint64)
+    monkeypatch.setattr(rng, "token_words", lambda token_ids, *name: lucky[token_ids])
     logits = np.array([0.0, 1.0, 0.5, -1e4, -1e5], np.float32)
 
-    assert token(logits, temperature=1.0, top_k=5) == 2
+    assert token(logits, temperature=1.0, top_k=5) == 1
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])

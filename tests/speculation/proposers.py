@@ -9,8 +9,8 @@ from forge.cache.kv_storage import KvLayout, NumpyKvStorage
 from forge.engine.proposer import Proposer
 from forge.speculation.controller import Costs
 from forge.speculation.draft import DraftProposer
-from forge.speculation.leases import Lease
 from forge.speculation.speculator import Speculator
+from forge.speculation.verification import Acceptance
 from tests.engine.scripted import PIECES, Script, ScriptedModel, muddled
 
 VOCAB = len(PIECES)
@@ -22,8 +22,9 @@ def scripted_draft(script=muddled, *, kv="basic", num_runs=8, max_model_len=48, 
     size = CacheSize(max_model_len, num_runs, block_size, 8)
     cache, num_blocks = create_kv_cache(kv, size)
     storage = NumpyKvStorage(KvLayout(1, num_blocks, block_size, 1, 1))
-    lease = Lease("draft", ScriptedModel(script, VOCAB))
-    return DraftProposer(lease, cache, storage, vocab_size=VOCAB, max_model_len=max_model_len, name=name)
+    return DraftProposer(
+        ScriptedModel(script, VOCAB), cache, storage, vocab_size=VOCAB, max_model_len=max_model_len, name=name
+    )
 
 
 def wrong_now_and_then(script: Script = muddled, every: int = 3, offset: int = 0) -> Script:
@@ -36,8 +37,11 @@ def wrong_now_and_then(script: Script = muddled, every: int = 3, offset: int = 0
     return says
 
 
-def speculator(*proposers: Proposer, k: int = 4, fixed: bool = True, costs: Costs = FREE) -> Speculator:
-    return Speculator([(proposer, costs) for proposer in proposers], max_k=k, vocab_size=VOCAB, fixed=fixed)
+def speculator(
+    *proposers: Proposer, k: int = 4, fixed: bool = True, costs: Costs = FREE, acceptance: Acceptance = "gumbel"
+) -> Speculator:
+    priced = [(proposer, costs) for proposer in proposers]
+    return Speculator(priced, max_k=k, vocab_size=VOCAB, fixed=fixed, acceptance=acceptance)
 
 
 def texts_of(outputs) -> Sequence[list[int]]:

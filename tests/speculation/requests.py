@@ -9,9 +9,15 @@ GREEDY = SamplingParams()
 
 
 def request(
-    token_ids: Sequence[int], k: int = 4, *, seq_id: int = 0, params: SamplingParams = GREEDY, seed: int = 0
+    token_ids: Sequence[int],
+    k: int = 4,
+    *,
+    seq_id: int = 0,
+    params: SamplingParams = GREEDY,
+    seed: int = 0,
+    independent: bool = False,
 ) -> ProposalRequest:
-    return ProposalRequest(seq_id, list(token_ids), k, params, seed, 0)
+    return ProposalRequest(seq_id, list(token_ids), k, params, seed, 0, independent=independent)
 
 
 def proposed(proposer, token_ids: Sequence[int], k: int = 4, **options) -> list[int]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forge.engine.draws import Purpose, uniform
 from forge.engine.proposer import Proposal
+from forge.engine.rng import Purpose
 from forge.engine.sampling import choose, distribution
 from forge.engine.sampling_params import SamplingParams
-from forge.speculation.verification import Verification, verify_forks
+from forge.speculation.verification import Verification, verify_runs
 
 VOCAB = 8
 FIRST = 0
@@ -49,13 +49,22 @@ class Chain:
         drawn, odds = list(tokens), []
         for _ in range(k):
             odds.append(distribution(self.logits[drawn[-1]], params))
-            drawn.append(odds[-1].draw(uniform(seed, 0, len(drawn), Purpose.PROPOSE, branch)))
+            drawn.append(odds[-1].draw(seed, 0, len(drawn), Purpose.PROPOSE, branch))
         return Proposal(tuple(drawn[len(tokens) :]), tuple(odds))
+
+    def chosen(self, tokens: list[int], k: int, params: SamplingParams, seed: int) -> Proposal:
+        """`k` tokens chosen one after another as the target chooses, by the same noise."""
+        return Proposal(tuple(continued(self, tokens, k, params, seed)[len(tokens) :]))
 
 
 def verify(logits, proposal: Proposal, *how) -> Verification:
-    """Decide about one proposal."""
-    return verify_forks([logits], [proposal], *how)
+    """Decide about one proposal, by rejection where it has distributions."""
+    return verify_runs([logits], [proposal], *how, acceptance="rejection")
+
+
+def verify_chosen(logits, proposal: Proposal, *how) -> Verification:
+    """Decide about one proposal by the default rule."""
+    return verify_runs([logits], [proposal], *how)
 
 
 def speculate(target: Chain, proposing, num_tokens: int, params: SamplingParams, seed: int, rule=verify) -> list[int]:
@@ -74,15 +83,20 @@ def speculate_with_several(target: Chain, proposing, num_tokens: int, params: Sa
     while len(tokens) <= num_tokens:
         proposals = proposing(tokens, seed)
         rows = [target.logits[[tokens[-1], *proposal.token_ids]] for proposal in proposals]
-        tokens += verify_forks(rows, proposals, params, tokens, seed, 0).token_ids
+        tokens += verify_runs(rows, proposals, params, tokens, seed, 0, acceptance="rejection").token_ids
     return tokens[1 : num_tokens + 1]
 
 
-def sample_plainly(target: Chain, num_tokens: int, params: SamplingParams, seed: int) -> list[int]:
-    tokens = [FIRST]
+def continued(chain: Chain, tokens: list[int], num_tokens: int, params: SamplingParams, seed: int) -> list[int]:
+    """`tokens` and `num_tokens` more, each chosen by itself."""
+    tokens = list(tokens)
     for _ in range(num_tokens):
-        tokens.append(choose(target.logits[tokens[-1]], params, tokens, seed, 0, len(tokens)).token_id)
-    return tokens[1:]
+        tokens.append(choose(chain.logits[tokens[-1]], params, tokens, seed, 0, len(tokens)).token_id)
+    return tokens
+
+
+def sample_plainly(target: Chain, num_tokens: int, params: SamplingParams, seed: int) -> list[int]:
+    return continued(target, [FIRST], num_tokens, params, seed)[1:]
 
 
 def chi_squared_deviation(counts: np.ndarray, probabilities: np.ndarray) -> float:

@@ -35,7 +35,7 @@ def simulate(acceptance, costs: Costs, *, max_k=4, tokens=256, seed=0, fixed=Fal
             known, k, accepted = costs, control.k, 0
             while accepted < k and rng.random() < acceptance(emitted + accepted):
                 accepted += 1
-            time += 1 + k * (costs.guess + costs.row)
+            time += 1 + k * (costs.token + costs.row)
             emitted += accepted + 1
             control = control.after_cycle(k, accepted, known)
         reasons.append(control.decision.reason)

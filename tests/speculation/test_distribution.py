@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from forge.engine import sampling
-from forge.engine.draws import Purpose, uniform
 from forge.engine.proposer import Proposal
+from forge.engine.rng import Purpose, uniform
 from forge.engine.sampling import Distribution
 from forge.engine.sampling_params import SamplingParams
 from forge.speculation import verification
@@ -24,6 +24,7 @@ from tests.speculation.small_chain import (
     sample_plainly,
     speculate,
     speculate_with_several,
+    verify_chosen,
 )
 
 BOUND = 4.0
@@ -109,6 +110,19 @@ def test_guesses_without_odds_give_the_very_tokens_of_plain_sampling(draft, sett
         assert sequences[seed] == sample_plainly(TARGET, POSITIONS, params, seed)
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_with_shared_noise_a_draft_of_any_length_gives_the_very_tokens_of_plain_sampling(draft, setting):
+    params, chain = SETTINGS[setting], DRAFTS[draft]
+    for seed in range(600):
+
+        def proposing(tokens, seed):
+            return chain.chosen(tokens, 1 + (seed + len(tokens)) % 4, params, seed)
+
+        found = speculate(TARGET, proposing, 6, params, seed, verify_chosen)
+        assert found == sample_plainly(TARGET, 6, params, seed)
+
+
 def with_several(drafts: list[Chain | None], params: SamplingParams, branches: list[int]):
     """A proposal of every draft, of different lengths. None stands for a guess without odds."""
 
@@ -162,14 +176,14 @@ def nearly_right(accepts, replacement):
             name = seed, sample_index, len(tokens)
             draw = uniform(*name, Purpose.ACCEPT)
             if not accepts(p.probability(proposed), q.probability(proposed), draw):
-                emitted.append(replacement(p, q, proposed).draw(uniform(*name, Purpose.RESAMPLE)))
+                emitted.append(replacement(p, q, proposed).draw(*name, Purpose.RESAMPLE))
                 break
             tokens.append(proposed)
             emitted.append(proposed)
         else:
             p = verification.distribution(logits[-1], params)
-            emitted.append(p.draw(uniform(seed, sample_index, len(tokens), Purpose.SAMPLE)))
-        return verification.Verification(tuple(sampling.Choice(t, 0.0, None) for t in emitted), ((),), 0)
+            emitted.append(p.draw(seed, sample_index, len(tokens), Purpose.SAMPLE))
+        return verification.Verification(tuple(sampling.SampledToken(t, 0.0, None) for t in emitted), ((),), 0)
 
     return rule
 

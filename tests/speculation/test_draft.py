@@ -10,16 +10,16 @@ from forge import UsageError
 from forge.backends.devices import create_backend
 from forge.cache.factory import CacheSize, create_kv_cache
 from forge.cache.kv_storage import KvLayout, NumpyKvStorage
-from forge.engine.draws import Purpose, uniform
 from forge.engine.proposer import ProposalRequest
-from forge.engine.sampling import BrokenLogits, distribution, penalized
+from forge.engine.rng import Purpose
+from forge.engine.sampling import BrokenLogits, choose, distribution, penalized
 from forge.engine.sampling_params import SamplingParams
 from forge.model.loader import load_qwen3
 from forge.model.qwen3 import Qwen3
 from forge.model.weight_source import open_weights
 from forge.speculation import draft as draft_module
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
-from forge.speculation.leases import Lease, LeaseRevoked
+from forge.speculation.leases import Lease, LeaseRevoked, lease_model
 from forge.testing.forwards import one_prefill
 from forge.tokenizer import Tokenizer
 from tests.engine.scripted import PIECES, ScriptedModel, muddled
@@ -36,14 +36,12 @@ def scripted_draft(script=muddled, *, kv="basic", num_runs=8, max_model_len=48, 
     cache, num_blocks = create_kv_cache(kv, size)
     storage = NumpyKvStorage(KvLayout(1, num_blocks, block_size, 1, 1))
     model = ScriptedModel(script, VOCAB)
-    lease = Lease("draft", model)
-    return DraftProposer(lease, cache, storage, vocab_size=vocab_size, max_model_len=max_model_len)
+    return DraftProposer(model, cache, storage, vocab_size=vocab_size, max_model_len=max_model_len)
 
 
 def forwards(proposer: DraftProposer) -> list[list[int]]:
     """The rows of each sequence in each forward since the last call."""
-    with proposer.lease.use() as model:
-        out, model.forwards = model.forwards, []
+    out, proposer.model.forwards = proposer.model.forwards, []
     return out
 
 
@@ -55,8 +53,9 @@ def alone(request: ProposalRequest, k: int, logits_after=muddled) -> list[int]:
         if params.greedy:
             tokens.append(int(scores.argmax()))
         else:
-            draw = uniform(request.seed, request.sample_index, len(tokens), Purpose.PROPOSE)
-            tokens.append(distribution(scores, params).draw(draw))
+            name = request.seed, request.sample_index, len(tokens)
+            purpose = Purpose.PROPOSE if request.independent else Purpose.SAMPLE
+            tokens.append(distribution(scores, params).draw(*name, purpose))
     return tokens[len(request.token_ids) :]
 
 
@@ -83,6 +82,7 @@ class World:
                 seq_id=seq_id,
                 params=GREEDY if seq_id % 2 else SAMPLED,
                 seed=seq_id,
+                independent=seq_id % 3 == 0,
             )
             for seq_id in asked
         ]
@@ -148,9 +148,9 @@ def model(request, tmp_path_factory) -> Qwen3:
 class ListeningDraft(DraftProposer):
     """Keeps the logits that it guesses from, by the text that they follow."""
 
-    def _guess(self, run, logits):
+    def _append(self, run, logits):
         self.heard[(*run.request.token_ids, *run.token_ids)] = logits.copy()
-        super()._guess(run, logits)
+        super()._append(run, logits)
 
 
 def test_a_models_logits_have_the_bits_that_it_has_alone(model):
@@ -287,7 +287,7 @@ def test_logits_that_are_no_numbers_are_reported_and_the_next_call_works():
 
 def test_under_sampling_each_guess_comes_with_the_odds_it_was_drawn_at():
     proposer = scripted_draft()
-    asked = request([1, 2, 3], 4, params=SAMPLED, seed=9)
+    asked = request([1, 2, 3], 4, params=SAMPLED, seed=9, independent=True)
 
     (proposal,) = proposer.propose([asked])
 
@@ -297,8 +297,19 @@ def test_under_sampling_each_guess_comes_with_the_odds_it_was_drawn_at():
         assert odds.token_ids.tolist() == expected.token_ids.tolist()
         assert odds.probabilities.tolist() == expected.probabilities.tolist()
         tokens.append(token_id)
-    assert proposed(proposer, [1, 2, 3], params=SAMPLED, seed=9) == list(proposal.token_ids)
-    assert len({tuple(proposed(proposer, [1, 2, 3], params=SAMPLED, seed=seed)) for seed in range(9)}) > 1
+    again = {"params": SAMPLED, "independent": True}
+    assert proposed(proposer, [1, 2, 3], seed=9, **again) == list(proposal.token_ids)
+    assert len({tuple(proposed(proposer, [1, 2, 3], seed=seed, **again)) for seed in range(9)}) > 1
+
+
+def test_a_draft_chooses_as_the_target_would_from_its_logits():
+    (proposal,) = scripted_draft().propose([request([1, 2, 3], 4, params=SAMPLED, seed=9)])
+
+    tokens = [1, 2, 3]
+    for token_id in proposal.token_ids:
+        assert token_id == choose(muddled(tokens), SAMPLED, tokens, 9, 0, len(tokens), 0).token_id
+        tokens.append(token_id)
+    assert proposal.distributions is None
 
 
 def test_greedy_guesses_have_no_odds():
@@ -310,15 +321,15 @@ def test_greedy_guesses_have_no_odds():
 # Interruptions: Ctrl-C, a revoked lease
 
 
-def revoked_at(number: int, proposer: DraftProposer, model: ScriptedModel) -> None:
-    """Have the lease revoked during the forward of that number."""
+def revoked_at(number: int, lease: Lease, model: ScriptedModel) -> None:
+    """Revoke the lease during the forward of that number."""
     forward = model.forward
 
     def counting(batch, storage):
         nonlocal number
         number -= 1
         if number < 0:
-            proposer.lease.revoke()
+            lease.revoke()
         return forward(batch, storage)
 
     model.forward = counting
@@ -327,8 +338,9 @@ def revoked_at(number: int, proposer: DraftProposer, model: ScriptedModel) -> No
 @pytest.mark.parametrize("number", range(5))
 def test_a_lease_revoked_in_any_forward_ends_the_call_after_that_forward(number):
     proposer = scripted_draft()
-    with proposer.lease.use() as model:
-        revoked_at(number, proposer, model)
+    model = proposer.model
+    lease = lease_model(proposer, "draft")
+    revoked_at(number, lease, model)
 
     if number == 3:  # in the last one: there is nothing left to use it for
         assert proposed(proposer, [1, 2, 3]) == alone(request([1, 2, 3]), 4)
@@ -338,8 +350,8 @@ def test_a_lease_revoked_in_any_forward_ends_the_call_after_that_forward(number)
         assert len(model.forwards) == number + 1
     else:
         proposed(proposer, [1, 2, 3])
-        proposer.lease.revoke()
-    assert proposer.lease.wait_released(0)
+        lease.revoke()
+    assert lease.wait_released(0)
     with pytest.raises(LeaseRevoked):
         proposed(proposer, [1, 2, 3])
     proposer.forget(0)

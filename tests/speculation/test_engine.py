@@ -7,7 +7,7 @@ from forge.engine.engine import Engine
 from forge.engine.proposer import NO_PROPOSAL, NoSpeculation, Proposal, Proposer
 from forge.engine.sampling_params import SamplingParams
 from forge.speculation.controller import Costs
-from forge.speculation.leases import LeaseRevoked
+from forge.speculation.leases import Lease, LeaseRevoked, lease_model
 from forge.speculation.ngram import NgramProposer
 from forge.speculation.replay import ReplayProposer
 from forge.speculation.speculator import Speculator
@@ -102,8 +102,8 @@ def proposers(name: str, answers) -> list[Proposer]:
 
 
 NAMES = ["itself", "nearly", "ngram", "replay", "half right", "hostile", "two drafts", "ngram and drafts"]
-CERTAIN = [name for name in REQUESTS if name != "samples"]
-"""The requests whose tokens no draft may change. Those drawn are another draw with a draft; see below."""
+SINGLE = [name for name in REQUESTS if name != "samples"]
+"""The requests of one sequence."""
 
 
 # The tokens
@@ -118,7 +118,7 @@ def test_speculative_decode_greedy_matches_target_only_greedy(kv, k, name, plain
 
     found = run_requests(engine)
 
-    assert {name: found[name] for name in CERTAIN} == {name: plain[name] for name in CERTAIN}
+    assert found == plain
 
 
 @pytest.mark.parametrize("kv", ["paged", "prefix"])
@@ -136,7 +136,7 @@ def test_greedy_tokens_stay_the_same_when_sequences_are_preempted(kv, mode, name
             preempted += engine.step().preempted
             check(engine)
         found = {request: results(engine.output(request)) for request in REQUESTS}
-        assert {request: found[request] for request in CERTAIN} == {request: plain[request] for request in CERTAIN}
+        assert found == plain
     assert preempted
 
 
@@ -146,43 +146,36 @@ def test_a_budget_that_leaves_little_for_guesses_changes_no_token(kv, budget, pl
     speculation = speculator(*proposers("two drafts", answers), k=6)
     engine = new_engine(muddled, kv=kv, max_num_seqs=8, max_num_batched_tokens=budget, speculation=speculation)
 
-    assert {name: run_requests(engine)[name] for name in CERTAIN} == {name: plain[name] for name in CERTAIN}
+    assert run_requests(engine) == plain
     if kv != "off":
         assert max(map(sum, engine.model.forwards)) <= budget
 
 
 @KV
 @pytest.mark.parametrize("name", ["ngram", "replay", "half right", "hostile"])
-def test_guesses_without_odds_change_no_token_that_is_drawn(kv, name, plain, answers):
-    engine = new_engine(muddled, kv=kv, max_num_seqs=8, speculation=speculator(*proposers(name, answers)))
+def test_under_rejection_draft_tokens_without_a_distribution_change_no_token(kv, name, plain, answers):
+    speculation = speculator(*proposers(name, answers), acceptance="rejection")
+    engine = new_engine(muddled, kv=kv, max_num_seqs=8, speculation=speculation)
 
     assert run_requests(engine, ["samples"])["samples"] == plain["samples"]
 
 
 @KV
-def test_a_sampled_run_with_a_draft_is_the_same_in_another_batch_and_on_another_cache(kv, answers):
-    drafts = [speculator(*proposers("nearly", answers)) for _ in range(2)]
+def test_under_rejection_with_a_fixed_k_a_run_is_the_same_in_another_batch_and_on_another_cache(kv, plain, answers):
+    drafts = [speculator(*proposers("nearly", answers), acceptance="rejection") for _ in range(2)]
     alone = run_requests(new_engine(muddled, speculation=drafts[0]), ["samples"])
 
     beside = run_requests(new_engine(muddled, kv=kv, max_num_seqs=8, speculation=drafts[1]))
 
-    assert beside["samples"] == alone["samples"]
-
-
-def test_a_sampled_run_with_several_drafts_can_be_repeated(answers):
-    found = [
-        run_requests(new_engine(muddled, kv="paged", speculation=speculator(*proposers("two drafts", answers))))
-        for _ in range(2)
-    ]
-
-    assert found[0] == found[1]
+    assert beside["samples"] == alone["samples"] != plain["samples"]
+    assert {name: beside[name] for name in SINGLE} == {name: plain[name] for name in SINGLE}
 
 
 def test_the_controller_changes_no_token(plain, answers):
     for name in NAMES:
         speculation = speculator(*proposers(name, answers), k=5, fixed=False)
         found = run_requests(new_engine(muddled, max_num_seqs=8, speculation=speculation))
-        assert {name: found[name] for name in CERTAIN} == {name: plain[name] for name in CERTAIN}
+        assert found == plain
 
 
 def test_logits_are_kept_for_every_emitted_token_and_have_the_same_bits(answers):
@@ -272,7 +265,7 @@ def test_speculative_decode_kv_position_advances_by_emitted_count(answers):
         assert engine.cache.reserved_length(seq_id) == engine.cache.computed_length(seq_id)
         accepted.add(cycle.num_accepted)
 
-    assert {0, 4} & accepted
+    assert len(accepted) > 1
     assert len(accepted) > 1
 
 
@@ -434,45 +427,32 @@ def test_one_that_cannot_win_never_begins_and_says_so():
     assert (cycle.proposed, cycle.decision.k, cycle.decision.reason) == ((), 0, "cannot_win")
 
 
-def test_under_sampling_no_clock_decides_how_many_are_guessed(monkeypatch, answers):
-    def ks(ms: float) -> list[int]:
-        monkeypatch.setattr("forge.speculation.costs.CostMeter.add_guesses", lambda self, *a: None)
-        engine = new_engine(muddled, speculation=speculator(*proposers("nearly", answers), fixed=False))
-        for source in engine.speculation._sources:
-            source.meter._guess_ms[1].append(ms)
-            source.meter._forward_ms[1].append(1.0)
-        engine.add_request("samples", letters("ab"), SamplingParams(max_tokens=20, temperature=0.9, seed=1))
-        return [len(cycle.proposed) for cycle in cycles_of(run_all(engine))]
-
-    assert ks(1e-6) == ks(1e6)
-    assert len(ks(1.0)) > 1
-
-
 # Leases and other failures
 
 
-def revoking(draft, number: int) -> None:
-    """Have the draft's lease revoked during its forward of that number."""
-    model = draft.lease.lent
-    forward = model.forward
+def revoking(draft, number: int) -> Lease:
+    """The draft's lease, revoked during its forward of that number."""
+    model = draft.model
+    forward, lease = model.forward, lease_model(draft, "draft")
 
     def counting(batch, storage):
         nonlocal number
         number -= 1
         if number < 0:
-            draft.lease.revoke()
+            lease.revoke()
         return forward(batch, storage)
 
     model.forward = counting
+    return lease
 
 
 @KV
 @pytest.mark.parametrize("number", range(0, 12))
 def test_a_draft_revoked_at_any_point_costs_no_token_and_is_noted(kv, number, plain):
     draft = scripted_draft(wrong_now_and_then())
-    revoking(draft, number)
+    lease = revoking(draft, number)
     engine = new_engine(muddled, kv=kv, max_num_seqs=8, speculation=speculator(draft, k=3))
-    for name in CERTAIN:
+    for name in SINGLE:
         engine.add_request(name, letters(REQUESTS[name][0]), REQUESTS[name][1])
 
     cycles = cycles_of(run_all(engine))
@@ -483,11 +463,11 @@ def test_a_draft_revoked_at_any_point_costs_no_token_and_is_noted(kv, number, pl
     assert all(not cycle.proposed for cycle in failed)
     assert engine.speculation.proposers == ()
     noted = {seq_id for cycle in failed for seq_id in [cycle.seq_id]}
-    for seq_id, name in enumerate(CERTAIN):
+    for seq_id, name in enumerate(SINGLE):
         output = engine.output(name)
         assert results(output) == plain[name]
         assert len(output.outputs[0].errors) == (seq_id in noted)
-    assert draft.lease.wait_released(0)
+    assert lease.wait_released(0)
 
 
 def test_a_new_draft_can_be_set_later(plain):
@@ -496,7 +476,7 @@ def test_a_new_draft_can_be_set_later(plain):
     engine.add_request("plain", letters("ab"), REQUESTS["plain"][1])
     engine.step()
     engine.step()
-    first.lease.revoke()
+    lease_model(first, "draft").revoke()
     engine.step()
     engine.speculation.set_proposers([(second, FREE)])
     records = run_all(engine)
@@ -510,7 +490,7 @@ def test_one_of_several_drafts_revoked_leaves_the_others(plain):
     engine = new_engine(muddled, speculation=speculator(*drafts, k=2))
     engine.add_request("plain", letters("ab"), REQUESTS["plain"][1])
     engine.step()
-    drafts[0].lease.revoke()
+    lease_model(drafts[0], "draft").revoke()
     records = run_all(engine)
 
     assert [cycle.error is not None for cycle in records[0].cycles] == [False, True]
@@ -534,9 +514,10 @@ def test_a_revoked_target_ends_its_sequences_with_that_error_and_keeps_their_tok
     engine = new_engine(muddled, kv=kv, max_num_seqs=3, speculation=speculator(draft, k=2))
     for name in names:
         engine.add_request(name, letters(REQUESTS[name][0]), REQUESTS[name][1])
+    lease, draft_lease = lease_model(engine, "target"), lease_model(draft, "draft")
     engine.step()
     engine.step()
-    engine.lease.revoke()
+    lease.revoke()
     record = engine.step()
 
     assert {finish.reason for finish in record.finished} == {"error"}
@@ -546,25 +527,26 @@ def test_a_revoked_target_ends_its_sequences_with_that_error_and_keeps_their_tok
         for one, (whole, *_) in zip(engine.output(name).outputs, plain[name], strict=True):
             assert one.finish_reason == "error"
             assert one.errors == ("the lease of the target model was revoked: it can no longer be used",)
-            assert name == "samples" or one.token_ids == whole[: len(one.token_ids)]
+            assert one.token_ids == whole[: len(one.token_ids)]
         engine.forget(name)
     assert_nothing_held(engine)
-    assert engine.lease.wait_released(0)
+    assert lease.wait_released(0)
     with pytest.raises(LeaseRevoked):
         engine.add_request("late", letters("ab"), SamplingParams())
-    assert not draft.lease.revoked
+    assert not draft_lease.revoked
 
 
 def test_a_target_revoked_during_a_forward_still_gets_that_forwards_tokens(plain):
     engine = new_engine(muddled)
     engine.add_request("plain", letters("ab"), REQUESTS["plain"][1])
-    forward = engine.model.forward
+    model = engine.model
+    forward, lease = model.forward, lease_model(engine, "target")
 
     def revoked(batch, storage):
-        engine.lease.revoke()
+        lease.revoke()
         return forward(batch, storage)
 
-    engine.model.forward = revoked
+    model.forward = revoked
     first = engine.step()
     last = engine.step()
 
@@ -574,15 +556,13 @@ def test_a_target_revoked_during_a_forward_still_gets_that_forwards_tokens(plain
 
 
 def test_another_engine_with_the_same_draft_does_not_notice_a_revoked_target(plain):
-    lease = scripted_draft().lease
     drafts = [scripted_draft() for _ in range(2)]
-    for draft in drafts:
-        draft.lease = lease
+    drafts[1].model = drafts[0].model
     engines = [new_engine(muddled, speculation=speculator(draft)) for draft in drafts]
     for engine in engines:
         engine.add_request("plain", letters("ab"), REQUESTS["plain"][1])
         engine.step()
-    engines[0].lease.revoke()
+    lease_model(engines[0], "target").revoke()
     run_all(engines[0])
     run_all(engines[1])
 

@@ -8,6 +8,7 @@ import pytest
 from forge.engine.engine import Engine
 from forge.llm import Run
 from forge.engine.sampling_params import SamplingParams
+from forge.speculation.leases import lease_model
 from tests.engine.scripted import assert_nothing_held, letters, muddled, new_engine
 from tests.engine.test_interruption import interrupted_at, lines_of, results
 from tests.speculation.proposers import scripted_draft, speculator, wrong_now_and_then
@@ -99,7 +100,7 @@ def test_interrupted_again_and_again_it_still_comes_to_the_same_end(kv):
 @pytest.mark.parametrize("who", ["draft", "target"])
 def test_a_revocation_may_be_interrupted_too(who):
     def revoke_and_step(engine: Engine) -> None:
-        (engine.lease if who == "target" else engine.speculation.proposers[0].lease).revoke()
+        lease_model(engine if who == "target" else engine.speculation.proposers[0], who).revoke()
         engine.step()
 
     expected = uninterrupted("paged", False)
@@ -108,7 +109,7 @@ def test_a_revocation_may_be_interrupted_too(who):
         engine, run = busy_engine("paged", False)
         assert interrupted_at(line, partial(revoke_and_step, engine))
         if who == "target":
-            engine.lease.revoke()
+            lease_model(engine, who).revoke()
         for _ in run:
             engine.scheduler.check_invariants()
 

@@ -1,17 +1,31 @@
-"""What is lent can be taken back at any moment, from any thread, and how long that takes is known."""
+"""A leased model can be taken back at any moment, from any thread, and how long that takes is known."""
 
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 
 from forge.errors import ForgeError
-from forge.speculation.leases import Lease, LeaseRevoked
+from forge.model.hash_model import HashModel
+from forge.model.model import Model, ModelUnavailable
+from forge.speculation.leases import LeasedModel, LeaseRevoked, lease_model
+from tests.engine.scripted import new_engine, saying
 
 
-class Weights:
-    """Something that a weak reference can watch."""
+class Busy(HashModel):
+    """A model that calls a function in each forward."""
+
+    def __init__(self, during: Callable[[], object] = lambda: None):
+        super().__init__()
+        self.during = during
+
+    def forward(self, batch, storage):
+        return self.during()
+
+    def hidden(self, batch, storage):
+        return self.during()
 
 
 class Clock:
@@ -23,30 +37,45 @@ class Clock:
         return self.now
 
 
-def test_what_is_lent_is_there_until_it_is_revoked():
-    weights = Weights()
-    lease = Lease("draft", weights)
-
-    with lease.use() as lent:
-        assert lent is weights
-    assert (lease.revoked, lease.release_ms) == (False, None)
-    lease.check()
+def leased(during: Callable[[], object] = lambda: None, name: str = "draft", **options) -> LeasedModel:
+    return LeasedModel(Busy(during), name, **options)
 
 
-def test_using_a_revoked_lease_raises_an_error_that_names_it():
-    lease = Lease("draft", Weights())
-    lease.revoke()
+def test_a_leased_model_is_the_model_until_it_is_revoked():
+    model, original = leased(lambda: "logits"), HashModel()
 
-    for use in (lease.check, lease.use().__enter__):
+    assert model.forward(None, None) == model.hidden(None, None) == "logits"
+    model.check_available()
+    assert (model.lease.revoked, model.lease.release_ms) == (False, None)
+    for size in ("vocab_size", "num_layers", "max_position_embeddings", "embeds", "runs_ahead"):
+        assert getattr(model, size) == getattr(original, size)
+    assert model.kv_layout(3, 8) == original.kv_layout(3, 8)
+    assert model.temporary_bytes(5, 2) == original.temporary_bytes(5, 2) > 0
+    assert model.operation_times() == original.operation_times()
+
+
+def test_it_forwards_every_method_of_a_model():
+    methods = {name for name, member in vars(Model).items() if callable(member) and not name.startswith("_")}
+
+    assert methods <= vars(LeasedModel).keys()
+
+
+def test_a_revoked_model_raises_an_error_that_names_it_and_keeps_its_sizes():
+    model = leased()
+    model.lease.revoke()
+
+    for use in (model.check_available, lambda: model.forward(None, None), lambda: model.hidden(None, None)):
         with pytest.raises(LeaseRevoked, match="the draft model was revoked") as raised:
             use()
         assert raised.value.name == "draft"
-        assert isinstance(raised.value, ForgeError)
+        assert raised.value.release_ms == model.lease.release_ms is not None
+        assert isinstance(raised.value, ModelUnavailable) and isinstance(raised.value, ForgeError)
         assert "\n" not in str(raised.value)
+    assert (model.vocab_size, model.temporary_bytes(5, 2)) == (HashModel().vocab_size, 0)
 
 
-def test_an_unused_lease_is_released_at_once():
-    lease = Lease("draft", Weights())
+def test_an_unused_model_is_released_at_once():
+    lease = leased().lease
     lease.revoke()
 
     assert lease.wait_released(0)
@@ -55,13 +84,18 @@ def test_an_unused_lease_is_released_at_once():
 
 def test_a_forward_under_way_is_finished_and_its_time_is_the_time_to_release():
     clock = Clock()
-    lease = Lease("target", Weights(), clock)
-    with lease.use():
+
+    def during():
         clock.now += 1
         lease.revoke()
         assert lease.revoked
         assert not lease.wait_released(0)
         clock.now += 0.25
+        return "logits"
+
+    model = leased(during, "target", clock=clock)
+    lease = model.lease
+    assert model.forward(None, None) == "logits"
     clock.now += 9
 
     assert lease.wait_released(0)
@@ -70,98 +104,109 @@ def test_a_forward_under_way_is_finished_and_its_time_is_the_time_to_release():
 
 def test_revoking_again_changes_nothing():
     clock = Clock()
-    lease = Lease("draft", Weights(), clock)
-    with lease.use():
+
+    def during():
         lease.revoke()
         clock.now += 0.5
         lease.revoke()
+
+    model = leased(during, clock=clock)
+    lease = model.lease
+    model.forward(None, None)
     lease.revoke()
 
     assert lease.release_ms == pytest.approx(500)
 
 
-def test_after_release_nothing_holds_the_weights():
-    weights = Weights()
-    alive = weakref.ref(weights)
-    lease = Lease("draft", weights)
-    del weights
-    with lease.use() as lent:
-        lease.revoke()
-        assert lent is alive()
-        del lent
+def test_after_release_nothing_holds_the_wrapped_model():
+    original = Busy()
+    alive, model = weakref.ref(original), LeasedModel(original, "draft")
+    original.during = model.lease.revoke
+    del original
+    model.forward(None, None)
     gc.collect()
 
     assert alive() is None
 
 
-def test_an_exception_inside_a_use_ends_the_use():
-    lease = Lease("draft", Weights())
-    with pytest.raises(KeyboardInterrupt), lease.use():
+def test_an_exception_inside_a_forward_ends_its_use():
+    def interrupt():
         raise KeyboardInterrupt
-    lease.revoke()
 
-    assert lease.wait_released(0)
+    model = leased(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.forward(None, None)
+    model.lease.revoke()
+
+    assert model.lease.wait_released(0)
 
 
 def test_the_last_of_several_users_releases():
-    lease = Lease("target", Weights())
     entered, leave = threading.Barrier(3), threading.Event()
 
-    def use():
-        with lease.use():
-            entered.wait()
-            leave.wait()
+    def during():
+        entered.wait()
+        leave.wait()
 
-    threads = [threading.Thread(target=use) for _ in range(2)]
+    model = leased(during)
+    threads = [threading.Thread(target=model.forward, args=(None, None)) for _ in range(2)]
     for thread in threads:
         thread.start()
     entered.wait()
-    with lease.use():
-        lease.revoke()
-        leave.set()
-        for thread in threads:
-            thread.join()
-        assert not lease.wait_released(0)
+    model.lease.revoke()
+    assert not model.lease.wait_released(0)
+    leave.set()
+    for thread in threads:
+        thread.join()
 
-    assert lease.wait_released(0)
+    assert model.lease.wait_released(0)
 
 
 def test_a_thread_that_uses_it_all_the_time_notices_a_revocation_from_another():
-    lease = Lease("draft", Weights())
     started, ended = threading.Event(), []
+    model = leased(started.set)
 
     def use():
         try:
             while True:
-                with lease.use():
-                    started.set()
+                model.forward(None, None)
         except LeaseRevoked as error:
             ended.append(error.name)
 
     thread = threading.Thread(target=use)
     thread.start()
     started.wait()
-    lease.revoke()
-    assert lease.wait_released(10)
+    model.lease.revoke()
+    assert model.lease.wait_released(10)
     thread.join(10)
 
     assert ended == ["draft"]
 
 
 def test_an_interrupted_leave_is_made_up_for_by_the_next_call_of_the_thread(monkeypatch):
-    lease = Lease("draft", Weights())
-    leave = lease._leave
+    model = leased()
+    lease, leave = model.lease, model.lease.leave
 
     def interrupted():
-        monkeypatch.setattr(lease, "_leave", leave)
+        monkeypatch.setattr(lease, "leave", leave)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lease, "_leave", interrupted)
-    with pytest.raises(KeyboardInterrupt), lease.use():
-        pass
+    monkeypatch.setattr(lease, "leave", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.forward(None, None)
     lease.revoke()
     assert not lease.wait_released(0)
-    with pytest.raises(LeaseRevoked), lease.use():
-        pass
+    with pytest.raises(LeaseRevoked):
+        model.forward(None, None)
 
     assert lease.wait_released(0)
+
+
+def test_a_model_is_wrapped_when_its_lease_is_first_asked_for():
+    engine = new_engine(saying([1], 1))
+    model = engine.model
+
+    lease = lease_model(engine, "target")
+
+    assert isinstance(engine.model, LeasedModel) and lease.model() is model
+    assert lease_model(engine, "target") is lease

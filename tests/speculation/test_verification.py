@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from forge.engine.draws import Purpose, uniform
 from forge.engine.proposer import NO_PROPOSAL, Proposal
+from forge.engine.rng import Purpose, uniform
 from forge.engine.sampling import BrokenLogits, Distribution, choose, distribution
 from forge.engine.sampling_params import SamplingParams
-from forge.speculation.verification import residual, verify_forks
+from forge.speculation.verification import residual, verify_runs
 from tests.speculation.small_chain import verify
 
 VOCAB = 12
@@ -82,8 +82,8 @@ def test_greedy_choices_are_those_of_plain_decoding_for_any_proposal(params, see
 
     result = run(rows, proposed, params, history)
 
-    assert list(result.choices) == plain[: len(result.choices)]
-    assert len(result.choices) > next((i for i in range(5) if proposed[i] != plain[i].token_id), 5)
+    assert list(result.sampled) == plain[: len(result.sampled)]
+    assert len(result.sampled) > next((i for i in range(5) if proposed[i] != plain[i].token_id), 5)
 
 
 def test_a_verdict_says_how_likely_the_target_held_the_token():
@@ -106,7 +106,7 @@ def test_an_empty_proposal_emits_what_choose_chooses(params, seed):
 
     result = run(rows, NO_PROPOSAL, params, [3, 4], seed, 2)
 
-    assert result.choices == (choose(rows[0], params, [3, 4], seed, 2, 2),)
+    assert result.sampled == (choose(rows[0], params, [3, 4], seed, 2, 2),)
     assert result.verdicts == ()
 
 
@@ -119,9 +119,8 @@ def test_a_guess_without_odds_stands_where_plain_sampling_draws_it(seed):
 
     result = run(rows, proposed, params, [1, 2], seed)
 
-    assert list(result.choices) == plain[:3]
-    assert [verdict.q for verdict in result.verdicts] == [1.0, 1.0, 1.0]
-    assert [verdict.draw for verdict in result.verdicts] == [uniform(seed, 0, 2 + i, Purpose.SAMPLE) for i in range(3)]
+    assert list(result.sampled) == plain[:3]
+    assert [(verdict.p, verdict.q, verdict.draw) for verdict in result.verdicts] == [(None, None, None)] * 3
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -129,7 +128,7 @@ def test_a_guess_with_odds_stands_if_its_draw_is_below_p_over_q(seed):
     params = SamplingParams(temperature=1.0, top_k=8)
     target, draft = random_rows(seed, 2)[0], random_rows(1000 + seed, 1)[0]
     p, q = distribution(target, params), distribution(draft, params)
-    proposed = q.draw(uniform(seed, 0, 2, Purpose.PROPOSE))
+    proposed = q.draw(seed, 0, 2, Purpose.PROPOSE)
     draw = uniform(seed, 0, 2, Purpose.ACCEPT)
 
     result = run(np.stack([target, target]), Proposal((proposed,), (q,)), params, seed=seed)
@@ -140,7 +139,7 @@ def test_a_guess_with_odds_stands_if_its_draw_is_below_p_over_q(seed):
     if not verdict.accepted:
         replacement = result.token_ids[0]
         assert p.probability(replacement) > q.probability(replacement)
-        assert replacement == residual(p, q).draw(uniform(seed, 0, 2, Purpose.RESAMPLE))
+        assert replacement == residual(p, q).draw(seed, 0, 2, Purpose.RESAMPLE)
 
 
 def test_a_draft_like_the_target_is_always_accepted():
@@ -148,7 +147,7 @@ def test_a_draft_like_the_target_is_always_accepted():
     rows = random_rows(1, 4)
     odds = tuple(distribution(row, params) for row in rows[:3])
     for seed in range(200):
-        proposed = tuple(q.draw(uniform(seed, 0, 2 + i, Purpose.PROPOSE)) for i, q in enumerate(odds))
+        proposed = tuple(q.draw(seed, 0, 2 + i, Purpose.PROPOSE) for i, q in enumerate(odds))
         assert run(rows, Proposal(proposed, odds), params, seed=seed).num_accepted == 3
 
 
@@ -213,7 +212,7 @@ def test_of_several_runs_the_one_that_is_accepted_longest_wins(runs, emitted, wi
     truth = [7, 8, 9, 3]
     rows = [rows_saying(truth[: len(run) + 1]) for run in runs]
 
-    result = verify_forks(rows, [Proposal(tuple(run)) for run in runs], GREEDY, [1, 2], 5, 0)
+    result = verify_runs(rows, [Proposal(tuple(run)) for run in runs], GREEDY, [1, 2], 5, 0)
 
     assert (result.token_ids, result.winner) == (emitted, winner)
     for run, verdicts in zip(runs, result.forks, strict=True):
@@ -225,23 +224,31 @@ def test_of_several_runs_the_one_that_is_accepted_longest_wins(runs, emitted, wi
 def test_one_fork_of_several_is_what_it_is_alone_where_the_others_propose_nothing(params):
     for seed in range(50):
         rows, q = random_rows(seed, 3), distribution(random_rows(1000 + seed, 1)[0], SamplingParams(temperature=1.0))
-        proposal = Proposal((q.draw(0.3), q.draw(0.8)), (q, q))
+        proposal = Proposal((q.draw(1, 0, 2, Purpose.PROPOSE), q.draw(1, 0, 3, Purpose.PROPOSE)), (q, q))
         alone = verify(rows, proposal, params, [1, 2], seed, 0)
-        beside = verify_forks([rows, rows[:1]], [proposal, NO_PROPOSAL], params, [1, 2], seed, 0)
+        beside = verify_runs([rows, rows[:1]], [proposal, NO_PROPOSAL], params, [1, 2], seed, 0, acceptance="rejection")
 
-        assert beside.choices == alone.choices
+        assert beside.sampled == alone.sampled
         assert beside.forks == (alone.verdicts, ())
 
 
 def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
     params = SamplingParams(temperature=1.0)
     tried = set()
-    for seed in range(200):
+    for seed in range(400):
         target, first, second = random_rows(seed, 3)
         p, q1, q2 = (distribution(row, params) for row in (target, first, second))
-        x1, x2 = (q.draw(uniform(seed, 0, 2, Purpose.PROPOSE, branch)) for branch, q in enumerate((q1, q2)))
+        x1, x2 = (q.draw(seed, 0, 2, Purpose.PROPOSE, branch) for branch, q in enumerate((q1, q2)))
         rows = np.stack([target, target])
-        result = verify_forks([rows, rows], [Proposal((x1,), (q1,)), Proposal((x2,), (q2,))], params, [1, 2], seed, 0)
+        result = verify_runs(
+            [rows, rows],
+            [Proposal((x1,), (q1,)), Proposal((x2,), (q2,))],
+            params,
+            [1, 2],
+            seed,
+            0,
+            acceptance="rejection",
+        )
 
         draws = [uniform(seed, 0, 2, Purpose.ACCEPT, branch) for branch in range(2)]
         left = residual(p, q1)
@@ -251,7 +258,7 @@ def test_under_sampling_each_draft_is_tried_against_what_those_before_left():
             expected = x2
             assert (result.forks[1][0].p, result.forks[1][0].draw) == (left.probability(x2), draws[1])
         else:
-            expected = residual(left, q2).draw(uniform(seed, 0, 2, Purpose.RESAMPLE))
+            expected = residual(left, q2).draw(seed, 0, 2, Purpose.RESAMPLE)
         assert result.token_ids[0] == expected
         tried.add((x1 == expected, x2 == expected))
     assert tried == {(True, False), (False, True), (False, False), (True, True)}
@@ -304,7 +311,7 @@ def test_logits_that_are_no_numbers_are_refused_where_they_are_needed(params, va
 def test_the_same_names_give_the_same_verification_whatever_was_verified_between():
     params = SamplingParams(temperature=1.0)
     rows, q = random_rows(7, 3), distribution(random_rows(8, 1)[0], params)
-    proposal = Proposal((q.draw(0.3), q.draw(0.8)), (q, q))
+    proposal = Proposal((q.draw(1, 0, 2, Purpose.PROPOSE), q.draw(1, 0, 3, Purpose.PROPOSE)), (q, q))
     first = run(rows, proposal, params, seed=3)
     for seed in range(50):
         run(rows, proposal, params, seed=seed)

@@ -1,0 +1,132 @@
+"""Counter-based random numbers: a draw is a pure function of its name, and no generator is advanced.
+
+Philox4x32-10 (Salmon et al. 2011) enciphers a counter under a key. The key is the seed. The counter says which draw it
+is: token id, position, sample index and purpose. So nothing that happens to a sequence on its way (other requests in
+the batch, chunked prefill, a preemption, a rejected draft token, another device) changes what it draws.
+
+    key      (seed & 0xffffffff, seed >> 32)
+    counter  (token_id // 4, position, sample_index, purpose | branch << 2)
+    h        word token_id % 4 of philox(counter, key)
+    u        (h + 0.5) * 2^-32, in float64
+    gumbel   -log(-log(u))
+"""
+
+from enum import IntEnum
+from typing import TypeVar
+
+import numpy as np
+
+_MASK = 0xFFFFFFFF
+_CHUNK = 32768
+"""Tokens at a time in a large vocabulary."""
+_MAX_GUMBEL = 22.8739
+"""No noise is greater: -log(-log(1 - 2^-33)) = 22.87385…"""
+_FEW = 1024
+"""Tokens whose noise is computed without looking first at which of them can win."""
+_LEAD = 4.0
+_LUCKY_WORD = int(np.exp(-np.exp(-_LEAD)) * 2**32) - 1
+"""Words below it give less noise than `_LEAD`."""
+MAX_BRANCHES = 64
+
+Word = TypeVar("Word", int, np.ndarray)
+Words = tuple[Word, Word, Word, Word]
+
+
+class Purpose(IntEnum):
+    """What a draw decides. Two draws at one position must differ in purpose or branch.
+
+    Only SAMPLE is used by default; the others serve the acceptance rule `rejection`.
+    """
+
+    SAMPLE = 0
+    """The next token, of the target and of a draft alike."""
+    PROPOSE = 1
+    """A draft token, drawn independently of the target."""
+    ACCEPT = 2
+    """Whether a draft token is accepted."""
+    RESAMPLE = 3
+    """The token in place of a rejected draft token."""
+
+
+def philox(x0: Word, x1: Word, x2: Word, x3: Word, k0: int, k1: int) -> Words[Word]:
+    """Philox4x32-10 of the counter (x0, x1, x2, x3) under the key (k0, k1).
+
+    All are 32-bit words: Python ints, or uint64 arrays, one counter per entry.
+    """
+    for _ in range(10):
+        p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
+        x0, x1, x2, x3 = p1 >> 32 ^ x1 ^ k0, p1 & _MASK, p0 >> 32 ^ x3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return x0, x1, x2, x3
+
+
+def uniform(seed: int, sample_index: int, position: int, purpose: Purpose, branch: int = 0) -> float:
+    """A number between 0 and 1, never one of the two. `seed` is below 2^64, `branch` below `MAX_BRANCHES`."""
+    word, *_ = philox(0, position, sample_index, purpose | branch << 2, seed & _MASK, seed >> 32)
+    return (word + 0.5) * 2.0**-32
+
+
+def token_words(
+    token_ids: np.ndarray,
+    seed: int,
+    sample_index: int,
+    position: int,
+    purpose: Purpose = Purpose.SAMPLE,
+    branch: int = 0,
+) -> np.ndarray:
+    """The word h of each of some token ids (int64 `[n]`, ascending, n > 0): uint64 `[n]`."""
+    low, high = int(token_ids[0]), int(token_ids[-1])
+    dense = high - low < 4 * len(token_ids)  # else few of many: a counter of its own for each
+    counters = np.arange(low // 4, high // 4 + 1, dtype=np.uint64) if dense else token_ids.astype(np.uint64) >> 2
+    lanes = philox(counters, position, sample_index, purpose | branch << 2, seed & _MASK, seed >> 32)
+    words = np.stack(lanes, axis=1)
+    if not dense:
+        return words[np.arange(len(token_ids)), token_ids & 3]
+    words = words.reshape(-1)[low & 3 :][: high - low + 1]
+    return words if len(words) == len(token_ids) else words[token_ids - low]
+
+
+def gumbel(words: np.ndarray) -> np.ndarray:
+    """Standard Gumbel noise of words h: float64 `[n]`."""
+    noise = (words + 0.5) * 2.0**-32
+    for _ in range(2):
+        np.log(noise, out=noise)
+        np.negative(noise, out=noise)
+    return noise
+
+
+def gumbel_argmax(
+    token_ids: np.ndarray,
+    scores: np.ndarray,
+    seed: int,
+    sample_index: int,
+    position: int,
+    purpose: Purpose = Purpose.SAMPLE,
+    branch: int = 0,
+) -> int:
+    """Draw one of `token_ids` with probability softmax(scores): the token with the greatest score + Gumbel noise.
+
+    token_ids: int64 `[n]`, ascending. scores: float64 `[n]`, not all of them -infinity. Of equal sums the lower id
+    wins.
+
+    Nearly all of the time goes to Philox (151,936 tokens: 2 ms). So tokens further below the leader than any noise
+    reaches are left out, and logarithms are taken only of words that are large enough to win. Both tests are exact.
+    """
+    name = seed, sample_index, position, purpose, branch
+    if len(scores) <= _FEW:
+        return int(token_ids[(scores + gumbel(token_words(token_ids, *name))).argmax()])
+    leaders = np.flatnonzero(scores >= scores.max() - 1)
+    bound = (scores[leaders] + gumbel(token_words(token_ids[leaders], *name))).max()
+    best, winner = -np.inf, -1
+    for start in range(0, len(scores), _CHUNK):  # in pieces that stay in the second-level cache
+        near = start + np.flatnonzero(scores[start : start + _CHUNK] >= bound - _MAX_GUMBEL)
+        if not len(near):
+            continue
+        words = token_words(token_ids[near], *name)
+        able = np.flatnonzero((words >= _LUCKY_WORD) | (scores[near] >= bound - _LEAD))
+        sums = scores[near[able]] + gumbel(words[able])
+        index = int(sums.argmax()) if len(sums) else 0
+        if len(sums) and sums[index] > best:
+            best, winner = sums[index], int(token_ids[near[able[index]]])
+            bound = max(bound, best)
+    return winner
