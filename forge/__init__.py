@@ -14,10 +14,10 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "ForgeError", "RequestOutput", "SamplingParams", "UsageError"]
 
 if TYPE_CHECKING:
-    from forge.llm import LLM
     from forge.engine.outputs import RequestOutput
     from forge.engine.sampling_params import SamplingParams
     from forge.errors import ForgeError, UsageError
+    from forge.llm import LLM
 
 _HOME = {
     "LLM": "forge.llm",

@@ -12,8 +12,8 @@ from statistics import median, quantiles
 
 import numpy as np
 
-from forge.llm import LLM
 from forge.engine.sampling_params import SamplingParams
+from forge.llm import LLM
 
 BATCHES = (1, 4, 16, 64)
 PROMPT_TOKENS = 64

@@ -36,8 +36,8 @@ class EngineTurns:
 
 
 def _work(pipe, model: str, options: dict[str, Any], plan: ServePlan) -> None:
-    from forge.llm import LLM
     from forge.engine.sampling_params import SamplingParams
+    from forge.llm import LLM
 
     llm = LLM(model, **options)
     params = SamplingParams(max_tokens=plan.output_tokens, ignore_eos=True)

@@ -14,8 +14,8 @@ from forge.errors import UsageError
 from forge.trace.speculation_summary import SpeculationSummary
 
 if TYPE_CHECKING:
-    from forge.llm import LLM
     from forge.engine.sampling_params import SamplingParams
+    from forge.llm import LLM
     from forge.trace.records import StepRecord
 
 BEGINNINGS = (

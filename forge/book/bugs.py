@@ -19,7 +19,6 @@ from forge.cache.block_table import BlockTable
 from forge.cache.kv_storage import BlockCopy
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache, PrefixTable
-from forge.engine.sampler import Sampler
 from forge.engine.sequence import Sequence as TokenSequence
 from forge.errors import UsageError
 

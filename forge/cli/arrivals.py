@@ -11,8 +11,8 @@ from forge.cli.running import INTERRUPTED, interruption, run_label
 if TYPE_CHECKING:
     import numpy as np
 
-    from forge.llm import LLM, Prompt, Run
     from forge.engine.sampling_params import SamplingParams
+    from forge.llm import LLM, Prompt, Run
     from forge.trace.records import StepRecord
     from forge.views.blocks import BlockScreen
     from forge.views.summary import RunsResult

@@ -8,8 +8,8 @@ from forge.cli import options
 from forge.cli.running import Watch, drive, load_model, run_label
 
 if TYPE_CHECKING:
-    from forge.llm import LLM, ChatSession
     from forge.engine.sampling_params import SamplingParams
+    from forge.llm import LLM, ChatSession
     from forge.views.chat import ChatView
 
 

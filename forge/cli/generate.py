@@ -8,8 +8,8 @@ from forge.cli import options
 from forge.cli.running import Watch, drive, exit_status, load_model, run_label
 
 if TYPE_CHECKING:
-    from forge.llm import LLM
     from forge.engine.sampling_params import SamplingParams
+    from forge.llm import LLM
     from forge.trace.records import StepRecord
 
 _PROMPT, _OUTPUT = "Prompt", "Output"

@@ -16,9 +16,9 @@ from forge.errors import ForgeError
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine
-    from forge.llm import LLM, Run
     from forge.engine.outputs import RequestOutput
     from forge.engine.sampling_params import SamplingParams
+    from forge.llm import LLM, Run
     from forge.trace.recorder import TraceHeader, TraceWriter
     from forge.trace.records import EndRecord, StepRecord
     from forge.views.history import History

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from forge.engine.engine import Engine
-from forge.llm import LLM
 from forge.errors import ForgeError
+from forge.llm import LLM
 from forge.server.messages import (
     Abort,
     Answer,

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
-from forge.model.backend import OperationTime
-from forge.model.logits import Logits
 from forge.cache.kv_storage import KvLayout, KvStorage
+from forge.model.backend import OperationTime
 from forge.model.forward_batch import ForwardBatch
+from forge.model.logits import Logits
 from forge.model.model import Model, ModelUnavailable
 
 

@@ -1,8 +1,8 @@
 """Whether a policy lets every request end with the tokens that it would have alone."""
 
-from forge.llm import LLM
 from forge.engine.policies import VictimPolicy
 from forge.engine.sampling_params import SamplingParams
+from forge.llm import LLM
 
 _MOST_STEPS = 5_000
 """More than that is going round in circles."""

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from forge.cache.kv_storage import KvStorage
-from forge.llm import LLM
 from forge.engine.proposer import Proposer
 from forge.engine.sampling_params import SamplingParams
+from forge.llm import LLM
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel
 from forge.model.model import Model

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from forge.llm import LLM
 from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
+from forge.llm import LLM
 
 _VOCAB_SIZE = 259
 """Of the hash model, for which the guesses are made."""

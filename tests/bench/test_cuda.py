@@ -190,9 +190,9 @@ def test_percentiles_are_values_that_were_measured():
 
 def test_forges_worker_answers_every_question(tmp_path, monkeypatch):
     pytest.importorskip("torch")
+    from forge import llm
     from forge.backends.cuda.backend import CudaBackend
     from forge.bench.cuda_forge_worker import CudaForgeContender
-    from forge import llm
 
     monkeypatch.setattr(llm, "create_backend", lambda *_, **__: CudaBackend("cpu", kernels="torch"))
     model = str(write_small_qwen3(tmp_path / "m.gguf"))

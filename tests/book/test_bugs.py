@@ -14,7 +14,6 @@ from forge.book.trial import run_trial, try_bug
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.cli.running import load_model
-from forge.engine.sampler import Sampler
 from forge.engine.sequence import Sequence
 
 each_bug = pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from forge.llm import LLM
 from forge.engine.sampling_params import SamplingParams
+from forge.llm import LLM
 from forge.model.forward_batch import ForwardBatch
 from tests.small_models import write_small_qwen3
 

@@ -13,8 +13,8 @@ from forge.cache.kv_storage import KvLayout, NumpyKvStorage
 from forge.engine.engine import Engine
 from forge.engine.outputs import CompletionOutput
 from forge.engine.policies import SchedulerConfig
-from forge.engine.sampling_params import SamplingParams
 from forge.engine.proposer import Speculation
+from forge.engine.sampling_params import SamplingParams
 from forge.model.model import Model
 from forge.trace.records import StepRecord
 

@@ -14,8 +14,8 @@ import pytest
 
 import forge
 from forge.engine.engine import Engine
-from forge.llm import Run
 from forge.engine.sampling_params import SamplingParams
+from forge.llm import Run
 from tests.engine.scripted import assert_nothing_held, complete, letters, muddled, new_engine, run_all
 
 PACKAGES = tuple(str(Path(forge.__file__).parent / name) for name in ("engine", "cache", "speculation"))

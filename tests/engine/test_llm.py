@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from forge import LLM, ForgeError, SamplingParams, UsageError
-from forge.engine import sampler
 from forge import llm as llm_module
+from forge.engine import sampler
 from forge.engine.sampling import BrokenLogits
 from tests.small_models import write_small_qwen3
 

@@ -8,8 +8,8 @@ import pytest
 
 from forge.engine.async_scheduling import InFlightStep
 from forge.engine.engine import Engine
-from forge.llm import Run
 from forge.engine.sampling_params import SamplingParams
+from forge.llm import Run
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.hash_model import HashModel
 from forge.speculation.leases import lease_model

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from forge.engine.engine import Engine
-from forge.engine.task import Task
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.task import Task
 from forge.errors import UsageError
 from tests.engine.scripted import assert_nothing_held, letters, muddled, new_engine, run_all
 from tests.engine.test_interruption import interrupted_at, lines_of

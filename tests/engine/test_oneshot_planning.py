@@ -6,8 +6,8 @@ import pytest
 
 from forge.engine.engine import Engine
 from forge.engine.prefix_planner import MAX_DEFERRALS
-from forge.engine.task import Task
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.task import Task
 from forge.trace.records import Deferred, StepRecord
 from tests.engine.scripted import letters, run_all
 from tests.engine.test_oneshot import ONE, alone, answers, ask, engine_of

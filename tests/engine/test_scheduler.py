@@ -8,9 +8,8 @@ from forge.cache.off import OffKvCache
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
-from forge.engine.step_plan import Outcome
-from forge.trace.records import Deferred, MaxNumSeqs, NoBlocks, WaitRecord
-from tests.engine.schedules import admitted, new_scheduler, sequence, step
+from forge.trace.records import MaxNumSeqs, NoBlocks, WaitRecord
+from tests.engine.schedules import admitted, sequence, step
 
 
 def basic(num_runs: int = 4, max_num_seqs: int = 4) -> Scheduler:

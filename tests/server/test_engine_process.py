@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from forge.engine.task import Task
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.task import Task
 from forge.server.engine_process import EngineServer
 from forge.server.messages import Abort, Ask, AskOneShots, Inbox, Submit, Update, Watch, Withdraw, frame
 from tests.engine.scripted import PIECES, letters, muddled, new_engine

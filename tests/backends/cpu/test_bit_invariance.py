@@ -9,8 +9,8 @@ import pytest
 
 from forge.backends.cpu.backend import CpuBackend
 from forge.backends.cpu.words import TEAM_NUM_THREADS
-from forge.llm import LLM
 from forge.engine.sampling_params import SamplingParams
+from forge.llm import LLM
 from forge.model.qwen3 import Qwen3
 from forge.testing.forwards import Part, flat_batch, new_storage, random_batches
 from tests.backends.cpu.models import FLOATS, QUANTIZED, TeamBackend, small_model

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 
+from forge import llm as llm_module
 from forge.backends import devices
 from forge.backends.cuda import backend as backend_module
 from forge.bench import cuda_limits_worker, cuda_plan
 from forge.cli.main import main
-from forge import llm as llm_module
 from tests.backends.cuda.test_graphs import StandIn
 from tests.small_models import write_small_qwen3
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from forge import LLM, SamplingParams
+from forge import llm as llm_module
 from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
 from forge.backends.reference import ReferenceBackend
 from forge.cache.factory import KV_MODES
-from forge import llm as llm_module
 from tests.backends.cuda.test_graphs import StandIn
 from tests.backends.cuda.test_invariance import rows_alike  # noqa: F401 (a fixture)
 from tests.small_models import write_small_qwen3
