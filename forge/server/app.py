@@ -18,8 +18,8 @@ from forge.server.errors import ApiError, install_handlers
 from forge.server.gate import Draining, Gate
 from forge.server.messages import Ready
 from forge.server.metrics import CONTENT_TYPE, Metrics
-from forge.server.requests import DEFAULT_TOKENS, RequestReader
-from forge.server.responses import ChatShape, CompletionShape, usage_object
+from forge.server.requests import DEFAULT_TOKENS, RequestReader, beside_the_loop
+from forge.server.responses import ChatShape, CompletionShape, Shape, size_of, usage_object
 from forge.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -31,7 +31,7 @@ from forge.server.schema import (
 from forge.server.scores import add_scores
 from forge.server.settings import Settings
 from forge.server.streaming import DONE, EventStream, event, leaving_client
-from forge.server.strict_json import StrictRoute
+from forge.server.strict_json import JsonAnswer, StrictRoute, to_json
 from forge.trace.codec import codec_of
 from forge.trace.records import StepRecord
 
@@ -106,6 +106,10 @@ class Service:
         async with self.followed(generation, request):
             return await generation.finished()
 
+    async def answer(self, generation: Generation, request: Request, shape: Shape) -> JsonAnswer:
+        outputs = await self.whole(generation, request)
+        return JsonAnswer(await beside_the_loop(size_of(outputs), lambda: shape.body(outputs)))
+
     async def stream(self, generation: Generation, events: AsyncIterator[bytes]) -> EventStream:
         """The answer that sends `events`. Raises, before anything is sent, what the engine has against a prompt."""
         try:
@@ -152,8 +156,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         piecemeal = bool(body.stream) and not (body.echo and params.prompt_logprobs is not None)
         generation = service.submit(request_id, prompts, params, body, piecemeal)
         if not body.stream:
-            outputs = await service.whole(generation, request)
-            return JSONResponse(shape.body(shape.choices(outputs), outputs))
+            return await service.answer(generation, request, shape)
         events = _completion_events(shape, generation, body, piecemeal)
         return await service.stream(generation, events)
 
@@ -170,8 +173,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         shape = ChatShape(request_id, model, service.tokenizer, body.usage_wanted, top, in_reasoning)
         generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
         if not body.stream:
-            outputs = await service.whole(generation, request)
-            return JSONResponse(shape.body(shape.choices(outputs), outputs))
+            return await service.answer(generation, request, shape)
         return await service.stream(generation, _chat_events(shape, generation))
 
     @app.post("/generate", responses=_STREAMED)
@@ -192,7 +194,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
         reader = service.reader
         reader.model(body.model)
@@ -204,14 +206,15 @@ def _add_text(app: FastAPI, service: Service) -> None:
         else:
             text = body.prompt if body.prompt is not None else body.content
         token_ids = await reader.encode(text, given[0], allow_special=body.messages is not None)
-        return {"count": len(token_ids), "max_model_len": service.ready.max_model_len, "tokens": token_ids}
+        found = {"count": len(token_ids), "max_model_len": service.ready.max_model_len, "tokens": token_ids}
+        return JsonAnswer(to_json(found))
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.reader.model(body.model)
-        text = service.tokenizer.decode(body.tokens)
-        return {"prompt": text, "content": text}
+        text = await beside_the_loop(len(body.tokens), lambda: service.tokenizer.decode(body.tokens))
+        return JsonAnswer(to_json({"prompt": text, "content": text}))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -277,8 +280,10 @@ async def _completion_events(
             if piece:
                 yield piece
     else:
-        for choice in shape.choices(await generation.finished()):
-            yield event(shape.chunk_of([choice]))
+        outputs = await generation.finished()
+        choices = shape.choices(outputs)
+        for _ in range(len(generation.prompts) * generation.params.n):
+            yield await beside_the_loop(size_of(outputs), lambda: event(shape.chunk_of([next(choices)])))
     yield await _last_events(shape, generation)
 
 

@@ -77,7 +77,7 @@ def error_response(error: Exception) -> JSONResponse:
 
 def validation_error(errors: list[dict[str, Any]]) -> ApiError:
     """One line about the first thing that is wrong with a body."""
-    first = errors[0]
+    first = next((error for error in errors if error["type"] == "too_long"), errors[0])
     place = [part for part in first["loc"][1:] if not isinstance(part, int)]
     param = str(place[0]) if place else None
     if first["type"] == "json_invalid":

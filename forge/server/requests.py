@@ -13,8 +13,8 @@ from forge.server.settings import Limits
 from forge.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16
-_LONG_TEXT = 8_192
-"""Characters above which a text is encoded beside the loop, not on it."""
+_LONG_WORK = 8_192
+"""Characters, tokens or log probabilities from which on a text or an answer is handled beside the loop."""
 
 
 class RequestReader:
@@ -71,18 +71,18 @@ class RequestReader:
 
     async def rendered(self, messages: Sequence[Message], add_generation_prompt: bool, thinking: bool | None) -> str:
         """A conversation as the model's chat template has it."""
-        turns = [message.model_dump(exclude_none=True) for message in messages]
-        for turn in turns:
-            turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
-            turn.setdefault("content", "")
 
         def render() -> str:
+            turns = [message.model_dump(exclude_none=True) for message in messages]
+            for turn in turns:
+                turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
+                turn.setdefault("content", "")
             return self.tokenizer.apply_chat_template(
                 turns, add_generation_prompt=add_generation_prompt, enable_thinking=thinking
             )
 
         try:
-            size = sum(len(str(turn["content"])) for turn in turns) + 100 * len(turns)
+            size = sum(len(message.content or "") for message in messages) + 100 * len(messages)
             return await beside_the_loop(size, render)
         except UsageError as error:
             raise ApiError(str(error), param="messages") from None
@@ -202,6 +202,6 @@ class RequestReader:
             raise ApiError(f"{param} is {wanted}, at most {self.limits.max_logprobs} go", param=param)
 
 
-async def beside_the_loop(num_chars: int, work: Callable[[], Any]) -> Any:
-    """What takes long, because it is about so many characters, is done on another thread: the loop goes on."""
-    return await asyncio.to_thread(work) if num_chars > _LONG_TEXT else work()
+async def beside_the_loop(size: int, work: Callable[[], Any]) -> Any:
+    """Do `work` on another thread where it takes long: `size` is in characters, tokens or log probabilities."""
+    return await asyncio.to_thread(work) if size > _LONG_WORK else work()

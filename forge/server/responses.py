@@ -1,12 +1,13 @@
 """Outputs in the shapes of OpenAI's API: whole bodies and the chunks of a stream."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from forge.engine.outputs import CompletionOutput, Logprobs, RequestOutput
 from forge.server.engine_client import Delta
 from forge.server.reasoning import ReasoningSplitter, split_reasoning
+from forge.server.strict_json import to_json
 from forge.tokenizer import Tokenizer
 
 
@@ -23,6 +24,15 @@ def usage_object(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
+def size_of(outputs: Sequence[RequestOutput]) -> int:
+    """Tokens and log probabilities of an answer: how long it takes to make is about that."""
+    return sum(
+        len(sample.token_ids) + sum(map(len, (*(sample.logprobs or ()), *filter(None, output.prompt_logprobs or ()))))
+        for output in outputs
+        for sample in output.outputs
+    )
+
+
 class Shape:
     """What all answers to one request share."""
 
@@ -35,8 +45,13 @@ class Shape:
         """Whether a stream ends with a chunk of usage; the chunks before it then have an empty one."""
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
 
-    def body(self, choices: list[dict[str, Any]], outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return {**self._head, "object": self.whole, "choices": choices, "usage": usage_object(outputs)}
+    def choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def body(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The whole answer, made and encoded one choice at a time: one with many log probabilities is large."""
+        head = to_json({**self._head, "object": self.whole, "usage": usage_object(outputs)})
+        return head[:-1] + b',"choices":[' + b",".join(map(to_json, self.choices(outputs))) + b"]}"
 
     def chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk, "choices": choices}
@@ -61,25 +76,19 @@ class CompletionShape(Shape):
         self._lengths: dict[int, int] = {}
         """Characters of each choice's text so far, for the offsets of its tokens."""
 
-    def choices(self, outputs: Sequence[RequestOutput], tokens_wanted: bool = True) -> list[dict[str, Any]]:
-        """All choices. Without `tokens_wanted` only the prompts, echoed."""
-        choices = []
-        for output, echo in zip(outputs, self._echo, strict=True):
-            for sample in output.outputs:
-                index = len(choices)
-                logprobs = self._echoed_logprobs(index, output) if echo is not None else None
-                if tokens_wanted and sample.logprobs is not None:
-                    logprobs = _joined(logprobs, self._logprobs(index, sample.token_ids, sample.logprobs))
-                choices.append(
-                    {
-                        "index": index,
-                        "text": (echo or "") + sample.text,
-                        "logprobs": logprobs,
-                        "finish_reason": sample.finish_reason,
-                        "stop_reason": sample.stop_reason if isinstance(sample.stop_reason, str) else None,
-                    }
-                )
-        return choices
+    def choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        samples = [(*pair, sample) for pair in zip(outputs, self._echo, strict=True) for sample in pair[0].outputs]
+        for index, (output, echo, sample) in enumerate(samples):
+            logprobs = self._echoed_logprobs(index, output) if echo is not None else None
+            if sample.logprobs is not None:
+                logprobs = _joined(logprobs, self._logprobs(index, sample.token_ids, sample.logprobs))
+            yield {
+                "index": index,
+                "text": (echo or "") + sample.text,
+                "logprobs": logprobs,
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason if isinstance(sample.stop_reason, str) else None,
+            }
 
     def delta(self, delta: Delta) -> dict[str, Any]:
         logprobs = None
@@ -142,8 +151,8 @@ class ChatShape(Shape):
         """Whether the prompt ends inside the thinking part."""
         self._splitters: dict[int, ReasoningSplitter] = {}
 
-    def choices(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        return [self._choice(sample) for output in outputs for sample in output.outputs]
+    def choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        return (self._choice(sample) for output in outputs for sample in output.outputs)
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
         reasoning, answer = split_reasoning(sample.text, self._in_reasoning)

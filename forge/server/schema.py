@@ -1,15 +1,31 @@
 """What clients may send: OpenAI's parameters, the field's extensions to them, and the native ones.
 
 Types are strict and numbers finite. A parameter of the field's that this server does not have, and that cannot be
-ignored without giving another answer, is refused by its name; one that nobody has heard of is ignored, as everywhere.
+ignored without giving another answer, is refused by its name; an unknown one is ignored, as everywhere.
+
+A list is checked for its length before its items, and validation stops at the first wrong item: a body of a million
+wrong items costs no more than one.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
-Number = Annotated[float, Field(ge=-1e9, le=1e9)]
-TokenIds = list[int]
+MAX_ITEMS = 8192
+"""Items of any list but one of token ids: prompts, messages, documents."""
+MAX_BIASES = 16_384
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)]
+Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+def _few(biases: Any) -> Any:
+    """Pydantic checks the length of a dict after its items."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise PydanticCustomError("too_long", f"it should have at most {MAX_BIASES} entries, not {len(biases)}")
+    return biases
 
 
 class Body(BaseModel):
@@ -32,12 +48,12 @@ class Sampling(Body):
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_few)] = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -51,7 +67,7 @@ class Sampling(Body):
 
 
 class CompletionRequest(Sampling):
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: Prompts
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
 
@@ -62,7 +78,10 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class ChatTemplateVariables(Body):
@@ -70,7 +89,7 @@ class ChatTemplateVariables(Body):
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -85,7 +104,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_generation_prompt: bool | None = True
 
 
@@ -95,7 +114,7 @@ class DetokenizeRequest(Body):
 
 
 class EmbeddingRequest(Body):
-    input: str | list[str] | TokenIds | list[TokenIds]
+    input: Prompts
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -103,20 +122,20 @@ class EmbeddingRequest(Body):
 
 class RerankRequest(Body):
     query: str
-    documents: list[str]
+    documents: Texts
     model: str | None = None
     top_n: Annotated[int, Field(ge=0)] | None = None
 
 
 class ScoreRequest(Body):
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: str | Texts
+    text_2: str | Texts
     model: str | None = None
 
 
 class ClassifyRequest(Body):
-    input: str | list[str]
-    labels: Annotated[list[str], Field(min_length=2, max_length=100)]
+    input: str | Texts
+    labels: Annotated[list[str], Field(min_length=2, max_length=100, fail_fast=True)]
     model: str | None = None
 
 

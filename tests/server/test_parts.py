@@ -1,15 +1,25 @@
 """The server's small parts, each by itself."""
 
 import asyncio
+import json
 import re
 import socket
+import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from forge.engine.outputs import CompletionOutput, RequestOutput
+from forge.server import schema
 from forge.server.http_protocol import CorkedTransport
 from forge.server.messages import Abort, Gauges, Inbox, Outbox, StepSummary, frame
 from forge.server.metrics import Histogram, Metrics, ThroughputLine
+from forge.server.requests import beside_the_loop
+from forge.server.responses import CompletionShape, size_of
+from forge.tokenizer.byte_tokenizer import ByteTokenizer
+from forge.trace.records import RequestMetrics
 
 
 @given(st.lists(st.text(max_size=50), max_size=20), st.lists(st.integers(1, 40), min_size=1, max_size=50))
@@ -110,3 +120,50 @@ def test_what_is_written_in_one_turn_goes_out_as_one_piece():
 
     wire = asyncio.run(write())
     assert wire.writes == [b"ab", b"c"] and wire.closed
+
+
+MANY = 100_000
+WRONG = {
+    "prompts": (schema.CompletionRequest, {"prompt": [1.5] * MANY}),
+    "prompts of nothing": (schema.CompletionRequest, {"prompt": [{}] * MANY}),
+    "token ids": (schema.CompletionRequest, {"prompt": [1, *["a"] * MANY]}),
+    "token ids of many prompts": (schema.CompletionRequest, {"prompt": [[1, *["a"] * MANY]] * 3}),
+    "more prompts than any server takes": (schema.CompletionRequest, {"prompt": ["a"] * MANY}),
+    "stop strings": (schema.CompletionRequest, {"prompt": "a", "stop": [{}] * MANY}),
+    "biases": (schema.CompletionRequest, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(MANY)), "b")}),
+    "messages": (schema.ChatRequest, {"messages": [{}] * MANY}),
+    "sound messages": (schema.ChatRequest, {"messages": [{"role": "user", "content": "a"}] * MANY}),
+    "parts of a message": (schema.ChatRequest, {"messages": [{"role": "user", "content": [1] * MANY}]}),
+    "tokens": (schema.DetokenizeRequest, {"tokens": ["a"] * MANY}),
+    "inputs": (schema.EmbeddingRequest, {"input": [None] * MANY}),
+    "documents": (schema.RerankRequest, {"query": "a", "documents": [{}] * MANY}),
+    "texts": (schema.ScoreRequest, {"text_1": "a", "text_2": [1] * MANY}),
+    "labels": (schema.ClassifyRequest, {"input": "a", "labels": [1] * MANY}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_validation_stops_at_the_first_wrong_item(name):
+    model, body = WRONG[name]
+    with pytest.raises(ValidationError) as found:
+        model.model_validate(body)
+    assert found.value.error_count() <= 4  # one for each type that a prompt may have
+
+
+def test_long_work_is_done_beside_the_loop():
+    async def where(size: int) -> threading.Thread:
+        return await beside_the_loop(size, threading.current_thread)
+
+    assert asyncio.run(where(10)) is threading.main_thread()
+    assert asyncio.run(where(100_000)) is not threading.main_thread()
+
+
+def test_an_answers_size_counts_its_tokens_and_all_log_probabilities():
+    token = ((1, -0.5), (2, -1.5))
+    sample = CompletionOutput(0, "ab", (1, 1), "length", None, (token, token), RequestMetrics(3, 2, 0.0, None, None))
+    output = RequestOutput("r", None, (1, 1, 1), (sample,), (None, token, token), 0)
+    assert size_of([output, output]) == 2 * (2 + 4 + 4)
+    shape = CompletionShape("id", "m", ByteTokenizer(), False, [None, None])
+    body = json.loads(shape.body([output, output]))
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert body["choices"][1]["logprobs"]["token_logprobs"] == [-0.5, -0.5] and body["usage"]["total_tokens"] == 10
