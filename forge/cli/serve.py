@@ -3,7 +3,7 @@
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _SERVER, _SCHEDULER, _LIMITS = "Server", "Scheduler", "Limits"
 ADDRESS_VARIABLE = "FORGE_ADDR"
+OnEngineDeath = Literal["exit", "restart"]
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8080
 
 
@@ -89,6 +90,10 @@ def serve(
         float | None,
         typer.Option("--grace", help="Seconds to finish after SIGTERM.", rich_help_panel=_LIMITS),
     ] = None,
+    on_engine_death: Annotated[
+        OnEngineDeath,
+        typer.Option("--on-engine-death", help="When the engine's process dies.", rich_help_panel=_SERVER),
+    ] = "exit",
     log_interval: Annotated[
         float, typer.Option("--log-interval", help="Seconds between two lines; 0 for none.", rich_help_panel=_SERVER)
     ] = 10.0,
@@ -118,6 +123,7 @@ def serve(
         tuple(allow_origin or ()),
         tuple(served_model_name or ([] if Path(model).exists() else [model])),
         log_interval,
+        on_engine_death,
         Limits(**limits),
     )
     loading = options.model_options(

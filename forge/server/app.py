@@ -66,6 +66,7 @@ class Service:
         self.reader = RequestReader(self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits)
         self.metrics = Metrics(names[0], ready.max_model_len, ready.num_blocks, ready.block_size)
         client.on_step = self.metrics.take_step
+        client.on_death = self.metrics.take_failures
         client.on_end = lambda generation, output: self.metrics.take_output(
             output, generation.params, generation.arrived
         )

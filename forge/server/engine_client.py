@@ -12,6 +12,7 @@ import multiprocessing
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -50,7 +51,7 @@ class EngineDead(ForgeError):
     """The engine's process is gone."""
 
     def __init__(self):
-        super().__init__("the engine has stopped; restart the server")
+        super().__init__("the engine's process has died")
 
 
 class RequestFailed(ForgeError):
@@ -201,17 +202,8 @@ class EngineClient(asyncio.BufferedProtocol):
     """
 
     def __init__(self, model: str, options: dict[str, Any]):
-        self._socket, theirs = socket.socketpair()
-        for end in (self._socket, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        context = multiprocessing.get_context("spawn")
-        from forge.server import engine_process
-
-        self.process = context.Process(
-            target=engine_process.main, args=(theirs, model, options), name="forge-engine", daemon=True
-        )
-        self.process.start()
-        theirs.close()
+        self._model, self._options = model, options
+        self._start()
         self._device = ""
         """What the engine computes on."""
         self.gauges = Gauges()
@@ -219,7 +211,8 @@ class EngineClient(asyncio.BufferedProtocol):
         self.on_end: Callable[[Generation, RequestOutput], None] = lambda generation, output: None
         self.on_record: Callable[[StepRecord], None] | None = None
         """For `--live`: called with every step's whole record."""
-        self._inbox = Inbox()
+        self.on_death: Callable[[int], None] = lambda num_failed: None
+        """Called with the number of choices and answers that the engine's death has failed."""
         self._received = memoryview(bytearray(_RECEIVE))
         self._generations: dict[int, tuple[Generation, int]] = {}
         """From a key to its generation and which of its prompts it is."""
@@ -235,6 +228,23 @@ class EngineClient(asyncio.BufferedProtocol):
         self._commands: list[bytes] = []
         self.dead = False
         self.died = asyncio.Event()
+        """Set when the engine's process is gone without `disconnect`."""
+        self._is_leaving = False
+
+    def _start(self) -> None:
+        """Start a process, and load the model in it."""
+        self._socket, theirs = socket.socketpair()
+        for end in (self._socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        context = multiprocessing.get_context("spawn")
+        from forge.server import engine_process
+
+        self.process = context.Process(
+            target=engine_process.main, args=(theirs, self._model, self._options), name="forge-engine", daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self._inbox = Inbox()
 
     def wait_until_ready(self) -> Ready:
         """Block until the model is loaded. Raises the `ForgeError` that the engine's process found."""
@@ -255,11 +265,23 @@ class EngineClient(asyncio.BufferedProtocol):
         self._socket.setblocking(False)
         self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
         if self.on_record is not None:
-            self._send(Watch(True))
+            self._transport.write(frame(Watch(True)))
+
+    async def restart(self) -> None:
+        """Start the engine's process again after it died. Raises the `ForgeError` of one that does not load."""
+        await asyncio.to_thread(self.close)
+        self._start()
+        await asyncio.to_thread(self.wait_until_ready)
+        await self.connect()
+        self.dead = False
+        self.died.clear()
 
     def disconnect(self) -> None:
         """Leave the loop; the engine's process ends when its socket closes."""
+        self._is_leaving = True
         self._transport.abort()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # a restart may wait on it in another thread
 
     def close(self) -> None:
         """Wait for the engine's process to end."""
@@ -387,10 +409,14 @@ class EngineClient(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.dead = True
-        self.died.set()
+        self.gauges = Gauges()
         for generation, _ in self._generations.values():
             generation.fail(EngineDead())
+        if not self._is_leaving:
+            self.on_death(sum(generation.params.n for generation, _ in self._generations.values()) + self._num_asked)
+            self.died.set()
         self._generations.clear()
+        self._streams.clear()
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(EngineDead())

@@ -52,7 +52,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDead):
-        return ApiError(str(error), 503, code="engine_dead")
+        return ApiError(str(error), 503, code="engine_dead", retry_after=5)
     if isinstance(error, ShuttingDown):
         return ApiError(str(error), 503, code="shutting_down", retry_after=5)
     if isinstance(error, RequestFailed | FollowerStalled):

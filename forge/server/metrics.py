@@ -137,6 +137,9 @@ class Metrics:
     def take_abort(self) -> None:
         self.finished["abort"] += 1
 
+    def take_failures(self, num_failed: int) -> None:
+        self.finished["error"] += num_failed
+
     def text(self, gauges: Gauges) -> str:
         """Everything, in Prometheus' text format."""
         usage = gauges.used_blocks / gauges.num_blocks if gauges.num_blocks else 0.0

@@ -1,7 +1,8 @@
 """Running the server: the listening socket, uvicorn on it, the engine beside it, and an orderly end.
 
 SIGTERM or Ctrl-C: no new work is taken, what runs may finish within the grace time, the rest is aborted, and the
-process exits with 0. A second signal does not wait.
+process exits with 0. A second signal does not wait. When the engine's process dies, its requests end with an error and
+the server exits with 1, or starts another engine (`--on-engine-death`).
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from typing import Any
 
 import uvicorn
 
-from forge.errors import UsageError
+from forge.errors import ForgeError, UsageError
 from forge.server.app import create_app
 from forge.server.engine_client import EngineClient, ShuttingDown
 from forge.server.http_protocol import protocol_class
@@ -31,6 +32,8 @@ logger = logging.getLogger("forge.server")
 
 _COLLECT_EVERY = 20_000
 """New objects between two collections. A burst of requests makes some 10,000, and leaves no circles of them."""
+
+_ON_DEATH = {"exit": "the server exits", "restart": "starting another"}
 
 
 def serve(
@@ -119,16 +122,20 @@ async def _serve(client, ready, settings: Settings, listening, on_ready) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.begin)
-    logging_task = asyncio.create_task(_log_throughput(client, service, settings.log_interval))
+    tasks = [
+        asyncio.create_task(_log_throughput(client, service, settings.log_interval)),
+        asyncio.create_task(_follow_engine(client, server, settings.on_engine_death)),
+    ]
     if on_ready is not None:
         host, port = listening.getsockname()[:2]
         server.on_started = lambda: on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     try:
         await server.serve([listening])
+        return 1 if client.dead else 0
     finally:
-        logging_task.cancel()
+        for task in tasks:
+            task.cancel()
         client.disconnect()
-    return 0
 
 
 class _Server(uvicorn.Server):
@@ -169,6 +176,25 @@ class _Ending:
         self._client.abort_all(ShuttingDown())
         self._client.end_records()
         self._server.should_exit = True
+
+
+async def _follow_engine(client: EngineClient, server: uvicorn.Server, on_death: str) -> None:
+    """When the engine's process dies: say so in one line, then end the server or start another engine."""
+    while True:
+        await client.died.wait()
+        await asyncio.to_thread(client.process.join, 2)
+        code = client.process.exitcode
+        how = "its socket closed" if code is None else f"signal {-code}" if code < 0 else f"exit status {code}"
+        logger.error("the engine's process died (%s): %s", how, _ON_DEATH[on_death])
+        if on_death == "exit":
+            break
+        try:
+            await client.restart()
+        except ForgeError as error:
+            logger.error("the engine does not start again (%s): the server exits", error)
+            break
+        logger.info("the engine runs again")
+    server.should_exit = True
 
 
 async def _log_throughput(client: EngineClient, service, interval: float) -> None:

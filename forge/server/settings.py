@@ -1,6 +1,7 @@
 """How the server is set up: who may come in, how much of everything, how long anybody waits."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -36,4 +37,6 @@ class Settings:
     """What clients may call the model; the first is what it calls itself."""
     log_interval: float = 10.0
     """Seconds between two lines about throughput; 0 for none."""
+    on_engine_death: Literal["exit", "restart"] = "exit"
+    """What the server does when the engine's process dies: exit with status 1, or start another."""
     limits: Limits = field(default_factory=Limits)

@@ -78,15 +78,45 @@ def test_after_the_grace_time_a_stream_ends_with_an_error(long_model):
     assert not [line for line in server.log if "Traceback" in line]
 
 
-def test_a_dead_engine_makes_health_503_and_ends_what_runs(long_model):
+def test_a_dead_engine_ends_what_runs_and_the_server_with_one_line(long_model):
     server = Server("-m", long_model)
     raw = begin_stream(server)
     os.kill(server.engine_pid(), signal.SIGKILL)
     assert '"code":"engine_dead"' in rest(raw)
-    assert until(lambda: server.request("/health")[0] == 503)
+    assert server.process.wait(PATIENCE) == 1
+    assert until(lambda: any("died" in line for line in server.log))
+    assert len([line for line in server.log if "died (signal 9)" in line]) == 1
+    assert not [line for line in server.log if "Traceback" in line]
+
+
+def test_a_dead_engine_is_started_again_where_asked_and_its_requests_count_as_errors(long_model):
+    server = Server("-m", long_model, "--on-engine-death", "restart")
+    raw = begin_stream(server)
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert '"code":"engine_dead"' in rest(raw)
+    status, found = server.request("/health")
+    assert status == 503 and found["error"]["code"] == "engine_dead"
     status, found = server.request("/v1/completions", {"prompt": "x"})
     assert status == 503 and found["error"]["code"] == "engine_dead"
+    assert server.is_idle()
+    assert 'finished_reason="error"} 1' in server.request("/metrics")[1]
+    assert until(lambda: server.request("/health")[0] == 200)
+    assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert until(lambda: server.request("/health")[0] == 503) and until(lambda: server.request("/health")[0] == 200)
     assert server.stop() == 0
+    assert len([line for line in server.log if "died (signal 9)" in line]) == 2
+
+
+def test_an_engine_that_does_not_load_again_ends_the_server(tmp_path, alone):
+    from tests.small_models import write_small_qwen3
+
+    path = write_small_qwen3(tmp_path / "gone.gguf")
+    server = Server("-m", str(path), "--on-engine-death", "restart")
+    path.unlink()
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert server.process.wait(PATIENCE) == 1
+    assert until(lambda: any("does not start again" in line for line in server.log))
 
 
 def test_an_engine_whose_server_was_killed_ends(long_model):
@@ -261,4 +291,4 @@ def test_a_dead_engine_answers_its_questions(long_model):
     raw = ask_much(server)
     os.kill(server.engine_pid(), signal.SIGKILL)
     assert '"code":"engine_dead"' in rest(raw)
-    assert server.stop() == 0
+    assert server.process.wait(PATIENCE) == 1
