@@ -18,7 +18,7 @@ from forge.server.errors import ApiError, install_handlers
 from forge.server.gate import Draining, Gate
 from forge.server.messages import Ready
 from forge.server.metrics import CONTENT_TYPE, Metrics
-from forge.server.requests import DEFAULT_TOKENS, RequestReader, beside_the_loop
+from forge.server.requests import DEFAULT_TOKENS, RequestReader, beside_the_loop, special_of
 from forge.server.responses import ChatShape, CompletionShape, Shape, size_of, usage_object
 from forge.server.schema import (
     ChatRequest,
@@ -149,7 +149,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Continue texts."""
         reader, request_id = service.reader, f"cmpl-{secrets.token_hex(12)}"
         model = reader.model(body.model)
-        prompts = await reader.completion_prompts(body.prompt)
+        prompts = await reader.prompts(body.prompt, **special_of(body))
         params = reader.completion_params(body, prompts)
         echo = [_text_of(service, prompt) if body.echo else None for prompt in prompts]
         shape = CompletionShape(request_id, model, service.tokenizer, body.usage_wanted, echo)
@@ -183,7 +183,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         reader, request_id = service.reader, f"gen-{secrets.token_hex(12)}"
         reader.model(body.model)
         reader.check_supported(body)
-        prompt = await reader.one_prompt(body.prompt)
+        prompt = await reader.one_prompt(body.prompt, **special_of(body))
         max_tokens = reader.max_tokens(body.max_tokens, DEFAULT_TOKENS, len(prompt.token_ids), "max_tokens")
         params = reader.params(body, 1, max_tokens)
         generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
@@ -203,10 +203,9 @@ def _add_text(app: FastAPI, service: Service) -> None:
         if len(given) != 1:
             raise ApiError("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            text = await reader.rendered(body.messages, bool(body.add_generation_prompt), None)
+            token_ids = (await reader.chat_prompt(body, bool(body.add_generation_prompt))).token_ids
         else:
-            text = body.prompt if body.prompt is not None else body.content
-        token_ids = await reader.encode(text, given[0], allow_special=body.messages is not None)
+            token_ids = await reader.encode(getattr(body, given[0]), given[0], **special_of(body))
         found = {"count": len(token_ids), "max_model_len": service.ready.max_model_len, "tokens": token_ids}
         return JsonAnswer(to_json(found))
 

@@ -8,7 +8,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError
-from forge.server.schema import ChatRequest, CompletionRequest, Message, Sampling, unsupported_parameter
+from forge.server.schema import ChatRequest, CompletionRequest, Sampling, TokenizeRequest, unsupported_parameter
 from forge.server.settings import Limits
 from forge.tokenizer import Tokenizer
 
@@ -48,53 +48,64 @@ class RequestReader:
 
     # Prompts
 
-    async def completion_prompts(self, prompt: str | list, param: str = "prompt") -> list[Prompt]:
-        """One `Prompt` for each that the body has under the name `param`."""
+    async def prompts(self, prompt: str | list, param: str = "prompt", **special: bool | None) -> list[Prompt]:
+        """One `Prompt` for each that the body has under the name `param`. `special` as for `one_prompt`."""
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
             raise ApiError(f"{param} is empty: give one or more texts or lists of token ids", param=param)
         if len(prompt) > self.limits.max_prompts:
             raise ApiError(f"{param} has {len(prompt)} entries, at most {self.limits.max_prompts} go", param=param)
-        return [await self.one_prompt(one, param) for one in prompt]
+        return [await self.one_prompt(one, param, **special) for one in prompt]
 
-    async def one_prompt(self, prompt: str | list[int], param: str = "prompt") -> Prompt:
-        if isinstance(prompt, str):
-            return Prompt(self._checked_ids(await self.encode(prompt, param), param), prompt)
-        return Prompt(self._checked_ids(prompt, param))
+    async def one_prompt(
+        self, prompt: str | list[int], param: str = "prompt", *, parse: bool | None = False, bos: bool | None = None
+    ) -> Prompt:
+        """`parse`: whether the text of a control token becomes that token. `bos` false: never put BOS first."""
+        if not isinstance(prompt, str):
+            return Prompt(self._checked_ids(prompt, param))
+        return Prompt(self._checked_ids(await self.encode(prompt, param, parse=parse, bos=bos), param), prompt)
 
-    async def chat_prompt(self, body: ChatRequest) -> Prompt:
-        thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
-        rendered = await self.rendered(body.messages, True, thinking)
-        token_ids = await self.encode(rendered, "messages", allow_special=True)
-        return Prompt(self._checked_ids(token_ids, "messages"), rendered)
-
-    async def rendered(self, messages: Sequence[Message], add_generation_prompt: bool, thinking: bool | None) -> str:
+    async def chat_prompt(self, body: ChatRequest | TokenizeRequest, add_generation_prompt: bool = True) -> Prompt:
         """A conversation as the model's chat template has it."""
+        template: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        if isinstance(body, ChatRequest) and body.chat_template_kwargs is not None:
+            template["enable_thinking"] = body.chat_template_kwargs.enable_thinking
 
-        def render() -> str:
-            turns = [message.model_dump(exclude_none=True) for message in messages]
+        def encode() -> tuple[str, list[int]]:
+            turns = [message.model_dump(exclude_none=True) for message in body.messages]
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
                 turn.setdefault("content", "")
-            return self.tokenizer.apply_chat_template(
-                turns, add_generation_prompt=add_generation_prompt, enable_thinking=thinking
+            return self.tokenizer.encode_chat(
+                turns, parse_special=bool(body.parse_special), add_bos=bool(body.add_special_tokens), **template
             )
 
+        size = sum(len(message.content or "") for message in body.messages)
+        self._check_size(size, "messages")
         try:
-            size = sum(len(message.content or "") for message in messages) + 100 * len(messages)
-            return await beside_the_loop(size, render)
+            rendered, token_ids = await beside_the_loop(size + 100 * len(body.messages), encode)
         except UsageError as error:
             raise ApiError(str(error), param="messages") from None
+        return Prompt(self._checked_ids(token_ids, "messages"), rendered)
 
-    async def encode(self, text: str, param: str = "prompt", allow_special: bool = False) -> list[int]:
+    async def encode(
+        self, text: str, param: str = "prompt", *, parse: bool | None = False, bos: bool | None = None
+    ) -> list[int]:
         """Token ids of `text`. One that no number of tokens could hold is refused before it is looked at."""
-        if len(text) > self.max_model_len * self._longest_token:
-            raise self._too_long(f"{len(text)} characters", param)
+        self._check_size(len(text), param)
+
+        def encode() -> list[int]:
+            return self.tokenizer.encode(text, allow_special=bool(parse), add_bos=bos is not False)
+
         try:
-            return await beside_the_loop(len(text), lambda: self.tokenizer.encode(text, allow_special=allow_special))
+            return await beside_the_loop(len(text), encode)
         except UsageError as error:
             raise ApiError(str(error), param=param) from None
+
+    def _check_size(self, num_chars: int, param: str) -> None:
+        if num_chars > self.max_model_len * self._longest_token:
+            raise self._too_long(f"{num_chars} characters", param)
 
     def _checked_ids(self, token_ids: list[int], param: str) -> list[int]:
         if not token_ids:
@@ -200,6 +211,11 @@ class RequestReader:
     def _check_logprobs(self, wanted: int | None, param: str) -> None:
         if wanted is not None and wanted > self.limits.max_logprobs:
             raise ApiError(f"{param} is {wanted}, at most {self.limits.max_logprobs} go", param=param)
+
+
+def special_of(body: Sampling | TokenizeRequest) -> dict[str, bool | None]:
+    """What a body says about control tokens in a prompt's text, as `one_prompt` wants it."""
+    return {"parse": body.parse_special is not False, "bos": body.add_special_tokens}
 
 
 async def beside_the_loop(size: int, work: Callable[[], Any]) -> Any:

@@ -57,6 +57,10 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    parse_special: bool | None = None
+    """Whether the text of a control token becomes that token: by default in a prompt, and not in a chat's messages."""
+    add_special_tokens: bool | None = None
+    """Whether BOS is put before the prompt where the model wants it: by default yes, and no in a chat."""
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
     cache_salt: str | None = None
 
@@ -106,6 +110,8 @@ class TokenizeRequest(Body):
     content: str | None = None
     messages: Messages | None = None
     add_generation_prompt: bool | None = True
+    parse_special: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class DetokenizeRequest(Body):

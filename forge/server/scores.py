@@ -39,7 +39,7 @@ class Asking:
         self.service = service
 
     async def prompts(self, texts: str | list, param: str = "input") -> list[Prompt]:
-        return await self.service.reader.completion_prompts(texts, param)
+        return await self.service.reader.prompts(texts, param)
 
     async def run(self, request: Request, work: Callable[[Callable[[Requests], list[Any]]], Any]) -> Any:
         """`work(answer)`, where `answer` runs one-shot requests, or none of them when the client leaves.

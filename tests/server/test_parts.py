@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -16,8 +17,9 @@ from forge.server import schema
 from forge.server.http_protocol import CorkedTransport
 from forge.server.messages import Abort, Gauges, Inbox, Outbox, StepSummary, frame
 from forge.server.metrics import Histogram, Metrics, ThroughputLine
-from forge.server.requests import beside_the_loop
+from forge.server.requests import RequestReader, beside_the_loop, special_of
 from forge.server.responses import CompletionShape, size_of
+from forge.server.settings import Limits
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 from forge.trace.records import RequestMetrics
 
@@ -167,3 +169,20 @@ def test_an_answers_size_counts_its_tokens_and_all_log_probabilities():
     body = json.loads(shape.body([output, output]))
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     assert body["choices"][1]["logprobs"]["token_logprobs"] == [-0.5, -0.5] and body["usage"]["total_tokens"] == 10
+
+
+def test_the_bos_token_comes_where_the_model_wants_it_unless_the_body_does_not():
+    tokenizer = ByteTokenizer()
+    tokenizer.spec = replace(tokenizer.spec, add_bos=True, bos_token_id=256)
+    reader = RequestReader(tokenizer, ["m"], tokenizer.vocab_size, 100, Limits())
+
+    def first(body: schema.CompletionRequest | schema.ChatRequest) -> int:
+        if isinstance(body, schema.ChatRequest):
+            return asyncio.run(reader.chat_prompt(body)).token_ids[0]
+        return asyncio.run(reader.prompts(body.prompt, **special_of(body)))[0].token_ids[0]
+
+    messages = [schema.Message(role="user", content="a")]
+    assert first(schema.CompletionRequest(prompt="a")) == 256
+    assert first(schema.CompletionRequest(prompt="a", add_special_tokens=False)) == ord("a")
+    assert first(schema.ChatRequest(messages=messages)) == 257, "the template's own <|im_start|>"
+    assert first(schema.ChatRequest(messages=messages, add_special_tokens=True)) == 256
