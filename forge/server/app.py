@@ -134,6 +134,7 @@ def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAP
     _add_text(app, service)
     add_scores(app, service)
     _add_watching(app, service)
+    _add_aliases(app)
     _describe(app)
     app.add_middleware(Gate, api_key=settings.api_key, limits=settings.limits, draining=service.draining)
     if settings.allow_origins:
@@ -226,7 +227,12 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 
 def _add_watching(app: FastAPI, service: Service) -> None:
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
     @app.get("/health")
+    @app.get("/ping", include_in_schema=False)
     async def health() -> Response:
         """Whether requests are answered."""
         if service.client.dead:
@@ -254,6 +260,13 @@ def _add_watching(app: FastAPI, service: Service) -> None:
         if service.client.dead:
             raise EngineDead
         return EventStream(_step_events(service.client), service.limits.stall_timeout, lambda: None)
+
+
+def _add_aliases(app: FastAPI) -> None:
+    """`/v1/completions` is `/completions` too, and so on: some clients are configured without the `/v1`."""
+    for route in [one for one in app.routes if one.path.startswith("/v1/")]:
+        alias = route.path.removeprefix("/v1")
+        app.add_api_route(alias, route.endpoint, methods=list(route.methods), include_in_schema=False)
 
 
 def _describe(app: FastAPI) -> None:

@@ -11,7 +11,7 @@ from forge.server.engine_client import ShuttingDown
 from forge.server.errors import ApiError, error_response
 from forge.server.settings import Limits
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ping"})
 """What needs no key."""
 
 

@@ -28,6 +28,7 @@ class RequestReader:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.limits = limits
+        self._longest = f"this model's maximum context length is {max_model_len} tokens"  # clients look for these words
         self._longest_token = max(map(len, tokenizer.spec.tokens))
 
     def model(self, name: str | None) -> str:
@@ -105,19 +106,19 @@ class RequestReader:
 
     def _check_size(self, num_chars: int, param: str) -> None:
         if num_chars > self.max_model_len * self._longest_token:
-            raise self._too_long(f"{num_chars} characters", param)
+            raise self.too_long(f"{num_chars} characters", param)
 
     def _checked_ids(self, token_ids: list[int], param: str) -> list[int]:
         if not token_ids:
             raise ApiError(f"{param} is empty: give it at least one token", param=param)
         if len(token_ids) > self.max_model_len:
-            raise self._too_long(f"{len(token_ids)} tokens", param)
+            raise self.too_long(f"{len(token_ids)} tokens", param)
         if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param=param)
         return token_ids
 
-    def _too_long(self, length: str, param: str) -> ApiError:
-        message = f"this model's context holds {self.max_model_len} tokens, and {param} has {length}: shorten it"
+    def too_long(self, length: str, param: str) -> ApiError:
+        message = f"{self._longest}, and {param} has {length}: shorten it"
         return ApiError(message, param=param, code="context_length_exceeded")
 
     # Parameters
@@ -130,8 +131,8 @@ class RequestReader:
             return max(1, min(default, room))  # there is room for one behind the fullest: its own keys are never needed
         if asked > room:
             raise ApiError(
-                f"{param} is {asked}, and of this model's context of {self.max_model_len} tokens the prompt's "
-                f"{num_prompt_tokens} leave {room}: ask for fewer, shorten the prompt, or leave {param} out",
+                f"{self._longest}, of which the prompt's {num_prompt_tokens} leave {room}, and {param} is {asked}: "
+                f"ask for fewer, shorten the prompt, or leave {param} out",
                 param=param,
                 code="context_length_exceeded",
             )

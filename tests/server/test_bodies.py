@@ -91,8 +91,34 @@ def test_more_tokens_than_fit_behind_the_prompt_are_refused_and_by_default_as_ma
         assert status == expected
     assert found["error"]["param"] == "max_tokens" and found["error"]["code"] == "context_length_exceeded"
     assert all(str(number) in found["error"]["message"] for number in (6, 5, longest, longest - 5))
+    assert f"this model's maximum context length is {longest} tokens" in found["error"]["message"]
     status, found = server.request(path, {"prompt": prompt, "ignore_eos": True})
     assert status == 200 and found["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    "path, name, body",
+    [
+        ("/v1/completions", "prompt", {}),
+        ("/generate", "prompt", {}),
+        ("/v1/embeddings", "input", {}),
+        ("/v1/score", "text_1", {"text_2": "a"}),
+        ("/v1/chat/completions", "messages", {}),
+    ],
+)
+@pytest.mark.parametrize("letters", [3000, 1_000_000], ids=["tokens", "characters"])
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(server, path, name, body, letters):
+    text = "a" * letters
+    asked = {name: [{"role": "user", "content": text}] if name == "messages" else text} | body
+    status, found = server.request(path, asked)
+    assert status == 400 and found["error"]["code"] == "context_length_exceeded"
+    assert "this model's maximum context length is 640 tokens" in found["error"]["message"]
+
+
+def test_a_pair_of_texts_that_is_too_long_together_is_refused_in_those_words(server):
+    status, found = server.request("/v1/score", {"text_1": "a" * 600, "text_2": "a" * 600})
+    assert status == 400 and found["error"]["param"] == "text_2" and found["error"]["code"] == "context_length_exceeded"
+    assert "this model's maximum context length is 640 tokens" in found["error"]["message"]
 
 
 def test_chat_answers_as_long_as_fits_and_refuses_more(server):

@@ -6,11 +6,37 @@ import socket
 import threading
 import urllib.request
 
+import pytest
+
+from forge import __version__
 from tests.server.conftest import until
 
 
 def test_health_is_a_plain_ok(server):
     assert server.request("/health") == (200, {"status": "ok"})
+
+
+def test_ping_and_version(server):
+    assert server.request("/ping") == (200, {"status": "ok"})
+    assert server.request("/version") == (200, {"version": __version__})
+
+
+ALIASES = {
+    "/completions": {"prompt": "a", "max_tokens": 2},
+    "/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/embeddings": {"input": "a"},
+    "/rerank": {},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/models": None,
+    "/models/small": None,
+}
+
+
+@pytest.mark.parametrize("path", ALIASES)
+def test_an_alias_without_v1_answers_as_the_whole_path_does(server, path):
+    status, found = server.request(path, ALIASES[path])
+    expected, same = server.request(f"/v1{path}", ALIASES[path])
+    assert status == expected < 404 and found.keys() == same.keys()
 
 
 def test_metrics_have_the_names_that_dashboards_ask_for(server):
