@@ -222,7 +222,7 @@ class BetweenSteps:
 
     def _keeps_nothing(self, params: SamplingParams, room: int) -> bool:
         """Whether a generation ends with its first token at the latest, and there are blocks to compute it in."""
-        few = params.n == 1 and min(params.max_tokens, room) <= 1
+        few = params.n == 1 and min(params.max_tokens, room) <= 1 and not params.has_own_end
         return few and self.scheduler.config.oneshot and len(self.scheduler.scratch) > 0
 
     def has_unfinished(self) -> bool:
@@ -349,7 +349,8 @@ class BetweenSteps:
         sequence.output_text = output_text
 
     def _new_text(self, params: SamplingParams) -> OutputText:
-        return OutputText(StreamingDetokenizer(self.tokenizer), params.stop)
+        detokenizer = StreamingDetokenizer(self.tokenizer)
+        return OutputText(detokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
 
 
 def _bytes_of(lease: Lease[Model], num_rows: int, num_logit_rows: int) -> int:

@@ -88,7 +88,9 @@ class Choices:
             params, length = sequence.params, len(sequence.token_ids)
             own = logits[row]
             names = sequence.seed, sequence.sample_index, length
-            choice = choose(own, params, sequence.token_ids, *names, sequence.num_prompt_tokens, self._probabilities)
+            (row_logits,) = self._before_minimum(sequence, own[None])
+            history = sequence.token_ids
+            choice = choose(row_logits, params, history, *names, sequence.num_prompt_tokens, self._probabilities)
             return self._emit(sequence, (choice,), (own,))
         check_greatest(greatest[row])
         own = None if self._on_logits is None else logits[row]
@@ -112,7 +114,7 @@ class Choices:
             found = verify_likeliest([likeliest[span] for span in spans], [greatest[span] for span in spans], runs)
             rows = [None] * len(found.choices) if self._on_logits is None else logits[spans[found.winner]]
         else:
-            each = [logits[span] for span in spans]
+            each = [self._before_minimum(sequence, logits[span]) for span in spans]
             names = sequence.seed, sequence.sample_index, sequence.num_prompt_tokens
             found = verify_forks(each, runs, sequence.params, sequence.token_ids, *names)
             rows = each[found.winner]
@@ -123,6 +125,17 @@ class Choices:
         winner = item.forks[found.winner - 1].seq_id if found.winner else None
         return outcome._replace(num_accepted=num_accepted, winner=winner)
 
+    def _before_minimum(self, sequence: Sequence, rows: np.ndarray) -> np.ndarray:
+        """Logits of a sequence's next tokens, without those tokens that would end it before its `min_tokens`."""
+        params = sequence.params
+        num_rows = params.min_tokens - sequence.num_output_tokens
+        if num_rows <= 0:
+            return rows
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        rows = rows.copy()
+        rows[:num_rows, list(ends)] = -np.inf
+        return rows
+
     def _is_plain(self, sequence: Sequence) -> bool:
         """Whether a sequence's tokens are the likeliest, and nobody asks how likely they were."""
         return sequence.params.plain_greedy and not self._probabilities
@@ -132,17 +145,18 @@ class Choices:
         the sequence."""
         token_ids: list[int] = []
         seq_id, output_text, position = sequence.seq_id, sequence.output_text, len(sequence.token_ids)
+        params = sequence.params
         last = sequence.num_prompt_tokens + sequence.max_output_tokens - 1
         for (token_id, probability, logprobs), logits in zip(chosen, rows, strict=False):
             if self._on_logits is not None:
                 self._on_logits(seq_id, logits.copy())
             if logprobs is not None:
                 sequence.logprobs.append(logprobs)
-            is_eos = token_id in self._eos_token_ids and not sequence.params.ignore_eos
-            text = "" if is_eos else output_text.push(token_id)
+            is_end = (token_id in self._eos_token_ids and not params.ignore_eos) or token_id in params.stop_token_ids
+            text = "" if is_end and not params.include_stop_str_in_output else output_text.push(token_id)
             token_ids.append(token_id)
             self.tokens.append(TokenRecord(seq_id, position, token_id, text, probability, logprobs))
-            if is_eos:
+            if is_end:
                 return self._ended(sequence, "stop", token_id, tuple(token_ids))
             if output_text.stopped_by is not None:
                 return self._ended(sequence, "stop", output_text.stopped_by, tuple(token_ids))
