@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from forge import __version__
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.server.engine_client import Delta, EngineClient, EngineDead, Generation, Prompt, ShuttingDown
+from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, ShuttingDown
 from forge.server.errors import ApiError, install_handlers
 from forge.server.gate import Draining, Gate
 from forge.server.messages import Ready
@@ -152,8 +152,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         model = reader.model(body.model)
         prompts = await reader.prompts(body.prompt, **special_of(body))
         params = reader.completion_params(body, prompts)
-        echo = [_text_of(service, prompt) if body.echo else None for prompt in prompts]
-        shape = CompletionShape(request_id, model, service.tokenizer, body.usage_wanted, echo)
+        shape = CompletionShape(request_id, model, service.tokenizer, body, prompts)
         # The prompt's log probabilities are there when it has ended: such a stream has one chunk per choice.
         piecemeal = bool(body.stream) and not (body.echo and params.prompt_logprobs is not None)
         generation = service.submit(request_id, prompts, params, body, piecemeal)
@@ -170,9 +169,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         reader.check_supported(body)
         prompt = await reader.chat_prompt(body)
         params = reader.chat_params(body, len(prompt.token_ids))
-        in_reasoning = prompt.text.rstrip().endswith("<think>")
-        top = body.top_logprobs or 0
-        shape = ChatShape(request_id, model, service.tokenizer, body.usage_wanted, top, in_reasoning)
+        shape = ChatShape(request_id, model, service.tokenizer, body, [prompt])
         generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
         if not body.stream:
             return await service.answer(generation, request, shape)
@@ -204,7 +201,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         if len(given) != 1:
             raise ApiError("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            token_ids = (await reader.chat_prompt(body, bool(body.add_generation_prompt))).token_ids
+            token_ids = (await reader.chat_prompt(body)).token_ids
         else:
             token_ids = await reader.encode(getattr(body, given[0]), given[0], **special_of(body))
         found = {"count": len(token_ids), "max_model_len": service.ready.max_model_len, "tokens": token_ids}
@@ -286,7 +283,7 @@ async def _completion_events(
             for choice in range(len(generation.prompts) * generation.params.n):
                 yield event(shape.echo_chunk(choice, choice // generation.params.n))
         async for deltas in generation.updates():
-            piece = b"".join([event(shape.delta(delta)) for delta in deltas if _says_something(delta)])
+            piece = b"".join([event(shape.delta(delta)) for delta in deltas if shape.says_something(delta)])
             if generation.has_nothing_more:
                 yield piece + await _last_events(shape, generation)
                 return
@@ -316,11 +313,6 @@ async def _last_events(shape: CompletionShape | ChatShape, generation: Generatio
     """What follows the last choice's end: usage, where it is wanted, and the mark of the end."""
     outputs = await generation.finished()
     return event(shape.usage_chunk(outputs)) + DONE if shape.usage_wanted else DONE
-
-
-def _says_something(delta: Delta) -> bool:
-    """A token may bring nothing that can be shown yet."""
-    return bool(delta.text or delta.finish_reason or delta.logprobs)
 
 
 async def _native_events(service: Service, generation: Generation) -> AsyncIterator[bytes]:
@@ -365,10 +357,6 @@ async def _step_events(client: EngineClient) -> AsyncIterator[bytes]:
     async for record in client.records():
         yield event(encode(record))
     yield DONE
-
-
-def _text_of(service: Service, prompt: Prompt) -> str:
-    return prompt.text if prompt.text is not None else service.tokenizer.decode(prompt.token_ids)
 
 
 def _model_object(service: Service, name: str) -> dict[str, Any]:

@@ -8,7 +8,14 @@ from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError
-from forge.server.schema import ChatRequest, CompletionRequest, Sampling, TokenizeRequest, unsupported_parameter
+from forge.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    OpenAiRequest,
+    Sampling,
+    TokenizeRequest,
+    unsupported_parameter,
+)
 from forge.server.settings import Limits
 from forge.tokenizer import Tokenizer
 
@@ -67,9 +74,14 @@ class RequestReader:
             return Prompt(self._checked_ids(prompt, param))
         return Prompt(self._checked_ids(await self.encode(prompt, param, parse=parse, bos=bos), param), prompt)
 
-    async def chat_prompt(self, body: ChatRequest | TokenizeRequest, add_generation_prompt: bool = True) -> Prompt:
+    async def chat_prompt(self, body: ChatRequest | TokenizeRequest) -> Prompt:
         """A conversation as the model's chat template has it."""
-        template: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        continues = isinstance(body, ChatRequest) and bool(body.continue_final_message)
+        if continues and body.add_generation_prompt:
+            message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
+            raise ApiError(message, param="continue_final_message")
+        begins = not continues and body.add_generation_prompt is not False
+        template: dict[str, Any] = {"add_generation_prompt": begins, "continue_final_message": continues}
         if isinstance(body, ChatRequest) and body.chat_template_kwargs is not None:
             template["enable_thinking"] = body.chat_template_kwargs.enable_thinking
 
@@ -145,7 +157,10 @@ class RequestReader:
         if max_tokens == 0 and not body.echo:
             raise ApiError("max_tokens is 0: ask for at least 1 token, or for the prompt with echo", param="max_tokens")
         self._check_logprobs(body.logprobs, "logprobs")
-        scored = body.logprobs if body.echo and body.logprobs is not None else None
+        scored = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
+        if body.prompt_logprobs not in (None, scored):
+            raise ApiError(f"prompt_logprobs must be as logprobs, {scored}, or left out", param="prompt_logprobs")
+        self._check_prompt_logprobs(body)
         if max_tokens == 0 and scored is None:
             scored = 0
         return self.params(body, len(prompts), max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
@@ -160,12 +175,16 @@ class RequestReader:
         if asked == 0:
             raise ApiError(f"{param} must be at least 1", param=param)
         max_tokens = self.max_tokens(asked, self.max_model_len, num_prompt_tokens, param)
-        return self.params(body, 1, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+        self._check_prompt_logprobs(body)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return self.params(body, 1, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
 
     def params(self, body: Sampling, num_prompts: int, max_tokens: int, **others: Any) -> SamplingParams:
         n, limits = body.n or 1, self.limits
         if body.stream_options is not None and not body.stream:
             raise ApiError("stream_options are for streams: set stream to true", param="stream_options")
+        if body.stream_options is not None and body.stream_options.continuous_usage_stats and not body.usage_wanted:
+            raise ApiError("continuous_usage_stats needs include_usage to be true", param="stream_options")
         if n > limits.max_n:
             raise ApiError(f"n is {n}, at most {limits.max_n} go", param="n")
         if n * num_prompts > limits.max_choices:
@@ -182,6 +201,9 @@ class RequestReader:
             "seed": None if body.seed is None else body.seed % 2**64,
             "stop": self._stop(body.stop),
             "ignore_eos": body.ignore_eos,
+            "min_tokens": body.min_tokens,
+            "stop_token_ids": self._stop_ids(body.stop_token_ids),
+            "include_stop_str_in_output": body.include_stop_str_in_output,
             "n": n,
             **others,
         }
@@ -198,6 +220,11 @@ class RequestReader:
             raise ApiError(f"a stop string has between 1 and {self.limits.max_stop_chars} characters", param="stop")
         return strings
 
+    def _stop_ids(self, token_ids: list[int] | None) -> tuple[int, ...]:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param="stop_token_ids")
+        return tuple(token_ids or ())
+
     def _bias(self, bias: dict[str, float] | None) -> dict[int, float] | None:
         if bias is None:
             return None
@@ -212,6 +239,11 @@ class RequestReader:
     def _check_logprobs(self, wanted: int | None, param: str) -> None:
         if wanted is not None and wanted > self.limits.max_logprobs:
             raise ApiError(f"{param} is {wanted}, at most {self.limits.max_logprobs} go", param=param)
+
+    def _check_prompt_logprobs(self, body: OpenAiRequest) -> None:
+        self._check_logprobs(body.prompt_logprobs, "prompt_logprobs")
+        if body.stream and body.prompt_logprobs is not None:
+            raise ApiError("prompt_logprobs are for whole answers: set stream to false", param="prompt_logprobs")
 
 
 def special_of(body: Sampling | TokenizeRequest) -> dict[str, bool | None]:

@@ -34,6 +34,8 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    """Every chunk has the usage so far."""
 
 
 class Sampling(Body):
@@ -55,6 +57,9 @@ class Sampling(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_few)] = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=128, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     parse_special: bool | None = None
@@ -69,8 +74,19 @@ class Sampling(Body):
         """Whether a stream is to end with its usage."""
         return bool(self.stream_options is not None and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.usage_wanted and bool(self.stream_options.continuous_usage_stats)
 
-class CompletionRequest(Sampling):
+
+class OpenAiRequest(Sampling):
+    """vLLM's extensions to both of OpenAI's endpoints."""
+
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionRequest(OpenAiRequest):
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
@@ -92,12 +108,15 @@ class ChatTemplateVariables(Body):
     enable_thinking: bool | None = None
 
 
-class ChatRequest(Sampling):
+class ChatRequest(OpenAiRequest):
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     chat_template_kwargs: ChatTemplateVariables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Go on with the last message instead of answering it."""
 
 
 class GenerateRequest(Sampling):
@@ -157,12 +176,11 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "web_search_options": (),
     "suffix": ("",),
-    # vLLM's and llama.cpp's
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
+    "echo": (False,),
+    "max_completion_tokens": (),
+    # vLLM's
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -170,17 +188,38 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
     "prompt_embeds": (),
+    "return_tokens_as_token_ids": (False,),
+    "logprob_token_ids": ([],),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "grammar": ("",),
-    "json_schema": (),
     "chat_template": (),
     "documents": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    # SGLang's
+    "regex": ("",),
+    "ebnf": ("",),
+    "json_schema": (),
+    "min_new_tokens": (0,),
+    "stop_regex": ([], ""),
+    "lora_path": (),
+    "custom_logit_processor": (),
+    # llama.cpp's
+    "grammar": ("",),
+    "lora": ([],),
+    "n_predict": (),
+    "n_probs": (0,),
+    "repeat_penalty": (1,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "dynatemp_range": (0,),
+    "top_n_sigma": (-1, 0),
+    "samplers": ([],),
 }
 """Parameters that are not supported, with the values that ask for nothing."""
 
@@ -188,8 +227,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 def unsupported_parameter(body: Sampling) -> str | None:
     """The first parameter that asks for what this server does not do."""
     for name, value in (body.model_extra or {}).items():
-        if value is None or (name == "min_tokens" and body.ignore_eos and not body.stop):
-            continue  # as load generators ask: nothing ends it before its length anyway
+        if value is None:
+            continue
         if name in _HARMLESS and value not in _HARMLESS[name]:
             return name
         if name == "best_of" and value != (body.n or 1):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from fastapi import FastAPI, Request
 
 from forge.engine import tasks
@@ -91,8 +92,8 @@ def add_scores(app: FastAPI, service: "Service") -> None:
         vectors = await asking.run(
             request, lambda answer: tasks.embed(_ids(prompts), service.ready.pooling, answer), "input"
         )
-        if body.dimensions not in (None, vectors.shape[1]):
-            raise ApiError(f"this model's embeddings have {vectors.shape[1]} dimensions", param="dimensions")
+        if body.dimensions is not None:
+            vectors = _shortened(vectors, body.dimensions)
         if body.encoding_format == "base64":
             shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
         else:
@@ -161,6 +162,14 @@ def add_scores(app: FastAPI, service: "Service") -> None:
             for index, one in enumerate(found)
         ]
         return asking.body("classify", model, prompts, data=data)
+
+
+def _shortened(vectors: np.ndarray, dimensions: int) -> np.ndarray:
+    """Unit vectors of the first `dimensions` of each (Matryoshka embeddings: Kusupati et al. 2022)."""
+    if dimensions > vectors.shape[1]:
+        raise ApiError(f"this model's embeddings have {vectors.shape[1]} dimensions, ask for fewer", param="dimensions")
+    first = vectors[:, :dimensions]
+    return first / np.maximum(np.linalg.norm(first, axis=1, keepdims=True), np.finfo(np.float32).tiny)
 
 
 def _ids(prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -106,18 +106,24 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         parse_special: bool = False,
+        continue_final_message: bool = False,
         add_bos: bool = True,
         **template: Any,
     ) -> tuple[str, list[int]]:
         """The prompt for a conversation, as text and as token ids.
 
         Control tokens of the chat template become tokens; what a message spells like one stays text, unless
-        `parse_special` is set. `template` are keywords of `apply_chat_template`, whose errors are raised."""
+        `parse_special` is set. With `continue_final_message` the prompt ends with the last message's content, to be
+        gone on with. `template` are keywords of `apply_chat_template`, whose errors are raised."""
         pattern = None if parse_special else self._control_beginnings
         mark = choose_mark(messages) if pattern else ""
         shown = [marked(message, pattern, mark) for message in messages] if pattern else messages
         rendered = self.apply_chat_template(shown, **template)
         check_unicode(rendered)
+        if continue_final_message:
+            from forge.tokenizer.chat_template import up_to_content
+
+            rendered = up_to_content(rendered, shown[-1])
         parts = self._split(rendered, True)
         if pattern:
             parts = [part.replace(mark, "") if isinstance(part, str) else part for part in parts]

@@ -132,14 +132,24 @@ def test_chat_answers_as_long_as_fits_and_refuses_more(server):
 
 
 REFUSED = {
-    "stop_token_ids": [3],
-    "min_tokens": 3,
     "guided_json": {},
     "structured_outputs": {"regex": "a"},
     "use_beam_search": True,
-    "include_stop_str_in_output": True,
     "grammar": "root ::= x",
     "best_of": 3,
+    "repeat_penalty": 1.1,
+    "typical_p": 0.9,
+    "mirostat": 2,
+    "dry_multiplier": 0.8,
+    "xtc_probability": 0.5,
+    "n_predict": 3,
+    "n_probs": 3,
+    "lora": [{"id": 0, "scale": 1.0}],
+    "return_tokens_as_token_ids": True,
+    "logprob_token_ids": [1],
+    "regex": "a*",
+    "ebnf": "root ::= x",
+    "max_completion_tokens": 3,
 }
 MEANS_NOTHING = {
     "stop_token_ids": [],
@@ -150,6 +160,10 @@ MEANS_NOTHING = {
     "best_of": 1,
     "suffix": "",
     "guided_json": None,
+    "repeat_penalty": 1.0,
+    "mirostat": 0,
+    "return_token_ids": False,
+    "echo": False,
 }
 
 
@@ -161,10 +175,29 @@ def test_what_would_change_the_answer_is_refused_by_name(server, name):
 
 
 def test_what_asks_for_nothing_is_accepted(server):
-    asked = {"prompt": "x", "max_tokens": 2, "min_tokens": 2, "ignore_eos": True}
-    assert server.request("/v1/completions", asked)[0] == 200
-    assert server.request("/v1/completions", asked | {"stop": "x"})[1]["error"]["param"] == "min_tokens"
     assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 1} | MEANS_NOTHING)[0] == 200
+
+
+def test_a_chat_does_not_echo(server):
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    assert server.request("/v1/chat/completions", asked | {"echo": False})[0] == 200
+    assert server.request("/v1/chat/completions", asked | {"echo": True})[1]["error"]["param"] == "echo"
+
+
+@pytest.mark.parametrize(
+    "param, asked",
+    [
+        ("min_tokens", {"max_tokens": 3, "min_tokens": 4}),
+        ("stop_token_ids", {"stop_token_ids": [10**6]}),
+        ("prompt_logprobs", {"prompt_logprobs": 2, "stream": True}),
+        ("prompt_logprobs", {"prompt_logprobs": 2, "echo": True, "logprobs": 3}),
+        ("prompt_logprobs", {"prompt_logprobs": 99}),
+        ("stream_options", {"stream": True, "stream_options": {"continuous_usage_stats": True}}),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(server, param, asked):
+    status, found = server.request("/v1/completions", {"prompt": "x"} | asked)
+    assert status == 400 and found["error"]["param"] == param
 
 
 def test_more_prompts_than_the_queue_has_room_for_are_never_worth_another_try(server):

@@ -72,3 +72,20 @@ def test_a_messages_text_comes_out_as_it_went_in(content):
 def test_messages_with_every_mark_are_refused():
     with pytest.raises(UsageError, match="noncharacters"):
         ByteTokenizer().encode_chat(user("".join(MARKS)))
+
+
+@pytest.mark.parametrize("content", ["Once upon", " Once <|im_end|> upon a ", [{"type": "text", "text": "Once"}]])
+def test_a_last_message_can_be_gone_on_with(content):
+    messages = [*user("Hi"), {"role": "assistant", "content": content}]
+    text, ids = with_template("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}").encode_chat(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+    said = content if isinstance(content, str) else content[0]["text"]
+    assert text == "<|im_start|>Hi<|im_end|><|im_start|>" + said and ids.count(END) == 1
+
+
+@pytest.mark.parametrize("content", ["", "  ", "<think>"])
+def test_a_message_that_the_template_changes_cannot_be_gone_on_with(content):
+    one = with_template("{{ messages[0].content | replace('<think>', '') }}")
+    with pytest.raises(UsageError, match="cannot be continued"):
+        one.encode_chat(user(content), continue_final_message=True)
