@@ -57,6 +57,15 @@ def serve(
         list[str] | None,
         typer.Option("--allow-origin", help="A web origin that may call; may be repeated.", rich_help_panel=_SERVER),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host", help="A name that requests may be for; may be repeated.", rich_help_panel=_SERVER
+        ),
+    ] = None,
+    debug_texts: Annotated[
+        bool, typer.Option("--debug-texts", help="Show clients' texts in /debug/steps.", rich_help_panel=_SERVER)
+    ] = False,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option("--served-model-name", help="What clients call the model.", rich_help_panel=_SERVER),
@@ -120,11 +129,13 @@ def serve(
         host,
         port,
         api_key,
-        tuple(allow_origin or ()),
-        tuple(served_model_name or ([] if Path(model).exists() else [model])),
-        log_interval,
-        on_engine_death,
-        Limits(**limits),
+        allow_origins=tuple(allow_origin or ()),
+        allowed_hosts=tuple(allowed_host or ()),
+        debug_texts=debug_texts,
+        model_names=tuple(served_model_name or ([] if Path(model).exists() else [model])),
+        log_interval=log_interval,
+        on_engine_death=on_engine_death,
+        limits=Limits(**limits),
     )
     loading = options.model_options(
         kv=kv,

@@ -18,6 +18,7 @@ from forge.server.errors import ApiError, install_handlers
 from forge.server.gate import Draining, Gate
 from forge.server.messages import Ready
 from forge.server.metrics import CONTENT_TYPE, Metrics
+from forge.server.redaction import without_texts
 from forge.server.requests import DEFAULT_TOKENS, RequestReader, beside_the_loop, special_of
 from forge.server.responses import ChatShape, CompletionShape, Shape, size_of, usage_object
 from forge.server.schema import (
@@ -40,6 +41,7 @@ _ERRORS = {
     for status, text in (
         (400, "The request is wrong; the error says where"),
         (401, "The key is missing or wrong"),
+        (403, "The server is not known by the name in Host"),
         (404, "There is no such thing"),
         (413, "The body is too large"),
         (415, "The body is of another kind than JSON"),
@@ -136,7 +138,7 @@ def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAP
     _add_watching(app, service)
     _add_aliases(app)
     _describe(app)
-    app.add_middleware(Gate, api_key=settings.api_key, limits=settings.limits, draining=service.draining)
+    app.add_middleware(Gate, settings=settings, draining=service.draining)
     if settings.allow_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
@@ -253,10 +255,11 @@ def _add_watching(app: FastAPI, service: Service) -> None:
 
     @app.get("/debug/steps", responses=_STREAMED)
     async def debug_steps() -> Response:
-        """The engine's steps from now on, as server-sent events."""
+        """The engine's steps from now on, as server-sent events; without texts unless the server shows them."""
         if service.client.dead:
             raise EngineDead
-        return EventStream(_step_events(service.client), service.limits.stall_timeout, lambda: None)
+        events = _step_events(service.client, service.settings.debug_texts)
+        return EventStream(events, service.limits.stall_timeout, lambda: None)
 
 
 def _add_aliases(app: FastAPI) -> None:
@@ -352,10 +355,10 @@ async def _native_body(service: Service, generation: Generation) -> dict[str, An
     }
 
 
-async def _step_events(client: EngineClient) -> AsyncIterator[bytes]:
+async def _step_events(client: EngineClient, texts: bool) -> AsyncIterator[bytes]:
     encode = codec_of(StepRecord).encode
     async for record in client.records():
-        yield event(encode(record))
+        yield event(encode(record if texts else without_texts(record)))
     yield DONE
 
 

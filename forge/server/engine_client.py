@@ -37,6 +37,7 @@ from forge.server.messages import (
     Withdraw,
     frame,
     pause_between_events,
+    prompt_id,
 )
 from forge.trace.records import StepRecord
 
@@ -45,6 +46,10 @@ logger = logging.getLogger("forge.server")
 _RECEIVE = 1 << 18
 MAX_PENDING_CHARS = 1 << 20
 """What a follower may leave unread before its request is aborted."""
+
+
+MAX_DELTAS = 256
+"""Tokens of a lone stream that wait to be taken apart from each other."""
 
 
 class EngineDead(ForgeError):
@@ -106,7 +111,9 @@ class Generation:
         self.outputs: list[RequestOutput | None] = [None] * len(self.prompts)
         self.error: ForgeError | None = None
         self._num_accepted = 0
-        self._deltas: dict[int, Delta] = {}
+        self._deltas: list[Delta] = []
+        self._last: dict[int, Delta] = {}
+        """Of each choice the delta that more can be merged into."""
         self._pending_chars = 0
         self._begun: set[int] = set()
         self._wake = asyncio.Event()
@@ -137,7 +144,7 @@ class Generation:
         """What is new, until the end. Raises what went wrong, after what came before it."""
         while True:
             if self._deltas:
-                deltas, self._deltas, self._pending_chars = list(self._deltas.values()), {}, 0
+                deltas, self._deltas, self._last, self._pending_chars = self._deltas, [], {}, 0
                 yield deltas
             elif self.ended:
                 self._raise_error()
@@ -169,16 +176,19 @@ class Generation:
             self.wake()
 
     def delta(self, choice: int) -> Delta:
-        found = self._deltas.get(choice)
+        """The delta that what comes next of a choice belongs to."""
+        found = self._last.get(choice)
         if found is None:
-            found = self._deltas[choice] = Delta(choice)
+            found = self._last[choice] = Delta(choice)
+            self._deltas.append(found)
         return found
 
-    def add_token(self, choice: int, token_id: int, text: str, logprobs) -> bool:
-        """Take in a token; whether it is the first of its choice."""
-        delta = self._deltas.get(choice)
-        if delta is None:
-            delta = self._deltas[choice] = Delta(choice)
+    def add_token(self, choice: int, token_id: int, text: str, logprobs, apart: bool = False) -> bool:
+        """Take in a token; whether it is the first of its choice. `apart`: in a delta of its own, unless very many wait
+        to be taken."""
+        if apart and len(self._deltas) < MAX_DELTAS:
+            self._last.pop(choice, None)
+        delta = self.delta(choice)
         delta.text += text
         delta.token_ids.append(token_id)
         self._pending_chars += len(text)
@@ -314,7 +324,7 @@ class EngineClient(asyncio.BufferedProtocol):
         generation = Generation(request_id, prompts, params, stream)
         for index, prompt in enumerate(generation.prompts):
             key = next(self._keys)
-            own_id = request_id if len(generation.prompts) == 1 else f"{request_id}-{index}"
+            own_id = request_id if len(generation.prompts) == 1 else prompt_id(request_id, index)
             generation.keys.append(key)
             self._generations[key] = generation, index
             self._send(Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
@@ -430,12 +440,13 @@ class EngineClient(asyncio.BufferedProtocol):
         for refusal in update.refused:
             if (found := find(refusal.key)) is not None:
                 self.abort(found[0], _error_of(refusal.fault))
+        is_alone = len(self._streams) <= 1
         for key, sample, token_id, text, logprobs in update.tokens:
             found = find(key)
             if found is None:
                 continue
             generation, index = found
-            if generation.add_token(index * generation.params.n + sample, token_id, text, logprobs):
+            if generation.add_token(index * generation.params.n + sample, token_id, text, logprobs, is_alone):
                 generation.wake()
             else:
                 dirty.add(generation)

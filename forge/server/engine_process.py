@@ -19,7 +19,7 @@ from typing import Any
 from forge.engine.engine import Engine
 from forge.engine.llm import LLM
 from forge.errors import ForgeError
-from forge.server.life import LifeBook
+from forge.server.life import MAX_ENDED, LifeBook
 from forge.server.messages import (
     Abort,
     Answer,
@@ -41,6 +41,7 @@ from forge.server.messages import (
     Withdraw,
     frame,
     pause_between_events,
+    prompt_id,
 )
 from forge.trace.records import FinishRecord, StepRecord
 
@@ -225,7 +226,14 @@ class EngineServer:
             return Answer(question.number, None, Fault(str(error)))
 
     def _answer_life(self, request_id: str) -> dict[str, Any] | None:
-        """What happened to a request; None if it is not known (any more)."""
+        """What happened to a request, or to each prompt of one with several; None if it is not known (any more)."""
+        if (life := self._life(request_id)) is not None:
+            return life
+        prompts = [self._life(prompt_id(request_id, index)) for index in range(MAX_ENDED)]
+        known = [life for life in prompts if life is not None]
+        return {"request_id": request_id, "prompts": known} if known else None
+
+    def _life(self, request_id: str) -> dict[str, Any] | None:
         output = self.engine.output(request_id) if request_id in self._keys else None
         return self._lives.life(request_id, output)
 

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from ipaddress import ip_address
 from typing import Any
 
 import uvicorn
@@ -25,7 +24,7 @@ from forge.server.engine_client import EngineClient, ShuttingDown
 from forge.server.http_protocol import protocol_class
 from forge.server.messages import Ready
 from forge.server.metrics import ThroughputLine
-from forge.server.settings import Settings
+from forge.server.settings import Settings, is_loopback
 from forge.trace.records import StepRecord
 
 logger = logging.getLogger("forge.server")
@@ -73,16 +72,9 @@ def listen(settings: Settings) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from None
-    if settings.api_key is None and not _is_private(settings.host):
+    if settings.api_key is None and not is_loopback(settings.host):
         logger.warning("%s can be reached from other machines and there is no --api-key", settings.host)
     return listening
-
-
-def _is_private(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _raise_file_limit() -> None:

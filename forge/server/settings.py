@@ -1,7 +1,16 @@
 """How the server is set up: who may come in, how much of everything, how long anybody waits."""
 
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Literal
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,10 @@ class Settings:
     port: int = 8080
     api_key: str | None = None
     allow_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that a request's `Host` may have beside `localhost`, an IP address and `host`."""
+    debug_texts: bool = False
+    """Whether `/debug/steps` shows the clients' token ids and texts."""
     model_names: tuple[str, ...] = ()
     """What clients may call the model; the first is what it calls itself."""
     log_interval: float = 10.0

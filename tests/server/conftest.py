@@ -110,7 +110,9 @@ async def post(port: int, path: str, body: Any) -> tuple[int, bytes]:
 
 def request_bytes(path: str, body: Any) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
+    )
     return head.encode() + b"connection: close\r\n\r\n" + data
 
 

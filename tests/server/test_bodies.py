@@ -238,9 +238,50 @@ def test_an_offer_of_another_protocol_is_not_taken_up(server):
 
 @pytest.mark.parametrize("line", [b"x-long: " + b"a" * 200_000, b"x: y\r\n" * 20_000], ids=["long", "many"])
 def test_a_head_without_an_end_is_hung_up_on(server, line):
-    found = raw(server, b"GET /health HTTP/1.1\r\nhost: x\r\n" + line)
+    found = raw(server, b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + line)
     assert not found or found.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
     assert server.request("/health")[0] == 200
+
+
+def test_a_head_that_is_too_large_is_refused_though_it_comes_whole(server):
+    for size, expected in ((60_000, b"HTTP/1.1 200"), (70_000, b"HTTP/1.1 431")):
+        head = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-long: " + b"a" * size
+        assert raw(server, head + b"\r\n\r\n").startswith(expected)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_closes_its_sending_half_gets_its_answer(server, stream):
+    asked = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": stream}
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(30)
+        connection.sendall(request_bytes("/v1/completions", asked).replace(b"connection: close\r\n", b""))
+        connection.shutdown(socket.SHUT_WR)
+        found = b""
+        while piece := connection.recv(65536):
+            found += piece
+    assert b"HTTP/1.1 200" in found and b'"finish_reason":"length"' in found
+
+
+def test_a_client_that_closes_before_its_body_is_sent_is_hung_up_on(server):
+    body = request_bytes("/v1/completions", {"prompt": "x"})
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(10)
+        connection.sendall(body[:-3])
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(100) == b""
+
+
+HOSTS = {"localhost": 200, "localhost:99": 200, "127.0.0.1": 200, "[::1]:80": 200, "evil.example": 403, "a:b:c": 403}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_page_whose_name_resolves_to_this_machine_is_refused(server, host):
+    """DNS rebinding: a browser sends the page's own name."""
+    status, found = server.request("/v1/models", headers={"host": host})
+    assert status == HOSTS[host]
+    if status == 403:
+        assert found["error"]["code"] == "host_not_allowed" and "--allowed-host" in found["error"]["message"]
+    assert server.request("/health", headers={"host": host})[0] == 200
 
 
 def test_requests_that_come_at_once_are_answered_in_order(server):

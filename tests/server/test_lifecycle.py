@@ -60,7 +60,7 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_work(long_model):
 def test_a_watcher_does_not_hold_up_the_end(long_model):
     server = Server("-m", long_model)
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
-        raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: x\r\n\r\n")
+        raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert raw.recv(1000).startswith(b"HTTP/1.1 200")
         server.process.send_signal(signal.SIGTERM)
         assert "[DONE]" in rest(raw)
@@ -242,10 +242,11 @@ def test_live_prints_every_step(long_model):
 def test_watch_shows_the_steps_of_a_server_elsewhere(long_model):
     import subprocess
 
-    from tests.cli.conftest import start
+    from tests.cli.conftest import environment, start
 
     server = Server("-m", long_model)
-    watching = start("watch", server.url, stdout=subprocess.PIPE, text=True)
+    proxy = environment(http_proxy="http://127.0.0.1:1", no_proxy="")  # a proxy's 127.0.0.1 would be another machine
+    watching = start("watch", server.url, stdout=subprocess.PIPE, text=True, env=proxy)
     lines: list[str] = []
     reading = threading.Thread(target=lambda: lines.extend(iter(watching.stdout.readline, "")), daemon=True)
     reading.start()

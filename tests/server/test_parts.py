@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from forge.engine.outputs import CompletionOutput, RequestOutput
+from forge.engine.sampling_params import SamplingParams
 from forge.server import schema
-from forge.server.engine_client import Prompt
+from forge.server.engine_client import MAX_DELTAS, Delta, Generation, Prompt
 from forge.server.http_protocol import CorkedTransport
 from forge.server.messages import Abort, Gauges, Inbox, Outbox, StepSummary, frame
 from forge.server.metrics import Histogram, Metrics, ThroughputLine
@@ -187,3 +188,29 @@ def test_the_bos_token_comes_where_the_model_wants_it_unless_the_body_does_not()
     assert first(schema.CompletionRequest(prompt="a", add_special_tokens=False)) == ord("a")
     assert first(schema.ChatRequest(messages=messages)) == 257, "the template's own <|im_start|>"
     assert first(schema.ChatRequest(messages=messages, add_special_tokens=True)) == 256
+
+
+def pieces(generation: Generation) -> list[Delta]:
+    async def take() -> list[Delta]:
+        return await anext(generation.updates())
+
+    return asyncio.run(take())
+
+
+def test_tokens_of_a_lone_stream_stay_apart_however_late_they_are_taken():
+    one = Generation("r", [Prompt([1])], SamplingParams(), True)
+    for token_id in (5, 6, 7):
+        one.add_token(0, token_id, "a", None, apart=True)
+    one.delta(0).finish_reason = "length"
+    assert [delta.token_ids for delta in pieces(one)] == [[5], [6], [7]]
+    for token_id in range(MAX_DELTAS + 100):
+        one.add_token(0, token_id, "a", None, apart=True)
+    found = pieces(one)
+    assert len(found) == MAX_DELTAS and sum(len(delta.token_ids) for delta in found) == MAX_DELTAS + 100
+
+
+def test_tokens_of_one_stream_among_several_share_a_delta():
+    one = Generation("r", [Prompt([1])], SamplingParams(n=2), True)
+    for choice, token_id in ((0, 5), (1, 6), (0, 7)):
+        one.add_token(choice, token_id, "a", None)
+    assert [(delta.choice, delta.token_ids, delta.text) for delta in pieces(one)] == [(0, [5, 7], "aa"), (1, [6], "a")]

@@ -5,10 +5,14 @@ import re
 import socket
 import threading
 import urllib.request
+from dataclasses import replace
 
 import pytest
 
-from forge import __version__
+from forge import LLM, SamplingParams, __version__
+from forge.server.redaction import without_texts
+from forge.trace.codec import codec_of
+from forge.trace.records import FinishRecord, SpecCycle, StepRecord, TokenVerdict
 from tests.server.conftest import until
 
 
@@ -102,6 +106,17 @@ def test_counters_count(server):
     assert found["usage"]["completion_tokens"] == 10
 
 
+def test_a_steps_tokens_are_those_of_prompts_and_all_that_are_generated(server):
+    assert until(server.is_idle)
+
+    def observed() -> float:
+        return float(re.search(r"^vllm:iteration_tokens_total_sum{.*} (\S+)$", server.request("/metrics")[1], re.M)[1])
+
+    before = observed()
+    _, found = server.request("/v1/completions", {"prompt": "never seen", "max_tokens": 4, "ignore_eos": True})
+    assert until(server.is_idle) and observed() - before == found["usage"]["total_tokens"]
+
+
 def test_questions_count_too(server):
     assert until(server.is_idle)
     names = ("vllm:prompt_tokens", "vllm:request_success", "vllm:generation_tokens")
@@ -120,6 +135,15 @@ def test_a_requests_life_can_be_read_while_it_is_remembered(server):
     assert steps == sorted(set(steps))
 
 
+def test_a_request_of_several_prompts_has_a_life_for_each(server):
+    asked = {"prompt": ["abc", "defgh"], "max_tokens": 2, "ignore_eos": True}
+    _, found = server.request("/v1/completions", asked)
+    status, life = server.request(f"/debug/requests/{found['id']}")
+    assert status == 200 and life["request_id"] == found["id"]
+    assert [one["num_prompt_tokens"] for one in life["prompts"]] == [3, 5]
+    assert [one["request_id"] for one in life["prompts"]] == [f"{found['id']}-0", f"{found['id']}-1"]
+
+
 def test_steps_are_sent_as_they_happen(server):
     answer = urllib.request.urlopen(server.url + "/debug/steps", timeout=30)
     body = {"prompt": "abc", "max_tokens": 6, "ignore_eos": True}
@@ -135,11 +159,23 @@ def test_steps_are_sent_as_they_happen(server):
     numbers = [record["step"] for record in records]
     assert numbers == list(range(numbers[0], numbers[0] + 6))
     assert records[0]["items"][0]["phase"] == "prefill"
+    assert not any(token["text"] or token["token_id"] for record in records for token in record["tokens"])
+
+
+def test_a_records_texts_and_token_ids_are_taken_out():
+    record = next(iter(LLM("hash").start(["ab"], SamplingParams(max_tokens=1, logprobs=1))))
+    cycle = SpecCycle(0, "draft", 2, (5, 6), (TokenVerdict(5, True, 5), TokenVerdict(6, False, 7)), (5, 7), 0.1, 0.2)
+    shown = without_texts(replace(record, cycles=(cycle,), finished=(FinishRecord(0, "stop", "a secret", "stop"),)))
+    text = json.dumps(codec_of(StepRecord).encode(shown))
+    assert "secret" not in text and shown.items == record.items and len(shown.tokens) == len(record.tokens) == 1
+    assert shown.tokens[0][2:] == (0, "", None, None) and shown.finished[0].stop is None
+    assert shown.cycles[0].proposed == shown.cycles[0].emitted == (0, 0)
+    assert {(one.token_id, one.target_argmax) for one in shown.cycles[0].verdicts} == {(0, 0)}
 
 
 def test_a_watcher_that_leaves_is_forgotten(server):
     raw = socket.create_connection(("127.0.0.1", server.port))
-    raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: x\r\n\r\n")
+    raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert raw.recv(1000).startswith(b"HTTP/1.1 200")
     raw.close()
     assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
