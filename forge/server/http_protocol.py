@@ -8,6 +8,7 @@ client that closes its sending half gets its answer, where the system tells it f
 """
 
 import asyncio
+import logging
 import re
 import socket
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.importer import import_from_string
 
+logger = logging.getLogger("forge.server")
+
 MAX_HEAD_BYTES = 1 << 16
 """Of a request's line and headers."""
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
 _EMPTY_EVENT = b"3\r\n:\n\n\r\n"
 """A comment in a stream of events, as a chunk."""
@@ -55,7 +59,7 @@ class CorkedTransport:
             self._transport.write(b"".join(pieces))
 
 
-def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
+def protocol_class(header_timeout: float, max_connections: int) -> type[asyncio.Protocol]:
     """The protocol's class: around httptools where it is installed, around h11 otherwise."""
     try:
         import httptools  # noqa: F401
@@ -67,12 +71,21 @@ def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
     class Protocol(base):
         _deadline: asyncio.TimerHandle | None = None
         _head_bytes = 0
+        _is_refused = False
 
         def connection_made(self, transport) -> None:
+            if len(self.connections) >= max_connections:
+                logger.warning("%d connections are open: more are refused", max_connections)
+                transport.write(_FULL)
+                transport.close()
+                self._is_refused = True
+                return
             super().connection_made(CorkedTransport(transport, self.loop, header_timeout))
             self._expect_head()
 
         def data_received(self, data: bytes) -> None:
+            if self._is_refused:
+                return
             if b"pgrade" in data:
                 data = _without_upgrade(data)
             if not self._is_answering:
@@ -121,7 +134,8 @@ def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
 
         def connection_lost(self, error) -> None:
             self._stop_expecting()
-            super().connection_lost(error)
+            if not self._is_refused:
+                super().connection_lost(error)
 
         def _expect_head(self) -> None:
             self._deadline = self.loop.call_later(header_timeout, self._too_late)

@@ -32,6 +32,8 @@ logger = logging.getLogger("forge.server")
 _COLLECT_EVERY = 20_000
 """New objects between two collections. A burst of requests makes some 10,000, and leaves no circles of them."""
 
+_OTHER_FILES = 64
+"""Open files that are no connections."""
 _ON_DEATH = {"exit": "the server exits", "restart": "starting another"}
 
 
@@ -49,7 +51,6 @@ def serve(
     loaded, or an address that cannot be had.
     """
     listening = listen(settings)
-    _raise_file_limit()
     client = EngineClient(model, options)
     try:
         ready = client.wait_until_ready()
@@ -77,18 +78,32 @@ def listen(settings: Settings) -> socket.socket:
     return listening
 
 
-def _raise_file_limit() -> None:
-    """As many connections as the system allows this process: the usual soft limit is 1,024."""
+def start_listening(listening: socket.socket, settings: Settings, backlog: int) -> None:
+    """Take connections from now on. Raises `UsageError` where another process has begun to since `listen`."""
+    try:
+        listening.listen(backlog)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
+
+
+def connection_limits() -> tuple[int, int]:
+    """How many connections may be open and how many may wait to be accepted, with as many open files as the system
+    allows this process: the usual soft limit is 1,024. Without a file to spare asyncio would log each failed accept."""
     try:
         import resource
     except ImportError:  # not on this system
-        return
+        return 400, 100
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536) if hard > 0 else 65_536, hard))
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    backlog = min(2048, most // 4)  # so many may be accepted in one turn of the loop
+    return max(1, most - backlog - _OTHER_FILES), backlog
 
 
 async def _serve(client, ready, settings: Settings, listening, on_ready) -> int:
+    max_connections, backlog = connection_limits()
+    start_listening(listening, settings, backlog)
     await client.connect()
     app = create_app(client, ready, settings)
     gc.collect()
@@ -98,7 +113,7 @@ async def _serve(client, ready, settings: Settings, listening, on_ready) -> int:
     server = _Server(
         uvicorn.Config(
             app,
-            http=protocol_class(settings.limits.header_timeout),
+            http=protocol_class(settings.limits.header_timeout, max_connections),
             ws="none",
             proxy_headers=False,
             log_config=None,
@@ -107,7 +122,7 @@ async def _serve(client, ready, settings: Settings, listening, on_ready) -> int:
             lifespan="off",
             timeout_keep_alive=settings.limits.keep_alive,
             timeout_graceful_shutdown=1,
-            backlog=2048,
+            backlog=backlog,
         )
     )
     ending = _Ending(client, service, server, settings.limits.grace)
@@ -200,9 +215,29 @@ async def _log_throughput(client: EngineClient, service, interval: float) -> Non
         await asyncio.sleep(interval)
 
 
+class OncePerSecond(logging.Filter):
+    """Lets a warning or an error through once per second, so that what goes wrong in a loop does not fill the log."""
+
+    def __init__(self):
+        super().__init__()
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        key = str(record.msg)
+        if record.created - self._last.get(key, 0.0) < 1.0:
+            return False
+        if len(self._last) > 1000:
+            self._last.clear()
+        self._last[key] = record.created
+        return True
+
+
 def configure_logging() -> None:
     """Lines on standard error, in the form that the field's servers have."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(OncePerSecond())
     handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
     for name, level in (("forge", logging.INFO), ("uvicorn", logging.WARNING), ("asyncio", logging.WARNING)):
         named = logging.getLogger(name)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -208,6 +209,58 @@ def test_a_variable_that_is_no_address_is_refused(variable):
 
     with pytest.raises(UsageError, match="FORGE_ADDR"):
         address(None, None, variable)
+
+
+def test_two_servers_that_bind_one_port_at_once_are_told_apart_when_they_listen():
+    from forge.errors import UsageError
+    from forge.server.serving import listen, start_listening
+    from forge.server.settings import Settings
+
+    with listen(Settings(port=0)) as first:
+        settings = Settings(port=first.getsockname()[1])
+        with listen(settings) as second:
+            start_listening(first, settings, 10)
+            with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{settings.port}"):
+                start_listening(second, settings, 10)
+
+
+OUT_OF_BOUNDS = {
+    "--log-interval": ("-3", "nan"),
+    "--max-queue": ("0", "-1"),
+    "--max-body-bytes": ("-5", "0"),
+    "--header-timeout": ("0", "inf"),
+    "--grace": ("-1", "nan"),
+    "--stall-timeout": ("-1", "0"),
+}
+
+
+@pytest.mark.parametrize("option, value", [(name, value) for name, values in OUT_OF_BOUNDS.items() for value in values])
+def test_a_limit_that_has_no_meaning_is_one_line(forge, option, value):
+    found = forge("serve", "-m", "no/such.gguf", "--port", "0", option, value)
+    assert found.status == 2 and found.err.count("\n") == 1
+    assert f"{option} is" in found.err and f"not {value}" in found.err
+
+
+def test_without_files_to_spare_connections_are_refused_in_a_few_lines(long_model):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+    server = Server("-m", long_model, preexec_fn=limit)
+    raws = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(400)]
+    refused = 0
+    for raw in raws:
+        raw.settimeout(0.01)
+        try:
+            refused += raw.recv(100).startswith(b"HTTP/1.1 503")
+        except TimeoutError:
+            pass
+    assert refused > 200
+    for raw in raws:
+        raw.close()
+    assert until(lambda: server.request("/health")[0] == 200)
+    assert 1 <= len([line for line in server.log if "connections are open" in line]) < 20
+    assert len(server.log) < 30 and not [line for line in server.log if "Traceback" in line]
+    assert server.stop() == 0
 
 
 def test_a_public_address_without_a_key_warns(caplog):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import re
 import socket
 import threading
@@ -21,6 +22,7 @@ from forge.server.messages import Abort, Gauges, Inbox, Outbox, StepSummary, fra
 from forge.server.metrics import Histogram, Metrics, ThroughputLine
 from forge.server.requests import RequestReader, beside_the_loop, special_of
 from forge.server.responses import CompletionShape, size_of
+from forge.server.serving import OncePerSecond
 from forge.server.settings import Limits
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 from forge.trace.records import RequestMetrics
@@ -214,3 +216,15 @@ def test_tokens_of_one_stream_among_several_share_a_delta():
     for choice, token_id in ((0, 5), (1, 6), (0, 7)):
         one.add_token(choice, token_id, "a", None)
     assert [(delta.choice, delta.token_ids, delta.text) for delta in pieces(one)] == [(0, [5, 7], "aa"), (1, [6], "a")]
+
+
+def test_what_goes_wrong_over_and_over_is_logged_once_a_second():
+    limit = OncePerSecond()
+
+    def passes(message: str, second: float, level: int = logging.ERROR) -> bool:
+        record = logging.LogRecord("forge", level, "", 0, message, (), None)
+        record.created = second
+        return limit.filter(record)
+
+    assert [passes("a", second) for second in (10.0, 10.1, 10.9, 11.0)] == [True, False, False, True]
+    assert passes("b", 11.0) and all(passes("c", 11.0, logging.INFO) for _ in range(3))
