@@ -3,7 +3,7 @@
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _SERVER, _SCHEDULER, _LIMITS = "Server", "Scheduler", "Limits"
 ADDRESS_VARIABLE = "FORGE_ADDR"
+OnEngineDeath = Literal["exit", "restart"]
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8080
 
 
@@ -57,6 +58,15 @@ def serve(
         list[str] | None,
         typer.Option("--allow-origin", help="A web origin that may call; may be repeated.", rich_help_panel=_SERVER),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host", help="A name that requests may be for; may be repeated.", rich_help_panel=_SERVER
+        ),
+    ] = None,
+    debug_texts: Annotated[
+        bool, typer.Option("--debug-texts", help="Show clients' texts in /debug/steps.", rich_help_panel=_SERVER)
+    ] = False,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option("--served-model-name", help="What clients call the model.", rich_help_panel=_SERVER),
@@ -90,6 +100,10 @@ def serve(
         float | None,
         typer.Option("--grace", help="Seconds to finish after SIGTERM.", rich_help_panel=_LIMITS),
     ] = None,
+    on_engine_death: Annotated[
+        OnEngineDeath,
+        typer.Option("--on-engine-death", help="When the engine's process dies.", rich_help_panel=_SERVER),
+    ] = "exit",
     log_interval: Annotated[
         float, typer.Option("--log-interval", help="Seconds between two lines; 0 for none.", rich_help_panel=_SERVER)
     ] = 10.0,
@@ -116,10 +130,13 @@ def serve(
         host,
         port,
         api_key,
-        tuple(allow_origin or ()),
-        tuple(served_model_name or ([] if Path(model).exists() else [model])),
-        log_interval,
-        Limits(**limits),
+        allow_origins=tuple(allow_origin or ()),
+        allowed_hosts=tuple(allowed_host or ()),
+        debug_texts=debug_texts,
+        model_names=tuple(served_model_name or ([] if Path(model).exists() else [model])),
+        log_interval=log_interval,
+        on_engine_death=on_engine_death,
+        limits=Limits(**limits),
     )
     loading = options.model_options(
         kv=kv,

@@ -33,8 +33,10 @@ def steps_of(url: str, api_key: str | None) -> "Iterator[StepRecord]":
     import json
     import urllib.error
     import urllib.request
+    from urllib.parse import urlsplit
 
     from forge.errors import UsageError
+    from forge.server.settings import is_loopback
     from forge.trace.codec import codec_of
     from forge.trace.records import StepRecord
 
@@ -42,7 +44,9 @@ def steps_of(url: str, api_key: str | None) -> "Iterator[StepRecord]":
     address = (url if "//" in url else f"http://{url}").rstrip("/").removesuffix("/v1") + "/debug/steps"
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with urllib.request.urlopen(urllib.request.Request(address, headers=headers)) as answer:
+        is_here = is_loopback(urlsplit(address).hostname or "")
+        proxies = urllib.request.ProxyHandler({} if is_here else None)  # a proxy's 127.0.0.1 is another machine
+        with urllib.request.build_opener(proxies).open(urllib.request.Request(address, headers=headers)) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
                     yield decode(json.loads(line[6:]), "step")

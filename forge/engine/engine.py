@@ -545,7 +545,8 @@ class Engine:
         sequence.output_text = output_text
 
     def _new_text(self, params: SamplingParams) -> OutputText:
-        return OutputText(StreamingDetokenizer(self.tokenizer), params.stop)
+        detokenizer = StreamingDetokenizer(self.tokenizer)
+        return OutputText(detokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
 
 
 def _item_records(plan: StepPlan, drafts: StepDrafts) -> Iterator[ItemRecord]:

@@ -19,9 +19,14 @@ class OutputText:
     released is never taken back, so it can be streamed.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()):
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
+    ):
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._unsearched = min_tokens
+        """Tokens to come in whose text no stop string is searched."""
         self._released: list[str] = []
         self._held = ""
         self.stopped_by: str | None = None
@@ -33,7 +38,12 @@ class OutputText:
 
     def push(self, token_id: int) -> str:
         """Take one more token; return the text that it made certain."""
-        return self._take(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        if self._unsearched:
+            self._unsearched -= 1
+            self._released.append(text)
+            return text
+        return self._take(text)
 
     def finish(self) -> str:
         """No token will follow: return what was held back."""
@@ -54,7 +64,7 @@ class OutputText:
             return self._release(len(self._held) - self._possible_beginning())
         # The one that is complete first, and of those the longest: then it does not matter how text is cut into tokens.
         end, _, self.stopped_by = min(found)
-        return self._release(end - len(self.stopped_by))
+        return self._release(end if self._include_stop else end - len(self.stopped_by))
 
     def _possible_beginning(self) -> int:
         """Length of the longest end of the held text with which some stop string begins."""

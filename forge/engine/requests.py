@@ -112,5 +112,6 @@ class PromptLimits:
                 raise UsageError(f"{what}token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
 
     def check_bias(self, params: SamplingParams) -> None:
-        """The same for tokens whose logits are to be changed."""
+        """The same for tokens whose logits are to be changed, or that end the output."""
         self.check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias: ")
+        self.check_ids(params.stop_token_ids, "stop_token_ids: ")

@@ -48,6 +48,13 @@ class SamplingParams:
     """How many of the likeliest tokens to report with each output token; None reports none."""
     prompt_logprobs: int | None = None
     """The same for each prompt token."""
+    stop_token_ids: Sequence[int] | None = ()
+    """Output ends with any of these tokens."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string, or the token of `stop_token_ids`, in the text."""
+    min_tokens: int = 0
+    """The first so many output tokens cannot end it: EOS and `stop_token_ids` get no probability, stop strings are not
+    searched."""
 
     def __post_init__(self):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -55,7 +62,10 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _require_number(name, getattr(self, name))
-        for name in ("max_tokens", "top_k", "n"):
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for token_id in self.stop_token_ids:
+            _require_int("a token id of stop_token_ids", token_id)
+        for name in ("max_tokens", "top_k", "n", "min_tokens"):
             _require_int(name, getattr(self, name))
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -64,6 +74,10 @@ class SamplingParams:
         _check(
             self.max_tokens > 0 or self.prompt_logprobs is not None,
             "max_tokens is 0: ask for at least 1 token, or for prompt log-probabilities",
+        )
+        _check(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens must be between 0 and max_tokens, which is {self.max_tokens}, got {self.min_tokens}",
         )
         _check(self.temperature >= 0, f"temperature must not be negative, got {self.temperature:g}")
         _check(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p:g}")
@@ -85,7 +99,12 @@ class SamplingParams:
     @cached_property
     def plain_greedy(self) -> bool:
         """Whether the likeliest token is the choice and nothing else about it is asked for."""
-        return self.greedy and not self.changes_logits and self.logprobs is None
+        return self.greedy and not self.changes_logits and self.logprobs is None and not self.min_tokens
+
+    @property
+    def has_own_end(self) -> bool:
+        """Whether the output ends in another way than by EOS, a stop string that is cut off, or its length."""
+        return bool(self.stop_token_ids or self.min_tokens or self.include_stop_str_in_output)
 
     @cached_property
     def changes_logits(self) -> bool:

@@ -86,8 +86,7 @@ def classify_prompt(tokenizer: Tokenizer, text: str, labels: Sequence[str], ques
     """A user's message, ready to be answered with one of the labels: the text, and under it the question."""
     question = question or f"Which is it: {' or '.join(labels)}? Answer with one word."
     messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return tokenizer.encode(rendered, allow_special=True)
+    return tokenizer.encode_chat(messages, add_generation_prompt=True)[1]
 
 
 def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer: Answer) -> list[Score]:
@@ -120,8 +119,7 @@ def rerank_prompt(tokenizer: Tokenizer, query: str, document: str, instruction: 
         {"role": "system", "content": _RERANK_SYSTEM},
         {"role": "user", "content": f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"},
     ]
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return tokenizer.encode(rendered, allow_special=True)
+    return tokenizer.encode_chat(messages, add_generation_prompt=True)[1]
 
 
 def rerank(prompts: Sequence[Sequence[int]], yes: int, no: int, answer: Answer) -> list[float]:

@@ -13,13 +13,14 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from forge import __version__
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.server.engine_client import Delta, EngineClient, EngineDead, Generation, Prompt, ShuttingDown
+from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, ShuttingDown
 from forge.server.errors import ApiError, install_handlers
 from forge.server.gate import Draining, Gate
 from forge.server.messages import Ready
 from forge.server.metrics import CONTENT_TYPE, Metrics
-from forge.server.requests import DEFAULT_TOKENS, RequestReader
-from forge.server.responses import ChatShape, CompletionShape, usage_object
+from forge.server.redaction import without_texts
+from forge.server.requests import DEFAULT_TOKENS, RequestReader, beside_the_loop, special_of
+from forge.server.responses import ChatShape, CompletionShape, Shape, size_of, usage_object
 from forge.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -31,7 +32,7 @@ from forge.server.schema import (
 from forge.server.scores import add_scores
 from forge.server.settings import Settings
 from forge.server.streaming import DONE, EventStream, event, leaving_client
-from forge.server.strict_json import StrictRoute
+from forge.server.strict_json import JsonAnswer, StrictRoute, to_json
 from forge.trace.codec import codec_of
 from forge.trace.records import StepRecord
 
@@ -40,6 +41,7 @@ _ERRORS = {
     for status, text in (
         (400, "The request is wrong; the error says where"),
         (401, "The key is missing or wrong"),
+        (403, "The server is not known by the name in Host"),
         (404, "There is no such thing"),
         (413, "The body is too large"),
         (415, "The body is of another kind than JSON"),
@@ -66,6 +68,7 @@ class Service:
         self.reader = RequestReader(self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits)
         self.metrics = Metrics(names[0], ready.max_model_len, ready.num_blocks, ready.block_size)
         client.on_step = self.metrics.take_step
+        client.on_death = self.metrics.take_failures
         client.on_end = lambda generation, output: self.metrics.take_output(
             output, generation.params, generation.arrived
         )
@@ -106,6 +109,10 @@ class Service:
         async with self.followed(generation, request):
             return await generation.finished()
 
+    async def answer(self, generation: Generation, request: Request, shape: Shape) -> JsonAnswer:
+        outputs = await self.whole(generation, request)
+        return JsonAnswer(await beside_the_loop(size_of(outputs), lambda: shape.body(outputs)))
+
     async def stream(self, generation: Generation, events: AsyncIterator[bytes]) -> EventStream:
         """The answer that sends `events`. Raises, before anything is sent, what the engine has against a prompt."""
         try:
@@ -129,8 +136,9 @@ def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAP
     _add_text(app, service)
     add_scores(app, service)
     _add_watching(app, service)
+    _add_aliases(app)
     _describe(app)
-    app.add_middleware(Gate, api_key=settings.api_key, limits=settings.limits, draining=service.draining)
+    app.add_middleware(Gate, settings=settings, draining=service.draining)
     if settings.allow_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
@@ -144,16 +152,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Continue texts."""
         reader, request_id = service.reader, f"cmpl-{secrets.token_hex(12)}"
         model = reader.model(body.model)
-        prompts = await reader.completion_prompts(body.prompt)
+        prompts = await reader.prompts(body.prompt, **special_of(body))
         params = reader.completion_params(body, prompts)
-        echo = [_text_of(service, prompt) if body.echo else None for prompt in prompts]
-        shape = CompletionShape(request_id, model, service.tokenizer, body.usage_wanted, echo)
+        shape = CompletionShape(request_id, model, service.tokenizer, body, prompts)
         # The prompt's log probabilities are there when it has ended: such a stream has one chunk per choice.
         piecemeal = bool(body.stream) and not (body.echo and params.prompt_logprobs is not None)
         generation = service.submit(request_id, prompts, params, body, piecemeal)
         if not body.stream:
-            outputs = await service.whole(generation, request)
-            return JSONResponse(shape.body(shape.choices(outputs), outputs))
+            return await service.answer(generation, request, shape)
         events = _completion_events(shape, generation, body, piecemeal)
         return await service.stream(generation, events)
 
@@ -165,13 +171,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         reader.check_supported(body)
         prompt = await reader.chat_prompt(body)
         params = reader.chat_params(body, len(prompt.token_ids))
-        in_reasoning = prompt.text.rstrip().endswith("<think>")
-        top = body.top_logprobs or 0
-        shape = ChatShape(request_id, model, service.tokenizer, body.usage_wanted, top, in_reasoning)
+        shape = ChatShape(request_id, model, service.tokenizer, body, [prompt])
         generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
         if not body.stream:
-            outputs = await service.whole(generation, request)
-            return JSONResponse(shape.body(shape.choices(outputs), outputs))
+            return await service.answer(generation, request, shape)
         return await service.stream(generation, _chat_events(shape, generation))
 
     @app.post("/generate", responses=_STREAMED)
@@ -180,7 +183,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         reader, request_id = service.reader, f"gen-{secrets.token_hex(12)}"
         reader.model(body.model)
         reader.check_supported(body)
-        prompt = await reader.one_prompt(body.prompt)
+        prompt = await reader.one_prompt(body.prompt, **special_of(body))
         max_tokens = reader.max_tokens(body.max_tokens, DEFAULT_TOKENS, len(prompt.token_ids), "max_tokens")
         params = reader.params(body, 1, max_tokens)
         generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
@@ -192,7 +195,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
         reader = service.reader
         reader.model(body.model)
@@ -200,18 +203,18 @@ def _add_text(app: FastAPI, service: Service) -> None:
         if len(given) != 1:
             raise ApiError("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            text = await reader.rendered(body.messages, bool(body.add_generation_prompt), None)
+            token_ids = (await reader.chat_prompt(body)).token_ids
         else:
-            text = body.prompt if body.prompt is not None else body.content
-        token_ids = await reader.encode(text, given[0], allow_special=body.messages is not None)
-        return {"count": len(token_ids), "max_model_len": service.ready.max_model_len, "tokens": token_ids}
+            token_ids = await reader.encode(getattr(body, given[0]), given[0], **special_of(body))
+        found = {"count": len(token_ids), "max_model_len": service.ready.max_model_len, "tokens": token_ids}
+        return JsonAnswer(to_json(found))
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         service.reader.model(body.model)
-        text = service.tokenizer.decode(body.tokens)
-        return {"prompt": text, "content": text}
+        text = await beside_the_loop(len(body.tokens), lambda: service.tokenizer.decode(body.tokens))
+        return JsonAnswer(to_json({"prompt": text, "content": text}))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -223,7 +226,12 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 
 def _add_watching(app: FastAPI, service: Service) -> None:
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
     @app.get("/health")
+    @app.get("/ping", include_in_schema=False)
     async def health() -> Response:
         """Whether requests are answered."""
         if service.client.dead:
@@ -240,17 +248,25 @@ def _add_watching(app: FastAPI, service: Service) -> None:
     @app.get("/debug/requests/{request_id}")
     async def debug_request(request_id: str) -> dict[str, Any]:
         """What happened to a request, step by step. The last few hundred are remembered."""
-        life = await service.client.ask("life", request_id)
-        if life is None:
+        timeline = await service.client.ask("timeline", request_id)
+        if timeline is None:
             raise ApiError("no such request is remembered", 404)
-        return life
+        return timeline
 
     @app.get("/debug/steps", responses=_STREAMED)
     async def debug_steps() -> Response:
-        """The engine's steps from now on, as server-sent events."""
+        """The engine's steps from now on, as server-sent events; without texts unless the server shows them."""
         if service.client.dead:
             raise EngineDead
-        return EventStream(_step_events(service.client), service.limits.stall_timeout, lambda: None)
+        events = _step_events(service.client, service.settings.debug_texts)
+        return EventStream(events, service.limits.stall_timeout, lambda: None)
+
+
+def _add_aliases(app: FastAPI) -> None:
+    """`/v1/completions` is `/completions` too, and so on: some clients are configured without the `/v1`."""
+    for route in [one for one in app.routes if one.path.startswith("/v1/")]:
+        alias = route.path.removeprefix("/v1")
+        app.add_api_route(alias, route.endpoint, methods=list(route.methods), include_in_schema=False)
 
 
 def _describe(app: FastAPI) -> None:
@@ -270,15 +286,17 @@ async def _completion_events(
             for choice in range(len(generation.prompts) * generation.params.n):
                 yield event(shape.echo_chunk(choice, choice // generation.params.n))
         async for deltas in generation.updates():
-            piece = b"".join([event(shape.delta(delta)) for delta in deltas if _says_something(delta)])
+            piece = b"".join([event(shape.delta(delta)) for delta in deltas if shape.says_something(delta)])
             if generation.has_nothing_more:
                 yield piece + await _last_events(shape, generation)
                 return
             if piece:
                 yield piece
     else:
-        for choice in shape.choices(await generation.finished()):
-            yield event(shape.chunk_of([choice]))
+        outputs = await generation.finished()
+        choices = shape.choices(outputs)
+        for _ in range(len(generation.prompts) * generation.params.n):
+            yield await beside_the_loop(size_of(outputs), lambda: event(shape.chunk_of([next(choices)])))
     yield await _last_events(shape, generation)
 
 
@@ -300,11 +318,6 @@ async def _last_events(shape: CompletionShape | ChatShape, generation: Generatio
     return event(shape.usage_chunk(outputs)) + DONE if shape.usage_wanted else DONE
 
 
-def _says_something(delta: Delta) -> bool:
-    """A token may bring nothing that can be shown yet."""
-    return bool(delta.text or delta.finish_reason or delta.logprobs)
-
-
 async def _native_events(service: Service, generation: Generation) -> AsyncIterator[bytes]:
     async for deltas in generation.updates():
         for delta in deltas:
@@ -316,7 +329,7 @@ async def _native_events(service: Service, generation: Generation) -> AsyncItera
 async def _native_body(service: Service, generation: Generation) -> dict[str, Any]:
     """All of a request's choices with the milliseconds of each token, and what happened to it."""
     outputs = await generation.finished()
-    life = await service.client.ask("life", generation.request_id)
+    timeline = await service.client.ask("timeline", generation.request_id)
     samples = outputs[0].outputs
     return {
         "id": generation.request_id,
@@ -330,27 +343,23 @@ async def _native_body(service: Service, generation: Generation) -> dict[str, An
                 "stop_reason": sample.stop_reason,
                 "tokens": [
                     {"token_id": token_id, "text": service.tokenizer.token_text(token_id)} | made
-                    for token_id, made in zip(sample.token_ids, life["samples"][sample.index]["tokens"], strict=False)
+                    for token_id, made in zip(sample.token_ids, timeline["samples"][sample.index]["tokens"], strict=False)
                 ],
                 "time_to_first_token_ms": sample.metrics.time_to_first_token_ms,
                 "end_to_end_ms": sample.metrics.end_to_end_ms,
             }
             for sample in samples
         ],
-        "why": [f"step {happened['step']}: {happened['why']}" for happened in life["events"]],
+        "why": [f"step {happened['step']}: {happened['why']}" for happened in timeline["events"]],
         "usage": usage_object(outputs),
     }
 
 
-async def _step_events(client: EngineClient) -> AsyncIterator[bytes]:
+async def _step_events(client: EngineClient, texts: bool) -> AsyncIterator[bytes]:
     encode = codec_of(StepRecord).encode
     async for record in client.records():
-        yield event(encode(record))
+        yield event(encode(record if texts else without_texts(record)))
     yield DONE
-
-
-def _text_of(service: Service, prompt: Prompt) -> str:
-    return prompt.text if prompt.text is not None else service.tokenizer.decode(prompt.token_ids)
 
 
 def _model_object(service: Service, name: str) -> dict[str, Any]:

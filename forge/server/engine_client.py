@@ -12,6 +12,7 @@ import multiprocessing
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -36,6 +37,7 @@ from forge.server.messages import (
     Withdraw,
     frame,
     pause_between_events,
+    prompt_id,
 )
 from forge.trace.records import StepRecord
 
@@ -46,11 +48,15 @@ MAX_PENDING_CHARS = 1 << 20
 """What a follower may leave unread before its request is aborted."""
 
 
+MAX_DELTAS = 256
+"""Tokens of a lone stream that wait to be taken apart from each other."""
+
+
 class EngineDead(ForgeError):
     """The engine's process is gone."""
 
     def __init__(self):
-        super().__init__("the engine has stopped; restart the server")
+        super().__init__("the engine's process has died")
 
 
 class RequestFailed(ForgeError):
@@ -105,7 +111,9 @@ class Generation:
         self.outputs: list[RequestOutput | None] = [None] * len(self.prompts)
         self.error: ForgeError | None = None
         self._num_accepted = 0
-        self._deltas: dict[int, Delta] = {}
+        self._deltas: list[Delta] = []
+        self._last: dict[int, Delta] = {}
+        """Of each choice the delta that more can be merged into."""
         self._pending_chars = 0
         self._begun: set[int] = set()
         self._wake = asyncio.Event()
@@ -136,7 +144,7 @@ class Generation:
         """What is new, until the end. Raises what went wrong, after what came before it."""
         while True:
             if self._deltas:
-                deltas, self._deltas, self._pending_chars = list(self._deltas.values()), {}, 0
+                deltas, self._deltas, self._last, self._pending_chars = self._deltas, [], {}, 0
                 yield deltas
             elif self.ended:
                 self._raise_error()
@@ -168,16 +176,19 @@ class Generation:
             self.wake()
 
     def delta(self, choice: int) -> Delta:
-        found = self._deltas.get(choice)
+        """The delta that what comes next of a choice belongs to."""
+        found = self._last.get(choice)
         if found is None:
-            found = self._deltas[choice] = Delta(choice)
+            found = self._last[choice] = Delta(choice)
+            self._deltas.append(found)
         return found
 
-    def add_token(self, choice: int, token_id: int, text: str, logprobs) -> bool:
-        """Take in a token; whether it is the first of its choice."""
-        delta = self._deltas.get(choice)
-        if delta is None:
-            delta = self._deltas[choice] = Delta(choice)
+    def add_token(self, choice: int, token_id: int, text: str, logprobs, apart: bool = False) -> bool:
+        """Take in a token; whether it is the first of its choice. `apart`: in a delta of its own, unless very many wait
+        to be taken."""
+        if apart and len(self._deltas) < MAX_DELTAS:
+            self._last.pop(choice, None)
+        delta = self.delta(choice)
         delta.text += text
         delta.token_ids.append(token_id)
         self._pending_chars += len(text)
@@ -201,17 +212,8 @@ class EngineClient(asyncio.BufferedProtocol):
     """
 
     def __init__(self, model: str, options: dict[str, Any]):
-        self._socket, theirs = socket.socketpair()
-        for end in (self._socket, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        context = multiprocessing.get_context("spawn")
-        from forge.server import engine_process
-
-        self.process = context.Process(
-            target=engine_process.main, args=(theirs, model, options), name="forge-engine", daemon=True
-        )
-        self.process.start()
-        theirs.close()
+        self._model, self._options = model, options
+        self._start()
         self._device = ""
         """What the engine computes on."""
         self.gauges = Gauges()
@@ -219,7 +221,8 @@ class EngineClient(asyncio.BufferedProtocol):
         self.on_end: Callable[[Generation, RequestOutput], None] = lambda generation, output: None
         self.on_record: Callable[[StepRecord], None] | None = None
         """For `--live`: called with every step's whole record."""
-        self._inbox = Inbox()
+        self.on_death: Callable[[int], None] = lambda num_failed: None
+        """Called with the number of choices and answers that the engine's death has failed."""
         self._received = memoryview(bytearray(_RECEIVE))
         self._generations: dict[int, tuple[Generation, int]] = {}
         """From a key to its generation and which of its prompts it is."""
@@ -235,6 +238,23 @@ class EngineClient(asyncio.BufferedProtocol):
         self._commands: list[bytes] = []
         self.dead = False
         self.died = asyncio.Event()
+        """Set when the engine's process is gone without `disconnect`."""
+        self._is_leaving = False
+
+    def _start(self) -> None:
+        """Start a process, and load the model in it."""
+        self._socket, theirs = socket.socketpair()
+        for end in (self._socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        context = multiprocessing.get_context("spawn")
+        from forge.server import engine_process
+
+        self.process = context.Process(
+            target=engine_process.main, args=(theirs, self._model, self._options), name="forge-engine", daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self._inbox = Inbox()
 
     def wait_until_ready(self) -> Ready:
         """Block until the model is loaded. Raises the `ForgeError` that the engine's process found."""
@@ -255,11 +275,23 @@ class EngineClient(asyncio.BufferedProtocol):
         self._socket.setblocking(False)
         self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
         if self.on_record is not None:
-            self._send(Watch(True))
+            self._transport.write(frame(Watch(True)))
+
+    async def restart(self) -> None:
+        """Start the engine's process again after it died. Raises the `ForgeError` of one that does not load."""
+        await asyncio.to_thread(self.close)
+        self._start()
+        await asyncio.to_thread(self.wait_until_ready)
+        await self.connect()
+        self.dead = False
+        self.died.clear()
 
     def disconnect(self) -> None:
         """Leave the loop; the engine's process ends when its socket closes."""
+        self._is_leaving = True
         self._transport.abort()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # a restart may wait on it in another thread
 
     def close(self) -> None:
         """Wait for the engine's process to end."""
@@ -292,7 +324,7 @@ class EngineClient(asyncio.BufferedProtocol):
         generation = Generation(request_id, prompts, params, stream)
         for index, prompt in enumerate(generation.prompts):
             key = next(self._keys)
-            own_id = request_id if len(generation.prompts) == 1 else f"{request_id}-{index}"
+            own_id = request_id if len(generation.prompts) == 1 else prompt_id(request_id, index)
             generation.keys.append(key)
             self._generations[key] = generation, index
             self._send(Submit(key, own_id, prompt.token_ids, params, prompt.text, priority, salt, stream))
@@ -387,10 +419,14 @@ class EngineClient(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.dead = True
-        self.died.set()
+        self.gauges = Gauges()
         for generation, _ in self._generations.values():
             generation.fail(EngineDead())
+        if not self._is_leaving:
+            self.on_death(sum(generation.params.n for generation, _ in self._generations.values()) + self._num_asked)
+            self.died.set()
         self._generations.clear()
+        self._streams.clear()
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(EngineDead())
@@ -404,12 +440,13 @@ class EngineClient(asyncio.BufferedProtocol):
         for refusal in update.refused:
             if (found := find(refusal.key)) is not None:
                 self.abort(found[0], _error_of(refusal.fault))
+        is_alone = len(self._streams) <= 1
         for key, sample, token_id, text, logprobs in update.tokens:
             found = find(key)
             if found is None:
                 continue
             generation, index = found
-            if generation.add_token(index * generation.params.n + sample, token_id, text, logprobs):
+            if generation.add_token(index * generation.params.n + sample, token_id, text, logprobs, is_alone):
                 generation.wake()
             else:
                 dirty.add(generation)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge.engine.engine import Engine
+from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
 from forge.llm import LLM
 from forge.server.messages import (
@@ -43,7 +44,6 @@ from forge.server.messages import (
 )
 from forge.server.request_log import RequestLog
 from forge.trace.records import FinishRecord, StepRecord
-from forge.trace.timeline import Timeline
 
 logger = logging.getLogger("forge.engine")
 
@@ -141,7 +141,7 @@ class EngineServer:
         """From a one-shot's sequence id to the question that it belongs to."""
         self._watched = False
         self._gauges: Gauges | None = None
-        self._lives = RequestLog(Timeline())
+        self._log = RequestLog(self.engine.timeline)
         self._open = True
 
     def run(self) -> None:
@@ -216,7 +216,7 @@ class EngineServer:
         self._keys[request_id] = key
         for sample, seq_id in enumerate(seq_ids):
             self._samples[seq_id] = request, sample
-        self._lives.begin(request_id, seq_ids, len(token_ids))
+        self._log.begin(request_id, seq_ids)
 
     def _answer(self, question: Ask) -> Answer:
         try:
@@ -225,10 +225,9 @@ class EngineServer:
         except ForgeError as error:
             return Answer(question.number, None, Fault(str(error)))
 
-    def _answer_life(self, request_id: str) -> dict[str, Any] | None:
+    def _answer_timeline(self, request_id: str) -> dict[str, Any] | None:
         """What happened to a request; None if it is not known (any more)."""
-        output = self.engine.output(request_id) if request_id in self._keys else None
-        return self._lives.life(request_id, output)
+        return self._log.timeline(request_id)
 
     def _begin_group(self, question: AskOneShots) -> None:
         """Queue all of a question's requests, or none."""
@@ -236,7 +235,7 @@ class EngineServer:
         try:
             for index, (token_ids, task) in enumerate(question.requests):
                 request_id = f"ask-{question.number}-{index}"
-                seq_id = self.engine.add_oneshot(request_id, token_ids, task)
+                (seq_id,) = self.engine.add_request(request_id, token_ids, SamplingParams(), task=task)
                 group.requests[seq_id] = request_id
                 self._group_of[seq_id] = group
         except ForgeError as error:
@@ -249,7 +248,7 @@ class EngineServer:
         if fault is not None:
             for request_id in group.requests.values():
                 self.engine.abort(request_id)
-        results = [self.engine.result(request_id) for request_id in group.requests.values()]
+        results = [self.engine.output(request_id).outputs[0].readout for request_id in group.requests.values()]
         for seq_id, request_id in group.requests.items():
             self.engine.forget(request_id)
             del self._group_of[seq_id]
@@ -287,7 +286,6 @@ class EngineServer:
         update.steps.append(_summary(record))
         if self._watched:
             update.records.append(record)
-        self._lives.note(record)
         for request, error in ended.items():
             if not self.engine.is_unfinished(request.request_id):
                 self._take_output(request, error)
@@ -319,11 +317,11 @@ class EngineServer:
     def _take_output(self, request: _Request, error: str | None) -> None:
         """A request has ended: send its output and forget it."""
         output = self.engine.output(request.request_id)
-        self._lives.end(request.request_id, output)
+        self._log.end(request.request_id)
         self.engine.forget(request.request_id)
         self._num_streams -= request.stream
         del self._requests[request.key], self._keys[request.request_id]
-        for seq_id in self._lives.seq_ids(request.request_id):
+        for seq_id in self._log.seq_ids(request.request_id):
             del self._samples[seq_id]
         self._update.ends.append(RequestEnd(request.key, output, error))
 

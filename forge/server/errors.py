@@ -21,6 +21,7 @@ logger = logging.getLogger("forge.server")
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
@@ -52,7 +53,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDead):
-        return ApiError(str(error), 503, code="engine_dead")
+        return ApiError(str(error), 503, code="engine_dead", retry_after=5)
     if isinstance(error, ShuttingDown):
         return ApiError(str(error), 503, code="shutting_down", retry_after=5)
     if isinstance(error, RequestFailed | FollowerStalled):
@@ -77,7 +78,7 @@ def error_response(error: Exception) -> JSONResponse:
 
 def validation_error(errors: list[dict[str, Any]]) -> ApiError:
     """One line about the first thing that is wrong with a body."""
-    first = errors[0]
+    first = next((error for error in errors if error["type"] == "too_long"), errors[0])
     place = [part for part in first["loc"][1:] if not isinstance(part, int)]
     param = str(place[0]) if place else None
     if first["type"] == "json_invalid":

@@ -1,17 +1,19 @@
-"""What stands before every endpoint: the key, the size and the time of a body, and a server that is closing.
+"""What stands before every endpoint: host, key, the size and the time of a body, and a server that is closing.
 
 An ASGI application around another. It reads the whole body, so that what is behind it never waits for one.
 """
 
 import asyncio
 import hmac
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from forge.errors import ForgeError
 from forge.server.engine_client import ShuttingDown
 from forge.server.errors import ApiError, error_response
-from forge.server.settings import Limits
+from forge.server.settings import Settings, is_loopback
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ping"})
 """What needs no key."""
 
 
@@ -23,10 +25,13 @@ class Draining:
 
 
 class Gate:
-    def __init__(self, app, api_key: str | None, limits: Limits, draining: Draining):
+    def __init__(self, app, settings: Settings, draining: Draining):
         self._app = app
-        self._key = None if api_key is None else f"Bearer {api_key}".encode()
-        self._limits = limits
+        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._limits = settings.limits
+        self._hosts = None
+        if self._key is None and is_loopback(settings.host):
+            self._hosts = {"localhost", settings.host, *settings.allowed_hosts}
         self._draining = draining
 
     async def __call__(self, scope, receive, send) -> None:
@@ -34,7 +39,10 @@ class Gate:
             await self._app(scope, receive, send)
             return
         try:
-            self._check_key(scope)
+            if scope["path"] not in OPEN_PATHS:
+                headers = dict(scope["headers"])
+                self._check_host(headers.get(b"host", b"").decode("latin-1"))
+                self._check_key(headers.get(b"authorization", b""))
             if self._draining.begun and scope["method"] == "POST":
                 raise ShuttingDown
             receive = await self._with_body(scope, receive)
@@ -48,11 +56,22 @@ class Gate:
             scope = scope | {"method": "GET"}
         await self._app(scope, receive, send)
 
-    def _check_key(self, scope) -> None:
-        if self._key is None or scope["path"] in OPEN_PATHS:
+    def _check_host(self, header: str) -> None:
+        """A page whose own name resolves to this machine (DNS rebinding) sends that name as `Host`. A server that any
+        machine may reach is reached by other names, and one with a key is not open to a page."""
+        if self._hosts is None or not header:
             return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if not hmac.compare_digest(given, self._key):
+        try:
+            name = urlsplit(f"//{header}").hostname or ""
+            ip_address(name)
+        except ValueError:
+            if name not in self._hosts:
+                message = f"this server is not known as {name[:80]}: start it with --allowed-host {name[:80]}"
+                raise ApiError(message, 403, code="host_not_allowed") from None
+
+    def _check_key(self, given: bytes) -> None:
+        scheme, _, key = given.partition(b" ")
+        if self._key is not None and not (scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)):
             raise ApiError("a valid API key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key")
 
     async def _with_body(self, scope, receive):

@@ -3,18 +3,30 @@
 A connection whose request does not come in time, or has no end to its head, is closed: uvicorn itself waits for ever
 for the first one, and with httptools it takes a head of any size. What an answer's head, its events and its end write
 within one turn of the loop goes to the system as one piece: a write costs more than all that leads to it. An offer to
-go on in another protocol (Java's client begins so) is not taken up, and the request is answered like any other.
+go on in another protocol (Java's client begins so) is not taken up, and the request is answered like any other. A
+client that closes its sending half gets its answer, where the system tells it from one that has left.
 """
 
 import asyncio
+import logging
 import re
+import socket
 from typing import Any
 
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.importer import import_from_string
 
+logger = logging.getLogger("forge.server")
+
 MAX_HEAD_BYTES = 1 << 16
 """Of a request's line and headers."""
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
+_EMPTY_EVENT = b"3\r\n:\n\n\r\n"
+"""A comment in a stream of events, as a chunk."""
+_TCP_CLOSE = 7
+_FIRST_PROBE, _LAST_PROBE = 0.001, 1.0
+"""Seconds between looks at a half-closed connection: each twice the one before."""
 _UPGRADE = re.compile(rb"^upgrade(?=:)", re.IGNORECASE | re.MULTILINE)
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -47,7 +59,7 @@ class CorkedTransport:
             self._transport.write(b"".join(pieces))
 
 
-def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
+def protocol_class(header_timeout: float, max_connections: int) -> type[asyncio.Protocol]:
     """The protocol's class: around httptools where it is installed, around h11 otherwise."""
     try:
         import httptools  # noqa: F401
@@ -59,28 +71,71 @@ def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
     class Protocol(base):
         _deadline: asyncio.TimerHandle | None = None
         _head_bytes = 0
+        _is_refused = False
 
         def connection_made(self, transport) -> None:
+            if len(self.connections) >= max_connections:
+                logger.warning("%d connections are open: more are refused", max_connections)
+                transport.write(_FULL)
+                transport.close()
+                self._is_refused = True
+                return
             super().connection_made(CorkedTransport(transport, self.loop, header_timeout))
             self._expect_head()
 
         def data_received(self, data: bytes) -> None:
+            if self._is_refused:
+                return
             if b"pgrade" in data:
                 data = _without_upgrade(data)
+            if not self._is_answering:
+                end = data.find(b"\r\n\r\n")
+                self._head_bytes += len(data) if end < 0 else end
+                if self._head_bytes > MAX_HEAD_BYTES:
+                    if not self.transport.is_closing():
+                        self.transport.write(_TOO_LARGE)
+                        self._too_late()
+                    return
             super().data_received(data)
-            if self.cycle is not None and not self.cycle.response_complete:
+            if self._is_answering:
                 self._stop_expecting()
-                return
-            if self._deadline is None:
+            elif self._deadline is None:
                 self._expect_head()
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(_TOO_LARGE)
-                self._too_late()
+
+        def eof_received(self) -> bool | None:
+            """The client has left, or has only closed its sending half and waits. What is sent to one that left comes
+            back as a reset, so something harmless is sent."""
+            cycle = self.cycle
+            if not self._is_answering or cycle.more_body or not hasattr(socket, "TCP_INFO"):
+                return None  # closes the connection
+            if not cycle.response_started:
+                if cycle.scope["http_version"] != "1.1":
+                    return None
+                self.transport.write(_PROCESSING)
+            elif getattr(cycle, "chunked_encoding", False):
+                self.transport.write(_EMPTY_EVENT)
+            last = self.pipeline[0][0] if getattr(self, "pipeline", None) else cycle
+            last.keep_alive = False
+            self._probe(_FIRST_PROBE)
+            return True
+
+        @property
+        def _is_answering(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _probe(self, wait: float) -> None:
+            if self.transport.is_closing():
+                return
+            connection = self.transport.get_extra_info("socket")
+            if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
+                self.transport.abort()
+            else:
+                self.loop.call_later(wait, self._probe, min(2 * wait, _LAST_PROBE))
 
         def connection_lost(self, error) -> None:
             self._stop_expecting()
-            super().connection_lost(error)
+            if not self._is_refused:
+                super().connection_lost(error)
 
         def _expect_head(self) -> None:
             self._deadline = self.loop.call_later(header_timeout, self._too_late)
@@ -93,7 +148,7 @@ def protocol_class(header_timeout: float) -> type[asyncio.Protocol]:
 
         def _too_late(self) -> None:
             self._stop_expecting()
-            if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
+            if not self._is_answering and not self.transport.is_closing():
                 self.transport.close()
 
     return Protocol

@@ -33,6 +33,11 @@ def pause_between_events(num_streams: int, device: str) -> float:
     return num_streams / (EVENTS_BESIDE_A_GPU if device == "cuda" else EVENTS_PER_SECOND)
 
 
+def prompt_id(request_id: str, index: int) -> str:
+    """The engine's name for one of the prompts of a request that has several."""
+    return f"{request_id}-{index}"
+
+
 class Submit(NamedTuple):
     """Queue a request. `key` names it from here on."""
 

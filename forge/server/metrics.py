@@ -86,7 +86,7 @@ class Metrics:
     def take_step(self, step: StepSummary) -> None:
         self.generation_tokens += step.num_generated
         self.preemptions += step.num_preempted
-        self.iteration_tokens.observe(step.num_prefilled + step.num_decoding)
+        self.iteration_tokens.observe(step.num_prefilled + step.num_generated)
         if step.num_decoding:  # each of them had its last token in the step before
             since = step.ended - self._last_step_ended if self._last_step_ended else step.milliseconds / 1e3
             self.inter_token.observe(since, step.num_decoding)
@@ -137,6 +137,9 @@ class Metrics:
     def take_abort(self) -> None:
         self.finished["abort"] += 1
 
+    def take_failures(self, num_failed: int) -> None:
+        self.finished["error"] += num_failed
+
     def text(self, gauges: Gauges) -> str:
         """Everything, in Prometheus' text format."""
         usage = gauges.used_blocks / gauges.num_blocks if gauges.num_blocks else 0.0
@@ -184,7 +187,7 @@ class Metrics:
             ("request_max_num_generation_tokens", "Tokens of a request's longest choice.", self.most_generation_tokens),
             ("request_params_max_tokens", "Tokens that a request may have.", self.max_tokens),
             ("request_params_n", "Choices that a request asks for.", self.samples),
-            ("iteration_tokens_total", "Tokens of a step.", self.iteration_tokens),
+            ("iteration_tokens_total", "Prompt tokens computed and tokens generated in a step.", self.iteration_tokens),
         ):
             lines += _header(f"vllm:{name}", "histogram", help_text)
             lines += histogram.lines(f"vllm:{name}", self._labels)

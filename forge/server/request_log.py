@@ -4,15 +4,13 @@ A thin layer over `Timeline`, which reads the steps, and `explain`, which puts t
 by name, and keeps the last few that have ended.
 """
 
-import time
 from collections import OrderedDict
 from dataclasses import asdict
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
-from forge.engine.outputs import RequestOutput
+from forge.server.messages import prompt_id
 from forge.trace.explain import explain_admission, explain_finish, explain_preempted, explain_wait
-from forge.trace.records import ArriveRecord, StepRecord
 from forge.trace.timeline import RequestTimeline, Timeline
 
 MAX_ENDED = 256
@@ -24,55 +22,34 @@ class RequestLog:
     """The timelines of the requests that run, and of the last `MAX_ENDED` that have ended, as JSON values."""
 
     def __init__(self, timeline: Timeline):
+        """timeline: the engine's own."""
         self._timeline = timeline
         self._seq_ids: dict[str, tuple[int, ...]] = {}
         """Of each request that has been added and not yet pushed out by later ones."""
-        self._unfinished: set[int] = set()
-        """The sequences of requests that have not ended."""
         self._ended: OrderedDict[str, tuple[RequestTimeline, ...]] = OrderedDict()
         """The timelines of its samples, of each request that has ended."""
 
-    def begin(self, request_id: str, seq_ids: tuple[int, ...], num_prompt_tokens: int) -> None:
+    def begin(self, request_id: str, seq_ids: tuple[int, ...]) -> None:
         """A request has been added to the engine."""
         self._ended.pop(request_id, None)
         self._seq_ids[request_id] = seq_ids
-        self._unfinished.update(seq_ids)
-        if seq_ids[0] not in self._timeline:
-            self._timeline.arrive(ArriveRecord(request_id, seq_ids, num_prompt_tokens, 0, time.perf_counter()))
 
     def seq_ids(self, request_id: str) -> tuple[int, ...]:
         """The ids of its samples."""
         return self._seq_ids[request_id]
 
-    def note(self, record: StepRecord) -> None:
-        """Take in a step. Requests that this log does not know (parts of a question to the engine) are not kept."""
-        self._timeline.add(record)
-        for finish in record.finished:
-            if finish.seq_id not in self._unfinished:
-                self._timeline.forget(finish.seq_id)
-
-    def end(self, request_id: str, output: RequestOutput) -> None:
-        """A request has ended, perhaps between two steps."""
-        seq_ids = self._seq_ids[request_id]
-        for seq_id, sample in zip(seq_ids, output.outputs, strict=True):
-            self._timeline.end(seq_id, sample.finish_reason)
-        self._ended[request_id] = tuple([self._timeline.request(seq_id) for seq_id in seq_ids])
-        for seq_id in seq_ids:
-            self._timeline.forget(seq_id)
-        self._unfinished.difference_update(seq_ids)
+    def end(self, request_id: str) -> None:
+        """A request has ended, and the engine has not forgotten it yet."""
+        self._ended[request_id] = tuple([self._timeline.request(seq_id) for seq_id in self._seq_ids[request_id]])
         if len(self._ended) > MAX_ENDED:
             del self._seq_ids[self._ended.popitem(last=False)[0]]
 
-    def life(self, request_id: str, output: RequestOutput | None = None) -> dict[str, Any] | None:
+    def timeline(self, request_id: str) -> dict[str, Any] | None:
         """What happened to a request so far; None for one that is not known. A request of several prompts is known by
         the id of the whole; its prompts have ids of their own, which end in `-0`, `-1` and so on."""
-        if request_id in self._seq_ids:
-            return _request_object(request_id, [self._timelines(request_id)], request_id in self._ended)
-        names = []
-        for index in count():
-            if (name := f"{request_id}-{index}") not in self._seq_ids:
-                break
-            names.append(name)
+        names = [request_id]
+        if request_id not in self._seq_ids:
+            names = list(takewhile(self._seq_ids.__contains__, (prompt_id(request_id, index) for index in count())))
         if not names:
             return None
         ended = all(name in self._ended for name in names)

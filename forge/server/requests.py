@@ -8,13 +8,20 @@ from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError
-from forge.server.schema import ChatRequest, CompletionRequest, Message, Sampling, unsupported_parameter
+from forge.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    OpenAiRequest,
+    Sampling,
+    TokenizeRequest,
+    unsupported_parameter,
+)
 from forge.server.settings import Limits
 from forge.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16
-_LONG_TEXT = 8_192
-"""Characters above which a text is encoded beside the loop, not on it."""
+_LONG_WORK = 8_192
+"""Characters, tokens or log probabilities from which on a text or an answer is handled beside the loop."""
 
 
 class RequestReader:
@@ -28,6 +35,7 @@ class RequestReader:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.limits = limits
+        self._longest = f"this model's maximum context length is {max_model_len} tokens"  # clients look for these words
         self._longest_token = max(map(len, tokenizer.spec.tokens))
 
     def model(self, name: str | None) -> str:
@@ -48,65 +56,81 @@ class RequestReader:
 
     # Prompts
 
-    async def completion_prompts(self, prompt: str | list, param: str = "prompt") -> list[Prompt]:
-        """One `Prompt` for each that the body has under the name `param`."""
+    async def prompts(self, prompt: str | list, param: str = "prompt", **special: bool | None) -> list[Prompt]:
+        """One `Prompt` for each that the body has under the name `param`. `special` as for `one_prompt`."""
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
             raise ApiError(f"{param} is empty: give one or more texts or lists of token ids", param=param)
         if len(prompt) > self.limits.max_prompts:
             raise ApiError(f"{param} has {len(prompt)} entries, at most {self.limits.max_prompts} go", param=param)
-        return [await self.one_prompt(one, param) for one in prompt]
+        return [await self.one_prompt(one, param, **special) for one in prompt]
 
-    async def one_prompt(self, prompt: str | list[int], param: str = "prompt") -> Prompt:
-        if isinstance(prompt, str):
-            return Prompt(self._checked_ids(await self.encode(prompt, param), param), prompt)
-        return Prompt(self._checked_ids(prompt, param))
+    async def one_prompt(
+        self, prompt: str | list[int], param: str = "prompt", *, parse: bool | None = False, bos: bool | None = None
+    ) -> Prompt:
+        """`parse`: whether the text of a control token becomes that token. `bos` false: never put BOS first."""
+        if not isinstance(prompt, str):
+            return Prompt(self._checked_ids(prompt, param))
+        return Prompt(self._checked_ids(await self.encode(prompt, param, parse=parse, bos=bos), param), prompt)
 
-    async def chat_prompt(self, body: ChatRequest) -> Prompt:
-        thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
-        rendered = await self.rendered(body.messages, True, thinking)
-        token_ids = await self.encode(rendered, "messages", allow_special=True)
-        return Prompt(self._checked_ids(token_ids, "messages"), rendered)
-
-    async def rendered(self, messages: Sequence[Message], add_generation_prompt: bool, thinking: bool | None) -> str:
+    async def chat_prompt(self, body: ChatRequest | TokenizeRequest) -> Prompt:
         """A conversation as the model's chat template has it."""
-        turns = [message.model_dump(exclude_none=True) for message in messages]
-        for turn in turns:
-            turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
-            turn.setdefault("content", "")
+        continues = isinstance(body, ChatRequest) and bool(body.continue_final_message)
+        if continues and body.add_generation_prompt:
+            message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
+            raise ApiError(message, param="continue_final_message")
+        begins = not continues and body.add_generation_prompt is not False
+        template: dict[str, Any] = {"add_generation_prompt": begins, "continue_final_message": continues}
+        if isinstance(body, ChatRequest) and body.chat_template_kwargs is not None:
+            template["enable_thinking"] = body.chat_template_kwargs.enable_thinking
 
-        def render() -> str:
-            return self.tokenizer.apply_chat_template(
-                turns, add_generation_prompt=add_generation_prompt, enable_thinking=thinking
+        def encode() -> tuple[str, list[int]]:
+            turns = [message.model_dump(exclude_none=True) for message in body.messages]
+            for turn in turns:
+                turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
+                turn.setdefault("content", "")
+            return self.tokenizer.encode_chat(
+                turns, parse_special=bool(body.parse_special), add_bos=bool(body.add_special_tokens), **template
             )
 
+        size = sum(len(message.content or "") for message in body.messages)
+        self._check_size(size, "messages")
         try:
-            size = sum(len(str(turn["content"])) for turn in turns) + 100 * len(turns)
-            return await beside_the_loop(size, render)
+            rendered, token_ids = await beside_the_loop(size + 100 * len(body.messages), encode)
         except UsageError as error:
             raise ApiError(str(error), param="messages") from None
+        return Prompt(self._checked_ids(token_ids, "messages"), rendered)
 
-    async def encode(self, text: str, param: str = "prompt", allow_special: bool = False) -> list[int]:
+    async def encode(
+        self, text: str, param: str = "prompt", *, parse: bool | None = False, bos: bool | None = None
+    ) -> list[int]:
         """Token ids of `text`. One that no number of tokens could hold is refused before it is looked at."""
-        if len(text) > self.max_model_len * self._longest_token:
-            raise self._too_long(f"{len(text)} characters", param)
+        self._check_size(len(text), param)
+
+        def encode() -> list[int]:
+            return self.tokenizer.encode(text, allow_special=bool(parse), add_bos=bos is not False)
+
         try:
-            return await beside_the_loop(len(text), lambda: self.tokenizer.encode(text, allow_special=allow_special))
+            return await beside_the_loop(len(text), encode)
         except UsageError as error:
             raise ApiError(str(error), param=param) from None
+
+    def _check_size(self, num_chars: int, param: str) -> None:
+        if num_chars > self.max_model_len * self._longest_token:
+            raise self.too_long(f"{num_chars} characters", param)
 
     def _checked_ids(self, token_ids: list[int], param: str) -> list[int]:
         if not token_ids:
             raise ApiError(f"{param} is empty: give it at least one token", param=param)
         if len(token_ids) > self.max_model_len:
-            raise self._too_long(f"{len(token_ids)} tokens", param)
+            raise self.too_long(f"{len(token_ids)} tokens", param)
         if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param=param)
         return token_ids
 
-    def _too_long(self, length: str, param: str) -> ApiError:
-        message = f"this model's context holds {self.max_model_len} tokens, and {param} has {length}: shorten it"
+    def too_long(self, length: str, param: str) -> ApiError:
+        message = f"{self._longest}, and {param} has {length}: shorten it"
         return ApiError(message, param=param, code="context_length_exceeded")
 
     # Parameters
@@ -119,8 +143,8 @@ class RequestReader:
             return max(1, min(default, room))  # there is room for one behind the fullest: its own keys are never needed
         if asked > room:
             raise ApiError(
-                f"{param} is {asked}, and of this model's context of {self.max_model_len} tokens the prompt's "
-                f"{num_prompt_tokens} leave {room}: ask for fewer, shorten the prompt, or leave {param} out",
+                f"{self._longest}, of which the prompt's {num_prompt_tokens} leave {room}, and {param} is {asked}: "
+                f"ask for fewer, shorten the prompt, or leave {param} out",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -133,7 +157,10 @@ class RequestReader:
         if max_tokens == 0 and not body.echo:
             raise ApiError("max_tokens is 0: ask for at least 1 token, or for the prompt with echo", param="max_tokens")
         self._check_logprobs(body.logprobs, "logprobs")
-        scored = body.logprobs if body.echo and body.logprobs is not None else None
+        scored = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
+        if body.prompt_logprobs not in (None, scored):
+            raise ApiError(f"prompt_logprobs must be as logprobs, {scored}, or left out", param="prompt_logprobs")
+        self._check_prompt_logprobs(body)
         if max_tokens == 0 and scored is None:
             scored = 0
         return self.params(body, len(prompts), max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
@@ -148,12 +175,16 @@ class RequestReader:
         if asked == 0:
             raise ApiError(f"{param} must be at least 1", param=param)
         max_tokens = self.max_tokens(asked, self.max_model_len, num_prompt_tokens, param)
-        return self.params(body, 1, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+        self._check_prompt_logprobs(body)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return self.params(body, 1, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
 
     def params(self, body: Sampling, num_prompts: int, max_tokens: int, **others: Any) -> SamplingParams:
         n, limits = body.n or 1, self.limits
         if body.stream_options is not None and not body.stream:
             raise ApiError("stream_options are for streams: set stream to true", param="stream_options")
+        if body.stream_options is not None and body.stream_options.continuous_usage_stats and not body.usage_wanted:
+            raise ApiError("continuous_usage_stats needs include_usage to be true", param="stream_options")
         if n > limits.max_n:
             raise ApiError(f"n is {n}, at most {limits.max_n} go", param="n")
         if n * num_prompts > limits.max_choices:
@@ -170,6 +201,9 @@ class RequestReader:
             "seed": None if body.seed is None else body.seed % 2**64,
             "stop": self._stop(body.stop),
             "ignore_eos": body.ignore_eos,
+            "min_tokens": body.min_tokens,
+            "stop_token_ids": self._stop_ids(body.stop_token_ids),
+            "include_stop_str_in_output": body.include_stop_str_in_output,
             "n": n,
             **others,
         }
@@ -186,6 +220,11 @@ class RequestReader:
             raise ApiError(f"a stop string has between 1 and {self.limits.max_stop_chars} characters", param="stop")
         return strings
 
+    def _stop_ids(self, token_ids: list[int] | None) -> tuple[int, ...]:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param="stop_token_ids")
+        return tuple(token_ids or ())
+
     def _bias(self, bias: dict[str, float] | None) -> dict[int, float] | None:
         if bias is None:
             return None
@@ -201,7 +240,17 @@ class RequestReader:
         if wanted is not None and wanted > self.limits.max_logprobs:
             raise ApiError(f"{param} is {wanted}, at most {self.limits.max_logprobs} go", param=param)
 
+    def _check_prompt_logprobs(self, body: OpenAiRequest) -> None:
+        self._check_logprobs(body.prompt_logprobs, "prompt_logprobs")
+        if body.stream and body.prompt_logprobs is not None:
+            raise ApiError("prompt_logprobs are for whole answers: set stream to false", param="prompt_logprobs")
 
-async def beside_the_loop(num_chars: int, work: Callable[[], Any]) -> Any:
-    """What takes long, because it is about so many characters, is done on another thread: the loop goes on."""
-    return await asyncio.to_thread(work) if num_chars > _LONG_TEXT else work()
+
+def special_of(body: Sampling | TokenizeRequest) -> dict[str, bool | None]:
+    """What a body says about control tokens in a prompt's text, as `one_prompt` wants it."""
+    return {"parse": body.parse_special is not False, "bos": body.add_special_tokens}
+
+
+async def beside_the_loop(size: int, work: Callable[[], Any]) -> Any:
+    """Do `work` on another thread where it takes long: `size` is in characters, tokens or log probabilities."""
+    return await asyncio.to_thread(work) if size > _LONG_WORK else work()

@@ -1,12 +1,14 @@
 """Outputs in the shapes of OpenAI's API: whole bodies and the chunks of a stream."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from forge.engine.outputs import CompletionOutput, Logprobs, RequestOutput
-from forge.server.engine_client import Delta
+from forge.server.engine_client import Delta, Prompt
 from forge.server.reasoning import ReasoningSplitter, split_reasoning
+from forge.server.schema import ChatRequest, CompletionRequest, OpenAiRequest
+from forge.server.strict_json import to_json
 from forge.tokenizer import Tokenizer
 
 
@@ -23,26 +25,81 @@ def usage_object(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
+def size_of(outputs: Sequence[RequestOutput]) -> int:
+    """Tokens and log probabilities of an answer: how long it takes to make is about that."""
+    return sum(
+        len(sample.token_ids) + sum(map(len, (*(sample.logprobs or ()), *filter(None, output.prompt_logprobs or ()))))
+        for output in outputs
+        for sample in output.outputs
+    )
+
+
 class Shape:
     """What all answers to one request share."""
 
     whole: str
     chunk: str
 
-    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, usage_wanted: bool):
+    def __init__(
+        self, request_id: str, model: str, tokenizer: Tokenizer, body: OpenAiRequest, prompts: Sequence[Prompt]
+    ):
         self.tokenizer = tokenizer
-        self.usage_wanted = usage_wanted
-        """Whether a stream ends with a chunk of usage; the chunks before it then have an empty one."""
+        self.usage_wanted = body.usage_wanted
+        """Whether a stream ends with a chunk of usage; the chunks before it have what there is so far, or an empty
+        one."""
+        self._body, self._prompts = body, prompts
+        self._num_tokens = 0
+        """Output tokens in the chunks so far."""
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
 
-    def body(self, choices: list[dict[str, Any]], outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return {**self._head, "object": self.whole, "choices": choices, "usage": usage_object(outputs)}
+    def choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def facts(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """A whole answer without its choices."""
+        return {**self._head, "object": self.whole, "usage": usage_object(outputs)}
+
+    def body(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The whole answer, made and encoded one choice at a time: one with many log probabilities is large."""
+        head = to_json(self.facts(outputs))
+        return head[:-1] + b',"choices":[' + b",".join(map(to_json, self.choices(outputs))) + b"]}"
 
     def chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk, "choices": choices}
         if self.usage_wanted:
-            chunk["usage"] = None
+            chunk["usage"] = self._usage_so_far() if self._body.continuous_usage else None
         return chunk
+
+    def _usage_so_far(self) -> dict[str, int]:
+        prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
+        total = prompt + self._num_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": total}
+
+    def says_something(self, delta: Delta) -> bool:
+        """Whether a delta is worth a chunk: a token may bring nothing that can be shown yet."""
+        return bool(delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids)
+
+    def _end(self, reason: str | None, stop: str | int | None) -> dict[str, Any]:
+        """Why a choice ended. The stop reason is null for EOS."""
+        is_told = isinstance(stop, str) or stop in (self._body.stop_token_ids or ())
+        return {"finish_reason": reason, "stop_reason": stop if is_told else None}
+
+    def _prompt_logprobs(self, output: RequestOutput) -> list[dict[str, Any] | None]:
+        """As vLLM has them: for each prompt token the likeliest and itself, by token id."""
+        most = self._body.prompt_logprobs
+        return [
+            None
+            if entry is None
+            else {
+                str(token_id): {
+                    "logprob": logprob,
+                    "rank": place if place <= most else None,
+                    "decoded_token": self.tokenizer.token_text(token_id),
+                }
+                for place, (token_id, logprob) in enumerate(entry, 1)
+            }
+            for entry in output.prompt_logprobs
+        ]
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The last chunk where usage was asked for: it has no choices."""
@@ -53,42 +110,43 @@ class CompletionShape(Shape):
     whole = chunk = "text_completion"
 
     def __init__(
-        self, request_id: str, model: str, tokenizer: Tokenizer, usage_wanted: bool, echo: Sequence[str | None]
+        self, request_id: str, model: str, tokenizer: Tokenizer, body: CompletionRequest, prompts: Sequence[Prompt]
     ):
-        super().__init__(request_id, model, tokenizer, usage_wanted)
-        self._echo = echo
+        super().__init__(request_id, model, tokenizer, body, prompts)
+        self._echo = [self._text_of(prompt) if body.echo else None for prompt in prompts]
         """For each prompt the text to begin its choices with, or None."""
+        self._begun: set[int] = set()
         self._lengths: dict[int, int] = {}
         """Characters of each choice's text so far, for the offsets of its tokens."""
 
-    def choices(self, outputs: Sequence[RequestOutput], tokens_wanted: bool = True) -> list[dict[str, Any]]:
-        """All choices. Without `tokens_wanted` only the prompts, echoed."""
-        choices = []
-        for output, echo in zip(outputs, self._echo, strict=True):
-            for sample in output.outputs:
-                index = len(choices)
-                logprobs = self._echoed_logprobs(index, output) if echo is not None else None
-                if tokens_wanted and sample.logprobs is not None:
-                    logprobs = _joined(logprobs, self._logprobs(index, sample.token_ids, sample.logprobs))
-                choices.append(
-                    {
-                        "index": index,
-                        "text": (echo or "") + sample.text,
-                        "logprobs": logprobs,
-                        "finish_reason": sample.finish_reason,
-                        "stop_reason": sample.stop_reason if isinstance(sample.stop_reason, str) else None,
-                    }
-                )
-        return choices
+    def choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        samples = [(*pair, sample) for pair in zip(outputs, self._echo, strict=True) for sample in pair[0].outputs]
+        for index, (output, echo, sample) in enumerate(samples):
+            logprobs = self._echoed_logprobs(index, output) if echo is not None else None
+            if sample.logprobs is not None:
+                logprobs = _joined(logprobs, self._logprobs(index, sample.token_ids, sample.logprobs))
+            self._num_tokens += len(sample.token_ids)
+            choice = {"index": index, "text": (echo or "") + sample.text, "logprobs": logprobs}
+            choice |= self._end(sample.finish_reason, sample.stop_reason)
+            if self._body.return_token_ids:
+                choice |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": sample.token_ids}
+            if self._body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self._prompt_logprobs(output)
+            yield choice
 
     def delta(self, delta: Delta) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs:
             logprobs = self._logprobs(delta.choice, delta.token_ids, delta.logprobs)
-        stop = delta.stop_reason
-        choice = {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        self._num_tokens += len(delta.token_ids)
+        choice = {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
         if delta.finish_reason is not None:
-            choice["stop_reason"] = stop if isinstance(stop, str) else None
+            choice |= self._end(delta.finish_reason, delta.stop_reason)
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if delta.choice not in self._begun:
+                self._begun.add(delta.choice)
+                choice["prompt_token_ids"] = self._prompts[delta.choice // (self._body.n or 1)].token_ids
         return self.chunk_of([choice])
 
     def echo_chunk(self, choice: int, prompt: int) -> dict[str, Any]:
@@ -96,6 +154,9 @@ class CompletionShape(Shape):
         text = self._echo[prompt]
         self._lengths[choice] = len(text)
         return self.chunk_of([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}])
+
+    def _text_of(self, prompt: Prompt) -> str:
+        return prompt.text if prompt.text is not None else self.tokenizer.decode(prompt.token_ids)
 
     def _echoed_logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
         """Those of the prompt, the first of which has none."""
@@ -132,18 +193,25 @@ class ChatShape(Shape):
         request_id: str,
         model: str,
         tokenizer: Tokenizer,
-        usage_wanted: bool,
-        top_logprobs: int,
-        in_reasoning: bool,
+        body: ChatRequest,
+        prompts: Sequence[Prompt],
     ):
-        super().__init__(request_id, model, tokenizer, usage_wanted)
-        self._top = top_logprobs
-        self._in_reasoning = in_reasoning
+        super().__init__(request_id, model, tokenizer, body, prompts)
+        self._top = body.top_logprobs or 0
+        self._in_reasoning = prompts[0].text.rstrip().endswith("<think>")
         """Whether the prompt ends inside the thinking part."""
         self._splitters: dict[int, ReasoningSplitter] = {}
 
-    def choices(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        return [self._choice(sample) for output in outputs for sample in output.outputs]
+    def facts(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        facts = super().facts(outputs)
+        if self._body.return_token_ids:
+            facts["prompt_token_ids"] = outputs[0].prompt_token_ids
+        if self._body.prompt_logprobs is not None:
+            facts["prompt_logprobs"] = self._prompt_logprobs(outputs[0])
+        return facts
+
+    def choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        return (self._choice(sample) for output in outputs for sample in output.outputs)
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
         reasoning, answer = split_reasoning(sample.text, self._in_reasoning)
@@ -153,17 +221,16 @@ class ChatShape(Shape):
         logprobs = None
         if sample.logprobs is not None:
             logprobs = self._logprobs(sample.token_ids, sample.logprobs)
-        return {
-            "index": sample.index,
-            "message": message,
-            "logprobs": logprobs,
-            "finish_reason": sample.finish_reason,
-            "stop_reason": sample.stop_reason if isinstance(sample.stop_reason, str) else None,
-        }
+        choice = {"index": sample.index, "message": message, "logprobs": logprobs}
+        choice |= self._end(sample.finish_reason, sample.stop_reason)
+        if self._body.return_token_ids:
+            choice["token_ids"] = sample.token_ids
+        return choice
 
     def role_chunk(self, choice: int) -> dict[str, Any]:
         """A choice's first chunk."""
-        return self._chunk(choice, {"role": "assistant", "content": ""})
+        chunk = self._chunk(choice, {"role": "assistant", "content": ""})
+        return chunk | {"prompt_token_ids": self._prompts[0].token_ids} if self._body.return_token_ids else chunk
 
     def delta(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks that make of a delta: reasoning, answer and end, as far as there are any."""
@@ -176,17 +243,15 @@ class ChatShape(Shape):
         logprobs = None
         if delta.logprobs:
             logprobs = self._logprobs(delta.token_ids, delta.logprobs)
+        self._num_tokens += len(delta.token_ids)
         chunks = []
-        if fields or logprobs:
+        if fields or logprobs or (self._body.return_token_ids and delta.token_ids):
             chunks.append(self._chunk(delta.choice, fields, logprobs))
+            if self._body.return_token_ids:
+                chunks[-1]["choices"][0]["token_ids"] = delta.token_ids
         if delta.finish_reason is not None:
-            end = self._chunk(delta.choice, {})
-            stop = delta.stop_reason
-            end["choices"][0] |= {
-                "finish_reason": delta.finish_reason,
-                "stop_reason": stop if isinstance(stop, str) else None,
-            }
-            chunks.append(end)
+            chunks.append(self._chunk(delta.choice, {}))
+            chunks[-1]["choices"][0] |= self._end(delta.finish_reason, delta.stop_reason)
         return chunks
 
     def _chunk(self, choice: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

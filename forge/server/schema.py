@@ -1,15 +1,31 @@
 """What clients may send: OpenAI's parameters, the field's extensions to them, and the native ones.
 
 Types are strict and numbers finite. A parameter of the field's that this server does not have, and that cannot be
-ignored without giving another answer, is refused by its name; one that nobody has heard of is ignored, as everywhere.
+ignored without giving another answer, is refused by its name; an unknown one is ignored, as everywhere.
+
+A list is checked for its length before its items, and validation stops at the first wrong item: a body of a million
+wrong items costs no more than one.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
-Number = Annotated[float, Field(ge=-1e9, le=1e9)]
-TokenIds = list[int]
+MAX_ITEMS = 8192
+"""Items of any list but one of token ids: prompts, messages, documents."""
+MAX_BIASES = 16_384
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)]
+Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+def _few(biases: Any) -> Any:
+    """Pydantic checks the length of a dict after its items."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise PydanticCustomError("too_long", f"it should have at most {MAX_BIASES} entries, not {len(biases)}")
+    return biases
 
 
 class Body(BaseModel):
@@ -18,6 +34,8 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    """Every chunk has the usage so far."""
 
 
 class Sampling(Body):
@@ -32,15 +50,22 @@ class Sampling(Body):
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_few)] = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=128, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    parse_special: bool | None = None
+    """Whether the text of a control token becomes that token: by default in a prompt, and not in a chat's messages."""
+    add_special_tokens: bool | None = None
+    """Whether BOS is put before the prompt where the model wants it: by default yes, and no in a chat."""
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
     cache_salt: str | None = None
 
@@ -49,9 +74,20 @@ class Sampling(Body):
         """Whether a stream is to end with its usage."""
         return bool(self.stream_options is not None and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.usage_wanted and bool(self.stream_options.continuous_usage_stats)
 
-class CompletionRequest(Sampling):
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+
+class OpenAiRequest(Sampling):
+    """vLLM's extensions to both of OpenAI's endpoints."""
+
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionRequest(OpenAiRequest):
+    prompt: Prompts
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
 
@@ -62,19 +98,25 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class ChatTemplateVariables(Body):
     enable_thinking: bool | None = None
 
 
-class ChatRequest(Sampling):
-    messages: Annotated[list[Message], Field(min_length=1)]
+class ChatRequest(OpenAiRequest):
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     chat_template_kwargs: ChatTemplateVariables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Go on with the last message instead of answering it."""
 
 
 class GenerateRequest(Sampling):
@@ -85,8 +127,10 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_generation_prompt: bool | None = True
+    parse_special: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class DetokenizeRequest(Body):
@@ -95,7 +139,7 @@ class DetokenizeRequest(Body):
 
 
 class EmbeddingRequest(Body):
-    input: str | list[str] | TokenIds | list[TokenIds]
+    input: Prompts
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -103,20 +147,20 @@ class EmbeddingRequest(Body):
 
 class RerankRequest(Body):
     query: str
-    documents: list[str]
+    documents: Texts
     model: str | None = None
     top_n: Annotated[int, Field(ge=0)] | None = None
 
 
 class ScoreRequest(Body):
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: str | Texts
+    text_2: str | Texts
     model: str | None = None
 
 
 class ClassifyRequest(Body):
-    input: str | list[str]
-    labels: Annotated[list[str], Field(min_length=2, max_length=100)]
+    input: str | Texts
+    labels: Annotated[list[str], Field(min_length=2, max_length=100, fail_fast=True)]
     model: str | None = None
 
 
@@ -132,12 +176,11 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "web_search_options": (),
     "suffix": ("",),
-    # vLLM's and llama.cpp's
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
+    "echo": (False,),
+    "max_completion_tokens": (),
+    # vLLM's
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -145,17 +188,38 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
     "prompt_embeds": (),
+    "return_tokens_as_token_ids": (False,),
+    "logprob_token_ids": ([],),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "grammar": ("",),
-    "json_schema": (),
     "chat_template": (),
     "documents": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    # SGLang's
+    "regex": ("",),
+    "ebnf": ("",),
+    "json_schema": (),
+    "min_new_tokens": (0,),
+    "stop_regex": ([], ""),
+    "lora_path": (),
+    "custom_logit_processor": (),
+    # llama.cpp's
+    "grammar": ("",),
+    "lora": ([],),
+    "n_predict": (),
+    "n_probs": (0,),
+    "repeat_penalty": (1,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "dynatemp_range": (0,),
+    "top_n_sigma": (-1, 0),
+    "samplers": ([],),
 }
 """Parameters that are not supported, with the values that ask for nothing."""
 
@@ -163,8 +227,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 def unsupported_parameter(body: Sampling) -> str | None:
     """The first parameter that asks for what this server does not do."""
     for name, value in (body.model_extra or {}).items():
-        if value is None or (name == "min_tokens" and body.ignore_eos and not body.stop):
-            continue  # as load generators ask: nothing ends it before its length anyway
+        if value is None:
+            continue
         if name in _HARMLESS and value not in _HARMLESS[name]:
             return name
         if name == "best_of" and value != (body.n or 1):

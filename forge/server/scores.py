@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from fastapi import FastAPI, Request
 
 from forge.engine import tasks
@@ -39,15 +40,18 @@ class Asking:
         self.service = service
 
     async def prompts(self, texts: str | list, param: str = "input") -> list[Prompt]:
-        return await self.service.reader.completion_prompts(texts, param)
+        return await self.service.reader.prompts(texts, param)
 
-    async def run(self, request: Request, work: Callable[[Callable[[Requests], list[Any]]], Any]) -> Any:
+    async def run(self, request: Request, work: Callable[[Callable[[Requests], list[Any]]], Any], param: str) -> Any:
         """`work(answer)`, where `answer` runs one-shot requests, or none of them when the client leaves.
 
         A task asks once, at its beginning, and waits for the answer. So it is run up to its question, which it leaves
         behind, and from the start again when the answer is here: nothing waits in between but this coroutine.
         """
         requests = _requests_of(work)
+        longest = max((len(token_ids) for token_ids, _ in requests), default=0)
+        if longest > self.service.ready.max_model_len:
+            raise self.service.reader.too_long(f"{longest} tokens with what it follows", param)
         self.service.check_queue(len(requests))
         began = time.perf_counter()
         async with leaving_client(request):
@@ -85,9 +89,11 @@ def add_scores(app: FastAPI, service: "Service") -> None:
         """A unit vector for each text, of the hidden states of all tokens or of the last as the model's file says."""
         model = model_of(body.model)
         prompts = await asking.prompts(body.input)
-        vectors = await asking.run(request, lambda answer: tasks.embed(_ids(prompts), service.ready.pooling, answer))
-        if body.dimensions not in (None, vectors.shape[1]):
-            raise ApiError(f"this model's embeddings have {vectors.shape[1]} dimensions", param="dimensions")
+        vectors = await asking.run(
+            request, lambda answer: tasks.embed(_ids(prompts), service.ready.pooling, answer), "input"
+        )
+        if body.dimensions is not None:
+            vectors = _shortened(vectors, body.dimensions)
         if body.encoding_format == "base64":
             shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
         else:
@@ -106,7 +112,7 @@ def add_scores(app: FastAPI, service: "Service") -> None:
             size, lambda: [tasks.rerank_prompt(tokenizer, body.query, document) for document in body.documents]
         )
         prompts = await asking.prompts(ids, "documents")
-        scores = await asking.run(request, lambda answer: tasks.rerank(_ids(prompts), *words, answer))
+        scores = await asking.run(request, lambda answer: tasks.rerank(_ids(prompts), *words, answer), "documents")
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results = [
             {"index": index, "document": {"text": body.documents[index]}, "relevance_score": scores[index]}
@@ -122,7 +128,7 @@ def add_scores(app: FastAPI, service: "Service") -> None:
         _check_number(service, "text_2", seconds)
         firsts, seconds = await asking.prompts(firsts, "text_1"), await asking.prompts(seconds, "text_2")
         pairs = list(zip(_ids(firsts), _ids(seconds), strict=True))
-        scores = await asking.run(request, lambda answer: tasks.score(pairs, 0, answer))
+        scores = await asking.run(request, lambda answer: tasks.score(pairs, 0, answer), "text_2")
         data = [
             {
                 "index": index,
@@ -143,7 +149,9 @@ def add_scores(app: FastAPI, service: "Service") -> None:
         labels = [await service.reader.encode(label, "labels") for label in body.labels]
         if not all(labels):
             raise ApiError("a label must not be empty", param="labels")
-        found = await asking.run(request, lambda answer: tasks.classify(_ids(prompts), labels, body.labels, answer))
+        found = await asking.run(
+            request, lambda answer: tasks.classify(_ids(prompts), labels, body.labels, answer), "labels"
+        )
         data = [
             {
                 "index": index,
@@ -154,6 +162,14 @@ def add_scores(app: FastAPI, service: "Service") -> None:
             for index, one in enumerate(found)
         ]
         return asking.body("classify", model, prompts, data=data)
+
+
+def _shortened(vectors: np.ndarray, dimensions: int) -> np.ndarray:
+    """Unit vectors of the first `dimensions` of each (Matryoshka embeddings: Kusupati et al. 2022)."""
+    if dimensions > vectors.shape[1]:
+        raise ApiError(f"this model's embeddings have {vectors.shape[1]} dimensions, ask for fewer", param="dimensions")
+    first = vectors[:, :dimensions]
+    return first / np.maximum(np.linalg.norm(first, axis=1, keepdims=True), np.finfo(np.float32).tiny)
 
 
 def _ids(prompts: Sequence[Prompt]) -> list[list[int]]:

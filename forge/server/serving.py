@@ -1,7 +1,8 @@
 """Running the server: the listening socket, uvicorn on it, the engine beside it, and an orderly end.
 
 SIGTERM or Ctrl-C: no new work is taken, what runs may finish within the grace time, the rest is aborted, and the
-process exits with 0. A second signal does not wait.
+process exits with 0. A second signal does not wait. When the engine's process dies, its requests end with an error and
+the server exits with 1, or starts another engine (`--on-engine-death`).
 """
 
 import asyncio
@@ -13,24 +14,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from ipaddress import ip_address
 from typing import Any
 
 import uvicorn
 
-from forge.errors import UsageError
+from forge.errors import ForgeError, UsageError
 from forge.server.app import create_app
 from forge.server.engine_client import EngineClient, ShuttingDown
 from forge.server.http_protocol import protocol_class
 from forge.server.messages import Ready
 from forge.server.metrics import ThroughputLine
-from forge.server.settings import Settings
+from forge.server.settings import Settings, is_loopback
 from forge.trace.records import StepRecord
 
 logger = logging.getLogger("forge.server")
 
 _COLLECT_EVERY = 20_000
 """New objects between two collections. A burst of requests makes some 10,000, and leaves no circles of them."""
+
+_OTHER_FILES = 64
+"""Open files that are no connections."""
+_ON_DEATH = {"exit": "the server exits", "restart": "starting another"}
 
 
 def serve(
@@ -47,7 +51,6 @@ def serve(
     loaded, or an address that cannot be had.
     """
     listening = listen(settings)
-    _raise_file_limit()
     client = EngineClient(model, options)
     try:
         ready = client.wait_until_ready()
@@ -70,30 +73,37 @@ def listen(settings: Settings) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from None
-    if settings.api_key is None and not _is_private(settings.host):
+    if settings.api_key is None and not is_loopback(settings.host):
         logger.warning("%s can be reached from other machines and there is no --api-key", settings.host)
     return listening
 
 
-def _is_private(host: str) -> bool:
+def start_listening(listening: socket.socket, settings: Settings, backlog: int) -> None:
+    """Take connections from now on. Raises `UsageError` where another process has begun to since `listen`."""
     try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        listening.listen(backlog)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
 
 
-def _raise_file_limit() -> None:
-    """As many connections as the system allows this process: the usual soft limit is 1,024."""
+def connection_limits() -> tuple[int, int]:
+    """How many connections may be open and how many may wait to be accepted, with as many open files as the system
+    allows this process: the usual soft limit is 1,024. Without a file to spare asyncio would log each failed accept."""
     try:
         import resource
     except ImportError:  # not on this system
-        return
+        return 400, 100
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536) if hard > 0 else 65_536, hard))
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    backlog = min(2048, most // 4)  # so many may be accepted in one turn of the loop
+    return max(1, most - backlog - _OTHER_FILES), backlog
 
 
 async def _serve(client, ready, settings: Settings, listening, on_ready) -> int:
+    max_connections, backlog = connection_limits()
+    start_listening(listening, settings, backlog)
     await client.connect()
     app = create_app(client, ready, settings)
     gc.collect()
@@ -103,7 +113,7 @@ async def _serve(client, ready, settings: Settings, listening, on_ready) -> int:
     server = _Server(
         uvicorn.Config(
             app,
-            http=protocol_class(settings.limits.header_timeout),
+            http=protocol_class(settings.limits.header_timeout, max_connections),
             ws="none",
             proxy_headers=False,
             log_config=None,
@@ -112,23 +122,27 @@ async def _serve(client, ready, settings: Settings, listening, on_ready) -> int:
             lifespan="off",
             timeout_keep_alive=settings.limits.keep_alive,
             timeout_graceful_shutdown=1,
-            backlog=2048,
+            backlog=backlog,
         )
     )
     ending = _Ending(client, service, server, settings.limits.grace)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.begin)
-    logging_task = asyncio.create_task(_log_throughput(client, service, settings.log_interval))
+    tasks = [
+        asyncio.create_task(_log_throughput(client, service, settings.log_interval)),
+        asyncio.create_task(_follow_engine(client, server, settings.on_engine_death)),
+    ]
     if on_ready is not None:
         host, port = listening.getsockname()[:2]
         server.on_started = lambda: on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     try:
         await server.serve([listening])
+        return 1 if client.dead else 0
     finally:
-        logging_task.cancel()
+        for task in tasks:
+            task.cancel()
         client.disconnect()
-    return 0
 
 
 class _Server(uvicorn.Server):
@@ -171,6 +185,25 @@ class _Ending:
         self._server.should_exit = True
 
 
+async def _follow_engine(client: EngineClient, server: uvicorn.Server, on_death: str) -> None:
+    """When the engine's process dies: say so in one line, then end the server or start another engine."""
+    while True:
+        await client.died.wait()
+        await asyncio.to_thread(client.process.join, 2)
+        code = client.process.exitcode
+        how = "its socket closed" if code is None else f"signal {-code}" if code < 0 else f"exit status {code}"
+        logger.error("the engine's process died (%s): %s", how, _ON_DEATH[on_death])
+        if on_death == "exit":
+            break
+        try:
+            await client.restart()
+        except ForgeError as error:
+            logger.error("the engine does not start again (%s): the server exits", error)
+            break
+        logger.info("the engine runs again")
+    server.should_exit = True
+
+
 async def _log_throughput(client: EngineClient, service, interval: float) -> None:
     if not interval:
         return
@@ -182,9 +215,29 @@ async def _log_throughput(client: EngineClient, service, interval: float) -> Non
         await asyncio.sleep(interval)
 
 
+class OncePerSecond(logging.Filter):
+    """Lets a warning or an error through once per second, so that what goes wrong in a loop does not fill the log."""
+
+    def __init__(self):
+        super().__init__()
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        key = str(record.msg)
+        if record.created - self._last.get(key, 0.0) < 1.0:
+            return False
+        if len(self._last) > 1000:
+            self._last.clear()
+        self._last[key] = record.created
+        return True
+
+
 def configure_logging() -> None:
     """Lines on standard error, in the form that the field's servers have."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(OncePerSecond())
     handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
     for name, level in (("forge", logging.INFO), ("uvicorn", logging.WARNING), ("asyncio", logging.WARNING)):
         named = logging.getLogger(name)

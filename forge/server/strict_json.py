@@ -1,7 +1,7 @@
 """Bodies as JSON is defined: UTF-8, no NaN, no infinity, no half characters, and no deeper than can be read.
 
 A body that does not say it is JSON is refused: a page in a browser may send any other kind to this machine without
-asking first.
+asking first. `JsonAnswer` writes bodies.
 """
 
 import json
@@ -9,8 +9,23 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from fastapi import Request
+from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+
+try:  # an event in 1 µs instead of 10
+    from orjson import dumps as to_json
+except ImportError:
+    _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+    def to_json(value: Any) -> bytes:
+        return _ENCODER.encode(value).encode()
+
+
+class JsonAnswer(Response):
+    """A body that `to_json` has made."""
+
+    media_type = "application/json"
 
 
 class StrictRequest(Request):

@@ -4,9 +4,11 @@ It is `Tokenizer` in all but encoding: there is nothing to merge and nothing to 
 for every text. Byte b is token b.
 """
 
+from collections.abc import Sequence
+
 from forge.tokenizer.byte_level import BYTE_ALPHABET
 from forge.tokenizer.spec import TokenizerSpec, TokenType
-from forge.tokenizer.tokenizer import Tokenizer, check_unicode
+from forge.tokenizer.tokenizer import Tokenizer
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 256 + len(CONTROL_TOKENS)
@@ -25,12 +27,8 @@ class ByteTokenizer(Tokenizer):
     def prepare(self) -> str:
         return self.implementation
 
-    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """One token per byte of UTF-8; a control token's text becomes that token only with `allow_special`.
-
-        Raises `UsageError` for text that is not Unicode."""
-        check_unicode(text)
+    def _encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         ids: list[int] = []
-        for part in self._split(text, allow_special):
+        for part in parts:
             ids += [part] if isinstance(part, int) else part.encode()
         return ids

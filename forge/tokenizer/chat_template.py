@@ -111,6 +111,17 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return checked
 
 
+def up_to_content(rendered: str, message: Mapping[str, Any]) -> str:
+    """The rendered prompt up to the end of its last message's content, as Hugging Face's `continue_final_message` has
+    it. Raises `UsageError` where the template shows that content otherwise, or it is empty."""
+    content = _checked([message])[0]["content"] or ""
+    place = rendered.rfind(content.strip())
+    if not content.strip() or place < 0:
+        raise UsageError("the last message cannot be continued: it is empty, or the chat template changes it")
+    kept = content.lstrip()
+    return rendered[:place] + (kept if rendered.startswith(kept, place) else content.strip())
+
+
 def _text_part(part: Any, number: int) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]

@@ -20,6 +20,7 @@ import numpy as np
 
 from forge.errors import UsageError
 from forge.tokenizer.byte_level import from_byte_alphabet
+from forge.tokenizer.control_text import beginnings, choose_mark, marked
 from forge.tokenizer.encoders import Encoders, Preference
 from forge.tokenizer.equality_gate import PlainEncoder
 from forge.tokenizer.fast import FastEncoder
@@ -92,19 +93,42 @@ class Tokenizer:
         """Loads now what the first text would load, and returns that implementation's name (see `implementation`)."""
         return self._encoders.prepare()
 
-    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Token ids of `text`.
+    def encode(self, text: str, *, allow_special: bool = False, add_bos: bool = True) -> list[int]:
+        """Token ids of `text`, after the BOS token where the file wants one and `add_bos` allows it.
 
         The text of a control token becomes that token only with `allow_special`, which is for prompts that a chat
         template rendered; in what a user typed it stays text. Raises `UsageError` for text that is not Unicode."""
         check_unicode(text)
-        parts = list(self._split(text, allow_special))
-        plain = [normalize("NFC", part) for part in parts if isinstance(part, str)]
-        encoded = iter(self._encoders.encode_parts(plain) if plain else ())
-        ids = [self.spec.bos_token_id] if self.spec.add_bos and self.spec.bos_token_id is not None else []
-        for part in parts:
-            ids += [part] if isinstance(part, int) else next(encoded)
-        return ids
+        return self._bos_ids(add_bos) + self._encode_parts(list(self._split(text, allow_special)))
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        parse_special: bool = False,
+        continue_final_message: bool = False,
+        add_bos: bool = True,
+        **template: Any,
+    ) -> tuple[str, list[int]]:
+        """The prompt for a conversation, as text and as token ids.
+
+        Control tokens of the chat template become tokens; what a message spells like one stays text, unless
+        `parse_special` is set. With `continue_final_message` the prompt ends with the last message's content, to be
+        gone on with. `template` are keywords of `apply_chat_template`, whose errors are raised."""
+        pattern = None if parse_special else self._control_beginnings
+        mark = choose_mark(messages) if pattern else ""
+        shown = [marked(message, pattern, mark) for message in messages] if pattern else messages
+        rendered = self.apply_chat_template(shown, **template)
+        check_unicode(rendered)
+        if continue_final_message:
+            from forge.tokenizer.chat_template import up_to_content
+
+            rendered = up_to_content(rendered, shown[-1])
+        parts = self._split(rendered, True)
+        if pattern:
+            parts = [part.replace(mark, "") if isinstance(part, str) else part for part in parts]
+            rendered = rendered.replace(mark, "")
+        return rendered, self._bos_ids(add_bos) + self._encode_parts(list(parts))
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves control tokens out.
@@ -143,7 +167,7 @@ class Tokenizer:
         enable_thinking: bool | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for a conversation, to be encoded with `allow_special=True`.
+        """The text of the prompt for a conversation; `encode_chat` gives its token ids too.
 
         `messages` are mappings with `role` and `content`. `enable_thinking=False` asks a Qwen3 template for an answer
         without thinking; None leaves it to the template. Raises `ForgeError` when the template or a message is bad."""
@@ -170,6 +194,10 @@ class Tokenizer:
         return {self.spec.tokens[token_id]: token_id for token_id in matched if self.spec.tokens[token_id]}
 
     @cached_property
+    def _control_beginnings(self) -> re.Pattern[str] | None:
+        return beginnings(self.spec.tokens[token_id] for token_id in self.spec.control_ids)
+
+    @cached_property
     def _user_defined_pattern(self) -> re.Pattern[str] | None:
         return _any_of(self.spec.tokens[token_id] for token_id in self.spec.user_defined_ids)
 
@@ -188,6 +216,18 @@ class Tokenizer:
             start = match.end()
         if start < len(text):
             yield text[start:]
+
+    def _bos_ids(self, wanted: bool) -> list[int]:
+        return [self.spec.bos_token_id] if wanted and self.spec.add_bos and self.spec.bos_token_id is not None else []
+
+    def _encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        """Token ids of alternating plain text and tokens."""
+        plain = [normalize("NFC", part) for part in parts if isinstance(part, str)]
+        encoded = iter(self._encoders.encode_parts(plain) if plain else ())
+        ids: list[int] = []
+        for part in parts:
+            ids += [part] if isinstance(part, int) else next(encoded)
+        return ids
 
     def _pieces(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
         if skip_special:

@@ -77,6 +77,41 @@ def test_the_context_limit_ends_as_length_with_one_token_more_than_there_are_slo
     assert (len(output.token_ids), output.finish_reason) == (9 - length, "length")
 
 
+def test_a_stop_token_ends_the_output_and_its_text_stays_out_unless_wanted():
+    b = letters("b")
+    output = complete(engine_saying("abcd"), "xy", max_tokens=9, stop_token_ids=b)
+    assert (output.text, output.finish_reason, output.stop_reason, output.token_ids) == (
+        "a",
+        "stop",
+        *b,
+        tuple(letters("ab")),
+    )
+    output = complete(engine_saying("abcd"), "xy", max_tokens=9, stop_token_ids=b, include_stop_str_in_output=True)
+    assert (output.text, output.finish_reason) == ("ab", "stop")
+    output = complete(engine_saying("bcd"), "xy", max_tokens=1, stop_token_ids=b)
+    assert (output.text, output.finish_reason) == ("", "stop")
+
+
+def test_a_stop_token_is_one_of_the_vocabulary():
+    with pytest.raises(UsageError, match="stop_token_ids: token id 999"):
+        complete(engine_saying("a"), "xy", max_tokens=9, stop_token_ids=[999])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("min_tokens", [1, 3])
+def test_until_min_tokens_nothing_ends_the_output(sampling, min_tokens):
+    def script(tokens):
+        logits = np.full(len(PIECES), -5.0, np.float32)
+        logits[[EOS, *letters("ab")]] = (20.0, 15.0, 10.0)
+        return logits
+
+    asked = {"max_tokens": 9, "min_tokens": min_tokens, "stop_token_ids": letters("a"), **sampling}
+    output = complete(new_engine(script), "xy", **asked)
+    assert (output.text, output.stop_reason) == ("b" * min_tokens, EOS)
+    output = complete(new_engine(script), "xy", **asked | {"ignore_eos": True, "stop_token_ids": ()})
+    assert len(output.token_ids) == 9 and set(output.token_ids) == {EOS}
+
+
 def test_eos_on_the_token_that_fills_the_context_ends_as_stop():
     assert complete(engine_saying("ab", 6, max_model_len=8), "x" * 6, max_tokens=9).finish_reason == "stop"
 

@@ -122,3 +122,15 @@ def test_long_repetitive_text_is_released_without_delay(stop):
         text.push("a" * 40 + "c")
 
     assert len(text.text) == 20 * 41
+
+
+def test_the_stop_string_stays_where_it_is_wanted():
+    text = OutputText(Pieces(), ["END"], include_stop=True)
+    assert [text.push(piece) for piece in ("a E", "N", "D b")] == ["a ", "", "END"]
+    assert text.finish() == "" and text.stopped_by == "END"
+
+
+def test_stop_strings_are_not_searched_in_the_first_tokens():
+    text = OutputText(Pieces(), ["b"], min_tokens=2)
+    assert [text.push(piece) for piece in ("ab", "cb", "dbe")] == ["ab", "cb", "d"]
+    assert text.stopped_by == "b"

@@ -27,8 +27,10 @@ PATIENCE = 120
 class Server:
     """`forge serve` on a port of its own."""
 
-    def __init__(self, *args: str, **variables: str):
-        self.process = start("serve", "--port", "0", "--log-interval", "0", *args, stdout=subprocess.DEVNULL, text=True)
+    def __init__(self, *args: str, **options: Any):
+        """`options` are those of `Popen`."""
+        options = {"stdout": subprocess.DEVNULL, "text": True} | options
+        self.process = start("serve", "--port", "0", "--log-interval", "0", *args, **options)
         self.log: list[str] = []
         self._has_begun = threading.Event()
         self.url = ""
@@ -110,7 +112,9 @@ async def post(port: int, path: str, body: Any) -> tuple[int, bytes]:
 
 def request_bytes(path: str, body: Any) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
+    )
     return head.encode() + b"connection: close\r\n\r\n" + data
 
 

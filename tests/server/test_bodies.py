@@ -91,8 +91,34 @@ def test_more_tokens_than_fit_behind_the_prompt_are_refused_and_by_default_as_ma
         assert status == expected
     assert found["error"]["param"] == "max_tokens" and found["error"]["code"] == "context_length_exceeded"
     assert all(str(number) in found["error"]["message"] for number in (6, 5, longest, longest - 5))
+    assert f"this model's maximum context length is {longest} tokens" in found["error"]["message"]
     status, found = server.request(path, {"prompt": prompt, "ignore_eos": True})
     assert status == 200 and found["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    "path, name, body",
+    [
+        ("/v1/completions", "prompt", {}),
+        ("/generate", "prompt", {}),
+        ("/v1/embeddings", "input", {}),
+        ("/v1/score", "text_1", {"text_2": "a"}),
+        ("/v1/chat/completions", "messages", {}),
+    ],
+)
+@pytest.mark.parametrize("letters", [3000, 1_000_000], ids=["tokens", "characters"])
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(server, path, name, body, letters):
+    text = "a" * letters
+    asked = {name: [{"role": "user", "content": text}] if name == "messages" else text} | body
+    status, found = server.request(path, asked)
+    assert status == 400 and found["error"]["code"] == "context_length_exceeded"
+    assert "this model's maximum context length is 640 tokens" in found["error"]["message"]
+
+
+def test_a_pair_of_texts_that_is_too_long_together_is_refused_in_those_words(server):
+    status, found = server.request("/v1/score", {"text_1": "a" * 600, "text_2": "a" * 600})
+    assert status == 400 and found["error"]["param"] == "text_2" and found["error"]["code"] == "context_length_exceeded"
+    assert "this model's maximum context length is 640 tokens" in found["error"]["message"]
 
 
 def test_chat_answers_as_long_as_fits_and_refuses_more(server):
@@ -106,14 +132,24 @@ def test_chat_answers_as_long_as_fits_and_refuses_more(server):
 
 
 REFUSED = {
-    "stop_token_ids": [3],
-    "min_tokens": 3,
     "guided_json": {},
     "structured_outputs": {"regex": "a"},
     "use_beam_search": True,
-    "include_stop_str_in_output": True,
     "grammar": "root ::= x",
     "best_of": 3,
+    "repeat_penalty": 1.1,
+    "typical_p": 0.9,
+    "mirostat": 2,
+    "dry_multiplier": 0.8,
+    "xtc_probability": 0.5,
+    "n_predict": 3,
+    "n_probs": 3,
+    "lora": [{"id": 0, "scale": 1.0}],
+    "return_tokens_as_token_ids": True,
+    "logprob_token_ids": [1],
+    "regex": "a*",
+    "ebnf": "root ::= x",
+    "max_completion_tokens": 3,
 }
 MEANS_NOTHING = {
     "stop_token_ids": [],
@@ -124,6 +160,10 @@ MEANS_NOTHING = {
     "best_of": 1,
     "suffix": "",
     "guided_json": None,
+    "repeat_penalty": 1.0,
+    "mirostat": 0,
+    "return_token_ids": False,
+    "echo": False,
 }
 
 
@@ -135,10 +175,29 @@ def test_what_would_change_the_answer_is_refused_by_name(server, name):
 
 
 def test_what_asks_for_nothing_is_accepted(server):
-    asked = {"prompt": "x", "max_tokens": 2, "min_tokens": 2, "ignore_eos": True}
-    assert server.request("/v1/completions", asked)[0] == 200
-    assert server.request("/v1/completions", asked | {"stop": "x"})[1]["error"]["param"] == "min_tokens"
     assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 1} | MEANS_NOTHING)[0] == 200
+
+
+def test_a_chat_does_not_echo(server):
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    assert server.request("/v1/chat/completions", asked | {"echo": False})[0] == 200
+    assert server.request("/v1/chat/completions", asked | {"echo": True})[1]["error"]["param"] == "echo"
+
+
+@pytest.mark.parametrize(
+    "param, asked",
+    [
+        ("min_tokens", {"max_tokens": 3, "min_tokens": 4}),
+        ("stop_token_ids", {"stop_token_ids": [10**6]}),
+        ("prompt_logprobs", {"prompt_logprobs": 2, "stream": True}),
+        ("prompt_logprobs", {"prompt_logprobs": 2, "echo": True, "logprobs": 3}),
+        ("prompt_logprobs", {"prompt_logprobs": 99}),
+        ("stream_options", {"stream": True, "stream_options": {"continuous_usage_stats": True}}),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(server, param, asked):
+    status, found = server.request("/v1/completions", {"prompt": "x"} | asked)
+    assert status == 400 and found["error"]["param"] == param
 
 
 def test_more_prompts_than_the_queue_has_room_for_are_never_worth_another_try(server):
@@ -179,9 +238,50 @@ def test_an_offer_of_another_protocol_is_not_taken_up(server):
 
 @pytest.mark.parametrize("line", [b"x-long: " + b"a" * 200_000, b"x: y\r\n" * 20_000], ids=["long", "many"])
 def test_a_head_without_an_end_is_hung_up_on(server, line):
-    found = raw(server, b"GET /health HTTP/1.1\r\nhost: x\r\n" + line)
+    found = raw(server, b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + line)
     assert not found or found.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
     assert server.request("/health")[0] == 200
+
+
+def test_a_head_that_is_too_large_is_refused_though_it_comes_whole(server):
+    for size, expected in ((60_000, b"HTTP/1.1 200"), (70_000, b"HTTP/1.1 431")):
+        head = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-long: " + b"a" * size
+        assert raw(server, head + b"\r\n\r\n").startswith(expected)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_closes_its_sending_half_gets_its_answer(server, stream):
+    asked = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": stream}
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(30)
+        connection.sendall(request_bytes("/v1/completions", asked).replace(b"connection: close\r\n", b""))
+        connection.shutdown(socket.SHUT_WR)
+        found = b""
+        while piece := connection.recv(65536):
+            found += piece
+    assert b"HTTP/1.1 200" in found and b'"finish_reason":"length"' in found
+
+
+def test_a_client_that_closes_before_its_body_is_sent_is_hung_up_on(server):
+    body = request_bytes("/v1/completions", {"prompt": "x"})
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(10)
+        connection.sendall(body[:-3])
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(100) == b""
+
+
+HOSTS = {"localhost": 200, "localhost:99": 200, "127.0.0.1": 200, "[::1]:80": 200, "evil.example": 403, "a:b:c": 403}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_page_whose_name_resolves_to_this_machine_is_refused(server, host):
+    """DNS rebinding: a browser sends the page's own name."""
+    status, found = server.request("/v1/models", headers={"host": host})
+    assert status == HOSTS[host]
+    if status == 403:
+        assert found["error"]["code"] == "host_not_allowed" and "--allowed-host" in found["error"]["message"]
+    assert server.request("/health", headers={"host": host})[0] == 200
 
 
 def test_requests_that_come_at_once_are_answered_in_order(server):

@@ -57,6 +57,20 @@ def test_two_hundred_clients_that_leave_in_the_middle_leave_nothing_behind(serve
     assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_closes_its_connection_is_aborted(server, stream):
+    assert until(server.is_idle)
+    aborted = 'finished_reason="abort"} '
+    before = server.request("/metrics")[1].split(aborted)[1].split()[0]
+    body = {"prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": stream, "n": 16}
+    raw = socket.create_connection(("127.0.0.1", server.port))
+    raw.sendall(request_bytes("/v1/completions", body))
+    assert until(lambda: server.metric("vllm:num_requests_running"))
+    raw.close()
+    assert until(server.is_idle)
+    assert int(server.request("/metrics")[1].split(aborted)[1].split()[0]) > int(before)
+
+
 @pytest.fixture(scope="module")
 def strict(model_path, alone):
     """A server with narrow limits."""
@@ -75,7 +89,11 @@ def test_a_client_that_reads_nothing_is_given_up_and_holds_up_nobody(strict):
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.connect(("127.0.0.1", strict.port))
     body = {"prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True, "logprobs": 20, "n": 16, "seed": 1}
-    slow.sendall(request_bytes("/v1/completions", body).replace(b"host: x", b"host: x\r\nauthorization: Bearer geheim"))
+    slow.sendall(
+        request_bytes("/v1/completions", body).replace(
+            b"host: localhost", b"host: localhost\r\nauthorization: Bearer geheim"
+        )
+    )
     running = "vllm:num_requests_running"
     assert until(lambda: strict.metric(running, KEY) > 0)
     status, _ = strict.request("/v1/completions", {"prompt": "y", "max_tokens": 2}, KEY)
@@ -135,6 +153,8 @@ def test_the_key_guards_everything_but_health(strict):
     assert strict.request("/health")[0] == 200
     for path in ("/v1/models", "/metrics", "/openapi.json", "/debug/requests/x", "/nowhere"):
         assert strict.request(path)[0] == 401
+    for scheme in ("bearer", "BEARER"):
+        assert strict.request("/v1/models", headers={"authorization": f"{scheme} geheim"})[0] == 200
     for key in ("", "Bearer", "Bearer gehei", "Bearer geheim2", "geheim", "Basic geheim"):
         assert strict.request("/v1/models", headers={"authorization": key})[0] == 401
     assert strict.request("/v1/models", headers=KEY)[0] == 200
@@ -147,7 +167,7 @@ def test_a_large_body_is_413_whether_it_says_so_or_not(strict):
     status, found = strict.request("/v1/completions", body, KEY)
     assert status == 413 and found["error"]["code"] == "body_too_large"
     with socket.create_connection(("127.0.0.1", strict.port)) as raw:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer geheim\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer geheim\r\n"
         raw.sendall(head + b"transfer-encoding: chunked\r\n\r\n")
         for _ in range(3):
             raw.sendall(b"2710\r\n" + b" " * 10_000 + b"\r\n")
@@ -157,7 +177,7 @@ def test_a_large_body_is_413_whether_it_says_so_or_not(strict):
 def test_a_request_that_never_comes_is_hung_up_on(strict):
     with socket.create_connection(("127.0.0.1", strict.port)) as raw:
         raw.settimeout(10)
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
         assert raw.recv(1000) == b""
     with socket.create_connection(("127.0.0.1", strict.port)) as raw:
         raw.settimeout(10)

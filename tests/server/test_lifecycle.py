@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -60,7 +61,7 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_work(long_model):
 def test_a_watcher_does_not_hold_up_the_end(long_model):
     server = Server("-m", long_model)
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
-        raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: x\r\n\r\n")
+        raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert raw.recv(1000).startswith(b"HTTP/1.1 200")
         server.process.send_signal(signal.SIGTERM)
         assert "[DONE]" in rest(raw)
@@ -78,15 +79,45 @@ def test_after_the_grace_time_a_stream_ends_with_an_error(long_model):
     assert not [line for line in server.log if "Traceback" in line]
 
 
-def test_a_dead_engine_makes_health_503_and_ends_what_runs(long_model):
+def test_a_dead_engine_ends_what_runs_and_the_server_with_one_line(long_model):
     server = Server("-m", long_model)
     raw = begin_stream(server)
     os.kill(server.engine_pid(), signal.SIGKILL)
     assert '"code":"engine_dead"' in rest(raw)
-    assert until(lambda: server.request("/health")[0] == 503)
+    assert server.process.wait(PATIENCE) == 1
+    assert until(lambda: any("died" in line for line in server.log))
+    assert len([line for line in server.log if "died (signal 9)" in line]) == 1
+    assert not [line for line in server.log if "Traceback" in line]
+
+
+def test_a_dead_engine_is_started_again_where_asked_and_its_requests_count_as_errors(long_model):
+    server = Server("-m", long_model, "--on-engine-death", "restart")
+    raw = begin_stream(server)
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert '"code":"engine_dead"' in rest(raw)
+    status, found = server.request("/health")
+    assert status == 503 and found["error"]["code"] == "engine_dead"
     status, found = server.request("/v1/completions", {"prompt": "x"})
     assert status == 503 and found["error"]["code"] == "engine_dead"
+    assert server.is_idle()
+    assert 'finished_reason="error"} 1' in server.request("/metrics")[1]
+    assert until(lambda: server.request("/health")[0] == 200)
+    assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert until(lambda: server.request("/health")[0] == 503) and until(lambda: server.request("/health")[0] == 200)
     assert server.stop() == 0
+    assert len([line for line in server.log if "died (signal 9)" in line]) == 2
+
+
+def test_an_engine_that_does_not_load_again_ends_the_server(tmp_path, alone):
+    from tests.small_models import write_small_qwen3
+
+    path = write_small_qwen3(tmp_path / "gone.gguf")
+    server = Server("-m", str(path), "--on-engine-death", "restart")
+    path.unlink()
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert server.process.wait(PATIENCE) == 1
+    assert until(lambda: any("does not start again" in line for line in server.log))
 
 
 def test_an_engine_whose_server_was_killed_ends(long_model):
@@ -180,6 +211,58 @@ def test_a_variable_that_is_no_address_is_refused(variable):
         address(None, None, variable)
 
 
+def test_two_servers_that_bind_one_port_at_once_are_told_apart_when_they_listen():
+    from forge.errors import UsageError
+    from forge.server.serving import listen, start_listening
+    from forge.server.settings import Settings
+
+    with listen(Settings(port=0)) as first:
+        settings = Settings(port=first.getsockname()[1])
+        with listen(settings) as second:
+            start_listening(first, settings, 10)
+            with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{settings.port}"):
+                start_listening(second, settings, 10)
+
+
+OUT_OF_BOUNDS = {
+    "--log-interval": ("-3", "nan"),
+    "--max-queue": ("0", "-1"),
+    "--max-body-bytes": ("-5", "0"),
+    "--header-timeout": ("0", "inf"),
+    "--grace": ("-1", "nan"),
+    "--stall-timeout": ("-1", "0"),
+}
+
+
+@pytest.mark.parametrize("option, value", [(name, value) for name, values in OUT_OF_BOUNDS.items() for value in values])
+def test_a_limit_that_has_no_meaning_is_one_line(forge, option, value):
+    found = forge("serve", "-m", "no/such.gguf", "--port", "0", option, value)
+    assert found.status == 2 and found.err.count("\n") == 1
+    assert f"{option} is" in found.err and f"not {value}" in found.err
+
+
+def test_without_files_to_spare_connections_are_refused_in_a_few_lines(long_model):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+    server = Server("-m", long_model, preexec_fn=limit)
+    raws = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(400)]
+    refused = 0
+    for raw in raws:
+        raw.settimeout(0.01)
+        try:
+            refused += raw.recv(100).startswith(b"HTTP/1.1 503")
+        except TimeoutError:
+            pass
+    assert refused > 200
+    for raw in raws:
+        raw.close()
+    assert until(lambda: server.request("/health")[0] == 200)
+    assert 1 <= len([line for line in server.log if "connections are open" in line]) < 20
+    assert len(server.log) < 30 and not [line for line in server.log if "Traceback" in line]
+    assert server.stop() == 0
+
+
 def test_a_public_address_without_a_key_warns(caplog):
     from forge.server.serving import listen
     from forge.server.settings import Settings
@@ -212,10 +295,11 @@ def test_live_prints_every_step(long_model):
 def test_watch_shows_the_steps_of_a_server_elsewhere(long_model):
     import subprocess
 
-    from tests.cli.conftest import start
+    from tests.cli.conftest import environment, start
 
     server = Server("-m", long_model)
-    watching = start("watch", server.url, stdout=subprocess.PIPE, text=True)
+    proxy = environment(http_proxy="http://127.0.0.1:1", no_proxy="")  # a proxy's 127.0.0.1 would be another machine
+    watching = start("watch", server.url, stdout=subprocess.PIPE, text=True, env=proxy)
     lines: list[str] = []
     reading = threading.Thread(target=lambda: lines.extend(iter(watching.stdout.readline, "")), daemon=True)
     reading.start()
@@ -261,4 +345,4 @@ def test_a_dead_engine_answers_its_questions(long_model):
     raw = ask_much(server)
     os.kill(server.engine_pid(), signal.SIGKILL)
     assert '"code":"engine_dead"' in rest(raw)
-    assert server.stop() == 0
+    assert server.process.wait(PATIENCE) == 1

@@ -1,15 +1,31 @@
 """The server's small parts, each by itself."""
 
 import asyncio
+import json
+import logging
 import re
 import socket
+import threading
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from forge.engine.outputs import CompletionOutput, RequestOutput
+from forge.engine.sampling_params import SamplingParams
+from forge.server import schema
+from forge.server.engine_client import MAX_DELTAS, Delta, Generation, Prompt
 from forge.server.http_protocol import CorkedTransport
 from forge.server.messages import Abort, Gauges, Inbox, Outbox, StepSummary, frame
 from forge.server.metrics import Histogram, Metrics, ThroughputLine
+from forge.server.requests import RequestReader, beside_the_loop, special_of
+from forge.server.responses import CompletionShape, size_of
+from forge.server.serving import OncePerSecond
+from forge.server.settings import Limits
+from forge.tokenizer.byte_tokenizer import ByteTokenizer
+from forge.trace.records import RequestMetrics
 
 
 @given(st.lists(st.text(max_size=50), max_size=20), st.lists(st.integers(1, 40), min_size=1, max_size=50))
@@ -110,3 +126,105 @@ def test_what_is_written_in_one_turn_goes_out_as_one_piece():
 
     wire = asyncio.run(write())
     assert wire.writes == [b"ab", b"c"] and wire.closed
+
+
+MANY = 100_000
+WRONG = {
+    "prompts": (schema.CompletionRequest, {"prompt": [1.5] * MANY}),
+    "prompts of nothing": (schema.CompletionRequest, {"prompt": [{}] * MANY}),
+    "token ids": (schema.CompletionRequest, {"prompt": [1, *["a"] * MANY]}),
+    "token ids of many prompts": (schema.CompletionRequest, {"prompt": [[1, *["a"] * MANY]] * 3}),
+    "more prompts than any server takes": (schema.CompletionRequest, {"prompt": ["a"] * MANY}),
+    "stop strings": (schema.CompletionRequest, {"prompt": "a", "stop": [{}] * MANY}),
+    "biases": (schema.CompletionRequest, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(MANY)), "b")}),
+    "messages": (schema.ChatRequest, {"messages": [{}] * MANY}),
+    "sound messages": (schema.ChatRequest, {"messages": [{"role": "user", "content": "a"}] * MANY}),
+    "parts of a message": (schema.ChatRequest, {"messages": [{"role": "user", "content": [1] * MANY}]}),
+    "tokens": (schema.DetokenizeRequest, {"tokens": ["a"] * MANY}),
+    "inputs": (schema.EmbeddingRequest, {"input": [None] * MANY}),
+    "documents": (schema.RerankRequest, {"query": "a", "documents": [{}] * MANY}),
+    "texts": (schema.ScoreRequest, {"text_1": "a", "text_2": [1] * MANY}),
+    "labels": (schema.ClassifyRequest, {"input": "a", "labels": [1] * MANY}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_validation_stops_at_the_first_wrong_item(name):
+    model, body = WRONG[name]
+    with pytest.raises(ValidationError) as found:
+        model.model_validate(body)
+    assert found.value.error_count() <= 4  # one for each type that a prompt may have
+
+
+def test_long_work_is_done_beside_the_loop():
+    async def where(size: int) -> threading.Thread:
+        return await beside_the_loop(size, threading.current_thread)
+
+    assert asyncio.run(where(10)) is threading.main_thread()
+    assert asyncio.run(where(100_000)) is not threading.main_thread()
+
+
+def test_an_answers_size_counts_its_tokens_and_all_log_probabilities():
+    token = ((1, -0.5), (2, -1.5))
+    sample = CompletionOutput(0, "ab", (1, 1), "length", None, (token, token), RequestMetrics(3, 2, 0.0, None, None))
+    output = RequestOutput("r", None, (1, 1, 1), (sample,), (None, token, token), 0)
+    assert size_of([output, output]) == 2 * (2 + 4 + 4)
+    shape = CompletionShape("id", "m", ByteTokenizer(), schema.CompletionRequest(prompt=""), [Prompt([1])] * 2)
+    body = json.loads(shape.body([output, output]))
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert body["choices"][1]["logprobs"]["token_logprobs"] == [-0.5, -0.5] and body["usage"]["total_tokens"] == 10
+
+
+def test_the_bos_token_comes_where_the_model_wants_it_unless_the_body_does_not():
+    tokenizer = ByteTokenizer()
+    tokenizer.spec = replace(tokenizer.spec, add_bos=True, bos_token_id=256)
+    reader = RequestReader(tokenizer, ["m"], tokenizer.vocab_size, 100, Limits())
+
+    def first(body: schema.CompletionRequest | schema.ChatRequest) -> int:
+        if isinstance(body, schema.ChatRequest):
+            return asyncio.run(reader.chat_prompt(body)).token_ids[0]
+        return asyncio.run(reader.prompts(body.prompt, **special_of(body)))[0].token_ids[0]
+
+    messages = [schema.Message(role="user", content="a")]
+    assert first(schema.CompletionRequest(prompt="a")) == 256
+    assert first(schema.CompletionRequest(prompt="a", add_special_tokens=False)) == ord("a")
+    assert first(schema.ChatRequest(messages=messages)) == 257, "the template's own <|im_start|>"
+    assert first(schema.ChatRequest(messages=messages, add_special_tokens=True)) == 256
+
+
+def pieces(generation: Generation) -> list[Delta]:
+    async def take() -> list[Delta]:
+        return await anext(generation.updates())
+
+    return asyncio.run(take())
+
+
+def test_tokens_of_a_lone_stream_stay_apart_however_late_they_are_taken():
+    one = Generation("r", [Prompt([1])], SamplingParams(), True)
+    for token_id in (5, 6, 7):
+        one.add_token(0, token_id, "a", None, apart=True)
+    one.delta(0).finish_reason = "length"
+    assert [delta.token_ids for delta in pieces(one)] == [[5], [6], [7]]
+    for token_id in range(MAX_DELTAS + 100):
+        one.add_token(0, token_id, "a", None, apart=True)
+    found = pieces(one)
+    assert len(found) == MAX_DELTAS and sum(len(delta.token_ids) for delta in found) == MAX_DELTAS + 100
+
+
+def test_tokens_of_one_stream_among_several_share_a_delta():
+    one = Generation("r", [Prompt([1])], SamplingParams(n=2), True)
+    for choice, token_id in ((0, 5), (1, 6), (0, 7)):
+        one.add_token(choice, token_id, "a", None)
+    assert [(delta.choice, delta.token_ids, delta.text) for delta in pieces(one)] == [(0, [5, 7], "aa"), (1, [6], "a")]
+
+
+def test_what_goes_wrong_over_and_over_is_logged_once_a_second():
+    limit = OncePerSecond()
+
+    def passes(message: str, second: float, level: int = logging.ERROR) -> bool:
+        record = logging.LogRecord("forge", level, "", 0, message, (), None)
+        record.created = second
+        return limit.filter(record)
+
+    assert [passes("a", second) for second in (10.0, 10.1, 10.9, 11.0)] == [True, False, False, True]
+    assert passes("b", 11.0) and all(passes("c", 11.0, logging.INFO) for _ in range(3))

@@ -5,12 +5,42 @@ import re
 import socket
 import threading
 import urllib.request
+from dataclasses import replace
 
+import pytest
+
+from forge import LLM, SamplingParams, __version__
+from forge.server.redaction import without_texts
+from forge.trace.codec import codec_of
+from forge.trace.records import FinishRecord, SpecCycle, StepRecord, TokenVerdict
 from tests.server.conftest import until
 
 
 def test_health_is_a_plain_ok(server):
     assert server.request("/health") == (200, {"status": "ok"})
+
+
+def test_ping_and_version(server):
+    assert server.request("/ping") == (200, {"status": "ok"})
+    assert server.request("/version") == (200, {"version": __version__})
+
+
+ALIASES = {
+    "/completions": {"prompt": "a", "max_tokens": 2},
+    "/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/embeddings": {"input": "a"},
+    "/rerank": {},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/models": None,
+    "/models/small": None,
+}
+
+
+@pytest.mark.parametrize("path", ALIASES)
+def test_an_alias_without_v1_answers_as_the_whole_path_does(server, path):
+    status, found = server.request(path, ALIASES[path])
+    expected, same = server.request(f"/v1{path}", ALIASES[path])
+    assert status == expected < 404 and found.keys() == same.keys()
 
 
 def test_metrics_have_the_names_that_dashboards_ask_for(server):
@@ -76,6 +106,17 @@ def test_counters_count(server):
     assert found["usage"]["completion_tokens"] == 10
 
 
+def test_a_steps_tokens_are_those_of_prompts_and_all_that_are_generated(server):
+    assert until(server.is_idle)
+
+    def observed() -> float:
+        return float(re.search(r"^vllm:iteration_tokens_total_sum{.*} (\S+)$", server.request("/metrics")[1], re.M)[1])
+
+    before = observed()
+    _, found = server.request("/v1/completions", {"prompt": "never seen", "max_tokens": 4, "ignore_eos": True})
+    assert until(server.is_idle) and observed() - before == found["usage"]["total_tokens"]
+
+
 def test_questions_count_too(server):
     assert until(server.is_idle)
     names = ("vllm:prompt_tokens", "vllm:request_success", "vllm:generation_tokens")
@@ -116,11 +157,23 @@ def test_steps_are_sent_as_they_happen(server):
     numbers = [record["step"] for record in records]
     assert numbers == list(range(numbers[0], numbers[0] + 6))
     assert records[0]["items"][0]["phase"] == "prefill"
+    assert not any(token["text"] or token["token_id"] for record in records for token in record["tokens"])
+
+
+def test_a_records_texts_and_token_ids_are_taken_out():
+    record = next(iter(LLM("hash").start(["ab"], SamplingParams(max_tokens=1, logprobs=1))))
+    cycle = SpecCycle(0, "draft", 2, (5, 6), (TokenVerdict(5, True, 5), TokenVerdict(6, False, 7)), (5, 7), 0.1, 0.2)
+    shown = without_texts(replace(record, cycles=(cycle,), finished=(FinishRecord(0, "stop", "a secret", "stop"),)))
+    text = json.dumps(codec_of(StepRecord).encode(shown))
+    assert "secret" not in text and shown.items == record.items and len(shown.tokens) == len(record.tokens) == 1
+    assert shown.tokens[0][2:] == (0, "", None, None) and shown.finished[0].stop is None
+    assert shown.cycles[0].proposed == shown.cycles[0].emitted == (0, 0)
+    assert {(one.token_id, one.target_argmax) for one in shown.cycles[0].verdicts} == {(0, 0)}
 
 
 def test_a_watcher_that_leaves_is_forgotten(server):
     raw = socket.create_connection(("127.0.0.1", server.port))
-    raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: x\r\n\r\n")
+    raw.sendall(b"GET /debug/steps HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert raw.recv(1000).startswith(b"HTTP/1.1 200")
     raw.close()
     assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
