@@ -136,7 +136,7 @@ class Sampler:
         else:
             own = logits.rows[row]
             token = choose(
-                own,
+                self._without_early_ends(sequence, own[None])[0],
                 sequence.params,
                 sequence.token_ids,
                 sequence.seed,
@@ -156,7 +156,7 @@ class Sampler:
         verification = self._results.verified[item.seq_id] = self._speculation.verify(
             sequence,
             runs,
-            lambda run: logits.rows[spans[run]],
+            lambda run: self._without_early_ends(sequence, logits.rows[spans[run]]),
             [logits.argmax[span] for span in spans],
             [logits.max_logit[span] for span in spans],
             self._report_probabilities,
@@ -170,10 +170,21 @@ class Sampler:
         winner = item.forks[verification.winner - 1].seq_id if verification.winner else None
         return outcome._replace(num_accepted=num_accepted, winner=winner)
 
+    def _without_early_ends(self, sequence: Sequence, rows: np.ndarray) -> np.ndarray:
+        """The logits of a sequence's next tokens, without the tokens that would end it before its `min_tokens`."""
+        params = sequence.params
+        num_rows = params.min_tokens - sequence.num_output_tokens
+        if num_rows <= 0:
+            return rows
+        rows = rows.copy()
+        rows[:num_rows, [*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)]] = -np.inf
+        return rows
+
     def _emit(self, sequence: Sequence, tokens: Items[SampledToken], rows: Items[np.ndarray | None]) -> Outcome:
         """Append the tokens, each chosen from its row of logits (None where it is not looked at), up to the one that ends
         the sequence."""
         token_ids: list[int] = []
+        params = sequence.params
         seq_id, output_text, position = sequence.seq_id, sequence.output_text, len(sequence.token_ids)
         last = sequence.num_prompt_tokens + sequence.max_output_tokens - 1
         for (token_id, probability, logprobs), logits in zip(tokens, rows, strict=False):
@@ -181,11 +192,11 @@ class Sampler:
                 self._on_logits(seq_id, logits.copy())
             if logprobs is not None:
                 sequence.logprobs.append(logprobs)
-            is_eos = token_id in self._eos_token_ids and not sequence.params.ignore_eos
-            text = "" if is_eos else output_text.push(token_id)
+            is_end = (token_id in self._eos_token_ids and not params.ignore_eos) or token_id in params.stop_token_ids
+            text = "" if is_end and not params.include_stop_str_in_output else output_text.push(token_id)
             token_ids.append(token_id)
             self._results.tokens.append(TokenRecord(seq_id, position, token_id, text, probability, logprobs))
-            if is_eos:
+            if is_end:
                 return self._ended(sequence, "stop", token_id, tuple(token_ids))
             if output_text.stopped_by is not None:
                 return self._ended(sequence, "stop", output_text.stopped_by, tuple(token_ids))

@@ -101,11 +101,6 @@ class SamplingParams:
         """Whether the likeliest token is the choice and nothing else about it is asked for."""
         return self.greedy and not self.changes_logits and self.logprobs is None and not self.min_tokens
 
-    @property
-    def has_own_end(self) -> bool:
-        """Whether the output ends in another way than by EOS, a stop string that is cut off, or its length."""
-        return bool(self.stop_token_ids or self.min_tokens or self.include_stop_str_in_output)
-
     @cached_property
     def changes_logits(self) -> bool:
         """Whether a penalty or a bias makes other logits of the model's."""
