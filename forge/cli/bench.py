@@ -251,7 +251,7 @@ def bench_quality(
 
 @bench.command("host")
 def bench_host(
-    kv: Annotated[str, typer.Option("--kv", help="off, basic, paged or prefix.")] = "paged",
+    kv: options.KvOption = "paged",
     steps: Annotated[int, typer.Option("--steps", help="Steps per figure.", min=2)] = 200,
     json: options.JsonOption = False,
 ) -> Found:

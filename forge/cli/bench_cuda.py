@@ -36,7 +36,7 @@ def bench_cuda(
         list[str] | None,
         typer.Option("--peer", help="transformers, all or none.", show_default="all", rich_help_panel=_MEASURE),
     ] = None,
-    kv: Annotated[str, typer.Option("--kv", help="forge's KV cache for requests.", rich_help_panel=_MEASURE)] = "paged",
+    kv: options.KvOption = "paged",
     reps: Annotated[
         int | None, typer.Option("--reps", help="Turns per figure; 5 if not given.", rich_help_panel=_MEASURE)
     ] = None,

@@ -48,9 +48,10 @@ class VersusCommand(TyperCommand):
     """A command of which one option takes two values. Its function asks `versus_of` for the other side."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing or _asks_for_help(args):
+        value_options = self._value_options()
+        if ctx.resilient_parsing or _asks_for_help(args) or _lacks_value(args, value_options):
             return super().parse_args(ctx, args)
-        split = split_versus(args, self._value_options())
+        split = split_versus(args, value_options)
         other = self.context_class(self, info_name=ctx.info_name, parent=ctx.parent)
         with other.scope(cleanup=False):
             super().parse_args(other, list(split.right))
@@ -122,6 +123,11 @@ def _option_of(arg: str, value_options: Mapping[str, str]) -> str | None:
 def _too_many(options: Sequence[str]) -> str:
     listed = " and ".join([", ".join(options[:-1]), options[-1]])
     return f"{listed} vary, and nobody could say which of them made the difference: give one alone as A {WORD} B"
+
+
+def _lacks_value(args: Sequence[str], value_options: Mapping[str, str]) -> bool:
+    """Whether the last word is an option that takes a value: the parser says so."""
+    return "--" not in args and bool(args) and args[-1] in value_options
 
 
 def _asks_for_help(args: Sequence[str]) -> bool:
