@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
 from rich.console import Console
@@ -48,8 +48,11 @@ class Keys(Protocol):
     def read_key(self, timeout: float | None = None) -> str:
         """The next key; `TIMEOUT` (an empty string) after `timeout` seconds without one."""
 
-    def paused(self):
-        """A context in which the terminal is as it was before, for reading a line or running a command."""
+    def paused(self) -> AbstractContextManager[None]:
+        """A context in which the terminal is as it was before, for reading a line or running a command.
+
+        Keys that were typed before its end are discarded: they were meant for what was on the screen then.
+        """
 
 
 def open_keys(console: Console) -> Keys:
@@ -99,7 +102,11 @@ class LineKeys:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        yield
+        try:
+            yield
+        finally:
+            with suppress(ImportError, ValueError):  # Windows has no termios; standard input may be closed
+                _discard_typed(sys.stdin.fileno())
 
 
 class TerminalKeys:
@@ -159,7 +166,9 @@ class TerminalKeys:
         try:
             yield
         finally:
+            self._pending = b""
             self._take()
+            _discard_typed(self._descriptor)
 
     def _wait(self, timeout: float | None) -> str:
         """`input` if there is something to read, or `RESIZE`, or `TIMEOUT`."""
@@ -218,6 +227,13 @@ class TerminalKeys:
     def _woken(self, number, frame) -> None:
         if number == signal.SIGCONT and self._taken:
             self._take()  # the shell has put the terminal in order meanwhile
+
+
+def _discard_typed(descriptor: int) -> None:
+    import termios
+
+    with suppress(termios.error):  # the terminal is gone
+        termios.tcflush(descriptor, termios.TCIFLUSH)
 
 
 def _readline():
