@@ -199,21 +199,18 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
 
 
 def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
-    """The same requests on either side: prompts of random lengths, or the prompt that was given, over and over."""
-    from forge.bench.engine import identical
+    """Many requests on either side: prompts of random lengths, or the prompt that was given, over and over."""
+    from forge.bench.engine import identical, requests_in_common
     from forge.views.many import many_object, print_many
     from forge.views.report import Report
 
     explicit = {name for name in ("kv", "prompt") if ctx.get_parameter_source(name).name == "COMMANDLINE"}
-    sides, labels, workload = [], [], None
-    for given in (ctx.params, versus.right):
-        workload, label, measured = _serve_side(given, explicit)
-        sides.append(measured)
-        labels.append(label)
+    workloads, labels, sides = zip(*(_serve_side(given, explicit) for given in (ctx.params, versus.right)), strict=True)
+    in_common = requests_in_common(*workloads)
     report = Report(
-        many_object(versus.option, versus.names, sides),
-        lambda console: print_many(console, versus.option, versus.names, labels, workload, sides),
-        0 if identical(sides) else DIFFERENT,
+        many_object(versus.option, versus.names, sides, in_common),
+        lambda console: print_many(console, versus.option, versus.names, labels, workloads, sides, in_common),
+        0 if identical(sides, in_common) else DIFFERENT,
     )
     return report.as_json() if ctx.params["json"] else report
 
