@@ -90,7 +90,7 @@ def ways_table(measured: Sequence[Measured], width: int) -> Table:
     most = max(one.tokens_per_second for one in measured)
     for one in measured:
         totals = one.totals
-        row = [
+        row: list[Text | str] = [
             Text(f"{one.batch} {one.how}" if one.how != "sequential" else "sequential"),
             rate(one.tokens_per_second),
             times(speed_up(one, measured[0])),

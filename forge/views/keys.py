@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -117,8 +117,8 @@ class TerminalKeys:
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
         self._pending = b""
-        self._before: list | None = None
-        self._handlers: dict[int, object] = {}
+        self._before: list[Any] | None = None
+        self._handlers: dict[int, Any] = {}
         self._wake: tuple[int, int] | None = None
         self._taken = False
         self._woken_before = -1
@@ -174,10 +174,12 @@ class TerminalKeys:
         """`input` if there is something to read, or `RESIZE`, or `TIMEOUT`."""
         import select
 
-        ready = select.select([self._descriptor, self._wake[0]], [], [], timeout)[0]
-        if self._wake[0] in ready:
+        assert self._wake is not None, "keys are read inside the context"
+        wake, _ = self._wake
+        ready = select.select([self._descriptor, wake], [], [], timeout)[0]
+        if wake in ready:
             with suppress(BlockingIOError):
-                os.read(self._wake[0], 1024)
+                os.read(wake, 1024)
             return RESIZE
         return "input" if ready else TIMEOUT
 
@@ -220,6 +222,7 @@ class TerminalKeys:
     def _give_back(self) -> None:
         import termios
 
+        assert self._before is not None, "it was taken before"
         self._taken = False
         with suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)

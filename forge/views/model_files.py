@@ -163,7 +163,9 @@ def _as_one(group: list[tuple[int, TensorLine]]) -> TensorLine:
     first = group[0][1]
     if len(group) == 1:
         return first
-    name = f"blk.{_ranges(sorted(layer for layer, _ in group))}.{_LAYER.fullmatch(first.name)[2]}"
+    found = _LAYER.fullmatch(first.name)
+    assert found is not None, "only tensors of layers are grouped"
+    name = f"blk.{_ranges(sorted(layer for layer, _ in group))}.{found[2]}"
     return TensorLine(name, first.shape, first.type, sum(tensor.bytes for _, tensor in group), len(group))
 
 
@@ -205,10 +207,6 @@ def _tokenizer_summary(metadata: Mapping[str, Any]) -> TokenizerSummary | None:
 def _kv_numbers(metadata: Mapping[str, Any]) -> KvNumbers | None:
     """From the metadata that llama.cpp's converter writes for every decoder architecture."""
     architecture = metadata.get("general.architecture")
-    layers, heads, head_dim = (
-        metadata.get(f"{architecture}.{key}")
-        for key in ("block_count", "attention.head_count_kv", "attention.key_length")
-    )
-    if not all(isinstance(value, int) for value in (layers, heads, head_dim)):
-        return None
-    return KvNumbers(layers, heads, head_dim)
+    keys = ("block_count", "attention.head_count_kv", "attention.key_length")
+    numbers = [value for key in keys if isinstance(value := metadata.get(f"{architecture}.{key}"), int)]
+    return KvNumbers(*numbers) if len(numbers) == len(keys) else None
