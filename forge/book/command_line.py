@@ -55,7 +55,7 @@ class Given:
         values: list[str] = []
         for index, name in enumerate(syntax.positionals):
             if name in self.values:
-                values += _each(self.values[name])
+                values += each(self.values[name])
             elif index < len(given):
                 values.append(given[index])
             else:
@@ -65,8 +65,8 @@ class Given:
     def _options(self, syntax: Syntax, varied: set[str]) -> list[str]:
         first = {name: spelling for spelling, name in reversed(list(syntax.options.items()))}
         names = [name for name in self.values if name in first and name not in varied]
-        return [word for name in names for value in _each(self.values[name]) for word in (first[name], value)]
+        return [word for name in names for value in each(self.values[name]) for word in (first[name], value)]
 
 
-def _each(value: str | tuple[str, ...]) -> tuple[str, ...]:
+def each(value: str | tuple[str, ...]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else value

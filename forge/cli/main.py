@@ -12,9 +12,10 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from forge import __version__
 from forge.cli.batching import batching
@@ -49,8 +50,6 @@ from forge.errors import ForgeError, UsageError
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
-
-    from typer.core import TyperCommand, TyperGroup
 
     from forge.views.report import Report
 
@@ -182,16 +181,20 @@ def parse_and_run(args: Sequence[str]) -> "Report | int | None":
         raise _usage_error(error) from None
 
 
-def command_named(name: str) -> "TyperCommand | None":
-    """The command that `forge NAME` is."""
-    return _forge().commands.get(name)
+def command_named(name: str) -> TyperCommand | TyperGroup | None:
+    """The command, or the group of commands, that `forge NAME` is."""
+    found = _forge().commands.get(name)
+    assert found is None or isinstance(found, TyperCommand | TyperGroup)
+    return found
 
 
-def _forge() -> "TyperGroup":
+def _forge() -> TyperGroup:
     """All commands. The options that set up a shell's completion work and are not listed: they are used once."""
     group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
     for param in group.params:
-        param.hidden = param.name in _COMPLETION
+        if isinstance(param, TyperOption):
+            param.hidden = param.name in _COMPLETION
     return group
 
 
@@ -202,7 +205,7 @@ def _show(report: "Report") -> int:
     return report.status
 
 
-def _usage_error(error: Exception) -> UsageError:
+def _usage_error(error: Any) -> UsageError:
     """What typer found wrong with the command line, and where to look. Of `--kv` without a value, the values too."""
     option = getattr(error, "option_name", "")
     if option == "--kv" and type(error).__name__ == "BadOptionUsage":

@@ -329,6 +329,12 @@ SvgOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)]
 
 
+def was_given(ctx: typer.Context, name: str) -> bool:
+    """Whether the parameter was given on the command line."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def kv_or_default(kv: str | None, *speculate: str | None) -> str:
     """The requested cache, by default none; speculation needs one, so there the default is paged."""
     if kv is not None:

@@ -5,23 +5,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from forge.views.figures import count, size
 
+if TYPE_CHECKING:
+    from forge.gguf.header import TensorEntry
+
 _KV_DTYPES = {"float32": 4, "float16": 2}
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-
-
-class TensorEntry(Protocol):
-    """One tensor of a file's index."""
-
-    name: str
-    shape: tuple[int, ...]
-    ggml_type: Any
-    """An enumeration member with a `name`."""
-    nbytes: int
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -96,17 +88,17 @@ class FileSummary:
     """None where the file does not say enough to know."""
 
 
-def main_type(tensors: Iterable[TensorEntry]) -> str | None:
+def main_type(tensors: "Iterable[TensorEntry]") -> str | None:
     """The type that most parameters have."""
     totals = type_totals(tensors)
     return max(totals, key=lambda total: total.parameters).type if totals else None
 
 
-def parameter_count(tensors: Iterable[TensorEntry]) -> int:
+def parameter_count(tensors: "Iterable[TensorEntry]") -> int:
     return sum(prod(tensor.shape) for tensor in tensors)
 
 
-def type_totals(tensors: Iterable[TensorEntry]) -> tuple[TypeTotal, ...]:
+def type_totals(tensors: "Iterable[TensorEntry]") -> tuple[TypeTotal, ...]:
     """Per type, the largest first."""
     by_type: dict[str, list[TensorEntry]] = defaultdict(list)
     for tensor in tensors:
@@ -119,7 +111,12 @@ def type_totals(tensors: Iterable[TensorEntry]) -> tuple[TypeTotal, ...]:
 
 
 def summarise(
-    path: str, num_bytes: int, version: int, alignment: int, metadata: Mapping[str, Any], tensors: list[TensorEntry]
+    path: str,
+    num_bytes: int,
+    version: int,
+    alignment: int,
+    metadata: Mapping[str, Any],
+    tensors: "Sequence[TensorEntry]",
 ) -> FileSummary:
     """A file's header as plain data, whatever architecture it is."""
     return FileSummary(
@@ -180,7 +177,7 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _type_name(tensor: TensorEntry) -> str:
+def _type_name(tensor: "TensorEntry") -> str:
     return getattr(tensor.ggml_type, "name", str(tensor.ggml_type))
 
 
