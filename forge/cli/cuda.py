@@ -94,13 +94,17 @@ def _measure(
 
     from forge.bench.cuda_limits_worker import measure
     from forge.bench.cuda_plan import Limits
+    from forge.model.qwen3 import Qwen3
     from forge.views.cuda import DeviceRun, Measured, Work
 
     text = options.read_prompt(prompt)
     params = options.sampling_params(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     on_cpu = load_model(model, kv="basic", device="cpu", **options.model_options(threads=threads))
     results = [("cpu", "c", _warm_run(on_cpu, text, params))]
+    from forge.backends.cuda.backend import CudaBackend
+
     on_gpu = load_model(model, kv="basic", device="cuda", **options.model_options(kernels=kernels))
+    assert isinstance(on_gpu.model, Qwen3) and isinstance(on_gpu.model.backend, CudaBackend)
     backend, by_itself = on_gpu.model.backend, "cuda, torch" if kernels == "torch" else "cuda, kernel by kernel"
     for name, mark, captured in ((by_itself, "k", False), ("cuda, graphs", "g", True)):
         if captured and not (graphs and backend.can_capture):

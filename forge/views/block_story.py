@@ -89,8 +89,8 @@ class BlockStory:
         if len(grown) > MANY:
             yield f"{len(grown)} sequences took {plural(sum(len(new) for _, new in grown), 'block')}"
         else:
-            for owner, new in grown:
-                yield f"{self._label(owner)} took {_blocks(new)}"
+            for owner, taken in grown:
+                yield f"{self._label(owner)} took {_blocks(taken)}"
 
     def _forks(self, tables: Sequence[TableRecord], block_map: BlockMap) -> Iterator[str]:
         shared = [sum(block_map.reference_counts[block] > 1 for block in table.blocks) for table in tables]

@@ -207,7 +207,7 @@ def chart_series(history: History, index: int, steps: int = CHART_STEPS) -> list
     speeds = [moment.tokens_per_second for moment in moments]
     waiting = [float(record.queues.waiting + record.queues.swapped) for record in records]
     return [
-        ("tok/s", speeds, percentile(speeds, 0.95)),  # a single fast step does not flatten the others
+        ("tok/s", speeds, percentile(speeds, 0.95) or 0.0),  # a single fast step does not flatten the others
         ("pool", [record.cache.utilization for record in records], 1.0),
         ("queue", waiting, max(waiting)),
         ("frag", [record.cache.internal_fragmentation for record in records], 1.0),
