@@ -21,7 +21,7 @@ from forge.views.summary import Forward, RunResult
 from forge.views.terminal import print_table
 
 if TYPE_CHECKING:
-    from forge.backends.backend import OperationTime
+    from forge.model.backend import OperationTime
 
 QUESTION = "Why does every token cost more than the one before it?"
 LEADS_ON = "Keeping keys and values saves the repeated work. Both in one picture:\n  forge compare --kv off vs on"
