@@ -1,8 +1,8 @@
 """Admission: waiting generations begin, in order, until one does not fit.
 
 The running sequences have reserved their slots before, so admitting never preempts; in a step that preempts no
-generation is admitted. A sequence is admitted with blocks for all of its tokens, however many steps they take. Those that
-are deferred (`prefix_planner`) let others pass; nothing passes a sequence that does not fit.
+generation is admitted. A sequence is admitted with blocks for all of its tokens, however many steps they take. Those
+that are deferred (`prefix_planner`) let others pass; nothing passes a sequence that does not fit.
 """
 
 from forge.cache.host_pool import HostPool

@@ -164,8 +164,8 @@ class Engine:
     def step(self) -> StepRecord:
         """Run one step: schedule, build the batch, forward, sample or verify, commit, record.
 
-        Call only while `has_unfinished()`; after an exception from it, whatever it was, too. Raises AssertionError for a
-        rule that does not hold, where `checks_invariants` is set.
+        Call only while `has_unfinished()`; after an exception from it, whatever it was, too. Raises AssertionError for
+        a rule that does not hold, where `checks_invariants` is set.
         """
         self._begin()
         self._plan, started = None, time.perf_counter()
@@ -236,7 +236,8 @@ class Engine:
     def _record(
         self, step: InFlightStep, results: StepResults, times: StepTimes, update: SpeculationUpdate = NO_UPDATE
     ) -> StepRecord:
-        """What the step did, and where everything is now. Everything is copied out: a record holds nothing of the engine."""
+        """What the step did, and where everything is now. Everything is copied out: a record holds nothing of the
+        engine."""
         self._num_steps += 1
         rejected, self._rejected = tuple(self._rejected), []
         arrived, self._arrived = tuple(self._arrived), []
@@ -327,11 +328,11 @@ class Engine:
 
         task: what is wanted; generated tokens, or what one forward pass can answer. priority: lower is served first,
         where the scheduler's order is by priority. salt: requests with different salts share nothing in the cache.
-        retain_cache: leave the cache in place when it ends. continues_from: the id of such an ended sequence, whose cache
-        is taken over if it is still there. drafts: the names of the proposers that propose for it, None for all.
+        retain_cache: leave the cache in place when it ends. continues_from: the id of such an ended sequence, whose
+        cache is taken over if it is still there. drafts: the names of the proposers that propose for it, None for all.
 
-        Raises `UsageError`, with nothing changed, for a prompt that cannot run, and `ModelUnavailable` once the model is
-        gone.
+        Raises `UsageError`, with nothing changed, for a prompt that cannot run, and `ModelUnavailable` once the model
+        is gone.
         """
         self._begin()
         if self._unavailable is not None:
@@ -432,8 +433,8 @@ class Engine:
         return self._requests[request_id].output(self.timeline.metrics)
 
     def abort(self, request_id: str) -> None:
-        """End a request's unfinished sequences, keeping what they produced. Raises `KeyError`, with nothing changed, for
-        a request that is not known."""
+        """End a request's unfinished sequences, keeping what they produced. Raises `KeyError`, with nothing changed,
+        for a request that is not known."""
         self._end(request_id, "abort")
 
     def fail(self, request_id: str) -> None:
@@ -455,7 +456,8 @@ class Engine:
         return tuple(failed)
 
     def forget(self, request_id: str) -> None:
-        """Drop what is known of a request whose sequences have all ended. Raises `KeyError` for one that is not known."""
+        """Drop what is known of a request whose sequences have all ended. Raises `KeyError` for one that is not
+        known."""
         request = self._requests[request_id]
         assert not request.is_unfinished, "it is still running"
         self._begin()

@@ -1,7 +1,7 @@
 """The sampler: from a step's logits to the tokens that its sequences get, and to which of them end with that.
 
-A greedy token without log probabilities is read from one argmax over the whole step's logits. Only other rows are looked
-at one by one. Logits that are not numbers end the sequence that they belong to, as an `error`, and no other.
+A greedy token without log probabilities is read from one argmax over the whole step's logits. Only other rows are
+looked at one by one. Logits that are not numbers end the sequence that they belong to, as an `error`, and no other.
 """
 
 import math
@@ -181,8 +181,8 @@ class Sampler:
         return rows
 
     def _emit(self, sequence: Sequence, tokens: Items[SampledToken], rows: Items[np.ndarray | None]) -> Outcome:
-        """Append the tokens, each chosen from its row of logits (None where it is not looked at), up to the one that ends
-        the sequence."""
+        """Append the tokens, each chosen from its row of logits (None where it is not looked at), up to the one that
+        ends the sequence."""
         token_ids: list[int] = []
         params = sequence.params
         seq_id, output_text, position = sequence.seq_id, sequence.output_text, len(sequence.token_ids)

@@ -95,7 +95,9 @@ def test_a_failed_admission_leaves_counts_index_and_eviction_order_untouched():
     scheduler.add(sequence(3, 16, token_ids=[*range(10, 18), *range(8)]))
     for _ in range(2):
         plan = scheduler.schedule()
-        assert plan.waiting == (WaitRecord(3, NoBlocks(needed=3, free=2)),), "its own hits count neither as needed nor as free"
+        assert plan.waiting == (WaitRecord(3, NoBlocks(needed=3, free=2)),), (
+            "its own hits count neither as needed nor as free"
+        )
         after = list(cache.pool.reference_counts), list(cache.pool.cached), dict(cache.index.node_of), cache.stats()
         assert after == before
 
