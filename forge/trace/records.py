@@ -472,12 +472,12 @@ class TokenVerdict:
     target_probability: float | None = None
     """The target's own probability of the proposed token, where it was asked for: softmax of its raw logits."""
     p: float | None = None
-    """Under sampling, how likely the target's filtered distribution draws the token; None under greedy. Where several
-    drafts guess, of what those before left of that distribution."""
+    """With the acceptance rule `rejection`: how likely the target's filtered distribution draws the token, else None.
+    With several drafts, of what those before left of that distribution."""
     q: float | None = None
-    """The same of the proposer's; 1 for one that guesses without odds."""
+    """The same of the proposer's distribution."""
     draw: float | None = None
-    """Under sampling, the number in [0, 1) that decided; None if another draft's token had been taken already."""
+    """The number between 0 and 1 that decided; None if another draft's token had been accepted already."""
 
 
 SpecReason = Literal["fixed", "wins", "turned_down", "loses", "waits", "probes", "on_again", "cannot_win"]
