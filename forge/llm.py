@@ -117,7 +117,7 @@ class LLM:
         generation of one token at most is a request that keeps nothing. oneshot_tokens, oneshot_memory: what a step
         takes of such requests, in tokens and in temporary bytes; None for what suits the device. speculate: who
         guesses tokens ahead, `draft` or `ngram`; None or `off` for nobody. draft: the draft model, or several that all
-        guess; the bundled one if not given. k: how many tokens to guess at a time; at most, unless `speculate_fixed`.
+        guess; the bundled one if not given. k: draft tokens per cycle, at most unless `speculate_fixed`.
         acceptance: which draft tokens stand under sampling: `gumbel` (the same tokens as without a draft) or
         `rejection` (more are accepted; reproducible only with `speculate_fixed`).
         check: look after every step whether each rule of the scheduler and the cache holds, and raise AssertionError
