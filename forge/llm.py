@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from forge.model.model import Model
 from forge.speculation.leases import Lease, lease_model
 from forge.speculation.setup import DEFAULT_K, Target, checked_acceptance, checked_mode, load_proposers
 from forge.speculation.speculator import Speculator
-from forge.trace.records import Pooling, StepRecord
+from forge.trace.records import Pooling, PreemptionMode, StepRecord
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -83,7 +83,7 @@ class LLM:
         chunked_prefill: bool = True,
         order: str | AdmissionOrder = "fcfs",
         preempt: str | VictimPolicy = "lifo",
-        mode: str = "recompute",
+        mode: PreemptionMode = "recompute",
         num_host_blocks: int = 256,
         prefix_planning: bool = True,
         oneshot: bool = True,
@@ -170,27 +170,27 @@ class LLM:
         self.path, self.model_name = loaded.path, loaded.name
         self.pooling: Pooling = loaded.pooling
         """How an embedding is made of hidden states when nobody says otherwise."""
-        model, self.tokenizer = loaded.model, loaded.tokenizer
+        target, self.tokenizer = loaded.model, loaded.tokenizer
         self.device, self.device_description = device, loaded.device_description
         self.kv_dtype = kv_dtype or loaded.default_kv_dtype
         if time_operations:
-            model.time_operations()
-        self.max_model_len = _usable_context(model.max_position_embeddings, max_model_len)
-        layout = model.kv_layout(0, block_size, self.kv_dtype)
+            target.time_operations()
+        self.max_model_len = _usable_context(target.max_position_embeddings, max_model_len)
+        layout = target.kv_layout(0, block_size, self.kv_dtype)
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
-        model.prepare(layout)
+        target.prepare(layout)
         self._kv, self._cache_size, self._config = kv, size, config
         self._max_k, self._speculate_fixed, self._check = k, speculate_fixed, check
         self.max_num_seqs = config.max_num_seqs
-        self.engine = self._engine_of(model, config)
+        self.engine = self._engine_of(target, config)
         self.kv = self.engine.cache.kind
         limits = self.max_model_len, max_num_seqs
-        self._target = Target(self.tokenizer, model.vocab_size, self.path, *limits, device, threads, self.kv_dtype)
+        self._target = Target(self.tokenizer, target.vocab_size, self.path, *limits, device, threads, self.kv_dtype)
         self.speculate_with(speculate, draft)
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started
 
-    def new_engine(self, **changed) -> Engine:
+    def new_engine(self, **changed: Any) -> Engine:
         """An engine of its own on the same weights, with an empty cache of the same kind and size.
 
         `changed`: fields of `SchedulerConfig` that are to differ from this model's.
@@ -309,7 +309,7 @@ class LLM:
             raise UsageError(f"--by is answer or embedding, and not {by!r}")
         if by == "embedding":
             vectors = self.embed([query, *documents], on_progress=on_progress)
-            return (vectors[1:] @ vectors[0]).tolist()
+            return [float(cosine) for cosine in vectors[1:] @ vectors[0]]
         yes, no = (tasks.single_token(self.tokenizer, word) for word in ("yes", "no"))
         extra = {} if instruction is None else {"instruction": instruction}
         prompts = [tasks.rerank_prompt(self.tokenizer, query, document, **extra) for document in documents]
@@ -476,7 +476,7 @@ class Run:
     def outputs(self) -> list[RequestOutput]:
         """One per prompt, in order. Complete once the iteration has ended or after `abort()`."""
         with self._engine.lock:
-            if self._has_ended():
+            if self._has_ended() and self._outputs is not None:
                 return self._outputs
             return [self._engine.output(request_id) for request_id in self._request_ids]
 
@@ -589,7 +589,13 @@ class ChatSession:
 class ChatTurn(Run):
     """The run of one answer; joins the conversation when it ends, or when it is aborted."""
 
-    def __init__(self, session: ChatSession, messages: list[dict[str, str]], engine: Engine, requests):
+    def __init__(
+        self,
+        session: ChatSession,
+        messages: list[dict[str, str]],
+        engine: Engine,
+        requests: list[tuple[str, tuple[int, ...]]],
+    ):
         super().__init__(engine, requests)
         self._session, self._messages, self._seq_id = session, messages, requests[0][1][0]
 
@@ -620,7 +626,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     _require_items(prompts)
-    items = list(prompts)
+    items: list[Any] = list(prompts)
     if items and all(isinstance(item, (int, np.integer)) for item in items):
         return [items]
     if not items:

@@ -548,7 +548,7 @@ class Engine:
 
     def _new_text(self, params: SamplingParams) -> OutputText:
         detokenizer = StreamingDetokenizer(self.tokenizer)
-        return OutputText(detokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
+        return OutputText(detokenizer, params.stop or (), params.include_stop_str_in_output, params.min_tokens)
 
 
 def _item_records(plan: StepPlan, drafts: StepDrafts) -> Iterator[ItemRecord]:

@@ -68,8 +68,8 @@ def _read_out_in_slices(item: PlanItem, model: Model, storage: KvStorage) -> Sep
             part = SequenceRows(sequence.token_ids[start:end], start, item.block_table, wanted)
             rows = np.asarray(model.forward(flat_batch([part], storage.layout.block_size), storage))
             scores += _score(sequence, start + wanted.start + 1, rows)
-        last_row = rows[-1] if item.samples or sequence.task.candidates else None
-        candidates = _candidates(sequence, last_row) if sequence.task.candidates else ()
+        last_row = rows[-1] if item.samples else None
+        candidates = _candidates(sequence, rows[-1]) if sequence.task.candidates else ()
     except BrokenLogits as error:
         return SeparateResult(error=error)
     return SeparateResult(Readout(candidates, scores), last_row)

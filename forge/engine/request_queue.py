@@ -77,5 +77,5 @@ class RequestQueue:
         for lane in self._lanes:
             assert lane == sorted(lane), "the queue is out of order"
         assert sum(map(len, self._lanes)) == len(self.sequences) == len(self._keys), (
-            "the queue's lanes and entries differ"
+            "the queue's views differ"
         )

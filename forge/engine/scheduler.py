@@ -139,7 +139,7 @@ class Scheduler:
         for container in (self.queue, self.running, self.retained, self.planner, self.host.entries):
             container.clear()
         self.cache.clear()
-        begun = {one.request_id: [] for one in sequences}
+        begun: dict[str, list[Sequence]] = {one.request_id: [] for one in sequences}
         for sequence in sequences:
             sequence.forks, sequence.forked_from = [], None
             fresh = begun[sequence.request_id]
@@ -236,7 +236,7 @@ class Scheduler:
         self.stats = cache.stats()
         self.block_map = cache.block_map() if self.keep_block_map else None
         for sequence, outcome in ended:
-            self._retire(sequence, outcome.finish_reason, outcome.stop_reason)
+            self._retire(sequence, outcome.finish_reason or "length", outcome.stop_reason)
         return tuple(copies)
 
     def _commit_swap_ins(self, plan: StepPlan) -> None:

@@ -61,7 +61,9 @@ class Score:
         return math.exp(-self.total / len(self.logprobs))
 
 
-def classify(prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], names: Sequence[str], answer: Answer):
+def classify(
+    prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], names: Sequence[str], answer: Answer
+) -> list[Classification]:
     """Label probabilities of each prompt: `Classification`s.
 
     Labels of one token are all read off one row of logits. Where any has several, each is scored as a whole behind the
@@ -110,7 +112,8 @@ def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer
 def embed(prompts: Sequence[Sequence[int]], pooling: Pooling, answer: Answer) -> np.ndarray:
     """Unit vectors: float32 `[prompts, hidden]`."""
     task = Task(pooling=pooling)
-    return np.stack([result.embedding for result in answer([(prompt, task) for prompt in prompts])])
+    results = answer([(prompt, task) for prompt in prompts])
+    return np.stack([result.embedding for result in results if result.embedding is not None])
 
 
 def rerank_prompt(tokenizer: Tokenizer, query: str, document: str, instruction: str = RERANK_INSTRUCTION) -> list[int]:

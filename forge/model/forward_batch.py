@@ -48,7 +48,7 @@ class SequenceRows(NamedTuple):
     """The tokens of these rows alone."""
     start: int
     """The position of the first."""
-    block_table: Sequence[int]
+    block_table: Sequence[int] | np.ndarray
     """The blocks of positions 0 to that of the last row, at least."""
     logit_rows: range
     """Which of them need logits, counted from 0."""
