@@ -122,7 +122,8 @@ class Admission:
         """Give an admitted sequence its place in the cache, and its tokens of this step."""
         cache, seq_id, length = self._cache, sequence.seq_id, len(sequence.token_ids)
         available = cache.num_available
-        how: Literal["new", "recompute", "swap"] = "recompute" if sequence.num_output_tokens or sequence.times_preempted else "new"
+        begun_before = sequence.num_output_tokens or sequence.times_preempted
+        how: Literal["new", "recompute", "swap"] = "recompute" if begun_before else "new"
         swapped = self._host.entries.get(seq_id)
         if swapped is not None:
             how, start = "swap", swapped.num_tokens

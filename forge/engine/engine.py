@@ -397,12 +397,16 @@ class Engine:
         self._requests[request.request_id] = request  # from here on the request exists
         self._num_sequences += len(request.sequences)
         self.scheduler.add(first)
-        now, length = time.perf_counter(), first.num_prompt_tokens
-        arrival = ArriveRecord(
-            request.request_id, request.seq_ids, length, first.max_output_tokens, now, first.priority
-        )
+        self._announce(request)
+
+    def _announce(self, request: RequestState) -> None:
+        """Put an arrival into the timeline and the next record, unless it is there."""
+        first, now = request.sequences[0], time.perf_counter()
+        length, limit = first.num_prompt_tokens, first.max_output_tokens
+        arrival = ArriveRecord(request.request_id, request.seq_ids, length, limit, now, first.priority)
+        if not any(one.request_id == request.request_id for one in self._arrived[-1:]):
+            self._arrived.append(arrival)
         self.timeline.arrive(arrival)
-        self._arrived.append(arrival)
 
     def _checked(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, task: Task) -> list[int]:
         """The prompt's tokens, if all that is asked for can be done."""
@@ -535,6 +539,9 @@ class Engine:
             self._drop_state(seq_id)
         if self._async is not None:
             self._async.clear()
+        for request in self._requests.values():
+            if request.seq_ids[0] not in self.timeline:
+                self._announce(request)
         self.cache.take_events()
         self._decided = []
 

@@ -76,6 +76,4 @@ class RequestQueue:
         """Raise AssertionError if a lane is out of order or the two views disagree."""
         for lane in self._lanes:
             assert lane == sorted(lane), "the queue is out of order"
-        assert sum(map(len, self._lanes)) == len(self.sequences) == len(self._keys), (
-            "the queue's views differ"
-        )
+        assert sum(map(len, self._lanes)) == len(self.sequences) == len(self._keys), "the queue's views differ"
