@@ -29,7 +29,7 @@ class StepLogits:
         """rows: float32 `[R, vocab]` on the device, which the next step overwrites if `passing`."""
         self._rows, self._turn, self._passing = rows, turn, passing
         self._argmax: tuple[list[int], list[float]] | None = None
-        self.shape = tuple(rows.shape)
+        self.shape = (rows.shape[0], rows.shape[1])
         self.execution = execution
         """How they were computed."""
 
