@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import UsageError
+from forge.speculation.speculator import Speculator
 from forge.trace.speculation_summary import SpeculationSummary
 
 if TYPE_CHECKING:
@@ -127,7 +128,9 @@ def run(
                 llm.speculate_with(proposer, drafts)
                 for case in (case for case in cases if case.proposer == proposer):
                     on_progress(f"batch {batch}, {proposer}, K = {case.k}, round {round_number}")
-                    llm.engine.speculation.fix(case.k)
+                    speculator = llm.engine.speculation
+                    assert isinstance(speculator, Speculator)
+                    speculator.fix(case.k)
                     turn = _turn(llm, prompts, params)
                     identical[case] &= turn.tokens == plain.tokens
                     if round_number:

@@ -92,11 +92,12 @@ def run_trial(llm: "LLM", requests: Sequence[TrialRequest], *, checked: bool) ->
 
 
 def _check_plans(scheduler) -> None:
-    """Look at the cache between the plan and the forward pass too, while slots are reserved and not yet written."""
+    """Look at the plan and the cache before the forward pass too, while slots are reserved and not yet written."""
     schedule = scheduler.schedule
 
     def schedule_and_check():
         plan = schedule()
+        assert all(item.num_tokens for item in plan.items), "the cached length is past the next position"
         scheduler.cache.check_invariants()
         return plan
 

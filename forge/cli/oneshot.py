@@ -75,7 +75,7 @@ def _measure(model: str, loading: dict, requests: int, max_tokens: int) -> "Repo
             run_requests(llm.new_engine(oneshot=keeps_nothing), prompts[:WARM_UP], max_tokens)
             engine = llm.new_engine(oneshot=keeps_nothing)
             lives.append(Life(name, run_requests(engine, prompts, max_tokens, on_step=records.append), tuple(records)))
-    scratch, layout = len(llm.engine.scheduler.scratch), llm.kv_layout
+    scratch, layout = len(llm.engine.scheduler.prefill_only.scratch), llm.kv_layout
     result = TwoLives(
         run_label(llm),
         sum(map(len, prompts)),

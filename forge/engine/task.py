@@ -6,10 +6,12 @@ for one step. A generation of at most one token is prefill-only too.
 """
 
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from forge.trace.records import Pooling
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Logprobs = tuple[tuple[int, float], ...]
 """(token id, natural log probability), most probable first."""
@@ -59,5 +61,5 @@ class Readout:
     """Natural log probabilities of the candidates."""
     scores: tuple[Logprobs, ...] = ()
     """For each scored prompt token the most probable tokens there; the token itself is always among them."""
-    embedding: np.ndarray | None = None
+    embedding: "np.ndarray | None" = None
     """float32 `[hidden]`, of length 1."""

@@ -14,6 +14,7 @@ from forge.book.trial import run_trial, try_bug
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.cli.running import load_model
+from forge.engine.sampler import Sampler
 from forge.engine.sequence import Sequence
 
 each_bug = pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
@@ -32,7 +33,7 @@ FIRES = {
 
 def patched() -> dict:
     """Every attribute that a bug may replace, as it is now."""
-    owners = (PagedKvCache, PrefixKvCache, Choices, Sequence, ReferenceOperations)
+    owners = (PagedKvCache, PrefixKvCache, Sampler, Sequence, ReferenceOperations)
     return {(owner, name): value for owner in owners for name, value in vars(owner).items()}
 
 
