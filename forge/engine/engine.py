@@ -344,49 +344,63 @@ class Engine:
             self._rejected.append(RejectRecord(request_id, str(error)))
             self._operating = False
             raise
-        room = self._limits.longest - len(token_ids) + 1  # the last output token is never computed: it needs no slot
-        max_output_tokens = min(params.max_tokens, room)
-        config, has_scratch = self.scheduler.config, len(self.scheduler.prefill_only.scratch) > 0
-        keeps_cache = retain_cache or continues_from is not None
-        prefill_only = task is not GENERATE
-        if not prefill_only and max_output_tokens <= 1 and params.n == 1 and config.oneshot and has_scratch:
-            prefill_only = not keeps_cache
-            if prefill_only and params.prompt_logprobs is not None:
-                task = Task(max_output_tokens > 0, score_from=1, top=params.prompt_logprobs)
-        elif prefill_only:
-            max_output_tokens = int(task.sample)
-        pool_size = self._limits.max_cached_len
-        is_pool_limited = (
-            not prefill_only and max_output_tokens < params.max_tokens and self._limits.longest == pool_size
-        )
         seed = params.seed if params.seed is not None else secrets.randbits(32)
-        prompt_logprobs: list[Logprobs | None] = []
-        sequences = tuple(
-            Sequence(
-                seq_id=self._num_sequences + index,
-                request_id=request_id,
-                sample_index=index,
-                token_ids=list(token_ids),
-                num_prompt_tokens=len(token_ids),
-                max_output_tokens=max_output_tokens,
-                params=params,
-                seed=seed,
-                output_text=self._new_text(params),
-                task=task,
-                prefill_only=prefill_only,
-                priority=priority,
-                salt=salt,
-                retain_cache=retain_cache,
-                continues_from=continues_from,
-                drafts=drafts,
-                length_limit=PoolExhausted(pool_size) if is_pool_limited else None,
-                prompt_logprobs=prompt_logprobs,
-            )
-            for index in range(1 if prefill_only else params.n)
+        room = self._limits.longest - len(token_ids) + 1  # the last output token is never computed: it needs no slot
+        first = Sequence(
+            seq_id=self._num_sequences,
+            request_id=request_id,
+            sample_index=0,
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            max_output_tokens=min(params.max_tokens, room),
+            params=params,
+            seed=seed,
+            output_text=self._new_text(params),
+            task=task,
+            priority=priority,
+            salt=salt,
+            retain_cache=retain_cache,
+            continues_from=continues_from,
+            drafts=drafts,
         )
-        self._register(RequestState(request_id, prompt, seed, sequences))
+        self._classify(first)
+        self._register(RequestState(request_id, prompt, seed, (first, *self._samples_of(first))))
         self._operating = False
-        return tuple(sequence.seq_id for sequence in sequences)
+        return self._requests[request_id].seq_ids
+
+    def _classify(self, sequence: Sequence) -> None:
+        """Decide whether one forward pass answers it, and note whether the pool limits its length."""
+        params, config = sequence.params, self.scheduler.config
+        keeps_cache = sequence.retain_cache or sequence.continues_from is not None
+        pool_size = self._limits.max_cached_len
+        if sequence.max_output_tokens < params.max_tokens and self._limits.longest == pool_size:
+            sequence.length_limit = PoolExhausted(pool_size)
+        if sequence.task is not GENERATE:
+            sequence.length_limit = None
+            sequence.prefill_only, sequence.max_output_tokens = True, int(sequence.task.sample)
+        elif config.oneshot and self.scheduler.prefill_only.scratch and not keeps_cache:
+            sequence.prefill_only = sequence.max_output_tokens <= 1 and params.n == 1
+            if sequence.prefill_only and params.prompt_logprobs is not None:
+                samples = sequence.max_output_tokens > 0
+                sequence.task = Task(samples, score_from=1, top=params.prompt_logprobs)
+
+    def _samples_of(self, first: Sequence) -> list[Sequence]:
+        """The further samples of a request. All share one list of prompt log probabilities."""
+        if first.prefill_only:
+            return []
+        return [
+            replace(
+                first,
+                seq_id=first.seq_id + index,
+                sample_index=index,
+                token_ids=list(first.token_ids),
+                output_text=self._new_text(first.params),
+                forks=[],
+                errors=[],
+                logprobs=[],
+            )
+            for index in range(1, first.params.n)
+        ]
 
     def _register(self, request: RequestState) -> None:
         """Make a request known, and queue its sequences."""
