@@ -44,7 +44,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan, flat
-from forge.engine.task import GENERATE, Logprobs, Task
+from forge.engine.task import GENERATE, Task
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch
 from forge.model.model import Model, ModelUnavailable
