@@ -56,7 +56,7 @@ LARGE_GPU_ONESHOT_TOKENS, LARGE_GPU_ONESHOT_MEMORY = 8192, 4 << 30
 """Its products come in waves of tiles, one per multiprocessor. Counted, not measured: 2,048 rows by a matrix of 2,560
 make 160 tiles of 128 x 256, two waves of which 132 multiprocessors idle through 39 %; 8,192 rows idle through 3 %."""
 DEFAULT_MAX_MODEL_LEN = 4096
-"""The context that is reserved for when nobody says otherwise, where the model has as much."""
+"""The context that is reserved for by default, where the model has as much."""
 
 
 class LLM:
@@ -116,7 +116,7 @@ class LLM:
         while one of them computes what they share, and those that keep nothing share it at all. oneshot: whether a
         generation of one token at most is a request that keeps nothing. oneshot_tokens, oneshot_memory: what a step
         takes of such requests, in tokens and in temporary bytes; None for what suits the device. speculate: who
-        guesses tokens ahead, `draft` or `ngram`; None or `off` for nobody. draft: the draft model, or several that all
+        proposes draft tokens, `draft` or `ngram`; None or `off` for no speculation. draft: the draft model, or several that all
         guess; the bundled one if not given. k: draft tokens per cycle, at most unless `speculate_fixed`.
         acceptance: which draft tokens stand under sampling: `gumbel` (the same tokens as without a draft) or
         `rejection` (more are accepted; reproducible only with `speculate_fixed`).
@@ -169,7 +169,7 @@ class LLM:
         )
         self.path, self.model_name = loaded.path, loaded.name
         self.pooling: Pooling = loaded.pooling
-        """How an embedding is made of hidden states when nobody says otherwise."""
+        """How an embedding is made of hidden states by default."""
         target, self.tokenizer = loaded.model, loaded.tokenizer
         self.device, self.device_description = device, loaded.device_description
         self.kv_dtype = kv_dtype or loaded.default_kv_dtype
@@ -225,7 +225,7 @@ class LLM:
             for _ in run:
                 pass
         except BaseException:
-            run.abort()  # nobody else has hold of it
+            run.abort()  # no other code holds it
             raise
         return run.outputs
 
@@ -491,7 +491,7 @@ class Run:
             if self._has_ended():
                 return None
             record = self._step()
-            self._has_ended()  # before anyone sees the record, so that nobody need come back for the end
+            self._has_ended()  # before the caller sees the record, which may be the last one that it reads
             return record
 
     def _step(self) -> StepRecord:

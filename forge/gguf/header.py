@@ -1,4 +1,4 @@
-"""The parser of a GGUF header that nobody vouches for: every number in it is checked before it is used.
+"""The parser of an untrusted GGUF header: every number in it is checked before it is used.
 
 A GGUF file, all little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md):
 

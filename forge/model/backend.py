@@ -125,7 +125,7 @@ class Backend(ABC):
     name: str
     """What `--device` calls it."""
     default_kv_dtype: str = "float32"
-    """What keys and values are rounded to when nobody says otherwise."""
+    """What keys and values are rounded to by default."""
     runs_ahead: bool = False
     """Whether `run` returns before it has computed, and takes input tokens from the run before (`ForwardBatch`)."""
 

@@ -17,7 +17,7 @@ class ForwardBatch:
 
     token_ids: np.ndarray
     """`[T]` the token of each row. Below 0, for models that run ahead (`Model.runs_ahead`): the likeliest token of row
-    `-1 - token_ids[t]` of the logits of the forward before this one on the same storage, whether or not anybody has
+    `-1 - token_ids[t]` of the logits of the forward before this one on the same storage, whether or not the host has
     looked at those."""
     positions: np.ndarray
     """`[T]` the absolute position of each row in its own sequence, counted from 0."""

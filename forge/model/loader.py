@@ -45,7 +45,7 @@ class LoadedModel:
     device_description: str = "NumPy"
     """What computes it, for a person."""
     default_kv_dtype: str = "float32"
-    """What its keys and values are rounded to when nobody says otherwise."""
+    """What its keys and values are rounded to by default."""
     pooling: Pooling = "last"
     """How its file says that hidden states become an embedding."""
 

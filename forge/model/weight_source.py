@@ -41,7 +41,7 @@ class WeightSource(Protocol):
         ...
 
     def release(self, name: str) -> None:
-        """Give back the memory of the mapped pages that hold this tensor, which whoever loaded it no longer needs."""
+        """Give back the memory of the mapped pages that hold this tensor, which its loader no longer needs."""
         ...
 
     def tokenizer_spec(self) -> TokenizerSpec:

@@ -4,7 +4,7 @@
 tokenizer is one that forge supports (byte-level BPE with Qwen's pre-tokenizer), and never encodes anything.
 
 What is checked when: structure (kinds, lengths, ids in range, the byte alphabet) always; that each merge is well formed
-and stays inside the vocabulary at once for a small vocabulary, and for a large one by whoever loads the merges, because
+and stays inside the vocabulary at once for a small vocabulary, and for a large one by the loader of the merges, because
 at 151,936 tokens that check alone costs several times what a short prompt needs (`check_vocabulary` does it on
 request).
 """

@@ -86,7 +86,7 @@ class Tokenizer:
 
     @property
     def fallback_reason(self) -> str | None:
-        """Why the fast path is not used although it was wanted; None when it is, or nobody asked."""
+        """Why the fast path is not used although it was wanted; None when it is, or was not asked for."""
         return self._encoders.fallback_reason
 
     def prepare(self) -> str:

@@ -72,7 +72,7 @@ def cache_folder() -> Path | None:
 
 
 def _forget_old_folders(root: Path) -> None:
-    """Remove the code of other versions that nobody has used for a month."""
+    """Remove the code of other versions that have not been used for a month."""
     for folder in root.glob("kernels-*"):
         if time.time() - folder.stat().st_mtime > KEEP_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
@@ -284,7 +284,7 @@ def _read_object(name: str) -> bytes | None:
 
 
 def _write_object(name: str, code: bytes) -> None:
-    """Keep an object file, whole or not at all, whoever else writes it; if the disk is full, do without."""
+    """Keep an object file, whole or not at all, whatever other process writes it; if the disk is full, do without."""
     folder = cache_folder()
     if folder is None:
         return

@@ -158,7 +158,7 @@ class Recorder(Operations):
         heads, kv_heads = q.product.matrix.packed.rows // head_dim, self._num_kv_heads
         self.recording.head_dim, self.recording.theta = head_dim, q.theta
         self.recording.heads_per_kv_head = heads // kv_heads
-        # All three products read the same norm, so nobody waits between them.
+        # All three products read the same norm, so no thread waits between them.
         q_out, k_out, v_out = (self._multiply(product) for product in (q.product, keys.product, values))
         self._wait()
         self._use_vectors(q.weight, keys.weight)

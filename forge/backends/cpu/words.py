@@ -61,7 +61,7 @@ FFN_QUANTS, FFN_SCALES, FFN_SUMS, FFN_CHUNK = 9, 10, 11, 12
 FFN_GATE, FFN_UP = 13, 25  # the first of the six words that describe each matrix:
 PAIR_TILES, PAIR_WEIGHTS, PAIR_SCALES, PAIR_MINIMUMS, PAIR_TILE_BYTES, PAIR_SCALE_BYTES = range(6)
 
-# Sizes that the kernels and whoever lays out their memory agree on.
+# Sizes that the kernels and the code that lays out their memory agree on.
 CHUNK = 64
 """Keys that attention reduces together: absolute positions 0 to 63, 64 to 127, …"""
 ROWS_PER_BLOCK = 16

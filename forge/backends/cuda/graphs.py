@@ -6,7 +6,7 @@ of a shape is read from device memory (`inputs.py`).
 
 A shape is captured when it comes for the second time: the first time it runs eagerly, which also compiles its kernels,
 so that nothing is compiled or loaded while a capture is under way. What graphs read and write must stay where it is, so
-whoever moves a buffer drops them all.
+moving a buffer drops them all.
 """
 
 from collections.abc import Callable, Hashable

@@ -4,7 +4,7 @@ By the number of rows a product is `matvec` (1), `matmul` (2 to 16; to 64 with p
 read), or cuBLAS with kernels of its own for what is fused elsewhere (more). With `invariant` it is `matmul` in one tile
 for any number, so that a row's bits never depend on how many rows there are.
 
-Every launch goes through one callable, `Launcher`, so that somebody else can take its place: tests list what a real
+Every launch goes through one callable, `Launcher`, so that another can take its place: tests list what a real
 model would launch and compile exactly that, without a device.
 """
 

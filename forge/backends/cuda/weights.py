@@ -187,7 +187,7 @@ def _in_turn(arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Sequence[tor
 def _bytes_on(device: torch.device, raw: np.ndarray) -> torch.Tensor:
     """A copy of a file's bytes on the device, flat; aligned there, wherever they lay in the file."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the file is mapped read-only, and nobody writes to it
+        warnings.simplefilter("ignore", UserWarning)  # the file is mapped read-only, and nothing writes to it
         return torch.from_numpy(raw.reshape(-1)).to(device, copy=True)
 
 
