@@ -116,14 +116,14 @@ class LLM:
         while one of them computes what they share, and those that keep nothing share it at all. oneshot: whether a
         generation of one token at most is a request that keeps nothing. oneshot_tokens, oneshot_memory: what a step
         takes of such requests, in tokens and in temporary bytes; None for what suits the device. speculate: who
-        proposes draft tokens, `draft` or `ngram`; None or `off` for no speculation. draft: the draft model, or several that all
-        guess; the bundled one if not given. k: draft tokens per cycle, at most unless `speculate_fixed`.
+        proposes draft tokens, `draft` or `ngram`; None or `off` for no speculation. draft: the draft model, or several
+        that all guess; the bundled one if not given. k: draft tokens per cycle, at most unless `speculate_fixed`.
         acceptance: which draft tokens stand under sampling: `gumbel` (the same tokens as without a draft) or
-        `rejection` (more are accepted; reproducible only with `speculate_fixed`).
-        check: look after every step whether each rule of the scheduler and the cache holds, and raise AssertionError
-        where one does not. time_operations: keep time per layer and operation, for `operation_times()`.
-        on_load_progress: called with (bytes loaded, bytes in all). on_compile_progress: called with (kernels compiled,
-        kernels in all) if any have to be, which happens once per machine.
+        `rejection` (more are accepted; reproducible only with `speculate_fixed`). check: look after every step whether
+        each rule of the scheduler and the cache holds, and raise AssertionError where one does not. time_operations:
+        keep time per layer and operation, for `operation_times()`. on_load_progress: called with (bytes loaded, bytes
+        in all). on_compile_progress: called with (kernels compiled, kernels in all) if any have to be, which happens
+        once per machine.
 
         What is not in forge is given as it is: model, a `LoadedModel`; kv, a function from a `CacheSize` to a
         `KvCache`; order and preempt, functions of their own; speculate, a `Proposer`.

@@ -174,7 +174,7 @@ def _check_rope(file: GGUFFile) -> None:
 
 
 def _num_layers(file: GGUFFile) -> int:
-    """At most as many as the file has tensors, so that a malformed file cannot make us list the tensors of four thousand million layers."""
+    """At most as many as the file has tensors: a malformed file cannot make us list those of 4,000 million layers."""
     num_layers = _integer(file, "block_count", 2**32)
     if num_layers > len(file.tensors):
         problem = f"{num_layers} layers cannot be in a file of {len(file.tensors)} tensors"

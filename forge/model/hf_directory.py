@@ -35,7 +35,7 @@ MAX_JSON_BYTES = 16 << 20
 """Of config.json and of an index of shards: real ones take kilobytes."""
 MAX_SHARDS = 1024
 MAX_LAYERS = 4096
-"""So that a malformed file cannot make us list the tensors of four thousand million layers. The largest Qwen3 has 94."""
+"""A malformed file cannot make us list the tensors of 4,000 million layers. The largest Qwen3 has 94."""
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _OUTSIDE_LAYERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -219,8 +219,8 @@ def next_items(op, thread, threads, chunk, count, piece):
     """The items that a thread does next, first and behind the last, and the next piece of its own to look at (0 at the
     beginning). The first is `count` or more if none are left.
 
-    A thread does its own stretch in pieces, each claimed when its turn comes; then items that belong to no thread; then pieces
-    of threads that have not come so far (the system may have given their core to another program).
+    A thread does its own stretch in pieces, each claimed when its turn comes; then items that belong to no thread; then
+    pieces of threads that have not come so far (the system may have given their core to another program).
     """
     share, pieces = own_share(count, threads), min(_PIECES, 63 // threads)
     while piece < pieces:

@@ -16,7 +16,7 @@ An operation is `OP_WORDS` int64 words:
 
     word 0   address of the kernel                word 1   1 if all threads must wait after it
     word 2   what the kernel wants, up to the last line of words, see `program.py`
-    word 24  the next item of work not yet taken: threads take items one after another, so a slow one does not hold up the others
+    word 24  the next item of work not yet taken: threads take them in turn, so a slow one delays no other
     word 31  a bit for each part of the work that is one thread's first, once it or another has claimed it
 """
 

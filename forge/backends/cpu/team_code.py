@@ -134,13 +134,13 @@ def walk(team, thread, generation):
     """Do one thread's share of the program of that generation.
 
     A *stage* is the operations up to one after which all must wait. A kernel returns when all of its items are taken.
-    So a thread that comes to the end of a stage closes it, and once no thread is inside any more it is done: one that has not
-    come by then need not be waited for. Places in a program only go up: TEAM_CLOSED is the first that may be entered,
-    TEAM_DONE the first that is not done. A late thread goes on from there.
+    So a thread that comes to the end of a stage closes it, and once no thread is inside any more it is done: one that
+    has not come by then need not be waited for. Places in a program only go up: TEAM_CLOSED is the first that may be
+    entered, TEAM_DONE the first that is not done. A late thread goes on from there.
 
     A thread says that it is inside before it looks whether the stage is closed. So either it sees that, and leaves
-    again, or the thread that closes the stage sees it, and waits. What belongs to a program is touched from inside only: when
-    its last stage is done no thread touches it any more.
+    again, or the thread that closes the stage sees it, and waits. What belongs to a program is touched from inside
+    only: when its last stage is done no thread touches it any more.
     """
     program, num_ops = get_i64(team + 8 * w.TEAM_PROGRAM), get_i64(team + 8 * w.TEAM_NUM_OPS)
     context, threads = get_i64(team + 8 * w.TEAM_CONTEXT), get_i64(team + 8 * w.TEAM_NUM_THREADS)
