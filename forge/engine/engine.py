@@ -12,7 +12,6 @@ had been chosen, and everything else begins again from the tokens alone, as afte
 
 import secrets
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from threading import RLock
@@ -244,7 +243,7 @@ class Engine:
         plan, batch, stats = step.plan, step.batch, self.scheduler.stats
         record = StepRecord(
             step=self._num_steps,
-            items=tuple(_item_records(plan, step.drafts)),
+            items=_item_records(plan, step.drafts),
             tokens=tuple(results.tokens),
             finished=tuple(results.finished),
             cache=CacheRecord(
@@ -572,14 +571,18 @@ class Engine:
         return OutputText(detokenizer, params.stop or (), params.include_stop_str_in_output, params.min_tokens)
 
 
-def _item_records(plan: StepPlan, drafts: StepDrafts) -> Iterator[ItemRecord]:
+def _item_records(plan: StepPlan, drafts: StepDrafts) -> tuple[ItemRecord, ...]:
     """Each item with the draft tokens that it verified."""
+    records = []
     for item in (*plan.items, *plan.separate):
         num_draft_tokens = 0
         if item.num_draft_tokens and item.seq_id in drafts.runs:  # each further run computes the known tokens again
             runs = drafts.runs[item.seq_id]
             num_draft_tokens = sum([item.num_tokens + len(run) for run in runs]) - item.num_tokens
-        yield ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining, num_draft_tokens)
+        records.append(
+            ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining, num_draft_tokens)
+        )
+    return tuple(records)
 
 
 def _with_written(block_map: BlockMap, batch: ForwardBatch | None, block_size: int) -> BlockMap:

@@ -131,20 +131,19 @@ class Sampler:
         if sequence.params.plain_greedy and not self._report_probabilities:
             if not math.isfinite(logits.max_logit[row]):
                 check_logits(logits.rows[row])  # raises
-            token = SampledToken(logits.argmax[row], None, None)
             own = None if self._on_logits is None else logits.rows[row]
-        else:
-            own = logits.rows[row]
-            token = choose(
-                self._without_early_ends(sequence, own[None])[0],
-                sequence.params,
-                sequence.token_ids,
-                sequence.seed,
-                sequence.sample_index,
-                len(sequence.token_ids),
-                sequence.num_prompt_tokens,
-                self._report_probabilities,
-            )
+            return self._emit(sequence, ((logits.argmax[row], None, None),), (own,))  # faster than a `SampledToken`
+        own = logits.rows[row]
+        token = choose(
+            self._without_early_ends(sequence, own[None])[0],
+            sequence.params,
+            sequence.token_ids,
+            sequence.seed,
+            sequence.sample_index,
+            len(sequence.token_ids),
+            sequence.num_prompt_tokens,
+            self._report_probabilities,
+        )
         return self._emit(sequence, (token,), (own,))
 
     def _verify(self, item: PlanItem, runs: tuple[Proposal, ...], logits: StepLogits, first_row: int) -> Outcome:
@@ -181,7 +180,10 @@ class Sampler:
         return rows
 
     def _emit(
-        self, sequence: Sequence, tokens: Items[SampledToken], rows: Items[np.ndarray | None] | np.ndarray
+        self,
+        sequence: Sequence,
+        tokens: Items[SampledToken | tuple[int, None, None]],
+        rows: Items[np.ndarray | None] | np.ndarray,
     ) -> Outcome:
         """Append the tokens, each chosen from its row of logits (None where it is not looked at), up to the one that
         ends the sequence."""
