@@ -258,7 +258,7 @@ class LLM:
         Raises `UsageError` for fewer than two labels, or two that are the same tokens.
         """
         encoded = [self._encode(prompt)[1] for prompt in _as_list(prompts)]
-        token_ids = [self.tokenizer.encode(label) for label in labels]
+        token_ids = [self.tokenizer.encode(label, add_special_tokens=False) for label in labels]
         return tasks.classify(encoded, token_ids, labels, self._answering(on_progress))
 
     def score(
@@ -266,7 +266,7 @@ class LLM:
     ) -> list[tasks.Score]:
         """Of each (prompt, continuation) the log probability of each of the continuation's tokens, and of `top`
         alternatives to each. Raises `UsageError` where there is nothing to score."""
-        encoded = [(self._encode(prompt)[1], self._encode(continuation)[1]) for prompt, continuation in pairs]
+        encoded = [(self._part(prompt, begins=True), self._part(continuation)) for prompt, continuation in pairs]
         return tasks.score(encoded, top, self._answering(on_progress))
 
     def embed(
@@ -407,6 +407,13 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt)
         _require_items(prompt)
         return None, prompt
+
+    def _part(self, text: Prompt, begins: bool = False) -> Sequence[int]:
+        """The tokens of a part of a text; only the one that `begins` it has special tokens before it."""
+        if not isinstance(text, str):
+            return self._encode(text)[1]
+        prefix = self.tokenizer.spec.prefix_ids if begins else ()
+        return [*prefix, *self.tokenizer.encode(text, add_special_tokens=False)]
 
     def _num_scratch_blocks(self, config: SchedulerConfig, block_size: int) -> int:
         """What one step's requests that keep nothing take, each with a last block that is filled in part."""

@@ -24,8 +24,9 @@ class ByteTokenizer(Tokenizer):
     def prepare(self) -> str:
         return self.implementation
 
-    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """One token per byte of UTF-8; a control token's text becomes that token only with `allow_special`.
+    def encode(self, text: str, *, allow_special: bool = False, add_special_tokens: bool | None = None) -> list[int]:
+        """One token per byte of UTF-8; a control token's text becomes that token only with `allow_special`. Nothing is
+        ever added around a text.
 
         Raises `UsageError` for text that is not Unicode."""
         check_unicode(text)

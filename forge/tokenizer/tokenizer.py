@@ -70,10 +70,6 @@ class Tokenizer:
         return self.spec.eos_token_ids
 
     @property
-    def add_bos(self) -> bool:
-        return self.spec.add_bos
-
-    @property
     def fingerprint(self) -> str:
         """Equal for two tokenizers whose ids mean the same (`TokenizerSpec.fingerprint`)."""
         return self.spec.fingerprint
@@ -92,19 +88,22 @@ class Tokenizer:
         """Loads now what the first text would load, and returns that implementation's name (see `implementation`)."""
         return self._encoders.prepare()
 
-    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+    def encode(self, text: str, *, allow_special: bool = False, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of `text`.
 
         The text of a control token becomes that token only with `allow_special`, which is for prompts that a chat
-        template rendered; in what a user typed it stays text. Raises `UsageError` for text that is not Unicode."""
+        template rendered; in what a user typed it stays text. `add_special_tokens` puts the spec's `prefix_ids` and
+        `suffix_ids` around it; None does so unless `allow_special`, as a rendered prompt is complete. Raises
+        `UsageError` for text that is not Unicode."""
         check_unicode(text)
         parts = list(self._split(text, allow_special))
         plain = [normalize("NFC", part) for part in parts if isinstance(part, str)]
         encoded = iter(self._encoders.encode_parts(plain) if plain else ())
-        ids = [self.spec.bos_token_id] if self.spec.add_bos and self.spec.bos_token_id is not None else []
+        adds = not allow_special if add_special_tokens is None else add_special_tokens
+        ids = list(self.spec.prefix_ids) if adds else []
         for part in parts:
             ids += [part] if isinstance(part, int) else next(encoded)
-        return ids
+        return [*ids, *self.spec.suffix_ids] if adds else ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves control tokens out.
