@@ -213,6 +213,9 @@ class BetweenSteps:
             self._limits.check_ids(task.candidates)
             if task.pooling is not None and not self.model.embeds:
                 raise UsageError("this model has no hidden states: take a real one for embeddings")
+            if task.pooling is None and not self.model.generates and not (task.candidates and self.model.labels):
+                uses = "it classifies: forge classify, forge rerank" if self.model.labels else "it embeds: forge embed"
+                raise UsageError(f"this model generates no text; {uses}")
             if request_id in self._requests or request_id in self._oneshots:
                 raise UsageError(f"request {request_id!r} is already running")
         except UsageError as error:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 from forge.gguf import SUPPORTED_TYPES, GGUFError, GGUFFile, printable
 
 ARCHITECTURE = "qwen3"
+CLASSIFIER = "cls.output.weight"
+"""The classification head, of rerankers for one: rows that score a whole text (llama.cpp's `rank` pooling)."""
 DEFAULT_ROPE_THETA = 10_000.0
 
 MAX_WIDTH = 1 << 20
@@ -40,6 +42,10 @@ class Qwen3Config:
     rope_theta: float
     max_position_embeddings: int
     tie_word_embeddings: bool
+    labels: tuple[str, ...] = ()
+    """Of a model with a classification head in place of the output head: the name of each of its rows."""
+    generates: bool = True
+    """Whether there is an output head. An embedding model may lack it, a classifier does."""
 
     @property
     def query_size(self) -> int:
@@ -74,6 +80,8 @@ class Qwen3Config:
             rope_theta=_rope_theta(file),
             max_position_embeddings=_integer(file, "context_length", MAX_CONTEXT),
             tie_word_embeddings="output.weight" not in file.tensors,
+            labels=_labels(file),
+            generates=CLASSIFIER not in file.tensors,
         )
 
 
@@ -125,7 +133,9 @@ def _tensor_sides(config: Qwen3Config) -> Iterator[tuple[str, tuple[_Side, ...]]
         yield f"blk.{layer}.ffn_up.weight", (intermediate, hidden)
         yield f"blk.{layer}.ffn_down.weight", (hidden, intermediate)
     yield "output_norm.weight", (hidden,)
-    if not config.tie_word_embeddings:
+    if config.labels:
+        yield CLASSIFIER, (_Side(len(config.labels), "the number of labels"), hidden)
+    if config.generates and not config.tie_word_embeddings:
         yield "output.weight", (vocabulary, hidden)
 
 
@@ -209,6 +219,21 @@ def _rope_theta(file: GGUFFile) -> float:
     if theta < 1:
         raise _error(file, "rope.freq_base", f"{theta} is less than 1")
     return theta
+
+
+def _labels(file: GGUFFile) -> tuple[str, ...]:
+    """The labels that the file names, or numbers for them; none without a classification head."""
+    key = _key("classifier.output_labels")
+    if CLASSIFIER not in file.tensors:
+        return ()
+    if key in file.fields:
+        return tuple(file.string_array(key))
+    return numbered_labels(file.tensors[CLASSIFIER].shape[0])
+
+
+def numbered_labels(count: int) -> tuple[str, ...]:
+    """What transformers calls labels without names."""
+    return tuple(f"LABEL_{number}" for number in range(count))
 
 
 def _vocab_size(file: GGUFFile) -> int:

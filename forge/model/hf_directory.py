@@ -22,14 +22,16 @@ import numpy as np
 
 from forge.errors import ForgeError
 from forge.gguf import printable
-from forge.model.config import MAX_CONTEXT, MAX_HEADS, MAX_WIDTH, Qwen3Config, expected_tensors
+from forge.model.config import MAX_CONTEXT, MAX_HEADS, MAX_WIDTH, Qwen3Config, expected_tensors, numbered_labels
 from forge.model.safetensors_file import GGML_TYPES, SafetensorsFile, SafetensorsTensor, shown_path
 from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 from forge.trace.records import Pooling
 
 CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "model.safetensors", "tokenizer.json"
-MODEL_TYPE, ARCHITECTURE = "qwen3", "Qwen3ForCausalLM"
+MODEL_TYPE = "qwen3"
+CLASSIFICATION = "Qwen3ForSequenceClassification"
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3Model", CLASSIFICATION)
 
 MAX_JSON_BYTES = 16 << 20
 """Of config.json and of an index of shards: real ones take kilobytes."""
@@ -37,8 +39,11 @@ MAX_SHARDS = 1024
 MAX_LAYERS = 4096
 """So that nobody lists the tensors of four thousand million layers. The largest Qwen3 has 94."""
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_OUTSIDE_LAYERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_BODY = "model."
+"""What the names of all tensors but the head's begin with, unless a bare `Qwen3Model` was saved (Qwen3-Embedding)."""
+_OUTSIDE_LAYERS = {"token_embd": "embed_tokens", "output_norm": "norm"}
+_HEADS = {"output": "lm_head", "cls.output": "score"}
 _IN_LAYERS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -74,7 +79,7 @@ class HuggingFaceDirectory:
     def __init__(self, path: Path, config: Qwen3Config, files: Mapping[str, SafetensorsFile]):
         """`files` has the file of each tensor by Hugging Face's name. Checks that they are the tensors of `config`."""
         self.path, self.config = path, config
-        self._files = files
+        self._files, self._body = files, _body(files)
         _check_tensors(path, config, files)
         names = expected_tensors(config)
         self.nbytes = sum(self.tensor(name).nbytes for name in names)
@@ -86,16 +91,17 @@ class HuggingFaceDirectory:
         Raises `ModelFolderError` or `SafetensorsError` unless they are one sound Qwen3 model."""
         with ExitStack() as opened:
             config = read_config(path / CONFIG)
-            source = cls(path, config, _open_files(path, opened))
+            files = _open_files(path, opened)
+            source = cls(path, _with_head(config, files), files)
             opened.pop_all()
             return source
 
     def tensor(self, name: str) -> SafetensorsTensor:
-        stored = hugging_face_name(name)
+        stored = hugging_face_name(name, self._body)
         return self._files[stored].tensors[stored].renamed(name)
 
     def release(self, name: str) -> None:
-        stored = hugging_face_name(name)
+        stored = hugging_face_name(name, self._body)
         self._files[stored].release(stored)
 
     def tokenizer_spec(self) -> TokenizerSpec:
@@ -124,12 +130,15 @@ class HuggingFaceDirectory:
         self.close()
 
 
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, body: str = _BODY) -> str:
     """`blk.0.attn_q.weight` → `model.layers.0.self_attn.q_proj.weight`."""
-    *layer, kind = name.removesuffix(".weight").split(".")
+    stem = name.removesuffix(".weight")
+    if stem in _HEADS:
+        return f"{_HEADS[stem]}.weight"
+    *layer, kind = stem.split(".")
     if not layer:
-        return f"{_OUTSIDE_LAYERS[kind]}.weight"
-    return f"model.layers.{layer[1]}.{_IN_LAYERS[kind]}.weight"
+        return f"{body}{_OUTSIDE_LAYERS[kind]}.weight"
+    return f"{body}layers.{layer[1]}.{_IN_LAYERS[kind]}.weight"
 
 
 def read_config(path: Path) -> Qwen3Config:
@@ -156,6 +165,8 @@ def read_config(path: Path) -> Qwen3Config:
         rope_theta=_rope_theta(values),
         max_position_embeddings=values.integer("max_position_embeddings", MAX_CONTEXT, default=32_768),
         tie_word_embeddings=values.flag("tie_word_embeddings"),
+        labels=_labels(values),
+        generates=values.values.get("architectures") != [CLASSIFICATION],
     )
 
 
@@ -207,7 +218,11 @@ def _check_kind(values: _Values) -> None:
     model_type = values.values.get("model_type")
     if model_type != MODEL_TYPE:
         raise values.error("model_type", f"this folder holds {printable(str(model_type))}; forge runs {MODEL_TYPE!r}")
-    for key, only in (("architectures", [ARCHITECTURE]), ("hidden_act", "silu"), ("quantization_config", None)):
+    architectures = values.values.get("architectures")
+    if architectures is not None and architectures not in [[name] for name in ARCHITECTURES]:
+        problem = f"{printable(str(architectures))} is not supported; forge runs {', '.join(ARCHITECTURES)}"
+        raise values.error("architectures", problem)
+    for key, only in (("hidden_act", "silu"), ("quantization_config", None)):
         value = values.values.get(key)
         if value not in (None, only):
             hint = f"forge runs {printable(str(only))}" if only else "take the model's GGUF file, or its plain weights"
@@ -218,6 +233,15 @@ def _check_kind(values: _Values) -> None:
     layer_types = values.values.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise values.error("layer_types", "forge runs models whose layers are all full_attention")
+
+
+def _labels(values: _Values) -> tuple[str, ...]:
+    """The names in `id2label` in order of their numbers, for a classification head; none for another model."""
+    if values.values.get("architectures") != [CLASSIFICATION]:
+        return ()
+    named = values.section("id2label").values
+    count = len(named) or values.integer("num_labels", MAX_HEADS, default=2)  # transformers' default
+    return tuple(str(named.get(str(number), label)) for number, label in enumerate(numbered_labels(count)))
 
 
 def _rope_theta(values: _Values) -> float:
@@ -284,8 +308,20 @@ def _only_file(folder: Path) -> str:
     raise ModelFolderError(folder, None, "holds no safetensors file; forge reads those and GGUF files")
 
 
+def _body(files: Mapping[str, SafetensorsFile]) -> str:
+    """What the names of the tensors begin with."""
+    return "" if _EMBEDDING in files and _BODY + _EMBEDDING not in files else _BODY
+
+
+def _with_head(config: Qwen3Config, files: Mapping[str, SafetensorsFile]) -> Qwen3Config:
+    """`config` without an output head where a bare model was saved without one (Qwen3-Embedding-8B)."""
+    has_head = config.tie_word_embeddings or _HEAD in files or _body(files) == _BODY
+    return config if has_head else replace(config, generates=False)
+
+
 def _check_tensors(folder: Path, config: Qwen3Config, files: Mapping[str, SafetensorsFile]) -> None:
-    expected = {hugging_face_name(name): shape for name, shape in expected_tensors(config).items()}
+    body = _body(files)
+    expected = {hugging_face_name(name, body): shape for name, shape in expected_tensors(config).items()}
     for name, shape in expected.items():
         if name not in files:
             problem = "the model needs this tensor, and no file here has it"
@@ -301,17 +337,17 @@ def _check_tensors(folder: Path, config: Qwen3Config, files: Mapping[str, Safete
             problem = f"a {MODEL_TYPE} model has no such tensor, and leaving it out could change what the model says"
             raise file.tensor_error(name, "", problem)
     if config.tie_word_embeddings and _HEAD in files:
-        _check_tied(files)
+        _check_tied(files, body + _EMBEDDING)
 
 
-def _check_tied(files: Mapping[str, SafetensorsFile]) -> None:
+def _check_tied(files: Mapping[str, SafetensorsFile], name: str) -> None:
     """Some files hold the tied matrix twice (Qwen3-0.6B's does). Two different ones would be two different models."""
-    embedding, head = files[_EMBEDDING].tensors[_EMBEDDING], files[_HEAD].tensors[_HEAD]
+    embedding, head = files[name].tensors[name], files[_HEAD].tensors[_HEAD]
     same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
     if not same or not all(np.array_equal(*pair) for pair in _pieces(embedding.raw(), head.raw())):
-        raise files[_HEAD].tensor_error(_HEAD, "", f"differs from {_EMBEDDING}, and {CONFIG} says that they are one")
-    for name in (_EMBEDDING, _HEAD):
-        files[name].release(name)
+        raise files[_HEAD].tensor_error(_HEAD, "", f"differs from {name}, and {CONFIG} says that they are one")
+    for stored in (name, _HEAD):
+        files[stored].release(stored)
 
 
 def _pieces(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:

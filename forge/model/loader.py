@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.model.backend import Array, Backend
+from forge.model.backend import Array, Backend, Tensor
 from forge.model.catalog import is_hash_model, model_name, resolve_model
 from forge.model.hash_model import create_hash_model
 from forge.model.model import Model
 from forge.model.qwen3 import LayerWeights, Qwen3, Qwen3Weights
-from forge.model.weight_source import WeightSource, open_weights
+from forge.model.weight_source import WeightSource, classifier_rows, open_weights
 from forge.tokenizer import Tokenizer
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 from forge.trace.records import Pooling
@@ -92,10 +92,10 @@ def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress
     """
     config, done = source.config, 0
 
-    def load(name: str) -> Array:
+    def load(name: str, rows: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Array:
         nonlocal done
         tensor = source.tensor(f"{name}.weight")
-        loaded = backend.load_matrix(tensor) if len(tensor.shape) == 2 else backend.load_vector(tensor)
+        loaded = backend.load_matrix(rows(tensor)) if len(tensor.shape) == 2 else backend.load_vector(tensor)
         source.release(f"{name}.weight")
         done += tensor.nbytes
         if on_progress is not None:
@@ -108,5 +108,10 @@ def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress
         for index in range(config.num_layers)
     )
     output_norm = load("output_norm")
-    head = embedding if config.tie_word_embeddings else load("output")
+    if config.labels:
+        head = load("cls.output", classifier_rows)
+    elif config.generates:
+        head = embedding if config.tie_word_embeddings else load("output")
+    else:
+        head = None
     return Qwen3(config, Qwen3Weights(embedding, layers, output_norm, head), backend)

@@ -41,7 +41,7 @@ class Qwen3Weights:
     embedding: Array  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     output_norm: Array  # [hidden]
-    head: Array  # [vocab, hidden]; the embedding itself where the two are tied
+    head: Array | None  # [vocab, hidden], the embedding itself where the two are tied; [labels, hidden]; or none
 
 
 class Qwen3:
@@ -56,6 +56,7 @@ class Qwen3:
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
         self.max_position_embeddings = config.max_position_embeddings
+        self.generates, self.labels = config.generates, config.labels
         self.runs_ahead = backend.runs_ahead
 
     def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
@@ -69,7 +70,7 @@ class Qwen3:
         return self.backend.new_storage(layout)
 
     def prepare(self, layout: KvLayout) -> None:
-        self.backend.prepare(self.forward_pass, layout)
+        self.backend.prepare(self.hidden_pass if self.weights.head is None else self.forward_pass, layout)
 
     def time_operations(self) -> None:
         self.backend.time_operations()

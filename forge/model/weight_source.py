@@ -6,11 +6,14 @@ shape and of a type that forge computes with. So a loader has nothing left to ch
 that contradict each other.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from forge.gguf import GGUFFile, GGUFTensor
+import numpy as np
+
+from forge.gguf import GGMLType, GGUFFile, GGUFTensor
 from forge.model.backend import Tensor
 from forge.model.config import ARCHITECTURE, Qwen3Config, check_tensors, expected_tensors
 from forge.tokenizer.spec import TokenizerSpec, spec_from_gguf
@@ -71,6 +74,36 @@ def open_weights(path: Path) -> WeightSource:
     except BaseException:
         file.close()
         raise
+
+
+@dataclass(frozen=True)
+class ArrayTensor:
+    """A tensor that is in memory as float32."""
+
+    name: str
+    values: np.ndarray
+    ggml_type = GGMLType.F32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def raw(self) -> np.ndarray:
+        return self.values.view(np.uint8).reshape(-1)
+
+    def dequantize(self) -> np.ndarray:
+        return self.values
+
+
+def classifier_rows(head: Tensor) -> ArrayTensor:
+    """A classification head as a matrix of logits, one row per label, at least two.
+
+    A head of one row gives a score. A second row of zeros makes it two logits, s and 0: their softmax is the sigmoid of
+    the score, and their difference the score itself."""
+    rows = head.dequantize()
+    if len(rows) == 1:
+        rows = np.concatenate([rows, np.zeros_like(rows)])
+    return ArrayTensor(head.name, rows)
 
 
 class GGUFWeights:
