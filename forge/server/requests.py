@@ -87,12 +87,15 @@ class RequestReader:
         except UsageError as error:
             raise ApiError(str(error), param="messages") from None
 
-    async def encode(self, text: str, param: str = "prompt", allow_special: bool = False) -> list[int]:
-        """Token ids of `text`. One that no number of tokens could hold is refused before it is looked at."""
+    async def encode(
+        self, text: str, param: str = "prompt", allow_special: bool = False, add_special_tokens: bool | None = None
+    ) -> list[int]:
+        """`Tokenizer.encode`. A text that no number of tokens could hold is refused before it is looked at."""
         if len(text) > self.max_model_len * self._longest_token:
             raise self._too_long(f"{len(text)} characters", param)
         try:
-            return await beside_the_loop(len(text), lambda: self.tokenizer.encode(text, allow_special=allow_special))
+            options = {"allow_special": allow_special, "add_special_tokens": add_special_tokens}
+            return await beside_the_loop(len(text), lambda: self.tokenizer.encode(text, **options))
         except UsageError as error:
             raise ApiError(str(error), param=param) from None
 

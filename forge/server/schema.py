@@ -116,7 +116,7 @@ class ScoreRequest(Body):
 
 class ClassifyRequest(Body):
     input: str | list[str]
-    labels: Annotated[list[str], Field(min_length=2, max_length=100)]
+    labels: Annotated[list[str], Field(min_length=2, max_length=100)] | None = None
     model: str | None = None
 
 

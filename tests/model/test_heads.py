@@ -139,7 +139,7 @@ def test_a_model_without_an_output_head_generates_nothing_and_says_so(tmp_path):
 
 
 def test_a_lost_output_head_is_not_taken_for_a_bare_model(tmp_path):
-    with pytest.raises(Exception, match="'lm_head.weight': the model needs this tensor"):
+    with pytest.raises(Exception, match=r"'lm_head\.weight': the model needs this tensor"):
         open_weights(write_folder(tmp_path / "m", random_tensors(), tie_word_embeddings=False))
     assert CONFIG.tie_word_embeddings
 
