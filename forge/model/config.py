@@ -11,11 +11,11 @@ adds would leave a model that runs and says something else; and no tensor of a Q
 Names and defaults are llama.cpp's (`load_hparams` in src/llama-model.cpp).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from forge.gguf import SUPPORTED_TYPES, GGUFError, GGUFFile, printable
+from forge.gguf import SUPPORTED_TYPES, GGUFError, GGUFFile, TensorEntry, printable
 
 ARCHITECTURE = "qwen3"
 CLASSIFIER = "cls.output.weight"
@@ -83,6 +83,15 @@ class Qwen3Config:
             labels=_labels(file),
             generates=CLASSIFIER not in file.tensors,
         )
+
+
+def why_unsupported(metadata: Mapping[str, Any], tensors: Iterable[TensorEntry]) -> str | None:
+    """Why no file with this header runs, as far as kind and tensor types tell; None if nothing is known against it."""
+    architecture = metadata.get("general.architecture")
+    if architecture != ARCHITECTURE:
+        return f"it holds {printable(str(architecture))}; forge runs {ARCHITECTURE!r}"
+    unsupported = sorted({tensor.ggml_type.name for tensor in tensors if tensor.ggml_type not in SUPPORTED_TYPES})
+    return f"forge does not compute with its {', '.join(unsupported)} tensors" if unsupported else None
 
 
 def expected_tensors(config: Qwen3Config) -> dict[str, tuple[int, ...]]:

@@ -170,6 +170,11 @@ def read_config(path: Path) -> Qwen3Config:
     )
 
 
+def check_supported(path: Path) -> None:
+    """ModelFolderError if the config.json at `path` is of a kind that forge does not run, whatever its sizes."""
+    _check_kind(_Values(path, _read_json(path)))
+
+
 class _Values:
     """A JSON object with typed reads, each of which raises a `ModelFolderError` that names the field."""
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from forge.errors import ForgeError, UsageError
@@ -162,7 +163,9 @@ def test_a_folder_of_safetensors_arrives_with_config_json_last(hub, cache):
     del expected["onnx/model.safetensors"]
     assert pulled.path == cache / FOLDER_REPO
     assert {file.name: file.read_bytes() for file in pulled.path.iterdir() if file.name[0] != "."} == expected
-    assert hub.requests[-1].path.endswith("config.json")
+    weights = hub.downloads("model-00001-of-00002.safetensors")[0]
+    assert hub.requests.index(hub.downloads("config.json")[0]) < hub.requests.index(weights), "it is looked at first"
+    assert len(hub.downloads("config.json")) == 1
     assert pulled.bytes == sum(map(len, expected.values()))
     assert resolve_model(FOLDER_REPO) == pulled.path
     assert [(model.name, model.path) for model in pulled_models()] == [(FOLDER_REPO, pulled.path)]
@@ -244,7 +247,7 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_left(hub, cache, name):
     message = refused(hub, name)
     assert "damaged on the way: its checksum is" in message and "abababab" in message
     assert not list(cache.rglob("*.gguf")) and not list(cache.rglob("*.safetensors"))
-    assert not list(cache.rglob("*.partial"))
+    assert not [part for part in cache.rglob("*.partial") if "config.json" not in part.name], "which was whole"
     assert find_pulled(name) is None
 
 
@@ -275,6 +278,63 @@ def test_without_a_quantization_the_choices_are_listed(hub):
 
 def test_a_quantization_that_is_not_there_lists_those_that_are(hub):
     assert refused(hub, f"{REPO}:Q2_K", UsageError) == f"{REPO} has no Q2_K; it has BF16, F16, Q4_K_M, Q8_0"
+
+
+def test_a_type_that_forge_does_not_compute_with_is_refused_by_name(hub, cache):
+    for label in ("IQ2_M", "UD-IQ1_S", "TQ1_0", "MXFP4_MOE"):
+        hub.repos[REPO][f"Qwen3-Tiny-{label}.gguf"] = b"bits" * 1000
+    message = refused(hub, f"{REPO}:IQ2_M", UsageError)
+    assert message.startswith(
+        "forge does not compute with IQ2_M, as in Qwen3-Tiny-IQ2_M.gguf; it has BF16, F16, Q4_K_M"
+    )
+    for label in ("UD-IQ1_S", "TQ1_0", "MXFP4_MOE"):
+        assert f"forge does not compute with {label}" in refused(hub, f"{REPO}:{label}", UsageError)
+        assert label not in refused(hub, REPO, UsageError)
+    assert not any(request.method == "GET" and "resolve" in request.path for request in hub.requests)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_type": "IQ2_S"}, "forge does not compute with its IQ2_S tensors"),
+        ({"metadata": {"general.architecture": "llama"}}, "it holds 'llama'; forge runs 'qwen3'"),
+    ],
+)
+@pytest.mark.parametrize("begun", [0, 40_000])
+def test_a_file_is_refused_by_its_header_before_its_data_has_come(hub, cache, tmp_path, options, words, begun):
+    content = gguf_beginning(tmp_path, **options) + bytes(8 << 20)
+    hub.repos[REPO]["Qwen3-Tiny-Q3_K_M.gguf"] = content
+    partial = cache / REPO / f".Qwen3-Tiny-Q3_K_M.gguf.{hashlib.sha256(content).hexdigest()[:16]}.partial"
+    if begun:
+        partial.parent.mkdir(parents=True)
+        partial.write_bytes(content[:begun])
+    seen = []
+    with pytest.raises(PullError) as caught:
+        pull(f"{REPO}:Q3_K_M", endpoint=hub.url, on_progress=lambda name, here, of: seen.append(here))
+    assert str(caught.value) == f"Qwen3-Tiny-Q3_K_M.gguf: {words}; the download was ended after its header"
+    assert max(seen, default=0) < 1 << 20 and not list(cache.rglob("*.gguf*"))
+
+
+def gguf_beginning(folder: Path, tensor_type: str = "F32", metadata: dict | None = None) -> bytes:
+    """A small model's file whose tensors are said to be of `tensor_type`."""
+    from forge.gguf import GGMLType
+    from forge.gguf.ggml_types import row_nbytes
+    from forge.gguf.writer import NewTensor, write_gguf
+    from tests.small_models import small_config, small_metadata
+
+    config = small_config(hidden_size=256)
+    data = np.zeros((4, row_nbytes(GGMLType[tensor_type], 256)), np.uint8)
+    tensor = NewTensor("token_embd.weight", GGMLType[tensor_type], data)
+    return write_gguf(folder / "beginning.gguf", small_metadata(config) | (metadata or {}), [tensor]).read_bytes()
+
+
+def test_a_folder_of_another_kind_is_refused_by_its_config_before_its_weights_come(hub, cache):
+    hub.repos[FOLDER_REPO]["config.json"] = b'{"model_type": "llama", "why": "' + b"x" * 100 + b'"}'
+    message = refused(hub, FOLDER_REPO)
+    assert message == f"{FOLDER_REPO}: config.json: model_type: this folder holds 'llama'; forge runs 'qwen3'; " + (
+        "nothing was downloaded"
+    )
+    assert not hub.downloads("model-00001-of-00002.safetensors") and not list(cache.rglob("*.partial"))
 
 
 def test_a_repository_without_a_model_is_refused(hub):

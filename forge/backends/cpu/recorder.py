@@ -126,6 +126,7 @@ class Recorder(Operations):
                 w.EMBED_BIAS: layout.bias,
                 w.EMBED_GROUP: layout.group,
                 w.EMBED_SUPERBLOCK: layout.superblock_bytes if layout.scale_kind == "k" else 0,
+                w.EMBED_UNIT: np.float32(layout.unit),
             }
             self._write(k.embed_quantized, words, "embed")
         self._wait()

@@ -37,7 +37,9 @@ KIND_F32, KIND_F16, KIND_BF16 = 0, 1, 2
 ROWS_WORD = 2
 
 EMBED_TABLE, EMBED_SCALES, EMBED_MINIMUMS, EMBED_OUT, EMBED_STRIDE, EMBED_COLUMNS, EMBED_BITS, EMBED_BIAS = range(3, 11)
-EMBED_GROUP, EMBED_KIND, EMBED_SUPERBLOCK = 11, 12, 13  # kind of a float table's numbers; bytes, 0 if there is none
+EMBED_GROUP, EMBED_KIND, EMBED_SUPERBLOCK, EMBED_UNIT = range(
+    11, 15
+)  # kind of a float table; bytes, 0 if there is none
 # EMBED_MINIMUMS of a K type only says whether there are any: they lie among the scales.
 
 NORM_IN, NORM_STRIDE, NORM_WIDTH, NORM_WEIGHT, NORM_EPS, NORM_OUT, NORM_ROW_NUMBERS = range(3, 10)
