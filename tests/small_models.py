@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType
+from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType, row_nbytes
 from forge.gguf.writer import NewTensor, TypedValue, random_weights, write_gguf
 from forge.model.config import Qwen3Config, expected_tensors
 
@@ -122,3 +122,11 @@ def write_small_qwen3(
     ggml_type = GGMLType[tensor_type] if isinstance(tensor_type, str) else GGMLType(tensor_type)
     entries = small_metadata(config) | (metadata or {})
     return write_gguf(path, entries, small_tensors(config, ggml_type, seed))
+
+
+def gguf_beginning(folder: Path, tensor_type: str = "F32", metadata: dict[str, object] | None = None) -> bytes:
+    """A file of one tensor, which is said to be of `tensor_type`: what a header alone says of a model."""
+    data = np.zeros((4, row_nbytes(GGMLType[tensor_type], 256)), np.uint8)
+    tensor = NewTensor("token_embd.weight", GGMLType[tensor_type], data)
+    entries = small_metadata(small_config(hidden_size=256)) | (metadata or {})
+    return write_gguf(folder / "beginning.gguf", entries, [tensor]).read_bytes()

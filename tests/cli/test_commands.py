@@ -5,6 +5,7 @@ import json
 import pytest
 
 from forge.cli.options import memory_bytes
+from tests.small_models import gguf_beginning
 
 
 def test_generate_in_a_pipe(forge, model):

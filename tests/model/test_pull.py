@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from forge.errors import ForgeError, UsageError
@@ -17,6 +16,7 @@ from forge.model import pulled as pulled_module
 from forge.model.catalog import resolve_model
 from forge.model.pulled import PulledModel, PullName, find_pulled, is_pull_name, pulled_models, quant_label
 from tests.model.fake_hub import FakeHub, running
+from tests.small_models import gguf_beginning
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="pulling needs huggingface_hub")
 
@@ -313,19 +313,6 @@ def test_a_file_is_refused_by_its_header_before_its_data_has_come(hub, cache, tm
         pull(f"{REPO}:Q3_K_M", endpoint=hub.url, on_progress=lambda name, here, of: seen.append(here))
     assert str(caught.value) == f"Qwen3-Tiny-Q3_K_M.gguf: {words}; the download was ended after its header"
     assert max(seen, default=0) < 1 << 20 and not list(cache.rglob("*.gguf*"))
-
-
-def gguf_beginning(folder: Path, tensor_type: str = "F32", metadata: dict | None = None) -> bytes:
-    """A small model's file whose tensors are said to be of `tensor_type`."""
-    from forge.gguf import GGMLType
-    from forge.gguf.ggml_types import row_nbytes
-    from forge.gguf.writer import NewTensor, write_gguf
-    from tests.small_models import small_config, small_metadata
-
-    config = small_config(hidden_size=256)
-    data = np.zeros((4, row_nbytes(GGMLType[tensor_type], 256)), np.uint8)
-    tensor = NewTensor("token_embd.weight", GGMLType[tensor_type], data)
-    return write_gguf(folder / "beginning.gguf", small_metadata(config) | (metadata or {}), [tensor]).read_bytes()
 
 
 def test_a_folder_of_another_kind_is_refused_by_its_config_before_its_weights_come(hub, cache):
