@@ -16,6 +16,7 @@ from forge.backends.timed import TimedOperations
 from forge.cache.kv_storage import KvLayout, NumpyKvStorage, rounded
 from forge.model.backend import Backend, ForwardPass, Operations, OperationTime, Tensor
 from forge.model.forward_batch import ForwardBatch
+from forge.model.rope import Rope
 
 
 class ReferenceBackend(Backend):
@@ -67,15 +68,15 @@ class ReferenceOperations(Operations):
         heads = x.reshape(len(x), -1, len(weight))
         return self.rms_norm(heads, weight, eps).reshape(x.shape)
 
-    def rope(self, x: np.ndarray, batch: ForwardBatch, head_dim: int, theta: float) -> np.ndarray:
-        half = head_dim // 2
-        frequencies = theta ** (-np.arange(half) / half)  # float64 [half]
+    def rope(self, x: np.ndarray, batch: ForwardBatch, rope: Rope) -> np.ndarray:
+        frequencies = rope.frequencies()  # float64 [head_dim / 2]
         out = np.empty_like(x)
         for row in range(len(x)):
             angles = batch.positions[row] * frequencies  # float64: position 40,000 keeps its fraction
-            cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-            heads = x[row].reshape(-1, head_dim)
-            first, second = heads[:, :half], heads[:, half:]
+            cos = (np.cos(angles) * rope.attention_factor).astype(np.float32)
+            sin = (np.sin(angles) * rope.attention_factor).astype(np.float32)
+            heads = x[row].reshape(-1, rope.head_dim)
+            first, second = np.split(heads, 2, axis=1)
             turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
             out[row] = turned.reshape(-1)
         return out

@@ -20,6 +20,7 @@ import numpy as np
 from forge.cache.kv_storage import KvLayout, KvStorage
 from forge.gguf import GGMLType
 from forge.model.forward_batch import ForwardBatch
+from forge.model.rope import Rope
 
 Array = Any
 """An array of the backend's own kind."""
@@ -76,10 +77,10 @@ class Operations(ABC):
         """RMSNorm of each head by itself: `[T, heads * head_dim]` with a weight `[head_dim]`."""
 
     @abstractmethod
-    def rope(self, x: Array, batch: ForwardBatch, head_dim: int, theta: float) -> Array:
+    def rope(self, x: Array, batch: ForwardBatch, rope: Rope) -> Array:
         """Rotary position embedding, element i of a head paired with i + head_dim / 2 (Su et al. 2021).
 
-        The pair turns by `position * theta ** (-2 i / head_dim)`. `[T, heads * head_dim]` → the same shape.
+        The pair turns by `position * rope.frequencies()[i]`. `[T, heads * head_dim]` → the same shape.
         """
 
     @abstractmethod

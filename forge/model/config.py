@@ -1,9 +1,9 @@
 """What a Qwen3 model is, as numbers, and whether a GGUF file really holds one.
 
 `Qwen3Config.from_gguf` reads the hyper-parameters and refuses what the forward pass does not compute: another
-architecture, RoPE scaling, a split file, experts. `check_tensors` then holds the file's tensors against them. A file
-that passes both has every weight the model needs, in the shape that it needs, and nothing besides that could change the
-output.
+architecture, RoPE scaling other than YaRN, a split file, experts. `check_tensors` then holds the file's tensors against
+them. A file that passes both has every weight the model needs, in the shape that it needs, and nothing besides that
+could change the output.
 
 Refused rather than ignored: every tensor that is not in `expected_tensors`. A bias or a `rope_freqs.weight` that nobody
 adds would leave a model that runs and says something else; and no tensor of a Qwen3 file is without effect.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from forge.gguf import SUPPORTED_TYPES, GGUFError, GGUFFile, TensorEntry, printable
+from forge.model.rope import Rope, Yarn
 
 ARCHITECTURE = "qwen3"
 CLASSIFIER = "cls.output.weight"
@@ -25,6 +26,7 @@ DEFAULT_ROPE_THETA = 10_000.0
 MAX_WIDTH = 1 << 20
 MAX_HEADS = 1 << 16
 MAX_CONTEXT = 2**31 - 1
+MAX_YARN_FACTOR = 1024
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,13 @@ class Qwen3Config:
     """Of a model with a classification head in place of the output head: the name of each of its rows."""
     generates: bool = True
     """Whether there is an output head. An embedding model may lack it, a classifier does."""
+    yarn: Yarn | None = None
+    rope_attention_factor: float = 1.0
+
+    @property
+    def rope(self) -> Rope:
+        """How queries and keys turn with their positions."""
+        return Rope(self.head_dim, self.rope_theta, self.yarn, self.rope_attention_factor)
 
     @property
     def query_size(self) -> int:
@@ -61,7 +70,8 @@ class Qwen3Config:
     def from_gguf(cls, file: GGUFFile) -> "Qwen3Config":
         """The hyper-parameters that `file` states. GGUFError for one that is missing, senseless or not supported."""
         _check_kind(file)
-        _check_rope(file)
+        yarn = _yarn(file)
+        stretched = yarn.max_position_embeddings if yarn is not None else 0
         hidden_size = _integer(file, "embedding_length", MAX_WIDTH)
         num_attention_heads = _integer(file, "attention.head_count", MAX_HEADS)
         num_key_value_heads = _integer(file, "attention.head_count_kv", MAX_HEADS, default=num_attention_heads)
@@ -78,10 +88,12 @@ class Qwen3Config:
             head_dim=_head_dim(file, hidden_size, num_attention_heads),
             rms_norm_eps=_rms_norm_eps(file),
             rope_theta=_rope_theta(file),
-            max_position_embeddings=_integer(file, "context_length", MAX_CONTEXT),
+            max_position_embeddings=max(stretched, _integer(file, "context_length", MAX_CONTEXT)),
             tie_word_embeddings="output.weight" not in file.tensors,
             labels=_labels(file),
             generates=CLASSIFIER not in file.tensors,
+            yarn=yarn,
+            rope_attention_factor=_attention_factor(file, yarn),
         )
 
 
@@ -181,15 +193,47 @@ def _check_kind(file: GGUFFile) -> None:
         raise _error(file, "attention.causal", "forge runs causal attention only")
 
 
-def _check_rope(file: GGUFFile) -> None:
-    """Refuse RoPE scaling. 'linear' by a factor of 1 (llama.cpp's default; it reads 0 as 1) scales nothing."""
+def _yarn(file: GGUFFile) -> Yarn | None:
+    """YaRN, if the file has it. Refuses other RoPE scaling; 'linear' by a factor of 1 (llama.cpp's default; it reads 0
+    as 1) scales nothing."""
     scaling = file.get(_key("rope.scaling.type"), str, "none")
-    if scaling not in ("none", "linear"):
+    if scaling not in ("none", "linear", "yarn"):
         raise _error(file, "rope.scaling.type", f"RoPE scaling {printable(scaling)} is not supported")
-    for name in ("rope.scaling.factor", "rope.scale_linear"):
+    factors = {name: file.get(_key(name), float, 0.0) or 1.0 for name in ("rope.scaling.factor", "rope.scale_linear")}
+    if scaling != "yarn":
+        for name, factor in factors.items():
+            if factor != 1.0:
+                raise _error(file, name, f"RoPE scaling by {factor} is not supported; YaRN is")
+        return None
+    for name, only in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+        if file.get(_key(f"rope.scaling.{name}"), float, only) != only:
+            raise _error(file, f"rope.scaling.{name}", f"forge supports {only:g} only")
+    name = next((name for name, factor in factors.items() if factor != 1.0), "rope.scaling.factor")
+    if not 1 <= factors[name] <= MAX_YARN_FACTOR:
+        raise _error(file, name, f"YaRN by {factors[name]:g} is not from 1 to {MAX_YARN_FACTOR}")
+    if file.get(_key("rope.freq_base"), float, DEFAULT_ROPE_THETA) <= 1:
+        raise _error(file, "rope.freq_base", "YaRN needs more than 1")
+    context_length = _integer(file, "context_length", MAX_CONTEXT)
+    betas = {
+        name: file.get(_key(f"rope.scaling.yarn_{name}"), float, default)
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    }
+    for beta, value in betas.items():
+        if not value > 0:
+            raise _error(file, f"rope.scaling.yarn_{beta}", f"{value:g} is not above 0")
+    original = _integer(file, "rope.scaling.original_context_length", MAX_CONTEXT, default=context_length)
+    return Yarn(factors[name], original, **betas)
+
+
+def _attention_factor(file: GGUFFile, yarn: Yarn | None) -> float:
+    """YaRN's own factor times `attn_factor` and `yarn_attn_factor`, which llama.cpp applies without YaRN as well."""
+    product = 1.0 if yarn is None else yarn.attention_factor
+    for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
         factor = file.get(_key(name), float, 1.0)
-        if factor not in (0.0, 1.0):
-            raise _error(file, name, f"RoPE scaling by {factor} is not supported")
+        if not factor > 0:
+            raise _error(file, name, f"{factor:g} is not above 0")
+        product *= factor
+    return product
 
 
 def _num_layers(file: GGUFFile) -> int:

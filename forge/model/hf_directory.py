@@ -1,8 +1,8 @@
 """A Hugging Face folder as a source of weights: config.json, safetensors in one file or in shards, tokenizer.json.
 
 The folder's own words decide what the model is, and as in `forge.model.config` what the forward pass does not compute
-is refused rather than ignored: another architecture, RoPE scaling, biases, sliding windows, weights that are quantized
-in some library's way, and tensors that a Qwen3 model does not have.
+is refused rather than ignored: another architecture, RoPE scaling other than YaRN, biases, sliding windows, weights
+that are quantized in some library's way, and tensors that a Qwen3 model does not have.
 
 The weights are taken as they are. Hugging Face's Qwen3 and GGUF's pair the same halves of a head for RoPE, so no row
 moves (which is not so for Llama). Defaults are those of transformers' `Qwen3Config`.
@@ -22,7 +22,16 @@ import numpy as np
 
 from forge.errors import ForgeError
 from forge.gguf import printable
-from forge.model.config import MAX_CONTEXT, MAX_HEADS, MAX_WIDTH, Qwen3Config, expected_tensors, numbered_labels
+from forge.model.config import (
+    MAX_CONTEXT,
+    MAX_HEADS,
+    MAX_WIDTH,
+    MAX_YARN_FACTOR,
+    Qwen3Config,
+    expected_tensors,
+    numbered_labels,
+)
+from forge.model.rope import Yarn
 from forge.model.safetensors_file import GGML_TYPES, SafetensorsFile, SafetensorsTensor, shown_path
 from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
@@ -153,6 +162,8 @@ def read_config(path: Path) -> Qwen3Config:
     head_dim = values.integer("head_dim", MAX_WIDTH, default=128)
     if head_dim % 2:
         raise values.error("head_dim", f"{head_dim} is odd; RoPE turns pairs")
+    theta, yarn, attention_factor = _rope(values)
+    stated = values.integer("max_position_embeddings", MAX_CONTEXT, default=32_768)
     return Qwen3Config(
         vocab_size=values.integer("vocab_size", MAX_CONTEXT),
         hidden_size=values.integer("hidden_size", MAX_WIDTH),
@@ -162,11 +173,13 @@ def read_config(path: Path) -> Qwen3Config:
         num_key_value_heads=num_key_value_heads,
         head_dim=head_dim,
         rms_norm_eps=values.number("rms_norm_eps", 1e-6, lambda epsilon: 0 < epsilon < 1, "between 0 and 1"),
-        rope_theta=_rope_theta(values),
-        max_position_embeddings=values.integer("max_position_embeddings", MAX_CONTEXT, default=32_768),
+        rope_theta=theta,
+        max_position_embeddings=max(stated, yarn.max_position_embeddings if yarn is not None else 0),
         tie_word_embeddings=values.flag("tie_word_embeddings"),
         labels=_labels(values),
         generates=values.values.get("architectures") != [CLASSIFICATION],
+        yarn=yarn,
+        rope_attention_factor=attention_factor,
     )
 
 
@@ -249,17 +262,40 @@ def _labels(values: _Values) -> tuple[str, ...]:
     return tuple(str(named.get(str(number), label)) for number, label in enumerate(numbered_labels(count)))
 
 
-def _rope_theta(values: _Values) -> float:
-    """From `rope_parameters`, where newer transformers write it, or from the config itself. Scaling is refused."""
+def _rope(values: _Values) -> tuple[float, Yarn | None, float]:
+    """Theta, YaRN and the attention factor: from `rope_parameters`, where newer transformers write them, or from
+    `rope_scaling` and the config itself. Scaling other than YaRN is refused."""
     theta = values.number("rope_theta", 10_000.0, lambda theta: theta >= 1, "of at least 1")
+    yarn, attention_factor = None, 1.0
     for key in ("rope_scaling", "rope_parameters"):
         section = values.section(key)
         kind = section.values.get("rope_type", section.values.get("type", "default"))
-        if kind != "default":
-            raise values.error(key, f"RoPE scaling {printable(str(kind))} is not supported")
+        if kind not in ("default", "yarn"):
+            raise values.error(key, f"RoPE scaling {printable(str(kind))} is not supported; YaRN is")
         if section.number("partial_rotary_factor", 1.0, lambda factor: factor == 1, "that forge supports: only 1") == 1:
             theta = section.number("rope_theta", theta, lambda theta: theta >= 1, "of at least 1")
-    return theta
+        if kind == "yarn":
+            yarn = _yarn(section, values)
+            attention_factor = section.number("attention_factor", yarn.attention_factor, lambda f: f > 0, "above 0")
+    if yarn is not None and theta <= 1:
+        raise values.error("rope_theta", "YaRN needs more than 1")
+    return theta, yarn, attention_factor
+
+
+def _yarn(section: _Values, values: _Values) -> Yarn:
+    """As transformers' `_compute_yarn_parameters` reads it, `factor` being what it says."""
+    for key, only in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
+        if section.values.get(key) not in (None, only):
+            raise section.error(key, "is not supported")
+    if section.values.get("factor") is None:
+        raise section.error("factor", "missing, and YaRN needs it")
+    stated = values.integer("max_position_embeddings", MAX_CONTEXT, default=32_768)
+    return Yarn(
+        section.number("factor", 1.0, lambda f: 1 <= f <= MAX_YARN_FACTOR, f"from 1 to {MAX_YARN_FACTOR}"),
+        section.integer("original_max_position_embeddings", MAX_CONTEXT, default=stated),
+        section.number("beta_fast", 32.0, lambda beta: beta > 0, "above 0"),
+        section.number("beta_slow", 1.0, lambda beta: beta > 0, "above 0"),
+    )
 
 
 def _open_files(folder: Path, opened: ExitStack) -> dict[str, SafetensorsFile]:

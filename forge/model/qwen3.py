@@ -126,8 +126,7 @@ class Qwen3:
         q = ops.head_norm(ops.linear(x, layer.q), layer.q_norm, config.rms_norm_eps)
         k = ops.head_norm(ops.linear(x, layer.k), layer.k_norm, config.rms_norm_eps)
         v = ops.linear(x, layer.v)
-        q = ops.rope(q, batch, config.head_dim, config.rope_theta)
-        k = ops.rope(k, batch, config.head_dim, config.rope_theta)
+        q, k = ops.rope(q, batch, config.rope), ops.rope(k, batch, config.rope)
         ops.write_kv(storage, index, batch, k, v)
         return ops.linear(ops.attention(q, storage, index, batch), layer.attention_output)
 

@@ -201,7 +201,7 @@ def test_missing_vocabulary_is_named(write):
         ("rope.freq_base", 0.5, "0.5 is less than 1"),
         ("rope.freq_base", float("inf"), "must be a finite number"),
         ("rope.freq_base", "1e6", "must be a number, not string"),
-        ("rope.scaling.type", "yarn", "RoPE scaling 'yarn' is not supported"),
+        ("rope.scaling.type", "longrope", "RoPE scaling 'longrope' is not supported"),
         ("rope.scaling.type", "longrope", "RoPE scaling 'longrope' is not supported"),
         ("rope.scaling.factor", 4.0, "RoPE scaling by 4.0 is not supported"),
         ("rope.scale_linear", 2.0, "RoPE scaling by 2.0 is not supported"),

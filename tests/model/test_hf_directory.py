@@ -270,9 +270,9 @@ def test_what_is_absent_has_transformers_defaults(tmp_path):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "full_attention"),
         ({"layer_types": [["x"]]}, "layer_types", "full_attention"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
             "rope_scaling",
-            "RoPE scaling 'yarn' is not supported",
+            "RoPE scaling 'llama3' is not supported",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling", "'linear'"),
         ({"rope_scaling": 4}, "rope_scaling", "is not an object"),

@@ -226,9 +226,11 @@ class CpuBackend(Backend):
 
     def _rotations(self, recording: Recording, positions: int) -> None:
         """cos and sin of every position and frequency: float32 `[positions, head_dim / 2]`, computed in float64."""
-        half = recording.head_dim // 2
-        angles = np.arange(positions)[:, None] * recording.theta ** (-np.arange(half) / half)
-        self._cos, self._sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        if recording.rope is None:  # a pass without attention
+            return
+        angles = np.arange(positions)[:, None] * recording.rope.frequencies()
+        scale = recording.rope.attention_factor
+        self._cos, self._sin = (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
         self._context[w.CTX_ROPE_COS], self._context[w.CTX_ROPE_SIN] = self._cos.ctypes.data, self._sin.ctypes.data
 
     def _fill(self, batch: ForwardBatch, storage: CpuKvStorage) -> None:

@@ -12,6 +12,7 @@ from forge.backends.cpu import words as w
 from forge.backends.cpu.compilation import Kernel, TileSet, tile_set
 from forge.backends.cpu.packing import PackedMatrix, QuantizedMatrix, padded
 from forge.backends.cpu.tiles import GROUP
+from forge.model.rope import Rope
 
 CONTEXT_ROWS = w.CTX_ROWS
 CONTEXT_LOGIT_ROWS = w.CTX_LOGIT_ROWS
@@ -77,8 +78,7 @@ class Recording:
     matrices: list[Matrix] = field(default_factory=list)
     vectors: list[Vector] = field(default_factory=list)
     logits: Buffer | None = None
-    head_dim: int = 0
-    theta: float = 0.0
+    rope: Rope | None = None
     heads_per_kv_head: int = 1
 
     def kernels(self) -> list[Kernel | TileSet]:

@@ -32,6 +32,7 @@ from forge.backends.cpu.program import (
 )
 from forge.backends.cpu.tiles import GROUP
 from forge.model.backend import Operations
+from forge.model.rope import Rope
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +76,12 @@ class Gated:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A product whose heads are to be normalized, and rotated if `theta` is there."""
+    """A product whose heads are to be normalized, and rotated if `rope` is there."""
 
     product: Product
     weight: "Vector"
     eps: float
-    theta: float | None = None
-    head_dim: int = 0
+    rope: Rope | None = None
 
 
 _MATMUL_FLOAT = {"f32": k.matmul_f32, "f16": k.matmul_f16, "bf16": k.matmul_bf16}
@@ -144,8 +144,8 @@ class Recorder(Operations):
     def head_norm(self, x: Product, weight: Vector, eps: float) -> Head:
         return Head(x, weight, eps)
 
-    def rope(self, x: Head, batch, head_dim: int, theta: float) -> Head:
-        return Head(x.product, x.weight, x.eps, theta, head_dim)
+    def rope(self, x: Head, batch, rope: Rope) -> Head:
+        return Head(x.product, x.weight, x.eps, rope)
 
     def write_kv(self, storage, layer: int, batch, keys: Head, values: Product) -> None:
         self._pending_kv = (keys, values)
@@ -155,7 +155,7 @@ class Recorder(Operations):
         self._pending_kv = None
         head_dim = self._head_dim
         heads, kv_heads = q.product.matrix.packed.rows // head_dim, self._num_kv_heads
-        self.recording.head_dim, self.recording.theta = head_dim, q.theta
+        self.recording.rope = q.rope
         self.recording.heads_per_kv_head = heads // kv_heads
         # All three products read the same norm, so nobody waits between them.
         q_out, k_out, v_out = (self._multiply(product) for product in (q.product, keys.product, values))
