@@ -28,6 +28,7 @@ from forge.errors import UsageError
 from forge.gguf import FLOAT_TYPES, GGMLType
 from forge.model.backend import Backend, ForwardPass, OperationTime, Tensor
 from forge.model.forward_batch import ForwardBatch
+from forge.model.rope import Rope
 
 SMALLEST_PROGRAM = 16
 """Rows that a program is first placed for; doubled as larger batches come."""
@@ -163,8 +164,8 @@ class CpuBackend(Backend):
         if forward_pass not in self._passes:
             recording = self._record(forward_pass, layout)
             self._passes[forward_pass] = _Pass(recording, place(recording, SMALLEST_PROGRAM, 1))
-            if not len(self._cos):
-                self._rotations(recording, LEAST_POSITIONS)
+            if not len(self._cos) and recording.rope is not None:
+                self._rotations(recording.rope, LEAST_POSITIONS)
 
     def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: CpuKvStorage) -> np.ndarray:
         self.prepare(forward_pass, storage.layout)
@@ -221,15 +222,13 @@ class CpuBackend(Backend):
             sizes = _doubled(program.max_rows, rows), _doubled(program.max_logit_rows, logit_rows)
             recorded.program = place(recorded.recording, *sizes)
         last = int(batch.context_lens.max())
-        if last > len(self._cos):
-            self._rotations(recorded.recording, _doubled(len(self._cos), last))
+        if last > len(self._cos) and recorded.recording.rope is not None:  # which a pass without attention lacks
+            self._rotations(recorded.recording.rope, _doubled(len(self._cos), last))
 
-    def _rotations(self, recording: Recording, positions: int) -> None:
+    def _rotations(self, rope: Rope, positions: int) -> None:
         """cos and sin of every position and frequency: float32 `[positions, head_dim / 2]`, computed in float64."""
-        if recording.rope is None:  # a pass without attention
-            return
-        angles = np.arange(positions)[:, None] * recording.rope.frequencies()
-        scale = recording.rope.attention_factor
+        angles = np.arange(positions)[:, None] * rope.frequencies()
+        scale = rope.attention_factor
         self._cos, self._sin = (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
         self._context[w.CTX_ROPE_COS], self._context[w.CTX_ROPE_SIN] = self._cos.ctypes.data, self._sin.ctypes.data
 
