@@ -227,6 +227,11 @@ def _download(url: str, partial: Path, file: _RemoteFile, token: str | None, on_
                 before, here = here, stream.tell()
                 if here <= before:
                     raise
+            except OSError:
+                if not here or stream.tell() <= file.bytes:
+                    raise
+                stream.truncate(0)  # a server that does not resume sent all of it, and an older library appended it
+                here = 0
 
 
 class _WatchedFile:
