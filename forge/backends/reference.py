@@ -32,6 +32,9 @@ class ReferenceBackend(Backend):
         self._matrix_names[id(matrix)] = tensor.name
         return matrix
 
+    def load_experts(self, tensor: Tensor) -> np.ndarray:
+        return np.ascontiguousarray(tensor.dequantize(), np.float32)
+
     def load_vector(self, tensor: Tensor) -> np.ndarray:
         return np.ascontiguousarray(tensor.dequantize(), np.float32)
 
@@ -110,6 +113,28 @@ class ReferenceOperations(Operations):
         for row in range(len(gate)):
             with np.errstate(over="ignore"):  # exp(-g) is infinite for very negative g, and g / inf is the right 0
                 out[row] = gate[row] / (1.0 + np.exp(-gate[row])) * up[row]
+        return out
+
+    def experts(
+        self,
+        x: np.ndarray,
+        router: np.ndarray,
+        gate: np.ndarray,
+        up: np.ndarray,
+        down: np.ndarray,
+        num_used: int,
+        normalize: bool,
+    ) -> np.ndarray:
+        out = np.zeros_like(x)
+        for row in range(len(x)):
+            one = x[row : row + 1]
+            logits = self.linear(one, router)[0]
+            shares = np.exp(logits - logits.max())
+            chosen = np.sort(np.argsort(-logits, kind="stable")[:num_used])  # of equals the lower number
+            total = shares[chosen].sum() if normalize else shares.sum()
+            for expert in chosen:
+                gated = self.swiglu(self.linear(one, gate[expert]), self.linear(one, up[expert]))
+                out[row] += shares[expert] / total * self.linear(gated, down[expert])[0]
         return out
 
     def add(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from forge.errors import ForgeError
 from forge.gguf import printable
 from forge.model.config import (
     MAX_CONTEXT,
+    MAX_EXPERTS,
     MAX_HEADS,
     MAX_WIDTH,
     MAX_YARN_FACTOR,
@@ -33,14 +34,15 @@ from forge.model.config import (
 )
 from forge.model.rope import Yarn
 from forge.model.safetensors_file import GGML_TYPES, SafetensorsFile, SafetensorsTensor, shown_path
+from forge.model.weight_source import StackedTensor
 from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 from forge.trace.records import Pooling
 
 CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "model.safetensors", "tokenizer.json"
-MODEL_TYPE = "qwen3"
+MODEL_TYPE, MOE_MODEL_TYPE = "qwen3", "qwen3_moe"
 CLASSIFICATION = "Qwen3ForSequenceClassification"
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3Model", CLASSIFICATION)
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3Model", CLASSIFICATION, "Qwen3MoeForCausalLM")
 
 MAX_JSON_BYTES = 16 << 20
 """Of config.json and of an index of shards: real ones take kilobytes."""
@@ -65,7 +67,10 @@ _IN_LAYERS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Which here are a matrix for each expert, and in GGUF one tensor."""
 _SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _BYTES_COMPARED = 16 << 20
 
@@ -105,13 +110,16 @@ class HuggingFaceDirectory:
             opened.pop_all()
             return source
 
-    def tensor(self, name: str) -> SafetensorsTensor:
-        stored = hugging_face_name(name, self._body)
-        return self._files[stored].tensors[stored].renamed(name)
+    def tensor(self, name: str) -> SafetensorsTensor | StackedTensor:
+        parts = [self._files[stored].tensors[stored] for stored in self._stored(name)]
+        return StackedTensor(name, parts) if _is_of_experts(name) else parts[0].renamed(name)
 
     def release(self, name: str) -> None:
-        stored = hugging_face_name(name, self._body)
-        self._files[stored].release(stored)
+        for stored in self._stored(name):
+            self._files[stored].release(stored)
+
+    def _stored(self, name: str) -> list[str]:
+        return hugging_face_names(name, self._body, self.config.num_experts)
 
     def tokenizer_spec(self) -> TokenizerSpec:
         """That of tokenizer.json, filled up with padding to the rows of the embedding, as GGUF's converter does."""
@@ -150,6 +158,18 @@ def hugging_face_name(name: str, body: str = _BODY) -> str:
     return f"{body}layers.{layer[1]}.{_IN_LAYERS[kind]}.weight"
 
 
+def hugging_face_names(name: str, body: str, num_experts: int) -> list[str]:
+    """The same for a tensor that may be of all experts: a name for each."""
+    if not _is_of_experts(name):
+        return [hugging_face_name(name, body)]
+    _, layer, kind, _ = name.split(".")
+    return [f"{body}layers.{layer}.mlp.experts.{n}.{_OF_EXPERTS[kind]}.weight" for n in range(num_experts)]
+
+
+def _is_of_experts(name: str) -> bool:
+    return name.endswith("_exps.weight")
+
+
 def read_config(path: Path) -> Qwen3Config:
     """The hyper-parameters of a config.json. ModelFolderError for one that is missing, senseless or not supported."""
     values = _Values(path, _read_json(path))
@@ -163,11 +183,17 @@ def read_config(path: Path) -> Qwen3Config:
     if head_dim % 2:
         raise values.error("head_dim", f"{head_dim} is odd; RoPE turns pairs")
     theta, yarn, attention_factor = _rope(values)
+    is_moe = values.values.get("model_type") == MOE_MODEL_TYPE
+    stated_as = "num_experts" if "num_experts" in values.values else "num_local_experts"  # by release of transformers
+    experts = values.integer(stated_as, MAX_EXPERTS, default=128) if is_moe else 0
     stated = values.integer("max_position_embeddings", MAX_CONTEXT, default=32_768)
     return Qwen3Config(
         vocab_size=values.integer("vocab_size", MAX_CONTEXT),
         hidden_size=values.integer("hidden_size", MAX_WIDTH),
-        intermediate_size=values.integer("intermediate_size", MAX_WIDTH),
+        intermediate_size=values.integer("moe_intermediate_size" if is_moe else "intermediate_size", MAX_WIDTH),
+        num_experts=experts,
+        num_experts_per_tok=values.integer("num_experts_per_tok", experts, default=8) if is_moe else 0,
+        norm_topk_prob=values.flag("norm_topk_prob") if is_moe else True,
         num_layers=values.integer("num_hidden_layers", MAX_LAYERS),
         num_attention_heads=num_attention_heads,
         num_key_value_heads=num_key_value_heads,
@@ -232,10 +258,13 @@ class _Values:
 
 
 def _check_kind(values: _Values) -> None:
-    """Refuse what is not one dense Qwen3 model of full attention with plain weights."""
+    """Refuse what is not one Qwen3 model of full attention with plain weights."""
     model_type = values.values.get("model_type")
-    if model_type != MODEL_TYPE:
-        raise values.error("model_type", f"this folder holds {printable(str(model_type))}; forge runs {MODEL_TYPE!r}")
+    if model_type not in (MODEL_TYPE, MOE_MODEL_TYPE):
+        problem = f"this folder holds {printable(str(model_type))}; forge runs {MODEL_TYPE!r} and {MOE_MODEL_TYPE!r}"
+        raise values.error("model_type", problem)
+    if values.values.get("decoder_sparse_step") not in (None, 1) or values.values.get("mlp_only_layers"):
+        raise values.error("mlp_only_layers", "forge runs mixtures whose layers all have experts")
     architectures = values.values.get("architectures")
     if architectures is not None and architectures not in [[name] for name in ARCHITECTURES]:
         problem = f"{printable(str(architectures))} is not supported; forge runs {', '.join(ARCHITECTURES)}"
@@ -362,7 +391,11 @@ def _with_head(config: Qwen3Config, files: Mapping[str, SafetensorsFile]) -> Qwe
 
 def _check_tensors(folder: Path, config: Qwen3Config, files: Mapping[str, SafetensorsFile]) -> None:
     body = _body(files)
-    expected = {hugging_face_name(name, body): shape for name, shape in expected_tensors(config).items()}
+    expected = {
+        stored: shape[1:] if _is_of_experts(name) else shape
+        for name, shape in expected_tensors(config).items()
+        for stored in hugging_face_names(name, body, config.num_experts)
+    }
     for name, shape in expected.items():
         if name not in files:
             problem = "the model needs this tensor, and no file here has it"

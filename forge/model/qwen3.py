@@ -102,7 +102,10 @@ class Qwen3:
         """About how many bytes of arrays a pass needs beside weights and storage."""
         config = self.config
         heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-        per_row = 4 * (2 * config.hidden_size + 2 * heads + 2 * config.intermediate_size)
+        feed_forward = 2 * config.intermediate_size
+        if config.num_experts:
+            feed_forward = config.num_experts_per_tok * (2 * config.hidden_size + 3 * config.intermediate_size)
+        per_row = 4 * (2 * config.hidden_size + 2 * heads + feed_forward)
         return num_rows * per_row + 4 * num_logit_rows * config.vocab_size
 
     def hidden_rows(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:

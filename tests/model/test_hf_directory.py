@@ -261,7 +261,7 @@ def test_what_is_absent_has_transformers_defaults(tmp_path):
         ({"model_type": "llama"}, "model_type", "this folder holds 'llama'; forge runs 'qwen3'"),
         ({"model_type": ...}, "model_type", "forge runs 'qwen3'"),
         ({"model_type": "\x1b[2J"}, "model_type", "'\\x1b[2J'"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "architectures", "not supported"),
+        ({"architectures": ["Qwen3VLForCausalLM"]}, "architectures", "not supported"),
         ({"hidden_act": "gelu"}, "hidden_act", "not supported; forge runs 'silu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config", "take the model's GGUF file"),
         ({"attention_bias": True}, "attention_bias", "is true"),

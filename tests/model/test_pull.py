@@ -297,7 +297,7 @@ def test_a_type_that_forge_does_not_compute_with_is_refused_by_name(hub, cache):
     ("options", "words"),
     [
         ({"tensor_type": "IQ2_S"}, "forge does not compute with its IQ2_S tensors"),
-        ({"metadata": {"general.architecture": "llama"}}, "it holds 'llama'; forge runs 'qwen3'"),
+        ({"metadata": {"general.architecture": "llama"}}, "it holds 'llama'; forge runs 'qwen3' and 'qwen3moe'"),
     ],
 )
 @pytest.mark.parametrize("begun", [0, 40_000])
@@ -318,8 +318,10 @@ def test_a_file_is_refused_by_its_header_before_its_data_has_come(hub, cache, tm
 def test_a_folder_of_another_kind_is_refused_by_its_config_before_its_weights_come(hub, cache):
     hub.repos[FOLDER_REPO]["config.json"] = b'{"model_type": "llama", "why": "' + b"x" * 100 + b'"}'
     message = refused(hub, FOLDER_REPO)
-    assert message == f"{FOLDER_REPO}: config.json: model_type: this folder holds 'llama'; forge runs 'qwen3'; " + (
-        "nothing was downloaded"
+    assert (
+        message
+        == f"{FOLDER_REPO}: config.json: model_type: this folder holds 'llama'; forge runs 'qwen3' and 'qwen3_moe'; "
+        + ("nothing was downloaded")
     )
     assert not hub.downloads("model-00001-of-00002.safetensors") and not list(cache.rglob("*.partial"))
 

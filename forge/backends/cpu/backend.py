@@ -18,7 +18,7 @@ from forge.backends.cpu.compilation import CompileProgress, compile_all, instruc
 from forge.backends.cpu.features import usable_cpus
 from forge.backends.cpu.llvm_code import LANES
 from forge.backends.cpu.packing import Arena, aligned_empty, encode_q8_0, huge_pages, pack, padded
-from forge.backends.cpu.program import Matrix, Program, Recording, Vector, place
+from forge.backends.cpu.program import ExpertMatrices, Matrix, Program, Recording, Vector, place
 from forge.backends.cpu.recorder import Recorder
 from forge.backends.cpu.team import MAX_THREADS, TEAM_KERNELS, Team
 from forge.backends.cpu.tiles import GROUP
@@ -144,9 +144,23 @@ class CpuBackend(Backend):
 
     def load_matrix(self, tensor: Tensor) -> Matrix:
         ggml_type, raw = tensor.ggml_type, tensor.raw()
-        if self._quantize and ggml_type in FLOAT_TYPES and tensor.shape[1] % GROUP == 0:
+        is_router = "ffn_gate_inp" in tensor.name
+        if self._quantize and ggml_type in FLOAT_TYPES and tensor.shape[1] % GROUP == 0 and not is_router:
             ggml_type, raw = GGMLType.Q8_0, encode_q8_0(tensor.dequantize())
         return Matrix(short_name(tensor.name), pack(ggml_type, raw, tensor.shape, self._arena))
+
+    def load_experts(self, tensor: Tensor) -> ExpertMatrices:
+        experts, rows, columns = tensor.shape
+        ggml_type, raw = tensor.ggml_type, tensor.raw()
+        if self._quantize and ggml_type in FLOAT_TYPES and columns % GROUP == 0:
+            ggml_type, raw = GGMLType.Q8_0, encode_q8_0(tensor.dequantize())
+        whole = padded(rows, LANES)
+        if whole > rows:
+            each = raw.reshape(experts, rows, -1)
+            raw = np.zeros((experts, whole, each.shape[2]), np.uint8)
+            raw[:, :rows] = each
+        packed = pack(ggml_type, raw.reshape(-1), (experts * whole, columns), self._arena)
+        return ExpertMatrices(short_name(tensor.name), packed, experts, rows)
 
     def load_vector(self, tensor: Tensor) -> Vector:
         values = tensor.dequantize()
@@ -173,6 +187,7 @@ class CpuBackend(Backend):
         self._team.settle()
         self._fit(recorded, batch)
         self._fill(batch, storage)
+        self._context[w.CTX_EXPERT_ROWS] = batch.num_rows * recorded.recording.experts_per_row
         program = recorded.program
         if self._timed is None:
             alone = self._runs_alone(program, batch)

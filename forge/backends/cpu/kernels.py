@@ -346,7 +346,7 @@ def swiglu(op, ctx, thread, threads):
     parts = (stride + 255) // 256
     while True:
         item = take(op, 1)
-        if item >= word(ctx, w.CTX_ROWS) * parts:
+        if item >= word(ctx, word(op, w.ROWS_WORD)) * parts:
             break
         row, first = item // parts, item % parts * 256
         for column in range(first, min(first + 256, stride), 32):

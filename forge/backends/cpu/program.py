@@ -40,6 +40,16 @@ class Matrix:
 
 
 @dataclass(frozen=True, eq=False)
+class ExpertMatrices:
+    """A matrix `[rows, columns]` for each expert, packed one under the other, each padded to whole tiles."""
+
+    name: str
+    packed: PackedMatrix
+    num_experts: int
+    rows: int
+
+
+@dataclass(frozen=True, eq=False)
 class Vector:
     """A loaded norm weight: float32, padded with zeros to a multiple of 32."""
 
@@ -75,11 +85,13 @@ class Recording:
     operations: list[Operation] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     quantized: set[Buffer] = field(default_factory=set)
-    matrices: list[Matrix] = field(default_factory=list)
+    matrices: list[Matrix | ExpertMatrices] = field(default_factory=list)
     vectors: list[Vector] = field(default_factory=list)
     logits: Buffer | None = None
     rope: Rope | None = None
     heads_per_kv_head: int = 1
+    experts_per_row: int = 0
+    """Of a mixture of experts; 0 for a dense model."""
 
     def kernels(self) -> list[Kernel | TileSet]:
         """Everything that must be compiled to run it."""
@@ -146,6 +158,7 @@ def _allocate(recording: Recording, max_rows: int, max_logit_rows: int) -> dict[
                 shape = (owner.width, owner.rows_word, owner in recording.quantized)
                 spare = free.get(shape)
                 rows = max_logit_rows if owner.rows_word == CONTEXT_LOGIT_ROWS else max_rows
+                rows *= recording.experts_per_row if owner.rows_word == w.CTX_EXPERT_ROWS else 1
                 placed[owner] = spare.pop() if spare else _new_buffer(owner, rows, owner in recording.quantized)
         done += [owner for owner, last in last_use.items() if last == number]
         if operation.wait:
