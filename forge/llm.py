@@ -257,16 +257,22 @@ class LLM:
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
-        labels: Sequence[str],
+        labels: Sequence[str] = (),
         *,
         on_progress: Progress = lambda done, of: None,
     ) -> list[tasks.Classification]:
         """How likely each label is to follow each prompt, from one forward per prompt where labels are single tokens.
+        A model with a classification head has labels of its own, and is given none.
 
         Raises `UsageError` for fewer than two labels, or two that are the same tokens.
         """
         encoded = [self._encode(prompt)[1] for prompt in _as_list(prompts)]
-        token_ids = [self.tokenizer.encode(label) for label in labels]
+        own = self.model.labels
+        if own:
+            if labels:
+                raise UsageError(f"this model has labels of its own: {', '.join(own)}; leave --labels out")
+            return tasks.classify_by_head(encoded, own, self._answering(on_progress))
+        token_ids = [self.tokenizer.encode(label, add_special_tokens=False) for label in labels]
         return tasks.classify(encoded, token_ids, labels, self._answering(on_progress))
 
     def score(
@@ -274,7 +280,7 @@ class LLM:
     ) -> list[tasks.Score]:
         """Of each (prompt, continuation) the log probability of each of the continuation's tokens, and of `top`
         alternatives to each. Raises `UsageError` where there is nothing to score."""
-        encoded = [(self._encode(prompt)[1], self._encode(continuation)[1]) for prompt, continuation in pairs]
+        encoded = [(self._part(prompt, begins=True), self._part(continuation)) for prompt, continuation in pairs]
         return tasks.score(encoded, top, self._answering(on_progress))
 
     def embed(
@@ -304,13 +310,14 @@ class LLM:
         on_progress: Progress = lambda done, of: None,
     ) -> list[float]:
         """How relevant each document is to the query. by: `answer`, the probability of "yes" against "no" in the form
-        that Qwen3-Reranker was trained with, from 0 to 1; `embedding`, the cosine of the two embeddings."""
+        that Qwen3-Reranker was trained with, from 0 to 1, by the model's classification head where it has one;
+        `embedding`, the cosine of the two embeddings."""
         if by not in ("answer", "embedding"):
             raise UsageError(f"--by is answer or embedding, and not {by!r}")
         if by == "embedding":
             vectors = self.embed([query, *documents], on_progress=on_progress)
             return [float(cosine) for cosine in vectors[1:] @ vectors[0]]
-        yes, no = (tasks.single_token(self.tokenizer, word) for word in ("yes", "no"))
+        yes, no = tasks.rerank_candidates(self.tokenizer, self.model.labels)
         extra = {} if instruction is None else {"instruction": instruction}
         prompts = [tasks.rerank_prompt(self.tokenizer, query, document, **extra) for document in documents]
         return tasks.rerank(prompts, yes, no, self._answering(on_progress))
@@ -429,6 +436,13 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt)
         _require_items(prompt)
         return None, prompt
+
+    def _part(self, text: Prompt, begins: bool = False) -> Sequence[int]:
+        """The tokens of a part of a text; only the one that `begins` it has special tokens before it."""
+        if not isinstance(text, str):
+            return self._encode(text)[1]
+        prefix = self.tokenizer.spec.prefix_ids if begins else ()
+        return [*prefix, *self.tokenizer.encode(text, add_special_tokens=False)]
 
     def _num_scratch_blocks(self, config: SchedulerConfig, block_size: int) -> int:
         """What one step's requests that keep nothing take, each with a last block that is filled in part."""

@@ -428,6 +428,11 @@ class Engine:
         self._limits.check_ids(task.candidates)
         if task.pooling is not None and not self.model.embeds:
             raise UsageError("this model has no hidden states: take a real one for embeddings")
+        if not getattr(self._model, "generates", True) and not task.needs_hidden:
+            labels = self._model.labels
+            if not (task.candidates and labels):
+                uses = "it classifies: forge classify, forge rerank" if labels else "it embeds: forge embed"
+                raise UsageError(f"this model generates no text; {uses}")
         if request_id in self._requests:
             raise UsageError(f"request {request_id!r} is already running")
         return token_ids

@@ -18,8 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from forge.cache.kv_storage import KvLayout, KvStorage
+from forge.errors import UsageError
 from forge.gguf import GGMLType
 from forge.model.forward_batch import ForwardBatch
+from forge.model.rope import Rope
+
+NO_EXPERTS = "this device runs no mixture of experts: use --device cpu"
 
 Array = Any
 """An array of the backend's own kind."""
@@ -80,10 +84,10 @@ class Operations(ABC):
         """RMSNorm of each head by itself: `[T, heads * head_dim]` with a weight `[head_dim]`."""
 
     @abstractmethod
-    def rope(self, x: Array, batch: Batch, head_dim: int, theta: float) -> Array:
+    def rope(self, x: Array, batch: Batch, rope: Rope) -> Array:
         """Rotary position embedding, element i of a head paired with i + head_dim / 2 (Su et al. 2021).
 
-        The pair turns by `position * theta ** (-2 i / head_dim)`. `[T, heads * head_dim]` → the same shape.
+        The pair turns by `position * rope.frequencies()[i]`. `[T, heads * head_dim]` → the same shape.
         """
 
     @abstractmethod
@@ -101,6 +105,17 @@ class Operations(ABC):
     @abstractmethod
     def swiglu(self, gate: Array, up: Array) -> Array:
         """silu(gate) * up, silu(g) = g / (1 + exp(-g)): `[T, ffn]` → `[T, ffn]` (Shazeer 2020)."""
+
+    def experts(
+        self, x: Array, router: Array, gate: Array, up: Array, down: Array, num_used: int, normalize: bool
+    ) -> Array:
+        """A routed feed-forward: `[T, hidden]` → `[T, hidden]`, the weighted sum of the `num_used` experts that the
+        router (`[experts, hidden]`) finds likeliest, each down · (silu(gate · x) * (up · x)).
+
+        The weights are the softmax over all experts, made to sum to 1 over the chosen ones if `normalize`. Experts are
+        added in ascending order. (Shazeer et al. 2017)
+        """
+        raise UsageError(NO_EXPERTS)
 
     @abstractmethod
     def add(self, x: Array, y: Array) -> Array:
@@ -139,6 +154,10 @@ class Backend(ABC):
     @abstractmethod
     def load_matrix(self, tensor: Tensor) -> Array:
         """A weight matrix `[rows, columns]` in the layout in which this backend multiplies."""
+
+    def load_experts(self, tensor: Tensor) -> Array:
+        """The matrices `[experts, rows, columns]` of all experts."""
+        raise UsageError(NO_EXPERTS)
 
     @abstractmethod
     def load_vector(self, tensor: Tensor) -> Array:

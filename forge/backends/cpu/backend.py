@@ -18,7 +18,7 @@ from forge.backends.cpu.compilation import CompileProgress, compile_all, instruc
 from forge.backends.cpu.features import usable_cpus
 from forge.backends.cpu.llvm_code import LANES
 from forge.backends.cpu.packing import Arena, aligned_empty, encode_q8_0, huge_pages, pack, padded
-from forge.backends.cpu.program import Matrix, Program, Recording, Vector, place
+from forge.backends.cpu.program import ExpertMatrices, Matrix, Program, Recording, Vector, place
 from forge.backends.cpu.recorder import Recorder
 from forge.backends.cpu.team import MAX_THREADS, TEAM_KERNELS, Team
 from forge.backends.cpu.tiles import GROUP
@@ -28,6 +28,7 @@ from forge.errors import UsageError
 from forge.gguf import FLOAT_TYPES, GGMLType
 from forge.model.backend import Backend, ForwardPass, OperationTime, Tensor
 from forge.model.forward_batch import ForwardBatch
+from forge.model.rope import Rope
 
 SMALLEST_PROGRAM = 16
 """Rows that a program is first placed for; doubled as larger batches come."""
@@ -147,10 +148,24 @@ class CpuBackend(Backend):
 
     def load_matrix(self, tensor: Tensor) -> Matrix:
         ggml_type, raw = tensor.ggml_type, tensor.raw()
-        if self._quantize and ggml_type in FLOAT_TYPES and tensor.shape[1] % GROUP == 0:
+        is_router = "ffn_gate_inp" in tensor.name
+        if self._quantize and ggml_type in FLOAT_TYPES and tensor.shape[1] % GROUP == 0 and not is_router:
             ggml_type, raw = GGMLType.Q8_0, encode_q8_0(tensor.dequantize())
         rows, columns = tensor.shape
         return Matrix(short_name(tensor.name), pack(ggml_type, raw, (rows, columns), self._arena))
+
+    def load_experts(self, tensor: Tensor) -> ExpertMatrices:
+        experts, rows, columns = tensor.shape
+        ggml_type, raw = tensor.ggml_type, tensor.raw()
+        if self._quantize and ggml_type in FLOAT_TYPES and columns % GROUP == 0:
+            ggml_type, raw = GGMLType.Q8_0, encode_q8_0(tensor.dequantize())
+        whole = padded(rows, LANES)
+        if whole > rows:
+            each = raw.reshape(experts, rows, -1)
+            raw = np.zeros((experts, whole, each.shape[2]), np.uint8)
+            raw[:, :rows] = each
+        packed = pack(ggml_type, raw.reshape(-1), (experts * whole, columns), self._arena)
+        return ExpertMatrices(short_name(tensor.name), packed, experts, rows)
 
     def load_vector(self, tensor: Tensor) -> Vector:
         values = tensor.dequantize()
@@ -169,8 +184,8 @@ class CpuBackend(Backend):
             if forward_pass not in self._passes:
                 recording = self._record(forward_pass, layout)
                 self._passes[forward_pass] = _Pass(recording, place(recording, SMALLEST_PROGRAM, 1))
-                if not len(self._cos):
-                    self._rotations(recording, LEAST_POSITIONS)
+                if not len(self._cos) and recording.rope is not None:
+                    self._rotations(recording.rope, LEAST_POSITIONS)
 
     def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: CpuKvStorage) -> np.ndarray:
         with self._lock:
@@ -180,6 +195,7 @@ class CpuBackend(Backend):
             team.settle()
             self._fit(recorded, batch)
             self._fill(batch, storage)
+            self._context[w.CTX_EXPERT_ROWS] = batch.num_rows * recorded.recording.experts_per_row
             program = recorded.program
             if self._timed is None:
                 alone = self._runs_alone(program, batch)
@@ -229,14 +245,14 @@ class CpuBackend(Backend):
             sizes = _doubled(program.max_rows, rows), _doubled(program.max_logit_rows, logit_rows)
             recorded.program = place(recorded.recording, *sizes)
         last = int(batch.context_lens.max())
-        if last > len(self._cos):
-            self._rotations(recorded.recording, _doubled(len(self._cos), last))
+        if last > len(self._cos) and recorded.recording.rope is not None:  # which a pass without attention lacks
+            self._rotations(recorded.recording.rope, _doubled(len(self._cos), last))
 
-    def _rotations(self, recording: Recording, positions: int) -> None:
+    def _rotations(self, rope: Rope, positions: int) -> None:
         """cos and sin of every position and frequency: float32 `[positions, head_dim / 2]`, computed in float64."""
-        half = recording.head_dim // 2
-        angles = np.arange(positions)[:, None] * recording.theta ** (-np.arange(half) / half)
-        self._cos, self._sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        angles = np.arange(positions)[:, None] * rope.frequencies()
+        scale = rope.attention_factor
+        self._cos, self._sin = (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
         self._context[w.CTX_ROPE_COS], self._context[w.CTX_ROPE_SIN] = self._cos.ctypes.data, self._sin.ctypes.data
 
     def _fill(self, batch: ForwardBatch, storage: CpuKvStorage) -> None:

@@ -163,7 +163,7 @@ class CudaBackend(Backend):
         network = fused.network
         results.before_step()
         moved = fused.buffer.reach(shape, batch)
-        moved |= self._rotations.reach(int(batch.context_lens.max()), network.head_dim, network.theta)
+        moved |= self._rotations.reach(int(batch.context_lens.max()), network.rope)
         moved |= fused.launches.reserve(shape)
         for each in self._steps.values() if moved else ():
             each.graphs.drop()

@@ -18,6 +18,7 @@ import torch
 
 from forge.backends.cuda.weights import Matrix, interleaved, stacked
 from forge.model.backend import Operations
+from forge.model.rope import Rope
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ class Network:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    theta: float
+    rope: Rope
 
     @property
     def qkv_width(self) -> int:
@@ -136,9 +137,9 @@ class Recorder(Operations):
     def head_norm(self, x: _Product, weight: torch.Tensor, eps: float) -> _Normed:
         return _Normed(x, Norm(weight, eps))
 
-    def rope(self, x: _Normed, batch, head_dim: int, theta: float) -> _Turned:
-        assert head_dim == self.head_dim
-        self._theta = theta
+    def rope(self, x: _Normed, batch, rope: Rope) -> _Turned:
+        assert rope.head_dim == self.head_dim
+        self._rope = rope
         return _Turned(x)
 
     def write_kv(self, storage, layer: int, batch, keys: _Turned, values: _Product) -> None:
@@ -179,7 +180,7 @@ class Recorder(Operations):
             num_heads=self._num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            theta=self._theta,
+            rope=self._rope,
         )
 
     def _attention_part(self, attended: _Attended) -> dict:
