@@ -4,7 +4,6 @@ It is `Tokenizer` in all but encoding: there is nothing to merge and nothing to 
 for every text. Byte b is token b.
 """
 
-from collections.abc import Sequence
 
 from forge.tokenizer.byte_level import BYTE_ALPHABET
 from forge.tokenizer.spec import TokenizerSpec, TokenType
@@ -27,8 +26,5 @@ class ByteTokenizer(Tokenizer):
     def prepare(self) -> str:
         return self.implementation
 
-    def _encode_parts(self, parts: Sequence[str | int], add_special_tokens: bool = False) -> list[int]:
-        ids: list[int] = []
-        for part in parts:
-            ids += [part] if isinstance(part, int) else part.encode()
-        return ids
+    def _encode_plain(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]

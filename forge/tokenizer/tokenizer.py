@@ -218,12 +218,14 @@ class Tokenizer:
 
     def _encode_parts(self, parts: Sequence[str | int], add_special_tokens: bool = False) -> list[int]:
         """Token ids of alternating plain text and tokens."""
-        plain = [normalize("NFC", part) for part in parts if isinstance(part, str)]
-        encoded = iter(self._encoders.encode_parts(plain) if plain else ())
+        encoded = iter(self._encode_plain([part for part in parts if isinstance(part, str)]))
         ids = list(self.spec.prefix_ids) if add_special_tokens else []
         for part in parts:
             ids += [part] if isinstance(part, int) else next(encoded)
         return [*ids, *self.spec.suffix_ids] if add_special_tokens else ids
+
+    def _encode_plain(self, texts: list[str]) -> list[list[int]]:
+        return self._encoders.encode_parts([normalize("NFC", text) for text in texts]) if texts else []
 
     def _pieces(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
         if skip_special:
