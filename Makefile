@@ -19,7 +19,7 @@ help:
 	@echo "make test-oldest  run the fast tests with the oldest versions that pyproject.toml allows"
 	@echo "make test-all     all of the above tests"
 	@echo "make fuzz         run the tests with many more random examples"
-	@echo "make lint         check style with ruff and types with mypy"
+	@echo "make lint         check style with ruff, and types with mypy"
 	@echo "make models       train the bundled models again"
 	@echo "make pictures     draw the pictures of the README again"
 	@echo "make clean        remove $(VENV) and caches"

@@ -4,7 +4,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal, TYPE_CHECKING
 
 import typer
 
@@ -74,6 +74,7 @@ def _libraries() -> "Iterator[Finding]":
 
     for requirement in _requirements():
         name, found = requirement.name, _version(requirement.name)
+        level: Literal["ok", "note", "trouble"]
         if found is None:
             level, text = ("note", f"not installed: {OPTIONAL[name]}") if name in OPTIONAL else ("trouble", "missing")
         elif requirement.specifier.contains(found, prereleases=True):

@@ -14,6 +14,7 @@ are the elements that a byte range serves.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -207,27 +208,27 @@ def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
 
 
-def _q8_0(blocks, quants, scales, minimums):
+def _q8_0(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 34 bytes for 32 elements:  0:2 d | 2:34 x[0:32] as int8
     scales[...] = _float16(blocks, 0)
     quants[...] = blocks[:, 2:].view(np.int8)
 
 
-def _q4_0(blocks, quants, scales, minimums):
+def _q4_0(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 18 bytes for 32 elements:  0:2 d | 2:18 low nibbles x[0:16], high nibbles x[16:32], each 8 too large
     scales[...] = _float16(blocks, 0)
     _nibbles(blocks[:, 2:], quants[:, :16], quants[:, 16:])
     quants -= 8
 
 
-def _q4_1(blocks, quants, scales, minimums):
+def _q4_1(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 20 bytes for 32 elements:  0:2 d | 2:4 m | 4:20 low nibbles x[0:16], high nibbles x[16:32]; d * q + m
     scales[...] = _float16(blocks, 0)
     minimums[...] = -_float16(blocks, 2)
     _nibbles(blocks[:, 4:], quants[:, :16], quants[:, 16:])
 
 
-def _q5_0(blocks, quants, scales, minimums):
+def _q5_0(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 22 bytes for 32 elements:  0:2 d | 2:6 fifth bits | 6:22 nibbles as in Q4_0; 16 too large
     scales[...] = _float16(blocks, 0)
     _nibbles(blocks[:, 6:], quants[:, :16], quants[:, 16:])
@@ -235,7 +236,7 @@ def _q5_0(blocks, quants, scales, minimums):
     quants -= 16
 
 
-def _q5_1(blocks, quants, scales, minimums):
+def _q5_1(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 24 bytes for 32 elements:  0:2 d | 2:4 m | 4:8 fifth bits | 8:24 nibbles as in Q4_0; d * q + m
     scales[...] = _float16(blocks, 0)
     minimums[...] = -_float16(blocks, 2)
@@ -301,7 +302,7 @@ def _six_bit_scales(blocks: np.ndarray, at: int = 4) -> tuple[np.ndarray, np.nda
     return scales, minimums
 
 
-def _q2_k(blocks, quants, scales, minimums):
+def _q2_k(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 84 bytes for 256 elements in 16 groups:  0:16 four-bit scales (low) and minima (high) | 16:80 two-bit quants |
     # 80:82 d | 82:84 dmin
     four_bit_scales, four_bit_minimums = _two_bit_scales(blocks)
@@ -310,7 +311,7 @@ def _q2_k(blocks, quants, scales, minimums):
     _pairs_of_bits(blocks[:, 16:80], quants.view(np.uint8))
 
 
-def _q3_k(blocks, quants, scales, minimums):
+def _q3_k(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 110 bytes for 256 elements in 16 groups:  0:32 third bits: bit b of byte j belongs to x[32b + j] | 32:96 two-bit
     # quants | 96:108 six-bit scales | 108:110 d;  4 too large
     np.multiply(_float16(blocks, 108), _three_bit_scales(blocks)[0], out=scales, dtype=np.float32)
@@ -325,14 +326,14 @@ _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38,
 """What the 4-bit quants of the IQ4 types stand for: closer together around zero."""
 
 
-def _iq4_nl(blocks, quants, scales, minimums):
+def _iq4_nl(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 18 bytes for 32 elements:  0:2 d | 2:18 nibbles as in Q4_0, each the index of a value
     scales[...] = _float16(blocks, 0)
     _nibbles(blocks[:, 2:], quants[:, :16], quants[:, 16:])
     quants[...] = _IQ4_VALUES[quants]
 
 
-def _iq4_xs(blocks, quants, scales, minimums):
+def _iq4_xs(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 136 bytes for 256 elements in 8 groups:  0:2 d | 2:4 and 4:8 six-bit scales | 8:136 by group the nibbles of IQ4_NL
     np.multiply(_float16(blocks, 0), _iq4_xs_scales(blocks)[0], out=scales, dtype=np.float32)
     groups = quants.reshape(-1, 8, 32)
@@ -347,7 +348,8 @@ def _grid(name: str) -> np.ndarray:
 
     kind = getattr(quants, name)
     kind.init_grid()
-    return kind.grid.reshape(-1, 4).astype(np.int8)
+    grid: np.ndarray = kind.grid.reshape(-1, 4).astype(np.int8)
+    return grid
 
 
 def _negate(quants: np.ndarray, signs: np.ndarray) -> None:
@@ -356,7 +358,7 @@ def _negate(quants: np.ndarray, signs: np.ndarray) -> None:
     np.negative(quants, out=quants, where=negative)
 
 
-def _iq3_s(blocks, quants, scales, minimums):
+def _iq3_s(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 110 bytes for 256 elements in 8 groups:  0:2 d | 2:66 for four elements the low bits of an index into the grid |
     # 66:74 their ninth bits | 74:106 signs | 106:110 four-bit scales
     np.multiply(_float16(blocks, 0), _iq3_s_scales(blocks)[0], out=scales, dtype=np.float32)
@@ -365,7 +367,7 @@ def _iq3_s(blocks, quants, scales, minimums):
     _negate(quants, blocks[:, 74:106])
 
 
-def _iq3_xxs(blocks, quants, scales, minimums):
+def _iq3_xxs(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 98 bytes for 256 elements in 8 groups:  0:2 d | 2:66 for four elements an index into the grid, whose values are
     # even and are halved here | 66:98 for each group 32 bits: four times the signs of eight elements, 7 bits and their
     # parity as the eighth, and a four-bit scale
@@ -380,7 +382,7 @@ def _iq3_xxs(blocks, quants, scales, minimums):
     _negate(quants, (seven | parity << 7).reshape(-1, 32))
 
 
-def _q4_k(blocks, quants, scales, minimums):
+def _q4_k(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 144 bytes for 256 elements in 8 groups:  0:2 d | 2:4 dmin | 4:16 six-bit scales and minima | 16:144 four runs of
     # 32 bytes, run r: low nibbles x[64r : 64r+32], high nibbles x[64r+32 : 64r+64]
     six_bit_scales, six_bit_minimums = _six_bit_scales(blocks, 4)
@@ -390,7 +392,7 @@ def _q4_k(blocks, quants, scales, minimums):
     _nibbles(blocks[:, 16:].reshape(-1, 4, 32), runs[:, :, 0], runs[:, :, 1])
 
 
-def _q5_k(blocks, quants, scales, minimums):
+def _q5_k(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 176 bytes for 256 elements in 8 groups:  0:2 d | 2:4 dmin | 4:16 six-bit scales and minima | 16:48 fifth bits: bit
     # g of byte j belongs to x[32g + j] | 48:176 nibbles as in Q4_K
     six_bit_scales, six_bit_minimums = _six_bit_scales(blocks, 4)
@@ -403,7 +405,7 @@ def _q5_k(blocks, quants, scales, minimums):
         groups[:, group] |= ((blocks[:, 16:48] >> group) & 1) << 4
 
 
-def _q6_k(blocks, quants, scales, minimums):
+def _q6_k(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
     # 210 bytes for 256 elements in 16 groups:  0:128 low four bits | 128:192 high two bits | 192:208 int8 scales, one
     # per group | 208:210 d.  Each half h of 128 elements is four runs of 32. The low nibbles of bytes 64h : 64h+64 are
     # the low bits of runs 0 and 1, the high nibbles those of runs 2 and 3; bits 2r and 2r+1 of the bytes

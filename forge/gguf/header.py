@@ -176,13 +176,13 @@ class _Cursor:
 
     def u32(self, field: str) -> int:
         self._need(4, field)
-        (value,) = _U32.unpack_from(self.buffer, self.position)
+        value: int = _U32.unpack_from(self.buffer, self.position)[0]
         self.position += 4
         return value
 
     def u64(self, field: str) -> int:
         self._need(8, field)
-        (value,) = _U64.unpack_from(self.buffer, self.position)
+        value: int = _U64.unpack_from(self.buffer, self.position)[0]
         self.position += 8
         return value
 
@@ -190,7 +190,7 @@ class _Cursor:
         self._need(nbytes, field)
         start = self.position
         self.position += nbytes
-        return self.buffer[start : self.position]
+        return bytes(self.buffer[start : self.position])
 
     def count(self, field: str, smallest: int, maximum: int | None = None) -> int:
         """A number of things that each take at least `smallest` bytes of what follows."""
@@ -353,7 +353,7 @@ def _alignment(cursor: _Cursor, fields: dict[str, MetadataField]) -> int:
     name = "metadata 'general.alignment'"
     if entry.type_name != "uint32":
         raise cursor.error(name, f"must be uint32, not {entry.type_name}", entry.offset)
-    value = entry.value
+    value: int = entry.value
     if not MIN_ALIGNMENT <= value <= MAX_ALIGNMENT:
         raise cursor.error(name, f"{value} is not from {MIN_ALIGNMENT} to {MAX_ALIGNMENT}", entry.offset)
     if value & (value - 1):

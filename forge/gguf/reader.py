@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 
@@ -106,14 +106,18 @@ class GGUFFile:
         An integer serves for a float; a bool is no integer; a float must be finite.
         """
         entry = self._entry(key)
-        if kind is float and type(entry.value) in (int, float):
-            value = float(entry.value)
-            if not isfinite(value):
-                raise self.error(key, f"must be a finite number, not {entry.value}")
-            return value
-        if type(entry.value) is not kind:
+        value: Any = float(entry.value) if kind is float and type(entry.value) is int else entry.value
+        if type(value) is not kind:
             raise self._wrong_type(entry, _KIND_NAMES[kind])
-        return entry.value
+        if isinstance(value, float) and not isfinite(value):
+            raise self.error(key, f"must be a finite number, not {entry.value}")
+        return value
+
+    @overload
+    def get(self, key: str, kind: type[Scalar]) -> Scalar | None: ...
+
+    @overload
+    def get(self, key: str, kind: type[Scalar], default: Scalar) -> Scalar: ...
 
     def get(self, key: str, kind: type[Scalar], default: Scalar | None = None) -> Scalar | None:
         """As `require`, but `default` where the file does not have `key`."""
@@ -124,7 +128,7 @@ class GGUFFile:
         entry = self._entry(key)
         if entry.type_name != "array of string":
             raise self._wrong_type(entry, "an array of strings")
-        return entry.value
+        return cast(list[str], entry.value)
 
     def int_array(self, key: str) -> np.ndarray:
         """The integers of `key`, read-only, in the file's own width. GGUFError if it is absent or something else."""

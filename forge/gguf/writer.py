@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import gguf
 import numpy as np
@@ -114,7 +114,7 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in pending:
-            writer.write_tensor_data(_Data(tensor, on_progress))
+            writer.write_tensor_data(cast(np.ndarray, _Data(tensor, on_progress)))
         writer.close()
         os.replace(unfinished, path)
     finally:
@@ -135,7 +135,7 @@ class _Data:
     def tofile(self, file: BinaryIO) -> None:
         written = 0
         for piece in self._tensor.pieces():
-            written += file.write(memoryview(piece).cast("B"))
+            written += file.write(np.ascontiguousarray(piece).data.cast("B"))
             if self._on_progress is not None:
                 self._on_progress(piece.nbytes)
         if written != self.nbytes:

@@ -36,9 +36,14 @@ Storage = Any
 class Tensor(Protocol):
     """A named weight as a file offers it, before any backend has seen it."""
 
-    name: str
-    shape: tuple[int, ...]
-    ggml_type: GGMLType
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def ggml_type(self) -> GGMLType: ...
 
     def raw(self) -> np.ndarray:
         """Its bytes, uint8, in the layout of its type."""

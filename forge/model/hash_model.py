@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from forge.cache.kv_storage import KvLayout, NumpyKvStorage
+from forge.cache.kv_storage import KvLayout, KvStorage, NumpyKvStorage
 from forge.errors import UsageError
 from forge.model.catalog import HASH_MODEL
 from forge.model.forward_batch import ForwardBatch
@@ -86,14 +86,16 @@ class HashModel(Model):
         """The layout of a storage that fits this model, whose keys and values nothing is rounded of."""
         return KvLayout(self.num_layers, num_blocks, block_size, num_kv_heads=1, head_dim=1)
 
-    def forward(self, batch: ForwardBatch, storage: NumpyKvStorage) -> np.ndarray:
+    def forward(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
         """Write keys and values of every row, read those of every context back; logits float32 `[R, vocab_size]`."""
+        assert isinstance(storage, NumpyKvStorage)
         size = storage.layout.block_size
         keys, values = (array[0].reshape(-1, size).view(np.uint32) for array in (storage.keys, storage.values))
         tables = batch.block_tables[:, : -(-int(batch.context_lens.max()) // size)]
         places = np.arange(tables.shape[1] * size, dtype=np.uint32) * _STRIDE  # of each position
         owners = np.repeat(np.arange(batch.num_sequences), np.diff(batch.cu_seqlens))  # of each row
-        slots, written = batch.slot_mapping, slice(None)
+        slots: np.ndarray = batch.slot_mapping
+        written: slice | np.ndarray = slice(None)
         if slots.min() < 0:
             written = slots >= 0
             slots = slots[written]

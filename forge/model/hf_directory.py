@@ -418,7 +418,7 @@ def _check_tied(files: Mapping[str, SafetensorsFile], name: str) -> None:
     """Some files hold the tied matrix twice (Qwen3-0.6B's does). Two different ones would be two different models."""
     embedding, head = files[name].tensors[name], files[_HEAD].tensors[_HEAD]
     same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
-    if not same or not all(np.array_equal(*pair) for pair in _pieces(embedding.raw(), head.raw())):
+    if not same or not all(np.array_equal(one, other) for one, other in _pieces(embedding.raw(), head.raw())):
         raise files[_HEAD].tensor_error(_HEAD, "", f"differs from {name}, and {CONFIG} says that they are one")
     for stored in (name, _HEAD):
         files[stored].release(stored)

@@ -71,8 +71,10 @@ def load_model(
         return name_or_path
     if is_hash_model(name_or_path):
         name = str(name_or_path)
-        model, tokenizer = create_hash_model(name), ByteTokenizer()
-        return LoadedModel(name=name, model=model, tokenizer=tokenizer, device_description="a hash, no weights")
+        description = "a hash, no weights"
+        return LoadedModel(
+            name=name, model=create_hash_model(name), tokenizer=ByteTokenizer(), device_description=description
+        )
     path = resolve_model(name_or_path)
     backend = create_backend()
     with open_weights(path) as weights:
@@ -110,7 +112,9 @@ def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress
             on_progress(done, source.nbytes)
         return loaded
 
-    model_type, layer_type, names = Qwen3, LayerWeights, LAYER_TENSORS
+    model_type: type[Qwen3] = Qwen3
+    layer_type: type[LayerWeights] = LayerWeights
+    names = LAYER_TENSORS
     if config.num_experts:
         model_type, layer_type, names = Qwen3Moe, MoeLayerWeights, LAYER_TENSORS | MOE_TENSORS
     embedding = load("token_embd")

@@ -44,9 +44,11 @@ class Model(Protocol):
 
     def prepare(self, layout: KvLayout) -> None:
         """Do now what the first forward would otherwise do before it computes, such as compiling."""
+        return
 
     def time_operations(self) -> None:
         """From now on keep time per layer and operation. Costs time itself, and changes no result."""
+        return
 
     def operation_times(self) -> tuple[OperationTime, ...]:
         """The times kept so far, in the order in which the operations first ran."""

@@ -23,9 +23,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import quote
 
 from forge.errors import ForgeError, UsageError
@@ -41,6 +42,9 @@ from forge.model.pulled import (
     pulled_folder,
     quant_label,
 )
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 PullProgress = Callable[[str, int, int], None]
 """Called with (file name, bytes of it that are here, bytes in all)."""
@@ -212,16 +216,15 @@ def _fetch(
 def _download(url: str, partial: Path, file: _RemoteFile, token: str | None, on_progress: PullProgress | None) -> None:
     """Append to `partial` what it lacks, taking up a broken connection as long as each attempt brings something."""
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
 
-    headers = build_hf_headers(token=token, library_name="forge")
+    headers = import_module("huggingface_hub.utils").build_hf_headers(token=token, library_name="forge")
     headers["Accept-Encoding"] = "identity"  # a compressed answer has other positions than the file
     with open(partial, "ab") as stream:
         here = stream.tell()
         watched = _WatchedFile(stream, file, on_progress)
         while here < file.bytes:
             try:
-                http_get(url, watched, resume_size=here, headers=headers, expected_size=file.bytes)
+                http_get(url, cast(BinaryIO, watched), resume_size=here, headers=headers, expected_size=file.bytes)
                 return
             except _transport_errors():
                 before, here = here, stream.tell()
@@ -336,21 +339,21 @@ def _quiet_hub() -> Iterator[None]:
     """Without the library's own bars and warnings, as forge shows progress and errors in its own way; and with what
     arrives written at once, as a broken connection loses what the library has not handed on (by default 10 MB)."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
 
-    verbosity, had_bars = logging.get_verbosity(), not are_progress_bars_disabled()
+    hub: Any = import_module("huggingface_hub.utils")  # which does not say what it exports
+    verbosity, had_bars = hub.logging.get_verbosity(), not hub.are_progress_bars_disabled()
     chunk = constants.DOWNLOAD_CHUNK_SIZE
-    logging.set_verbosity_error()
+    hub.logging.set_verbosity_error()
     constants.DOWNLOAD_CHUNK_SIZE = _CHUNK
     if had_bars:
-        disable_progress_bars()
+        hub.disable_progress_bars()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        hub.logging.set_verbosity(verbosity)
         constants.DOWNLOAD_CHUNK_SIZE = chunk
         if had_bars:
-            enable_progress_bars()
+            hub.enable_progress_bars()
 
 
 @contextmanager
@@ -371,7 +374,7 @@ def _plain_errors(wanted: PullName, endpoint: str | None) -> Iterator[None]:
         raise PullError(f"{wanted.repo}: {problem}") from error
 
 
-def _refusal(error: Exception, wanted: PullName, endpoint: str) -> str:
+def _refusal(error: "HfHubHTTPError", wanted: PullName, endpoint: str) -> str:
     """What the server's answer means."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 

@@ -21,7 +21,8 @@ class MoeLayerWeights(LayerWeights):
 class Qwen3Moe(Qwen3):
     """A model whose layers are `MoeLayerWeights`."""
 
-    def _feed_forward(self, ops: Operations, layer: MoeLayerWeights, x: Array) -> Array:
+    def _feed_forward(self, ops: Operations, layer: LayerWeights, x: Array) -> Array:
+        assert isinstance(layer, MoeLayerWeights)
         config = self.config
         x = ops.rms_norm(x, layer.ffn_norm, config.rms_norm_eps)
         experts = layer.gate, layer.up, layer.down

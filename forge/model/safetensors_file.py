@@ -206,7 +206,8 @@ class _Header:
             raise self._error("header", f"begins with {printable(self.bytes[:8])} where a JSON object belongs", 0)
         try:
             text = self.bytes.decode("utf-8")
-            return json.loads(text, object_pairs_hook=_without_duplicates)
+            header: dict[str, Any] = json.loads(text, object_pairs_hook=_without_duplicates)
+            return header
         except UnicodeDecodeError as error:
             problem = f"is not UTF-8: {printable(self.bytes[error.start : error.start + 8])}"
             raise self._error("header", problem, error.start) from None
@@ -254,7 +255,7 @@ class _Header:
 
     def _check_cover(self, tensors: list[SafetensorsTensor]) -> None:
         """The tensors lie end to end from the first byte of the data to the last."""
-        end, previous = self.data_offset, None
+        end, previous = self.data_offset, ""
         for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
             if tensor.offset < end:
                 problem = f"its data overlaps that of tensor {printable(previous)}"

@@ -27,7 +27,8 @@ _MEAN = 1
 class SizedTensor(Tensor, Protocol):
     """A tensor that knows how much of a file it takes."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int: ...
 
 
 class WeightSource(Protocol):

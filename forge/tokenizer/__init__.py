@@ -15,7 +15,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name == "spec_from_tokenizer_json":  # the one part that a GGUF file does not need
         from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 

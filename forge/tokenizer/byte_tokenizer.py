@@ -4,6 +4,7 @@ It is `Tokenizer` in all but encoding: there is nothing to merge and nothing to 
 for every text. Byte b is token b.
 """
 
+import numpy as np
 
 from forge.tokenizer.byte_level import BYTE_ALPHABET
 from forge.tokenizer.spec import TokenizerSpec, TokenType
@@ -18,7 +19,7 @@ class ByteTokenizer(Tokenizer):
     implementation = "bytes"
 
     def __init__(self) -> None:
-        types = [TokenType.NORMAL] * 256 + [TokenType.CONTROL] * len(CONTROL_TOKENS)
+        types = np.array([TokenType.NORMAL] * 256 + [TokenType.CONTROL] * len(CONTROL_TOKENS), np.int32)
         names = {"eos_token_id": EOS_TOKEN_ID}
         super().__init__(TokenizerSpec((*BYTE_ALPHABET, *CONTROL_TOKENS), types, merges=(), special_ids=names))
         self._bytes_of.update({byte: bytes([byte]) for byte in range(256)})

@@ -123,6 +123,8 @@ def up_to_content(rendered: str, message: Mapping[str, Any]) -> str:
 
 
 def _text_part(part: Any, number: int) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
     raise UsageError(f"message {number}: only text parts are supported")

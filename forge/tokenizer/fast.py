@@ -18,12 +18,13 @@ class FastEncoder:
     name = "fast"
 
     def __init__(self, spec: TokenizerSpec) -> None:
-        from fastokens._native import Tokenizer
+        from fastokens._native import Tokenizer  # type: ignore[import-untyped]
 
         self._tokenizer = Tokenizer.from_json_str(tokenizer_json(spec))
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
 
 
 def fastokens_version() -> str | None:
@@ -42,7 +43,7 @@ def tokenizer_json(spec: TokenizerSpec) -> str:
 
     split = {"type": "Split", "pattern": {"Regex": QWEN2_PATTERN}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    document = {
+    document: dict[str, object] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

@@ -43,11 +43,12 @@ class ReferenceEncoder:
 
     def __init__(self, spec: TokenizerSpec) -> None:
         vocabulary = mergeable_vocabulary(spec)
-        merges = [tuple(merge.split(" ")) for merge in spec.merges]
+        merges = [_pair(merge) for merge in spec.merges]
         self._tokenizer = _build(spec, vocabulary, merges, _pre_tokenizer())
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 class PromptCutEncoder:
@@ -87,8 +88,12 @@ def cut_vocabulary(spec: TokenizerSpec, pieces: set[str]) -> tuple[dict[str, int
         if vocabulary.get(spec.tokens[token_id]) == token_id:
             del vocabulary[spec.tokens[token_id]]
     candidates = {f"{token[:cut]} {token[cut:]}" for token in vocabulary for cut in range(1, len(token))}
-    merges = [tuple(merge.split(" ")) for merge in filter(candidates.__contains__, spec.merges)]
-    return vocabulary, merges
+    return vocabulary, [_pair(merge) for merge in filter(candidates.__contains__, spec.merges)]
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
 
 
 def _pre_tokenizer() -> Any:
@@ -99,7 +104,7 @@ def _pre_tokenizer() -> Any:
     return pre_tokenizers.Sequence([split, byte_level])
 
 
-def _build(spec: TokenizerSpec, vocabulary: dict[str, int], merges: list[tuple[str, ...]], pre_tokenizer: Any) -> Any:
+def _build(spec: TokenizerSpec, vocabulary: dict[str, int], merges: list[tuple[str, str]], pre_tokenizer: Any) -> Any:
     from tokenizers import Tokenizer, models
 
     try:

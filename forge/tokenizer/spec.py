@@ -9,6 +9,7 @@ at 151,936 tokens that check alone costs several times what a short prompt needs
 request).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -169,8 +170,7 @@ class TokenizerSpec:
         return np.flatnonzero(self.token_types == token_type).tolist()
 
     def _first_duplicate(self) -> str:
-        seen: set[str] = set()
-        return next(token for token in self.tokens if token in seen or seen.add(token))
+        return next(token for token, count in Counter(self.tokens).items() if count > 1)
 
     def _check_structure(self) -> None:
         if self.pre != SUPPORTED_PRE:

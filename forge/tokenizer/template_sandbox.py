@@ -172,7 +172,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self._budget.charged(super().call_binop(context, operator, left, right))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _Charging().visit(super()._parse(source, name, filename))
+        charged: nodes.Template = _Charging().visit(super()._parse(source, name, filename))
+        return charged
 
 
 class _Charging(NodeTransformer):

@@ -13,7 +13,7 @@ all; Hugging Face's normalizer knows an older Unicode and leaves some recent com
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unicodedata import normalize
 
 import numpy as np
@@ -25,6 +25,9 @@ from forge.tokenizer.encoders import Encoders, Preference
 from forge.tokenizer.equality_gate import PlainEncoder
 from forge.tokenizer.fast import FastEncoder
 from forge.tokenizer.spec import TokenizerMetadata, TokenizerSpec, TokenType, spec_from_gguf
+
+if TYPE_CHECKING:
+    from forge.tokenizer.chat_template import ChatTemplate
 
 _HIDDEN_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -175,7 +178,7 @@ class Tokenizer:
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     @cached_property
-    def _chat_template(self):
+    def _chat_template(self) -> "ChatTemplate":
         from forge.tokenizer.chat_template import QWEN3_CHAT_TEMPLATE, ChatTemplate
 
         tokens = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}

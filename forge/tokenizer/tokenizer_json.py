@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from forge.tokenizer.huggingface import QWEN2_PATTERN
 from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
 
@@ -35,7 +37,7 @@ def spec_from_tokenizer_json(path: str | Path) -> TokenizerSpec:
     config = _read_json(path.with_name("tokenizer_config.json"))
     return TokenizerSpec(
         tokens=tokens,
-        token_types=token_types,
+        token_types=np.array(token_types, np.int32),
         merges=merges,
         bos_token_id=id_of.get(_token_text(config.get("bos_token"))),
         special_ids=dict(_special_ids(config, _read_json(path.with_name("generation_config.json")), id_of)),
@@ -100,7 +102,7 @@ def _vocabulary(document: Mapping[str, Any]) -> tuple[list[str], list[int]]:
 
 
 def _special_ids(
-    config: Mapping[str, Any], generation: Mapping[str, Any], id_of: Mapping[str | None, int]
+    config: Mapping[str, Any], generation: Mapping[str, Any], id_of: Mapping[str, int]
 ) -> Iterator[tuple[str, int]]:
     """`eos_token_id` first, then the others that generation_config.json ends on, under numbered names."""
     named = generation.get("eos_token_id", [])
@@ -111,8 +113,10 @@ def _special_ids(
     yield from ((f"eos_token_id[{number}]", end) for number, end in enumerate(ends))
 
 
-def _token_text(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None
+def _token_text(token: Any) -> str:
+    """A token's text; empty, which no token is, where there is none."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
