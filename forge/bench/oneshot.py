@@ -195,7 +195,7 @@ def _small_engine(llm: "LLM", blocks: int, oneshot: bool) -> "Engine":
     from forge.engine.engine import Engine
 
     own = llm.engine
-    size, scratch = llm.kv_layout.block_size, len(own.scheduler.scratch)
+    size, scratch = llm.kv_layout.block_size, len(own.scheduler.prefill_only.scratch)
     storage = llm.model.new_storage(llm.model.kv_layout(blocks + scratch, size, llm.kv_dtype))
     config = replace(own.scheduler.config, oneshot=oneshot)
     cache = PagedKvCache(blocks, size)
