@@ -192,7 +192,7 @@ async def _follow_engine(client: EngineClient, server: uvicorn.Server, on_death:
         await asyncio.to_thread(client.process.join, 2)
         code = client.process.exitcode
         how = "its socket closed" if code is None else f"signal {-code}" if code < 0 else f"exit status {code}"
-        logger.error("the engine's process died (%s): %s", how, _ON_DEATH[on_death])
+        logger.error("the engine's process %d died (%s): %s", client.process.pid, how, _ON_DEATH[on_death])
         if on_death == "exit":
             break
         try:
@@ -225,7 +225,7 @@ class OncePerSecond(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
-        key = str(record.msg)
+        key = record.getMessage()
         if record.created - self._last.get(key, 0.0) < 1.0:
             return False
         if len(self._last) > 1000:

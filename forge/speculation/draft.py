@@ -10,7 +10,8 @@ under sampling the two agree about as often as their distributions overlap. For 
 independently instead, and returns the distributions.
 
 What a text and the draft's cache have in common is used; the rest of the cache is truncated. So it follows every
-rejection and rebuilds what was lost without being told.
+rejection and rebuilds what was lost without being told. After an operation that never ended (Ctrl-C, a full memory) the
+next one begins with an empty cache.
 
 A draft never makes a sequence wait. Where its pool is full, sequences that are not in the request are dropped, and if
 that is not enough a sequence gets fewer draft tokens or none.
@@ -102,6 +103,8 @@ class DraftProposer(Proposer):
         self.max_model_len = max_model_len
         self._held: OrderedDict[int, list[int]] = OrderedDict()
         """Each sequence's tokens whose keys and values are in the cache, least recently requested first."""
+        self._operating = False
+        """An operation has begun and not ended."""
 
     @classmethod
     def of_model(
@@ -128,6 +131,7 @@ class DraftProposer(Proposer):
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """Draft tokens from the model. Raises `ModelUnavailable`, and `BrokenLogits` if its logits are not finite."""
         self.model.check_available()
+        self._start_operation()
         proposals = [NO_PROPOSAL] * len(requests)
         runs = self._begin(requests)
         self._first_tokens(runs)
@@ -135,15 +139,28 @@ class DraftProposer(Proposer):
         for run in runs:
             self._commit(run)
             proposals[run.index] = Proposal(tuple(run.token_ids), tuple(run.distributions) or None)
+        self._operating = False
         return proposals
 
     def forget(self, seq_id: int) -> None:
         """Free a sequence's blocks."""
+        self._start_operation()
+        self._drop(seq_id)
+        self._operating = False
+
+    # The cache
+
+    def _start_operation(self) -> None:
+        """Empty the cache if the operation before this one never ended."""
+        if self._operating:
+            self._held.clear()
+            self.cache.clear()
+        self._operating = True
+
+    def _drop(self, seq_id: int) -> None:
         with suppress(KeyError):
             self.cache.remove(seq_id)
         self._held.pop(seq_id, None)
-
-    # The cache
 
     def _begin(self, requests: Sequence[ProposalRequest]) -> list[_Run]:
         """Reserve what this call will write, as far as there is room. Runs with the most draft tokens come first."""
@@ -166,7 +183,7 @@ class DraftProposer(Proposer):
             except OutOfBlocks:
                 idle = next((other for other in self._held if other not in requested), None)
                 if idle is not None:
-                    self.forget(idle)
+                    self._drop(idle)
                 else:
                     num_tokens -= 1
                 continue

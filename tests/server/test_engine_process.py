@@ -214,17 +214,17 @@ def test_records_come_while_somebody_watches(peer):
     assert not one.until(lambda update: update.ends).records
 
 
-def test_a_life_tells_of_waits_and_preemptions(peer):
+def test_a_timeline_has_waits_and_preemptions(peer):
     one = peer(lambda tokens: 1, num_blocks=6, kv="paged", max_model_len=24, max_num_seqs=2)
     for key in range(1, 4):
         one.submit(key, "abcdefg", max_tokens=12)
     one.until(lambda update: len(update.ends) == 3)
     for number, key in enumerate(range(1, 4)):
-        one.send(Ask(number, "life", (f"r{key}",)))
-    lives = [answer.value for answer in one.until(lambda update: len(update.answers) == 3).answers]
-    happened = [[event["event"] for event in life["events"]] for life in lives]
+        one.send(Ask(number, "timeline", (f"r{key}",)))
+    timelines = [answer.value for answer in one.until(lambda update: len(update.answers) == 3).answers]
+    happened = [[event["event"] for event in timeline["events"]] for timeline in timelines]
     assert all(events[-1] == "finish" and "admit" in events for events in happened)
     assert any("preempt" in events for events in happened) and any("wait" in events for events in happened)
-    assert all(len(life["samples"][0]["tokens"]) == 12 for life in lives)
-    one.send(Ask(9, "life", ("nobody",)))
+    assert all(len(timeline["samples"][0]["tokens"]) == 12 for timeline in timelines)
+    one.send(Ask(9, "timeline", ("unknown",)))
     assert one.until(lambda update: update.answers).answers[0].value is None

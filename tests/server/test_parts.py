@@ -221,10 +221,11 @@ def test_tokens_of_one_stream_among_several_share_a_delta():
 def test_what_goes_wrong_over_and_over_is_logged_once_a_second():
     limit = OncePerSecond()
 
-    def passes(message: str, second: float, level: int = logging.ERROR) -> bool:
-        record = logging.LogRecord("forge", level, "", 0, message, (), None)
+    def passes(message: str, second: float, level: int = logging.ERROR, *arguments) -> bool:
+        record = logging.LogRecord("forge", level, "", 0, message, arguments, None)
         record.created = second
         return limit.filter(record)
 
     assert [passes("a", second) for second in (10.0, 10.1, 10.9, 11.0)] == [True, False, False, True]
     assert passes("b", 11.0) and all(passes("c", 11.0, logging.INFO) for _ in range(3))
+    assert [passes("%d died", 12.0, logging.ERROR, process) for process in (7, 8, 8)] == [True, True, False]

@@ -1,4 +1,4 @@
-"""What one can see of the server from outside: health, metrics, the life of a request, the steps."""
+"""What one can see of the server from outside: health, metrics, the timeline of a request, the steps."""
 
 import json
 import re
@@ -125,13 +125,13 @@ def test_questions_count_too(server):
     assert [server.metric(name) - count for name, count in zip(names, before, strict=True)] == [8, 2, 0]
 
 
-def test_a_requests_life_can_be_read_while_it_is_remembered(server):
+def test_the_timeline_of_a_request_can_be_read_while_it_is_kept(server):
     _, found = server.request("/v1/completions", {"prompt": "abcde", "max_tokens": 4, "ignore_eos": True})
-    status, life = server.request(f"/debug/requests/{found['id']}")
-    assert status == 200 and life["state"] == "ended" and life["num_prompt_tokens"] == 5
-    assert [event["event"] for event in life["events"]][-2:] == ["admit", "finish"]
-    assert len(life["samples"][0]["tokens"]) == 4
-    steps = [token["step"] for token in life["samples"][0]["tokens"]]
+    status, timeline = server.request(f"/debug/requests/{found['id']}")
+    assert status == 200 and timeline["state"] == "ended" and timeline["num_prompt_tokens"] == 5
+    assert [event["event"] for event in timeline["events"]][-2:] == ["admit", "finish"]
+    assert len(timeline["samples"][0]["tokens"]) == 4
+    steps = [token["step"] for token in timeline["samples"][0]["tokens"]]
     assert steps == sorted(set(steps))
 
 

@@ -382,6 +382,23 @@ def test_after_an_interruption_anywhere_the_next_guesses_are_right(kv):
     assert line > 100
 
 
+@pytest.mark.parametrize("kv", ["basic", "paged", "off"])
+def test_forgetting_that_is_interrupted_anywhere_loses_no_block(kv):
+    line, interrupted = 0, True
+    while interrupted:
+        proposer = scripted_draft(kv=kv)
+        proposer.propose([request([1, 2, 3, 4, 5], 3, seq_id=0), request([6, 7], 3, seq_id=1)])
+        interrupted = interrupted_at(line, partial(proposer.forget, 0))
+        assert proposed(proposer, [6, 7, 9], seq_id=1) == alone(request([6, 7, 9]), 4), f"after line {line}"
+        proposer.cache.check_invariants()
+        proposer.forget(0)
+        proposer.forget(1)
+        assert proposer.cache.stats().used_blocks == 0
+        line += 1
+
+    assert line > 10
+
+
 # Tokenizers
 
 
