@@ -62,7 +62,7 @@ def bench_cpu(
 ) -> None:
     """Decode, prefill, load time and memory of the cpu device, beside its peers on the same file in the same run.
 
-    Everybody takes turns in a process of its own. A peer that is not installed is left out, and said to be.
+    Each engine takes turns in a process of its own. A peer that is not installed is left out, and said to be.
 
     [dim]forge bench cpu -m Qwen3-0.6B-Q8_0.gguf --peer-python ~/llama/bin/python[/dim]
     """

@@ -24,7 +24,7 @@ def oneshot(
     ] = 64,
     max_tokens: Annotated[
         int,
-        typer.Option("--max-tokens", help="Of each answer; above 1 both are Decode.", rich_help_panel="Requests"),
+        typer.Option("--max-tokens", help="Of each answer; above 1 both are generations.", rich_help_panel="Requests"),
     ] = 1,
     model: options.ModelOption = "tales",
     kv: options.KvOption = "paged",

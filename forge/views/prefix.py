@@ -20,7 +20,7 @@ from forge.views.terminal import print_table
 from forge.views.text import neutralise, one_line, tail
 
 FORK_QUESTION = "What does a story cost that begins as another did?"
-RUBRIC_QUESTION = "What does a rubric cost that everybody reads?"
+RUBRIC_QUESTION = "What does a rubric cost that every request begins with?"
 LEADS_ON = "Your own prompts, one to a line:\n  forge compare --kv paged vs prefix --prompts FILE"
 NAMES = ("paged", "prefix")
 _BAR = 40
@@ -86,7 +86,7 @@ class PrefixExperiment:
     fork: Fork
     rubric_tokens: int
     alone: RubricRun
-    """With `paged`: everybody computes the rubric."""
+    """With `paged`: every request computes the rubric."""
     shared: RubricRun
     """With `prefix`."""
 
