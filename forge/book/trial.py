@@ -1,4 +1,6 @@
-"""A bug's trial: the same requests in the sound engine, with the bug and its invariants checked, and with the bug unchecked."""
+"""A bug's trial: the same requests in the sound engine, with the bug and every invariant checked, and with the bug
+unchecked.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

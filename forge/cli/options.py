@@ -262,7 +262,7 @@ PreemptOption = Annotated[
     str | None,
     typer.Option(
         "--preempt",
-        help="Who gives its blocks up: lifo, or least-progressed.",
+        help="Which sequence is preempted: lifo (the newest), or least-progressed.",
         autocompletion=completion.victim_policies,
         rich_help_panel=_SCHEDULER,
     ),

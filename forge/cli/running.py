@@ -49,8 +49,8 @@ def run_label(llm: "LLM") -> "RunLabel":
 
 
 def warm_up(llm: "LLM", prompt: str) -> None:
-    """Generate a few tokens that are not timed: a process's first forward pays for memory that has never been touched. With
-    guesses there are some more, because the first of them are held back until a plain forward's time is known.
+    """Generate a few tokens that are not timed: a process's first forward pays for memory that has never been touched.
+    With speculation a few more, because no draft tokens are proposed until a plain forward's time is known.
 
     What a prefix cache would remember of them is forgotten.
     """
