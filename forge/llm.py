@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from forge.model.model import Model
 from forge.speculation.leases import Lease, lease_model
 from forge.speculation.setup import DEFAULT_K, Target, checked_acceptance, checked_mode, load_proposers
 from forge.speculation.speculator import Speculator
-from forge.trace.records import Pooling, StepRecord
+from forge.trace.records import Pooling, PreemptionMode, StepRecord
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -56,7 +56,7 @@ LARGE_GPU_ONESHOT_TOKENS, LARGE_GPU_ONESHOT_MEMORY = 8192, 4 << 30
 """Its products come in waves of tiles, one per multiprocessor. Counted, not measured: 2,048 rows by a matrix of 2,560
 make 160 tiles of 128 x 256, two waves of which 132 multiprocessors idle through 39 %; 8,192 rows idle through 3 %."""
 DEFAULT_MAX_MODEL_LEN = 4096
-"""The context that is reserved for when nobody says otherwise, where the model has as much."""
+"""The context that is reserved for by default, where the model has as much."""
 
 
 class LLM:
@@ -83,7 +83,7 @@ class LLM:
         chunked_prefill: bool = True,
         order: str | AdmissionOrder = "fcfs",
         preempt: str | VictimPolicy = "lifo",
-        mode: str = "recompute",
+        mode: PreemptionMode = "recompute",
         num_host_blocks: int = 256,
         prefix_planning: bool = True,
         oneshot: bool = True,
@@ -116,14 +116,14 @@ class LLM:
         while one of them computes what they share, and those that keep nothing share it at all. oneshot: whether a
         generation of one token at most is a request that keeps nothing. oneshot_tokens, oneshot_memory: what a step
         takes of such requests, in tokens and in temporary bytes; None for what suits the device. speculate: who
-        guesses tokens ahead, `draft` or `ngram`; None or `off` for nobody. draft: the draft model, or several that all
-        guess; the bundled one if not given. k: how many tokens to guess at a time; at most, unless `speculate_fixed`.
+        proposes draft tokens, `draft` or `ngram`; None or `off` for no speculation. draft: the draft model, or several
+        that all guess; the bundled one if not given. k: draft tokens per cycle, at most unless `speculate_fixed`.
         acceptance: which draft tokens stand under sampling: `gumbel` (the same tokens as without a draft) or
-        `rejection` (more are accepted; reproducible only with `speculate_fixed`).
-        check: look after every step whether each rule of the scheduler and the cache holds, and raise AssertionError
-        where one does not. time_operations: keep time per layer and operation, for `operation_times()`.
-        on_load_progress: called with (bytes loaded, bytes in all). on_compile_progress: called with (kernels compiled,
-        kernels in all) if any have to be, which happens once per machine.
+        `rejection` (more are accepted; reproducible only with `speculate_fixed`). check: look after every step whether
+        each rule of the scheduler and the cache holds, and raise AssertionError where one does not. time_operations:
+        keep time per layer and operation, for `operation_times()`. on_load_progress: called with (bytes loaded, bytes
+        in all). on_compile_progress: called with (kernels compiled, kernels in all) if any have to be, which happens
+        once per machine.
 
         What is not in forge is given as it is: model, a `LoadedModel`; kv, a function from a `CacheSize` to a
         `KvCache`; order and preempt, functions of their own; speculate, a `Proposer`.
@@ -169,28 +169,28 @@ class LLM:
         )
         self.path, self.model_name = loaded.path, loaded.name
         self.pooling: Pooling = loaded.pooling
-        """How an embedding is made of hidden states when nobody says otherwise."""
-        model, self.tokenizer = loaded.model, loaded.tokenizer
+        """How an embedding is made of hidden states by default."""
+        target, self.tokenizer = loaded.model, loaded.tokenizer
         self.device, self.device_description = device, loaded.device_description
         self.kv_dtype = kv_dtype or loaded.default_kv_dtype
         if time_operations:
-            model.time_operations()
-        self.max_model_len = _usable_context(model.max_position_embeddings, max_model_len)
-        layout = model.kv_layout(0, block_size, self.kv_dtype)
+            target.time_operations()
+        self.max_model_len = _usable_context(target.max_position_embeddings, max_model_len)
+        layout = target.kv_layout(0, block_size, self.kv_dtype)
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
-        model.prepare(layout)
+        target.prepare(layout)
         self._kv, self._cache_size, self._config = kv, size, config
         self._max_k, self._speculate_fixed, self._check = k, speculate_fixed, check
         self.max_num_seqs = config.max_num_seqs
-        self.engine = self._engine_of(model, config)
+        self.engine = self._engine_of(target, config)
         self.kv = self.engine.cache.kind
         limits = self.max_model_len, max_num_seqs
-        self._target = Target(self.tokenizer, model.vocab_size, self.path, *limits, device, threads, self.kv_dtype)
+        self._target = Target(self.tokenizer, target.vocab_size, self.path, *limits, device, threads, self.kv_dtype)
         self.speculate_with(speculate, draft)
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started
 
-    def new_engine(self, **changed) -> Engine:
+    def new_engine(self, **changed: Any) -> Engine:
         """An engine of its own on the same weights, with an empty cache of the same kind and size.
 
         `changed`: fields of `SchedulerConfig` that are to differ from this model's.
@@ -225,7 +225,7 @@ class LLM:
             for _ in run:
                 pass
         except BaseException:
-            run.abort()  # nobody else has hold of it
+            run.abort()  # no other code holds it
             raise
         return run.outputs
 
@@ -257,16 +257,22 @@ class LLM:
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
-        labels: Sequence[str],
+        labels: Sequence[str] = (),
         *,
         on_progress: Progress = lambda done, of: None,
     ) -> list[tasks.Classification]:
         """How likely each label is to follow each prompt, from one forward per prompt where labels are single tokens.
+        A model with a classification head has labels of its own, and is given none.
 
         Raises `UsageError` for fewer than two labels, or two that are the same tokens.
         """
         encoded = [self._encode(prompt)[1] for prompt in _as_list(prompts)]
-        token_ids = [self.tokenizer.encode(label) for label in labels]
+        own = self.model.labels
+        if own:
+            if labels:
+                raise UsageError(f"this model has labels of its own: {', '.join(own)}; leave --labels out")
+            return tasks.classify_by_head(encoded, own, self._answering(on_progress))
+        token_ids = [self.tokenizer.encode(label, add_special_tokens=False) for label in labels]
         return tasks.classify(encoded, token_ids, labels, self._answering(on_progress))
 
     def score(
@@ -274,7 +280,7 @@ class LLM:
     ) -> list[tasks.Score]:
         """Of each (prompt, continuation) the log probability of each of the continuation's tokens, and of `top`
         alternatives to each. Raises `UsageError` where there is nothing to score."""
-        encoded = [(self._encode(prompt)[1], self._encode(continuation)[1]) for prompt, continuation in pairs]
+        encoded = [(self._part(prompt, begins=True), self._part(continuation)) for prompt, continuation in pairs]
         return tasks.score(encoded, top, self._answering(on_progress))
 
     def embed(
@@ -304,13 +310,14 @@ class LLM:
         on_progress: Progress = lambda done, of: None,
     ) -> list[float]:
         """How relevant each document is to the query. by: `answer`, the probability of "yes" against "no" in the form
-        that Qwen3-Reranker was trained with, from 0 to 1; `embedding`, the cosine of the two embeddings."""
+        that Qwen3-Reranker was trained with, from 0 to 1, by the model's classification head where it has one;
+        `embedding`, the cosine of the two embeddings."""
         if by not in ("answer", "embedding"):
             raise UsageError(f"--by is answer or embedding, and not {by!r}")
         if by == "embedding":
             vectors = self.embed([query, *documents], on_progress=on_progress)
-            return (vectors[1:] @ vectors[0]).tolist()
-        yes, no = (tasks.single_token(self.tokenizer, word) for word in ("yes", "no"))
+            return [float(cosine) for cosine in vectors[1:] @ vectors[0]]
+        yes, no = tasks.rerank_candidates(self.tokenizer, self.model.labels)
         extra = {} if instruction is None else {"instruction": instruction}
         prompts = [tasks.rerank_prompt(self.tokenizer, query, document, **extra) for document in documents]
         return tasks.rerank(prompts, yes, no, self._answering(on_progress))
@@ -430,6 +437,13 @@ class LLM:
         _require_items(prompt)
         return None, prompt
 
+    def _part(self, text: Prompt, begins: bool = False) -> Sequence[int]:
+        """The tokens of a part of a text; only the one that `begins` it has special tokens before it."""
+        if not isinstance(text, str):
+            return self._encode(text)[1]
+        prefix = self.tokenizer.spec.prefix_ids if begins else ()
+        return [*prefix, *self.tokenizer.encode(text, add_special_tokens=False)]
+
     def _num_scratch_blocks(self, config: SchedulerConfig, block_size: int) -> int:
         """What one step's requests that keep nothing take, each with a last block that is filled in part."""
         return -(-max(config.oneshot_tokens, self.max_model_len) // block_size) + MOST_ONESHOTS
@@ -476,7 +490,7 @@ class Run:
     def outputs(self) -> list[RequestOutput]:
         """One per prompt, in order. Complete once the iteration has ended or after `abort()`."""
         with self._engine.lock:
-            if self._has_ended():
+            if self._has_ended() and self._outputs is not None:
                 return self._outputs
             return [self._engine.output(request_id) for request_id in self._request_ids]
 
@@ -491,7 +505,7 @@ class Run:
             if self._has_ended():
                 return None
             record = self._step()
-            self._has_ended()  # before anyone sees the record, so that nobody need come back for the end
+            self._has_ended()  # before the caller sees the record, which may be the last one that it reads
             return record
 
     def _step(self) -> StepRecord:
@@ -589,7 +603,13 @@ class ChatSession:
 class ChatTurn(Run):
     """The run of one answer; joins the conversation when it ends, or when it is aborted."""
 
-    def __init__(self, session: ChatSession, messages: list[dict[str, str]], engine: Engine, requests):
+    def __init__(
+        self,
+        session: ChatSession,
+        messages: list[dict[str, str]],
+        engine: Engine,
+        requests: list[tuple[str, tuple[int, ...]]],
+    ):
         super().__init__(engine, requests)
         self._session, self._messages, self._seq_id = session, messages, requests[0][1][0]
 
@@ -620,7 +640,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     _require_items(prompts)
-    items = list(prompts)
+    items: list[Any] = list(prompts)
     if items and all(isinstance(item, (int, np.integer)) for item in items):
         return [items]
     if not items:

@@ -40,7 +40,7 @@ def map_file(path: Path, refuse: Callable[[str], ForgeError]) -> mmap.mmap:
 def drop_pages(buffer: mmap.mmap, offset: int, nbytes: int) -> None:
     """Give back the memory of `nbytes` bytes at `offset`, and of the pages that they share with others.
 
-    Nothing is lost: whoever reads there again gets the same bytes from the file. Does nothing where the system has no
+    Nothing is lost: reading there again gives the same bytes from the file. Does nothing where the system has no
     `madvise`, or the mapping is closed.
     """
     if not hasattr(mmap, "MADV_DONTNEED") or buffer.closed:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType
+from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType, row_nbytes
 from forge.gguf.writer import NewTensor, TypedValue, random_weights, write_gguf
 from forge.model.config import Qwen3Config, expected_tensors
 
@@ -44,6 +44,19 @@ def small_tokenizer(vocab_size: int | None = None) -> dict[str, object]:
 
 def small_metadata(config: Qwen3Config) -> dict[str, object]:
     """The metadata of a whole file for `config`, as llama.cpp's converter writes it."""
+    entries = _dense_metadata(config)
+    if not config.num_experts:
+        return entries
+    entries = {name.replace("qwen3.", "qwen3moe.", 1): value for name, value in entries.items()}
+    return entries | {
+        "general.architecture": "qwen3moe",
+        "qwen3moe.expert_count": config.num_experts,
+        "qwen3moe.expert_used_count": config.num_experts_per_tok,
+        "qwen3moe.expert_feed_forward_length": config.intermediate_size,
+    }
+
+
+def _dense_metadata(config: Qwen3Config) -> dict[str, object]:
     return {
         "general.architecture": "qwen3",
         "general.name": "small random qwen3",
@@ -74,6 +87,8 @@ def small_config(
     tie: bool = True,
     rope_theta: float = 1e6,
     max_position_embeddings: int = 1024,
+    num_experts: int = 0,
+    num_experts_per_tok: int = 0,
 ) -> Qwen3Config:
     return Qwen3Config(
         vocab_size=vocab_size,
@@ -87,6 +102,8 @@ def small_config(
         rope_theta=rope_theta,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=tie,
+        num_experts=num_experts,
+        num_experts_per_tok=num_experts_per_tok,
     )
 
 
@@ -95,12 +112,16 @@ def small_tensors(config: Qwen3Config, tensor_type: GGMLType, seed: int = 0) -> 
     rng = np.random.default_rng(seed)
     tensors = []
     for name, shape in expected_tensors(config).items():
+        if name.endswith("ffn_gate_inp.weight"):  # which no quantizer touches
+            router = rng.standard_normal(shape, dtype=np.float32) / np.float32(shape[1] ** 0.5)
+            tensors.append(NewTensor(name, GGMLType.F32, router))
+            continue
         if len(shape) == 1:
             norm = 1 + 0.1 * rng.standard_normal(shape, dtype=np.float32)
             tensors.append(NewTensor(name, GGMLType.F32, norm))
             continue
-        ggml_type = tensor_type if shape[1] % BLOCK_SIZES[tensor_type].elements == 0 else GGMLType.F32
-        std = 0.1 if name in ("token_embd.weight", "output.weight") else 1 / shape[1] ** 0.5
+        ggml_type = tensor_type if shape[-1] % BLOCK_SIZES[tensor_type].elements == 0 else GGMLType.F32
+        std = 0.1 if name in ("token_embd.weight", "output.weight") else 1 / shape[-1] ** 0.5
         tensors.append(NewTensor(name, ggml_type, random_weights(ggml_type, shape, std, rng)))
     return tensors
 
@@ -122,3 +143,11 @@ def write_small_qwen3(
     ggml_type = GGMLType[tensor_type] if isinstance(tensor_type, str) else GGMLType(tensor_type)
     entries = small_metadata(config) | (metadata or {})
     return write_gguf(path, entries, small_tensors(config, ggml_type, seed))
+
+
+def gguf_beginning(folder: Path, tensor_type: str = "F32", metadata: dict[str, object] | None = None) -> bytes:
+    """A file of one tensor, which is said to be of `tensor_type`: what a header alone says of a model."""
+    data = np.zeros((4, row_nbytes(GGMLType[tensor_type], 256)), np.uint8)
+    tensor = NewTensor("token_embd.weight", GGMLType[tensor_type], data)
+    entries = small_metadata(small_config(hidden_size=256)) | (metadata or {})
+    return write_gguf(folder / "beginning.gguf", entries, [tensor]).read_bytes()

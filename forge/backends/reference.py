@@ -16,6 +16,7 @@ from forge.backends.timed import TimedOperations
 from forge.cache.kv_storage import KvLayout, NumpyKvStorage, rounded
 from forge.model.backend import Backend, ForwardPass, Operations, OperationTime, Tensor
 from forge.model.forward_batch import ForwardBatch
+from forge.model.rope import Rope
 
 
 class ReferenceBackend(Backend):
@@ -30,6 +31,9 @@ class ReferenceBackend(Backend):
         matrix = np.ascontiguousarray(tensor.dequantize(), np.float32)
         self._matrix_names[id(matrix)] = tensor.name
         return matrix
+
+    def load_experts(self, tensor: Tensor) -> np.ndarray:
+        return np.ascontiguousarray(tensor.dequantize(), np.float32)
 
     def load_vector(self, tensor: Tensor) -> np.ndarray:
         return np.ascontiguousarray(tensor.dequantize(), np.float32)
@@ -67,15 +71,15 @@ class ReferenceOperations(Operations):
         heads = x.reshape(len(x), -1, len(weight))
         return self.rms_norm(heads, weight, eps).reshape(x.shape)
 
-    def rope(self, x: np.ndarray, batch: ForwardBatch, head_dim: int, theta: float) -> np.ndarray:
-        half = head_dim // 2
-        frequencies = theta ** (-np.arange(half) / half)  # float64 [half]
+    def rope(self, x: np.ndarray, batch: ForwardBatch, rope: Rope) -> np.ndarray:
+        frequencies = rope.frequencies()  # float64 [head_dim / 2]
         out = np.empty_like(x)
         for row in range(len(x)):
             angles = batch.positions[row] * frequencies  # float64: position 40,000 keeps its fraction
-            cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-            heads = x[row].reshape(-1, head_dim)
-            first, second = heads[:, :half], heads[:, half:]
+            cos = (np.cos(angles) * rope.attention_factor).astype(np.float32)
+            sin = (np.sin(angles) * rope.attention_factor).astype(np.float32)
+            heads = x[row].reshape(-1, rope.head_dim)
+            first, second = np.split(heads, 2, axis=1)
             turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
             out[row] = turned.reshape(-1)
         return out
@@ -109,6 +113,28 @@ class ReferenceOperations(Operations):
         for row in range(len(gate)):
             with np.errstate(over="ignore"):  # exp(-g) is infinite for very negative g, and g / inf is the right 0
                 out[row] = gate[row] / (1.0 + np.exp(-gate[row])) * up[row]
+        return out
+
+    def experts(
+        self,
+        x: np.ndarray,
+        router: np.ndarray,
+        gate: np.ndarray,
+        up: np.ndarray,
+        down: np.ndarray,
+        num_used: int,
+        normalize: bool,
+    ) -> np.ndarray:
+        out = np.zeros_like(x)
+        for row in range(len(x)):
+            one = x[row : row + 1]
+            logits = self.linear(one, router)[0]
+            shares = np.exp(logits - logits.max())
+            chosen = np.sort(np.argsort(-logits, kind="stable")[:num_used])  # of equals the lower number
+            total = shares[chosen].sum() if normalize else shares.sum()
+            for expert in chosen:
+                gated = self.swiglu(self.linear(one, gate[expert]), self.linear(one, up[expert]))
+                out[row] += shares[expert] / total * self.linear(gated, down[expert])[0]
         return out
 
     def add(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -53,6 +53,9 @@ class TimedOperations(Operations):
     def swiglu(self, *arguments):
         return self._timed("swiglu", self.inner.swiglu, *arguments)
 
+    def experts(self, *arguments):
+        return self._timed("experts", self.inner.experts, *arguments)
+
     def add(self, *arguments):
         return self._timed("add", self.inner.add, *arguments)
 

@@ -169,7 +169,9 @@ def run(
         if not values or min(values) < 1:
             raise UsageError(f"{name} is at least 1")
     on_progress(f"load {model}")
-    chosen = {name: value for name, value in (("device", device), ("threads", threads)) if value is not None}
+    chosen: dict[str, Any] = {
+        name: value for name, value in (("device", device), ("threads", threads)) if value is not None
+    }
     llm = LLM(model, kv="paged", num_blocks=1, **chosen)  # its own cache is not used
     fitting = [length for length in lengths if length + effort.steps + 2 <= llm.max_model_len]
     times = []
@@ -219,7 +221,8 @@ def _step_time(llm: "LLM", length: int, block_size: int, steps: int) -> StepTime
             engines[which].step()
             seconds[which].append(time.perf_counter() - started)
     ratios = (_ratio(seconds[1], seconds[0]), _ratio(seconds[2], seconds[0]))
-    return StepTime(length, block_size, *map(_middle, seconds), *ratios)
+    basic, paged, scattered = map(_middle, seconds)
+    return StepTime(length, block_size, basic, paged, scattered, *ratios)
 
 
 def _middle(values: Sequence[float]) -> Middle:
@@ -264,7 +267,8 @@ def _first_token(llm: "LLM", rounds: int) -> FirstToken:
                 seconds[which].append(time.perf_counter() - started)
                 cached = engine.output(request).metrics.tokens_cached
             engine.forget(request)
-    return FirstToken(PROMPT_TOKENS, cached, *map(_middle, seconds), _ratio(seconds[0], seconds[1]))
+    ratio = _ratio(seconds[0], seconds[1])
+    return FirstToken(PROMPT_TOKENS, cached, _middle(seconds[0]), _middle(seconds[1]), ratio)
 
 
 def _engine(llm: "LLM", cache: KvCache, longest: int) -> "Engine":
@@ -273,7 +277,7 @@ def _engine(llm: "LLM", cache: KvCache, longest: int) -> "Engine":
     from forge.engine.policies import SchedulerConfig
 
     layout = llm.model.kv_layout(cache.num_available, cache.block_size, llm.kv_dtype)
-    storage = llm.model.backend.new_storage(layout)
+    storage = llm.model.new_storage(layout)
     return Engine(llm.model, llm.tokenizer, cache, storage, longest, SchedulerConfig(oneshot=False))
 
 

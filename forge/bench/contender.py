@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -79,10 +80,12 @@ class Contender:
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
         """The answer to one request. Raises `ContenderMissing` or `ContenderError`."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None, "both are pipes"
         try:
-            self._process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            stdin.write(json.dumps({"do": do, **fields}) + "\n")
+            stdin.flush()
+            line = stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:
@@ -99,10 +102,9 @@ class Contender:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
-            try:
+            assert pipe is not None
+            with suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
 
     def __enter__(self) -> "Contender":
         return self

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -155,7 +156,7 @@ class _Field:
 
     def __init__(self, stack: ExitStack, plan: Plan, path: Path, threads: int, max_context: int, on_progress: Progress):
         self._stack, self._plan, self._say = stack, plan, on_progress
-        self._loading = {"model": str(path.absolute()), "threads": threads, "max_context": max_context}
+        self._loading: dict[str, Any] = {"model": str(path.absolute()), "threads": threads, "max_context": max_context}
         self._launches = {FORGE: [Launch(FORGE, "forge_worker")]} | {
             peer: [Launch(peer, PEERS[peer], python) for python in self._pythons()] for peer in plan.peers
         }
@@ -173,7 +174,7 @@ class _Field:
         for repetition in range(self._plan.effort.loads):
             for name in list(self._launches):
                 self._say(f"load {repetition + 1} of {self._plan.effort.loads}: {name}")
-                answer = self._try(name, lambda name=name: self._load_one(name))
+                answer = self._try(name, partial(self._load_one, name))
                 if answer is not None:
                     seconds[name].append(answer["seconds"])
         for name, contender in self._contenders.items():
@@ -183,15 +184,13 @@ class _Field:
     def measure(self, case: Case, size: ModelSize) -> Figure:
         """Everybody's repetitions of one case, taking turns."""
         token_ids = case.token_ids(size.vocab_size, SEED)
-        settings, seconds, tops = {}, {}, {}
+        settings: dict[str, str] = {}
+        seconds: dict[str, list[float]] = {}
+        tops: dict[str, tuple[int, ...]] = {}
         for name in list(self._contenders):
             self._say(f"{case.title}: {name} fills its cache")
-            answer = self._try(
-                name,
-                lambda name=name: self._contenders[name].ask(
-                    "prepare", kind=case.kind, context=case.context, token_ids=token_ids
-                ),
-            )
+            ask = partial(self._contenders[name].ask, "prepare")
+            answer = self._try(name, partial(ask, kind=case.kind, context=case.context, token_ids=token_ids))
             if answer is not None:
                 settings[name], seconds[name] = answer["setting"], []
         effort = self._plan.effort
@@ -204,7 +203,7 @@ class _Field:
                 self._say(f"{case.title}: {repetition + 1} of {effort.repetitions}, {name}")
                 time.sleep(REST_SECONDS)
                 started = time.perf_counter()
-                answer = self._try(name, lambda name=name: self._contenders[name].ask("turn", **turn))
+                answer = self._try(name, partial(self._contenders[name].ask, "turn", **turn))
                 spent[name] += time.perf_counter() - started
                 if answer is not None:
                     seconds[name].append(median(answer["seconds"]))

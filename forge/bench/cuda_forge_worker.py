@@ -1,12 +1,16 @@
 """forge on the GPU as a contender: forward passes without sampling, and whole requests through its engine."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge.bench.cuda_load import drive, unique_prompts
 from forge.bench.forge_worker import BLOCK_SIZE, CHUNK, batch_of
 from forge.bench.worker import Missing, peak_memory, serve, take_turn, timed
 from forge.engine.sampler import argmax_rows
+from forge.model.qwen3 import Qwen3
+
+if TYPE_CHECKING:
+    from forge import LLM
 
 WARM_ROUNDS = 3
 """Untimed requests per slot before a load is timed: kernels compiled, graphs captured."""
@@ -17,8 +21,9 @@ class CudaForgeContender:
 
     def __init__(self, device: str = "cuda"):
         self._device = device
-        self._llm = None
-        self._batch = self._storage = None
+        self._llm: LLM
+        self._batch: Any = None
+        self._storage: Any = None
         self._expected = 0.0
 
     def load(self, model: str, max_context: int, max_sequences: int, kv: str) -> Mapping[str, Any]:
@@ -50,7 +55,7 @@ class CudaForgeContender:
         blocks = -(-length // BLOCK_SIZE)
         model = self._llm.model
         self._storage = None
-        self._storage = model.backend.new_storage(model.kv_layout(sequences * blocks, BLOCK_SIZE, self._llm.kv_dtype))
+        self._storage = model.new_storage(model.kv_layout(sequences * blocks, BLOCK_SIZE, self._llm.kv_dtype))
         for index, ids in enumerate(token_ids):
             for start in range(0, context, CHUNK):
                 stop = min(context, start + CHUNK)
@@ -58,6 +63,7 @@ class CudaForgeContender:
         self._batch = batch_of([ids[context:] for ids in token_ids], context, blocks)
         for _ in range(WARM_ROUNDS):
             self._expected = self._step()
+        assert isinstance(model, Qwen3)
         execution = getattr(model.backend, "execution", None)
         how = f"{execution.mode}: {execution.reason}" if execution is not None else "eager"
         return {"setting": how, "seconds": self._expected}

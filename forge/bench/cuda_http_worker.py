@@ -37,7 +37,7 @@ class UniquePrompts(ServePlan):
     vocab_size: int = 1 << 15
 
     def prompts(self) -> list[Prompt]:
-        return unique_prompts(self.num_prompts, self.input_tokens, self.vocab_size, self.seed)
+        return [*unique_prompts(self.num_prompts, self.input_tokens, self.vocab_size, self.seed)]
 
 
 class CudaHttpContender:
@@ -100,12 +100,13 @@ class CudaHttpContender:
         failed = [one.error for one in found.requests if one.error is not None]
         if failed:
             raise RuntimeError(f"{len(failed)} of {requests} requests failed: {one_line(failed[0])}")
+        ended = [(one, one.ended) for one in found.requests if one.ended is not None]
         return {
             "setting": f"HTTP, streamed, greedy; the client took {found.client_cpu_share:.0%} of a CPU",
             "seconds": found.duration,
             # Half a character is no text: then the first token is seen with the end.
-            "first_token": [(one.chunks or [one.ended])[0] - one.started for one in found.requests],
-            "end": [one.ended - one.started for one in found.requests],
+            "first_token": [(one.chunks or [end])[0] - one.started for one, end in ended],
+            "end": [end - one.started for one, end in ended],
         }
 
     def close(self) -> None:

@@ -122,14 +122,16 @@ class _Counted:
 
     def launches(self, sequences: int, context: int, new: int) -> dict[str, int]:
         from forge.backends.cuda.ahead_of_time import CountedProducts
+        from forge.backends.cuda.backend import CudaBackend
 
         length = context + new
         blocks = -(-length // BLOCK_SIZE)
-        model, batch = self._model, _batch(sequences, context, new, blocks)
-        storage = model.new_storage(model.kv_layout(sequences * blocks, BLOCK_SIZE, "bfloat16"))
+        model, backend, batch = self._model, self._model.backend, _batch(sequences, context, new, blocks)
+        layout = model.kv_layout(sequences * blocks, BLOCK_SIZE, "bfloat16")
         self._found.clear()
+        assert isinstance(backend, CudaBackend)
         with CountedProducts(self._found):
-            model.backend.launch(model.forward_pass, batch, storage)
+            backend.launch(model.forward_pass, batch, backend.new_storage(layout))
         return dict(self._found)
 
 

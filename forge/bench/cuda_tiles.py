@@ -10,12 +10,13 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 
 from forge.backends.cuda.inputs import Policy
 from forge.backends.cuda.launches import Launches, TritonLauncher
-from forge.backends.cuda.network import Norm
+from forge.backends.cuda.network import Network, Norm
 from forge.backends.cuda.rotations import Rotations
 from forge.backends.cuda.shapes import TILE_ROWS, Tile
 from forge.backends.cuda.weights import KIND_NAMES, Q8, Matrix, Packed
@@ -61,11 +62,12 @@ def measure(
     where = torch.device(device)
     on_gpu = where.type == "cuda"
     properties = torch.cuda.get_device_properties(where) if on_gpu else None
-    multiprocessors = properties.multi_processor_count if on_gpu else 2
-    dependent = on_gpu and (properties.major, properties.minor) >= (9, 0)
+    multiprocessors = properties.multi_processor_count if properties else 2
+    dependent = properties is not None and (properties.major, properties.minor) >= (9, 0)
     policy = Policy(config.num_attention_heads, config.num_key_value_heads, multiprocessors, False, False)
     launcher = TritonLauncher(dependent)
-    run = TriedLaunches(None, policy, Rotations(where), where, torch.bfloat16, launcher, exact=not on_gpu)
+    nowhere = cast(Network, None)  # products need no network
+    run = TriedLaunches(nowhere, policy, Rotations(where), where, torch.bfloat16, launcher, exact=not on_gpu)
     for name, (height, width) in products_of(config).items():
         first = random_matrix(name, height, width, kind, where)
         copies = [first] + [replace_weights(first) for _ in range(least_bytes // first.read_bytes)]
@@ -125,7 +127,7 @@ def random_matrix(name: str, rows: int, columns: int, kind: int, device: torch.d
 def replace_weights(matrix: Matrix) -> Matrix:
     """The same matrix at another place in memory."""
     if matrix.packed is None:
-        return replace(matrix, dense=matrix.dense.clone())
+        return replace(matrix, dense=matrix.own_dense().clone())
     return replace(matrix, packed=Packed(matrix.kind, *(array.clone() for array in matrix.packed.arrays)))
 
 

@@ -8,9 +8,9 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-if __package__:
+if TYPE_CHECKING or __package__:
     from forge.bench.worker import Missing, one_line, peak_memory, serve, take_turn, timed
 else:
     from worker import Missing, one_line, peak_memory, serve, take_turn, timed
@@ -23,6 +23,7 @@ class CudaTransformersContender:
 
     def __init__(self):
         self._model = None
+        self._cache: Any = None
         self._expected = 0.0
 
     def load(self, model: str, max_context: int, max_sequences: int, kv: str) -> Mapping[str, Any]:

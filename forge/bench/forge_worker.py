@@ -1,9 +1,9 @@
 """forge as a contender: `Qwen3.forward` on the cpu device, without sampling, as `llama_decode` is without it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-if __package__:
+if TYPE_CHECKING or __package__:
     from forge.bench.worker import peak_memory, serve, take_turn, timed
 else:
     from worker import peak_memory, serve, take_turn, timed
@@ -24,8 +24,9 @@ class ForgeContender:
     def load(self, model: str, threads: int, max_context: int) -> Mapping[str, Any]:
         import forge.backends.cpu.backend  # noqa: F401 (loading libraries is no part of loading a file)
         from forge import LLM, __version__
+        from forge.model.qwen3 import Qwen3
 
-        compiled = []
+        compiled: list[int] = []
         llm = self._llm = LLM(
             model,
             device="cpu",
@@ -35,6 +36,7 @@ class ForgeContender:
             block_size=BLOCK_SIZE,
             on_compile_progress=lambda done, total: compiled.append(done),
         )
+        assert isinstance(llm.model, Qwen3)
         return {
             "description": f"forge {__version__}, {llm.device_description}, KV {llm.kv_dtype}",
             "seconds": llm.load_seconds,
@@ -46,7 +48,7 @@ class ForgeContender:
         sequences, length = len(token_ids), len(token_ids[0])
         blocks = -(-length // BLOCK_SIZE)
         model = self._llm.model
-        self._storage = model.backend.new_storage(model.kv_layout(sequences * blocks, BLOCK_SIZE, self._llm.kv_dtype))
+        self._storage = model.new_storage(model.kv_layout(sequences * blocks, BLOCK_SIZE, self._llm.kv_dtype))
         for index, ids in enumerate(token_ids):
             for start in range(0, context, CHUNK):
                 stop = min(context, start + CHUNK)

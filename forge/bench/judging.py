@@ -61,11 +61,18 @@ class JudgeRun:
 
     @property
     def p50_ms(self) -> float:
-        return percentile(self.latencies_ms, 0.5)
+        return latency_ms(self.latencies_ms, 0.5)
 
     @property
     def p95_ms(self) -> float:
-        return percentile(self.latencies_ms, 0.95)
+        return latency_ms(self.latencies_ms, 0.95)
+
+
+def latency_ms(latencies: Sequence[float], share: float) -> float:
+    """A percentile of at least one latency."""
+    found = percentile(latencies, share)
+    assert found is not None
+    return found
 
 
 def judge_prompts(tokenizer: "Tokenizer", number: int) -> list[list[int]]:
@@ -115,7 +122,8 @@ class _Callers:
         self._cached = 0
 
     def run(self, on_step: Callable[[StepRecord], None]) -> JudgeRun:
-        engine, most = self._engine, Counter()
+        engine = self._engine
+        most: Counter[str] = Counter()
         steps = computed = deferred = 0
         began = time.perf_counter()
         try:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -168,25 +169,28 @@ def _made_up(quantization: str) -> Iterator[Path]:
 
 
 def _measure(path: Path, threads: int | None, on_progress: Progress) -> Measured:
+    from forge.backends.cpu.backend import CpuBackend
     from forge.bench.forge_worker import BLOCK_SIZE, batch_of
     from forge.llm import LLM
     from forge.model.catalog import model_name
+    from forge.model.qwen3 import Qwen3
 
     size = measure_model(path)
     most = min(ROWS[-1], size.max_context)
     llm = LLM(path, device="cpu", threads=threads, max_model_len=most, max_num_seqs=1, block_size=BLOCK_SIZE)
     blocks = -(-most // BLOCK_SIZE)
-    storage = llm.model.backend.new_storage(llm.model.kv_layout(blocks, BLOCK_SIZE, llm.kv_dtype))
+    storage = llm.model.new_storage(llm.model.kv_layout(blocks, BLOCK_SIZE, llm.kv_dtype))
     works: list[Work] = []
     for rows in (rows for rows in ROWS if rows <= most):
         case = Case(f"rows{rows}", f"{rows} rows", "prefill", sequences=1, context=0, tokens=rows)
         batch = batch_of(case.token_ids(size.vocab_size, seed=1), 0, blocks)
-        works.append((case, lambda batch=batch: llm.model.forward(batch, storage)))
+        works.append((case, partial(llm.model.forward, batch, storage)))
     seconds = _shortest([work for _, work in works], lambda turn: on_progress(f"{model_name(path)}: {turn}"))
     passes = []
     for (case, _), shortest in zip(works, seconds, strict=True):
         needs = needs_of(case, size)
         passes.append(Pass(case.tokens, needs.bytes_read, needs.products, shortest))
+    assert isinstance(llm.model, Qwen3) and isinstance(llm.model.backend, CpuBackend)
     return Measured(model_name(path), size, llm.model.backend.threads, tuple(passes))
 
 

@@ -69,11 +69,11 @@ def read_bandwidth(array_bytes: int, seconds: float, threads: int) -> float:
     """Bytes per second that `threads` threads read together."""
     values = huge_pages(array_bytes).view(np.int64)
     shares = np.array_split(values, threads)
-    _at_once([lambda share=share: share.fill(1) for share in shares])  # untouched memory would not be read at all
+    _at_once([partial(share.fill, 1) for share in shares])  # untouched memory would not be read at all
     rates = []
     for walk in (_sum_one_stream, _sum_four_streams):
         walk(values[:64])  # compiled
-        taken = _passes([lambda share=share, walk=walk: walk(share) for share in shares], seconds / 2)
+        taken = _passes([partial(walk, share) for share in shares], seconds / 2)
         rates.append(values.nbytes / float(np.median(taken)))
     return max(rates)
 
@@ -87,7 +87,7 @@ def product_rate(seconds: float, threads: int) -> float:
     times = _SHORT
     while _seconds(partial(work[0].run, times)) < seconds / 20:
         times *= 2
-    taken = _passes([lambda tile=tile: tile.run(times) for tile in work], seconds)
+    taken = _passes([partial(tile.run, times) for tile in work], seconds)
     return threads * times * MAX_ROWS * LANES * TILE_COLUMNS / float(np.median(taken))
 
 

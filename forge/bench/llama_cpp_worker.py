@@ -9,9 +9,9 @@ import ctypes
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-if __package__:
+if TYPE_CHECKING or __package__:
     from forge.bench.worker import Missing, peak_memory, plural, serve, take_turn, timed
 else:
     from worker import Missing, peak_memory, plural, serve, take_turn, timed
@@ -56,7 +56,7 @@ class LlamaCppContender:
         for unified in (True, False) if len(token_ids) > 1 else (True,):
             self._set_up(unified)
             found[unified] = min(self._step() for _ in range(TRIAL_STEPS if len(token_ids) > 1 else 1))
-        best = min(found, key=found.get)
+        best = min(found, key=lambda setting: found[setting])
         if best != unified:
             self._set_up(best)
             self._step()

@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from forge.bench.judging import run_requests
+from forge.bench.judging import JudgeRun, latency_ms, run_requests
 from forge.bench.results import Middle
 from forge.bench.workload import PASSAGE
 from forge.errors import UsageError
-from forge.trace.totals import percentile
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine
@@ -115,7 +114,7 @@ def run(
 
     def level(concurrency: int, output_tokens: int) -> Level:
         number = requests or max(16, 2 * concurrency)
-        found = [[], []]
+        found: tuple[list[JudgeRun], list[JudgeRun]] = ([], [])
         for engine in engines:
             run_requests(engine, maker.prompts(2, prompt_tokens), output_tokens)
         for turn in range(repetitions):
@@ -123,15 +122,17 @@ def run(
             for which in (0, 1) if turn % 2 else (1, 0):
                 found[which].append(run_requests(engines[which], prompts, output_tokens, concurrency))
             same.append(found[0][-1].answers == found[1][-1].answers)
-        rates = [[one.requests_per_second for one in runs] for runs in found]
+        decode, fast = ([one.requests_per_second for one in runs] for runs in found)
         return Level(
             concurrency,
             prompt_tokens,
             output_tokens,
             number,
-            *map(Middle.of, rates),
-            Middle.of([fast / slow for slow, fast in zip(*rates, strict=True)]),
-            *(median(one.p95_ms for one in runs) for runs in found),
+            decode=Middle.of(decode),
+            oneshot=Middle.of(fast),
+            ratio=Middle.of([ours / theirs for theirs, ours in zip(decode, fast, strict=True)]),
+            decode_p95_ms=median(one.p95_ms for one in found[0]),
+            oneshot_p95_ms=median(one.p95_ms for one in found[1]),
         )
 
     levels, control, capacity, packing = [], None, None, None
@@ -182,9 +183,9 @@ def _capacity(llm: "LLM", maker: PromptMaker, prompt_tokens: int) -> Capacity:
     starts, asked = maker.prompts(generations, prompt), maker.prompts(judges, prompt_tokens)
     found = [_beside(_small_engine(llm, blocks, oneshot), starts, output, asked) for oneshot in (False, True)]
     (decode_rate, decode_ms, said), (oneshot_rate, oneshot_ms, also_said) = found
-    p95 = percentile(decode_ms, 0.95), percentile(oneshot_ms, 0.95)
-    rates = decode_rate, oneshot_rate
-    return Capacity(blocks, generations, judges, *p95, p95[0] / p95[1], *rates, said == also_said)
+    slow, fast = latency_ms(decode_ms, 0.95), latency_ms(oneshot_ms, 0.95)
+    identical = said == also_said
+    return Capacity(blocks, generations, judges, slow, fast, slow / fast, decode_rate, oneshot_rate, identical)
 
 
 def _small_engine(llm: "LLM", blocks: int, oneshot: bool) -> "Engine":
@@ -214,7 +215,9 @@ def _beside(
     for number, prompt in enumerate(generations):
         engine.add_request(f"generation-{number}", prompt, long)
     open_generations = [f"generation-{number}" for number in range(len(generations))]
-    to_come, asked, latencies = list(enumerate(judges)), {}, {}
+    to_come = list(enumerate(judges))
+    asked: dict[str, float] = {}
+    latencies: dict[str, float] = {}
     began, ended, steps = time.perf_counter(), 0.0, 0
     while open_generations or asked or to_come:
         if to_come and steps % 10 == 9:
@@ -247,8 +250,9 @@ def _packing(llm: "LLM", maker: PromptMaker, short: int, repetitions: int) -> Pa
             found = run_requests(engine, prompts)
             if turn:
                 rates[which].append(found.tokens_computed / found.seconds)
-    ratio = Middle.of([many / one for one, many in zip(*rates, strict=True)])
-    return Packing(number * short, short, *map(Middle.of, rates), ratio)
+    one, many = rates
+    ratio = Middle.of([ours / theirs for theirs, ours in zip(one, many, strict=True)])
+    return Packing(number * short, short, Middle.of(one), Middle.of(many), ratio)
 
 
 def oneshot_benchmark_object(result: OneShotBenchmark) -> dict[str, Any]:

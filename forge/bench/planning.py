@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from forge.bench.judging import run_requests
+from forge.bench.judging import JudgeRun, run_requests
 from forge.bench.oneshot import PromptMaker
 from forge.bench.results import Middle
+from forge.cache.prefix import PrefixKvCache
 from forge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,23 +66,27 @@ def run(
         if length + item_tokens + 1 > llm.max_model_len:
             continue
         on_progress(f"{requests} requests, a rubric of {length} tokens")
-        turns = [[], []]
+        turns: tuple[list[JudgeRun], list[JudgeRun]] = ([], [])
         for turn in range(repetitions):
             (rubric,) = maker.prompts(1, length)
             prompts = [rubric + item for item in maker.prompts(requests, item_tokens)]
             for which in (0, 1) if turn % 2 else (1, 0):
-                engines[which].cache.reset()
+                cache = engines[which].cache
+                assert isinstance(cache, PrefixKvCache)
+                cache.reset()
                 turns[which].append(run_requests(engines[which], prompts))
-        seconds = [[one.seconds for one in runs] for runs in turns]
+        off, on = ([one.seconds for one in runs] for runs in turns)
         found.append(
             Shared(
                 requests,
                 length,
                 item_tokens,
-                *map(Middle.of, seconds),
-                Middle.of([off / on for off, on in zip(*seconds, strict=True)]),
-                *(runs[-1].tokens_computed for runs in turns),
-                all(off.answers == on.answers for off, on in zip(*turns, strict=True)),
+                off=Middle.of(off),
+                on=Middle.of(on),
+                ratio=Middle.of([theirs / ours for theirs, ours in zip(off, on, strict=True)]),
+                tokens_off=turns[0][-1].tokens_computed,
+                tokens_on=turns[1][-1].tokens_computed,
+                identical=all(theirs.answers == ours.answers for theirs, ours in zip(*turns, strict=True)),
             )
         )
     return PlanningBenchmark(

@@ -210,6 +210,8 @@ def _figure_object(figure: Figure, result: CpuBenchmark) -> dict[str, Any]:
     limits = result.limits
     measured = []
     for one in figure.measured:
+        rate = figure.rate(one.contender)
+        assert rate is not None, "it was measured"
         line = None if limits is None else figure.roofline(one.contender, limits)
         ratio = None if one.contender == FORGE else figure.ratio(one.contender)
         measured.append(
@@ -217,7 +219,7 @@ def _figure_object(figure: Figure, result: CpuBenchmark) -> dict[str, Any]:
                 "contender": one.contender,
                 "setting": one.setting,
                 "seconds": list(one.seconds),
-                "tokens_per_second": asdict(figure.rate(one.contender)),
+                "tokens_per_second": asdict(rate),
                 "forge_is_times_as_fast": None if ratio is None else asdict(ratio),
                 "top_token_disagreements": None if one.contender == FORGE else figure.disagreements(one.contender),
                 "roofline": None if line is None else asdict(line),

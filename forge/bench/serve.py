@@ -133,6 +133,7 @@ def milliseconds(one: Timed, metric: str) -> float | None:
     """One request's `ttft`, `tpot` or `e2el`; None where it has none."""
     if metric == "ttft":
         return 1e3 * (one.chunks[0] - one.started)
+    assert one.ended is not None, "it succeeded"
     if metric == "e2el":
         return 1e3 * (one.ended - one.started)
     tokens = output_tokens(one)

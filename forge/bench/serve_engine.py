@@ -52,7 +52,8 @@ def _work(pipe, model: str, options: dict[str, Any], plan: ServePlan) -> None:
 
 
 def _turn(engine, prompts: list[list[int]], params, concurrency: int) -> float:
-    waiting, under_way, tokens = dict(enumerate(prompts)), {}, 0
+    waiting, tokens = dict(enumerate(prompts)), 0
+    under_way: dict[int, str] = {}
     began = time.perf_counter()
     while waiting or under_way:
         while waiting and len(under_way) < concurrency:

@@ -68,9 +68,11 @@ class ServerProcess:
                 self._process.kill()
                 self._process.wait()
         self._reading.join(1)
+        assert self._process.stderr is not None
         self._process.stderr.close()
 
     def _read(self) -> None:
+        assert self._process.stderr is not None, "it is a pipe"
         for line in self._process.stderr:
             self._lines.append(line)
             if found := _READY.search(line):

@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import UsageError
+from forge.speculation.speculator import Speculator
 from forge.trace.speculation_summary import SpeculationSummary
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def run(
     for batch in plan.batches:
         prompts = list(BEGINNINGS[:batch])
         cases = plan.cases(batch)
-        turns: dict[SpeculationCase, list[SpeculationSummary | _Turn]] = {case: [] for case in cases}
+        turns: dict[SpeculationCase, list[tuple[_Turn, _Turn]]] = {case: [] for case in cases}
         identical = dict.fromkeys(cases, True)
         plains: list[_Turn] = []
         for round_number in range(plan.effort.repetitions + 1):  # the first warms up
@@ -127,7 +128,9 @@ def run(
                 llm.speculate_with(proposer, drafts)
                 for case in (case for case in cases if case.proposer == proposer):
                     on_progress(f"batch {batch}, {proposer}, K = {case.k}, round {round_number}")
-                    llm.engine.speculation.fix(case.k)
+                    speculator = llm.engine.speculation
+                    assert isinstance(speculator, Speculator)
+                    speculator.fix(case.k)
                     turn = _turn(llm, prompts, params)
                     identical[case] &= turn.tokens == plain.tokens
                     if round_number:
@@ -152,8 +155,12 @@ def _turn(llm: "LLM", prompts: list[str], params: "SamplingParams") -> _Turn:
 def _figure(case: SpeculationCase, turns: list[tuple[_Turn, _Turn]], identical: bool) -> SpeculationFigure:
     from forge.trace.speculation_summary import DecodeTime
 
-    times = [(DecodeTime.of(plain.records), DecodeTime.of(turn.records)) for plain, turn in turns]
-    ratios = sorted(plain.ms_per_token / own.ms_per_token for plain, own in times)
+    times = [
+        (before, after)
+        for plain, turn in turns
+        if (before := DecodeTime.of(plain.records)) and (after := DecodeTime.of(turn.records))
+    ]
+    ratios = sorted(before.ms_per_token / after.ms_per_token for before, after in times)
     summaries = [SpeculationSummary.of(plain.records, turn.records) for plain, turn in turns]
 
     def middle(name: str) -> float | None:
@@ -171,8 +178,8 @@ def _figure(case: SpeculationCase, turns: list[tuple[_Turn, _Turn]], identical: 
         predicted_with_verification=middle("predicted_with_verification"),
         guess_cost=middle("guess_cost"),
         verify_cost=middle("verify_cost"),
-        tokens_per_second=median(own.tokens_per_second for _, own in times),
-        plain_tokens_per_second=median(plain.tokens_per_second for plain, _ in times),
+        tokens_per_second=median(after.tokens_per_second for _, after in times),
+        plain_tokens_per_second=median(before.tokens_per_second for before, _ in times),
         identical=identical,
     )
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from operator import methodcaller
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -166,14 +167,14 @@ def run(path: Path, on_progress: Progress = lambda text: None, machine: str = ""
         on_progress(f"encode and decode {name}")
         ids = theirs.encode(text)
         size = name, len(text), len(ids)
-        encode.append(Times(*size, *_times(lambda one, text=text: one.encode(text), theirs, ours)))
-        decode.append(Times(*size, *_times(lambda one, ids=ids: one.decode(ids), theirs, ours)))
+        encode.append(Times(*size, *_times(methodcaller("encode", text), theirs, ours)))
+        decode.append(Times(*size, *_times(methodcaller("decode", ids), theirs, ours)))
     on_progress("streams, batches, threads")
     text = texts[BATCH_INPUT]
     ids = theirs.encode(texts["very_long"])
     per_token = (seconds / len(ids) for seconds in _times(lambda one: one.stream(ids), theirs, ours))
     batch = [
-        Times(str(number), len(text), number, *_times(lambda one, n=number: one.encode_batch([text] * n), theirs, ours))
+        Times(str(number), len(text), number, *_times(methodcaller("encode_batch", [text] * number), theirs, ours))
         for number in BATCHES
     ]
     at_once = [_threads_seconds(one, text) * 1e6 for one in (theirs, ours)]
@@ -245,7 +246,8 @@ def _times(call: Callable[[Any], Any], theirs: Contestant, ours: Contestant) -> 
             started = time.perf_counter()
             call(one)
             found.append(time.perf_counter() - started)
-    return tuple(median(found[1:]) * 1e6 for found in seconds)
+    their_seconds, our_seconds = (median(found[1:]) for found in seconds)
+    return their_seconds * 1e6, our_seconds * 1e6
 
 
 def _threads_seconds(one: Contestant, text: str) -> float:

@@ -9,9 +9,9 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-if __package__:
+if TYPE_CHECKING or __package__:
     from forge.bench.worker import Missing, peak_memory, plural, serve, take_turn, timed
 else:
     from worker import Missing, peak_memory, plural, serve, take_turn, timed

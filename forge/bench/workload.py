@@ -100,11 +100,13 @@ class Arrival:
             value = float(rate)
         except ValueError:
             value = 0.0
-        if kind not in ("poisson", "every") or not 0 < value < 1e6:
-            raise UsageError(
-                f"--arrival is all, poisson:20 (requests a second) or every:3 (one in as many steps), not {text!r}"
-            )
-        return cls(kind, value)
+        if kind == "poisson" and 0 < value < 1e6:
+            return cls("poisson", value)
+        if kind == "every" and 0 < value < 1e6:
+            return cls("every", value)
+        raise UsageError(
+            f"--arrival is all, poisson:20 (requests a second) or every:3 (one in as many steps), not {text!r}"
+        )
 
     def times(self, number: int, rng: random.Random) -> list[float]:
         """When each of `number` requests comes."""

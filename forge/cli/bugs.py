@@ -29,9 +29,9 @@ BugOption = Annotated[
 
 def run_bug(chapter: str, name: str, device: str | None, threads: int | None, json: bool) -> "Report":
     """The trial of one of a chapter's bugs, in which texts are compared that the bundled model tells."""
+    from forge.book.bug_view import bug_object, print_bug
     from forge.book.bugs import find_bug
     from forge.book.trial import try_bug
-    from forge.views.bugs import bug_object, print_bug
     from forge.views.report import Report
 
     bug = find_bug(name, chapter)

@@ -45,9 +45,9 @@ _COUNTS = (
 
 def chapters(json: options.JsonOption = False) -> Found:
     """List the chapters, and how far you have come."""
+    from forge.book.chapter_view import chapter_lines, chapters_object, print_chapters
     from forge.book.progress import load_progress
     from forge.book.shelf import entries
-    from forge.views.chapters import chapter_lines, chapters_object, print_chapters
     from forge.views.report import Report
 
     lines = chapter_lines(entries(), load_progress())

@@ -8,11 +8,19 @@ from forge.cli import options
 from forge.cli.answering import counting, load_answering
 from forge.cli.running import Found
 
+_LABELS_NEEDED = "--labels takes two labels or more with commas: --labels happy,sad"
+
 
 def classify(
     texts: options.TextsArgument = None,
     labels: Annotated[
-        str, typer.Option("--labels", help="The labels, with commas.", show_default=False, rich_help_panel="Texts")
+        str,
+        typer.Option(
+            "--labels",
+            help="The labels, with commas.",
+            show_default="those of the model's classification head",
+            rich_help_panel="Texts",
+        ),
     ] = "",
     question: Annotated[
         str | None,
@@ -40,6 +48,8 @@ def classify(
     [dim]forge classify --labels happy,sad "The fox lost his lantern, and nobody came to look for it."[/dim]
 
     [dim]forge classify --labels happy,sad --file stories.txt[/dim]
+
+    A model with a classification head has labels of its own and reads each text as it is.
     """
     from forge.engine.tasks import classify_prompt
     from forge.errors import UsageError
@@ -47,13 +57,17 @@ def classify(
     from forge.views.report import Report
 
     names = [name.strip() for name in labels.split(",") if name.strip()]
-    if len(names) < 2:
-        raise UsageError("--labels takes two labels or more with commas: --labels happy,sad")
+    if len(names) == 1:
+        raise UsageError(_LABELS_NEEDED)
     if raw and question is not None:
         raise UsageError("--question is not asked with --raw: give one of the two")
     inputs = options.read_texts(texts, file)
     loading = {"device": device, "threads": threads, "max_model_len": max_model_len}
     llm = load_answering(model, **loading, oneshot_tokens=oneshot_tokens, oneshot_memory=oneshot_memory)
+    by_head = bool(llm.model.labels) and not names
+    if not names and not by_head:
+        raise UsageError(_LABELS_NEEDED)
+    raw = raw or by_head
     prompts = inputs if raw else [classify_prompt(llm.tokenizer, text, names, question) for text in inputs]
     with counting("classify") as on_progress:
         found = llm.classify(prompts, names, on_progress=on_progress)

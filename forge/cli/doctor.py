@@ -12,12 +12,14 @@ from forge.cli import machine, options
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
     from forge.views.doctor import Finding
 
 TROUBLE = 1
 """The exit status when something needs mending."""
 OLDEST_PYTHON = (3, 11)
-NEEDED = ("numpy", "numba", "gguf", "tokenizers")
+PACKAGE = "forge-llm"
 OPTIONAL = {"fastokens": "tokenizing is slower without it"}
 
 
@@ -70,12 +72,16 @@ def _system() -> "Iterator[Finding]":
 def _libraries() -> "Iterator[Finding]":
     from forge.views.doctor import Finding
 
-    for name in NEEDED:
-        found = _version(name)
-        yield Finding(name, "ok" if found else "trouble", found or f"missing: pip install {name}")
-    for name, without in OPTIONAL.items():
-        found = _version(name)
-        yield Finding(name, "ok" if found else "note", found or f"not installed: {without}")
+    for requirement in _requirements():
+        name, found = requirement.name, _version(requirement.name)
+        if found is None:
+            level, text = ("note", f"not installed: {OPTIONAL[name]}") if name in OPTIONAL else ("trouble", "missing")
+        elif requirement.specifier.contains(found, prereleases=True):
+            level, text = "ok", found
+        else:
+            level, text = "trouble", f"{found} cannot work"
+        cure = f": pip install '{name}{requirement.specifier}'" if level == "trouble" else ""
+        yield Finding(name, level, text + cure)
 
 
 def _devices() -> "Iterator[Finding]":
@@ -96,7 +102,7 @@ def _devices() -> "Iterator[Finding]":
 
 
 def _kernels() -> "Finding":
-    from forge.backends.cpu.compilation import cache_folder
+    from forge.backends.cpu.compilation import cache_folder, cache_problem
     from forge.backends.cpu.features import FORCE_VARIABLE, runnable
     from forge.views.doctor import Finding
 
@@ -106,7 +112,7 @@ def _kernels() -> "Finding":
         return Finding("kernels", "trouble", str(error))
     choice = f"instruction sets {', '.join(runnable())} ({FORCE_VARIABLE} forces one)"
     if folder is None:
-        return Finding("kernels", "note", f"{choice}; no folder can be written, so every process compiles them again")
+        return Finding("kernels", "note", f"{choice}; {cache_problem()}")
     return Finding("kernels", "ok", f"{choice}; compiled code in {folder}")
 
 
@@ -175,6 +181,25 @@ def _tokenizer() -> "Iterator[Finding]":
         return
     reason = tokenizer.fallback_reason
     yield Finding("tokenizer", "note" if reason else "ok", f"{used}: {reason}" if reason else used)
+
+
+def _requirements() -> "list[Requirement]":
+    """What pyproject.toml declares for this machine, and of its extras what is installed."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    declared = [Requirement(line) for line in requires(PACKAGE) or ()]
+    needed = [each for each in declared if each.marker is None or each.marker.evaluate({"extra": ""})]
+    extras = [
+        each
+        for each in declared
+        if each not in needed
+        and each.marker is not None
+        and any(each.marker.evaluate({"extra": extra}) for extra in ("cuda", "serve"))
+        and _version(each.name) is not None
+    ]
+    return needed + extras
 
 
 def _version(package: str) -> str | None:

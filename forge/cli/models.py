@@ -122,11 +122,13 @@ def _pulled() -> "list[ListedModel]":
 def _with_header(entry: "ListedModel", path: "Path") -> "ListedModel":
     """The entry with what the file's header says, or with what is wrong with it."""
     from forge.gguf import GGUFError, GGUFFile
+    from forge.model.config import why_unsupported
     from forge.views.model_files import main_type, parameter_count
 
     try:
         with GGUFFile.open(path) as file:
             tensors = list(file.tensors.values())
-            return replace(entry, type=main_type(tensors), parameters=parameter_count(tensors))
+            trouble = why_unsupported(file.metadata, tensors)
+            return replace(entry, type=main_type(tensors), parameters=parameter_count(tensors), trouble=trouble)
     except GGUFError as error:
         return replace(entry, trouble=str(error))

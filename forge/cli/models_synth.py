@@ -1,5 +1,6 @@
 """`forge models synth`: a model file of random weights in a real model's shape."""
 
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -127,5 +128,5 @@ def _config(shape: str | None, given: dict[str, Any]) -> "Qwen3Config":
     published = SHAPES.get(shape.lower())
     if published is None:
         raise UsageError(f"unknown shape {shape!r:.60}; there are {', '.join(SHAPES)}, or give --layers and the rest")
-    stated = {name: value for name, value in vars(published).items() if name not in ("rms_norm_eps", "rope_theta")}
+    stated = {name: getattr(published, name) for name in signature(synthetic_config).parameters}
     return synthetic_config(**stated | given)

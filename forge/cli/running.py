@@ -242,7 +242,7 @@ def end_record(output: "RequestOutput") -> "EndRecord":
     samples = output.outputs
     return EndRecord(
         output.request_id,
-        tuple(sample.finish_reason for sample in samples),
+        tuple(sample.finish_reason for sample in samples if sample.finish_reason is not None),
         tuple(sample.metrics for sample in samples),
     )
 

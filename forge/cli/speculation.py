@@ -104,14 +104,14 @@ def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revoke_at: i
     if not guessed.interrupted:
         warm_up(llm, text)
         plain = drive(llm, llm.start([text], _with_seed(params, run.seed)), params, lambda record: None)
-    released = [lease.release_ms for lease in leases if lease.revoked]
+    released = [lease.release_ms for lease in leases if lease.release_ms is not None]
     result = SpeculationResult(
         tuple(names),
         guessed,
         plain,
         llm.tokenizer.token_text,
         max(released, default=None),
-        speculation.acceptance,
+        getattr(speculation, "acceptance", "gumbel"),
     )
     return Report(
         speculation_object(result), lambda console: print_speculation(console, result, text), exit_status(guessed)

@@ -1,9 +1,11 @@
 """Admission: waiting generations begin, in order, until one does not fit.
 
 The running sequences have reserved their slots before, so admitting never preempts; in a step that preempts no
-generation is admitted. A sequence is admitted with blocks for all of its tokens, however many steps they take. Those that
-are deferred (`prefix_planner`) let others pass; nothing passes a sequence that does not fit.
+generation is admitted. A sequence is admitted with blocks for all of its tokens, however many steps they take. Those
+that are deferred (`prefix_planner`) let others pass; nothing passes a sequence that does not fit.
 """
+
+from typing import Literal
 
 from forge.cache.host_pool import HostPool
 from forge.cache.kv_cache import NO_HIT, KvCache
@@ -120,7 +122,8 @@ class Admission:
         """Give an admitted sequence its place in the cache, and its tokens of this step."""
         cache, seq_id, length = self._cache, sequence.seq_id, len(sequence.token_ids)
         available = cache.num_available
-        how = "recompute" if sequence.num_output_tokens or sequence.times_preempted else "new"
+        begun_before = sequence.num_output_tokens or sequence.times_preempted
+        how: Literal["new", "recompute", "swap"] = "recompute" if begun_before else "new"
         swapped = self._host.entries.get(seq_id)
         if swapped is not None:
             how, start = "swap", swapped.num_tokens

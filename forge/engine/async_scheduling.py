@@ -1,10 +1,10 @@
 """Async scheduling: the host plans and launches step n + 1 while the device computes step n.
 
-A device that computes by itself idles while the host reads tokens, plans, and builds the next batch: with a small model,
-for longer than a step takes. But what follows a step of plain decodes is nearly known: the same sequences, one position
-further. Only the tokens are missing, and those the device has itself: an input token may be "the argmax of row r of the
-forward before this one". So step n + 1 is launched before step n is read ("asynchronous scheduling" in vLLM, the "overlap
-scheduler" of SGLang).
+A device that computes by itself idles while the host reads tokens, plans, and builds the next batch: with a small
+model, for longer than a step takes. But what follows a step of plain decodes is nearly known: the same sequences, one
+position further. Only the tokens are missing, and those the device has itself: an input token may be "the argmax of row
+r of the forward before this one". So step n + 1 is launched before step n is read ("asynchronous scheduling" in vLLM,
+the "overlap scheduler" of SGLang).
 
     device   [ step n     ][ step n + 1 ][ step n + 2 ]
     host       plan n + 1 ·read n·  plan n + 2 ·read n + 1·
@@ -12,12 +12,13 @@ scheduler" of SGLang).
 What can go wrong, and what becomes of it:
 
 - Step n ends a sequence (end of text, a stop string). Then its row of step n + 1 is wasted and thrown away
-  (`StepRecord.discarded`); what was reserved for it went back with all that it had. A sequence that gets its last allowed
-  token in step n is left out from the start. An abort is the same.
+  (`StepRecord.discarded`); what was reserved for it went back with all that it had. A sequence that gets its last
+  allowed token in step n is left out from the start. An abort is the same.
 - A request arrives, a block is missing, a token must be drawn or shown with its probability, draft tokens are to be
   verified: then step n is read first, and the scheduler decides as ever.
-- A block of a sequence that ended may be given to another while step n + 1 has yet to write into it: the device works in
-  order, so the other's forward comes later and writes over it. It was never in an index: those learn tokens at `commit`.
+- A block of a sequence that ended may be given to another while step n + 1 has yet to write into it: the device works
+  in order, so the other's forward comes later and writes over it. It was never in an index: those learn tokens at
+  `commit`.
 """
 
 import time

@@ -1,7 +1,7 @@
 """The batch builder: from a plan and its draft tokens to one flat batch.
 
-An item's rows are its known tokens and behind them the draft tokens of one proposal. Each further proposal has rows of its
-own, which begin with the known tokens again, because a fork's blocks hold nothing of this step yet. Slots for draft
+An item's rows are its known tokens and behind them the draft tokens of one proposal. Each further proposal has rows of
+its own, which begin with the known tokens again, because a fork's blocks hold nothing of this step yet. Slots for draft
 tokens that were not proposed have no rows.
 """
 
@@ -15,7 +15,8 @@ from forge.engine.step_plan import PlanItem
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
 
 Runs = Mapping[int, tuple[Proposal, ...]]
-"""By sequence id: its proposals. The first is verified in the sequence's own blocks, the others in those of its forks."""
+"""By sequence id: its proposals. The first is verified in the sequence's own blocks, the others in those of its
+forks."""
 
 
 class BatchBuilder:

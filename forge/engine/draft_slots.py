@@ -1,8 +1,8 @@
 """Draft slots: room for draft tokens in a step, as far as all other sequences leave it.
 
-Speculation never preempts, never overruns the budget and never ends a sequence early: the number of draft tokens shrinks
-to what fits, to zero if need be. A second proposer's draft tokens for the same sequence are verified beside the first's,
-in a fork that lives for one step.
+Speculation never preempts, never overruns the budget and never ends a sequence early: the number of draft tokens
+shrinks to what fits, to zero if need be. A second proposer's draft tokens for the same sequence are verified beside the
+first's, in a fork that lives for one step.
 """
 
 from itertools import count

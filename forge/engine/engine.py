@@ -12,7 +12,6 @@ had been chosen, and everything else begins again from the tokens alone, as afte
 
 import secrets
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from threading import RLock
@@ -44,7 +43,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan, flat
-from forge.engine.task import GENERATE, Logprobs, Task
+from forge.engine.task import GENERATE, Task
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch
 from forge.model.model import Model, ModelUnavailable
@@ -164,8 +163,8 @@ class Engine:
     def step(self) -> StepRecord:
         """Run one step: schedule, build the batch, forward, sample or verify, commit, record.
 
-        Call only while `has_unfinished()`; after an exception from it, whatever it was, too. Raises AssertionError for a
-        rule that does not hold, where `checks_invariants` is set.
+        Call only while `has_unfinished()`; after an exception from it, whatever it was, too. Raises AssertionError for
+        a rule that does not hold, where `checks_invariants` is set.
         """
         self._begin()
         self._plan, started = None, time.perf_counter()
@@ -236,14 +235,15 @@ class Engine:
     def _record(
         self, step: InFlightStep, results: StepResults, times: StepTimes, update: SpeculationUpdate = NO_UPDATE
     ) -> StepRecord:
-        """What the step did, and where everything is now. Everything is copied out: a record holds nothing of the engine."""
+        """What the step did, and where everything is now. Everything is copied out: a record holds nothing of the
+        engine."""
         self._num_steps += 1
         rejected, self._rejected = tuple(self._rejected), []
         arrived, self._arrived = tuple(self._arrived), []
         plan, batch, stats = step.plan, step.batch, self.scheduler.stats
         record = StepRecord(
             step=self._num_steps,
-            items=tuple(_item_records(plan, step.drafts)),
+            items=_item_records(plan, step.drafts),
             tokens=tuple(results.tokens),
             finished=tuple(results.finished),
             cache=CacheRecord(
@@ -327,11 +327,11 @@ class Engine:
 
         task: what is wanted; generated tokens, or what one forward pass can answer. priority: lower is served first,
         where the scheduler's order is by priority. salt: requests with different salts share nothing in the cache.
-        retain_cache: leave the cache in place when it ends. continues_from: the id of such an ended sequence, whose cache
-        is taken over if it is still there. drafts: the names of the proposers that propose for it, None for all.
+        retain_cache: leave the cache in place when it ends. continues_from: the id of such an ended sequence, whose
+        cache is taken over if it is still there. drafts: the names of the proposers that propose for it, None for all.
 
-        Raises `UsageError`, with nothing changed, for a prompt that cannot run, and `ModelUnavailable` once the model is
-        gone.
+        Raises `UsageError`, with nothing changed, for a prompt that cannot run, and `ModelUnavailable` once the model
+        is gone.
         """
         self._begin()
         if self._unavailable is not None:
@@ -343,49 +343,63 @@ class Engine:
             self._rejected.append(RejectRecord(request_id, str(error)))
             self._operating = False
             raise
-        room = self._limits.longest - len(token_ids) + 1  # the last output token is never computed: it needs no slot
-        max_output_tokens = min(params.max_tokens, room)
-        config, has_scratch = self.scheduler.config, len(self.scheduler.prefill_only.scratch) > 0
-        keeps_cache = retain_cache or continues_from is not None
-        prefill_only = task is not GENERATE
-        if not prefill_only and max_output_tokens <= 1 and params.n == 1 and config.oneshot and has_scratch:
-            prefill_only = not keeps_cache
-            if prefill_only and params.prompt_logprobs is not None:
-                task = Task(max_output_tokens > 0, score_from=1, top=params.prompt_logprobs)
-        elif prefill_only:
-            max_output_tokens = int(task.sample)
-        pool_size = self._limits.max_cached_len
-        is_pool_limited = (
-            not prefill_only and max_output_tokens < params.max_tokens and self._limits.longest == pool_size
-        )
         seed = params.seed if params.seed is not None else secrets.randbits(32)
-        prompt_logprobs: list[Logprobs | None] = []
-        sequences = tuple(
-            Sequence(
-                seq_id=self._num_sequences + index,
-                request_id=request_id,
-                sample_index=index,
-                token_ids=list(token_ids),
-                num_prompt_tokens=len(token_ids),
-                max_output_tokens=max_output_tokens,
-                params=params,
-                seed=seed,
-                output_text=self._new_text(params),
-                task=task,
-                prefill_only=prefill_only,
-                priority=priority,
-                salt=salt,
-                retain_cache=retain_cache,
-                continues_from=continues_from,
-                drafts=drafts,
-                length_limit=PoolExhausted(pool_size) if is_pool_limited else None,
-                prompt_logprobs=prompt_logprobs,
-            )
-            for index in range(1 if prefill_only else params.n)
+        room = self._limits.longest - len(token_ids) + 1  # the last output token is never computed: it needs no slot
+        first = Sequence(
+            seq_id=self._num_sequences,
+            request_id=request_id,
+            sample_index=0,
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            max_output_tokens=min(params.max_tokens, room),
+            params=params,
+            seed=seed,
+            output_text=self._new_text(params),
+            task=task,
+            priority=priority,
+            salt=salt,
+            retain_cache=retain_cache,
+            continues_from=continues_from,
+            drafts=drafts,
         )
-        self._register(RequestState(request_id, prompt, seed, sequences))
+        self._classify(first)
+        self._register(RequestState(request_id, prompt, seed, (first, *self._samples_of(first))))
         self._operating = False
-        return tuple(sequence.seq_id for sequence in sequences)
+        return self._requests[request_id].seq_ids
+
+    def _classify(self, sequence: Sequence) -> None:
+        """Decide whether one forward pass answers it, and note whether the pool limits its length."""
+        params, config = sequence.params, self.scheduler.config
+        keeps_cache = sequence.retain_cache or sequence.continues_from is not None
+        pool_size = self._limits.max_cached_len
+        if sequence.max_output_tokens < params.max_tokens and self._limits.longest == pool_size:
+            sequence.length_limit = PoolExhausted(pool_size)
+        if sequence.task is not GENERATE:
+            sequence.length_limit = None
+            sequence.prefill_only, sequence.max_output_tokens = True, int(sequence.task.sample)
+        elif config.oneshot and self.scheduler.prefill_only.scratch and not keeps_cache:
+            sequence.prefill_only = sequence.max_output_tokens <= 1 and params.n == 1
+            if sequence.prefill_only and params.prompt_logprobs is not None:
+                samples = sequence.max_output_tokens > 0
+                sequence.task = Task(samples, score_from=1, top=params.prompt_logprobs)
+
+    def _samples_of(self, first: Sequence) -> list[Sequence]:
+        """The further samples of a request. All share one list of prompt log probabilities."""
+        if first.prefill_only:
+            return []
+        return [
+            replace(
+                first,
+                seq_id=first.seq_id + index,
+                sample_index=index,
+                token_ids=list(first.token_ids),
+                output_text=self._new_text(first.params),
+                forks=[],
+                errors=[],
+                logprobs=[],
+            )
+            for index in range(1, first.params.n)
+        ]
 
     def _register(self, request: RequestState) -> None:
         """Make a request known, and queue its sequences."""
@@ -396,12 +410,16 @@ class Engine:
         self._requests[request.request_id] = request  # from here on the request exists
         self._num_sequences += len(request.sequences)
         self.scheduler.add(first)
-        now, length = time.perf_counter(), first.num_prompt_tokens
-        arrival = ArriveRecord(
-            request.request_id, request.seq_ids, length, first.max_output_tokens, now, first.priority
-        )
+        self._announce(request)
+
+    def _announce(self, request: RequestState) -> None:
+        """Put an arrival into the timeline and the next record, unless it is there."""
+        first, now = request.sequences[0], time.perf_counter()
+        length, limit = first.num_prompt_tokens, first.max_output_tokens
+        arrival = ArriveRecord(request.request_id, request.seq_ids, length, limit, now, first.priority)
+        if not any(one.request_id == request.request_id for one in self._arrived[-1:]):
+            self._arrived.append(arrival)
         self.timeline.arrive(arrival)
-        self._arrived.append(arrival)
 
     def _checked(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, task: Task) -> list[int]:
         """The prompt's tokens, if all that is asked for can be done."""
@@ -410,6 +428,11 @@ class Engine:
         self._limits.check_ids(task.candidates)
         if task.pooling is not None and not self.model.embeds:
             raise UsageError("this model has no hidden states: take a real one for embeddings")
+        if not getattr(self._model, "generates", True) and not task.needs_hidden:
+            labels = self._model.labels
+            if not (task.candidates and labels):
+                uses = "it classifies: forge classify, forge rerank" if labels else "it embeds: forge embed"
+                raise UsageError(f"this model generates no text; {uses}")
         if request_id in self._requests:
             raise UsageError(f"request {request_id!r} is already running")
         return token_ids
@@ -432,8 +455,8 @@ class Engine:
         return self._requests[request_id].output(self.timeline.metrics)
 
     def abort(self, request_id: str) -> None:
-        """End a request's unfinished sequences, keeping what they produced. Raises `KeyError`, with nothing changed, for
-        a request that is not known."""
+        """End a request's unfinished sequences, keeping what they produced. Raises `KeyError`, with nothing changed,
+        for a request that is not known."""
         self._end(request_id, "abort")
 
     def fail(self, request_id: str) -> None:
@@ -455,7 +478,8 @@ class Engine:
         return tuple(failed)
 
     def forget(self, request_id: str) -> None:
-        """Drop what is known of a request whose sequences have all ended. Raises `KeyError` for one that is not known."""
+        """Drop what is known of a request whose sequences have all ended. Raises `KeyError` for one that is not
+        known."""
         request = self._requests[request_id]
         assert not request.is_unfinished, "it is still running"
         self._begin()
@@ -533,6 +557,9 @@ class Engine:
             self._drop_state(seq_id)
         if self._async is not None:
             self._async.clear()
+        for request in self._requests.values():
+            if request.seq_ids[0] not in self.timeline:
+                self._announce(request)
         self.cache.take_events()
         self._decided = []
 
@@ -546,17 +573,21 @@ class Engine:
 
     def _new_text(self, params: SamplingParams) -> OutputText:
         detokenizer = StreamingDetokenizer(self.tokenizer)
-        return OutputText(detokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
+        return OutputText(detokenizer, params.stop or (), params.include_stop_str_in_output, params.min_tokens)
 
 
-def _item_records(plan: StepPlan, drafts: StepDrafts) -> Iterator[ItemRecord]:
+def _item_records(plan: StepPlan, drafts: StepDrafts) -> tuple[ItemRecord, ...]:
     """Each item with the draft tokens that it verified."""
+    records = []
     for item in (*plan.items, *plan.separate):
         num_draft_tokens = 0
         if item.num_draft_tokens and item.seq_id in drafts.runs:  # each further run computes the known tokens again
             runs = drafts.runs[item.seq_id]
             num_draft_tokens = sum([item.num_tokens + len(run) for run in runs]) - item.num_tokens
-        yield ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining, num_draft_tokens)
+        records.append(
+            ItemRecord(item.seq_id, item.phase, item.start, item.num_tokens, item.remaining, num_draft_tokens)
+        )
+    return tuple(records)
 
 
 def _with_written(block_map: BlockMap, batch: ForwardBatch | None, block_size: int) -> BlockMap:

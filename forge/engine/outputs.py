@@ -40,8 +40,8 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[Logprobs | None, ...] | None
-    """For each prompt token its log probability and the most probable alternatives; the first, which nothing precedes, has
-    None. None altogether where they were not asked for."""
+    """For each prompt token its log probability and the most probable alternatives; the first, which nothing precedes,
+    has None. None altogether where they were not asked for."""
     seed: int
     """The seed that was used, chosen or drawn."""
 

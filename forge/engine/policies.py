@@ -17,12 +17,13 @@ What follows from each victim policy, where a running sequence (the requester) a
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Any
 
 from forge.engine.sequence import Sequence
 from forge.errors import UsageError
 from forge.trace.records import PreemptionMode
 
-AdmissionOrder = Callable[[Sequence], tuple]
+AdmissionOrder = Callable[[Sequence], tuple[Any, ...]]
 """A key, taken when a sequence is queued: of two waiting sequences, the one with the smaller key is admitted first."""
 
 VictimPolicy = Callable[[Items[Sequence], Sequence], Sequence | None]
@@ -30,13 +31,13 @@ VictimPolicy = Callable[[Items[Sequence], Sequence], Sequence | None]
 that gives its blocks up. None if the requester runs alone."""
 
 
-def first_come_first_served(sequence: Sequence) -> tuple:
+def first_come_first_served(sequence: Sequence) -> tuple[Any, ...]:
     """In the order of arrival. A preempted sequence arrived before all that still wait for the first time, so it stands
     at the front of the queue."""
     return (sequence.arrival,)
 
 
-def by_priority(sequence: Sequence) -> tuple:
+def by_priority(sequence: Sequence) -> tuple[Any, ...]:
     """A lower number is served first; equals in the order of arrival."""
     return sequence.priority, sequence.arrival
 
@@ -95,7 +96,7 @@ class SchedulerConfig:
     oneshot_memory: int = DEFAULT_ONESHOT_MEMORY
     """Prefill-only: bytes of temporary arrays in one step."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, choices in (
             ("order", ADMISSION_ORDERS),
             ("victim", VICTIM_POLICIES),
@@ -149,6 +150,6 @@ def _require_whole(name: str, value: object, least: int) -> None:
         raise UsageError(f"--{name.replace('_', '-')} must be a whole number of at least {least}, got {value!r}")
 
 
-def _name(choice: str | Callable) -> str:
+def _name(choice: str | Callable[..., Any]) -> str:
     """What records call a policy."""
     return choice if isinstance(choice, str) else choice.__name__.replace("_", "-")

@@ -1,8 +1,9 @@
 """Preemption: a running sequence that needs blocks takes them from victims.
 
-Which sequence gives way is a policy (`policies`), and so is what becomes of its keys and values: they are dropped, to be
-computed again, or swapped out to the host pool. A victim's tokens stay, and it goes back to its place in the queue, before
-all sequences that never ran. Each preemption lets a sequence compute a token in that very step, so work makes progress.
+Which sequence gives way is a policy (`policies`), and so is what becomes of its keys and values: they are dropped, to
+be computed again, or swapped out to the host pool. A victim's tokens stay, and it goes back to its place in the queue,
+before all sequences that never ran. Each preemption lets a sequence compute a token in that very step, so work makes
+progress.
 """
 
 from forge.cache.block_table import blocks_for

@@ -1,8 +1,9 @@
 """Prefill-only sequences: answered by one forward pass, with blocks that live for one step.
 
-Served as a generation, such a sequence would take a slot among the running ones and blocks for its whole prompt, and wait
-for both. Here it takes some rows of one step. Its keys and values lie in *scratch blocks* past the pool, which mean
-nothing once the step is over; only a prefix that others need too is computed into blocks of the pool and stays cached.
+Served as a generation, such a sequence would take a slot among the running ones and blocks for its whole prompt, and
+wait for both. Here it takes some rows of one step. Its keys and values lie in *scratch blocks* past the pool, which
+mean nothing once the step is over; only a prefix that others need too is computed into blocks of the pool and stays
+cached.
 
 A step that runs nothing else has a budget of its own for them (`oneshot_tokens`, and bytes of temporary arrays). Beside
 generations they get the tokens that are left.

@@ -1,9 +1,9 @@
 """Readout: from the rows of a forward pass to the answers of prefill-only requests.
 
-Most are rows beside others in the step's one forward. Two kinds have forwards of their own: embeddings, which end before
-the output head, and prompts whose every token is scored, where the logits of all rows at once would take gigabytes (4,096
-rows of a 151,936-token vocabulary: 2.5 GB). Those are read out in slices, each a forward over some rows, with the bits
-that a single one would give.
+Most are rows beside others in the step's one forward. Two kinds have forwards of their own: embeddings, which end
+before the output head, and prompts whose every token is scored, where the logits of all rows at once would take
+gigabytes (4,096 rows of a 151,936-token vocabulary: 2.5 GB). Those are read out in slices, each a forward over some
+rows, with the bits that a single one would give.
 """
 
 from collections.abc import Sequence as Items
@@ -68,8 +68,8 @@ def _read_out_in_slices(item: PlanItem, model: Model, storage: KvStorage) -> Sep
             part = SequenceRows(sequence.token_ids[start:end], start, item.block_table, wanted)
             rows = np.asarray(model.forward(flat_batch([part], storage.layout.block_size), storage))
             scores += _score(sequence, start + wanted.start + 1, rows)
-        last_row = rows[-1] if item.samples or sequence.task.candidates else None
-        candidates = _candidates(sequence, last_row) if sequence.task.candidates else ()
+        last_row = rows[-1] if item.samples else None
+        candidates = _candidates(sequence, rows[-1]) if sequence.task.candidates else ()
     except BrokenLogits as error:
         return SeparateResult(error=error)
     return SeparateResult(Readout(candidates, scores), last_row)
@@ -108,6 +108,7 @@ def _score(sequence: Sequence, position: int, rows: np.ndarray) -> tuple[Logprob
 
 
 def score_row(logits: np.ndarray, top: int, token_id: int) -> Logprobs:
-    """The log probability of a token and of the `top` most probable ones, from float32 `[vocab]`. Raises `BrokenLogits`."""
+    """The log probability of a token and of the `top` most probable ones, from float32 `[vocab]`. Raises
+    `BrokenLogits`."""
     log_total = log_sum_exp(logits, float(logits[check_logits(logits)]))
     return top_logprobs(logits, log_total, top, token_id) or ()

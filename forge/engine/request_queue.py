@@ -19,7 +19,8 @@ _Entry = tuple[tuple[Any, ...], Sequence]
 
 
 class RequestQueue:
-    """Waiting sequences, each with the key by which it is ordered. Adding and removing one costs O(log n) comparisons."""
+    """Waiting sequences, each with the key by which it is ordered. Adding and removing one costs O(log n)
+    comparisons."""
 
     def __init__(self, order: Callable[[Sequence], tuple[Any, ...]]):
         """order: of two sequences the one with the smaller key comes first; equal keys in the order of arrival."""
@@ -75,4 +76,4 @@ class RequestQueue:
         """Raise AssertionError if a lane is out of order or the two views disagree."""
         for lane in self._lanes:
             assert lane == sorted(lane), "the queue is out of order"
-        assert sum(map(len, self._lanes)) == len(self.sequences) == len(self._keys), "the queue's lanes and entries differ"
+        assert sum(map(len, self._lanes)) == len(self.sequences) == len(self._keys), "the queue's views differ"

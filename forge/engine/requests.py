@@ -113,5 +113,5 @@ class PromptLimits:
 
     def check_bias(self, params: SamplingParams) -> None:
         """The same for tokens whose logits are to be changed, or that end the output."""
-        self.check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias: ")
-        self.check_ids(params.stop_token_ids, "stop_token_ids: ")
+        self.check_ids(list(dict(params.logit_bias or ())), "logit_bias: ")
+        self.check_ids(params.stop_token_ids or (), "stop_token_ids: ")

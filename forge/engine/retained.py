@@ -1,7 +1,8 @@
-"""Retained caches: keys and values of ended sequences, left in place for a continuation, such as the next turn of a chat.
+"""Retained caches: keys and values of ended sequences, left in place for a continuation, such as the next turn of a
+chat.
 
-A retained cache is a convenience. Where a sequence would otherwise find no block, the oldest is released; a continuation
-that finds nothing is computed from its tokens, as any other sequence.
+A retained cache is a convenience. Where a sequence would otherwise find no block, the oldest is released; a
+continuation that finds nothing is computed from its tokens, as any other sequence.
 """
 
 from collections.abc import Sequence as Items

@@ -12,7 +12,7 @@ the batch, chunked prefill, a preemption, a rejected draft token, another device
 """
 
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +28,8 @@ _LUCKY_WORD = int(np.exp(-np.exp(-_LEAD)) * 2**32) - 1
 """Words below it give less noise than `_LEAD`."""
 MAX_BRANCHES = 64
 
-Word = TypeVar("Word", int, np.ndarray)
-Words = tuple[Word, Word, Word, Word]
+Word = Any
+"""An int, or a uint64 array of such."""
 
 
 class Purpose(IntEnum):
@@ -48,7 +48,7 @@ class Purpose(IntEnum):
     """The token in place of a rejected draft token."""
 
 
-def philox(x0: Word, x1: Word, x2: Word, x3: Word, k0: int, k1: int) -> Words[Word]:
+def philox(x0: Word, x1: Word, x2: Word, x3: Word, k0: int, k1: int) -> tuple[Word, Word, Word, Word]:
     """Philox4x32-10 of the counter (x0, x1, x2, x3) under the key (k0, k1).
 
     All are 32-bit words: Python ints, or uint64 arrays, one counter per entry.
@@ -63,7 +63,7 @@ def philox(x0: Word, x1: Word, x2: Word, x3: Word, k0: int, k1: int) -> Words[Wo
 def uniform(seed: int, sample_index: int, position: int, purpose: Purpose, branch: int = 0) -> float:
     """A number between 0 and 1, never one of the two. `seed` is below 2^64, `branch` below `MAX_BRANCHES`."""
     word, *_ = philox(0, position, sample_index, purpose | branch << 2, seed & _MASK, seed >> 32)
-    return (word + 0.5) * 2.0**-32
+    return float((word + 0.5) * 2.0**-32)
 
 
 def token_words(
@@ -77,13 +77,13 @@ def token_words(
     """The word h of each of some token ids (int64 `[n]`, ascending, n > 0): uint64 `[n]`."""
     low, high = int(token_ids[0]), int(token_ids[-1])
     dense = high - low < 4 * len(token_ids)  # else few of many: a counter of its own for each
-    counters = np.arange(low // 4, high // 4 + 1, dtype=np.uint64) if dense else token_ids.astype(np.uint64) >> 2
-    lanes = philox(counters, position, sample_index, purpose | branch << 2, seed & _MASK, seed >> 32)
-    words = np.stack(lanes, axis=1)
-    if not dense:
-        return words[np.arange(len(token_ids)), token_ids & 3]
-    words = words.reshape(-1)[low & 3 :][: high - low + 1]
-    return words if len(words) == len(token_ids) else words[token_ids - low]
+    counters = np.arange(low // 4, high // 4 + 1) if dense else token_ids // 4
+    lanes = philox(counters.astype(np.uint64), position, sample_index, purpose | branch << 2, seed & _MASK, seed >> 32)
+    words = np.stack(lanes, axis=1)  # one row per counter
+    if dense:
+        words = words.reshape(-1)[low & 3 :][: high - low + 1]
+        return words if len(words) == len(token_ids) else np.take(words, token_ids - low)
+    return np.take_along_axis(words, token_ids[:, None] & 3, axis=1)[:, 0]
 
 
 def gumbel(words: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The sampler: from a step's logits to the tokens that its sequences get, and to which of them end with that.
 
-A greedy token without log probabilities is read from one argmax over the whole step's logits. Only other rows are looked
-at one by one. Logits that are not numbers end the sequence that they belong to, as an `error`, and no other.
+A greedy token without log probabilities is read from one argmax over the whole step's logits. Only other rows are
+looked at one by one. Logits that are not numbers end the sequence that they belong to, as an `error`, and no other.
 """
 
 import math
@@ -131,20 +131,19 @@ class Sampler:
         if sequence.params.plain_greedy and not self._report_probabilities:
             if not math.isfinite(logits.max_logit[row]):
                 check_logits(logits.rows[row])  # raises
-            token = logits.argmax[row], None, None  # making a `SampledToken` takes as long as the rest
             own = None if self._on_logits is None else logits.rows[row]
-        else:
-            own = logits.rows[row]
-            token = choose(
-                self._without_early_ends(sequence, own[None])[0],
-                sequence.params,
-                sequence.token_ids,
-                sequence.seed,
-                sequence.sample_index,
-                len(sequence.token_ids),
-                sequence.num_prompt_tokens,
-                self._report_probabilities,
-            )
+            return self._emit(sequence, ((logits.argmax[row], None, None),), (own,))  # faster than a `SampledToken`
+        own = logits.rows[row]
+        token = choose(
+            self._without_early_ends(sequence, own[None])[0],
+            sequence.params,
+            sequence.token_ids,
+            sequence.seed,
+            sequence.sample_index,
+            len(sequence.token_ids),
+            sequence.num_prompt_tokens,
+            self._report_probabilities,
+        )
         return self._emit(sequence, (token,), (own,))
 
     def _verify(self, item: PlanItem, runs: tuple[Proposal, ...], logits: StepLogits, first_row: int) -> Outcome:
@@ -161,9 +160,9 @@ class Sampler:
             [logits.max_logit[span] for span in spans],
             self._report_probabilities,
         )
-        rows = (
-            [None] * len(verification.sampled) if self._on_logits is None else logits.rows[spans[verification.winner]]
-        )
+        rows: Items[np.ndarray | None] | np.ndarray = [None] * len(verification.sampled)
+        if self._on_logits is not None:
+            rows = logits.rows[spans[verification.winner]]
         outcome = self._emit(sequence, verification.sampled, rows)
         # Where the sequence ended on a draft token, that one counts as its last token, whose keys are not needed.
         num_accepted = min(verification.num_accepted, len(outcome.token_ids) - 1)
@@ -177,22 +176,29 @@ class Sampler:
         if num_rows <= 0:
             return rows
         rows = rows.copy()
-        rows[:num_rows, [*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)]] = -np.inf
+        rows[:num_rows, [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)]] = -np.inf
         return rows
 
-    def _emit(self, sequence: Sequence, tokens: Items[SampledToken], rows: Items[np.ndarray | None]) -> Outcome:
-        """Append the tokens, each chosen from its row of logits (None where it is not looked at), up to the one that ends
-        the sequence."""
+    def _emit(
+        self,
+        sequence: Sequence,
+        tokens: Items[SampledToken | tuple[int, None, None]],
+        rows: Items[np.ndarray | None] | np.ndarray,
+    ) -> Outcome:
+        """Append the tokens, each chosen from its row of logits (None where it is not looked at), up to the one that
+        ends the sequence."""
         token_ids: list[int] = []
         params = sequence.params
         seq_id, output_text, position = sequence.seq_id, sequence.output_text, len(sequence.token_ids)
         last = sequence.num_prompt_tokens + sequence.max_output_tokens - 1
         for (token_id, probability, logprobs), logits in zip(tokens, rows, strict=False):
-            if self._on_logits is not None:
+            if self._on_logits is not None and logits is not None:
                 self._on_logits(seq_id, logits.copy())
             if logprobs is not None:
                 sequence.logprobs.append(logprobs)
-            is_end = (token_id in self._eos_token_ids and not params.ignore_eos) or token_id in params.stop_token_ids
+            is_end = token_id in self._eos_token_ids and not params.ignore_eos
+            if params.stop_token_ids:
+                is_end = is_end or token_id in params.stop_token_ids
             text = "" if is_end and not params.include_stop_str_in_output else output_text.push(token_id)
             token_ids.append(token_id)
             self._results.tokens.append(TokenRecord(seq_id, position, token_id, text, probability, logprobs))

@@ -140,19 +140,19 @@ def penalized(
     """
     if not params.changes_logits:
         return logits
-    biased = np.array([token_id for token_id, _ in params.logit_bias], np.int64)
-    history = np.asarray(history, np.int64)
-    touched = np.union1d(biased, history)
+    bias = dict(params.logit_bias or ())
+    biased, earlier = np.array([*bias], np.int64), np.asarray(history, np.int64)
+    touched = np.union1d(biased, earlier)
     values = logits[touched].astype(np.float64)
-    values[np.searchsorted(touched, biased)] += [bias for _, bias in params.logit_bias]
+    values[np.searchsorted(touched, biased)] += [*bias.values()]
     if params.repetition_penalty != 1:
-        seen = np.isin(touched, history) & (values > -np.inf)
+        seen = np.isin(touched, earlier) & (values > -np.inf)
         penalty = params.repetition_penalty
         with np.errstate(over="ignore"):  # what overflows becomes the greatest float32, which is still a number
             values[seen] = np.where(values[seen] > 0, values[seen] / penalty, values[seen] * penalty)
     if params.penalizes_output:
         assert num_prompt_tokens is not None, "these penalties count output tokens: say where the output begins"
-        said, counts = np.unique(history[num_prompt_tokens:], return_counts=True)
+        said, counts = np.unique(earlier[num_prompt_tokens:], return_counts=True)
         values[np.searchsorted(touched, said)] -= params.frequency_penalty * counts + params.presence_penalty
     out = logits.copy()
     out[touched] = np.where(values > -np.inf, values.clip(-_GREATEST, _GREATEST), -np.inf)
@@ -206,12 +206,11 @@ def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
     needed, and mostly that is nearly all.
     """
     missing = share * weights.sum()
-    large = np.flatnonzero(weights)
-    if len(large) > _SORTABLE:
-        least = 0.999 * (1 - share) / len(weights) * weights.sum()  # below it by more than sums are rounded
-        larger = np.flatnonzero(weights >= least)
-        large = larger if 4 * len(larger) < len(large) else large
-    return large[_top(weights[large], _num_reaching(weights[large], missing))]
+    # Below the bound by more than sums are rounded; without one, above 0: what cannot be drawn is not kept.
+    bound = 0.999 * (1 - share) / len(weights) * weights.sum() if len(weights) > _SORTABLE else 0.0
+    large = np.flatnonzero(weights > bound)
+    weights = weights[large]
+    return np.take(large, _top(weights, _num_reaching(weights, missing)))
 
 
 def _num_reaching(weights: np.ndarray, missing: float) -> int:

@@ -56,14 +56,15 @@ class SamplingParams:
     """The first so many output tokens cannot end it: EOS and `stop_token_ids` get no probability, stop strings are not
     searched."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _require_number(name, getattr(self, name))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for token_id in self.stop_token_ids:
+        stop_token_ids = tuple(self.stop_token_ids or ())
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        for token_id in stop_token_ids:
             _require_int("a token id of stop_token_ids", token_id)
         for name in ("max_tokens", "top_k", "n", "min_tokens"):
             _require_int(name, getattr(self, name))
@@ -123,8 +124,8 @@ def _bias_pairs(bias: Mapping[int, float] | Sequence[tuple[int, float]] | None) 
 
 
 def _require_number(name: str, value: object) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    _check(is_number and -_GREATEST <= value <= _GREATEST, f"{name} must be a finite number, got {value!r}")
+    is_finite = isinstance(value, (int, float)) and not isinstance(value, bool) and -_GREATEST <= value <= _GREATEST
+    _check(is_finite, f"{name} must be a finite number, got {value!r}")
 
 
 def _require_int(name: str, value: object) -> None:

@@ -13,8 +13,8 @@ A step is decided in this order (iteration-level scheduling: Yu et al. 2022, Orc
 No sequence starves: a request that could never fit is refused when it arrives, and each preemption lets a sequence
 compute a token in that very step.
 
-A sequence's state is the container that holds it: the queue (waiting; with an entry in the host pool: swapped), `running`,
-the `forks` of the sequence whose prompt it shares, or, ended with its cache left in place, `retained`.
+A sequence's state is the container that holds it: the queue (waiting; with an entry in the host pool: swapped),
+`running`, the `forks` of the sequence whose prompt it shares, or, ended with its cache left in place, `retained`.
 """
 
 from collections.abc import Callable, Iterator
@@ -139,7 +139,7 @@ class Scheduler:
         for container in (self.queue, self.running, self.retained, self.planner, self.host.entries):
             container.clear()
         self.cache.clear()
-        begun = {one.request_id: [] for one in sequences}
+        begun: dict[str, list[Sequence]] = {one.request_id: [] for one in sequences}
         for sequence in sequences:
             sequence.forks, sequence.forked_from = [], None
             fresh = begun[sequence.request_id]
@@ -236,7 +236,7 @@ class Scheduler:
         self.stats = cache.stats()
         self.block_map = cache.block_map() if self.keep_block_map else None
         for sequence, outcome in ended:
-            self._retire(sequence, outcome.finish_reason, outcome.stop_reason)
+            self._retire(sequence, outcome.finish_reason or "length", outcome.stop_reason)
         return tuple(copies)
 
     def _commit_swap_ins(self, plan: StepPlan) -> None:
@@ -316,7 +316,9 @@ class Scheduler:
         assert len(ids) == len(set(ids)), "a sequence is in two containers"
         assert len(self.running) <= self.config.max_num_seqs, "more sequences run than may"
         self.queue.check_invariants()
-        assert all(seq_id in self.queue.sequences for seq_id in self.host.entries), "the host pool holds one that does not wait"
+        assert all(seq_id in self.queue.sequences for seq_id in self.host.entries), (
+            "the host pool holds one that does not wait"
+        )
         assert self.host.num_free >= 0, "the host pool holds more than it has room for"
         for seq_id, sequence in self.running.items():
             computed, reserved = cache.computed_length(seq_id), cache.reserved_length(seq_id)

@@ -4,8 +4,8 @@ The scheduler makes a plan without touching a model or an array; the engine carr
 decode and a verification of draft tokens are the same item with other numbers.
 
 The order in which a plan is carried out is part of its meaning: swap-outs read their blocks first, then block copies
-run, then swap-ins, then the forward pass writes. So a block that a swapped sequence gave up may be taken within the same
-plan, and nothing is overwritten before it has been read.
+run, then swap-ins, then the forward pass writes. So a block that a swapped sequence gave up may be taken within the
+same plan, and nothing is overwritten before it has been read.
 """
 
 from collections.abc import Iterable, Iterator

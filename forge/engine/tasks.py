@@ -19,10 +19,11 @@ Answer = Callable[[Sequence[tuple[Sequence[int], Task]]], list[Readout]]
 """Runs requests, each a prompt's tokens and what is wanted of it, and gives their results in order."""
 
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-_RERANK_SYSTEM = (
-    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
-    'answer can only be "yes" or "no".'
+_RERANK_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
+_RERANK_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class Classification:
     probabilities: dict[str, float]
     """Of each label to come next, among the labels; they sum to 1."""
     logprobs: dict[str, float]
-    """Natural log probability of each label's tokens to come next, among everything."""
+    """Natural log probability of each label's tokens to come next, among everything; of a classification head, among
+    its labels."""
+    score: float | None = None
+    """What a head with a single label computed, such as a reward; the label's probability is its sigmoid."""
 
     @property
     def label(self) -> str:
@@ -61,7 +65,9 @@ class Score:
         return math.exp(-self.total / len(self.logprobs))
 
 
-def classify(prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], names: Sequence[str], answer: Answer):
+def classify(
+    prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], names: Sequence[str], answer: Answer
+) -> list[Classification]:
     """Label probabilities of each prompt: `Classification`s.
 
     Labels of one token are all read off one row of logits. Where any has several, each is scored as a whole behind the
@@ -80,6 +86,16 @@ def classify(prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], 
         ]
         found = [tuple(totals[first : first + len(labels)]) for first in range(0, len(totals), len(labels))]
     return [Classification(_softmax(names, logprobs), dict(zip(names, logprobs, strict=True))) for logprobs in found]
+
+
+def classify_by_head(prompts: Sequence[Sequence[int]], labels: Sequence[str], answer: Answer) -> list[Classification]:
+    """The same by the model's own classification head (`Model.labels`)."""
+    task = Task(candidates=tuple(range(max(2, len(labels)))))
+    found = [result.candidates for result in answer([(prompt, task) for prompt in prompts])]
+    if len(labels) == 1:
+        (name,) = labels
+        return [Classification({name: math.exp(own)}, {name: own}, own - rest) for own, rest in found]
+    return [Classification(_softmax(labels, one), dict(zip(labels, one, strict=True))) for one in found]
 
 
 def classify_prompt(tokenizer: Tokenizer, text: str, labels: Sequence[str], question: str | None = None) -> list[int]:
@@ -110,16 +126,29 @@ def score(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], top: int, answer
 def embed(prompts: Sequence[Sequence[int]], pooling: Pooling, answer: Answer) -> np.ndarray:
     """Unit vectors: float32 `[prompts, hidden]`."""
     task = Task(pooling=pooling)
-    return np.stack([result.embedding for result in answer([(prompt, task) for prompt in prompts])])
+    results = answer([(prompt, task) for prompt in prompts])
+    return np.stack([result.embedding for result in results if result.embedding is not None])
 
 
 def rerank_prompt(tokenizer: Tokenizer, query: str, document: str, instruction: str = RERANK_INSTRUCTION) -> list[int]:
-    """The form that Qwen3-Reranker was trained with, ready for "yes" or "no"."""
-    messages = [
-        {"role": "system", "content": _RERANK_SYSTEM},
-        {"role": "user", "content": f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"},
-    ]
-    return tokenizer.encode_chat(messages, add_generation_prompt=True)[1]
+    """The form that Qwen3-Reranker was trained with, ready for "yes" or "no": as its card encodes it, in three parts.
+    Only the outer two may hold control tokens."""
+    text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    before, after = (tokenizer.encode(part, allow_special=True) for part in (_RERANK_BEFORE, _RERANK_AFTER))
+    return [*before, *tokenizer.encode(text, add_special_tokens=False), *after]
+
+
+def rerank_candidates(tokenizer: Tokenizer, labels: Sequence[str]) -> tuple[int, int]:
+    """Where the logits of "yes" and "no" are: at these words' tokens or, of a classification head with `labels`, in its
+    rows. A head of one label scores "yes". Raises `UsageError` for a head or a vocabulary that has no such answers."""
+    if not labels:
+        yes, no = (single_token(tokenizer, word) for word in ("yes", "no"))
+        return yes, no
+    if len(labels) == 1:
+        return 0, 1
+    if {"yes", "no"} <= set(labels):
+        return labels.index("yes"), labels.index("no")
+    raise UsageError(f"this model classifies into {', '.join(labels)}; a reranker has one label, or yes and no")
 
 
 def rerank(prompts: Sequence[Sequence[int]], yes: int, no: int, answer: Answer) -> list[float]:
@@ -131,7 +160,7 @@ def rerank(prompts: Sequence[Sequence[int]], yes: int, no: int, answer: Answer) 
 
 def single_token(tokenizer: Tokenizer, text: str) -> int:
     """The one token that `text` is. Raises `UsageError` if it is several."""
-    token_ids = tokenizer.encode(text)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
     if len(token_ids) != 1:
         raise UsageError(f"{text!r} is {len(token_ids)} tokens in this model's vocabulary, and one is needed")
     return token_ids[0]

@@ -7,11 +7,12 @@ nothing heavier: `forge.gguf.writer`, which needs the gguf package, is imported 
 from forge.gguf.block_formats import QuantizedGroups, SuperblockScales, dequantize, superblock_scales, unpack
 from forge.gguf.errors import GGUFError, printable
 from forge.gguf.ggml_types import FLOAT_TYPES, QUANTIZED_TYPES, SUPPORTED_TYPES, GGMLType, GGUFValueType, row_nbytes
-from forge.gguf.header import MetadataField
+from forge.gguf.header import MAX_HEADER_BYTES, MetadataField, TensorEntry, parse_beginning
 from forge.gguf.reader import GGUFFile, GGUFTensor
 
 __all__ = [
     "FLOAT_TYPES",
+    "MAX_HEADER_BYTES",
     "QUANTIZED_TYPES",
     "SUPPORTED_TYPES",
     "GGMLType",
@@ -22,7 +23,9 @@ __all__ = [
     "MetadataField",
     "QuantizedGroups",
     "SuperblockScales",
+    "TensorEntry",
     "dequantize",
+    "parse_beginning",
     "printable",
     "row_nbytes",
     "superblock_scales",

@@ -13,6 +13,7 @@ are the elements that a byte range serves.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -30,8 +31,9 @@ class QuantizedGroups:
     value[r, c] = float32(float32(scales[r, g] * quants[r, c]) - minimums[r, g]), with g = c // group_size: one rounding
     per operation, no fused multiply-add.
 
-    quants   int8 [rows, columns]: Q8_0 -128..127, Q4_0 -8..7, Q5_0 -16..15, Q6_K -32..31 (signed, no minimum);
-             Q4_1, Q4_K 0..15, Q5_1, Q5_K 0..31 (with a minimum)
+    quants   int8 [rows, columns]: Q8_0 -128..127, Q4_0 -8..7, Q5_0 -16..15, Q6_K -32..31, Q3_K -4..3, IQ4_NL and
+             IQ4_XS -127..113, IQ3_S -15..15, IQ3_XXS -31..31 (signed, no minimum);
+             Q4_1, Q4_K 0..15, Q5_1, Q5_K 0..31, Q2_K 0..3 (with a minimum)
     scales   float32 [rows, columns // group_size]
     minimums float32 [rows, columns // group_size] or None; what is *subtracted*, so Q4_1's stored m appears negated
     """
@@ -93,12 +95,13 @@ def unpack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> Quan
 class SuperblockScales:
     """The scales of a K type as stored: small integers per group, and float16 factors per 256 columns.
 
-    scales[r, g] of `QuantizedGroups` is float32(scale_factors[r, c // 256] * scales[r, g]); minimums likewise.
+    scales[r, g] of `QuantizedGroups` is float32(scale_factors[r, c // 256] * scales[r, g]), of IQ3_XXS half of that;
+    minimums likewise.
 
     scale_factors, minimum_factors  float16 [rows, columns // 256]
     scales                          int8 [rows, columns // group_size]
     minimums                        uint8 [rows, columns // group_size], 0..63
-    The two about minimums are None for Q6_K.
+    The two about minimums are None where the type has none.
     """
 
     scale_factors: np.ndarray
@@ -108,18 +111,22 @@ class SuperblockScales:
 
 
 def superblock_scales(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> SuperblockScales:
-    """The scales of a tensor of type Q4_K, Q5_K or Q6_K. ValueError for another type, or a `raw` of another size."""
-    if ggml_type not in (GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K):
+    """The scales of a tensor of a type of 256 elements a block. ValueError for another, or a `raw` of another size."""
+    if ggml_type not in _SUPERBLOCKS:
         raise ValueError(f"{GGMLType(ggml_type).name} has no superblocks")
     blocks, rows, _ = _blocks(ggml_type, raw, shape)
+    factor_at, minimum_factor_at, integers = _SUPERBLOCKS[ggml_type]
 
     def factors(at: int) -> np.ndarray:
         return blocks[:, at : at + 2].copy().view("<f2").reshape(rows, -1)
 
-    if ggml_type == GGMLType.Q6_K:
-        return SuperblockScales(factors(208), None, blocks[:, 192:208].view(np.int8).reshape(rows, -1), None)
-    scales, minimums = _six_bit_scales(blocks, 4)
-    return SuperblockScales(factors(0), factors(2), scales.view(np.int8).reshape(rows, -1), minimums.reshape(rows, -1))
+    scales, minimums = integers(blocks)
+    return SuperblockScales(
+        factors(factor_at),
+        None if minimum_factor_at is None else factors(minimum_factor_at),
+        scales.view(np.int8).reshape(rows, -1),
+        None if minimums is None else minimums.reshape(rows, -1),
+    )
 
 
 def dequantize(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -236,7 +243,52 @@ def _q5_1(blocks, quants, scales, minimums):
     quants |= _fifth_bits(blocks, 4).view(np.int8)
 
 
-def _six_bit_scales(blocks: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
+def _pairs_of_bits(packed: np.ndarray, quants: np.ndarray) -> None:
+    """The 2-bit quants of Q2_K and Q3_K from 64 bytes a block into uint8 [n, 256].
+
+    Bits 2r and 2r + 1 of the bytes 32h : 32h+32 are x[128h + 32r : 128h + 32r + 32].
+    """
+    halves, runs = packed.reshape(-1, 2, 32), quants.reshape(-1, 2, 4, 32)
+    for run in range(4):
+        runs[:, :, run] = (halves >> (2 * run)) & 3
+
+
+def _two_bit_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Q2_K's sixteen 4-bit scales and minima: two uint8 [n, 16]."""
+    return blocks[:, :16] & 0x0F, blocks[:, :16] >> 4
+
+
+def _three_bit_scales(blocks: np.ndarray) -> tuple[np.ndarray, None]:
+    """Q3_K's sixteen 6-bit scales: int8 [n, 16].
+
+    bytes 96:104   low nibbles: bits 0 to 3 of scale[j], j = 0..7;  high nibbles: of scale[j + 8]
+    bytes 104:108  bits 2k and 2k + 1 of byte j: bits 4 and 5 of scale[4k + j];  each 32 too large
+    """
+    low, high = blocks[:, 96:104], blocks[:, 104:108]
+    scales = np.concatenate([low & 0x0F, low >> 4], axis=1)
+    scales |= np.concatenate([(high >> shift & 3) << 4 for shift in (0, 2, 4, 6)], axis=1)
+    return scales.view(np.int8) - np.int8(32), None
+
+
+def _iq4_xs_scales(blocks: np.ndarray) -> tuple[np.ndarray, None]:
+    """Eight 6-bit scales: int8 [n, 8]. Bytes 4:8 low nibbles first, bytes 2:4 two upper bits each; 32 too large."""
+    low = np.stack([blocks[:, 4:8] & 0x0F, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
+    upper = np.stack([blocks[:, 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], axis=2).reshape(-1, 8)
+    return (low | upper << 4).view(np.int8) - np.int8(32), None
+
+
+def _iq3_s_scales(blocks: np.ndarray) -> tuple[np.ndarray, None]:
+    """Eight odd scales 2s + 1 of 4-bit s, low nibbles first: uint8 [n, 8]."""
+    nibbles = np.stack([blocks[:, 106:110] & 0x0F, blocks[:, 106:110] >> 4], axis=2).reshape(-1, 8)
+    return 2 * nibbles + np.uint8(1), None
+
+
+def _iq3_xxs_scales(blocks: np.ndarray) -> tuple[np.ndarray, None]:
+    """Eight odd scales 2s + 1, s in the upper four bits of each 32-bit word from byte 66 on: uint8 [n, 8]."""
+    return 2 * (blocks[:, 69::4] >> 4) + np.uint8(1), None
+
+
+def _six_bit_scales(blocks: np.ndarray, at: int = 4) -> tuple[np.ndarray, np.ndarray]:
     """Eight 6-bit scales and eight 6-bit minima from the twelve bytes at `at`: two uint8 [n, 8].
 
     bytes 0:4    low six bits: scale[j], j = 0..3;     high two bits: bits 4 and 5 of scale[j + 4]
@@ -247,6 +299,85 @@ def _six_bit_scales(blocks: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray
     scales = np.concatenate([first & 0x3F, (third & 0x0F) | ((first >> 2) & 0x30)], axis=1)
     minimums = np.concatenate([second & 0x3F, (third >> 4) | ((second >> 2) & 0x30)], axis=1)
     return scales, minimums
+
+
+def _q2_k(blocks, quants, scales, minimums):
+    # 84 bytes for 256 elements in 16 groups:  0:16 four-bit scales (low) and minima (high) | 16:80 two-bit quants |
+    # 80:82 d | 82:84 dmin
+    four_bit_scales, four_bit_minimums = _two_bit_scales(blocks)
+    np.multiply(_float16(blocks, 80), four_bit_scales, out=scales, dtype=np.float32)
+    np.multiply(_float16(blocks, 82), four_bit_minimums, out=minimums, dtype=np.float32)
+    _pairs_of_bits(blocks[:, 16:80], quants.view(np.uint8))
+
+
+def _q3_k(blocks, quants, scales, minimums):
+    # 110 bytes for 256 elements in 16 groups:  0:32 third bits: bit b of byte j belongs to x[32b + j] | 32:96 two-bit
+    # quants | 96:108 six-bit scales | 108:110 d;  4 too large
+    np.multiply(_float16(blocks, 108), _three_bit_scales(blocks)[0], out=scales, dtype=np.float32)
+    _pairs_of_bits(blocks[:, 32:96], quants.view(np.uint8))
+    runs = quants.view(np.uint8).reshape(-1, 8, 32)
+    for run in range(8):
+        runs[:, run] |= ((blocks[:, :32] >> run) & 1) << 2
+    quants -= 4
+
+
+_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+"""What the 4-bit quants of the IQ4 types stand for: closer together around zero."""
+
+
+def _iq4_nl(blocks, quants, scales, minimums):
+    # 18 bytes for 32 elements:  0:2 d | 2:18 nibbles as in Q4_0, each the index of a value
+    scales[...] = _float16(blocks, 0)
+    _nibbles(blocks[:, 2:], quants[:, :16], quants[:, 16:])
+    quants[...] = _IQ4_VALUES[quants]
+
+
+def _iq4_xs(blocks, quants, scales, minimums):
+    # 136 bytes for 256 elements in 8 groups:  0:2 d | 2:4 and 4:8 six-bit scales | 8:136 by group the nibbles of IQ4_NL
+    np.multiply(_float16(blocks, 0), _iq4_xs_scales(blocks)[0], out=scales, dtype=np.float32)
+    groups = quants.reshape(-1, 8, 32)
+    _nibbles(blocks[:, 8:].reshape(-1, 8, 16), groups[:, :, :16], groups[:, :, 16:])
+    quants[...] = _IQ4_VALUES[quants]
+
+
+@cache
+def _grid(name: str) -> np.ndarray:
+    """The table of an IQ3 type: int8 [entries, 4]. It is the gguf package's, imported by files of these types only."""
+    from gguf import quants
+
+    kind = getattr(quants, name)
+    kind.init_grid()
+    return kind.grid.reshape(-1, 4).astype(np.int8)
+
+
+def _negate(quants: np.ndarray, signs: np.ndarray) -> None:
+    """Negate x[j] where bit j of the block's `signs`, uint8 [n, 32], is set."""
+    negative = np.unpackbits(signs, axis=1, bitorder="little").astype(bool)
+    np.negative(quants, out=quants, where=negative)
+
+
+def _iq3_s(blocks, quants, scales, minimums):
+    # 110 bytes for 256 elements in 8 groups:  0:2 d | 2:66 for four elements the low bits of an index into the grid |
+    # 66:74 their ninth bits | 74:106 signs | 106:110 four-bit scales
+    np.multiply(_float16(blocks, 0), _iq3_s_scales(blocks)[0], out=scales, dtype=np.float32)
+    ninth = np.unpackbits(blocks[:, 66:74], axis=1, bitorder="little").astype(np.uint16)
+    quants.reshape(-1, 64, 4)[...] = _grid("IQ3_S")[blocks[:, 2:66] | ninth << 8]
+    _negate(quants, blocks[:, 74:106])
+
+
+def _iq3_xxs(blocks, quants, scales, minimums):
+    # 98 bytes for 256 elements in 8 groups:  0:2 d | 2:66 for four elements an index into the grid, whose values are
+    # even and are halved here | 66:98 for each group 32 bits: four times the signs of eight elements, 7 bits and their
+    # parity as the eighth, and a four-bit scale
+    np.multiply(_float16(blocks, 0), _iq3_xxs_scales(blocks)[0], out=scales, dtype=np.float32)
+    scales *= np.float32(0.5)
+    quants.reshape(-1, 64, 4)[...] = (_grid("IQ3_XXS") >> 1)[blocks[:, 2:66]]
+    words = blocks[:, 66:98].copy().view("<u4")
+    seven = (words[:, :, None] >> np.array([0, 7, 14, 21], np.uint32) & 0x7F).astype(np.uint8)
+    parity = seven ^ seven >> 4
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    _negate(quants, (seven | parity << 7).reshape(-1, 32))
 
 
 def _q4_k(blocks, quants, scales, minimums):
@@ -293,7 +424,25 @@ _FORMATS: dict[GGMLType, _Format] = {
     GGMLType.Q4_1: _Format(32, True, _q4_1),
     GGMLType.Q5_0: _Format(32, False, _q5_0),
     GGMLType.Q5_1: _Format(32, True, _q5_1),
+    GGMLType.Q2_K: _Format(16, True, _q2_k),
+    GGMLType.Q3_K: _Format(16, False, _q3_k),
     GGMLType.Q4_K: _Format(32, True, _q4_k),
     GGMLType.Q5_K: _Format(32, True, _q5_k),
     GGMLType.Q6_K: _Format(16, False, _q6_k),
+    GGMLType.IQ4_NL: _Format(32, False, _iq4_nl),
+    GGMLType.IQ4_XS: _Format(32, False, _iq4_xs),
+    GGMLType.IQ3_S: _Format(32, False, _iq3_s),
+    GGMLType.IQ3_XXS: _Format(32, False, _iq3_xxs),
 }
+
+_SUPERBLOCKS: dict[GGMLType, tuple[int, int | None, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray | None]]]] = {
+    GGMLType.Q2_K: (80, 82, _two_bit_scales),
+    GGMLType.Q3_K: (108, None, _three_bit_scales),
+    GGMLType.Q4_K: (0, 2, _six_bit_scales),
+    GGMLType.Q5_K: (0, 2, _six_bit_scales),
+    GGMLType.Q6_K: (208, None, lambda blocks: (blocks[:, 192:208], None)),
+    GGMLType.IQ4_XS: (0, None, _iq4_xs_scales),
+    GGMLType.IQ3_S: (0, None, _iq3_s_scales),
+    GGMLType.IQ3_XXS: (0, None, _iq3_xxs_scales),
+}
+"""Where a block has its float16 factors (of scales, of minimums), and how to read the integers beside them."""

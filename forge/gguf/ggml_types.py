@@ -118,9 +118,15 @@ QUANTIZED_TYPES = frozenset(
         GGMLType.Q4_1,
         GGMLType.Q5_0,
         GGMLType.Q5_1,
+        GGMLType.Q2_K,
+        GGMLType.Q3_K,
         GGMLType.Q4_K,
         GGMLType.Q5_K,
         GGMLType.Q6_K,
+        GGMLType.IQ3_XXS,
+        GGMLType.IQ3_S,
+        GGMLType.IQ4_NL,
+        GGMLType.IQ4_XS,
     }
 )
 SUPPORTED_TYPES = FLOAT_TYPES | QUANTIZED_TYPES

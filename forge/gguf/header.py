@@ -1,4 +1,4 @@
-"""The parser of a GGUF header that nobody vouches for: every number in it is checked before it is used.
+"""The parser of an untrusted GGUF header: every number in it is checked before it is used.
 
 A GGUF file, all little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md):
 
@@ -124,15 +124,31 @@ class Header:
 def parse_header(path: Path, buffer: Any) -> Header:
     """The header of the whole file `buffer` (an mmap or bytes); `path` is for messages."""
     cursor = _Cursor(path, buffer)
+    version, fields, directory = _read_directory(cursor)
+    alignment = _alignment(cursor, fields)
+    data_offset = -(-cursor.position // alignment) * alignment
+    tensors = _place_tensors(cursor, directory, alignment, data_offset)
+    return Header(version, fields, tensors, alignment, data_offset)
+
+
+def parse_beginning(path: Path, buffer: bytes) -> tuple[dict[str, Any], list[TensorEntry]] | None:
+    """Metadata and tensors of a file of which `buffer` is the beginning, such as what has arrived of a download.
+
+    None while the header is not whole, or where there is something wrong with it."""
+    try:
+        _, fields, directory = _read_directory(_Cursor(path, buffer))
+    except GGUFError:
+        return None
+    return {key: entry.value for key, entry in fields.items()}, [entry for entry, _ in directory]
+
+
+def _read_directory(cursor: "_Cursor") -> tuple[int, dict[str, MetadataField], list[tuple[TensorEntry, int]]]:
+    """Version, metadata and tensor directory: all that comes before the data."""
     version = _read_version(cursor)
     num_tensors = cursor.count("tensor count", _SMALLEST_TENSOR_ENTRY, MAX_ENTRIES)
     num_fields = cursor.count("metadata count", _SMALLEST_METADATA_ENTRY, MAX_ENTRIES)
     fields = _read_metadata(cursor, num_fields)
-    alignment = _alignment(cursor, fields)
-    directory = [_read_tensor_entry(cursor, index) for index in range(num_tensors)]
-    data_offset = -(-cursor.position // alignment) * alignment
-    tensors = _place_tensors(cursor, directory, alignment, data_offset)
-    return Header(version, fields, tensors, alignment, data_offset)
+    return version, fields, [_read_tensor_entry(cursor, index) for index in range(num_tensors)]
 
 
 class _Cursor:

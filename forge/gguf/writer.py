@@ -164,17 +164,38 @@ def _integer_type(value: int) -> GGUFValueType:
     return GGUFValueType.INT32 if value >= -(2**31) else GGUFValueType.INT64
 
 
+_UNIT_DEVIATION = {
+    GGMLType.Q2_K: (80, 13.9),
+    GGMLType.Q3_K: (108, 43.4),
+    GGMLType.IQ4_NL: (0, 67.5),
+    GGMLType.IQ4_XS: (0, 1250.0),
+    GGMLType.IQ3_S: (0, 140.0),
+    GGMLType.IQ3_XXS: (0, 142.0),
+}
+"""Where a block has its float16 factor, and how much random bytes deviate under a factor of 1."""
+
+_MADE_DIRECTLY = {GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K, *_UNIT_DEVIATION}
+
+
 def random_weights(ggml_type: GGMLType, shape: tuple[int, ...], std: float, rng: np.random.Generator) -> np.ndarray:
     """Raw blocks, uint8 [..., bytes of a row], of random values with mean 0 and about the given standard deviation.
 
-    Normally distributed for the types that the gguf package quantizes to. For the K types the blocks are made directly:
-    uniform quants, scales within a factor of two of each other, minima that center each group.
+    Normally distributed for the types that the gguf package quantizes to. For the others the blocks are made directly:
+    for Q4_K, Q5_K and Q6_K uniform quants, scales within a factor of two of each other, minima that center each group;
+    for the rest random bytes under a factor that gives the deviation.
     """
-    if ggml_type not in (GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K):
+    if ggml_type not in _MADE_DIRECTLY:
         return encode(ggml_type, rng.standard_normal(shape, dtype=np.float32) * np.float32(std))
     elements, nbytes = BLOCK_SIZES[ggml_type]
     blocks = rng.integers(0, 256, (int(np.prod(shape)) // elements, nbytes), dtype=np.uint8)
-    if ggml_type == GGMLType.Q6_K:
+    if ggml_type in _UNIT_DEVIATION:
+        at, deviation = _UNIT_DEVIATION[ggml_type]
+        blocks[:, at : at + 2] = _float16_bytes(std / deviation)
+        if ggml_type == GGMLType.IQ4_NL:  # whose values are not centered: as many factors are negative as positive
+            blocks[:, at + 1] |= rng.integers(0, 2, len(blocks), np.uint8) << 7
+        if ggml_type == GGMLType.Q2_K:
+            blocks[:, 82:84] = _float16_bytes(1.5 * std / deviation)  # quants are 1.5 in the mean
+    elif ggml_type == GGMLType.Q6_K:
         blocks[:, 192:208] = rng.integers(64, 128, (len(blocks), 16), dtype=np.uint8)
         blocks[:, 208:210] = _float16_bytes(std / (96 * 18.5))
     else:

@@ -1,9 +1,9 @@
 """What a Qwen3 model is, as numbers, and whether a GGUF file really holds one.
 
 `Qwen3Config.from_gguf` reads the hyper-parameters and refuses what the forward pass does not compute: another
-architecture, RoPE scaling, a split file, experts. `check_tensors` then holds the file's tensors against them. A file
-that passes both has every weight the model needs, in the shape that it needs, and nothing besides that could change the
-output.
+architecture, RoPE scaling other than YaRN, a split file. `check_tensors` then holds the file's tensors against
+them. A file that passes both has every weight the model needs, in the shape that it needs, and nothing besides that
+could change the output.
 
 Refused rather than ignored: every tensor that is not in `expected_tensors`. A bias or a `rope_freqs.weight` that nobody
 adds would leave a model that runs and says something else; and no tensor of a Qwen3 file is without effect.
@@ -11,18 +11,23 @@ adds would leave a model that runs and says something else; and no tensor of a Q
 Names and defaults are llama.cpp's (`load_hparams` in src/llama-model.cpp).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from forge.gguf import SUPPORTED_TYPES, GGUFError, GGUFFile, printable
+from forge.gguf import SUPPORTED_TYPES, GGUFError, GGUFFile, TensorEntry, printable
+from forge.model.rope import Rope, Yarn
 
-ARCHITECTURE = "qwen3"
+ARCHITECTURE, MOE_ARCHITECTURE = "qwen3", "qwen3moe"
+CLASSIFIER = "cls.output.weight"
+"""The classification head, of rerankers for one: rows that score a whole text (llama.cpp's `rank` pooling)."""
 DEFAULT_ROPE_THETA = 10_000.0
 
 MAX_WIDTH = 1 << 20
 MAX_HEADS = 1 << 16
+MAX_EXPERTS = 1 << 12
 MAX_CONTEXT = 2**31 - 1
+MAX_YARN_FACTOR = 1024
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,22 @@ class Qwen3Config:
     rope_theta: float
     max_position_embeddings: int
     tie_word_embeddings: bool
+    labels: tuple[str, ...] = ()
+    """Of a model with a classification head in place of the output head: the name of each of its rows."""
+    generates: bool = True
+    """Whether there is an output head. An embedding model may lack it, a classifier does."""
+    yarn: Yarn | None = None
+    rope_attention_factor: float = 1.0
+    num_experts: int = 0
+    """Of a mixture of experts; then `intermediate_size` is that of one expert."""
+    num_experts_per_tok: int = 0
+    norm_topk_prob: bool = True
+    """Whether the weights of the chosen experts are made to sum to 1."""
+
+    @property
+    def rope(self) -> Rope:
+        """How queries and keys turn with their positions."""
+        return Rope(self.head_dim, self.rope_theta, self.yarn, self.rope_attention_factor)
 
     @property
     def query_size(self) -> int:
@@ -55,7 +76,11 @@ class Qwen3Config:
     def from_gguf(cls, file: GGUFFile) -> "Qwen3Config":
         """The hyper-parameters that `file` states. GGUFError for one that is missing, senseless or not supported."""
         _check_kind(file)
-        _check_rope(file)
+        yarn = _yarn(file)
+        stretched = yarn.max_position_embeddings if yarn is not None else 0
+        is_moe = file.metadata["general.architecture"] == MOE_ARCHITECTURE
+        experts = _integer(file, "expert_count", MAX_EXPERTS) if is_moe else 0
+        ffn_length = "expert_feed_forward_length" if is_moe else "feed_forward_length"
         hidden_size = _integer(file, "embedding_length", MAX_WIDTH)
         num_attention_heads = _integer(file, "attention.head_count", MAX_HEADS)
         num_key_value_heads = _integer(file, "attention.head_count_kv", MAX_HEADS, default=num_attention_heads)
@@ -65,16 +90,31 @@ class Qwen3Config:
         return cls(
             vocab_size=_vocab_size(file),
             hidden_size=hidden_size,
-            intermediate_size=_integer(file, "feed_forward_length", MAX_WIDTH),
+            intermediate_size=_integer(file, ffn_length, MAX_WIDTH),
+            num_experts=experts,
+            num_experts_per_tok=_integer(file, "expert_used_count", experts) if experts else 0,
             num_layers=_num_layers(file),
             num_attention_heads=num_attention_heads,
             num_key_value_heads=num_key_value_heads,
             head_dim=_head_dim(file, hidden_size, num_attention_heads),
             rms_norm_eps=_rms_norm_eps(file),
             rope_theta=_rope_theta(file),
-            max_position_embeddings=_integer(file, "context_length", MAX_CONTEXT),
+            max_position_embeddings=max(stretched, _integer(file, "context_length", MAX_CONTEXT)),
             tie_word_embeddings="output.weight" not in file.tensors,
+            labels=_labels(file),
+            generates=CLASSIFIER not in file.tensors,
+            yarn=yarn,
+            rope_attention_factor=_attention_factor(file, yarn),
         )
+
+
+def why_unsupported(metadata: Mapping[str, Any], tensors: Iterable[TensorEntry]) -> str | None:
+    """Why no file with this header runs, as far as kind and tensor types tell; None if nothing is known against it."""
+    architecture = metadata.get("general.architecture")
+    if architecture not in (ARCHITECTURE, MOE_ARCHITECTURE):
+        return f"it holds {printable(str(architecture))}; forge runs {ARCHITECTURE!r} and {MOE_ARCHITECTURE!r}"
+    unsupported = sorted({tensor.ggml_type.name for tensor in tensors if tensor.ggml_type not in SUPPORTED_TYPES})
+    return f"forge does not compute with its {', '.join(unsupported)} tensors" if unsupported else None
 
 
 def expected_tensors(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
@@ -92,7 +132,8 @@ def check_tensors(file: GGUFFile, config: Qwen3Config) -> None:
         _check_tensor(file, name, sides)
     for name in file.tensors:
         if name not in expected:
-            problem = f"a {ARCHITECTURE} model has no such tensor, and leaving it out could change what the model says"
+            kind = MOE_ARCHITECTURE if config.num_experts else ARCHITECTURE
+            problem = f"a {kind} model has no such tensor, and leaving it out could change what the model says"
             raise file.tensor_error(name, "", problem)
 
 
@@ -109,6 +150,7 @@ def _tensor_sides(config: Qwen3Config) -> Iterator[tuple[str, tuple[_Side, ...]]
     intermediate = _Side(config.intermediate_size, "qwen3.feed_forward_length")
     head = _Side(config.head_dim, "qwen3.attention.key_length")
     queries = _Side(config.query_size, "qwen3.attention.head_count times qwen3.attention.key_length")
+    experts = _Side(config.num_experts, "qwen3moe.expert_count")
     keys = _Side(config.key_value_size, "qwen3.attention.head_count_kv times qwen3.attention.key_length")
 
     yield "token_embd.weight", (vocabulary, hidden)
@@ -121,11 +163,19 @@ def _tensor_sides(config: Qwen3Config) -> Iterator[tuple[str, tuple[_Side, ...]]
         yield f"blk.{layer}.attn_k_norm.weight", (head,)
         yield f"blk.{layer}.attn_output.weight", (hidden, queries)
         yield f"blk.{layer}.ffn_norm.weight", (hidden,)
+        if config.num_experts:
+            yield f"blk.{layer}.ffn_gate_inp.weight", (experts, hidden)
+            yield f"blk.{layer}.ffn_gate_exps.weight", (experts, intermediate, hidden)
+            yield f"blk.{layer}.ffn_up_exps.weight", (experts, intermediate, hidden)
+            yield f"blk.{layer}.ffn_down_exps.weight", (experts, hidden, intermediate)
+            continue
         yield f"blk.{layer}.ffn_gate.weight", (intermediate, hidden)
         yield f"blk.{layer}.ffn_up.weight", (intermediate, hidden)
         yield f"blk.{layer}.ffn_down.weight", (hidden, intermediate)
     yield "output_norm.weight", (hidden,)
-    if not config.tie_word_embeddings:
+    if config.labels:
+        yield CLASSIFIER, (_Side(len(config.labels), "the number of labels"), hidden)
+    if config.generates and not config.tie_word_embeddings:
         yield "output.weight", (vocabulary, hidden)
 
 
@@ -145,7 +195,7 @@ def _check_tensor(file: GGUFFile, name: str, sides: tuple[_Side, ...]) -> None:
 
 
 def _check_kind(file: GGUFFile) -> None:
-    """Refuse the files that are not one whole dense Qwen3 model."""
+    """Refuse the files that are not one whole Qwen3 model."""
     split_count = file.get("split.count", int, 1)
     if split_count > 1:
         problem = (
@@ -153,28 +203,61 @@ def _check_kind(file: GGUFFile) -> None:
         )
         raise file.error("split.count", problem)
     architecture = file.require("general.architecture", str)
-    if architecture != ARCHITECTURE:
-        problem = f"this file holds {printable(architecture)}; forge runs {ARCHITECTURE!r}"
+    if architecture not in (ARCHITECTURE, MOE_ARCHITECTURE):
+        problem = f"this file holds {printable(architecture)}; forge runs {ARCHITECTURE!r} and {MOE_ARCHITECTURE!r}"
         raise file.error("general.architecture", problem)
-    if file.get(_key("expert_count"), int, 0) > 0:
-        raise _error(file, "expert_count", "forge does not run mixtures of experts")
-    if not file.get(_key("attention.causal"), bool, True):
+    if architecture == ARCHITECTURE and file.get(_key(file, "expert_count"), int, 0) > 0:
+        raise _error(file, "expert_count", f"{ARCHITECTURE} has no experts; {MOE_ARCHITECTURE} does")
+    if not file.get(_key(file, "attention.causal"), bool, True):
         raise _error(file, "attention.causal", "forge runs causal attention only")
 
 
-def _check_rope(file: GGUFFile) -> None:
-    """Refuse RoPE scaling. 'linear' by a factor of 1 (llama.cpp's default; it reads 0 as 1) scales nothing."""
-    scaling = file.get(_key("rope.scaling.type"), str, "none")
-    if scaling not in ("none", "linear"):
+def _yarn(file: GGUFFile) -> Yarn | None:
+    """YaRN, if the file has it. Refuses other RoPE scaling; 'linear' by a factor of 1 (llama.cpp's default; it reads 0
+    as 1) scales nothing."""
+    scaling = file.get(_key(file, "rope.scaling.type"), str, "none")
+    if scaling not in ("none", "linear", "yarn"):
         raise _error(file, "rope.scaling.type", f"RoPE scaling {printable(scaling)} is not supported")
-    for name in ("rope.scaling.factor", "rope.scale_linear"):
-        factor = file.get(_key(name), float, 1.0)
-        if factor not in (0.0, 1.0):
-            raise _error(file, name, f"RoPE scaling by {factor} is not supported")
+    names = "rope.scaling.factor", "rope.scale_linear"
+    factors = {name: file.get(_key(file, name), float, 0.0) or 1.0 for name in names}
+    if scaling != "yarn":
+        for name, factor in factors.items():
+            if factor != 1.0:
+                raise _error(file, name, f"RoPE scaling by {factor} is not supported; YaRN is")
+        return None
+    for name, only in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+        if file.get(_key(file, f"rope.scaling.{name}"), float, only) != only:
+            raise _error(file, f"rope.scaling.{name}", f"forge supports {only:g} only")
+    name = next((name for name, factor in factors.items() if factor != 1.0), "rope.scaling.factor")
+    if not 1 <= factors[name] <= MAX_YARN_FACTOR:
+        raise _error(file, name, f"YaRN by {factors[name]:g} is not from 1 to {MAX_YARN_FACTOR}")
+    if file.get(_key(file, "rope.freq_base"), float, DEFAULT_ROPE_THETA) <= 1:
+        raise _error(file, "rope.freq_base", "YaRN needs more than 1")
+    context_length = _integer(file, "context_length", MAX_CONTEXT)
+    betas = {
+        name: file.get(_key(file, f"rope.scaling.yarn_{name}"), float, default)
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    }
+    for beta, value in betas.items():
+        if not value > 0:
+            raise _error(file, f"rope.scaling.yarn_{beta}", f"{value:g} is not above 0")
+    original = _integer(file, "rope.scaling.original_context_length", MAX_CONTEXT, default=context_length)
+    return Yarn(factors[name], original, **betas)
+
+
+def _attention_factor(file: GGUFFile, yarn: Yarn | None) -> float:
+    """YaRN's own factor times `attn_factor` and `yarn_attn_factor`, which llama.cpp applies without YaRN as well."""
+    product = 1.0 if yarn is None else yarn.attention_factor
+    for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
+        factor = file.get(_key(file, name), float, 1.0)
+        if not factor > 0:
+            raise _error(file, name, f"{factor:g} is not above 0")
+        product *= factor
+    return product
 
 
 def _num_layers(file: GGUFFile) -> int:
-    """At most as many as the file has tensors, so that nobody lists the tensors of four thousand million layers."""
+    """At most as many as the file has tensors: a malformed file cannot make us list those of 4,000 million layers."""
     num_layers = _integer(file, "block_count", 2**32)
     if num_layers > len(file.tensors):
         problem = f"{num_layers} layers cannot be in a file of {len(file.tensors)} tensors"
@@ -183,7 +266,7 @@ def _num_layers(file: GGUFFile) -> int:
 
 
 def _head_dim(file: GGUFFile, hidden_size: int, num_attention_heads: int) -> int:
-    if _key("attention.key_length") not in file.fields and hidden_size % num_attention_heads:
+    if _key(file, "attention.key_length") not in file.fields and hidden_size % num_attention_heads:
         problem = f"{num_attention_heads} heads do not divide the width {hidden_size}, and key_length is not given"
         raise _error(file, "attention.head_count", problem)
     head_dim = _integer(file, "attention.key_length", MAX_WIDTH, default=hidden_size // num_attention_heads)
@@ -198,17 +281,32 @@ def _head_dim(file: GGUFFile, hidden_size: int, num_attention_heads: int) -> int
 
 def _rms_norm_eps(file: GGUFFile) -> float:
     name = "attention.layer_norm_rms_epsilon"
-    epsilon = file.require(_key(name), float)
+    epsilon = file.require(_key(file, name), float)
     if not 0 < epsilon < 1:
         raise _error(file, name, f"{epsilon} is not between 0 and 1")
     return epsilon
 
 
 def _rope_theta(file: GGUFFile) -> float:
-    theta = file.get(_key("rope.freq_base"), float, DEFAULT_ROPE_THETA)
+    theta = file.get(_key(file, "rope.freq_base"), float, DEFAULT_ROPE_THETA)
     if theta < 1:
         raise _error(file, "rope.freq_base", f"{theta} is less than 1")
     return theta
+
+
+def _labels(file: GGUFFile) -> tuple[str, ...]:
+    """The labels that the file names, or numbers for them; none without a classification head."""
+    key = _key(file, "classifier.output_labels")
+    if CLASSIFIER not in file.tensors:
+        return ()
+    if key in file.fields:
+        return tuple(file.string_array(key))
+    return numbered_labels(file.tensors[CLASSIFIER].shape[0])
+
+
+def numbered_labels(count: int) -> tuple[str, ...]:
+    """What transformers calls labels without names."""
+    return tuple(f"LABEL_{number}" for number in range(count))
 
 
 def _vocab_size(file: GGUFFile) -> int:
@@ -225,7 +323,7 @@ def _vocab_size(file: GGUFFile) -> int:
 
 def _integer(file: GGUFFile, name: str, maximum: int, default: int | None = None) -> int:
     """The hyper-parameter `qwen3.<name>`, from 1 to `maximum`; without a default it must be there."""
-    key = _key(name)
+    key = _key(file, name)
     if default is not None and key not in file.fields:
         return default
     if file.fields.get(key) is not None and file.fields[key].type_name.startswith("array"):
@@ -236,9 +334,10 @@ def _integer(file: GGUFFile, name: str, maximum: int, default: int | None = None
     return value
 
 
-def _key(name: str) -> str:
-    return f"{ARCHITECTURE}.{name}"
+def _key(file: GGUFFile, name: str) -> str:
+    """A hyper-parameter's key, which begins with the architecture."""
+    return f"{file.metadata['general.architecture']}.{name}"
 
 
 def _error(file: GGUFFile, name: str, problem: str) -> GGUFError:
-    return file.error(_key(name), problem)
+    return file.error(_key(file, name), problem)

@@ -17,7 +17,7 @@ class ForwardBatch:
 
     token_ids: np.ndarray
     """`[T]` the token of each row. Below 0, for models that run ahead (`Model.runs_ahead`): the likeliest token of row
-    `-1 - token_ids[t]` of the logits of the forward before this one on the same storage, whether or not anybody has
+    `-1 - token_ids[t]` of the logits of the forward before this one on the same storage, whether or not the host has
     looked at those."""
     positions: np.ndarray
     """`[T]` the absolute position of each row in its own sequence, counted from 0."""
@@ -48,7 +48,7 @@ class SequenceRows(NamedTuple):
     """The tokens of these rows alone."""
     start: int
     """The position of the first."""
-    block_table: Sequence[int]
+    block_table: Sequence[int] | np.ndarray
     """The blocks of positions 0 to that of the last row, at least."""
     logit_rows: range
     """Which of them need logits, counted from 0."""

@@ -1,8 +1,8 @@
 """A Hugging Face folder as a source of weights: config.json, safetensors in one file or in shards, tokenizer.json.
 
 The folder's own words decide what the model is, and as in `forge.model.config` what the forward pass does not compute
-is refused rather than ignored: another architecture, RoPE scaling, biases, sliding windows, weights that are quantized
-in some library's way, and tensors that a Qwen3 model does not have.
+is refused rather than ignored: another architecture, RoPE scaling other than YaRN, biases, sliding windows, weights
+that are quantized in some library's way, and tensors that a Qwen3 model does not have.
 
 The weights are taken as they are. Hugging Face's Qwen3 and GGUF's pair the same halves of a head for RoPE, so no row
 moves (which is not so for Llama). Defaults are those of transformers' `Qwen3Config`.
@@ -22,23 +22,39 @@ import numpy as np
 
 from forge.errors import ForgeError
 from forge.gguf import printable
-from forge.model.config import MAX_CONTEXT, MAX_HEADS, MAX_WIDTH, Qwen3Config, expected_tensors
+from forge.model.config import (
+    MAX_CONTEXT,
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_WIDTH,
+    MAX_YARN_FACTOR,
+    Qwen3Config,
+    expected_tensors,
+    numbered_labels,
+)
+from forge.model.rope import Yarn
 from forge.model.safetensors_file import GGML_TYPES, SafetensorsFile, SafetensorsTensor, shown_path
+from forge.model.weight_source import StackedTensor
 from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 from forge.trace.records import Pooling
 
 CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "model.safetensors", "tokenizer.json"
-MODEL_TYPE, ARCHITECTURE = "qwen3", "Qwen3ForCausalLM"
+MODEL_TYPE, MOE_MODEL_TYPE = "qwen3", "qwen3_moe"
+CLASSIFICATION = "Qwen3ForSequenceClassification"
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3Model", CLASSIFICATION, "Qwen3MoeForCausalLM")
 
 MAX_JSON_BYTES = 16 << 20
 """Of config.json and of an index of shards: real ones take kilobytes."""
 MAX_SHARDS = 1024
 MAX_LAYERS = 4096
-"""So that nobody lists the tensors of four thousand million layers. The largest Qwen3 has 94."""
+"""A malformed file cannot make us list the tensors of 4,000 million layers. The largest Qwen3 has 94."""
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_OUTSIDE_LAYERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_BODY = "model."
+"""What the names of all tensors but the head's begin with, unless a bare `Qwen3Model` was saved (Qwen3-Embedding)."""
+_OUTSIDE_LAYERS = {"token_embd": "embed_tokens", "output_norm": "norm"}
+_HEADS = {"output": "lm_head", "cls.output": "score"}
 _IN_LAYERS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -51,7 +67,10 @@ _IN_LAYERS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Which here are a matrix for each expert, and in GGUF one tensor."""
 _SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _BYTES_COMPARED = 16 << 20
 
@@ -74,7 +93,7 @@ class HuggingFaceDirectory:
     def __init__(self, path: Path, config: Qwen3Config, files: Mapping[str, SafetensorsFile]):
         """`files` has the file of each tensor by Hugging Face's name. Checks that they are the tensors of `config`."""
         self.path, self.config = path, config
-        self._files = files
+        self._files, self._body = files, _body(files)
         _check_tensors(path, config, files)
         names = expected_tensors(config)
         self.nbytes = sum(self.tensor(name).nbytes for name in names)
@@ -86,17 +105,21 @@ class HuggingFaceDirectory:
         Raises `ModelFolderError` or `SafetensorsError` unless they are one sound Qwen3 model."""
         with ExitStack() as opened:
             config = read_config(path / CONFIG)
-            source = cls(path, config, _open_files(path, opened))
+            files = _open_files(path, opened)
+            source = cls(path, _with_head(config, files), files)
             opened.pop_all()
             return source
 
-    def tensor(self, name: str) -> SafetensorsTensor:
-        stored = hugging_face_name(name)
-        return self._files[stored].tensors[stored].renamed(name)
+    def tensor(self, name: str) -> SafetensorsTensor | StackedTensor:
+        parts = [self._files[stored].tensors[stored] for stored in self._stored(name)]
+        return StackedTensor(name, parts) if _is_of_experts(name) else parts[0].renamed(name)
 
     def release(self, name: str) -> None:
-        stored = hugging_face_name(name)
-        self._files[stored].release(stored)
+        for stored in self._stored(name):
+            self._files[stored].release(stored)
+
+    def _stored(self, name: str) -> list[str]:
+        return hugging_face_names(name, self._body, self.config.num_experts)
 
     def tokenizer_spec(self) -> TokenizerSpec:
         """That of tokenizer.json, filled up with padding to the rows of the embedding, as GGUF's converter does."""
@@ -124,12 +147,27 @@ class HuggingFaceDirectory:
         self.close()
 
 
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, body: str = _BODY) -> str:
     """`blk.0.attn_q.weight` → `model.layers.0.self_attn.q_proj.weight`."""
-    *layer, kind = name.removesuffix(".weight").split(".")
+    stem = name.removesuffix(".weight")
+    if stem in _HEADS:
+        return f"{_HEADS[stem]}.weight"
+    *layer, kind = stem.split(".")
     if not layer:
-        return f"{_OUTSIDE_LAYERS[kind]}.weight"
-    return f"model.layers.{layer[1]}.{_IN_LAYERS[kind]}.weight"
+        return f"{body}{_OUTSIDE_LAYERS[kind]}.weight"
+    return f"{body}layers.{layer[1]}.{_IN_LAYERS[kind]}.weight"
+
+
+def hugging_face_names(name: str, body: str, num_experts: int) -> list[str]:
+    """The same for a tensor that may be of all experts: a name for each."""
+    if not _is_of_experts(name):
+        return [hugging_face_name(name, body)]
+    _, layer, kind, _ = name.split(".")
+    return [f"{body}layers.{layer}.mlp.experts.{n}.{_OF_EXPERTS[kind]}.weight" for n in range(num_experts)]
+
+
+def _is_of_experts(name: str) -> bool:
+    return name.endswith("_exps.weight")
 
 
 def read_config(path: Path) -> Qwen3Config:
@@ -144,19 +182,36 @@ def read_config(path: Path) -> Qwen3Config:
     head_dim = values.integer("head_dim", MAX_WIDTH, default=128)
     if head_dim % 2:
         raise values.error("head_dim", f"{head_dim} is odd; RoPE turns pairs")
+    theta, yarn, attention_factor = _rope(values)
+    is_moe = values.values.get("model_type") == MOE_MODEL_TYPE
+    stated_as = "num_experts" if "num_experts" in values.values else "num_local_experts"  # by release of transformers
+    experts = values.integer(stated_as, MAX_EXPERTS, default=128) if is_moe else 0
+    stated = values.integer("max_position_embeddings", MAX_CONTEXT, default=32_768)
     return Qwen3Config(
         vocab_size=values.integer("vocab_size", MAX_CONTEXT),
         hidden_size=values.integer("hidden_size", MAX_WIDTH),
-        intermediate_size=values.integer("intermediate_size", MAX_WIDTH),
+        intermediate_size=values.integer("moe_intermediate_size" if is_moe else "intermediate_size", MAX_WIDTH),
+        num_experts=experts,
+        num_experts_per_tok=values.integer("num_experts_per_tok", experts, default=8) if is_moe else 0,
+        norm_topk_prob=values.flag("norm_topk_prob") if is_moe else True,
         num_layers=values.integer("num_hidden_layers", MAX_LAYERS),
         num_attention_heads=num_attention_heads,
         num_key_value_heads=num_key_value_heads,
         head_dim=head_dim,
         rms_norm_eps=values.number("rms_norm_eps", 1e-6, lambda epsilon: 0 < epsilon < 1, "between 0 and 1"),
-        rope_theta=_rope_theta(values),
-        max_position_embeddings=values.integer("max_position_embeddings", MAX_CONTEXT, default=32_768),
+        rope_theta=theta,
+        max_position_embeddings=max(stated, yarn.max_position_embeddings if yarn is not None else 0),
         tie_word_embeddings=values.flag("tie_word_embeddings"),
+        labels=_labels(values),
+        generates=values.values.get("architectures") != [CLASSIFICATION],
+        yarn=yarn,
+        rope_attention_factor=attention_factor,
     )
+
+
+def check_supported(path: Path) -> None:
+    """ModelFolderError if the config.json at `path` is of a kind that forge does not run, whatever its sizes."""
+    _check_kind(_Values(path, _read_json(path)))
 
 
 class _Values:
@@ -203,11 +258,18 @@ class _Values:
 
 
 def _check_kind(values: _Values) -> None:
-    """Refuse what is not one dense Qwen3 model of full attention with plain weights."""
+    """Refuse what is not one Qwen3 model of full attention with plain weights."""
     model_type = values.values.get("model_type")
-    if model_type != MODEL_TYPE:
-        raise values.error("model_type", f"this folder holds {printable(str(model_type))}; forge runs {MODEL_TYPE!r}")
-    for key, only in (("architectures", [ARCHITECTURE]), ("hidden_act", "silu"), ("quantization_config", None)):
+    if model_type not in (MODEL_TYPE, MOE_MODEL_TYPE):
+        problem = f"this folder holds {printable(str(model_type))}; forge runs {MODEL_TYPE!r} and {MOE_MODEL_TYPE!r}"
+        raise values.error("model_type", problem)
+    if values.values.get("decoder_sparse_step") not in (None, 1) or values.values.get("mlp_only_layers"):
+        raise values.error("mlp_only_layers", "forge runs mixtures whose layers all have experts")
+    architectures = values.values.get("architectures")
+    if architectures is not None and architectures not in [[name] for name in ARCHITECTURES]:
+        problem = f"{printable(str(architectures))} is not supported; forge runs {', '.join(ARCHITECTURES)}"
+        raise values.error("architectures", problem)
+    for key, only in (("hidden_act", "silu"), ("quantization_config", None)):
         value = values.values.get(key)
         if value not in (None, only):
             hint = f"forge runs {printable(str(only))}" if only else "take the model's GGUF file, or its plain weights"
@@ -220,17 +282,49 @@ def _check_kind(values: _Values) -> None:
         raise values.error("layer_types", "forge runs models whose layers are all full_attention")
 
 
-def _rope_theta(values: _Values) -> float:
-    """From `rope_parameters`, where newer transformers write it, or from the config itself. Scaling is refused."""
+def _labels(values: _Values) -> tuple[str, ...]:
+    """The names in `id2label` in order of their numbers, for a classification head; none for another model."""
+    if values.values.get("architectures") != [CLASSIFICATION]:
+        return ()
+    named = values.section("id2label").values
+    count = len(named) or values.integer("num_labels", MAX_HEADS, default=2)  # transformers' default
+    return tuple(str(named.get(str(number), label)) for number, label in enumerate(numbered_labels(count)))
+
+
+def _rope(values: _Values) -> tuple[float, Yarn | None, float]:
+    """Theta, YaRN and the attention factor: from `rope_parameters`, where newer transformers write them, or from
+    `rope_scaling` and the config itself. Scaling other than YaRN is refused."""
     theta = values.number("rope_theta", 10_000.0, lambda theta: theta >= 1, "of at least 1")
+    yarn, attention_factor = None, 1.0
     for key in ("rope_scaling", "rope_parameters"):
         section = values.section(key)
         kind = section.values.get("rope_type", section.values.get("type", "default"))
-        if kind != "default":
-            raise values.error(key, f"RoPE scaling {printable(str(kind))} is not supported")
+        if kind not in ("default", "yarn"):
+            raise values.error(key, f"RoPE scaling {printable(str(kind))} is not supported; YaRN is")
         if section.number("partial_rotary_factor", 1.0, lambda factor: factor == 1, "that forge supports: only 1") == 1:
             theta = section.number("rope_theta", theta, lambda theta: theta >= 1, "of at least 1")
-    return theta
+        if kind == "yarn":
+            yarn = _yarn(section, values)
+            attention_factor = section.number("attention_factor", yarn.attention_factor, lambda f: f > 0, "above 0")
+    if yarn is not None and theta <= 1:
+        raise values.error("rope_theta", "YaRN needs more than 1")
+    return theta, yarn, attention_factor
+
+
+def _yarn(section: _Values, values: _Values) -> Yarn:
+    """As transformers' `_compute_yarn_parameters` reads it, `factor` being what it says."""
+    for key, only in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
+        if section.values.get(key) not in (None, only):
+            raise section.error(key, "is not supported")
+    if section.values.get("factor") is None:
+        raise section.error("factor", "missing, and YaRN needs it")
+    stated = values.integer("max_position_embeddings", MAX_CONTEXT, default=32_768)
+    return Yarn(
+        section.number("factor", 1.0, lambda f: 1 <= f <= MAX_YARN_FACTOR, f"from 1 to {MAX_YARN_FACTOR}"),
+        section.integer("original_max_position_embeddings", MAX_CONTEXT, default=stated),
+        section.number("beta_fast", 32.0, lambda beta: beta > 0, "above 0"),
+        section.number("beta_slow", 1.0, lambda beta: beta > 0, "above 0"),
+    )
 
 
 def _open_files(folder: Path, opened: ExitStack) -> dict[str, SafetensorsFile]:
@@ -284,8 +378,24 @@ def _only_file(folder: Path) -> str:
     raise ModelFolderError(folder, None, "holds no safetensors file; forge reads those and GGUF files")
 
 
+def _body(files: Mapping[str, SafetensorsFile]) -> str:
+    """What the names of the tensors begin with."""
+    return "" if _EMBEDDING in files and _BODY + _EMBEDDING not in files else _BODY
+
+
+def _with_head(config: Qwen3Config, files: Mapping[str, SafetensorsFile]) -> Qwen3Config:
+    """`config` without an output head where a bare model was saved without one (Qwen3-Embedding-8B)."""
+    has_head = config.tie_word_embeddings or _HEAD in files or _body(files) == _BODY
+    return config if has_head else replace(config, generates=False)
+
+
 def _check_tensors(folder: Path, config: Qwen3Config, files: Mapping[str, SafetensorsFile]) -> None:
-    expected = {hugging_face_name(name): shape for name, shape in expected_tensors(config).items()}
+    body = _body(files)
+    expected = {
+        stored: shape[1:] if _is_of_experts(name) else shape
+        for name, shape in expected_tensors(config).items()
+        for stored in hugging_face_names(name, body, config.num_experts)
+    }
     for name, shape in expected.items():
         if name not in files:
             problem = "the model needs this tensor, and no file here has it"
@@ -301,17 +411,17 @@ def _check_tensors(folder: Path, config: Qwen3Config, files: Mapping[str, Safete
             problem = f"a {MODEL_TYPE} model has no such tensor, and leaving it out could change what the model says"
             raise file.tensor_error(name, "", problem)
     if config.tie_word_embeddings and _HEAD in files:
-        _check_tied(files)
+        _check_tied(files, body + _EMBEDDING)
 
 
-def _check_tied(files: Mapping[str, SafetensorsFile]) -> None:
+def _check_tied(files: Mapping[str, SafetensorsFile], name: str) -> None:
     """Some files hold the tied matrix twice (Qwen3-0.6B's does). Two different ones would be two different models."""
-    embedding, head = files[_EMBEDDING].tensors[_EMBEDDING], files[_HEAD].tensors[_HEAD]
+    embedding, head = files[name].tensors[name], files[_HEAD].tensors[_HEAD]
     same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
     if not same or not all(np.array_equal(*pair) for pair in _pieces(embedding.raw(), head.raw())):
-        raise files[_HEAD].tensor_error(_HEAD, "", f"differs from {_EMBEDDING}, and {CONFIG} says that they are one")
-    for name in (_EMBEDDING, _HEAD):
-        files[name].release(name)
+        raise files[_HEAD].tensor_error(_HEAD, "", f"differs from {name}, and {CONFIG} says that they are one")
+    for stored in (name, _HEAD):
+        files[stored].release(stored)
 
 
 def _pieces(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:

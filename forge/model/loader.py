@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.model.backend import Array, Backend
+from forge.model.backend import Array, Backend, Tensor
 from forge.model.catalog import is_hash_model, model_name, resolve_model
 from forge.model.hash_model import create_hash_model
 from forge.model.model import Model
 from forge.model.qwen3 import LayerWeights, Qwen3, Qwen3Weights
-from forge.model.weight_source import WeightSource, open_weights
+from forge.model.qwen3_moe import MoeLayerWeights, Qwen3Moe
+from forge.model.weight_source import WeightSource, classifier_rows, open_weights
 from forge.tokenizer import Tokenizer
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 from forge.trace.records import Pooling
@@ -33,6 +34,10 @@ LAYER_TENSORS = {
 """`LayerWeights` field → the tensor's name in its source, between `blk.N.` and `.weight`."""
 
 
+MOE_TENSORS = {"router": "ffn_gate_inp", "gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
+"""What is other in a mixture of experts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     """A model, and what belongs to it."""
@@ -45,7 +50,7 @@ class LoadedModel:
     device_description: str = "NumPy"
     """What computes it, for a person."""
     default_kv_dtype: str = "float32"
-    """What its keys and values are rounded to when nobody says otherwise."""
+    """What its keys and values are rounded to by default."""
     pooling: Pooling = "last"
     """How its file says that hidden states become an embedding."""
 
@@ -92,21 +97,32 @@ def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress
     """
     config, done = source.config, 0
 
-    def load(name: str) -> Array:
+    def load(name: str, rows: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Array:
         nonlocal done
         tensor = source.tensor(f"{name}.weight")
-        loaded = backend.load_matrix(tensor) if len(tensor.shape) == 2 else backend.load_vector(tensor)
+        if len(tensor.shape) == 3:
+            loaded = backend.load_experts(tensor)
+        else:
+            loaded = backend.load_matrix(rows(tensor)) if len(tensor.shape) == 2 else backend.load_vector(tensor)
         source.release(f"{name}.weight")
         done += tensor.nbytes
         if on_progress is not None:
             on_progress(done, source.nbytes)
         return loaded
 
+    model_type, layer_type, names = Qwen3, LayerWeights, LAYER_TENSORS
+    if config.num_experts:
+        model_type, layer_type, names = Qwen3Moe, MoeLayerWeights, LAYER_TENSORS | MOE_TENSORS
     embedding = load("token_embd")
     layers = tuple(
-        LayerWeights(**{field: load(f"blk.{index}.{tensor}") for field, tensor in LAYER_TENSORS.items()})
+        layer_type(**{field: load(f"blk.{index}.{tensor}") for field, tensor in names.items()})
         for index in range(config.num_layers)
     )
     output_norm = load("output_norm")
-    head = embedding if config.tie_word_embeddings else load("output")
-    return Qwen3(config, Qwen3Weights(embedding, layers, output_norm, head), backend)
+    if config.labels:
+        head = load("cls.output", classifier_rows)
+    elif config.generates:
+        head = embedding if config.tie_word_embeddings else load("output")
+    else:
+        head = None
+    return model_type(config, Qwen3Weights(embedding, layers, output_norm, head), backend)

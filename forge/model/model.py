@@ -27,6 +27,10 @@ class Model(Protocol):
     """Tokens of the longest sequence that it can compute."""
     embeds: bool = False
     """Whether it has hidden states, for embeddings."""
+    generates: bool = True
+    """Whether its logits are those of the next token."""
+    labels: tuple[str, ...] = ()
+    """What its logits are for, where it is a classifier. With one label there are two: its score, and 0."""
     runs_ahead: bool = False
     """Whether `forward` returns before it has computed, and takes input tokens from the forward before."""
 

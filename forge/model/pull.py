@@ -8,7 +8,8 @@ finds files, sends the token (HF_TOKEN, or what `hf auth login` stored) and spea
   attempt a file of its own.)
 - It gets its name only after its SHA-256 was found to be the one that the hub states, or for a small file its git
   hash. A file that is not is removed.
-- config.json comes last, so a folder that has one is whole.
+- config.json gets its name last, so a folder that has one is whole.
+- What forge does not run is refused before its weights arrive: by its name, by config.json, by a GGUF file's header.
 - Everything is taken from one commit, whatever is pushed meanwhile.
 
 Files are fetched over plain HTTP, also those that the hub keeps in its Xet storage: that is what can be resumed.
@@ -28,7 +29,18 @@ from typing import BinaryIO
 from urllib.parse import quote
 
 from forge.errors import ForgeError, UsageError
-from forge.model.pulled import PulledModel, PullName, choices, choose_gguf, is_one_gguf, pulled_folder, quant_label
+from forge.gguf import MAX_HEADER_BYTES, parse_beginning
+from forge.model.config import why_unsupported
+from forge.model.pulled import (
+    PulledModel,
+    PullName,
+    choices,
+    choose_gguf,
+    is_one_gguf,
+    is_unsupported,
+    pulled_folder,
+    quant_label,
+)
 
 PullProgress = Callable[[str, int, int], None]
 """Called with (file name, bytes of it that are here, bytes in all)."""
@@ -37,10 +49,15 @@ BESIDE_WEIGHTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinj
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 TIMEOUT_SECONDS = 15.0
 _CHUNK = 1 << 16
+_NEVER = 1 << 62
 
 
 class PullError(ForgeError):
     """A model could not be pulled. The message says why, and what to do."""
+
+
+class _UnsupportedModel(PullError):
+    """The beginning of a file says that it will not run."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,8 @@ def pull(
         target.mkdir(parents=True, exist_ok=True)
         with _lock(target, wanted):
             _check_room(target, chosen)
+            if chosen[-1].name == CONFIG:
+                _check_config(repository, chosen[-1], target, token)
             for file in chosen:
                 _fetch(repository, file, target, token, on_progress)
     total = sum(file.bytes for file in chosen)
@@ -116,10 +135,15 @@ def _choose(repository: _Repository, wanted: PullName) -> list[_RemoteFile]:
     gguf = [name for name in names if is_one_gguf(name) and _is_plain(Path(name).name)]
     if gguf:
         found = choose_gguf(gguf, wanted.quant)
+        others = [name for name in gguf if not is_unsupported(name)]
         if not found:
-            raise UsageError(f"{wanted.repo} has no {wanted.quant}; it has {_listed(gguf)}")
+            raise UsageError(f"{wanted.repo} has no {wanted.quant}; it has {_listed(others)}")
         if len(found) > 1:
-            raise UsageError(f"{wanted} fits {len(found)} files; name one: {_shortened(choices(wanted.repo, found))}")
+            runnable = choices(wanted.repo, [name for name in found if name in others])
+            raise UsageError(f"{wanted} fits {len(found)} files; name one: {_shortened(runnable)}")
+        if found[0] not in others:
+            hint = f"it has {_listed(others)}" if others else "take another repository"
+            raise UsageError(f"forge does not compute with {quant_label(found[0])}, as in {found[0]}; {hint}")
         return [repository.files[found[0]]]
     weights = [name for name in names if name.endswith(".safetensors") and _is_plain(name)]
     if not weights or CONFIG not in repository.files:
@@ -131,17 +155,48 @@ def _choose(repository: _Repository, wanted: PullName) -> list[_RemoteFile]:
     return [repository.files[name] for name in (*beside, *weights, CONFIG)]
 
 
+def _check_config(repository: _Repository, file: _RemoteFile, target: Path, token: str | None) -> None:
+    """Look at config.json before the weights are downloaded. It gets its name last all the same."""
+    from forge.model.hf_directory import check_supported
+
+    if _is_here(file, target):
+        return
+    partial = _partial(repository, file, target)
+    _download(_url(repository, file.name), partial, file, token, None)
+    try:
+        check_supported(partial)
+    except ForgeError as error:
+        partial.unlink()
+        problem = str(error).replace(str(partial), CONFIG)
+        raise PullError(f"{repository.name}: {problem}; nothing was downloaded") from None
+
+
+def _is_here(file: _RemoteFile, target: Path) -> bool:
+    path = target / Path(file.name).name
+    return path.is_file() and path.stat().st_size == file.bytes and _digest_of(path, file.digest) == file.digest
+
+
+def _partial(repository: _Repository, file: _RemoteFile, target: Path) -> Path:
+    """Where a file lies until it is whole: for another version of it another place."""
+    version = (file.digest or repository.commit).removeprefix("git:")[:16]
+    return target / f".{Path(file.name).name}.{version}.partial"
+
+
 def _fetch(
     repository: _Repository, file: _RemoteFile, target: Path, token: str | None, on_progress: PullProgress | None
 ) -> None:
     """Bring one file, unless it is here: from where an earlier attempt stopped, verified, under its name at the end."""
     path = target / Path(file.name).name
-    if path.is_file() and path.stat().st_size == file.bytes and _digest_of(path, file.digest) == file.digest:
+    if _is_here(file, target):
         return
-    partial = target / f".{path.name}.{(file.digest or repository.commit).removeprefix('git:')[:16]}.partial"
+    partial = _partial(repository, file, target)
     if partial.exists() and partial.stat().st_size > file.bytes:
         partial.unlink()
-    _download(_url(repository, file.name), partial, file, token, on_progress)
+    try:
+        _download(_url(repository, file.name), partial, file, token, on_progress)
+    except _UnsupportedModel:
+        partial.unlink()
+        raise
     found = _digest_of(partial, file.digest)
     if found != file.digest:
         partial.unlink()
@@ -172,19 +227,42 @@ def _download(url: str, partial: Path, file: _RemoteFile, token: str | None, on_
                 before, here = here, stream.tell()
                 if here <= before:
                     raise
+            except OSError:
+                if not here or stream.tell() <= file.bytes:
+                    raise
+                stream.truncate(0)  # a server that does not resume sent all of it, and an older library appended it
+                here = 0
 
 
 class _WatchedFile:
-    """A file open for appending that reports its size as it grows; as much of a file as `http_get` needs."""
+    """A file open for appending that reports its size as it grows; as much of a file as `http_get` needs.
+
+    Of a GGUF file it reads the header as soon as that has arrived, and ends the download of one that would not run."""
 
     def __init__(self, stream: BinaryIO, file: _RemoteFile, on_progress: PullProgress | None):
         self._stream, self._file, self._on_progress = stream, file, on_progress
+        self._header_expected = 0 if file.name.endswith(".gguf") else _NEVER
+        self._look_at_header()
         self.report()
 
     def write(self, data: bytes) -> int:
         written = self._stream.write(data)
+        self._look_at_header()
         self.report()
         return written
+
+    def _look_at_header(self) -> None:
+        """Each time that twice as much has arrived."""
+        size = self._stream.tell()
+        if size < self._header_expected:
+            return
+        self._stream.flush()
+        with open(self._stream.name, "rb") as beginning:
+            found = parse_beginning(Path(self._file.name), beginning.read(MAX_HEADER_BYTES))
+        self._header_expected = max(_CHUNK, 2 * size) if found is None and size < MAX_HEADER_BYTES else _NEVER
+        problem = why_unsupported(*found) if found is not None else None
+        if problem is not None:
+            raise _UnsupportedModel(f"{self._file.name}: {problem}; the download was ended after its header")
 
     def tell(self) -> int:
         return self._stream.tell()

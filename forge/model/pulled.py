@@ -17,6 +17,8 @@ _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<quan
 _SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}$")
 _QUANT_LABEL = re.compile(r"(?:^|[.-])((?:UD-)?(?:[IT]?Q\d\w*|B?F16|F32|MXFP4\w*))$", re.IGNORECASE)
 
+_UNSUPPORTED_LABEL = re.compile(r"(?:UD-)?(?:IQ[12]_|TQ|MXFP4|NVFP4|Q1_0)", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class PullName:
@@ -112,6 +114,11 @@ def quant_label(file_name: str) -> str:
     stem = file_name.rpartition("/")[2].removesuffix(".gguf")
     match = _QUANT_LABEL.search(stem)
     return match[1] if match else stem
+
+
+def is_unsupported(file_name: str) -> bool:
+    """Whether a GGUF file's name says that its tensors are of a type that forge does not compute with."""
+    return _UNSUPPORTED_LABEL.match(quant_label(file_name)) is not None
 
 
 def choices(repo: str, file_names: Sequence[str]) -> str:

@@ -42,7 +42,7 @@ class Qwen3Weights:
     embedding: Array  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     output_norm: Array  # [hidden]
-    head: Array  # [vocab, hidden]; the embedding itself where the two are tied
+    head: Array | None  # [vocab, hidden], the embedding itself where the two are tied; [labels, hidden]; or none
 
 
 class Qwen3(Model):
@@ -57,6 +57,7 @@ class Qwen3(Model):
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
         self.max_position_embeddings = config.max_position_embeddings
+        self.generates, self.labels = config.generates, config.labels
         self.runs_ahead = backend.runs_ahead
 
     def kv_layout(self, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvLayout:
@@ -70,7 +71,7 @@ class Qwen3(Model):
         return self.backend.new_storage(layout)
 
     def prepare(self, layout: KvLayout) -> None:
-        self.backend.prepare(self.forward_pass, layout)
+        self.backend.prepare(self.hidden_pass if self.weights.head is None else self.forward_pass, layout)
 
     def time_operations(self) -> None:
         self.backend.time_operations()
@@ -102,7 +103,10 @@ class Qwen3(Model):
         """About how many bytes of arrays a pass needs beside weights and storage."""
         config = self.config
         heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-        per_row = 4 * (2 * config.hidden_size + 2 * heads + 2 * config.intermediate_size)
+        feed_forward = 2 * config.intermediate_size
+        if config.num_experts:
+            feed_forward = config.num_experts_per_tok * (2 * config.hidden_size + 3 * config.intermediate_size)
+        per_row = 4 * (2 * config.hidden_size + 2 * heads + feed_forward)
         return num_rows * per_row + 4 * num_logit_rows * config.vocab_size
 
     def hidden_rows(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
@@ -126,8 +130,7 @@ class Qwen3(Model):
         q = ops.head_norm(ops.linear(x, layer.q), layer.q_norm, config.rms_norm_eps)
         k = ops.head_norm(ops.linear(x, layer.k), layer.k_norm, config.rms_norm_eps)
         v = ops.linear(x, layer.v)
-        q = ops.rope(q, batch, config.head_dim, config.rope_theta)
-        k = ops.rope(k, batch, config.head_dim, config.rope_theta)
+        q, k = ops.rope(q, batch, config.rope), ops.rope(k, batch, config.rope)
         ops.write_kv(storage, index, batch, k, v)
         return ops.linear(ops.attention(q, storage, index, batch), layer.attention_output)
 

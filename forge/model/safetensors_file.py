@@ -1,4 +1,4 @@
-"""A safetensors file that nobody vouches for: its header checked before it is used, its tensors by name.
+"""An untrusted safetensors file: its header checked before it is used, its tensors by name.
 
 The format, little-endian (https://github.com/huggingface/safetensors#format):
 

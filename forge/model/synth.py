@@ -109,7 +109,7 @@ def synthetic_config(
     for name, value in vars(config).items():
         if isinstance(value, int) and not 0 <= value < 2**31:
             raise UsageError(f"{name} {value} is out of range")
-        if value == 0 and not isinstance(value, bool):
+        if value == 0 and not isinstance(value, bool) and "experts" not in name:  # it makes dense models
             raise UsageError(f"{name} must be at least 1")
     if num_attention_heads % num_key_value_heads:
         raise UsageError(f"{num_attention_heads} heads cannot share {num_key_value_heads} key and value heads evenly")

@@ -1,4 +1,4 @@
-"""A vocabulary that nobody trained: byte-level BPE of any size, laid out as Qwen's, for models of random weights.
+"""An untrained vocabulary: byte-level BPE of any size, laid out as Qwen's, for models of random weights.
 
 The bytes come first in Qwen's order, then tokens made by merges, then Qwen's 26 added tokens, then padding. At the full
 151,936 every one of those has the id that it has in Qwen3 (`<|im_end|>` is 151,645). It depends on its size and on

@@ -6,13 +6,17 @@ shape and of a type that forge computes with. So a loader has nothing left to ch
 that contradict each other.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from forge.gguf import GGUFFile, GGUFTensor
+import numpy as np
+
+from forge.gguf import GGMLType, GGUFFile, GGUFTensor
 from forge.model.backend import Tensor
-from forge.model.config import ARCHITECTURE, Qwen3Config, check_tensors, expected_tensors
+from forge.model.config import Qwen3Config, check_tensors, expected_tensors
 from forge.tokenizer.spec import TokenizerSpec, spec_from_gguf
 from forge.trace.records import Pooling
 
@@ -41,7 +45,7 @@ class WeightSource(Protocol):
         ...
 
     def release(self, name: str) -> None:
-        """Give back the memory of the mapped pages that hold this tensor, which whoever loaded it no longer needs."""
+        """Give back the memory of the mapped pages that hold this tensor, which its loader no longer needs."""
         ...
 
     def tokenizer_spec(self) -> TokenizerSpec:
@@ -73,6 +77,62 @@ def open_weights(path: Path) -> WeightSource:
         raise
 
 
+@dataclass(frozen=True)
+class StackedTensor:
+    """Tensors of one shape and type as one, such as the matrices of all experts: `[number, *shape]`."""
+
+    name: str
+    parts: Sequence[SizedTensor]
+
+    @property
+    def ggml_type(self) -> GGMLType:
+        return self.parts[0].ggml_type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def raw(self) -> np.ndarray:
+        return np.concatenate([part.raw() for part in self.parts])
+
+    def dequantize(self) -> np.ndarray:
+        return np.stack([part.dequantize() for part in self.parts])
+
+
+@dataclass(frozen=True)
+class ArrayTensor:
+    """A tensor that is in memory as float32."""
+
+    name: str
+    values: np.ndarray
+    ggml_type = GGMLType.F32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def raw(self) -> np.ndarray:
+        return self.values.view(np.uint8).reshape(-1)
+
+    def dequantize(self) -> np.ndarray:
+        return self.values
+
+
+def classifier_rows(head: Tensor) -> ArrayTensor:
+    """A classification head as a matrix of logits, one row per label, at least two.
+
+    A head of one row gives a score. A second row of zeros makes it two logits, s and 0: their softmax is the sigmoid of
+    the score, and their difference the score itself."""
+    rows = head.dequantize()
+    if len(rows) == 1:
+        rows = np.concatenate([rows, np.zeros_like(rows)])
+    return ArrayTensor(head.name, rows)
+
+
 class GGUFWeights:
     """The weights of an open GGUF file, which it closes with itself. Raises `GGUFError` unless they are sound."""
 
@@ -81,7 +141,8 @@ class GGUFWeights:
         check_tensors(file, self.config)
         self.path = file.path
         self.nbytes = sum(file.tensors[name].nbytes for name in expected_tensors(self.config))
-        self.pooling: Pooling = "mean" if file.metadata.get(f"{ARCHITECTURE}.pooling_type") == _MEAN else "last"
+        architecture = file.metadata["general.architecture"]
+        self.pooling: Pooling = "mean" if file.metadata.get(f"{architecture}.pooling_type") == _MEAN else "last"
         self._file = file
 
     def tensor(self, name: str) -> GGUFTensor:

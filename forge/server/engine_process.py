@@ -87,6 +87,7 @@ def _ready(llm: LLM) -> Ready:
         llm.model.vocab_size,
         llm.load_seconds,
         llm.pooling,
+        llm.model.labels,
         llm.engine.cache.stats().num_blocks,
         llm.engine.cache.block_size,
         type(llm.tokenizer),

@@ -95,6 +95,8 @@ class Ready(NamedTuple):
     load_seconds: float
     pooling: Pooling
     """How the model's embeddings are made of its hidden states."""
+    labels: tuple[str, ...]
+    """Of its classification head, where it has one."""
     num_blocks: int
     block_size: int
     tokenizer_type: type[Tokenizer]

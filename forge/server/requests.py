@@ -90,9 +90,8 @@ class RequestReader:
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
                 turn.setdefault("content", "")
-            return self.tokenizer.encode_chat(
-                turns, parse_special=bool(body.parse_special), add_bos=bool(body.add_special_tokens), **template
-            )
+            special = {"parse_special": bool(body.parse_special), "add_special_tokens": bool(body.add_special_tokens)}
+            return self.tokenizer.encode_chat(turns, **special, **template)
 
         size = sum(len(message.content or "") for message in body.messages)
         self._check_size(size, "messages")
@@ -109,7 +108,7 @@ class RequestReader:
         self._check_size(len(text), param)
 
         def encode() -> list[int]:
-            return self.tokenizer.encode(text, allow_special=bool(parse), add_bos=bos is not False)
+            return self.tokenizer.encode(text, allow_special=bool(parse), add_special_tokens=bos is not False)
 
         try:
             return await beside_the_loop(len(text), encode)

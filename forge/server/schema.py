@@ -160,7 +160,7 @@ class ScoreRequest(Body):
 
 class ClassifyRequest(Body):
     input: str | Texts
-    labels: Annotated[list[str], Field(min_length=2, max_length=100, fail_fast=True)]
+    labels: Annotated[list[str], Field(min_length=2, max_length=100, fail_fast=True)] | None = None
     model: str | None = None
 
 

@@ -106,7 +106,7 @@ def add_scores(app: FastAPI, service: "Service") -> None:
         """How relevant each document is to the query, the most relevant first."""
         model, tokenizer = model_of(body.model), service.tokenizer
         _check_number(service, "documents", body.documents)
-        words = [tasks.single_token(tokenizer, word) for word in ("yes", "no")]
+        words = tasks.rerank_candidates(tokenizer, service.ready.labels)
         size = sum(map(len, body.documents)) + len(body.query) * len(body.documents)
         ids = await beside_the_loop(
             size, lambda: [tasks.rerank_prompt(tokenizer, body.query, document) for document in body.documents]
@@ -143,23 +143,31 @@ def add_scores(app: FastAPI, service: "Service") -> None:
 
     @app.post("/classify")
     async def classify(body: ClassifyRequest, request: Request) -> dict[str, Any]:
-        """How likely each of the labels is to follow each input."""
-        model = model_of(body.model)
+        """How likely each of the labels is to follow each input; without labels, those of the model's own head."""
+        model, own = model_of(body.model), service.ready.labels
+        if (body.labels is None) != bool(own):
+            which = f"this model has labels of its own: {', '.join(own)}" if own else "labels are missing"
+            raise ApiError(which, param="labels")
         prompts = await asking.prompts(body.input)
-        labels = [await service.reader.encode(label, "labels") for label in body.labels]
+        names = body.labels or list(own)
+        encode = service.reader.encode
+        labels = [await encode(label, "labels", bos=False) for label in body.labels or ()]
         if not all(labels):
             raise ApiError("a label must not be empty", param="labels")
-        found = await asking.run(
-            request, lambda answer: tasks.classify(_ids(prompts), labels, body.labels, answer), "labels"
-        )
+
+        def work(answer: tasks.Answer) -> list[tasks.Classification]:
+            if own:
+                return tasks.classify_by_head(_ids(prompts), own, answer)
+            return tasks.classify(_ids(prompts), labels, names, answer)
+
         data = [
             {
                 "index": index,
                 "label": one.label,
-                "probs": [one.probabilities[label] for label in body.labels],
-                "num_classes": len(body.labels),
+                "probs": [one.probabilities[label] for label in names],
+                "num_classes": len(names),
             }
-            for index, one in enumerate(found)
+            for index, one in enumerate(await asking.run(request, work, "labels"))
         ]
         return asking.body("classify", model, prompts, data=data)
 

@@ -97,8 +97,8 @@ def connection_limits() -> tuple[int, int]:
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536) if hard > 0 else 65_536, hard))
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    backlog = min(2048, most // 4)  # so many may be accepted in one turn of the loop
-    return max(1, most - backlog - _OTHER_FILES), backlog
+    backlog = min(2048, most // 16)  # a turn of the loop accepts so many, and a refused one takes some turns to close
+    return max(1, most - 4 * backlog - _OTHER_FILES), backlog
 
 
 async def _serve(client, ready, settings: Settings, listening, on_ready) -> int:

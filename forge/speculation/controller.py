@@ -154,7 +154,7 @@ class SpeculationControl:
         """Output tokens came without draft tokens. While it is off, they count down its pause."""
         if self.k > 0:
             return self
-        left = self.decision.retry_in - num_tokens
+        left = (self.decision.retry_in or 0) - num_tokens
         if left > 0:
             return replace(self, decision=replace(self.decision, reason="waits", retry_in=left))
         probe = self._decision(1, "probes", speed_up(_PRIOR.acceptance, 1, costs))

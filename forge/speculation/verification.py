@@ -191,7 +191,8 @@ def _accept_or_resample(
     scores = penalized(logits, history, params, num_prompt_tokens)
     best = argmax if scores is logits else int(scores.argmax())
     log_total = log_sum_exp(logits, float(logits[argmax]))
-    left, taken, trials = distribution(scores, params), None, []
+    left, taken = distribution(scores, params), None
+    trials: list[tuple[float, float, float, float | None]] = []  # of each draft token: probability, p, q, draw
     for run, token_id, given in drafts:
         q = given or Distribution(np.array([token_id]), np.ones(1))
         p_token, q_token = left.probability(token_id), q.probability(token_id)

@@ -15,8 +15,7 @@ _VOCAB_SIZE = 259
 def check_proposer(new_proposer: Callable[[], Proposer], texts: Sequence[Sequence[int]] = ()) -> None:
     """Raise AssertionError, saying which, if a proposer breaks a promise of its seam.
 
-    texts: token ids after which it has something to say, beside random ones. What it guesses with is not lent
-    (`lease`), or is lent for as long as this takes.
+    texts: token ids after which it has a proposal, beside random ones.
     """
     proposer, rng = new_proposer(), np.random.default_rng(0)
     texts = [list(text) for text in texts] + [rng.integers(97, 101, length).tolist() for length in (1, 2, 9, 30)]

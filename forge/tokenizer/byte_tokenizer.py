@@ -27,7 +27,7 @@ class ByteTokenizer(Tokenizer):
     def prepare(self) -> str:
         return self.implementation
 
-    def _encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+    def _encode_parts(self, parts: Sequence[str | int], add_special_tokens: bool = False) -> list[int]:
         ids: list[int] = []
         for part in parts:
             ids += [part] if isinstance(part, int) else part.encode()

@@ -1,6 +1,6 @@
 """Conversations to prompts: the file's Jinja template in a sandbox, or Qwen3's behaviour when the file has none.
 
-A template comes with a model file, from anybody. It runs in Jinja's immutable sandbox (`template_sandbox`), with the
+A template comes with an untrusted model file. It runs in Jinja's immutable sandbox (`template_sandbox`), with the
 settings, functions and `tojson` that Hugging Face's `apply_chat_template` gives it, and within bounds of work and size.
 Whatever goes wrong becomes one line of `ChatTemplateError`. `jinja2`, 40 ms to import, is imported when the first
 template is compiled.
@@ -89,7 +89,7 @@ class ChatTemplate:
 def _one_line_errors() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # a template is somebody else's program: whatever it raises is its own failure
+    except Exception as error:  # a template is a foreign program: whatever it raises is its own failure
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ChatTemplateError(f"chat template: {reason[:300]}") from error
 

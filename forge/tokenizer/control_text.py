@@ -29,7 +29,7 @@ def beginnings(control_tokens: Iterable[str]) -> re.Pattern[str] | None:
 
 def choose_mark(messages: Any) -> str:
     """A mark that is nowhere in `messages`. Raises `UsageError` if they have them all."""
-    used = set().union(*(set(text).intersection(MARKS) for text in _strings(messages)))
+    used = set().union(*(set(text).intersection(MARKS) for text in _strings(messages) if not text.isascii()))
     free = next((mark for mark in MARKS if mark not in used), None)
     if free is None:
         raise UsageError("the messages have all of Unicode's noncharacters in them (U+FDD0 to U+FDEF): remove one")

@@ -12,7 +12,7 @@ from unicodedata import normalize
 
 SAMPLE: tuple[str, ...] = (
     "",
-    "A scheduler admits requests until the block pool is empty; then somebody has to wait.",
+    "A scheduler admits requests until the block pool is empty; then the next one waits.",
     "The SHARK wasn't hungry, it'd eaten. They've said we'll see, I'm sure you're right, he'd know.",
     "IT'S WHAT THEY'VE SAID: WE'LL SEE, I'M SURE YOU'RE RIGHT, HE'D KNOW, DON'T. It\u2019s curly. o'clock 'sore 'Tis",
     "'\u017f \u212a'LL 'ſ 'S'T'RE'VE'M'LL'D",

@@ -4,7 +4,7 @@
 tokenizer is one that forge supports (byte-level BPE with Qwen's pre-tokenizer), and never encodes anything.
 
 What is checked when: structure (kinds, lengths, ids in range, the byte alphabet) always; that each merge is well formed
-and stays inside the vocabulary at once for a small vocabulary, and for a large one by whoever loads the merges, because
+and stays inside the vocabulary at once for a small vocabulary, and for a large one by the loader of the merges, because
 at 151,936 tokens that check alone costs several times what a short prompt needs (`check_vocabulary` does it on
 request).
 """
@@ -76,7 +76,9 @@ class TokenizerSpec:
 
     `tokens` are in the byte alphabet (`byte_level`) for NORMAL tokens and plain text for the others; `token_types`
     becomes int32 `[len(tokens)]`; `merges` are `"left right"`, the most important first. `special_ids` are what the
-    file names: `eos_token_id`, `eot_token_id`, `eom_token_id`. `key_prefix` is what error messages call the entries by.
+    file names: `eos_token_id`, `eot_token_id`, `eom_token_id`. `prefix_ids` and `suffix_ids` are special tokens that
+    belong around a text, such as the `<|endoftext|>` at whose place Qwen3-Embedding reads its vector. `key_prefix` is
+    what error messages call the entries by.
     Raises `TokenizerError` on construction for anything that the checks above find.
     """
 
@@ -86,7 +88,8 @@ class TokenizerSpec:
     pre: str = SUPPORTED_PRE
     bos_token_id: int | None = None
     special_ids: Mapping[str, int] | None = None
-    add_bos: bool = False
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
     chat_template: str | None = None
     key_prefix: str = "tokenizer.ggml."
 
@@ -188,8 +191,9 @@ class TokenizerSpec:
         for key, token_id in named.items():
             if token_id is not None and not 0 <= token_id < len(self.tokens):
                 raise self.error(key, f"{token_id} is not an id of the {len(self.tokens)} tokens")
-        if self.add_bos and self.bos_token_id is None:
-            raise self.error("add_bos_token", "is true, but there is no bos_token_id")
+        around = (*self.prefix_ids, *self.suffix_ids)
+        if not all(0 <= token_id < len(self.tokens) for token_id in around):
+            raise self.error("post_processor", f"adds token {max(around)}, and there are {len(self.tokens)} tokens")
 
 
 def spec_from_gguf(file: TokenizerMetadata) -> TokenizerSpec:
@@ -213,7 +217,18 @@ def spec_from_gguf(file: TokenizerMetadata) -> TokenizerSpec:
         pre=pre,
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
         special_ids={key: token_id for key, token_id in named.items() if token_id is not None},
-        add_bos=file.get("tokenizer.ggml.add_bos_token", bool) or False,
+        prefix_ids=_added(file, "bos", prefix),
+        suffix_ids=_added(file, "eos", prefix),
         chat_template=file.get("tokenizer.chat_template", str),
         key_prefix=prefix,
     )
+
+
+def _added(file: TokenizerMetadata, name: str, prefix: str) -> tuple[int, ...]:
+    """The token that `add_bos_token` or `add_eos_token` asks for."""
+    if not file.get(f"tokenizer.ggml.add_{name}_token", bool):
+        return ()
+    token_id = file.get(f"tokenizer.ggml.{name}_token_id", int)
+    if token_id is None:
+        raise TokenizerError(f"{prefix}add_{name}_token: is true, but there is no {name}_token_id")
+    return (token_id,)

@@ -71,10 +71,6 @@ class Tokenizer:
         return self.spec.eos_token_ids
 
     @property
-    def add_bos(self) -> bool:
-        return self.spec.add_bos
-
-    @property
     def fingerprint(self) -> str:
         """Equal for two tokenizers whose ids mean the same (`TokenizerSpec.fingerprint`)."""
         return self.spec.fingerprint
@@ -86,20 +82,23 @@ class Tokenizer:
 
     @property
     def fallback_reason(self) -> str | None:
-        """Why the fast path is not used although it was wanted; None when it is, or nobody asked."""
+        """Why the fast path is not used although it was wanted; None when it is, or was not asked for."""
         return self._encoders.fallback_reason
 
     def prepare(self) -> str:
         """Loads now what the first text would load, and returns that implementation's name (see `implementation`)."""
         return self._encoders.prepare()
 
-    def encode(self, text: str, *, allow_special: bool = False, add_bos: bool = True) -> list[int]:
-        """Token ids of `text`, after the BOS token where the file wants one and `add_bos` allows it.
+    def encode(self, text: str, *, allow_special: bool = False, add_special_tokens: bool | None = None) -> list[int]:
+        """Token ids of `text`.
 
         The text of a control token becomes that token only with `allow_special`, which is for prompts that a chat
-        template rendered; in what a user typed it stays text. Raises `UsageError` for text that is not Unicode."""
+        template rendered; in what a user typed it stays text. `add_special_tokens` puts the spec's `prefix_ids` and
+        `suffix_ids` around it; None does so unless `allow_special`, as a rendered prompt is complete. Raises
+        `UsageError` for text that is not Unicode."""
         check_unicode(text)
-        return self._bos_ids(add_bos) + self._encode_parts(list(self._split(text, allow_special)))
+        adds = not allow_special if add_special_tokens is None else add_special_tokens
+        return self._encode_parts(list(self._split(text, allow_special)), adds)
 
     def encode_chat(
         self,
@@ -107,7 +106,7 @@ class Tokenizer:
         *,
         parse_special: bool = False,
         continue_final_message: bool = False,
-        add_bos: bool = True,
+        add_special_tokens: bool = False,
         **template: Any,
     ) -> tuple[str, list[int]]:
         """The prompt for a conversation, as text and as token ids.
@@ -128,7 +127,7 @@ class Tokenizer:
         if pattern:
             parts = [part.replace(mark, "") if isinstance(part, str) else part for part in parts]
             rendered = rendered.replace(mark, "")
-        return rendered, self._bos_ids(add_bos) + self._encode_parts(list(parts))
+        return rendered, self._encode_parts(list(parts), add_special_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves control tokens out.
@@ -217,17 +216,14 @@ class Tokenizer:
         if start < len(text):
             yield text[start:]
 
-    def _bos_ids(self, wanted: bool) -> list[int]:
-        return [self.spec.bos_token_id] if wanted and self.spec.add_bos and self.spec.bos_token_id is not None else []
-
-    def _encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+    def _encode_parts(self, parts: Sequence[str | int], add_special_tokens: bool = False) -> list[int]:
         """Token ids of alternating plain text and tokens."""
         plain = [normalize("NFC", part) for part in parts if isinstance(part, str)]
         encoded = iter(self._encoders.encode_parts(plain) if plain else ())
-        ids: list[int] = []
+        ids = list(self.spec.prefix_ids) if add_special_tokens else []
         for part in parts:
             ids += [part] if isinstance(part, int) else next(encoded)
-        return ids
+        return [*ids, *self.spec.suffix_ids] if add_special_tokens else ids
 
     def _pieces(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
         if skip_special:

@@ -28,18 +28,19 @@ def spec_from_tokenizer_json(path: str | Path) -> TokenizerSpec:
         _check_kind(document, path)
         tokens, token_types = _vocabulary(document)
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in document["model"]["merges"]]
+        prefix_ids, suffix_ids = _added_around(document.get("post_processor"), path)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TokenizerError(f"{path.name}: malformed: {type(error).__name__} {error}") from error
     id_of = {token: token_id for token_id, token in enumerate(tokens)}
     config = _read_json(path.with_name("tokenizer_config.json"))
-    bos = id_of.get(_token_text(config.get("bos_token")))
     return TokenizerSpec(
         tokens=tokens,
         token_types=token_types,
         merges=merges,
-        bos_token_id=bos,
+        bos_token_id=id_of.get(_token_text(config.get("bos_token"))),
         special_ids=dict(_special_ids(config, _read_json(path.with_name("generation_config.json")), id_of)),
-        add_bos=bool(config.get("add_bos_token")) and bos is not None,
+        prefix_ids=prefix_ids,
+        suffix_ids=suffix_ids,
         chat_template=_chat_template(path, config),
         key_prefix=f"{path.name}: ",
     )
@@ -67,6 +68,23 @@ def _check_kind(document: Mapping[str, Any], path: Path) -> None:
     steps = (document.get("pre_tokenizer") or {}).get("pretokenizers") or [{}]
     if steps[0].get("pattern", {}).get("Regex") != QWEN2_PATTERN or steps[-1].get("type") != "ByteLevel":
         raise TokenizerError(f"{path.name}: pre_tokenizer does not split text as qwen2 does")
+
+
+def _added_around(processor: Mapping[str, Any] | None, path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the post-processor adds before and after one text. ByteLevel changes offsets only."""
+    around: tuple[list[int], list[int]] = ([], [])
+    steps = [] if processor is None else processor.get("processors", [processor])
+    for step in steps:
+        if step["type"] == "TemplateProcessing":
+            added, place = step["special_tokens"], 0
+            for piece in step["single"]:
+                if "Sequence" in piece:
+                    place = 1
+                else:
+                    around[place].extend(map(int, added[piece["SpecialToken"]["id"]]["ids"]))
+        elif step["type"] != "ByteLevel":
+            raise TokenizerError(f"{path.name}: post_processor {step['type']} is not supported")
+    return tuple(around[0]), tuple(around[1])
 
 
 def _vocabulary(document: Mapping[str, Any]) -> tuple[list[str], list[int]]:

@@ -492,12 +492,12 @@ class TokenVerdict:
     target_probability: float | None = None
     """The target's own probability of the proposed token, where requested: softmax of its raw logits."""
     p: float | None = None
-    """Under sampling, the token's probability in the target's filtered distribution; None under greedy. With several
-    proposers: in the residual distribution after the proposers before this one."""
+    """With the acceptance rule `rejection`: how likely the target's filtered distribution draws the token, else None.
+    With several drafts, of what those before left of that distribution."""
     q: float | None = None
-    """The token's probability in the proposer's distribution; 1 for a proposer without probabilities."""
+    """The same of the proposer's distribution."""
     draw: float | None = None
-    """Under sampling, the number in [0, 1) that decided; None if another proposer's token was accepted already."""
+    """The number between 0 and 1 that decided; None if another draft's token had been accepted already."""
 
 
 SpecReason = Literal["fixed", "wins", "turned_down", "loses", "waits", "probes", "on_again", "cannot_win"]

@@ -26,6 +26,7 @@ MOST_COSINES = 12
 def classification_object(texts: Sequence[str], found: Sequence[Classification]) -> list[dict[str, Any]]:
     return [
         {"text": text, "label": one.label, "probabilities": one.probabilities, "logprobs": one.logprobs}
+        | ({} if one.score is None else {"score": one.score})
         for text, one in zip(texts, found, strict=True)
     ]
 

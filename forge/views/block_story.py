@@ -65,8 +65,8 @@ class BlockStory:
         for event in record.events:
             if isinstance(event, BlockSplit):
                 why = f"shared by {event.references}" if event.references > 1 else "cached for later prompts"
-                copied = f"copied to {event.destination}"
-                yield f"{self._label(event.seq_id)} wrote into block {event.source}, {why}: {copied}"
+                label = self._label(event.seq_id)
+                yield f"{label} wrote into block {event.source}, {why}: copied to {event.destination}"
         evicted = [event for event in record.events if isinstance(event, BlockEvicted)]
         if evicted:
             tokens = sum(event.num_tokens for event in evicted)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from forge.engine.outputs import CompletionOutput, Logprobs
+from forge.engine.outputs import CompletionOutput
+from forge.engine.task import Logprobs
 from forge.trace.records import Spread, StepRecord
 from forge.views.streams import TextStreams
 from forge.views.summary import Forward, RunResult
@@ -115,7 +116,7 @@ def _sample_object(sample: CompletionOutput, ending: str, token_text) -> dict[st
         "finish_reason": sample.finish_reason,
         "finish": ending,
         "stop_reason": sample.stop_reason,
-        "logprobs": None if logprobs is None else [_alternatives(entry, token_text) for entry in logprobs],
+        "logprobs": None if logprobs is None else [_alternatives(entry or (), token_text) for entry in logprobs],
     }
 
 

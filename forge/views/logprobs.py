@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.engine.outputs import CompletionOutput, Logprobs, RequestOutput
+from forge.engine.outputs import CompletionOutput, RequestOutput
+from forge.engine.task import Logprobs
 from forge.engine.tasks import Score
 from forge.views.palette import QUIET, TITLE
 from forge.views.terminal import print_table

@@ -35,7 +35,7 @@ class ListedModel:
     type: str | None = None
     parameters: int | None = None
     trouble: str | None = None
-    """Why a file that is there cannot be read."""
+    """Why a file that is there cannot be run."""
 
 
 def listed_object(model: ListedModel) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class RunResult:
         told = [ended.get(seq_id) for seq_id in arrived[-1].seq_ids] if arrived else []
         return tuple(
             [
-                explain_finish(finish) if finish is not None else sample.finish_reason
+                explain_finish(finish) if finish is not None else sample.finish_reason or "unfinished"
                 for sample, finish in zip_longest(self.output.outputs, told)
             ]
         )

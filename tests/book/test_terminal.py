@@ -51,6 +51,18 @@ def test_again_with_other_options_and_a_command_of_ones_own(naive):
         assert terminal.finish() == 0 and terminal.is_sane()
 
 
+def test_keys_that_were_typed_before_a_run_ended_do_nothing(naive):
+    with Terminal(*naive) as terminal:
+        terminal.wait_for("[q]uit")
+        terminal.press_until("Your guess: ▌", " ")
+        assert "Where does that time go?" in terminal.press("\r")
+        terminal.send("\rqq")
+        terminal.wait_for("[a]gain")
+        assert "[q]uit" in terminal.press("n")
+        terminal.send("q")
+        assert terminal.finish() == 0 and terminal.is_sane()
+
+
 def test_a_typo_in_again_keeps_the_chapter_and_what_was_measured(naive):
     with Terminal(*naive) as terminal:
         terminal.wait_for("[q]uit")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from forge.cli.options import memory_bytes
+from tests.small_models import gguf_beginning
 
 
 def test_generate_in_a_pipe(forge, model):
@@ -110,6 +111,16 @@ def test_list_names_every_bundled_model(forge):
     found = forge("models", "list")
     assert found.status == 0 and "tales-q8_0, tales" in found.out
     assert {entry["name"] for entry in json.loads(forge("models", "list", "--json").out)} >= {"tales-q8_0"}
+
+
+def test_a_pulled_model_that_does_not_run_is_marked_in_the_list(forge, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "forge" / "models" / "Someone" / "Tiny"
+    folder.mkdir(parents=True)
+    (folder / "Tiny-Q3_K_M.gguf").write_bytes(gguf_beginning(tmp_path, "IQ2_S"))
+    listed = {entry["name"]: entry for entry in json.loads(forge("models", "list", "--json").out)}
+    assert listed["Someone/Tiny:Q3_K_M"]["trouble"] == "forge does not compute with its IQ2_S tensors"
+    assert "forge does not compute with its IQ2_S tensors" in forge("models", "list").out
 
 
 def test_the_version(forge):

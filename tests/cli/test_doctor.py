@@ -11,7 +11,8 @@ from forge.model import catalog
 @pytest.fixture
 def no_torch(monkeypatch):
     """Importing torch takes seconds, and whether it is there is not what these tests are about."""
-    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "torch" else "1.0")
+    installed = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "torch" else installed(package))
 
 
 @pytest.fixture
@@ -55,9 +56,19 @@ def test_a_published_digest_is_held_against_the_file(forge, no_torch, bundled):
 
 
 def test_a_missing_library_is_trouble(forge, bundled, monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda package: None if package in ("torch", "numba") else "1.0")
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package in ("torch", "numba") else "99.0")
     status, found = findings(forge)
-    assert status == 1 and found["numba"] == {"name": "numba", "level": "trouble", "text": "missing: pip install numba"}
+    assert status == 1 and found["numba"]["level"] == "trouble"
+    assert found["numba"]["text"].startswith("missing: pip install 'numba>=")
+    assert found["gguf"]["level"] == "ok"
+
+
+def test_a_version_that_cannot_work_is_trouble(forge, bundled, monkeypatch):
+    old = {"torch": None, "numba": "0.61.2", "tokenizers": "0.22.0", "typer": "0.15.3", "gguf": "0.16.3"}
+    monkeypatch.setattr(doctor, "_version", lambda package: old.get(package, "99.0"))
+    status, found = findings(forge)
+    assert status == 1 and found["numba"]["text"] == "0.61.2 cannot work: pip install 'numba>=0.62'"
+    assert {name for name, entry in found.items() if entry["level"] == "trouble"} == set(old) - {"torch"}
 
 
 def test_the_tokenizer_in_use_is_named(forge, no_torch, bundled):

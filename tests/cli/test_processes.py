@@ -1,5 +1,6 @@
 """What only a process of its own shows: pipes that close, Ctrl-C, a real terminal."""
 
+import json
 import os
 import pty
 import select
@@ -91,17 +92,39 @@ def test_ctrl_c_keeps_what_was_generated(slow):
     assert b"abort" in out and b"tokens computed" in out and b"per forward ms" in out
 
 
-def test_ctrl_c_leaves_valid_json(slow):
-    import json
+INTERRUPTED_AFTER_THREE_STEPS = """
+import signal, sys
+from forge.cli.main import run
+from forge.engine.engine import Engine
 
-    process = start("generate", "Once", LONG, *slow, "--ignore-eos", "--json")
-    time.sleep(1.5)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
-    if not err:  # it was heard while the run went on, not while the model loaded
-        run = json.loads(out)
-        assert run["finish_reason"] == "abort" and len(run["forwards"]) == len(run["token_ids"])
+step, calls = Engine.step, iter(range(1000))
+
+def interrupted(self):
+    if next(calls) == 3:
+        signal.raise_signal(signal.SIGINT)
+    return step(self)
+
+Engine.step = interrupted
+run()
+"""
+
+
+def test_ctrl_c_leaves_valid_json(slow):
+    command = [
+        sys.executable,
+        "-c",
+        INTERRUPTED_AFTER_THREE_STEPS,
+        "generate",
+        "Once",
+        LONG,
+        *slow,
+        "--ignore-eos",
+        "--json",
+    ]
+    found = subprocess.run(command, capture_output=True, timeout=PATIENCE, env=environment(), cwd=ROOT)
+    assert (found.returncode, found.stderr) == (130, b"")
+    run = json.loads(found.stdout)
+    assert run["finish_reason"] == "abort" and len(run["forwards"]) == len(run["token_ids"]) >= 3
 
 
 def test_ctrl_c_before_the_run_ends_quietly(forge, monkeypatch):

@@ -51,21 +51,25 @@ def test_a_revoked_draft_costs_no_token(forge, pair):
     assert [cycle["error"] is None for cycle in found["cycles"]][-1] is False
 
 
-def test_under_sampling_the_tokens_are_those_without_a_draft(forge, pair):
-    drawing = ("--temperature", "1.5", "--seed", "3")
+@pytest.mark.parametrize(
+    ("rule", "verdict"), [("gumbel", "identical: 20 tokens"), ("rejection", "20 tokens, drawn from the distribution")]
+)
+def test_speculation_under_sampling_says_whether_the_tokens_are_those_without_a_draft(forge, pair, rule, verdict):
+    drawing = ("--temperature", "1.5", "--seed", "3", "--acceptance", rule)
     found = forge("speculation", "--only", "run", "the hat", "20", *pair, "--speculate-fixed", *drawing)
 
     assert found.status == 0
     assert "seed 3" in found.out
-    assert "✓ identical: 20 tokens with guesses and without" in found.out
+    assert verdict in " ".join(found.out.split())
 
 
-def test_speculation_by_rejection_says_that_the_draws_are_others(forge, pair):
-    drawing = ("--temperature", "1.5", "--seed", "3", "--acceptance", "rejection")
-    found = forge("speculation", "--only", "run", "the hat", "20", *pair, "--speculate-fixed", *drawing)
-
-    assert found.status == 0
-    assert "20 tokens, drawn" in found.out
+def test_generate_refuses_an_acceptance_rule_without_speculation_and_an_unknown_one(forge, pair):
+    for options, message in (
+        ((), "--acceptance means nothing without"),
+        (("--speculate", "ngram"), "supported: gumbel"),
+    ):
+        found = forge("generate", "the hat", "2", "--acceptance", "typical", *options)
+        assert found.status == 2 and message in found.err
 
 
 def test_generate_with_guesses_says_the_same(forge, pair):
@@ -94,7 +98,10 @@ def test_compare_with_and_without_guesses(forge, pair):
     ("args", "message"),
     [
         (("generate", "a", "--speculate", "medusa"), "unknown --speculate 'medusa'; supported: off, draft, ngram"),
-        (("generate", "a", "--speculate", "ngram", "--k", "0"), "--k is how many draft tokens to propose at a time, 1"),
+        (
+            ("generate", "a", "--speculate", "ngram", "--k", "0"),
+            "--k is how many draft tokens to propose at a time, 1 to 64",
+        ),
         (("speculation", "--speculate", "off"), "--speculate off proposes nothing: take draft or ngram"),
         (("speculation", "--speculate", "ngram", "--revoke-draft-at", "3"), "for --speculate draft"),
         (("bench", "speculation", "--batch", "17"), "--batch takes 1 to 16 sequences, got 17"),

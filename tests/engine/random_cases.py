@@ -434,7 +434,9 @@ class Play:
         asynchronous = self.engine._async
         assert asynchronous is None or asynchronous.in_flight is None, "a step is in flight without sequences"
         if not self.seen["interrupted"]:
-            assert self.rows["computed"] == self.rows["told"] + (asynchronous.wasted_rows if asynchronous else 0), "rows that no record tells of"
+            assert self.rows["computed"] == self.rows["told"] + (asynchronous.wasted_rows if asynchronous else 0), (
+                "rows that no record tells of"
+            )
 
 
 # Cutting a failure down

@@ -41,7 +41,9 @@ def outcomes_of(scheduler: Scheduler, plan: StepPlan, ending: tuple[int, ...] = 
     for item in plan.items:
         forked = tuple(outcome(fork, True) for fork in item.sequence.forks if item.samples)
         outcomes.append(outcome(item.sequence, item.samples)._replace(forked=forked))
-    return outcomes + [outcome(one, False)._replace(finish_reason="length") for one in map(scheduler.find, plan.exhausted)]
+    return outcomes + [
+        outcome(one, False)._replace(finish_reason="length") for one in map(scheduler.find, plan.exhausted)
+    ]
 
 
 def admitted(plan: StepPlan) -> tuple[int, ...]:

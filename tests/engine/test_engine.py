@@ -5,6 +5,7 @@ import pytest
 
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
+from forge.trace.records import PoolExhausted
 from tests.engine.scripted import (
     EOS,
     PIECES,
@@ -478,3 +479,72 @@ def test_logprobs_come_with_every_token_also_beside_others(kv):
     assert recorded == list(output.logprobs)
     assert engine.output("plain").outputs[0].logprobs is None
     assert engine.output("plain").prompt_logprobs is None
+
+
+# Ids that are not known, and continuations
+
+
+def test_aborting_an_unknown_request_changes_nothing():
+    engine = new_engine(muddled, kv="paged")
+    engine.add_request("known", letters("hello"), SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    with pytest.raises(KeyError):
+        engine.abort("unknown")
+    record = engine.step()
+    assert [(item.phase, item.num_tokens) for item in record.items] == [("decode", 1)], "nothing is computed again"
+
+
+@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
+def test_a_continuation_has_an_id_of_its_own_and_survives_whatever_happens_to_its_origin(kv):
+    engine = new_engine(muddled, kv=kv)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    (first,) = engine.add_request("first", letters("hello"), params, retain_cache=True)
+    run_all(engine)
+    said = engine.output("first").outputs[0].token_ids
+    prompt = [*letters("hello"), *said, *letters("abc")]
+    expected = complete(new_engine(muddled, kv=kv), prompt, max_tokens=4, ignore_eos=True).token_ids
+
+    engine.add_request("second", prompt, params, continues_from=first)
+    engine.add_request("again", prompt, params, continues_from=first)  # continued twice
+    engine.add_request("never", prompt, params, continues_from=999)  # an id that was never given
+    engine.add_request("salted", prompt, params, continues_from=first, salt="other")
+    engine.abort("first")
+    engine.forget("first")
+    run_all(engine)
+
+    for name in ("second", "again", "never", "salted"):
+        output = engine.output(name)
+        assert output.outputs[0].token_ids == expected, name
+        engine.forget(name)
+    assert_nothing_held(engine)
+
+
+def test_another_salt_does_not_inherit_a_retained_cache():
+    engine = new_engine(muddled, kv="paged")
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    (first,) = engine.add_request("first", letters("hello"), params, retain_cache=True, salt="a")
+    run_all(engine)
+    prompt = [*letters("hello"), *engine.output("first").outputs[0].token_ids]
+    for name, salt in (("theirs", "b"), ("own", "a")):
+        engine.add_request(name, prompt, params, continues_from=first, salt=salt)
+        run_all(engine)
+    assert engine.output("theirs").metrics.tokens_cached == 0
+    assert engine.output("own").metrics.tokens_cached == len(prompt) - 1
+
+
+def test_continuing_a_sequence_that_still_runs_computes_from_the_tokens():
+    engine = new_engine(muddled, kv="paged")
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    (first,) = engine.add_request("first", letters("hello"), params, retain_cache=True)
+    engine.step()
+    engine.add_request("second", letters("hello"), params, continues_from=first)
+    run_all(engine)
+    assert engine.output("second").outputs[0].token_ids == engine.output("first").outputs[0].token_ids
+
+
+def test_a_sequence_that_the_pool_ends_says_so():
+    engine = new_engine(muddled, kv="paged", num_blocks=3, max_model_len=64)
+    engine.add_request("grows", letters("abc"), SamplingParams(max_tokens=40, ignore_eos=True))
+    records = run_all(engine)
+    assert records[-1].finished[0].reason == "length"
+    assert records[-1].finished[0].why == PoolExhausted(num_tokens=12)

@@ -22,7 +22,7 @@ PACKAGES = tuple(str(Path(forge.__file__).parent / name) for name in ("engine", 
 
 REQUESTS = {
     "ends first": ("ab", SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=2, logprobs=1)),
-    "samples": ("hello", SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=2, stop=["e", "qa"])),
+    "samples": ("hello", SamplingParams(max_tokens=6, temperature=1.0, seed=7, n=2, stop=["e", "qa"])),
     "joins": ("abc", SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)),
 }
 STEPS_BEFORE = {"admits all that fit": 0, "only decodes": 1, "ends one": 2, "admits the one that waited": 3}
@@ -200,3 +200,51 @@ def test_nothing_stays_held_when_the_forward_is_interrupted(place):
     assert engine.cache.stats().used_blocks == 0
     run_all(engine)
     assert results(run) == uninterrupted("basic")
+
+
+@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
+def test_an_interrupted_add_leaves_a_whole_request_or_none(kv):
+    expected = uninterrupted(kv)
+    params = SamplingParams(max_tokens=5, n=2, temperature=1.0, seed=1)
+
+    def add(engine: Engine) -> None:
+        engine.add_request("late", letters("late"), params)
+
+    engine, _ = busy_engine(kv, 2)
+    lines = lines_of(partial(add, engine))
+    list_of_late = [one.token_ids for one in [*run_all(engine), engine.output("late")][-1].outputs]
+    for line in range(lines):
+        engine, run = busy_engine(kv, 2)
+        assert interrupted_at(line, partial(add, engine))
+
+        assert engine.has_unfinished()
+        engine.scheduler.check_invariants()
+        if "late" not in engine._requests:
+            add(engine)  # the id is free
+        run_all(engine)
+
+        assert results(run) == expected, f"line {line}"
+        assert [one.token_ids for one in engine.output("late").outputs] == list_of_late, f"line {line}"
+        engine.forget("late")
+        assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
+def test_an_interrupted_release_or_forget_can_be_repeated(kv):
+    def ended() -> tuple[Engine, int]:
+        engine = new_engine(muddled, kv=kv)
+        (seq_id,) = engine.add_request("first", letters("hello"), SamplingParams(max_tokens=3), retain_cache=True)
+        run_all(engine)
+        return engine, seq_id
+
+    def end(engine: Engine, seq_id: int) -> None:
+        engine.release(seq_id)
+        engine.forget("first")
+
+    for line in range(lines_of(partial(end, *ended()))):
+        engine, seq_id = ended()
+        assert interrupted_at(line, partial(end, engine, seq_id))
+        engine.release(seq_id)
+        if "first" in engine._requests:
+            engine.forget("first")
+        assert_nothing_held(engine)

@@ -465,7 +465,10 @@ def test_logits_that_are_no_numbers_end_the_request_that_they_are_of_and_nobody_
     assert (bad.finish_reason, bad.token_ids) == ("error", ()) and "not finite" in bad.errors[0]
     (finish,) = [one for record in records for one in record.finished if one.reason == "error"]
     assert "not finite" in finish.error
-    assert engine.output("bad").outputs[0].readout is None and engine.output("generation").outputs[0].finish_reason == "length"
+    assert (
+        engine.output("bad").outputs[0].readout is None
+        and engine.output("generation").outputs[0].finish_reason == "length"
+    )
     for name in ("abc", "bad", "cab", "generation"):
         engine.forget(name)
     assert_nothing_held(engine)

@@ -3,6 +3,8 @@
 import pytest
 
 from forge.cache.kv_storage import BlockCopy
+from forge.cache.paged import PagedKvCache
+from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.step_plan import StepPlan, Swap
@@ -95,7 +97,9 @@ def test_a_failed_admission_leaves_counts_index_and_eviction_order_untouched():
     scheduler.add(sequence(3, 16, token_ids=[*range(10, 18), *range(8)]))
     for _ in range(2):
         plan = scheduler.schedule()
-        assert plan.waiting == (WaitRecord(3, NoBlocks(needed=3, free=2)),), "its own hits count neither as needed nor as free"
+        assert plan.waiting == (WaitRecord(3, NoBlocks(needed=3, free=2)),), (
+            "its own hits count neither as needed nor as free"
+        )
         after = list(cache.pool.reference_counts), list(cache.pool.cached), dict(cache.index.node_of), cache.stats()
         assert after == before
 
@@ -455,3 +459,75 @@ def test_samples_whose_first_is_aborted_before_the_prompt_is_computed_lose_nothi
 
     assert [shares(plan) for plan in plans] == [[(1, "prefill", 0, 4)], [(1, "prefill", 4, 2)]]
     assert list(scheduler.running) == [1, 2]
+
+
+# Without chunks
+
+
+def test_without_chunks_a_step_of_prompts_keeps_the_token_budget():
+    scheduler = new_scheduler(200, max_num_seqs=16, max_num_batched_tokens=64, chunked_prefill=False)
+    for seq_id in range(8):
+        scheduler.add(sequence(seq_id, tokens=30))
+
+    plans = [step(scheduler) for _ in range(4)]
+
+    assert [[item.seq_id for item in plan.items] for plan in plans] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert all(plan.num_tokens <= 64 for plan in plans)
+    assert plans[0].waiting == (WaitRecord(2, NoBudget(limit=64)),)
+
+
+def test_without_chunks_a_prompt_larger_than_the_budget_is_computed_alone():
+    scheduler = new_scheduler(200, max_num_seqs=16, max_num_batched_tokens=16, chunked_prefill=False)
+    for seq_id, tokens in enumerate((5, 30, 5)):
+        scheduler.add(sequence(seq_id, tokens=tokens))
+
+    plans = [step(scheduler) for _ in range(3)]
+
+    prefills = [[item.seq_id for item in plan.items if item.phase == "prefill"] for plan in plans]
+    assert prefills == [[0], [1], [2]]
+
+
+# Samples
+
+
+def test_the_last_sample_writes_in_place_so_that_three_samples_need_two_copies():
+    scheduler = new_scheduler(5, block_size=4, max_num_seqs=4)
+    parent = sequence(0, tokens=10)
+    parent.forks = [sequence(seq_id, tokens=10) for seq_id in (1, 2)]
+    for fork in parent.forks:
+        fork.forked_from = parent
+    scheduler.add(parent)
+    step(scheduler)
+
+    plan = step(scheduler)
+
+    assert not plan.preempted
+    assert len(plan.copies) == 2
+    assert [item.seq_id for item in plan.items] == [0, 1, 2]
+
+
+# A long queue
+
+
+def test_a_step_looks_only_at_the_head_of_a_long_queue():
+    scheduler = new_scheduler(8, max_num_seqs=2)
+    for seq_id in range(2000):
+        scheduler.add(sequence(seq_id))
+    looked_at = []
+    lookup = scheduler.cache.lookup
+    scheduler.cache.lookup = lambda *arguments: looked_at.append(1) or lookup(*arguments)
+
+    for _ in range(5):
+        step(scheduler)
+
+    assert len(looked_at) <= 4
+
+
+def test_priorities_hold_for_both_kinds_of_requests_in_one_queue():
+    scheduler = Scheduler(PagedKvCache(64, 4), SchedulerConfig(4, order="priority", oneshot_tokens=6), range(64, 80))
+    for seq_id, priority in ((0, 2), (1, 1), (2, 0)):
+        scheduler.add(sequence(seq_id, tokens=5, max_tokens=1, prefill_only=True, priority=priority))
+
+    plans = [step(scheduler) for _ in range(3)]
+
+    assert [[item.seq_id for item in plan.items] for plan in plans] == [[2], [1], [0]]

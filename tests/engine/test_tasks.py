@@ -14,7 +14,7 @@ from forge.gguf import GGUFFile
 from forge.model.config import Qwen3Config
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
 from models.corpus.conversations import question_prompt
-from tests.small_models import write_small_qwen3
+from tests.small_models import MERGES, write_small_qwen3
 
 PROMPTS = ["the tin hat", "on a ship there", "in the heat", "the tin hat on a"]
 KINDS = ("off", "basic", "paged", "prefix")
@@ -191,6 +191,20 @@ def test_pooling_is_what_the_file_says(tmp_path, stated, expected):
     llm = LLM(write_small_qwen3(tmp_path / "m.gguf", metadata=metadata), device="reference")
     assert llm.pooling == expected
     assert llm.embed(PROMPTS).tobytes() == llm.embed(PROMPTS, expected).tobytes()
+
+
+def test_an_embedding_is_read_at_the_token_that_the_file_adds(tmp_path, theirs):
+    """As in the files of Qwen3-Embedding, which end every text with `<|endoftext|>`."""
+    end = 256 + len(MERGES)  # <|endoftext|>
+    metadata = {"tokenizer.ggml.add_eos_token": True, "tokenizer.ggml.eos_token_id": end}
+    llm = LLM(write_small_qwen3(tmp_path / "m.gguf", seed=4, metadata=metadata), device="reference", kv_dtype="float32")
+    assert llm.tokenizer.token_text(end) == "<|endoftext|>"
+    plain = llm.tokenizer.encode(PROMPTS[0], add_special_tokens=False)
+    expected = their_hidden(theirs, [*plain, end])[-1]
+    assert llm.embed([PROMPTS[0]])[0] == pytest.approx(expected / np.linalg.norm(expected), abs=1e-4)
+    # a label and a continuation are parts of a text: nothing ends behind them
+    assert llm.score([("the tin ", "hat")])[0].token_ids == tuple(llm.tokenizer.encode("hat", add_special_tokens=False))
+    assert set(llm.classify([plain], ["a", "b"])[0].logprobs) == {"a", "b"}
 
 
 def test_a_pooling_that_nobody_knows_is_refused(llm):

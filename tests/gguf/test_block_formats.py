@@ -6,7 +6,17 @@ import gguf
 import numpy as np
 import pytest
 
-from forge.gguf import QUANTIZED_TYPES, SUPPORTED_TYPES, GGMLType, block_formats, dequantize, row_nbytes, unpack
+from forge.gguf import (
+    QUANTIZED_TYPES,
+    SUPPORTED_TYPES,
+    GGMLType,
+    block_formats,
+    dequantize,
+    row_nbytes,
+    superblock_scales,
+    unpack,
+    writer,
+)
 from forge.gguf.ggml_types import BLOCK_SIZES, FLOAT_TYPES
 from forge.gguf.writer import encode, random_weights
 
@@ -19,10 +29,17 @@ SCALES_AT = {
     GGMLType.Q4_1: (0, 2),
     GGMLType.Q5_0: (0,),
     GGMLType.Q5_1: (0, 2),
+    GGMLType.Q2_K: (80, 82),
+    GGMLType.Q3_K: (108,),
     GGMLType.Q4_K: (0, 2),
     GGMLType.Q5_K: (0, 2),
     GGMLType.Q6_K: (208,),
+    GGMLType.IQ4_NL: (0,),
+    GGMLType.IQ4_XS: (0,),
+    GGMLType.IQ3_S: (0,),
+    GGMLType.IQ3_XXS: (0,),
 }
+GROUPS_OF_16 = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q6_K}
 
 
 def reference(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -83,7 +100,7 @@ def test_unpacked_integers_and_scales_multiply_out_to_the_dequantized_values(ggm
     groups = unpack(ggml_type, raw, shape)
     assert groups.quants.dtype == np.int8 and groups.quants.shape == shape
     assert groups.scales.dtype == np.float32 and groups.scales.shape == (16, 1024 // groups.group_size)
-    assert groups.group_size == block_formats.group_size(ggml_type) == (16 if ggml_type == GGMLType.Q6_K else 32)
+    assert groups.group_size == block_formats.group_size(ggml_type) == (16 if ggml_type in GROUPS_OF_16 else 32)
     assert (groups.minimums is not None) == block_formats.has_minimums(ggml_type)
 
     scales = np.repeat(groups.scales, groups.group_size, axis=1)
@@ -102,6 +119,12 @@ def test_unpacked_integers_and_scales_multiply_out_to_the_dequantized_values(ggm
         (GGMLType.Q4_1, 0, 15),
         (GGMLType.Q5_0, -16, 15),
         (GGMLType.Q5_1, 0, 31),
+        (GGMLType.Q2_K, 0, 3),
+        (GGMLType.Q3_K, -4, 3),
+        (GGMLType.IQ4_NL, -127, 113),
+        (GGMLType.IQ4_XS, -127, 113),
+        (GGMLType.IQ3_S, -15, 15),
+        (GGMLType.IQ3_XXS, -31, 31),
         (GGMLType.Q4_K, 0, 15),
         (GGMLType.Q5_K, 0, 31),
         (GGMLType.Q6_K, -32, 31),
@@ -144,7 +167,7 @@ def test_read_only_bytes_at_any_address_are_accepted_and_left_alone(ggml_type):
     assert_same_bits(values, reference(ggml_type, raw, (4, 256)))
 
 
-@pytest.mark.parametrize("ggml_type", sorted(SUPPORTED_TYPES - {GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K}))
+@pytest.mark.parametrize("ggml_type", sorted(SUPPORTED_TYPES - writer._MADE_DIRECTLY))
 def test_quantizing_and_dequantizing_comes_back_near_the_values(ggml_type):
     values = np.random.default_rng(8).standard_normal((8, 256), dtype=np.float32)
     back = dequantize(ggml_type, encode(ggml_type, values).reshape(-1), (8, 256))
@@ -180,8 +203,23 @@ def test_bytes_of_another_size_or_type_are_a_callers_error():
             dequantize(GGMLType.Q8_0, bad_raw, shape)
     with pytest.raises(ValueError, match="multiple"):
         dequantize(GGMLType.Q8_0, raw, (1, 250))
-    with pytest.raises(ValueError, match="IQ4_NL"):
-        dequantize(GGMLType.IQ4_NL, raw[:18], (1, 32))
-    for ggml_type in (GGMLType.F32, GGMLType.BF16, GGMLType.Q2_K):
+    with pytest.raises(ValueError, match="IQ2_S"):
+        dequantize(GGMLType.IQ2_S, raw[:82], (1, 256))
+    for ggml_type in (GGMLType.F32, GGMLType.BF16, GGMLType.IQ2_S):
         with pytest.raises(ValueError, match="no groups"):
             unpack(ggml_type, raw, (1, 256))
+
+
+@pytest.mark.parametrize("ggml_type", sorted(block_formats._SUPERBLOCKS), ids=lambda t: t.name)
+def test_superblock_scales_multiply_out_to_the_unpacked_ones(ggml_type):
+    shape = (8, 512)
+    raw = random_weights(ggml_type, shape, 0.05, np.random.default_rng(3)).reshape(-1)
+    groups, stored = unpack(ggml_type, raw, shape), superblock_scales(ggml_type, raw, shape)
+    per_factor = 256 // groups.group_size
+    unit = np.float32(0.5 if ggml_type == GGMLType.IQ3_XXS else 1)
+    scales = np.repeat(stored.scale_factors.astype(np.float32), per_factor, axis=1) * stored.scales * unit
+    assert_same_bits(scales, groups.scales)
+    assert (groups.minimums is None) == (stored.minimums is None) == (stored.minimum_factors is None)
+    if groups.minimums is not None:
+        factors = np.repeat(stored.minimum_factors.astype(np.float32), per_factor, axis=1)
+        assert_same_bits(factors * stored.minimums.astype(np.float32), groups.minimums)

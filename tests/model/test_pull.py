@@ -16,6 +16,7 @@ from forge.model import pulled as pulled_module
 from forge.model.catalog import resolve_model
 from forge.model.pulled import PulledModel, PullName, find_pulled, is_pull_name, pulled_models, quant_label
 from tests.model.fake_hub import FakeHub, running
+from tests.small_models import gguf_beginning
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="pulling needs huggingface_hub")
 
@@ -162,7 +163,9 @@ def test_a_folder_of_safetensors_arrives_with_config_json_last(hub, cache):
     del expected["onnx/model.safetensors"]
     assert pulled.path == cache / FOLDER_REPO
     assert {file.name: file.read_bytes() for file in pulled.path.iterdir() if file.name[0] != "."} == expected
-    assert hub.requests[-1].path.endswith("config.json")
+    weights = hub.downloads("model-00001-of-00002.safetensors")[0]
+    assert hub.requests.index(hub.downloads("config.json")[0]) < hub.requests.index(weights), "it is looked at first"
+    assert len(hub.downloads("config.json")) == 1
     assert pulled.bytes == sum(map(len, expected.values()))
     assert resolve_model(FOLDER_REPO) == pulled.path
     assert [(model.name, model.path) for model in pulled_models()] == [(FOLDER_REPO, pulled.path)]
@@ -244,7 +247,7 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_left(hub, cache, name):
     message = refused(hub, name)
     assert "damaged on the way: its checksum is" in message and "abababab" in message
     assert not list(cache.rglob("*.gguf")) and not list(cache.rglob("*.safetensors"))
-    assert not list(cache.rglob("*.partial"))
+    assert not [part for part in cache.rglob("*.partial") if "config.json" not in part.name], "which was whole"
     assert find_pulled(name) is None
 
 
@@ -275,6 +278,52 @@ def test_without_a_quantization_the_choices_are_listed(hub):
 
 def test_a_quantization_that_is_not_there_lists_those_that_are(hub):
     assert refused(hub, f"{REPO}:Q2_K", UsageError) == f"{REPO} has no Q2_K; it has BF16, F16, Q4_K_M, Q8_0"
+
+
+def test_a_type_that_forge_does_not_compute_with_is_refused_by_name(hub, cache):
+    for label in ("IQ2_M", "UD-IQ1_S", "TQ1_0", "MXFP4_MOE"):
+        hub.repos[REPO][f"Qwen3-Tiny-{label}.gguf"] = b"bits" * 1000
+    message = refused(hub, f"{REPO}:IQ2_M", UsageError)
+    assert message.startswith(
+        "forge does not compute with IQ2_M, as in Qwen3-Tiny-IQ2_M.gguf; it has BF16, F16, Q4_K_M"
+    )
+    for label in ("UD-IQ1_S", "TQ1_0", "MXFP4_MOE"):
+        assert f"forge does not compute with {label}" in refused(hub, f"{REPO}:{label}", UsageError)
+        assert label not in refused(hub, REPO, UsageError)
+    assert not any(request.method == "GET" and "resolve" in request.path for request in hub.requests)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_type": "IQ2_S"}, "forge does not compute with its IQ2_S tensors"),
+        ({"metadata": {"general.architecture": "llama"}}, "it holds 'llama'; forge runs 'qwen3' and 'qwen3moe'"),
+    ],
+)
+@pytest.mark.parametrize("begun", [0, 40_000])
+def test_a_file_is_refused_by_its_header_before_its_data_has_come(hub, cache, tmp_path, options, words, begun):
+    content = gguf_beginning(tmp_path, **options) + bytes(8 << 20)
+    hub.repos[REPO]["Qwen3-Tiny-Q3_K_M.gguf"] = content
+    partial = cache / REPO / f".Qwen3-Tiny-Q3_K_M.gguf.{hashlib.sha256(content).hexdigest()[:16]}.partial"
+    if begun:
+        partial.parent.mkdir(parents=True)
+        partial.write_bytes(content[:begun])
+    seen = []
+    with pytest.raises(PullError) as caught:
+        pull(f"{REPO}:Q3_K_M", endpoint=hub.url, on_progress=lambda name, here, of: seen.append(here))
+    assert str(caught.value) == f"Qwen3-Tiny-Q3_K_M.gguf: {words}; the download was ended after its header"
+    assert max(seen, default=0) < 1 << 20 and not list(cache.rglob("*.gguf*"))
+
+
+def test_a_folder_of_another_kind_is_refused_by_its_config_before_its_weights_come(hub, cache):
+    hub.repos[FOLDER_REPO]["config.json"] = b'{"model_type": "llama", "why": "' + b"x" * 100 + b'"}'
+    message = refused(hub, FOLDER_REPO)
+    assert (
+        message
+        == f"{FOLDER_REPO}: config.json: model_type: this folder holds 'llama'; forge runs 'qwen3' and 'qwen3_moe'; "
+        + ("nothing was downloaded")
+    )
+    assert not hub.downloads("model-00001-of-00002.safetensors") and not list(cache.rglob("*.partial"))
 
 
 def test_a_repository_without_a_model_is_refused(hub):
@@ -308,11 +357,14 @@ def test_a_server_that_is_not_there_is_one_line():
 
 def test_offline_mode_is_named(hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    huggingface_hub.close_session()  # the next one is made for the mode
+    close_session = (
+        getattr(huggingface_hub.utils, "reset_sessions", None) or huggingface_hub.close_session
+    )  # by release
+    close_session()  # the next one is made for the mode
     try:
         assert "HF_HUB_OFFLINE is set" in refused(hub, f"{REPO}:Q8_0")
     finally:
-        huggingface_hub.close_session()
+        close_session()
     assert not hub.requests
 
 

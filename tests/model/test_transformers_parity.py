@@ -72,14 +72,13 @@ def hugging_face_model(config: Qwen3Config, file: GGUFFile):
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
         rope_theta=config.rope_theta,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        rope_parameters=rope_parameters(config),
         attention_bias=False,
         attn_implementation="eager",
     )
     model = transformers.Qwen3ForCausalLM(hf_config).float().eval()
     frequencies = model.model.rotary_emb.inv_freq
-    expected = config.rope_theta ** (-np.arange(config.head_dim // 2) / (config.head_dim // 2))
-    assert np.allclose(frequencies.numpy(), expected, rtol=1e-6), "transformers took another theta"
+    assert np.allclose(frequencies.numpy(), config.rope.frequencies(), rtol=2e-6), "transformers took another theta"
     weights = {hf_name(name): torch.from_numpy(tensor.dequantize()) for name, tensor in file.tensors.items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected
@@ -87,6 +86,17 @@ def hugging_face_model(config: Qwen3Config, file: GGUFFile):
     if config.tie_word_embeddings:
         assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     return model
+
+
+def rope_parameters(config: Qwen3Config) -> dict[str, object]:
+    if config.yarn is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    return {
+        "rope_type": "yarn",
+        "rope_theta": config.rope_theta,
+        "factor": config.yarn.factor,
+        "original_max_position_embeddings": config.yarn.original_max_position_embeddings,
+    }
 
 
 def hf_name(name: str) -> str:

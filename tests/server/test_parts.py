@@ -177,7 +177,7 @@ def test_an_answers_size_counts_its_tokens_and_all_log_probabilities():
 
 def test_the_bos_token_comes_where_the_model_wants_it_unless_the_body_does_not():
     tokenizer = ByteTokenizer()
-    tokenizer.spec = replace(tokenizer.spec, add_bos=True, bos_token_id=256)
+    tokenizer.spec = replace(tokenizer.spec, prefix_ids=(256,), bos_token_id=256)
     reader = RequestReader(tokenizer, ["m"], tokenizer.vocab_size, 100, Limits())
 
     def first(body: schema.CompletionRequest | schema.ChatRequest) -> int:

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from forge import LLM
+from tests.model.test_heads import reranker_gguf
 from tests.server.conftest import Server, request_bytes, until
 from tests.small_models import write_small_qwen3
 
@@ -37,6 +38,20 @@ def test_embeddings_are_pooled_as_the_models_file_says(tmp_path):
     _, found = one.request("/v1/embeddings", {"input": TEXTS})
     assert one.stop() == 0
     assert np.array_equal(np.array([each["embedding"] for each in found["data"]], np.float32), expected)
+
+
+def test_a_classification_head_reranks_and_classifies(tmp_path):
+    path, _ = reranker_gguf(tmp_path / "rerank.gguf")
+    llm, one = LLM(str(path), kv="prefix"), Server("-m", str(path))
+    _, ranked = one.request("/v1/rerank", {"query": "who?", "documents": TEXTS})
+    _, classes = one.request("/classify", {"input": TEXTS})
+    status, refused = one.request("/classify", {"input": TEXTS, "labels": ["a", "b"]})
+    assert one.stop() == 0
+    scores = {each["index"]: each["relevance_score"] for each in ranked["results"]}
+    assert [scores[index] for index in range(len(TEXTS))] == pytest.approx(llm.rerank("who?", TEXTS))
+    expected = [list(each.probabilities.values()) for each in llm.classify(TEXTS)]
+    assert [each["probs"] for each in classes["data"]] == expected
+    assert status == 400 and "labels of its own: yes, no" in refused["error"]["message"]
 
 
 def test_a_client_that_leaves_takes_its_questions_along(server):

@@ -50,7 +50,7 @@ def test_a_gguf_files_tokenizer_is_read_whole(metadata, tokenizer):
     from_file = Tokenizer.from_gguf(FakeFile(metadata))
     assert from_file.fingerprint == tokenizer.fingerprint
     assert from_file.eos_token_ids == tokenizer.eos_token_ids | {7}
-    assert (from_file.bos_token_id, from_file.add_bos) == (tokenizer.bos_token_id, False)
+    assert (from_file.bos_token_id, from_file.spec.prefix_ids) == (tokenizer.bos_token_id, ())
     assert from_file.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi"
 
 
@@ -100,10 +100,18 @@ def test_an_unsupported_or_wrong_entry_is_named(metadata, key, value, problem):
     assert str(raised.value).startswith("model.gguf: ")
 
 
-def test_bos_cannot_be_added_without_a_bos_token(metadata):
-    metadata |= {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}
-    with pytest.raises(TokenizerError, match="add_bos_token"):
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_a_token_that_the_file_does_not_name_cannot_be_added(metadata, name):
+    metadata |= {f"tokenizer.ggml.{name}_token_id": None, f"tokenizer.ggml.add_{name}_token": True}
+    with pytest.raises(TokenizerError, match=f"add_{name}_token"):
         spec_from_gguf(FakeFile(metadata))
+
+
+def test_the_file_says_which_tokens_go_around_a_text(metadata):
+    metadata |= {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.add_eos_token": True}
+    assert spec_from_gguf(FakeFile(metadata)).suffix_ids == (5,)
+    metadata |= {"tokenizer.ggml.bos_token_id": 6, "tokenizer.ggml.add_bos_token": True}
+    assert spec_from_gguf(FakeFile(metadata)).prefix_ids == (6,)
 
 
 def test_token_types_must_be_as_many_as_tokens(entries):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 
 from forge.errors import UsageError
-from forge.tokenizer import Tokenizer, TokenizerSpec
+from forge.tokenizer import Tokenizer, TokenizerError, TokenizerSpec
 
 from .strategies import MODEST, plain_texts, texts
 
@@ -80,10 +80,14 @@ def test_empty_text_has_no_tokens(tokenizer):
     assert tokenizer.decode([]) == ""
 
 
-def test_bos_is_added_only_where_the_file_says_so(entries, tokenizer):
-    with_bos = Tokenizer(TokenizerSpec(**entries, add_bos=True))
-    assert with_bos.encode("blocks") == [with_bos.bos_token_id, *tokenizer.encode("blocks")]
-    assert not tokenizer.add_bos
+def test_special_tokens_go_around_a_text_but_not_around_a_rendered_prompt(entries, tokenizer):
+    around = Tokenizer(TokenizerSpec(**entries, prefix_ids=(7,), suffix_ids=(8, 9)))
+    plain = tokenizer.encode("blocks")
+    assert around.encode("blocks") == [7, *plain, 8, 9]
+    assert around.encode("blocks", add_special_tokens=False) == around.encode("blocks", allow_special=True) == plain
+    assert around.encode("blocks", allow_special=True, add_special_tokens=True) == [7, *plain, 8, 9]
+    with pytest.raises(TokenizerError, match="post_processor: adds token 999999"):
+        TokenizerSpec(**entries, suffix_ids=(999_999,))
 
 
 def test_generation_ends_at_the_named_ids_and_at_qwens_control_tokens(entries, tokenizer):

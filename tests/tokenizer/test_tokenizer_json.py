@@ -37,7 +37,7 @@ def test_the_files_beside_it_complete_it(folder, tokenizer, entries):
     spec = spec_from_tokenizer_json(folder / "tokenizer.json")
     assert spec.eos_token_id == entries["tokens"].index("<|im_end|>")
     assert spec.eos_token_ids == tokenizer.eos_token_ids | {3, 4}
-    assert (spec.chat_template, spec.bos_token_id, spec.add_bos) == ("one", None, False)
+    assert (spec.chat_template, spec.bos_token_id, spec.prefix_ids, spec.suffix_ids) == ("one", None, (), ())
     write(folder, "chat_template.jinja", "two")
     assert spec_from_tokenizer_json(folder).chat_template == "two"
 
@@ -86,3 +86,39 @@ def test_a_file_that_is_not_a_tokenizer_is_one_error(folder, content):
 def test_a_missing_file_is_one_error(tmp_path):
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         spec_from_tokenizer_json(tmp_path)
+
+
+def _template(*single):
+    ids = {"<s>": 3, "</s>": 4}
+    added = {token: {"id": token, "ids": [token_id], "tokens": [token]} for token, token_id in ids.items()}
+    pieces = [{"Sequence" if one == "A" else "SpecialToken": {"id": one, "type_id": 0}} for one in single]
+    return {"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": added}
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda step: step, lambda step: {"type": "Sequence", "processors": [{"type": "ByteLevel"}, step]}]
+)
+def test_the_post_processor_says_which_tokens_go_around_a_text(document, folder, wrap):
+    step = _template("<s>", "A", "</s>", "</s>")
+    write(folder, "tokenizer.json", document | {"post_processor": wrap(step)})
+    spec = spec_from_tokenizer_json(folder)
+    assert (spec.prefix_ids, spec.suffix_ids) == ((3,), (4, 4))
+
+
+def test_the_ids_are_those_of_the_tokenizers_library(document, folder):
+    from tokenizers import Tokenizer as Theirs
+    from tokenizers.processors import TemplateProcessing
+
+    theirs = Theirs.from_str(json.dumps(document))
+    end = theirs.token_to_id("<|endoftext|>")
+    theirs.post_processor = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)])
+    theirs.save(str(folder / "tokenizer.json"))
+    for text in ("the pool", "", "one two"):
+        ids = Tokenizer(spec_from_tokenizer_json(folder)).encode(text)
+        assert ids == theirs.encode(text).ids and ids[-1] == end
+
+
+def test_a_post_processor_that_forge_does_not_know_is_refused(document, folder):
+    write(folder, "tokenizer.json", document | {"post_processor": {"type": "BertProcessing"}})
+    with pytest.raises(TokenizerError, match="post_processor BertProcessing"):
+        spec_from_tokenizer_json(folder)

@@ -8,7 +8,6 @@ arithmetic contract: no operation here lets a row's bits depend on another row, 
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from forge.backends.cpu.compilation import CompileProgress, compile_all, instruc
 from forge.backends.cpu.features import usable_cpus
 from forge.backends.cpu.llvm_code import LANES
 from forge.backends.cpu.packing import Arena, aligned_empty, encode_q8_0, huge_pages, pack, padded
-from forge.backends.cpu.program import Matrix, Program, Recording, Vector, place
+from forge.backends.cpu.program import ExpertMatrices, Matrix, Program, Recording, Vector, place
 from forge.backends.cpu.recorder import Recorder
 from forge.backends.cpu.team import MAX_THREADS, TEAM_KERNELS, Team
 from forge.backends.cpu.tiles import GROUP
@@ -29,6 +28,7 @@ from forge.errors import UsageError
 from forge.gguf import FLOAT_TYPES, GGMLType
 from forge.model.backend import Backend, ForwardPass, OperationTime, Tensor
 from forge.model.forward_batch import ForwardBatch
+from forge.model.rope import Rope
 
 SMALLEST_PROGRAM = 16
 """Rows that a program is first placed for; doubled as larger batches come."""
@@ -130,10 +130,11 @@ class CpuBackend(Backend):
         self._passes: dict[ForwardPass, _Pass] = {}
         self._context = np.zeros(w.CTX_WORDS, np.int64)
         self._context_address = self._context.ctypes.data
-        self._inputs: dict[str, np.ndarray] = {}
+        self._inputs: dict[int | str, np.ndarray] = {}
         self._cos = self._sin = np.zeros((0, 0), np.float32)
         self._weight_bytes = 0
-        self._timed: dict[tuple[int, str], list[float]] | None = None
+        self._timed: dict[tuple[int, str], tuple[float, int]] | None = None
+        """Seconds and calls by layer and operation, while time is kept."""
         self._lock = threading.RLock()
         """Held during a forward: programs, context and team are one per backend, and engines of several threads may
         share it. Uncontended it costs 0.3 µs."""
@@ -147,9 +148,24 @@ class CpuBackend(Backend):
 
     def load_matrix(self, tensor: Tensor) -> Matrix:
         ggml_type, raw = tensor.ggml_type, tensor.raw()
-        if self._quantize and ggml_type in FLOAT_TYPES and tensor.shape[1] % GROUP == 0:
+        is_router = "ffn_gate_inp" in tensor.name
+        if self._quantize and ggml_type in FLOAT_TYPES and tensor.shape[1] % GROUP == 0 and not is_router:
             ggml_type, raw = GGMLType.Q8_0, encode_q8_0(tensor.dequantize())
-        return Matrix(short_name(tensor.name), pack(ggml_type, raw, tensor.shape, self._arena))
+        rows, columns = tensor.shape
+        return Matrix(short_name(tensor.name), pack(ggml_type, raw, (rows, columns), self._arena))
+
+    def load_experts(self, tensor: Tensor) -> ExpertMatrices:
+        experts, rows, columns = tensor.shape
+        ggml_type, raw = tensor.ggml_type, tensor.raw()
+        if self._quantize and ggml_type in FLOAT_TYPES and columns % GROUP == 0:
+            ggml_type, raw = GGMLType.Q8_0, encode_q8_0(tensor.dequantize())
+        whole = padded(rows, LANES)
+        if whole > rows:
+            each = raw.reshape(experts, rows, -1)
+            raw = np.zeros((experts, whole, each.shape[2]), np.uint8)
+            raw[:, :rows] = each
+        packed = pack(ggml_type, raw.reshape(-1), (experts * whole, columns), self._arena)
+        return ExpertMatrices(short_name(tensor.name), packed, experts, rows)
 
     def load_vector(self, tensor: Tensor) -> Vector:
         values = tensor.dequantize()
@@ -168,22 +184,24 @@ class CpuBackend(Backend):
             if forward_pass not in self._passes:
                 recording = self._record(forward_pass, layout)
                 self._passes[forward_pass] = _Pass(recording, place(recording, SMALLEST_PROGRAM, 1))
-                if not len(self._cos):
-                    self._rotations(recording, LEAST_POSITIONS)
+                if not len(self._cos) and recording.rope is not None:
+                    self._rotations(recording.rope, LEAST_POSITIONS)
 
     def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: CpuKvStorage) -> np.ndarray:
         with self._lock:
             self.prepare(forward_pass, storage.layout)
-            recorded = self._passes[forward_pass]
-            self._team.settle()
+            recorded, team = self._passes[forward_pass], self._team
+            assert team is not None, "recording a pass begins the team"
+            team.settle()
             self._fit(recorded, batch)
             self._fill(batch, storage)
+            self._context[w.CTX_EXPERT_ROWS] = batch.num_rows * recorded.recording.experts_per_row
             program = recorded.program
             if self._timed is None:
                 alone = self._runs_alone(program, batch)
-                self._team.run(program.address, len(program.table), self._context_address, alone=alone)
+                team.run(program.address, len(program.table), self._context_address, alone=alone)
             else:
-                self._run_timed(recorded)
+                self._run_timed(recorded, team, self._timed)
             return program.logits[: len(batch.logit_rows), : recorded.recording.logits.width].copy()
 
     def _runs_alone(self, program: Program, batch: ForwardBatch) -> bool:
@@ -227,14 +245,14 @@ class CpuBackend(Backend):
             sizes = _doubled(program.max_rows, rows), _doubled(program.max_logit_rows, logit_rows)
             recorded.program = place(recorded.recording, *sizes)
         last = int(batch.context_lens.max())
-        if last > len(self._cos):
-            self._rotations(recorded.recording, _doubled(len(self._cos), last))
+        if last > len(self._cos) and recorded.recording.rope is not None:  # which a pass without attention lacks
+            self._rotations(recorded.recording.rope, _doubled(len(self._cos), last))
 
-    def _rotations(self, recording: Recording, positions: int) -> None:
+    def _rotations(self, rope: Rope, positions: int) -> None:
         """cos and sin of every position and frequency: float32 `[positions, head_dim / 2]`, computed in float64."""
-        half = recording.head_dim // 2
-        angles = np.arange(positions)[:, None] * recording.theta ** (-np.arange(half) / half)
-        self._cos, self._sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        angles = np.arange(positions)[:, None] * rope.frequencies()
+        scale = rope.attention_factor
+        self._cos, self._sin = (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
         self._context[w.CTX_ROPE_COS], self._context[w.CTX_ROPE_SIN] = self._cos.ctypes.data, self._sin.ctypes.data
 
     def _fill(self, batch: ForwardBatch, storage: CpuKvStorage) -> None:
@@ -262,7 +280,7 @@ class CpuBackend(Backend):
     # Keeping time
 
     def time_operations(self) -> None:
-        self._timed = defaultdict(lambda: [0.0, 0])
+        self._timed = {}
 
     def operation_times(self) -> tuple[OperationTime, ...]:
         return tuple(
@@ -270,16 +288,15 @@ class CpuBackend(Backend):
             for (layer, name), (seconds, calls) in (self._timed or {}).items()
         )
 
-    def _run_timed(self, recorded: "_Pass") -> None:
+    def _run_timed(self, recorded: "_Pass", team: Team, timed: dict[tuple[int, str], tuple[float, int]]) -> None:
         """One operation at a time, each as a program of its own."""
         for number, operation in enumerate(recorded.recording.operations):
             entry = recorded.program.table[number : number + 1].copy()
             entry[0, w.WAIT_WORD] = 1
             started = time.perf_counter()
-            self._team.run(entry.ctypes.data, 1, self._context_address)
-            timing = self._timed[operation.layer, operation.name]
-            timing[0] += time.perf_counter() - started
-            timing[1] += 1
+            team.run(entry.ctypes.data, 1, self._context_address)
+            seconds, calls = timed.get((operation.layer, operation.name), (0.0, 0))
+            timed[operation.layer, operation.name] = seconds + time.perf_counter() - started, calls + 1
 
 
 def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:

@@ -14,6 +14,7 @@ again. If no folder can be written, code is kept in memory.
 
 import contextlib
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -31,7 +32,7 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from forge.backends.cpu.features import choose_instruction_set, is_forced
+from forge.backends.cpu.features import choose_instruction_set, is_arm, is_forced
 from forge.backends.cpu.instruction_sets import InstructionSet
 from forge.backends.cpu.tiles import MAX_ROWS, TILE_ARGUMENTS, TileLayout, emit_tile
 
@@ -57,22 +58,43 @@ def instruction_set() -> InstructionSet:
 @cache
 def cache_folder() -> Path | None:
     """Where compiled code is kept, or None if nothing can be written."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "forge" / f"kernels-{_digest()}"
     try:
-        is_new = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            os.utime(folder)
-        if is_new:
-            _forget_old_folders(root / "forge")
+        return _made_folder()
     except OSError:
         return None
+
+
+def cache_problem() -> str | None:
+    """Why compiled code cannot be kept, and what to do; None if it can."""
+    try:
+        _made_folder()
+    except OSError as error:
+        why = f"{error.filename or _cache_root()}: {error.strerror or error}"
+        return f"the kernels are compiled at each start, as no folder keeps them ({why}); " + (
+            "set XDG_CACHE_HOME to a folder that can be written"
+        )
+    return None
+
+
+def _cache_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forge"
+
+
+def _made_folder() -> Path:
+    """The folder of compiled code, made if it has to be. OSError if it cannot be written."""
+    root = _cache_root()
+    folder = root / f"kernels-{_digest()}"
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        os.utime(folder)
+    if is_new:
+        _forget_old_folders(root)
     return folder
 
 
 def _forget_old_folders(root: Path) -> None:
-    """Remove the code of other versions that nobody has used for a month."""
+    """Remove the code of other versions that have not been used for a month."""
     for folder in root.glob("kernels-*"):
         if time.time() - folder.stat().st_mtime > KEEP_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
@@ -118,6 +140,10 @@ class MachineCode:
     def symbol(self, name: str) -> int:
         """Where the machine code of one of its functions starts."""
         self.compile()
+        return self._address(name)
+
+    def _address(self, name: str) -> int:
+        assert self._engine is not None, "it is compiled"
         return self._engine.get_function_address(name)
 
     @property
@@ -197,7 +223,7 @@ class TileSet(MachineCode):
     def compile(self) -> None:
         super().compile()
         for rows in range(1, MAX_ROWS + 1):
-            self.addresses[rows] = self._engine.get_function_address(f"tile_{rows}")
+            self.addresses[rows] = self._address(f"tile_{rows}")
 
     def _module(self, machine):
         return optimized_tiles(instruction_set(), self.layout, machine)
@@ -210,11 +236,19 @@ def target_machine(isa: InstructionSet, triple: str | None = None) -> llvm.Targe
     own = triple is None and not (is_forced() and isa.target_cpu)
     foreign_cpu = isa.target_cpu if triple is None or triple.startswith("x86_64") else None
     cpu = llvm.get_host_cpu_name() if own else foreign_cpu or ""
-    features = llvm.get_host_cpu_features().flatten() if own else isa.target_features
+    features = _own_features(isa) if own else isa.target_features
+    # LLVM's default code model aborts under qemu-user, which maps code and data far apart; the JIT's does not.
+    code_model = "jitdefault" if triple is None and is_arm() else "default"
     target = llvm.Target.from_triple(triple or llvm.get_process_triple())
     return target.create_target_machine(
-        cpu=cpu, features=features, opt=3, reloc="pic", codemodel="default", jit=triple is None
+        cpu=cpu, features=features, opt=3, reloc="pic", codemodel=code_model, jit=triple is None
     )
+
+
+def _own_features(isa: InstructionSet) -> str:
+    """LLVM's list of this processor's features, with those of `isa` that it has and LLVM does not report."""
+    found = llvm.get_host_cpu_features().flatten().split(",")
+    return ",".join([*found, *(each for each in isa.target_features.split(",") if is_arm() and each not in found)])
 
 
 def optimized_tiles(isa: InstructionSet, layout: TileLayout, machine: llvm.TargetMachine) -> llvm.ModuleRef:
@@ -256,6 +290,8 @@ def compile_all(wanted: Iterable[Kernel | TileSet], on_progress: CompileProgress
     wanted = list(dict.fromkeys(wanted))
     cache_folder()
     missing = [item for item in wanted if not item.is_cached]
+    if missing and cache_folder() is None:
+        logging.getLogger("forge").warning("forge: %s", cache_problem())
     for done, item in enumerate(missing):
         if on_progress is not None:
             on_progress(done, len(missing))
@@ -280,7 +316,7 @@ def _read_object(name: str) -> bytes | None:
 
 
 def _write_object(name: str, code: bytes) -> None:
-    """Keep an object file, whole or not at all, whoever else writes it; if the disk is full, do without."""
+    """Keep an object file, whole or not at all, whatever other process writes it; if the disk is full, do without."""
     folder = cache_folder()
     if folder is None:
         return

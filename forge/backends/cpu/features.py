@@ -1,5 +1,6 @@
 """What this machine's processor can do, and how much of it this process may use."""
 
+import ctypes
 import os
 import platform
 from collections.abc import Collection
@@ -19,6 +20,8 @@ _NEEDS = {
     "portable": (),
 }
 """The processor features (LLVM's names) without which an instruction set cannot run; best set first."""
+_AT_HWCAP, _HWCAP_ASIMDDP = 16, 1 << 20
+"""From Linux's asm/hwcap.h for arm64."""
 _X86, _ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
 
 
@@ -27,7 +30,30 @@ def host_features() -> frozenset[str]:
     """LLVM's names of the features that the processor and the operating system offer."""
     import llvmlite.binding as llvm
 
-    return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
+    found = {name for name, present in llvm.get_host_cpu_features().items() if present}
+    return frozenset(found | ({"dotprod"} if is_arm() and has_arm_dot_product() else set()))
+
+
+def is_arm() -> bool:
+    return platform.machine().lower() in _ARM
+
+
+def has_arm_dot_product(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether an ARM processor has SDOT, which LLVM does not report: by the kernel's capability bits, else by
+    /proc/cpuinfo. Every 64-bit processor of Apple's has it."""
+    if platform.system() == "Darwin":
+        return True
+    try:
+        capabilities = ctypes.CDLL(None).getauxval
+        capabilities.argtypes, capabilities.restype = [ctypes.c_ulong], ctypes.c_ulong
+        return bool(capabilities(_AT_HWCAP) & _HWCAP_ASIMDDP)
+    except (OSError, AttributeError, TypeError):
+        pass
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return False
+    return any("asimddp" in line.split() for line in lines if line.startswith("Features"))
 
 
 def runnable() -> tuple[str, ...]:
@@ -50,7 +76,8 @@ def choose_instruction_set() -> InstructionSet:
     forced = os.environ.get(FORCE_VARIABLE)
     if not forced:
         return INSTRUCTION_SETS[runnable()[0]]()
-    if forced not in runnable():
+    takes_its_word = forced == "neon-dot" and is_arm()  # where no system call and no file tells
+    if forced not in runnable() and not takes_its_word:
         problem = "unknown" if forced not in INSTRUCTION_SETS else "not available on this processor"
         raise UsageError(f"{FORCE_VARIABLE}={forced} is {problem}; here there are {', '.join(runnable())}")
     return INSTRUCTION_SETS[forced]()

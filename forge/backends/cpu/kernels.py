@@ -83,7 +83,8 @@ def _group_number(op, tile, lane, column, which):
     kinds = 2 if word(op, w.EMBED_MINIMUMS) != 0 else 1
     factors = scales + (tile * (columns // 256) + column // 256) * word(op, w.EMBED_SUPERBLOCK)
     integers = factors + 32 * kinds + column % 256 // group * 16 * kinds
-    return get_f16(factors + 32 * which + 2 * lane) * np.float32(np.int8(get_u8(integers + 16 * which + lane)))
+    value = get_f16(factors + 32 * which + 2 * lane) * np.float32(np.int8(get_u8(integers + 16 * which + lane)))
+    return value * number(op, w.EMBED_UNIT)
 
 
 def embed_quantized(op, ctx, thread, threads):
@@ -98,14 +99,17 @@ def embed_quantized(op, ctx, thread, threads):
         out = word(op, w.EMBED_OUT) + 4 * row * word(op, w.EMBED_STRIDE)
         lines = word(op, w.EMBED_TABLE) + tile * columns * 2 * bits
         for column in range(columns):
-            four = column % 32 // 4
-            line = column // 32 * bits + (four if bits == 8 else four % 4)
-            quant = np.int64(get_u8(lines + 64 * line + 4 * lane + column % 4))
-            if bits < 8:
-                quant = quant >> 4 if four >= 4 else quant & 15
+            four, group = column % 32 // 4, lines + column // 32 * 64 * bits + 4 * lane + column % 4
+            if bits == 8:
+                quant = np.int64(get_u8(group + 64 * four))
+            elif bits >= 4:
+                quant = np.int64(get_u8(group + 64 * (four % 4))) >> four // 4 * 4 & 15
+            else:
+                quant = np.int64(get_u8(group + 64 * (four % 2))) >> four // 2 * 2 & 3
             if bits == 6:
-                upper = np.int64(get_u8(lines + 64 * (column // 32 * 6 + 4 + four // 4) + 4 * lane + column % 4))
-                quant += (upper >> 2 * (four % 4) & 3) << 4
+                quant += (np.int64(get_u8(group + 64 * (4 + four // 4))) >> 2 * (four % 4) & 3) << 4
+            if bits == 3:
+                quant += (np.int64(get_u8(group + 128)) >> four & 1) << 2
             value = _group_number(op, tile, lane, column, 0) * np.float32(quant - bias)
             if word(op, w.EMBED_MINIMUMS) != 0:
                 value -= _group_number(op, tile, lane, column, 1)
@@ -219,8 +223,8 @@ def next_items(op, thread, threads, chunk, count, piece):
     """The items that a thread does next, first and behind the last, and the next piece of its own to look at (0 at the
     beginning). The first is `count` or more if none are left.
 
-    A thread does its own stretch in pieces, each claimed when its turn comes; then items that are nobody's; then pieces
-    of threads that have not come so far (the system may have given their core to another program).
+    A thread does its own stretch in pieces, each claimed when its turn comes; then items that belong to no thread; then
+    pieces of threads that have not come so far (the system may have given their core to another program).
     """
     share, pieces = own_share(count, threads), min(_PIECES, 63 // threads)
     while piece < pieces:
@@ -342,7 +346,7 @@ def swiglu(op, ctx, thread, threads):
     parts = (stride + 255) // 256
     while True:
         item = take(op, 1)
-        if item >= word(ctx, w.CTX_ROWS) * parts:
+        if item >= word(ctx, word(op, w.ROWS_WORD)) * parts:
             break
         row, first = item // parts, item % parts * 256
         for column in range(first, min(first + 256, stride), 32):

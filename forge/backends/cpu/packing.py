@@ -3,10 +3,14 @@
 Every tensor type becomes one of a few layouts, exactly: what the packed form stands for is what the gguf package
 dequantizes to, up to the one rounding of the multiplication.
 
-    8-bit   Q8_0, Q5_0 · Q5_1, Q5_K (with a minimum)
-    6-bit   Q6_K (groups of 16)
+    8-bit   Q8_0, Q5_0, IQ4_NL, IQ4_XS · Q5_1, Q5_K (with a minimum)
+    6-bit   Q6_K (groups of 16), IQ3_S, IQ3_XXS
     4-bit   Q4_0 · Q4_1, Q4_K (with a minimum)
+    3-bit   Q3_K (groups of 16)
+    2-bit   Q2_K (groups of 16, with a minimum)
     float   F32, F16, BF16 as they are
+
+The IQ types' quants stand for values of a table, which are what is packed: 8 bits for 4 and 6 for 3.
 
 Scales stay what they are in the file: a float16 number per group or, for the K types, integers and factors.
 
@@ -28,6 +32,11 @@ Q8 = TileLayout(bits=8, bias=128, group=32, scale_kind="f16", has_minimum=False)
 Q6K = TileLayout(bits=6, bias=32, group=16, scale_kind="k", has_minimum=False)
 Q5M = TileLayout(bits=8, bias=0, group=32, scale_kind="f16", has_minimum=True)
 Q5KM = TileLayout(bits=8, bias=0, group=32, scale_kind="k", has_minimum=True)
+Q8K = TileLayout(bits=8, bias=128, group=32, scale_kind="k", has_minimum=False)
+Q6G32 = TileLayout(bits=6, bias=32, group=32, scale_kind="k", has_minimum=False)
+Q6HALF = TileLayout(bits=6, bias=32, group=32, scale_kind="k", has_minimum=False, unit=0.5)
+Q3K = TileLayout(bits=3, bias=4, group=16, scale_kind="k", has_minimum=False)
+Q2KM = TileLayout(bits=2, bias=0, group=16, scale_kind="k", has_minimum=True)
 Q4 = TileLayout(bits=4, bias=8, group=32, scale_kind="f16", has_minimum=False)
 Q4M = TileLayout(bits=4, bias=0, group=32, scale_kind="f16", has_minimum=True)
 Q4KM = TileLayout(bits=4, bias=0, group=32, scale_kind="k", has_minimum=True)
@@ -41,11 +50,17 @@ LAYOUT_OF_TYPE = {
     GGMLType.Q4_0: Q4,
     GGMLType.Q4_1: Q4M,
     GGMLType.Q4_K: Q4KM,
+    GGMLType.Q3_K: Q3K,
+    GGMLType.Q2_K: Q2KM,
+    GGMLType.IQ4_NL: Q8,
+    GGMLType.IQ4_XS: Q8K,
+    GGMLType.IQ3_S: Q6G32,
+    GGMLType.IQ3_XXS: Q6HALF,
 }
 """The layout of each quantized type. The float types keep their own numbers (`FLOAT_KIND_OF_TYPE`)."""
 
 FLOAT_KIND_OF_TYPE = {GGMLType.F32: "f32", GGMLType.F16: "f16", GGMLType.BF16: "bf16"}
-_FLOAT_DTYPE = {"f32": np.dtype("<f4"), "f16": np.dtype("<u2"), "bf16": np.dtype("<u2")}
+_FLOAT_DTYPE: dict[str, np.dtype] = {"f32": np.dtype("<f4"), "f16": np.dtype("<u2"), "bf16": np.dtype("<u2")}
 
 ROWS_PER_PASS = 2048
 """Rows repacked at a time, so that what is temporary stays small beside the model."""
@@ -53,7 +68,7 @@ ROWS_PER_PASS = 2048
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix of 8-, 6- or 4-bit groups. T tiles of 16 rows, G groups of 32 columns, both padded."""
+    """A matrix of 8- to 2-bit groups. T tiles of 16 rows, G groups of 32 columns, both padded."""
 
     rows: int
     columns: int
@@ -81,8 +96,12 @@ class QuantizedMatrix:
         """What the packed form stands for: float32 `[rows, columns]`. For tests."""
         layout, (tiles, groups) = self.layout, self.quants.shape[:2]
         lines = self.quants
-        if layout.bits < 8:
+        if layout.bits in (4, 6):
             lines = np.concatenate([lines[:, :, :4] & 15, lines[:, :, :4] >> 4], axis=2)
+        elif layout.bits in (2, 3):
+            lines = np.concatenate([lines[:, :, :2] >> shift & 3 for shift in (0, 2, 4, 6)], axis=2)
+        if layout.bits == 3:
+            lines |= np.concatenate([self.quants[:, :, 2:] >> bit & 1 for bit in range(8)], axis=2) << 2
         if layout.bits == 6:
             upper = np.stack([self.quants[:, :, 4:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=3)
             lines |= upper.reshape(lines.shape) << 4
@@ -105,6 +124,7 @@ class QuantizedMatrix:
         integers = integers.reshape(tiles, -1, SUPERBLOCK // layout.group, layout.integer_bytes)
         kinds = 2 if layout.has_minimum else 1
         factors = factors.reshape(tiles, -1, kinds, LANES).astype(np.float32)
+        factors *= np.float32(layout.unit)
         values = [
             _by_row((factors[:, :, k, None] * integers[..., k * LANES : (k + 1) * LANES]).reshape(tiles, -1, LANES))
             for k in range(kinds)
@@ -249,8 +269,10 @@ def _pack_quantized(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int]
         if has_superblocks:
             _place_superblocks(superblock_scales(ggml_type, part, (count, columns)), layout, scales[span])
             continue
+        assert part_scales is not None, "only a type with superblocks has its scales elsewhere"
         scales[span] = _tiled(part_scales)
         if minimums is not None:
+            assert part_minimums is not None
             minimums[span] = _tiled(part_minimums)
     return QuantizedMatrix(rows, columns, layout, quants, scales, minimums)
 
@@ -280,6 +302,7 @@ def _place_superblocks(stored: SuperblockScales, layout: TileLayout, out: np.nda
     integers = out[:, :, layout.factor_bytes :].reshape(tiles, superblocks, SUPERBLOCK // layout.group, -1, LANES)
     pairs = [(stored.scale_factors, stored.scales), (stored.minimum_factors, stored.minimums)]
     for kind, (factor, integer) in enumerate(pairs[: 2 if layout.has_minimum else 1]):
+        assert factor is not None and integer is not None
         factors[:, :, kind] = np.ascontiguousarray(_tiled(factor)).view(np.uint8).reshape(tiles, superblocks, LANES, 2)
         integers[:, :, :, kind] = _tiled(integer).reshape(tiles, superblocks, -1, LANES).view(np.uint8)
 
@@ -295,6 +318,13 @@ def _interleave(quants: np.ndarray, layout: TileLayout, lines: np.ndarray) -> No
         lines.view(np.uint32).reshape(fours.shape)[...] = fours
         return
     words = lines.view(np.uint32).reshape(*fours.shape[:2], layout.bits, LANES)
+    if layout.bits in (2, 3):
+        pairs = (fours & np.uint32(0x03030303)).reshape(*fours.shape[:2], 4, 2, LANES)
+        words[:, :, :2] = pairs[:, :, 0] | pairs[:, :, 1] << 2 | pairs[:, :, 2] << 4 | pairs[:, :, 3] << 6
+        if layout.bits == 3:
+            high_bits = (fours >> 2 & np.uint32(0x01010101)) << np.arange(8, dtype=np.uint32)[:, None]
+            np.bitwise_or.reduce(high_bits, axis=2, out=words[:, :, 2])
+        return
     halves = words[:, :, :4]
     if layout.bits == 4:
         halves[...] = fours[:, :, 4:]

@@ -5,6 +5,7 @@ some number of rows: a table of numbers and addresses that the threads walk (`te
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from forge.backends.cpu import words as w
 from forge.backends.cpu.compilation import Kernel, TileSet, tile_set
 from forge.backends.cpu.packing import PackedMatrix, QuantizedMatrix, padded
 from forge.backends.cpu.tiles import GROUP
+from forge.model.rope import Rope
 
 CONTEXT_ROWS = w.CTX_ROWS
 CONTEXT_LOGIT_ROWS = w.CTX_LOGIT_ROWS
@@ -39,6 +41,16 @@ class Matrix:
 
 
 @dataclass(frozen=True, eq=False)
+class ExpertMatrices:
+    """A matrix `[rows, columns]` for each expert, packed one under the other, each padded to whole tiles."""
+
+    name: str
+    packed: PackedMatrix
+    num_experts: int
+    rows: int
+
+
+@dataclass(frozen=True, eq=False)
 class Vector:
     """A loaded norm weight: float32, padded with zeros to a multiple of 32."""
 
@@ -60,7 +72,7 @@ class Operation:
     """One entry of the program. Words may be numbers, or things whose address is known when the program is placed."""
 
     kernel: Kernel
-    words: dict[int, object]
+    words: dict[int, Any]
     layer: int
     name: str
     """What a timing calls it."""
@@ -74,12 +86,20 @@ class Recording:
     operations: list[Operation] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     quantized: set[Buffer] = field(default_factory=set)
-    matrices: list[Matrix] = field(default_factory=list)
+    matrices: list[Matrix | ExpertMatrices] = field(default_factory=list)
     vectors: list[Vector] = field(default_factory=list)
-    logits: Buffer | None = None
-    head_dim: int = 0
-    theta: float = 0.0
+    output: Buffer | None = None
+    """Where `to_numpy` left the result."""
+    rope: Rope | None = None
     heads_per_kv_head: int = 1
+    experts_per_row: int = 0
+    """Of a mixture of experts; 0 for a dense model."""
+
+    @property
+    def logits(self) -> Buffer:
+        """What the whole pass ends in."""
+        assert self.output is not None, "a recording ends with to_numpy"
+        return self.output
 
     def kernels(self) -> list[Kernel | TileSet]:
         """Everything that must be compiled to run it."""
@@ -146,6 +166,7 @@ def _allocate(recording: Recording, max_rows: int, max_logit_rows: int) -> dict[
                 shape = (owner.width, owner.rows_word, owner in recording.quantized)
                 spare = free.get(shape)
                 rows = max_logit_rows if owner.rows_word == CONTEXT_LOGIT_ROWS else max_rows
+                rows *= recording.experts_per_row if owner.rows_word == w.CTX_EXPERT_ROWS else 1
                 placed[owner] = spare.pop() if spare else _new_buffer(owner, rows, owner in recording.quantized)
         done += [owner for owner, last in last_use.items() if last == number]
         if operation.wait:

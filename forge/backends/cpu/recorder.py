@@ -13,18 +13,20 @@ What comes out is a table of operations over fixed buffers, which the threads wa
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from forge.backends.cpu import kernel_table as k
 from forge.backends.cpu import words as w
 from forge.backends.cpu.compilation import Kernel, tile_set
-from forge.backends.cpu.packing import FloatMatrix, QuantizedMatrix
+from forge.backends.cpu.packing import FloatMatrix, PackedMatrix, QuantizedMatrix
 from forge.backends.cpu.program import (
     CONTEXT_LOGIT_ROWS,
     CONTEXT_ROWS,
     Address,
     Buffer,
+    ExpertMatrices,
     Matrix,
     Operation,
     Recording,
@@ -32,6 +34,7 @@ from forge.backends.cpu.program import (
 )
 from forge.backends.cpu.tiles import GROUP
 from forge.model.backend import Operations
+from forge.model.rope import Rope
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,15 +78,28 @@ class Gated:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A product whose heads are to be normalized, and rotated if `theta` is there."""
+    """A product whose heads are to be normalized, and rotated if `rope` is there."""
 
     product: Product
     weight: "Vector"
     eps: float
-    theta: float | None = None
-    head_dim: int = 0
+    rope: Rope | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Routed:
+    """The weighted sum of a row's experts, written down when it is added."""
+
+    x: Norm
+    router: Matrix
+    gate: ExpertMatrices
+    up: ExpertMatrices
+    down: ExpertMatrices
+    num_used: int
+    normalize: bool
+
+
+_EXPERTS_FLOAT = {"f32": k.experts_f32, "f16": k.experts_f16, "bf16": k.experts_bf16}
 _MATMUL_FLOAT = {"f32": k.matmul_f32, "f16": k.matmul_f16, "bf16": k.matmul_bf16}
 _KIND = {"f32": w.KIND_F32, "f16": w.KIND_F16, "bf16": w.KIND_BF16}
 
@@ -126,6 +142,7 @@ class Recorder(Operations):
                 w.EMBED_BIAS: layout.bias,
                 w.EMBED_GROUP: layout.group,
                 w.EMBED_SUPERBLOCK: layout.superblock_bytes if layout.scale_kind == "k" else 0,
+                w.EMBED_UNIT: np.float32(layout.unit),
             }
             self._write(k.embed_quantized, words, "embed")
         self._wait()
@@ -143,20 +160,21 @@ class Recorder(Operations):
     def head_norm(self, x: Product, weight: Vector, eps: float) -> Head:
         return Head(x, weight, eps)
 
-    def rope(self, x: Head, batch, head_dim: int, theta: float) -> Head:
-        return Head(x.product, x.weight, x.eps, theta, head_dim)
+    def rope(self, x: Head, batch, rope: Rope) -> Head:
+        return Head(x.product, x.weight, x.eps, rope)
 
     def write_kv(self, storage, layer: int, batch, keys: Head, values: Product) -> None:
         self._pending_kv = (keys, values)
 
     def attention(self, q: Head, storage, layer: int, batch) -> Buffer:
+        assert self._pending_kv is not None and q.rope is not None, "keys are written and queries rotated before"
         keys, values = self._pending_kv
         self._pending_kv = None
         head_dim = self._head_dim
         heads, kv_heads = q.product.matrix.packed.rows // head_dim, self._num_kv_heads
-        self.recording.head_dim, self.recording.theta = head_dim, q.theta
+        self.recording.rope = q.rope
         self.recording.heads_per_kv_head = heads // kv_heads
-        # All three products read the same norm, so nobody waits between them.
+        # All three products read the same norm, so no thread waits between them.
         q_out, k_out, v_out = (self._multiply(product) for product in (q.product, keys.product, values))
         self._wait()
         self._use_vectors(q.weight, keys.weight)
@@ -200,8 +218,16 @@ class Recorder(Operations):
     def swiglu(self, gate: Product, up: Product) -> Gated:
         return Gated(gate, up)
 
-    def add(self, x: Buffer, y: Product) -> Buffer:
-        self._multiply(y, into=x)
+    def experts(self, x: Norm, router: Matrix, gate, up, down, num_used: int, normalize: bool) -> Routed:
+        for matrix in (router, gate, up, down):
+            self._use(matrix)
+        return Routed(x, router, gate, up, down, num_used, normalize)
+
+    def add(self, x: Buffer, y: Product | Routed) -> Buffer:
+        if isinstance(y, Routed):
+            self._route(y, into=x)
+        else:
+            self._multiply(y, into=x)
         self._wait()
         return x
 
@@ -210,9 +236,9 @@ class Recorder(Operations):
 
     def to_numpy(self, x: Product | Norm) -> None:
         if isinstance(x, Norm):
-            self.recording.logits = self._normed(x)
+            self.recording.output = self._normed(x)
         else:
-            self.recording.logits = self._multiply(x)
+            self.recording.output = self._multiply(x)
             self._wait()
 
     # Writing down
@@ -229,7 +255,7 @@ class Recorder(Operations):
     def _use_vectors(self, *vectors: Vector) -> None:
         self.recording.vectors += vectors
 
-    def _write(self, kernel: Kernel, words: dict[int, object], name: str) -> Operation:
+    def _write(self, kernel: Kernel, words: dict[int, Any], name: str) -> Operation:
         operation = Operation(kernel, words, self._layer, name)
         self.recording.operations.append(operation)
         return operation
@@ -274,7 +300,8 @@ class Recorder(Operations):
         """Both products, the gate and its quantization as one operation."""
         x = self._input(gated.gate.x, quantized=True)
         self._need_quantized(x)
-        packed = gated.gate.matrix.packed
+        packed, up_packed = gated.gate.matrix.packed, gated.up.matrix.packed
+        assert isinstance(packed, QuantizedMatrix) and isinstance(up_packed, QuantizedMatrix)
         out = self._buffer(packed.rows)
         self.recording.quantized.add(out)
         words = {
@@ -290,8 +317,7 @@ class Recorder(Operations):
             w.FFN_SCALES: Address(out, "scales"),
             w.FFN_SUMS: Address(out, "sums"),
         }
-        for first, product in ((w.FFN_GATE, gated.gate), (w.FFN_UP, gated.up)):
-            matrix = product.matrix.packed
+        for first, matrix in ((w.FFN_GATE, packed), (w.FFN_UP, up_packed)):
             words |= {
                 first + w.PAIR_TILES: tile_set(matrix.layout).addresses,
                 first + w.PAIR_WEIGHTS: matrix.quants,
@@ -308,8 +334,13 @@ class Recorder(Operations):
         """Two products and an operation for what comes after them."""
         gate_out, up_out = self._multiply(gated.gate), self._multiply(gated.up)
         self._wait()
-        out = self._buffer(gate_out.width)
+        return self._silu_times(gate_out, up_out)
+
+    def _silu_times(self, gate_out: Buffer, up_out: Buffer) -> Buffer:
+        """silu(gate) * up."""
+        out = self._buffer(gate_out.width, gate_out.rows_word)
         words = {
+            w.ROWS_WORD: out.rows_word,
             w.GLU_GATE: Address(gate_out),
             w.GLU_UP: Address(up_out),
             w.GLU_STRIDE: out.stride,
@@ -318,6 +349,65 @@ class Recorder(Operations):
         }
         self._write(k.swiglu, words, "swiglu")
         self._wait()
+        return out
+
+    def _route(self, routed: Routed, into: Buffer) -> None:
+        """Choose experts, group the rows by them, and add what comes of it. `experts.py` has the kernels."""
+        used, experts = routed.num_used, routed.gate.num_experts
+        self.recording.experts_per_row = used
+        logits = self._multiply(Product(routed.x, routed.router))
+        self._wait()
+        chosen, weights, places = (self._buffer(used) for _ in range(3))
+        rows = self._buffer(1, w.CTX_EXPERT_ROWS)
+        starts = np.zeros(experts + 1, np.int32)
+        order = {w.MOE_EXPERTS: experts, w.MOE_USED: used, w.MOE_STRIDE: chosen.stride, w.MOE_CHOSEN: Address(chosen)}
+        choice = order | {w.MOE_IN: Address(logits), w.MOE_IN_STRIDE: logits.stride, w.MOE_WEIGHTS: Address(weights)}
+        self._write(k.choose, choice | {w.MOE_NORMALIZE: int(routed.normalize)}, "choose experts")
+        self._wait()
+        rows_words = {w.MOE_ROWS: Address(rows), w.MOE_ROWS_STRIDE: rows.stride}
+        order |= {w.MOE_STARTS: starts, w.MOE_PLACES: Address(places)}
+        self._write(k.group, order | rows_words, "group rows by expert")
+        self._wait()
+        x = self._gathered(self._normed(routed.x), routed, rows_words)
+        gate, up = (self._each_expert(x, matrices, starts) for matrices in (routed.gate, routed.up))
+        self._wait()
+        result = self._each_expert(self._silu_times(gate, up), routed.down, starts)
+        self._wait()
+        sums = {w.MOE_USED: used, w.MOE_STRIDE: chosen.stride, w.MOE_WEIGHTS: Address(weights)}
+        sums |= {w.MOE_PLACES: Address(places), w.MOE_IN: Address(result), w.MOE_IN_STRIDE: result.stride}
+        self._write(k.combine, sums | {w.MOE_OUT: Address(into)}, "add experts")
+
+    def _gathered(self, x: Buffer, routed: Routed, rows_words: dict[int, object]) -> Buffer:
+        """Copies of `x`'s rows in the order of their experts, in the form that gate and up read."""
+        out = self._buffer(x.width, w.CTX_EXPERT_ROWS)
+        kinds = {isinstance(matrices.packed, QuantizedMatrix) for matrices in (routed.gate, routed.up)}
+        words = rows_words | {w.MOE_IN_STRIDE: x.stride}
+        if False in kinds:
+            self._write(k.gather, words | {w.MOE_IN: Address(x), w.MOE_OUT: Address(out)}, "gather rows")
+            self._wait()
+        if True in kinds:
+            self._need_quantized(x)
+            self.recording.quantized.add(out)
+            for number, part in enumerate(("quants", "scales", "sums")):
+                words |= {w.MOE_QUANTS + number: Address(x, part), w.MOE_OUT_QUANTS + number: Address(out, part)}
+            self._write(k.gather, words, "gather rows")
+            self._wait()
+        return out
+
+    def _each_expert(self, x: Buffer, matrices: ExpertMatrices, starts: np.ndarray) -> Buffer:
+        """The product of each expert's rows of `x` with its matrix."""
+        packed = matrices.packed
+        out = self._buffer(matrices.rows, x.rows_word)
+        words = {
+            w.MM_OUT: Address(out),
+            w.MM_OUT_STRIDE: out.stride,
+            w.MM_X_STRIDE: x.stride,
+            w.MOE_EXPERTS: matrices.num_experts,
+            w.MOE_TILES_EACH: packed.num_tiles // matrices.num_experts,
+            w.MOE_STARTS: starts,
+        } | self._weight_words(x, packed)
+        kernel = _EXPERTS_FLOAT[packed.kind] if isinstance(packed, FloatMatrix) else k.experts_quantized
+        self._write(kernel, words, matrices.name)
         return out
 
     def _need_quantized(self, x: Buffer) -> None:
@@ -365,13 +455,17 @@ class Recorder(Operations):
             w.MM_ADD: int(into is not None),
             w.MM_CHUNK: max(1, min(4, packed.num_tiles // 16)),
         }
-        name = product.matrix.name
+        words |= self._weight_words(x, packed)
+        kernel = _MATMUL_FLOAT[packed.kind] if isinstance(packed, FloatMatrix) else k.matmul_quantized
+        self._write(kernel, words, product.matrix.name)
+        return out
+
+    def _weight_words(self, x: Buffer, packed: PackedMatrix) -> dict[int, object]:
+        """Where a product finds its weights and its input, which is quantized if they are."""
         if isinstance(packed, FloatMatrix):
-            words |= {w.MM_WEIGHTS: packed.values, w.MM_X: Address(x), w.MM_TILE_BYTES: packed.values[0].nbytes}
-            self._write(_MATMUL_FLOAT[packed.kind], words, name)
-            return out
+            return {w.MM_WEIGHTS: packed.values, w.MM_X: Address(x), w.MM_TILE_BYTES: packed.values[0].nbytes}
         self._need_quantized(x)
-        words |= {
+        return {
             w.MM_TILES: tile_set(packed.layout).addresses,
             w.MM_WEIGHTS: packed.quants,
             w.MM_SCALES: packed.scales,
@@ -383,5 +477,3 @@ class Recorder(Operations):
             w.MM_TILE_BYTES: packed.quants[0].nbytes,
             w.MM_TILE_SCALE_BYTES: packed.scales[0].nbytes,
         }
-        self._write(k.matmul_quantized, words, name)
-        return out

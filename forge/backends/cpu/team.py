@@ -5,7 +5,7 @@ walks the whole table and takes its share of each operation; between operations 
 barrier. So a forward costs one call from Python however many layers the model has, and a barrier costs a microsecond or
 two where opening a parallel region would cost several.
 
-A barrier waits for work that somebody has begun, never for a thread that has not come (`team_code.walk`). The system
+A barrier waits for work that a thread has begun, never for a thread that has not come (`team_code.walk`). The system
 may have given that one's core to another program for milliseconds, longer than a forward takes; the others then do its
 share, and it goes on where they are.
 
@@ -16,7 +16,7 @@ An operation is `OP_WORDS` int64 words:
 
     word 0   address of the kernel                word 1   1 if all threads must wait after it
     word 2   what the kernel wants, up to the last line of words, see `program.py`
-    word 24  the next item of work not yet taken: threads take items one after another, so a slow one holds nobody up
+    word 24  the next item of work not yet taken: threads take them in turn, so a slow one delays no other
     word 31  a bit for each part of the work that is one thread's first, once it or another has claimed it
 """
 

@@ -120,7 +120,7 @@ def claim(operation, stretch):
 
 @numba.njit
 def _wait(inside, done, place):
-    """Until nobody is inside, or the place is reached by somebody who saw that."""
+    """Until no thread is inside, or a thread that saw that has reached the place."""
     spins = 0
     while atomic_load(inside) != 0 and atomic_load(done) < place:
         pause()
@@ -134,13 +134,13 @@ def walk(team, thread, generation):
     """Do one thread's share of the program of that generation.
 
     A *stage* is the operations up to one after which all must wait. A kernel returns when all of its items are taken.
-    So a thread that comes to the end of a stage closes it, and once nobody is inside any more it is done: who has not
-    come by then need not be waited for. Places in a program only go up: TEAM_CLOSED is the first that may be entered,
-    TEAM_DONE the first that is not done. Whoever is late goes on from there.
+    So a thread that comes to the end of a stage closes it, and once no thread is inside any more it is done: one that
+    has not come by then need not be waited for. Places in a program only go up: TEAM_CLOSED is the first that may be
+    entered, TEAM_DONE the first that is not done. A late thread goes on from there.
 
     A thread says that it is inside before it looks whether the stage is closed. So either it sees that, and leaves
-    again, or whoever closes the stage sees it, and waits. What belongs to a program is touched from inside only: when
-    its last stage is done nobody touches it any more.
+    again, or the thread that closes the stage sees it, and waits. What belongs to a program is touched from inside
+    only: when its last stage is done no thread touches it any more.
     """
     program, num_ops = get_i64(team + 8 * w.TEAM_PROGRAM), get_i64(team + 8 * w.TEAM_NUM_OPS)
     context, threads = get_i64(team + 8 * w.TEAM_CONTEXT), get_i64(team + 8 * w.TEAM_NUM_THREADS)
@@ -164,7 +164,7 @@ def walk(team, thread, generation):
         if following > place:
             atomic_add(inside, -1)
             _wait(inside, done, place + 1)
-            if atomic_load(done) <= place:  # then nobody could close a later stage before `following` was read
+            if atomic_load(done) <= place:  # then no thread could close a later stage before `following` was read
                 atomic_max(done, following)
             continue
         waits = False
@@ -190,7 +190,7 @@ def execute(team, thread):
 def start(team, program, num_ops, context):
     """Publish a program and run thread 0's share, unless threads are asleep: then only note which, as a mask.
 
-    Somebody has to wake them before anyone waits for them, and that is Python's business.
+    They have to be woken before another thread waits for them; Python does that.
     """
     for number in range(num_ops):
         put_i64(program + number * w.OP_BYTES + 8 * w.NEXT_WORD, 0)
@@ -216,7 +216,7 @@ def serve(team, thread, generation):
     """A worker: run each program as it is published; return when nothing has come for a while.
 
     Returns the last generation run. The thread is then marked asleep, and must wait for its lock, unless a program came
-    at the last moment and whoever published it had not yet seen the mark.
+    at the last moment and the thread that published it had not yet seen the mark.
     """
     spins = 0
     while True:

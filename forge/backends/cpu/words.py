@@ -27,6 +27,7 @@ CTX_ROPE_COS = 18  # [positions, head_dim / 2]
 CTX_ROPE_SIN = 19
 CTX_SCRATCH = 20  # threads' private memory
 CTX_SCRATCH_BYTES = 21  # of each thread
+CTX_EXPERT_ROWS = 22  # T times the experts of each row
 CTX_WORDS = 24
 
 KV_KINDS = ("float32", "float16", "bfloat16")
@@ -37,7 +38,9 @@ KIND_F32, KIND_F16, KIND_BF16 = 0, 1, 2
 ROWS_WORD = 2
 
 EMBED_TABLE, EMBED_SCALES, EMBED_MINIMUMS, EMBED_OUT, EMBED_STRIDE, EMBED_COLUMNS, EMBED_BITS, EMBED_BIAS = range(3, 11)
-EMBED_GROUP, EMBED_KIND, EMBED_SUPERBLOCK = 11, 12, 13  # kind of a float table's numbers; bytes, 0 if there is none
+EMBED_GROUP, EMBED_KIND, EMBED_SUPERBLOCK, EMBED_UNIT = range(
+    11, 15
+)  # kind of a float table; bytes, 0 if there is none
 # EMBED_MINIMUMS of a K type only says whether there are any: they lie among the scales.
 
 NORM_IN, NORM_STRIDE, NORM_WIDTH, NORM_WEIGHT, NORM_EPS, NORM_OUT, NORM_ROW_NUMBERS = range(3, 10)
@@ -61,7 +64,12 @@ FFN_QUANTS, FFN_SCALES, FFN_SUMS, FFN_CHUNK = 9, 10, 11, 12
 FFN_GATE, FFN_UP = 13, 25  # the first of the six words that describe each matrix:
 PAIR_TILES, PAIR_WEIGHTS, PAIR_SCALES, PAIR_MINIMUMS, PAIR_TILE_BYTES, PAIR_SCALE_BYTES = range(6)
 
-# Sizes that the kernels and whoever lays out their memory agree on.
+# A mixture of experts. Its products have the words of matrix products too, up to 18.
+MOE_EXPERTS, MOE_TILES_EACH, MOE_STARTS = 19, 20, 21  # int32 [experts + 1]
+MOE_USED, MOE_STRIDE, MOE_IN, MOE_IN_STRIDE, MOE_CHOSEN, MOE_WEIGHTS, MOE_PLACES, MOE_NORMALIZE = range(3, 11)
+MOE_ROWS, MOE_ROWS_STRIDE, MOE_OUT, MOE_QUANTS, MOE_OUT_QUANTS = 11, 12, 13, 14, 25  # the last two: three words each
+
+# Sizes that the kernels and the code that lays out their memory agree on.
 CHUNK = 64
 """Keys that attention reduces together: absolute positions 0 to 63, 64 to 127, …"""
 ROWS_PER_BLOCK = 16

@@ -145,6 +145,7 @@ class CudaBackend(Backend):
             out, wanted = self.launch(forward_pass, batch, storage), len(batch.logit_rows)
             if self._head_of(forward_pass) is None:
                 return out[:wanted].cpu().numpy().copy()
+            assert self.execution is not None, "launch says how it ran"
             return self._steps[storage].results.after_step(out, wanted, self.execution)
 
     def launch(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: TorchKvStorage) -> torch.Tensor:
@@ -156,12 +157,13 @@ class CudaBackend(Backend):
         if steps is None:
             steps = self._steps[storage] = _Steps(Graphs(), Results(self._device))
         fused, results, head = self._fused, steps.results, self._head_of(forward_pass)
+        assert fused is not None, "prepare fuses"
         wide = fused.launches.is_wide_attention(storage)
         shape = shape_of(batch, fused.policy, storage.layout.block_size, wide)
         network = fused.network
         results.before_step()
         moved = fused.buffer.reach(shape, batch)
-        moved |= self._rotations.reach(int(batch.context_lens.max()), network.head_dim, network.theta)
+        moved |= self._rotations.reach(int(batch.context_lens.max()), network.rope)
         moved |= fused.launches.reserve(shape)
         for each in self._steps.values() if moved else ():
             each.graphs.drop()
@@ -203,6 +205,7 @@ class CudaBackend(Backend):
         recorder = Recorder(self._dtype, layout.num_kv_heads, layout.head_dim)
         forward_pass(recorder, None, None)
         network = recorder.network
+        assert network is not None, "a pass ends with to_numpy"
         self._copy_dense(network)
         policy = Policy(
             heads=network.num_heads,

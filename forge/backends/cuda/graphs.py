@@ -6,11 +6,12 @@ of a shape is read from device memory (`inputs.py`).
 
 A shape is captured when it comes for the second time: the first time it runs eagerly, which also compiles its kernels,
 so that nothing is compiled or loaded while a capture is under way. What graphs read and write must stay where it is, so
-whoever moves a buffer drops them all.
+moving a buffer drops them all.
 """
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,7 +35,8 @@ class Graphs:
         self._captured: dict[Hashable, _Captured] = {}
         self._seen: set[Hashable] = set()
         self._refused: dict[Hashable, str] = {}
-        self._pool: tuple | None = None
+        self._pool: Any = None
+        """What torch calls the memory that all graphs share."""
 
     def drop(self) -> None:
         """Forget all captures: something that they read or write has moved. Their kernels stay compiled."""

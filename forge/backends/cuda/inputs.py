@@ -225,7 +225,7 @@ class InputBuffer:
 
     def _fill_logit_rows(self, words: np.ndarray, place: dict[str, slice], shape: Shape, batch: ForwardBatch) -> None:
         if shape.is_decode:
-            return  # its rows are its logit rows, and nobody asks
+            return  # its rows are its logit rows, and they are not asked for
         count = len(batch.logit_rows)
         words[place["logit_rows"]][:count] = batch.logit_rows
         words[place["logit_sequences"]][:count] = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1

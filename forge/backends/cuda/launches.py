@@ -4,7 +4,7 @@ By the number of rows a product is `matvec` (1), `matmul` (2 to 16; to 64 with p
 read), or cuBLAS with kernels of its own for what is fused elsewhere (more). With `invariant` it is `matmul` in one tile
 for any number, so that a row's bits never depend on how many rows there are.
 
-Every launch goes through one callable, `Launcher`, so that somebody else can take its place: tests list what a real
+Every launch goes through one callable, `Launcher`, so that another can take its place: tests list what a real
 model would launch and compile exactly that, without a device.
 """
 
@@ -67,6 +67,8 @@ class Launches:
         self._device, self._dtype, self._launch, self._exact = device, dtype, launcher, exact
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._counters = torch.zeros(LEAST_COUNTERS, dtype=torch.int32, device=device)
+        self.step: Callable[[str, int], AbstractContextManager[None]] = lambda name, layer: nullcontext()
+        """Around everything that a step of the forward pass launches; for who keeps time."""
 
     def reserve(self, shape: Shape) -> bool:
         """Have the counters that a step of that shape needs. Returns whether they moved, which no graph survives."""
@@ -75,10 +77,6 @@ class Launches:
             return False
         self._counters = torch.zeros(shapes.next_power_of_2(needed), dtype=torch.int32, device=self._device)
         return True
-
-    def step(self, name: str, layer: int) -> AbstractContextManager:
-        """Around everything that a step of the forward pass launches; for who keeps time."""
-        return nullcontext()
 
     def fuses_attention(self, inputs: Inputs) -> bool:
         """Whether a step's attention is one kernel, `decode_attention`."""
@@ -100,6 +98,7 @@ class Launches:
         for matrix in matrices:
             part = out[:, start : start + matrix.rows]
             if self._is_wide(len(x), matrix):
+                assert normed is not None
                 torch.mm(normed, self._dense(matrix).t(), out=part)
             else:
                 self._multiply(x, matrix, part, norm=norm)
@@ -404,13 +403,14 @@ class Launches:
 
 
 def matrix_values(matrix: Matrix) -> torch.Tensor:
-    return matrix.dense if matrix.packed is None else matrix.packed.values
+    return matrix.own_dense() if matrix.packed is None else matrix.packed.values
 
 
 def matrix_arrays(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """values, scales, factors as kernels take them; an array that the kind has not is stood in for by another."""
     if matrix.packed is None:
-        return matrix.dense, matrix.dense, matrix.dense
+        dense = matrix.own_dense()
+        return dense, dense, dense
     packed = matrix.packed
     return packed.values, packed.scales, packed.factors if packed.factors is not None else packed.scales
 

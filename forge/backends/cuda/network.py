@@ -12,11 +12,13 @@ in the groups in which kernels read them. A step of a layer is then
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from forge.backends.cuda.weights import Matrix, interleaved, stacked
 from forge.model.backend import Operations
+from forge.model.rope import Rope
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +55,7 @@ class Network:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    theta: float
+    rope: Rope
 
     @property
     def qkv_width(self) -> int:
@@ -135,9 +137,9 @@ class Recorder(Operations):
     def head_norm(self, x: _Product, weight: torch.Tensor, eps: float) -> _Normed:
         return _Normed(x, Norm(weight, eps))
 
-    def rope(self, x: _Normed, batch, head_dim: int, theta: float) -> _Turned:
-        assert head_dim == self.head_dim
-        self._theta = theta
+    def rope(self, x: _Normed, batch, rope: Rope) -> _Turned:
+        assert rope.head_dim == self.head_dim
+        self._rope = rope
         return _Turned(x)
 
     def write_kv(self, storage, layer: int, batch, keys: _Turned, values: _Product) -> None:
@@ -145,6 +147,7 @@ class Recorder(Operations):
         self._written = keys, values
 
     def attention(self, q: _Turned, storage, layer: int, batch) -> _Attended:
+        assert self._written is not None, "keys are written before queries attend"
         keys, values = self._written
         self._written = None
         return _Attended(q, keys, values)
@@ -159,6 +162,7 @@ class Recorder(Operations):
         if isinstance(y.x, _Attended):
             self._attention = self._attention_part(y.x) | {"output": y.matrix}
         else:
+            assert isinstance(y.x, _Gated)
             self._layers.append(Layer(**self._attention, **self._feed_forward_part(y.x), down=y.matrix))
         return _Stream(self._adds)
 
@@ -176,11 +180,12 @@ class Recorder(Operations):
             num_heads=self._num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            theta=self._theta,
+            rope=self._rope,
         )
 
     def _attention_part(self, attended: _Attended) -> dict:
         query, key, value = attended.query.heads, attended.key.heads, attended.value
+        assert isinstance(query.x, _Product) and isinstance(key.x, _Product)
         products = (query.x, key.x, value)
         source = value.x
         assert isinstance(source, _Normed) and all(product.x is source for product in products)
@@ -215,7 +220,7 @@ class Ending(Operations):
     def to_numpy(self, x: Matrix | None) -> None:
         self.head = x
 
-    def _nothing(self, *_) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> Any:
         return None
 
     embed = rms_norm = head_norm = rope = write_kv = attention = swiglu = add = logit_rows = _nothing

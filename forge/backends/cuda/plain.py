@@ -16,6 +16,7 @@ from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.cuda.weights import Matrix
 from forge.model.backend import Operations
 from forge.model.forward_batch import ForwardBatch
+from forge.model.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -42,21 +43,21 @@ class TorchOperations(Operations):
         self._rotations = rotations
 
     def embed(self, table: Matrix, batch: DeviceBatch) -> torch.Tensor:
-        return table.dense[batch.token_ids]
+        return table.own_dense()[batch.token_ids]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)
 
     def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return x @ matrix.dense.t()
+        return x @ matrix.own_dense().t()
 
     def head_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x.view(len(x), -1, len(weight)), weight, eps).view_as(x)
 
-    def rope(self, x: torch.Tensor, batch: DeviceBatch, head_dim: int, theta: float) -> torch.Tensor:
-        self._rotations.reach(int(batch.host.context_lens.max()), head_dim, theta)
+    def rope(self, x: torch.Tensor, batch: DeviceBatch, rope: Rope) -> torch.Tensor:
+        self._rotations.reach(int(batch.host.context_lens.max()), rope)
         cos, sin = (table[batch.positions][:, None] for table in (self._rotations.cos, self._rotations.sin))
-        first, second = x.float().view(len(x), -1, head_dim).chunk(2, dim=-1)
+        first, second = x.float().view(len(x), -1, rope.head_dim).chunk(2, dim=-1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
         return turned.view_as(x).to(x.dtype)
 

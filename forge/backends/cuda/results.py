@@ -4,7 +4,7 @@ Of each logit row a step leaves the likeliest token and its logit in `samples`, 
 next step can take its input tokens from there, before the host has seen them. Behind every step a copy of its samples
 goes to memory of the host's, marked by an event, so that the host waits for that copy and for no later step.
 
-Logits stay where they are. Those of a replayed graph lie where the next replay writes; if anybody still holds them
+Logits stay where they are. Those of a replayed graph lie where the next replay writes; if a caller still holds them
 when the next step comes, they are set aside on the device (600 KB a row: 0.3 µs each). Two buffers of the host's take
 turns, and a result that is not read when its buffer's turn comes is read then.
 """
@@ -29,7 +29,7 @@ class StepLogits:
         """rows: float32 `[R, vocab]` on the device, which the next step overwrites if `passing`."""
         self._rows, self._turn, self._passing = rows, turn, passing
         self._argmax: tuple[list[int], list[float]] | None = None
-        self.shape = tuple(rows.shape)
+        self.shape = (rows.shape[0], rows.shape[1])
         self.execution = execution
         """How they were computed."""
 
@@ -92,11 +92,11 @@ class Results:
         samples = torch.zeros((capacity, 2), dtype=torch.int32, device=self._device)
         samples[: len(self.samples)] = self.samples  # the next step may take its tokens from there
         self.samples = samples
-        self._turns = [_Turn(capacity, self._device) for _ in range(2)]  # whoever still reads an old one has it
+        self._turns = [_Turn(capacity, self._device) for _ in range(2)]  # a reader of an old one keeps it
         return True
 
     def before_step(self) -> None:
-        """Set aside what the coming step would overwrite, if anybody still holds it."""
+        """Set aside what the coming step would overwrite, if a caller still holds it."""
         last = self._last() if self._last is not None else None
         if last is not None:
             last.set_aside()
@@ -136,7 +136,7 @@ class _Turn:
         return numbers[:, 0].tolist(), numbers[:, 1].view(np.float32).tolist()
 
     def clear(self) -> None:
-        """Have whoever holds what was copied last read it: something else comes."""
+        """Have the holder of the last copy read it: something else comes."""
         holder = self.holder() if self.holder is not None else None
         if holder is not None:
             holder.argmax_rows()

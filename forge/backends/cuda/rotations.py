@@ -2,6 +2,8 @@
 
 import torch
 
+from forge.model.rope import Rope
+
 LEAST_POSITIONS = 4096
 """What the table covers at first; doubled as longer contexts come."""
 
@@ -16,15 +18,14 @@ class Rotations:
         self._device = device
         self.cos = self.sin = torch.zeros(0, 0)
 
-    def reach(self, length: int, head_dim: int, theta: float) -> bool:
+    def reach(self, length: int, rope: Rope) -> bool:
         """Have the table cover positions below `length`. Returns whether it had to move in memory."""
         if length <= len(self.cos):
             return False
         positions = max(LEAST_POSITIONS, len(self.cos))
         while positions < length:
             positions *= 2
-        half = head_dim // 2
-        frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
-        self.cos, self.sin = angles.cos().float().to(self._device), angles.sin().float().to(self._device)
+        angles = torch.arange(positions, dtype=torch.float64)[:, None] * torch.from_numpy(rope.frequencies())
+        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        self.cos, self.sin = cos.float().to(self._device), sin.float().to(self._device)
         return True

@@ -19,8 +19,8 @@ from tests.small_models import small_config, small_tensors
 
 ROOT = Path(__file__).parents[3]
 
-K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
-QUANTIZED = ("Q8_0", "Q5_0", "Q5_1", "Q6_K", "Q5_K", "Q4_0", "Q4_1", "Q4_K")
+K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_XXS", "IQ3_S", "IQ4_XS")
+QUANTIZED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "IQ4_NL", *K_TYPES)
 FLOATS = ("F32", "F16", "BF16")
 WHOLE_BLOCKS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64} | {
     "intermediate_size": 512

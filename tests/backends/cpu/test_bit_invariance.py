@@ -13,7 +13,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 from forge.model.qwen3 import Qwen3
 from forge.testing.forwards import Part, flat_batch, new_storage, random_batches
-from tests.backends.cpu.models import FLOATS, QUANTIZED, TeamBackend, small_model
+from tests.backends.cpu.models import FLOATS, K_TYPES, QUANTIZED, TeamBackend, small_model
 from tests.small_models import write_small_qwen3
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 48, 63, 64, 65, 127, 128, 129)
@@ -32,6 +32,12 @@ SHAPES = [
     ("Q6_K", 64, 4, 2, "float16"),
     ("Q5_K", 128, 2, 1, "float32"),
     ("Q4_K", 64, 4, 4, "bfloat16"),
+    ("Q3_K", 64, 4, 2, "float16"),
+    ("Q2_K", 128, 2, 1, "float32"),
+    ("IQ4_NL", 32, 4, 2, "float16"),
+    ("IQ4_XS", 64, 4, 2, "float32"),
+    ("IQ3_S", 64, 4, 4, "bfloat16"),
+    ("IQ3_XXS", 64, 2, 2, "float16"),
     ("F32", 24, 4, 1, "float32"),
     ("F16", 32, 4, 2, "float16"),
     ("BF16", 128, 2, 2, "bfloat16"),
@@ -48,7 +54,7 @@ def test_every_layout_and_kind_is_among_the_shapes():
 def model_of(shape: tuple, threads: int) -> Qwen3:
     tensor_type, head_dim, heads, kv_heads, _ = shape
     sizes = {"head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    if not tensor_type.endswith("_K"):
+    if tensor_type not in K_TYPES:
         sizes |= {"hidden_size": 64, "intermediate_size": 96}
     return small_model(TeamBackend(threads), tensor_type, seed=3, num_layers=2, **sizes)
 

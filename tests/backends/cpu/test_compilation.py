@@ -11,7 +11,7 @@ import pytest
 
 from forge.backends.cpu import compilation
 from forge.backends.cpu.compilation import Kernel, TileSet, compile_all
-from forge.backends.cpu.instruction_sets import INSTRUCTION_SETS
+from forge.backends.cpu.instruction_sets import INSTRUCTION_SETS, NeonDot
 from forge.backends.cpu.packing import Q4, Q8
 from forge.testing.forwards import one_prefill
 from tests.backends.cpu.models import TeamBackend, run_python, small_model
@@ -39,6 +39,35 @@ def fresh_cache(tmp_path, monkeypatch):
 class Progress(list):
     def __call__(self, done: int, total: int) -> None:
         self.append((done, total))
+
+
+def test_where_nothing_can_be_kept_it_says_why_and_what_to_do(fresh_cache, tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    assert fresh_cache(tmp_path / "file") is None
+    compilation.compile_all([Kernel(*QUICK)])
+    (message,) = caplog.messages
+    assert message.startswith("forge: the kernels are compiled at each start, as no folder keeps them (")
+    assert f"{tmp_path / 'file'}" in message and "Not a directory" in message
+    assert message.endswith("set XDG_CACHE_HOME to a folder that can be written")
+    fresh_cache(tmp_path / "cache")
+    assert compilation.cache_problem() is None
+
+
+def test_on_arm_code_is_made_with_what_the_set_needs_and_the_jits_code_model(monkeypatch):
+    made = []
+
+    class Target:
+        def create_target_machine(self, **options):
+            made.append(options)
+
+    monkeypatch.setattr(compilation, "is_arm", lambda: True)
+    monkeypatch.setattr(compilation, "is_forced", lambda: False)
+    monkeypatch.setattr(compilation.llvm.Target, "from_triple", lambda triple: Target())
+    compilation.target_machine(NeonDot())
+    assert "+dotprod" in made[0]["features"].split(",") and made[0]["codemodel"] == "jitdefault"
+    monkeypatch.setattr(compilation, "is_arm", lambda: False)
+    compilation.target_machine(NeonDot())
+    assert "+dotprod" not in made[1]["features"].split(",") and made[1]["codemodel"] == "default"
 
 
 def quantizes(kernel: Kernel) -> bool:

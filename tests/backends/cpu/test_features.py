@@ -63,6 +63,54 @@ def test_a_path_of_another_processor_is_refused(monkeypatch):
         choose_instruction_set()
 
 
+def on_arm(monkeypatch, system: str = "Linux", capabilities: int | None = None) -> None:
+    """As if this were an ARM machine whose LLVM reports no `dotprod`; without `capabilities` there is no getauxval."""
+
+    def getauxval(kind):
+        assert kind == 16
+        return capabilities
+
+    library = type("Library", (), {} if capabilities is None else {"getauxval": staticmethod(getauxval)})
+    monkeypatch.setattr(features.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(features.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(features.platform, "system", lambda: system)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"neon": True})
+    features.host_features.cache_clear()
+
+
+@pytest.fixture
+def back_here():
+    yield
+    features.host_features.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("system", "capabilities", "expected"),
+    [
+        ("Linux", 1 << 20 | 0xFF, ("neon-dot", "portable")),
+        ("Linux", 0xFF, ("portable",)),
+        ("Darwin", None, ("neon-dot", "portable")),
+    ],
+)
+def test_an_arm_processors_dot_product_is_found_though_llvm_does_not_report_it(
+    back_here, monkeypatch, system, capabilities, expected
+):
+    on_arm(monkeypatch, system, capabilities)
+    assert runnable() == expected
+    monkeypatch.setenv(features.FORCE_VARIABLE, "neon-dot")
+    assert choose_instruction_set().name == "neon-dot", "it can be forced where nothing tells"
+
+
+def test_without_capability_bits_cpuinfo_tells(back_here, monkeypatch, tmp_path):
+    on_arm(monkeypatch)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd aes asimddp sve\nCPU part\t: 0xd0c\n")
+    assert features.has_arm_dot_product(cpuinfo)
+    cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd aes\n")
+    assert not features.has_arm_dot_product(cpuinfo)
+    assert not features.has_arm_dot_product(tmp_path / "none")
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
 def test_the_affinity_mask_counts():
     code = (

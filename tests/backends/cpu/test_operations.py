@@ -17,6 +17,7 @@ from forge.gguf import GGMLType
 from forge.gguf.ggml_types import BLOCK_SIZES
 from forge.gguf.writer import random_weights
 from forge.model.forward_batch import ForwardBatch
+from forge.model.rope import Rope
 from forge.testing.forwards import Part, flat_batch
 from tests.backends.cpu.models import FLOATS, QUANTIZED, TeamBackend, memory_tensor
 
@@ -345,8 +346,8 @@ class AttentionBench(Bench):
         self.out = self.identity(heads * head_dim)
 
     def operation(self, ops, x, batch, storage):
-        q = ops.rope(ops.head_norm(ops.linear(x, self.q), self.q_norm, EPS), batch, self.head_dim, self.theta)
-        k = ops.rope(ops.head_norm(ops.linear(x, self.k), self.k_norm, EPS), batch, self.head_dim, self.theta)
+        q = ops.rope(ops.head_norm(ops.linear(x, self.q), self.q_norm, EPS), batch, Rope(self.head_dim, self.theta))
+        k = ops.rope(ops.head_norm(ops.linear(x, self.k), self.k_norm, EPS), batch, Rope(self.head_dim, self.theta))
         ops.write_kv(storage, 0, batch, k, ops.linear(x, self.v))
         return ops.linear(ops.attention(q, storage, 0, batch), self.out)
 
