@@ -179,7 +179,7 @@ def test_nothing_that_a_reader_is_told_to_type_is_left_out():
     assert [line for line in unfenced if re.match(r"\s*(forge|make|pip|curl) ", line)] == []
 
 
-def test_whoever_runs_a_command_is_there():
+def test_every_test_that_runs_a_command_is_there():
     for runner in RUN_BY.values():
         if "::" in runner:
             path, name = runner.split("::")

@@ -1,4 +1,4 @@
-"""Policies of your own: who is admitted first, and who gives way when memory runs out."""
+"""Policies of your own: which request is admitted first, and which gives way when memory runs out."""
 
 from collections.abc import Sequence as Items
 

@@ -5,5 +5,5 @@
 guessed so far, `drawing` turns blocks into lines, `pager` shows them key by key and `straight` in one go. The grammar
 of the directives is described in `chapters/README.md`.
 
-Nothing here runs a command itself: whoever opens a chapter passes a function that does.
+Nothing here runs a command itself: the command that opens a chapter passes a function that does.
 """

@@ -1,11 +1,8 @@
-"""Bugs as lessons: each puts back into the real engine, for as long as it is asked for, one mistake that a real engine
-has made.
+"""Bugs as lessons: each puts one mistake that a real engine has made back into the engine.
 
-A bug is a few lines in place of a method's own, for the length of a `with`. Outside of it nothing of this file is
-anywhere near the engine. What happens then is `trial`'s business.
+A bug replaces a method for the length of a `with`; outside of it the engine is as it was. `trial` runs the requests.
 
-A bug is caught in one of two ways: an invariant does not hold (`invariant`), or nothing can be seen but that somebody
-says something else than before (`tokens`).
+A bug is caught in one of two ways: an invariant does not hold (`invariant`), or only the output differs (`tokens`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,7 +70,7 @@ def bugs_of(chapter: str) -> list[str]:
 
 @contextmanager
 def _freed_block() -> Iterator[None]:
-    """A sequence that ends frees its blocks, without asking whether another table has them."""
+    """A sequence that ends frees its blocks, also those that are in other tables."""
 
     def free(cache: PagedKvCache, table: BlockTable) -> None:
         pool = cache.pool
@@ -90,7 +87,7 @@ def _freed_block() -> Iterator[None]:
 
 @contextmanager
 def _decref_first() -> Iterator[None]:
-    """The writer gives up its share of a block first and asks afterwards whether somebody else has it."""
+    """The writer releases its reference first and checks afterwards whether the block is shared."""
     grow = PagedKvCache._grow
 
     def decref_and_grow(cache: PagedKvCache, seq_id: int, table, num_tokens: int) -> tuple[BlockCopy, ...]:
@@ -179,7 +176,7 @@ def _query_start() -> Iterator[None]:
 
 @contextmanager
 def _rollback() -> Iterator[None]:
-    """The token that the target adds counts as a guess that it accepted: one slot too many is kept."""
+    """The target's own token counts as an accepted draft token: one slot too many is kept."""
     verify = Sampler._verify
 
     def one_more(sampler: Sampler, *arguments):
@@ -214,8 +211,8 @@ BUGS: Mapping[str, Bug] = {
         Bug(
             "freed-block",
             "paged",
-            "A block is free when the last table that has it lets go.",
-            "The first that lets go frees it, while it is still in the tables of others.",
+            "A block is free when the last table that has it releases it.",
+            "The first table that releases it frees it, while it is still in other tables.",
             "vLLM: shared blocks that were given back once too often (issue 1556, 'Double free!')",
             "invariant",
             _freed_block,
@@ -229,8 +226,8 @@ BUGS: Mapping[str, Bug] = {
         Bug(
             "decref-first",
             "paged",
-            "Copy, then give up the old block, then enter the new one.",
-            "The writer gives its share of the block up first. Then it seems to be nobody else's, and is not copied.",
+            "Copy, then release the old block, then enter the new one.",
+            "The writer releases its reference first. Then the block seems to be its own, and is not copied.",
             "vLLM: a block that was given up for a copy, and once more at the end (pull request 3347)",
             "invariant",
             _decref_first,
@@ -242,7 +239,7 @@ BUGS: Mapping[str, Bug] = {
             "prefix",
             "What a step is still computing is not yet a hit.",
             "Blocks are indexed when they are reserved. A client hangs up halfway through its prompt, and the next one "
-            "with the same prompt finds blocks that nobody ever wrote.",
+            "with the same prompt finds blocks that were never written.",
             "nano-vllm (issue 208, pull request 209); vLLM for Mamba layers (pull request 29387)",
             "invariant",
             _in_flight_hit,

@@ -1,5 +1,5 @@
-"""A bug's trial: the same work in the engine as it is, with the bug under the eyes of the invariants, and with the bug
-while nobody looks.
+"""A bug's trial: the same requests in the sound engine, with the bug and every invariant checked, and with the bug
+unchecked.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,11 +36,11 @@ class Trial:
     checked: TrialRun
     """With the bug. Every invariant is checked as soon as a step is planned, and again when it is over."""
     unchecked: TrialRun
-    """With the bug, nobody looking."""
+    """With the bug and no checks."""
 
     @property
     def different(self) -> tuple[int, ...]:
-        """The samples that say something else when nobody looks."""
+        """The samples whose tokens differ in the unchecked run."""
         pairs = zip(self.sound.token_ids, self.unchecked.token_ids, strict=False)
         return tuple(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def load_answering(model: str, **given: Any) -> "LLM":
     """The model with a prefix cache: what several inputs begin with is computed once."""
     llm = load_model(model, kv="prefix", **options.model_options(**given))
-    llm.engine.report_probabilities = False  # nobody looks at them
+    llm.engine.report_probabilities = False  # they are not shown
     return llm
 
 

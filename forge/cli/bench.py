@@ -62,7 +62,7 @@ def bench_cpu(
 ) -> None:
     """Decode, prefill, load time and memory of the cpu device, beside its peers on the same file in the same run.
 
-    Everybody takes turns in a process of its own. A peer that is not installed is left out, and said to be.
+    Each engine takes turns in a process of its own. A peer that is not installed is left out, and said to be.
 
     [dim]forge bench cpu -m Qwen3-0.6B-Q8_0.gguf --peer-python ~/llama/bin/python[/dim]
     """
@@ -179,7 +179,7 @@ def bench_engine(
 ) -> Found:
     """Requests one after another, in static batches and continuously: tokens/s, ms per request, latency.
 
-    sequential makes a fresh engine for each request; the weights are loaded once, and nobody counts that.
+    sequential makes a fresh engine for each request; loading the weights is not counted.
 
     [dim]forge bench engine --requests 64 --prompt-tokens 16 --max-tokens 64[/dim]
     """
@@ -259,7 +259,7 @@ def bench_host(
     steps: Annotated[int, typer.Option("--steps", help="Steps per figure.", min=2)] = 200,
     json: options.JsonOption = False,
 ) -> Found:
-    """What a step costs beside its forward pass: planning, choosing tokens, records; with 1, 4, 16 and 64 sequences."""
+    """What a step costs beside its forward pass: planning, sampling, records; with 1, 4, 16 and 64 sequences."""
     from forge.bench.host_time import measure
     from forge.views.host_time import host_time_object, print_host_time
     from forge.views.report import Report

@@ -43,7 +43,7 @@ def bench_oneshot(
     oneshot_memory: options.OneshotMemoryOption = None,
     json: options.JsonOption = False,
 ) -> Found:
-    """Requests of one token as generations and as requests that keep nothing: requests/s, latency, capacity, packing.
+    """Requests of one token as generations and prefill-only: requests/s, latency, capacity, packing.
 
     [dim]forge bench oneshot -m hash[/dim]
     """

@@ -168,8 +168,8 @@ def _keep_invariance_for_the_gpu(left: dict[str, Any], right: MutableMapping[str
 
 
 def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:
-    """Requests that come all at once: a file's, judge requests, or the prompt that was given. They have a cache that
-    shares prefixes, and answers of one token, where nobody said otherwise."""
+    """Requests that come all at once: a file's, judge requests, or the prompt that was given. By default they
+    have a cache that shares prefixes, and answers of one token."""
     given = {name for name in ("kv", "prompt", "max_tokens") if options.was_given(ctx, name)}
     params, texts = ctx.params, None
     max_tokens = params["max_tokens"] if given & {"prompt", "max_tokens"} else 1
@@ -243,7 +243,7 @@ def _run_side(
     earlier: "Sequence[Side]",
     on_step: "Callable[[int, StepRecord], None]",
 ) -> "Side":
-    """Load what this side asks for and run it. A seed that nobody gave is drawn once, for both sides."""
+    """Load what this side asks for and run it. A seed that was not given is drawn once, for both sides."""
     from forge.views.comparison import Answer, Side
     from forge.views.summary import RunResult
 

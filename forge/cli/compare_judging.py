@@ -23,7 +23,7 @@ _LOADING = (
     "invariant",
 )  # fmt: skip
 _WARM_UP = 2
-"""Requests that nobody times."""
+"""Requests that are not timed."""
 
 
 def is_judging(versus: "Versus") -> bool:
@@ -66,7 +66,7 @@ def compare_judging(
 def _load_side(side: Mapping[str, Any]) -> "LLM":
     loading = options.model_options(**{option: side[option] for option in _LOADING}, max_num_seqs=side["batch"])
     llm = load_model(side["model"], **loading, **_config(side))
-    llm.engine.report_probabilities = False  # nobody looks at them
+    llm.engine.report_probabilities = False  # they are not shown
     return llm
 
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from forge.views.report import Report
 
 LIVES = {"decode": False, "oneshot": True}
-"""`--class`: whether a generation of one token is a request that keeps nothing."""
+"""`--class`: whether a generation of one token is prefill-only."""
 WARM_UP = 2
-"""Requests that nobody times."""
+"""Requests that are not timed."""
 
 
 def oneshot(
@@ -24,7 +24,7 @@ def oneshot(
     ] = 64,
     max_tokens: Annotated[
         int,
-        typer.Option("--max-tokens", help="Of each answer; above 1 both are Decode.", rich_help_panel="Requests"),
+        typer.Option("--max-tokens", help="Of each answer; above 1 both are generations.", rich_help_panel="Requests"),
     ] = 1,
     model: options.ModelOption = "tales",
     kv: options.KvOption = "paged",
@@ -58,7 +58,7 @@ def oneshot(
 
 
 def _measure(model: str, loading: dict, requests: int, max_tokens: int) -> "Report":
-    """The same requests through each life once, on one model, after a few that nobody times."""
+    """The same requests through each life once, on one model, after a few that are not timed."""
     from forge.bench.judging import judge_prompts, run_requests
     from forge.views.bench import BenchProgress
     from forge.views.oneshot import Life, TwoLives, lives_object, print_lives

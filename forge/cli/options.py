@@ -126,7 +126,7 @@ ShowOption = Annotated[
 ]
 PaceOption = Annotated[
     float,
-    typer.Option("--pace", help="Steps per second that a terminal shows; 0 waits for nobody.", rich_help_panel=_OUTPUT),
+    typer.Option("--pace", help="Steps per second that a terminal shows; 0 does not wait.", rich_help_panel=_OUTPUT),
 ]
 
 KvDtypeOption = Annotated[
@@ -201,17 +201,17 @@ AcceptanceOption = Annotated[
 ]
 
 TemperatureOption = Annotated[
-    float, typer.Option("--temperature", help="0 always takes the likeliest token.", rich_help_panel=_SAMPLING)
+    float, typer.Option("--temperature", help="0 is greedy: always the most probable token.", rich_help_panel=_SAMPLING)
 ]
 TopPOption = Annotated[
-    float, typer.Option("--top-p", help="Keep the likeliest tokens up to this sum.", rich_help_panel=_SAMPLING)
+    float, typer.Option("--top-p", help="Keep the most probable tokens up to this sum.", rich_help_panel=_SAMPLING)
 ]
 TopKOption = Annotated[
-    int, typer.Option("--top-k", help="Keep this many of the likeliest; 0 keeps all.", rich_help_panel=_SAMPLING)
+    int, typer.Option("--top-k", help="Keep this many of the most probable; 0 keeps all.", rich_help_panel=_SAMPLING)
 ]
 MinPOption = Annotated[
     float,
-    typer.Option("--min-p", help="Keep tokens this times as likely as the likeliest.", rich_help_panel=_SAMPLING),
+    typer.Option("--min-p", help="Keep tokens this times as probable as the most probable.", rich_help_panel=_SAMPLING),
 ]
 RepetitionPenaltyOption = Annotated[
     float, typer.Option("--repetition-penalty", help="Above 1 repeats less.", rich_help_panel=_SAMPLING)
@@ -262,7 +262,7 @@ PreemptOption = Annotated[
     str | None,
     typer.Option(
         "--preempt",
-        help="Who gives its blocks up: lifo, or least-progressed.",
+        help="Which sequence is preempted: lifo (the newest), or least-progressed.",
         autocompletion=completion.victim_policies,
         rich_help_panel=_SCHEDULER,
     ),
@@ -287,7 +287,7 @@ OneshotTokensOption = Annotated[
     int | None,
     typer.Option(
         "--oneshot-tokens",
-        help="Tokens of requests that keep nothing in one step; 2,048 if not given, 8,192 on a large GPU.",
+        help="Tokens of prefill-only requests in one step; 2,048 if not given, 8,192 on a large GPU.",
         rich_help_panel=_SCHEDULER,
     ),
 ]
@@ -364,7 +364,7 @@ def model_options(**given: Any) -> dict[str, Any]:
 def check_speculation(
     speculate: str | None, draft: list[str] | None, k: int | None, acceptance: str | None = None
 ) -> None:
-    """Raises `UsageError` where it is said how to guess, but not that anybody should."""
+    """Raises `UsageError` for options of speculation without `--speculate`."""
     from forge.errors import UsageError
 
     given = [name for name, value in (("--draft", draft), ("--k", k), ("--acceptance", acceptance)) if value]
@@ -388,7 +388,7 @@ def memory_bytes(text: str, option: str = "--kv-memory") -> int:
 
 
 def shows_blocks(show: str | None, kv: str) -> bool:
-    """Whether `--show blocks` was given. Raises `UsageError` for something that nobody can show, or with no cache."""
+    """Whether `--show blocks` was given. Raises `UsageError` for anything else, or with no cache."""
     from forge.errors import UsageError
 
     if show is None:
@@ -405,7 +405,7 @@ def checked_pace(pace: float) -> float:
     from forge.errors import UsageError
 
     if not 0 <= pace < float("inf"):
-        raise UsageError(f"--pace is a number of steps per second, or 0 to wait for nobody, and {pace} is neither")
+        raise UsageError(f"--pace is a number of steps per second, or 0 not to wait, and {pace} is neither")
     return pace
 
 

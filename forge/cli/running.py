@@ -49,8 +49,8 @@ def run_label(llm: "LLM") -> "RunLabel":
 
 
 def warm_up(llm: "LLM", prompt: str) -> None:
-    """A few tokens that nobody times: a process's first forward pays for memory that has never been touched. With
-    guesses there are some more, because the first of them are held back until a plain forward's time is known.
+    """Generate a few tokens that are not timed: a process's first forward pays for memory that has never been touched.
+    With speculation a few more, because no draft tokens are proposed until a plain forward's time is known.
 
     What a prefix cache would remember of them is forgotten.
     """
@@ -95,7 +95,7 @@ class Watch:
     """What is done with the steps of a command's runs besides showing them: recording, stepping through."""
 
     def __init__(self, trace: Path | None = None, step: bool = False):
-        """Raises a `ForgeError` where the trace cannot be written, or nobody could step."""
+        """Raises a `ForgeError` where the trace cannot be written, or without a terminal to step in."""
         self.steps = step
         if step:
             from forge.views.stepper import require_terminal

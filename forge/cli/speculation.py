@@ -34,7 +34,7 @@ def speculation(
         str,
         typer.Option(
             "--speculate",
-            help="Who guesses: draft or ngram.",
+            help="The proposer: draft or ngram.",
             autocompletion=completion.one_of("draft", "ngram"),
             rich_help_panel="Speculation",
         ),
@@ -71,7 +71,7 @@ def speculation(
     if bug is not None:
         return run_bug("speculation", bug, device, threads, json)
     if speculate == "off":
-        raise UsageError("nobody guesses with --speculate off: take draft or ngram, or forge generate")
+        raise UsageError("--speculate off proposes nothing: take draft or ngram, or forge generate")
     if revoke_draft_at is not None and (speculate != "draft" or revoke_draft_at < 1):
         raise UsageError("--revoke-draft-at is a number of output tokens, at least 1, for --speculate draft")
     if reads_chapter(only, json) and revoke_draft_at is None:

@@ -107,7 +107,7 @@ def _run(llm: "LLM", workload: "Workload", watch: Watch, svg, lines: bool, json:
     from forge.views.terminal import can_redraw, open_console
 
     engine = llm.engine
-    engine.report_probabilities = False  # nobody looks at them here
+    engine.report_probabilities = False  # they are not shown
     history = new_history(llm, engine)
     run = WorkloadRun(engine, workload)
     console = open_console()

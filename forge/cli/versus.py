@@ -122,7 +122,7 @@ def _option_of(arg: str, value_options: Mapping[str, str]) -> str | None:
 
 def _too_many(options: Sequence[str]) -> str:
     listed = " and ".join([", ".join(options[:-1]), options[-1]])
-    return f"{listed} vary, and nobody could say which of them made the difference: give one alone as A {WORD} B"
+    return f"{listed} vary, so the difference could not be ascribed to one of them: give one alone as A {WORD} B"
 
 
 def _lacks_value(args: Sequence[str], value_options: Mapping[str, str]) -> bool:

@@ -122,8 +122,8 @@ def batching_sentences(measured: Sequence[Measured]) -> list[str]:
         static = pairs.get(("static", one.batch))
         if one.how == "continuous" and static is not None and one.batch == best.batch:
             said.append(
-                f"Of {one.batch} places, {static.totals.batch[0]:.1f} are taken on average where a batch waits for its "
-                f"slowest, {one.totals.batch[0]:.1f} where whoever ends makes room: {count(static.totals.num_steps)} "
+                f"Of {one.batch} slots, {static.totals.batch[0]:.1f} are busy on average in static batches, "
+                f"{one.totals.batch[0]:.1f} with continuous batching: {count(static.totals.num_steps)} "
                 f"steps become {count(one.totals.num_steps)}."
             )
     return said

@@ -47,7 +47,7 @@ class Cell(NamedTuple):
 
     state: int
     owner: int | None = None
-    """The number of the first sequence that has the block; None for a snapshot's, and where nobody has it."""
+    """The number of the first sequence that has the block; None for a snapshot's, and for a block without an owner."""
 
     def text(self) -> tuple[str, str]:
         """Its character and its style."""

@@ -1,7 +1,7 @@
 """`--show blocks`: the pool and the block tables while tokens are generated, and what just happened in words.
 
 On a terminal every step is drawn where the last one was, and stays for as long as `--pace` says: a token of a small
-model takes a fraction of a millisecond, and nobody could follow. The waiting lies between steps, so no figure contains
+model takes a fraction of a millisecond, too fast to follow. The waiting lies between steps, so no figure contains
 it. In a pipe a step is one line.
 """
 
@@ -67,7 +67,7 @@ class BlockScreen:
         self.fullest: tuple[int, StepRecord] | None = None
         """The step that used the most blocks, of equals the last one; its number and its record."""
         self.split: tuple[int, StepRecord] | None = None
-        """The first step in which a shared block was copied because somebody wrote into it."""
+        """The first step in which a shared block was copied because a sequence wrote into it."""
         self.streams = TextStreams()
         self._story = BlockStory(self.names, keeps)
 
@@ -100,7 +100,7 @@ class BlockScreen:
         return [*lines, *self._texts(width, texts)][:height]
 
     def picture(self, width: int, moment: tuple[int, StepRecord] | None = None) -> list[Text]:
-        """A step, the fullest if nobody names one, with all its tables as far as there is reason to."""
+        """Draw one step (default: the one with most blocks in use), with its tables."""
         if self.fullest is None:
             return [Text("no step ran")]
         step, record = moment or self.fullest
@@ -154,7 +154,7 @@ def watch_blocks(console: Console, screen: BlockScreen, pace: float) -> BlockWat
 
 
 class SilentBlocks:
-    """Only remembers, for whoever draws the end."""
+    """Collects the steps and draws nothing until the end."""
 
     def __init__(self, screen: BlockScreen):
         self._screen = screen

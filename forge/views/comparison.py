@@ -150,7 +150,7 @@ def compare_runs(question: str, option: str, left: Side, right: Side) -> Compari
 
 
 def question_for(option: str) -> str:
-    """The title of a comparison: what somebody who varies `option` wants to know."""
+    """The title of a comparison: the question that varying `option` answers."""
     return _QUESTIONS.get(option, f"Does {option} change what the model says, and what does it cost?")
 
 

@@ -23,7 +23,7 @@ from forge.views.terminal import print_table
 _QUESTIONS = {
     "--requests": "What do more requests change for each of them?",
     "--batch": "What does it buy to run requests together, and who pays?",
-    "--preempt": "Does it matter who has to give way?",
+    "--preempt": "Does it matter which request gives way?",
     "--mode": "Compute again, or swap?",
     "--order": "Who waits under another order?",
 }

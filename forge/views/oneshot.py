@@ -1,4 +1,4 @@
-"""The OneShot chapter's screen: the same requests in two lives, what each life holds, and how its steps are filled."""
+"""The screen of chapter 8: the same requests in two lives, what each life holds, and how its steps are filled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class TwoLives:
     """The generation's first."""
     pool_blocks: int
     scratch_blocks: int
-    """Past the pool: room for one step's requests that keep nothing."""
+    """Past the pool: room for one step's prefill-only requests."""
     scratch_bytes: int
 
     @property

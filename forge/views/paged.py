@@ -34,7 +34,7 @@ class PoolRun:
     """What was to be seen of them."""
     watched: RunsResult
     timed: RunsResult
-    """The same with nobody watching, the fastest of a few times."""
+    """The same without a view, the fastest of a few times."""
 
     @cached_property
     def figures(self) -> CacheFigures:
@@ -52,7 +52,7 @@ class PoolRun:
 
     @property
     def steps_with_waiting(self) -> int:
-        """Steps after which somebody was in the queue."""
+        """Steps after which a sequence was in the queue."""
         return sum(bool(record.queues.waiting) for record in self.watched.records)
 
     @property

@@ -20,7 +20,7 @@ from forge.views.terminal import print_table
 from forge.views.text import neutralise, one_line, tail
 
 FORK_QUESTION = "What does a story cost that begins as another did?"
-RUBRIC_QUESTION = "What does a rubric cost that everybody reads?"
+RUBRIC_QUESTION = "What does a rubric cost that every request begins with?"
 LEADS_ON = "Your own prompts, one to a line:\n  forge compare --kv paged vs prefix --prompts FILE"
 NAMES = ("paged", "prefix")
 _BAR = 40
@@ -73,7 +73,7 @@ class RubricRun:
     screen: BlockScreen
     watched: RunsResult
     timed: RunsResult
-    """The same with nobody watching, the fastest of a few times."""
+    """The same without a view, the fastest of a few times."""
 
     @cached_property
     def figures(self) -> CacheFigures:
@@ -86,7 +86,7 @@ class PrefixExperiment:
     fork: Fork
     rubric_tokens: int
     alone: RubricRun
-    """With `paged`: everybody computes the rubric."""
+    """With `paged`: every request computes the rubric."""
     shared: RubricRun
     """With `prefix`."""
 
@@ -189,7 +189,7 @@ def fork_sentences(fork: Fork) -> list[str]:
     return [
         f"The branches found {plural(fork.hit.num_tokens, 'token')} of their beginning in "
         f"{plural(len(fork.hit.blocks), 'block')} of the story and computed one, for its logits. "
-        f"{plural(copies, 'block')} had to be copied, because somebody wrote where others read.",
+        f"{plural(copies, 'block')} had to be copied, because a sequence wrote into a shared block.",
         f"{count(computed)} tokens went through the model; without sharing it would have been {count(without)}.",
     ]
 

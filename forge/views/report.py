@@ -1,6 +1,6 @@
 """What a command found, as one value: facts for programs and a drawing of the same for people.
 
-A command that returns a `Report` prints nothing of its own. Whoever called it decides what becomes of it: the command
+A command that returns a `Report` prints nothing of its own. Its caller decides what becomes of it: the command
 line draws it or writes its facts as JSON, a chapter does the one and reads the other.
 """
 

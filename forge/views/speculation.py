@@ -261,7 +261,8 @@ def print_speculation(console: Console, result: SpeculationResult, prompt: str) 
     for sentence in [*decisions_told(steps), *_failures(steps, result)]:
         console.print(Text(sentence))
     if result.summary is None:
-        console.print(Text("interrupted" if result.guessed.interrupted else "nobody guessed anything: no figures"))
+        reason = "interrupted" if result.guessed.interrupted else "no draft tokens were proposed: no figures"
+        console.print(Text(reason))
         return
     console.print()
     for line in figures_lines(result, console.width):

@@ -12,7 +12,7 @@ from rich.text import Text
 
 
 class ClosedPipe(Exception):
-    """Whoever was reading the output has gone (`forge … | head -1`). Not an error: there is nothing left to say."""
+    """The reader of the output has gone (`forge … | head -1`). Not an error: there is nothing left to say."""
 
 
 class ForgeConsole(Console):

@@ -148,7 +148,7 @@ def test_no_pause_runs_straight_through_on_a_terminal(naive):
         assert "References" in terminal.written and "[q]uit" not in terminal.written
 
 
-def test_without_a_terminal_to_read_keys_from_nobody_waits(naive):
+def test_without_a_terminal_to_read_keys_from_it_does_not_wait(naive):
     process = start(*naive, env=environment(**os.environ))
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and err == b"" and b"\x1b" not in out and b"References" in out

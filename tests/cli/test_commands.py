@@ -228,7 +228,7 @@ def test_any_option_can_vary_over_several_prompts(forge, small, prompts):
     assert found.status == 1 and "✗ the tokens differ from output token" in found.out and "of prompt 1" in found.out
 
 
-def test_a_seed_that_nobody_gave_is_the_same_on_both_sides_for_every_prompt(forge, small, prompts):
+def test_a_seed_that_was_not_given_is_the_same_on_both_sides_for_every_prompt(forge, small, prompts):
     line = ("--prompts", prompts, "--temperature", "2", *small, "6", "--ignore-eos")
     assert forge("compare", "--kv", "off", "vs", "prefix", *line).status == 0
 

@@ -102,7 +102,7 @@ def test_compare_with_and_without_guesses(forge, pair):
             ("generate", "a", "--speculate", "ngram", "--k", "0"),
             "--k is how many draft tokens to propose at a time, 1 to 64",
         ),
-        (("speculation", "--speculate", "off"), "nobody guesses with --speculate off"),
+        (("speculation", "--speculate", "off"), "--speculate off proposes nothing: take draft or ngram"),
         (("speculation", "--speculate", "ngram", "--revoke-draft-at", "3"), "for --speculate draft"),
         (("bench", "speculation", "--batch", "17"), "--batch takes 1 to 16 sequences, got 17"),
         (("bench", "speculation", "--k", "65"), "got 65"),

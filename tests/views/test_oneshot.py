@@ -1,4 +1,4 @@
-"""The OneShot chapter's screen: both lives, and the steps of the second."""
+"""The screen of chapter 8: both lives, and the steps of the second."""
 
 import json
 

@@ -158,7 +158,7 @@ def test_without_any_guess_there_are_no_figures():
     console = piped()
     print_speculation(console, result(step(2, 1, 0.3)), "Once")
 
-    assert "nobody guessed anything: no figures" in written(console)
+    assert "no draft tokens were proposed: no figures" in written(console)
 
 
 def test_as_json_nothing_is_rounded_and_every_cycle_is_there():
