@@ -139,7 +139,7 @@ class Theirs:
 def open_spec(path: Path) -> TokenizerSpec:
     """The tokenizer of a GGUF file, of a tokenizer.json, or of a folder with one. Raises the error of its format."""
     if path.is_dir() or path.suffix == ".json":
-        from forge.tokenizer import spec_from_tokenizer_json
+        from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 
         return spec_from_tokenizer_json(path)
     from forge.gguf import GGUFFile

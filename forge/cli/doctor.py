@@ -4,7 +4,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import typer
 

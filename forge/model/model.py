@@ -56,6 +56,7 @@ class Model(Protocol):
 
     def check_available(self) -> None:
         """Raise `ModelUnavailable` if it can no longer compute. A model that can always compute does nothing."""
+        return None
 
     def forward(self, batch: ForwardBatch, storage: KvStorage) -> Logits:
         """Write this batch's keys and values into `storage`; return logits, float32 `[R, vocab_size]`."""

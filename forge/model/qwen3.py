@@ -85,11 +85,13 @@ class Qwen3(Model):
         Keys and values of every row are written to `storage` first and attention reads them back from there, in every
         layer, so that a row sees the same rounded keys whether they were computed now or a thousand steps ago.
         """
-        return self.backend.run(self.forward_pass, batch, storage)
+        logits: Logits = self.backend.run(self.forward_pass, batch, storage)
+        return logits
 
     def hidden(self, batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
         """The same pass without the output head: float32 `[R, hidden]`, the last norm's result for `logit_rows`."""
-        return self.backend.run(self.hidden_pass, batch, storage)
+        hidden: np.ndarray = self.backend.run(self.hidden_pass, batch, storage)
+        return hidden
 
     def forward_pass(self, ops: Operations, batch: ForwardBatch, storage: KvStorage) -> Array:
         """The operations of one pass, in order. What they do, at once or later, is the backend's business."""
