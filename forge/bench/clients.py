@@ -309,7 +309,7 @@ class _Clients:
         while True:
             found: Timed = await self._http.stream("/v1/completions", self._body(self._crowd.prompt(2), 1))
             if found.error is not None:
-                return found.error[:3] if found.error[:3].isdigit() else "refused"
+                return found.error[:3] if found.error[:3].isdigit() else "port closed"
             await asyncio.sleep(0.001)  # the signal has not come through yet
 
 

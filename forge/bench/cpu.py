@@ -1,7 +1,7 @@
 """`forge bench cpu`: forge beside its peers on one file, in one run, taking turns.
 
-The order of things: the machine's limits; then each program loads the file, in turn, several times over, and stays loaded
-the last time; then, figure by figure, each fills its cache, and all take turns, A B C A B C …, while the others
+The order of things: the machine's limits; then each program loads the file, in turn, several times over, and stays
+loaded the last time; then, figure by figure, each fills its cache, and all take turns, A B C A B C …, while the others
 wait for their input; then the machine's limits again. Each contender is a process of its own, so none shares threads,
 memory or a library's settings with another.
 """

@@ -343,7 +343,9 @@ async def _native_body(service: Service, generation: Generation) -> dict[str, An
                 "stop_reason": sample.stop_reason,
                 "tokens": [
                     {"token_id": token_id, "text": service.tokenizer.token_text(token_id)} | made
-                    for token_id, made in zip(sample.token_ids, timeline["samples"][sample.index]["tokens"], strict=False)
+                    for token_id, made in zip(
+                        sample.token_ids, timeline["samples"][sample.index]["tokens"], strict=False
+                    )
                 ],
                 "time_to_first_token_ms": sample.metrics.time_to_first_token_ms,
                 "end_to_end_ms": sample.metrics.end_to_end_ms,

@@ -1,7 +1,7 @@
 """What the HTTP process and the engine process tell each other, and how it goes over a socket.
 
 Commands go one way, updates the other. An update covers at least one step, and as many as have happened since the last
-one was due or could be sent: where there are many streams, or the reader is slow, updates grow and neither process waits. A
+one was due or could be sent: where there are many streams, or the reader is slow, updates grow and no process waits. A
 message is a pickle behind its length; the two processes are the same program, and no other process can write to their
 socket.
 """

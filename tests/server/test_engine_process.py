@@ -178,9 +178,7 @@ def test_questions_in_a_failing_step_are_the_engines_own_fault(peer):
 
 def test_a_withdrawn_question_leaves_nothing(peer):
     one = peer(muddled, kv="prefix")
-    one.socket.sendall(
-        frame(AskOneShots(7, [(letters("ab"), Task(candidates=(0, 1)))] * 50)) + frame(Withdraw(7))
-    )
+    one.socket.sendall(frame(AskOneShots(7, [(letters("ab"), Task(candidates=(0, 1)))] * 50)) + frame(Withdraw(7)))
     found = one.until(lambda update: update.answers and update.gauges and not update.gauges.waiting)
     assert len(found.answers) == 1 and found.gauges.used_blocks == 0
     one.send(Withdraw(7))
