@@ -67,7 +67,7 @@ class StepTime:
     basic: Middle
     """Seconds, as for the others; what is low and high are quartiles, here and below."""
     paged: Middle
-    """In a pool that nobody used before, whose blocks are handed out in order."""
+    """In a fresh pool, whose blocks are handed out in order."""
     scattered: Middle
     """In a pool whose blocks are handed out in no order, as after a long time."""
     ratio: Middle
@@ -263,7 +263,7 @@ def _first_token(llm: "LLM", rounds: int) -> FirstToken:
             request = _begin(engine, prompt, 1)
             while engine.has_unfinished():
                 engine.step()
-            if turn:  # the first fills the cache, and touches memory that nobody has touched
+            if turn:  # the first fills the cache, and touches memory for the first time
                 seconds[which].append(time.perf_counter() - started)
                 cached = engine.output(request).metrics.tokens_cached
             engine.forget(request)

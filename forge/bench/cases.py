@@ -72,7 +72,7 @@ def select_cases(names: str | Iterable[str] | None) -> tuple[Case, ...]:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a forward pass over this model has to read and to multiply, whoever does it."""
+    """What a forward pass over this model has to read and to multiply, in any program."""
 
     file_bytes: int
     layer_bytes: int

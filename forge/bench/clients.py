@@ -1,5 +1,5 @@
 """The clients of a server as it meets them: some who read as it comes, one who leaves in the middle of an answer, one
-who asks and then reads nothing for a while; and meanwhile somebody who wants to know how the server is.
+who asks and then reads nothing for a while; and meanwhile a client that asks how the server is.
 
 They speak HTTP to a server that runs elsewhere. Its steps, as it tells them, are put beside what the clients saw: the
 clock of both is the system's own.
@@ -21,7 +21,7 @@ ANIMALS = (
     "deer", "squirrel", "badger",
 )  # fmt: skip
 MOST_FIRST, FIRST_TOKENS = 50, 8
-"""Requests that warm the server up, until whoever follows its steps is there."""
+"""Requests that warm the server up, until the reader of its steps is connected."""
 HEALTH_EVERY, METRICS_EVERY = 0.05, 0.1
 """Seconds."""
 _GAUGES = {
@@ -87,7 +87,7 @@ class Ending:
 
     stream: Visit
     refused: str
-    """What somebody got who came after it: a status, or that nobody listened any more."""
+    """What a client got that came after it: a status, or that the port was closed."""
     exit_status: int
     seconds: float
     """From the signal to the end of the process."""
@@ -104,7 +104,7 @@ class Crowded:
     """What /metrics said while they were there."""
     afterwards: dict[str, float]
     alone: Visit
-    """The first reader's request once more, with nobody else there."""
+    """The first reader's request once more, with no other client."""
     ending: Ending
     records: tuple[StepRecord, ...]
     """The server's steps, as it told them."""
@@ -133,7 +133,7 @@ class Crowded:
 
     @property
     def crowded_records(self) -> tuple[StepRecord, ...]:
-        """The steps that began while anybody of them was there."""
+        """The steps that began while one of them was there."""
         first, last = self.visits[0].asked, max(visit.ended for visit in self.visits)
         return tuple(record for record in self.records if first <= record.started <= last)
 
@@ -153,7 +153,7 @@ class Crowded:
 async def visit_all(
     url: str, crowd: Crowd, terminate: Callable[[], None], is_watched: Callable[[], bool]
 ) -> tuple[dict[str, Any], float]:
-    """Let everybody come, and end the server with SIGTERM. `is_watched`: whether a step of it has been told.
+    """Run all clients, and end the server with SIGTERM. `is_watched`: whether a step of it has been told.
 
     Returns the fields of `Crowded` that clients can know, with an `ending` whose server has not been waited for yet,
     and when the signal was sent. Raises `OSError` where the server goes away before it should.
@@ -161,7 +161,7 @@ async def visit_all(
     clients = _Clients(url, crowd)
     try:
         await clients.learn_model()
-        for _ in range(MOST_FIRST):  # nobody times the first ones
+        for _ in range(MOST_FIRST):  # the first ones are not timed
             await clients.read("reads", crowd.prompt(0), FIRST_TOKENS)
             if is_watched():
                 break
@@ -294,7 +294,7 @@ class _Clients:
                 visit.engine_ms, visit.num_steps = sample["end_to_end_ms"], len(sample["forwards"])
 
     async def end(self, terminate: Callable[[], None]) -> tuple[Visit, str, float]:
-        """Have the server told to end while a stream is under way: what became of that, of somebody who comes now, and
+        """Have the server told to end while a stream is under way: what became of that, of a client that comes now, and
         when it was told."""
         begun, crowd = asyncio.Event(), self._crowd
         reading = asyncio.create_task(self.read("reads", crowd.prompt(1), 2 * crowd.max_tokens, begun.set))
@@ -305,11 +305,11 @@ class _Clients:
         return await reading, refused, signalled
 
     async def _come_late(self) -> str:
-        """What somebody gets who asks now."""
+        """What a client gets that asks now."""
         while True:
             found: Timed = await self._http.stream("/v1/completions", self._body(self._crowd.prompt(2), 1))
             if found.error is not None:
-                return found.error[:3] if found.error[:3].isdigit() else "nobody listens"
+                return found.error[:3] if found.error[:3].isdigit() else "port closed"
             await asyncio.sleep(0.001)  # the signal has not come through yet
 
 

@@ -1,7 +1,7 @@
 """Our side of the conversation with a contender: a process that is started, asked, and surely gone in the end.
 
-Whoever starts one closes it (it is a context manager); should this process die before that, the worker sees its input
-close and ends itself. See `worker.py` for the conversation.
+The caller that starts one closes it (it is a context manager); should this process die before that, the worker sees
+its input close and ends itself. See `worker.py` for the conversation.
 """
 
 import json

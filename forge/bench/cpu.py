@@ -1,7 +1,7 @@
 """`forge bench cpu`: forge beside its peers on one file, in one run, taking turns.
 
-The order of things: the machine's limits; then everybody loads the file, in turn, several times over, and stays loaded
-the last time; then, figure by figure, everybody fills its cache, and all take turns, A B C A B C …, while the others
+The order of things: the machine's limits; then each program loads the file, in turn, several times over, and stays
+loaded the last time; then, figure by figure, each fills its cache, and all take turns, A B C A B C …, while the others
 wait for their input; then the machine's limits again. Each contender is a process of its own, so none shares threads,
 memory or a library's settings with another.
 """
@@ -165,7 +165,7 @@ class _Field:
         self.skipped: list[Skipped] = []
 
     def load(self) -> None:
-        """Everybody loads the file `loads` times, in turn, each time in a new process; the last ones stay.
+        """Each program loads the file `loads` times, in turn, each time in a new process; the last ones stay.
 
         What has to be done once per machine (compiling kernels) does not count.
         """
@@ -182,7 +182,7 @@ class _Field:
             self._remember_peak(name, contender)
 
     def measure(self, case: Case, size: ModelSize) -> Figure:
-        """Everybody's repetitions of one case, taking turns."""
+        """Every program's repetitions of one case, taking turns."""
         token_ids = case.token_ids(size.vocab_size, SEED)
         settings: dict[str, str] = {}
         seconds: dict[str, list[float]] = {}
@@ -269,7 +269,7 @@ class _Field:
 
 
 def _read_through(path: Path) -> None:
-    """Read the model once, so that everybody loads it from the system's cache and nobody from the disk."""
+    """Read the model once, so that every program loads it from the system's cache and none from the disk."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     for name in files:
         with name.open("rb") as file:

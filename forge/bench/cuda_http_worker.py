@@ -151,7 +151,7 @@ def _free_port() -> int:
 
 
 def _end_with_parent() -> None:
-    """In the server, before it begins: this process may be killed, and nobody else knows of the server."""
+    """In the server, before it begins: this process may be killed, and no other process knows of the server."""
     try:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
     except AttributeError:  # not on this system

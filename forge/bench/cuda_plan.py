@@ -2,7 +2,7 @@
 time that a GPU of known limits needs for them. Nothing here is measured, and no GPU is needed.
 
 The kernels are counted by running the real model on torch's `meta` device, where arrays have shapes and no memory, with
-somebody else in the launcher's place. So the count is of what would be launched.
+a counter in the launcher's place. So the count is of what would be launched.
 """
 
 from collections import Counter

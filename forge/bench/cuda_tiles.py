@@ -42,7 +42,7 @@ class Timed:
 
 
 class TriedLaunches(Launches):
-    """Launches with a tile that somebody else chose."""
+    """Launches with a given tile."""
 
     tried: Tile | None = None
 

@@ -1,8 +1,8 @@
 """What batching buys: the same requests one at a time, in batches that wait for their slowest, and continuously.
 
-Continuous batching is iteration-level scheduling (Yu et al. 2022, Orca): whoever ends makes room in the next step.
-Static batching is the same engine with one rule more: nobody begins before everybody of the batch before has ended.
-Every way must give the same tokens; `identical` says whether it did.
+Continuous batching is iteration-level scheduling (Yu et al. 2022, Orca): a request that ends makes room in the next
+step. Static batching is the same engine with one rule more: no request begins before the whole batch before it has
+ended. Every way must give the same tokens; `identical` says whether it did.
 """
 
 import time
@@ -60,7 +60,7 @@ def measure_all(
     turns: int = 1,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[Measured, ...]:
-    """Every way in turn, after a turn that nobody times."""
+    """Every way in turn, after a turn that is not timed."""
     on_progress("warming up")
     _turn(llm, Workload(workload.requests[:2]), "continuous", 2)
     found = []
@@ -108,5 +108,5 @@ def _turn(llm: LLM, workload: Workload, how: How, batch: int) -> Measured:
 
 
 def _arrived_at(began: float, step: StepRecord) -> StepRecord:
-    """The step as if its requests had come when the run began: whoever is kept from the engine waits all the same."""
+    """The step as if its requests had come when the run began: one kept from the engine waits all the same."""
     return replace(step, arrived=tuple(replace(one, arrived=began) for one in step.arrived)) if step.arrived else step

@@ -46,7 +46,7 @@ class JudgeRun:
     tokens_cached: int
     """Prompt tokens that were found in the cache."""
     most_blocks: int
-    """Blocks of the pool that anybody held after a step, at most."""
+    """Most blocks of the pool in use after a step."""
     most_table_entries: int
     """Block-table entries of running sequences in a step, at most."""
     most_temporary_bytes: int
@@ -159,7 +159,7 @@ class _Callers:
         )
 
     def _ask(self) -> bool:
-        """Fill up to the number of callers; whether anybody waits for an answer."""
+        """Fill up to the number of callers; true if a caller waits for an answer."""
         while len(self._asked) < self._concurrency:
             number, prompt = next(self._to_come, (-1, ()))
             if number < 0:

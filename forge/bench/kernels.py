@@ -195,7 +195,7 @@ def _measure(path: Path, threads: int | None, on_progress: Progress) -> Measured
 
 
 def _shortest(works: Sequence[Callable[[], object]], on_progress: Progress) -> list[float]:
-    """The seconds of the shortest pass of each, after one that nobody counts."""
+    """The seconds of the shortest pass of each, after one that is not counted."""
     shortest = [math.inf] * len(works)
     for work in works:
         work()

@@ -102,7 +102,7 @@ def run(
     on_progress: Progress = lambda text: None,
     machine: str = "",
 ) -> OneShotBenchmark:
-    """Measure. Raises `UsageError` for a part that nobody knows, or numbers that are none."""
+    """Measure. Raises `UsageError` for an unknown part or a number out of range."""
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         raise UsageError(f"unknown part {unknown[0]!r}; there are {', '.join(PARTS)}")
@@ -207,7 +207,7 @@ def _small_engine(llm: "LLM", blocks: int, oneshot: bool) -> "Engine":
 def _beside(
     engine: "Engine", generations: Sequence[Sequence[int]], output: int, judges: Sequence[Sequence[int]]
 ) -> tuple[float, list[float], list]:
-    """Generations' tokens per second, the judges' latencies in ms, and what everybody said."""
+    """Generations' tokens per second, the judges' latencies in ms, and the tokens of every request."""
     from forge.engine.sampling_params import SamplingParams
 
     long = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)

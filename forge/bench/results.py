@@ -43,7 +43,7 @@ class Measured:
     setting: str
     """The options that the contender ran with, where it has a choice."""
     top_tokens: tuple[int, ...]
-    """The likeliest next token of each sequence, from the last step: whether everybody computed the same thing."""
+    """The likeliest next token of each sequence, from the last step: whether all programs computed the same thing."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Figure:
-    """One case, measured for everybody."""
+    """One case, measured for every program."""
 
     case: Case
     needs: Needs

@@ -1,4 +1,4 @@
-"""`forge bench serve`: what clients of an OpenAI-compatible server see, whoever's server it is.
+"""`forge bench serve`: what clients of an OpenAI-compatible server see, forge's or another.
 
 Each request is a prompt of random tokens, or of random common words for servers that take no token ids, streamed. What
 counts as a token is the server's own count (its `usage`), for a server may send several in one event. Times are the
@@ -53,7 +53,7 @@ class ServePlan:
     probe_health: bool = False
     """Ask /health twenty times a second meanwhile."""
     turns: int = 7
-    """Into how many parts the requests are divided, where they also go to somebody else."""
+    """Into how many parts the requests are divided, where they also go to another server."""
 
     def __post_init__(self):
         for name in ("input_tokens", "output_tokens", "num_prompts", "concurrency", "turns"):

@@ -36,7 +36,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What somebody will ask for."""
+    """A request to come."""
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
@@ -226,7 +226,7 @@ class WorkloadRun:
             room -= 1
 
     def _wait(self) -> None:
-        """Nothing runs: let time pass until somebody comes."""
+        """Nothing runs: let time pass until a request arrives."""
         if self._workload.clock == "steps":
             self._steps = max(self._steps, int(self._pending[0][1].arrival + 0.999999))
         else:

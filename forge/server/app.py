@@ -90,7 +90,7 @@ class Service:
             raise ApiError(message, 429, code="queue_full", retry_after=1)
 
     def give_up(self, generation: Generation) -> None:
-        """Nobody waits for it any more."""
+        """Abort a generation whose client has left."""
         if not generation.ended:
             self.metrics.take_abort()
             self.client.abort(generation)

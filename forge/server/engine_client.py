@@ -1,7 +1,7 @@
 """The HTTP process's end of the engine: submit requests, follow what becomes of them.
 
 `EngineClient` lives on one asyncio loop and nothing in it blocks. What the engine sends is taken in at once and merged
-per request; whoever follows a `Generation` gets all that has come since it last looked. A first token, an end and a
+per request; a reader of a `Generation` gets all that has come since it last looked. A first token, an end and a
 failure wake their follower at once. Everything else wakes all followers together, at most so often that the events of
 several streams stay below `EVENTS_PER_SECOND`: alone, every token is an event; with many, a few tokens share one.
 """
@@ -333,7 +333,7 @@ class EngineClient(asyncio.BufferedProtocol):
         return generation
 
     def abort(self, generation: Generation, error: ForgeError | None = None) -> None:
-        """Nobody waits for this any more. What it holds is free before the next step."""
+        """Abort it. What it holds is free before the next step."""
         unfinished = [key for key in generation.keys if key in self._generations]
         for key in unfinished:
             del self._generations[key]
@@ -392,7 +392,7 @@ class EngineClient(asyncio.BufferedProtocol):
                 self._send(Watch(False))
 
     def end_records(self) -> None:
-        """Nobody who follows `records` gets any more."""
+        """End the iteration of every reader of `records`."""
         for queue in self._watchers:
             _offer(queue, None)
 

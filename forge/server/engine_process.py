@@ -1,7 +1,7 @@
 """The engine's own process: it takes commands between two steps and turns the engine while there is work.
 
 Nothing here waits for the HTTP process. What cannot be sent yet joins the next update, so a step is never held up by a
-socket; nor is what nobody would pass on yet sent, for each update costs both processes more than all that is in it. An
+socket; nor is what no client would get yet sent, for each update costs both processes more than all that is in it. An
 exception inside a step fails the requests of that step, one in carrying out a command fails the command, and the engine
 goes on. The process ends when its socket closes, whatever became of the one at the other end.
 """
@@ -69,7 +69,7 @@ def main(connection: socket.socket, model: str, options: dict[str, Any]) -> None
         message = "out of memory: take a smaller model, or a smaller --max-model-len"
         connection.sendall(frame(LoadFailed(message, ForgeError.exit_code)))
     except (BrokenPipeError, ConnectionResetError):
-        pass  # nobody is left to serve
+        pass  # the server has ended
     finally:
         connection.close()
 
@@ -129,7 +129,7 @@ class EngineServer:
         self._inbox, self._outbox = Inbox(), Outbox(connection)
         self._update = Update()
         self._urgent = False
-        """Whether somebody waits for what the update has."""
+        """Whether a client waits for what the update has."""
         self._last_sent = 0.0
         self._num_streams = 0
         self._requests: OrderedDict[int, _Request] = OrderedDict()
@@ -179,7 +179,7 @@ class EngineServer:
                     self._answer_for(command, Fault(f"the engine failed at it ({type(error).__name__})", True))
 
     def _answer_for(self, command: Any, fault: Fault) -> None:
-        """Say that a command failed to whoever waits for what comes of it."""
+        """Report a failed command to the client that waits for its result."""
         if isinstance(command, Submit):
             self._update.refused.append(Refusal(command.key, fault))
         elif isinstance(command, Ask | AskOneShots):
@@ -198,7 +198,7 @@ class EngineServer:
             self._begin_group(command)
         elif isinstance(command, Withdraw):
             if command.number in self._groups:
-                self._end_group(self._groups[command.number], Fault("nobody waits for it"))
+                self._end_group(self._groups[command.number], Fault("the client has left"))
         else:
             self._update.answers.append(self._answer(command))
 

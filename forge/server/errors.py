@@ -105,7 +105,7 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody will see it
+        return Response(status_code=499)  # the client has left
 
     @app.exception_handler(ForgeError)
     async def on_forge(request: Request, error: ForgeError) -> JSONResponse:

@@ -47,7 +47,7 @@ class CorkedTransport:
         self._pieces.append(data)
 
     def close(self) -> None:
-        """Close once all has been taken, or when nobody has taken it after `linger` seconds."""
+        """Close once all has been taken, or after `linger` seconds."""
         self._flush()
         self._transport.close()
         if self._transport.get_write_buffer_size():
@@ -155,6 +155,6 @@ def protocol_class(header_timeout: float, max_connections: int) -> type[asyncio.
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """A request's head under whose `upgrade` nobody looks: what follows such a header httptools does not read."""
+    """A request's head whose `upgrade` is not looked at: what follows such a header httptools does not read."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return _UPGRADE.sub(b"x-upgrade", head) + end + rest

@@ -1,8 +1,8 @@
 """What the HTTP process and the engine process tell each other, and how it goes over a socket.
 
 Commands go one way, updates the other. An update covers at least one step, and as many as have happened since the last
-one was due or could be sent: where there are many streams, or the reader is slow, updates grow and nobody waits. A
-message is a pickle behind its length; the two processes are the same program, and nobody else can write to their
+one was due or could be sent: where there are many streams, or the reader is slow, updates grow and no process waits. A
+message is a pickle behind its length; the two processes are the same program, and no other process can write to their
 socket.
 """
 
@@ -72,7 +72,7 @@ class AskOneShots(NamedTuple):
 
 
 class Withdraw(NamedTuple):
-    """Nobody waits for the answer to a question of one-shots any more."""
+    """The client of a question of one-shots has left: its answer is not needed any more."""
 
     number: int
 
@@ -169,7 +169,7 @@ class StepSummary(NamedTuple):
     num_preempted: int
     num_proposed: int
     accepted: tuple[int, ...]
-    """Of each sequence that somebody guessed for, how many guesses the model agreed with."""
+    """Accepted draft tokens of each sequence that had a draft."""
 
 
 class Gauges(NamedTuple):
@@ -200,7 +200,7 @@ class Update:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it has what somebody waits for, besides the next tokens of a stream that has begun."""
+        """Whether it has what a client waits for, besides the next tokens of a stream that has begun."""
         return bool(self.accepted or self.refused or self.sample_ends or self.ends or self.answers or self.records)
 
     @property

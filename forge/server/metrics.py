@@ -158,7 +158,7 @@ class Metrics:
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", gauges.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found there.", gauges.prefix_hits),
-            ("spec_decode_num_drafts", "Times that somebody guessed for a sequence.", self.drafts),
+            ("spec_decode_num_drafts", "Drafts, counted per sequence.", self.drafts),
             ("spec_decode_num_draft_tokens", "Tokens guessed.", self.proposed),
             ("spec_decode_num_accepted_tokens", "Guesses that the model agreed with.", self.accepted),
         ):

@@ -135,8 +135,8 @@ class RequestReader:
     # Parameters
 
     def max_tokens(self, asked: int | None, default: int, num_prompt_tokens: int, param: str) -> int:
-        """How many tokens may come: as many as were asked for, which must fit behind the prompt; or where nobody asked,
-        as many of the `default` as fit."""
+        """How many tokens may come: as many as were asked for, which must fit behind the prompt; or without a
+        `max_tokens`, as many of the `default` as fit."""
         room = self.max_model_len - num_prompt_tokens
         if asked is None:
             return max(1, min(default, room))  # there is room for one behind the fullest: its own keys are never needed

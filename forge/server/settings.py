@@ -1,4 +1,4 @@
-"""How the server is set up: who may come in, how much of everything, how long anybody waits."""
+"""How the server is set up: who may come in, how much of everything, and how long it may take."""
 
 from dataclasses import dataclass, field
 from ipaddress import ip_address

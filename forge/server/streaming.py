@@ -51,7 +51,7 @@ class EventStream(Response):
             await self._send_events(send)
         except asyncio.CancelledError:
             if not leaving.done() and not self._stalled:
-                raise  # the server is closing: somebody else's cancellation
+                raise  # the server is closing: not this stream's cancellation
             task.uncancel()  # the connection of an answer without an end is closed
         finally:
             self._on_gone()

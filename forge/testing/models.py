@@ -149,7 +149,7 @@ def no_schedule_can_be_seen(loaded: LoadedModel) -> None:
 
 
 def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
-    """The same tokens, and logits equal to the last bit, whatever the cache, the batch, the budget, whoever is
+    """The same tokens, and logits equal to the last bit, whatever the cache, the batch, the budget, which sequences are
     preempted, and with guesses."""
     prompts = [_random_tokens(loaded.model, length, length) for length in (5, 33, 20, 33, 9)]
     prompts.append(prompts[1][:32] + prompts[2])  # begins as another does
@@ -167,7 +167,7 @@ def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
         assert run.said == tokens, f"{what} the model says something else: {_first_difference(run.said, tokens)}"
         _equal(run.logits, runs[0].logits, f"{what} the tokens are the same and the logits are not")
         few = options.get("num_blocks")
-        assert few is None or run.preempted, f"nobody was preempted: {few} blocks are not too few"
+        assert few is None or run.preempted, f"no sequence was preempted: {few} blocks are not too few"
 
 
 def _engines(guesses: Proposer) -> list[tuple[str, dict]]:

@@ -79,5 +79,5 @@ def test_a_visit_without_text_has_no_times():
     visit = Visit("reads", asked=1.0)
     assert visit.first_ms is None and visit.gaps_ms == []
     visits = (visit, Visit("leaves"), Visit("late"))
-    nobody = Crowded(Crowd(), visits, (), (), {}, visit, Ending(visit, "503", 0, 0.1), (), 1.0)
-    assert nobody.steps_missed == nobody.steps_after_leaving == 0 and nobody.sequence_of(visit) is None
+    empty = Crowded(Crowd(), visits, (), (), {}, visit, Ending(visit, "503", 0, 0.1), (), 1.0)
+    assert empty.steps_missed == empty.steps_after_leaving == 0 and empty.sequence_of(visit) is None

@@ -104,7 +104,7 @@ def test_a_worker_ends_with_its_parent_even_while_busy():
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-        with open(f"/proc/{pid}/stat") as stat:  # a zombie that nobody waits for has ended too
+        with open(f"/proc/{pid}/stat") as stat:  # a zombie that no parent waits for has ended too
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False

@@ -18,7 +18,7 @@ BAD = {
     "half a surrogate pair": b'{"prompt": "\\ud800"}',
     "half a surrogate pair in a salt": b'{"prompt": "x", "cache_salt": "\\ud800"}',
     "half a surrogate pair in a stop string": b'{"prompt": "x", "stop": ["\\uDC00"]}',
-    "half a surrogate pair in what nobody knows": b'{"prompt": "x", "zzz": {"\\ud800": 1}}',
+    "half a surrogate pair in an unknown field": b'{"prompt": "x", "zzz": {"\\ud800": 1}}',
     "deep": b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
     "deep objects": b'{"a":' * 20_000 + b"1" + b"}" * 20_000,
     "NaN": b'{"prompt": "x", "temperature": NaN}',

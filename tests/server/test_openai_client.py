@@ -110,7 +110,7 @@ def test_text_parts_and_a_developer_are_understood(client):
 
 
 def test_a_prompt_that_came_before_is_reported_as_cached(client):
-    prompt = "a prompt that nobody else has in these tests, long enough for some blocks of it"
+    prompt = "a prompt that no other test of these has, long enough for some blocks of it"
     first, second = (client.completions.create(model="small", prompt=prompt, max_tokens=2) for _ in range(2))
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert second.usage.prompt_tokens_details.cached_tokens >= 32

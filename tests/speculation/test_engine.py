@@ -327,12 +327,12 @@ def test_sequences_of_one_batch_may_be_guessed_for_by_different_drafts(plain):
     engine = new_engine(muddled, max_num_seqs=8, speculation=speculator(*drafts))
     for name, own in (("plain", ("one",)), ("long", ("other",)), ("penalized", ()), ("scored", None)):
         engine.add_request(name, letters(REQUESTS[name][0]), REQUESTS[name][1], drafts=own)
-    ids = {"one": 0, "other": 1, "nobody": 2, "both": 3}
+    ids = {"one": 0, "other": 1, "neither": 2, "both": 3}
 
     cycles = cycles_of(run_all(engine))
 
     by = {who: {cycle.proposer for cycle in cycles if cycle.seq_id == seq_id} for who, seq_id in ids.items()}
-    assert by == {"one": {"one"}, "other": {"other"}, "nobody": set(), "both": {"one", "other"}}
+    assert by == {"one": {"one"}, "other": {"other"}, "neither": set(), "both": {"one", "other"}}
     assert all(results(engine.output(name)) == plain[name] for name in ("plain", "long", "penalized", "scored"))
 
 

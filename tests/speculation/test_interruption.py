@@ -60,7 +60,7 @@ def test_an_interrupted_cycle_can_be_gone_on_from_as_if_nothing_had_happened(kv,
         engine, run = busy_engine(kv, several)
         assert interrupted_at(line, engine.step), f"line {line}"
 
-        assert engine.has_unfinished() or run.outputs  # whoever asks first clears up
+        assert engine.has_unfinished() or run.outputs  # the first call clears up
         engine.scheduler.check_invariants()
         for _ in run:
             engine.scheduler.check_invariants()

@@ -101,7 +101,7 @@ def test_our_policies_pass(policy):
 
 
 def refusing(running, requester):
-    """Broken on purpose: nobody ever gives way."""
+    """Broken on purpose: no sequence ever gives way."""
 
 
 def test_a_policy_that_lets_requests_end_early_is_found_out():

@@ -1,4 +1,4 @@
-"""At real size: the Qwen vocabulary, where somebody has it.
+"""At real size: the Qwen vocabulary, if its file is given.
 
 Set FORGE_QWEN_TOKENIZER_JSON to a Qwen3 tokenizer.json (151,669 tokens and more) to run this.
 """

@@ -77,7 +77,7 @@ def alone(model: Qwen3, tokens: list[int], kv_dtype: str, block_size: int = 256)
 
 
 def poisoned_storage(model: Qwen3, num_blocks: int, block_size: int, kv_dtype: str):
-    """What nobody wrote is not a number, and must not be read. Padding inside a head is zero, by the storage's word."""
+    """An unwritten slot is not a number, and must not be read. Padding inside a head is zero, by the storage's word."""
     storage = new_storage(model, num_blocks, block_size, kv_dtype)
     nan = 0x7FC0 if kv_dtype == "bfloat16" else np.nan
     storage.keys[..., : storage.layout.head_dim] = nan

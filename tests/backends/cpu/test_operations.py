@@ -419,7 +419,7 @@ def test_attention_through_a_shuffled_block_table(shape, context):
 
 
 def poison(storage, head_dim: int) -> None:
-    """What nobody wrote is not a number; padding stays zero."""
+    """What was never written is not a number; padding stays zero."""
     nan = 0x7FC0 if storage.layout.kv_dtype == "bfloat16" else np.nan
     storage.keys[..., :head_dim] = nan
     storage.values[..., :head_dim] = nan

@@ -1,7 +1,6 @@
 """`forge cuda` from beginning to end, with the CPU for a GPU and made-up limits."""
 
 import json
-from functools import partial
 
 import pytest
 
@@ -13,6 +12,14 @@ from forge.cli.main import main
 from tests.backends.cuda.test_graphs import StandIn
 from tests.small_models import write_small_qwen3
 
+
+class OnCpu(backend_module.CudaBackend):
+    """The CUDA device's operations on the CPU."""
+
+    def __init__(self, **options):
+        super().__init__("cpu", **{"dtype": "float32", "graphs": True} | options)
+
+
 LIMITS = {"device": "a GPU", "read_bytes_per_second": 4e12, "products_per_second": 4e14}
 
 
@@ -20,10 +27,9 @@ LIMITS = {"device": "a GPU", "read_bytes_per_second": 4e12, "products_per_second
 def on_a_gpu_of_sorts(monkeypatch, device):
     if device == "cuda":
         return
-    backend = partial(backend_module.CudaBackend, "cpu", dtype="float32", graphs=True)
     monkeypatch.setattr(devices, "why_not_cuda", lambda: None)
     monkeypatch.setattr(llm_module, "is_large_gpu", lambda device: False)
-    monkeypatch.setattr(backend_module, "CudaBackend", backend)
+    monkeypatch.setattr(backend_module, "CudaBackend", OnCpu)
     monkeypatch.setattr(backend_module, "Graphs", StandIn)
     monkeypatch.setattr(cuda_limits_worker, "measure", lambda *_: LIMITS)
     monkeypatch.setattr(cuda_plan, "planned_steps", lambda config: ())  # it takes a while, and has tests of its own

@@ -105,7 +105,7 @@ def test_released_logits_keep_their_argmax_and_are_not_copied(model, monkeypatch
     storage = new_storage(model, 8, 4)
     tokens = np.random.default_rng(4).integers(0, 288, (2, 8)).tolist()
     wanted = [argmax_rows(model.forward(decode(tokens, position), storage)[:]) for position in range(4)]
-    monkeypatch.setattr(torch.Tensor, "clone", lambda self: pytest.fail("nobody asked for the rows"))
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: pytest.fail("no caller asked for the rows"))
 
     held = []
     for position in range(4):
