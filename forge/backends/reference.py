@@ -20,6 +20,8 @@ from forge.model.rope import Rope
 
 
 class ReferenceBackend(Backend):
+    """Runs a model in plain NumPy, one row at a time: the oracle for the other backends."""
+
     name = "reference"
     description = "NumPy float32, one row at a time"
 

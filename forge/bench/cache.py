@@ -102,6 +102,8 @@ class Bookkeeping:
 
 @dataclass(frozen=True)
 class AllocatorSpeed:
+    """How fast the block pool allocates and frees, for pools of several sizes."""
+
     name: str
     operations_per_second: float
 
@@ -136,6 +138,8 @@ class HitRate:
 
 @dataclass(frozen=True)
 class CacheBenchmark:
+    """The results of `forge bench cache`."""
+
     model: str
     device: str
     machine: str

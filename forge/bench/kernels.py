@@ -36,6 +36,8 @@ Work = tuple[Case, Callable[[], object]]
 
 @dataclass(frozen=True)
 class Limits:
+    """What the machine can do at most: memory bandwidth and arithmetic."""
+
     bytes_per_second: float
     """What all threads together read from memory."""
     products_per_second: float
@@ -103,6 +105,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class KernelsResult:
+    """The results of `forge bench kernels`."""
+
     limits: Limits
     models: tuple[Measured, ...]
     load_average: float | None = None

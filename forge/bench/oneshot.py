@@ -79,6 +79,8 @@ class Packing:
 
 @dataclass(frozen=True)
 class OneShotBenchmark:
+    """The results of `forge bench oneshot`: prefill-only requests beside generations."""
+
     model: str
     kv: str
     device: str

@@ -38,6 +38,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class PlanningBenchmark:
+    """The results of the benchmark of prefix planning."""
+
     model: str
     device: str
     machine: str

@@ -74,6 +74,8 @@ class SpeculationFigure:
 
 @dataclass(frozen=True)
 class Effort:
+    """How long the benchmark runs: tokens per turn, and repetitions."""
+
     num_tokens: int = 128
     repetitions: int = 5
 

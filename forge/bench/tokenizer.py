@@ -48,6 +48,8 @@ class Times:
 
 @dataclass(frozen=True)
 class TokenizerBenchmark:
+    """The results of `forge bench tokenizer`."""
+
     source: str
     vocabulary: int
     implementation: str

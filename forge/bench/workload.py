@@ -31,6 +31,8 @@ PASSAGE = (
 
 
 class Encoder(Protocol):
+    """Anything that turns a text into token ids."""
+
     def encode(self, text: str) -> Sequence[int]: ...
 
 
@@ -47,6 +49,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
+    """The requests of a benchmark, and how they arrive."""
+
     requests: tuple[Request, ...]
     """In the order of their arrival."""
     clock: Literal["seconds", "steps"] = "seconds"

@@ -50,6 +50,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Choice:
+    """A question with answers to choose from."""
+
     text: str
     condition: str
     """An expression that is true where this is the right one. The first such choice is."""
@@ -81,6 +83,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Claim:
+    """A statement of a page that the run on the same page has to bear out."""
+
     sentence: str
     expression: str
 
@@ -102,6 +106,8 @@ Step = tuple[Block, ...]
 
 @dataclass(frozen=True)
 class Chapter:
+    """A chapter of the book: its pages, in order."""
+
     title: str
     blocks: tuple[Block, ...]
     """In the order of the text, verdicts where they are due."""

@@ -18,6 +18,8 @@ QUESTION = "What is there to read?"
 
 @dataclass(frozen=True)
 class ChapterLine:
+    """One line of the list of chapters."""
+
     number: int
     command: str
     title: str

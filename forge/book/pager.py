@@ -35,6 +35,8 @@ RunLine = Callable[[str], int]
 
 
 class Pager:
+    """Shows a chapter page by page, and waits for a key between pages."""
+
     def __init__(self, console: Console, entry: Entry, reading: Reading, progress: Progress, run_line: RunLine):
         self._console = console
         self._entry = entry

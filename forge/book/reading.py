@@ -21,6 +21,8 @@ ON_THE_MARK, CLOSE = 1.1, 1.5
 
 @dataclass(frozen=True)
 class Guess:
+    """What the reader predicted, before the run."""
+
     text: str
     """As the reader wrote it."""
     value: float | int
@@ -38,6 +40,8 @@ class Judged:
 
 @dataclass
 class Reading:
+    """One reader's way through a chapter: pages shown, predictions made, commands run."""
+
     chapter: Chapter
     run_command: RunCommand
     commands: dict[Run, str] = field(default_factory=dict)

@@ -20,6 +20,8 @@ MAX_STEPS = 1000
 
 @dataclass(frozen=True)
 class TrialRun:
+    """What one run of a bug's trial brought."""
+
     steps: int
     """Steps that were made, the one that failed included."""
     token_ids: tuple[tuple[int, ...], ...]
@@ -31,6 +33,8 @@ class TrialRun:
 
 @dataclass(frozen=True)
 class Trial:
+    """The three runs of a bug's trial, side by side."""
+
     bug: Bug
     sound: TrialRun
     checked: TrialRun

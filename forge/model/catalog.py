@@ -20,6 +20,8 @@ HASH_MODEL = "hash"
 
 @dataclass(frozen=True)
 class BundledModel:
+    """A model that ships with forge."""
+
     name: str
     aliases: tuple[str, ...]
     file_name: str

@@ -39,6 +39,8 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Qwen3Weights:
+    """All weights of a model, as arrays of its backend."""
+
     embedding: Array  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     output_norm: Array  # [hidden]

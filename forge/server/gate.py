@@ -25,6 +25,8 @@ class Draining:
 
 
 class Gate:
+    """Admission control: refuses connections and requests beyond the server's limits."""
+
     def __init__(self, app, settings: Settings, draining: Draining):
         self._app = app
         self._key = None if settings.api_key is None else settings.api_key.encode()

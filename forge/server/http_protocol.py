@@ -69,6 +69,8 @@ def protocol_class(header_timeout: float, max_connections: int) -> type[asyncio.
         base = import_from_string(HTTP_PROTOCOLS["h11"])
 
     class Protocol(base):
+        """An HTTP connection, with bounds on heads and bodies, and on the time that they take."""
+
         _deadline: asyncio.TimerHandle | None = None
         _head_bytes = 0
         _is_refused = False

@@ -53,6 +53,8 @@ class Submit(NamedTuple):
 
 
 class Abort(NamedTuple):
+    """To the engine's process: end a request, whose client has left."""
+
     key: int
 
 
@@ -109,6 +111,8 @@ class Ready(NamedTuple):
 
 
 class LoadFailed(NamedTuple):
+    """From the engine's process: the model could not be loaded."""
+
     message: str
     exit_code: int
 
@@ -145,11 +149,15 @@ class Fault(NamedTuple):
 
 
 class Refusal(NamedTuple):
+    """From the engine's process: a request that the engine refused."""
+
     key: int
     fault: Fault
 
 
 class Answer(NamedTuple):
+    """From the engine's process: the answer to a question."""
+
     number: int
     value: Any
     fault: Fault | None

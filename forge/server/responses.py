@@ -107,6 +107,8 @@ class Shape:
 
 
 class CompletionShape(Shape):
+    """How `/v1/completions` writes a request's updates and result."""
+
     whole = chunk = "text_completion"
 
     def __init__(
@@ -186,6 +188,8 @@ def _joined(first: dict[str, list[Any]] | None, second: dict[str, list[Any]]) ->
 
 
 class ChatShape(Shape):
+    """How `/v1/chat/completions` writes a request's updates and result."""
+
     whole, chunk = "chat.completion", "chat.completion.chunk"
 
     def __init__(

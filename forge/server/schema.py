@@ -29,10 +29,14 @@ def _few(biases: Any) -> Any:
 
 
 class Body(BaseModel):
+    """A request's body. Fields that are not known are refused."""
+
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
 
 
 class StreamOptions(Body):
+    """OpenAI's `stream_options`."""
+
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
     """Every chunk has the usage so far."""
@@ -87,6 +91,8 @@ class OpenAiRequest(Sampling):
 
 
 class CompletionRequest(OpenAiRequest):
+    """The body of `/v1/completions`."""
+
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
@@ -105,10 +111,14 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fa
 
 
 class ChatTemplateVariables(Body):
+    """vLLM's `chat_template_kwargs`."""
+
     enable_thinking: bool | None = None
 
 
 class ChatRequest(OpenAiRequest):
+    """The body of `/v1/chat/completions`."""
+
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
@@ -120,10 +130,14 @@ class ChatRequest(OpenAiRequest):
 
 
 class GenerateRequest(Sampling):
+    """The body of `/generate`."""
+
     prompt: str | TokenIds
 
 
 class TokenizeRequest(Body):
+    """The body of `/tokenize`: a text, or a conversation."""
+
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
@@ -134,11 +148,15 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
+    """The body of `/detokenize`."""
+
     model: str | None = None
     tokens: TokenIds
 
 
 class EmbeddingRequest(Body):
+    """The body of `/v1/embeddings`."""
+
     input: Prompts
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -146,6 +164,8 @@ class EmbeddingRequest(Body):
 
 
 class RerankRequest(Body):
+    """The body of `/v1/rerank`."""
+
     query: str
     documents: Texts
     model: str | None = None
@@ -153,12 +173,16 @@ class RerankRequest(Body):
 
 
 class ScoreRequest(Body):
+    """The body of `/v1/score`."""
+
     text_1: str | Texts
     text_2: str | Texts
     model: str | None = None
 
 
 class ClassifyRequest(Body):
+    """The body of `/classify`."""
+
     input: str | Texts
     labels: Annotated[list[str], Field(min_length=2, max_length=100, fail_fast=True)] | None = None
     model: str | None = None

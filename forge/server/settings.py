@@ -19,6 +19,8 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Limits:
+    """What a request may ask for at most."""
+
     max_body_bytes: int = 4 << 20
     max_prompts: int = 128
     max_n: int = 16
@@ -49,6 +51,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Settings:
+    """How a server runs: its address, its keys and its limits."""
+
     host: str = "127.0.0.1"
     port: int = 8080
     api_key: str | None = None

@@ -29,6 +29,8 @@ class JsonAnswer(Response):
 
 
 class StrictRequest(Request):
+    """A request whose body is parsed as strict JSON: no NaN, no repeated key, bounded depth."""
+
     async def json(self) -> Any:
         try:
             text = (await self.body()).decode()
@@ -50,6 +52,8 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
+    """A route whose requests are `StrictRequest`s."""
+
     def get_route_handler(self) -> Callable:
         handle = super().get_route_handler()
 

@@ -16,6 +16,8 @@ EOS_TOKEN_ID = 256 + CONTROL_TOKENS.index("<|im_end|>")
 
 
 class ByteTokenizer(Tokenizer):
+    """`Tokenizer` with one token per byte."""
+
     implementation = "bytes"
 
     def __init__(self) -> None:

@@ -11,6 +11,8 @@ from forge.trace.records import BlockEvicted, BlockSplit, StepRecord
 
 @dataclass(frozen=True)
 class CacheFigures:
+    """The cache's figures of one run, for tables and JSON."""
+
     kind: str
     block_size: int
     num_blocks: int

@@ -116,6 +116,8 @@ class Margin:
 
 @dataclass(frozen=True)
 class Comparison:
+    """Two runs of the same requests, side by side."""
+
     question: str
     option: str
     """The option that differs: `--kv`."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
+    """One line of a comparison: a figure on both sides and their ratio."""
+
     name: str
     cells: tuple[str, ...]
     """One per side."""

@@ -30,6 +30,8 @@ class TensorLine:
 
 @dataclass(frozen=True)
 class TypeTotal:
+    """The tensors of one type in a model file."""
+
     type: str
     tensors: int
     parameters: int
@@ -38,6 +40,8 @@ class TypeTotal:
 
 @dataclass(frozen=True)
 class TokenizerSummary:
+    """What a model file says of its tokenizer."""
+
     model: str
     pre_tokenizer: str
     tokens: int

@@ -34,6 +34,8 @@ class Life:
 
 @dataclass(frozen=True)
 class TwoLives:
+    """The same judge's request as a generation and as a prefill-only request."""
+
     label: RunLabel
     prompt_tokens: int
     lives: tuple[Life, ...]

@@ -66,6 +66,8 @@ class PoolRun:
 
 @dataclass(frozen=True)
 class PagedExperiment:
+    """The results of `forge paged`."""
+
     prompt: str
     max_model_len: int
     """Tokens that the contiguous cache reserves for each story."""

@@ -82,6 +82,8 @@ class RubricRun:
 
 @dataclass(frozen=True)
 class PrefixExperiment:
+    """The results of `forge prefix`."""
+
     prompt: str
     fork: Fork
     rubric_tokens: int

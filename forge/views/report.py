@@ -15,6 +15,8 @@ from forge.views.json_output import to_json
 
 @dataclass(frozen=True)
 class Report:
+    """A command's result: for JSON, for the screen, and as an exit status."""
+
     facts: Mapping[str, Any]
     """What `--json` prints, and what a chapter's text may name. Nothing in it is rounded."""
     draw: Callable[[Console], None]
