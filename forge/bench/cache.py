@@ -102,7 +102,7 @@ class Bookkeeping:
 
 @dataclass(frozen=True)
 class AllocatorSpeed:
-    """How fast the block pool allocates and frees, for pools of several sizes."""
+    """How fast one way to allocate blocks is."""
 
     name: str
     operations_per_second: float

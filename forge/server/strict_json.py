@@ -29,7 +29,7 @@ class JsonAnswer(Response):
 
 
 class StrictRequest(Request):
-    """A request whose body is parsed as strict JSON: no NaN, no repeated key, bounded depth."""
+    """A request whose body is parsed as strict JSON: no NaN, no infinity, bounded depth."""
 
     async def json(self) -> Any:
         try:

@@ -111,8 +111,8 @@ class _Pass:
 
 
 class CpuBackend(Backend):
-    """Runs a model on the CPU: packs its weights for the instruction set, records each forward pass once as a program of
-    kernels, and runs that program on a thread pool. A row's bits never depend on its batch."""
+    """Runs a model on the CPU: packs its weights for the instruction set, records each forward pass once as a program
+    of kernels, and runs that program on a thread pool. A row's bits never depend on its batch."""
 
     name = "cpu"
     default_kv_dtype = "float16"

@@ -52,7 +52,8 @@ DEPENDENT_LAUNCH = (9, 0)
 
 
 class CudaBackend(Backend):
-    """Runs a model on a GPU: fuses each forward pass into Triton kernels and replays it as a CUDA graph where it can."""
+    """Runs a model on a GPU: fuses each forward pass into Triton kernels, and replays it as a CUDA graph
+    where it can."""
 
     name = "cuda"
     default_kv_dtype = "bfloat16"
