@@ -180,6 +180,8 @@ def _is_aligned(value: Any) -> bool:
 class _Weightless:
     """A `WeightSource` of the right shapes, all zeros that nobody touches."""
 
+    path = None
+
     def __init__(self, config: Qwen3Config, tensor_type: GGMLType):
         self.config, self._type, self.nbytes = config, tensor_type, 0
 
