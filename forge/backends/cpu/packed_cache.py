@@ -43,6 +43,8 @@ LEAST_BYTES = 64 << 20
 """Of tensors: repacking fewer takes less time than anybody notices."""
 SAMPLED_PAGES = 64
 _PAGE = 4096
+_WRITTEN_AT_ONCE = 32 << 20
+"""Large writes make large pages of the page cache."""
 _MAGIC = b"FORGEPW1"
 _START = struct.Struct("<8sQ32s")
 
@@ -129,7 +131,8 @@ def _write(path: Path, matrices: dict[str, PackedMatrix]) -> None:
         entries[name] = entry
     header = json.dumps({"bytes": offset, "matrices": entries}).encode()
     start = padded(_START.size + len(header), _PAGE)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".tmp", delete=False) as file:
+    options = {"dir": path.parent, "prefix": ".", "suffix": ".tmp", "delete": False}
+    with tempfile.NamedTemporaryFile(buffering=_WRITTEN_AT_ONCE, **options) as file:
         try:
             file.write(_START.pack(_MAGIC, len(header), hashlib.sha256(header).digest()) + header)
             file.seek(start)
