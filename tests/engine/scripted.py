@@ -14,6 +14,7 @@ from forge.engine.engine import Engine
 from forge.engine.outputs import CompletionOutput
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
+from forge.model.model import Model
 from forge.speculation.speculator import Speculator
 from forge.trace.records import StepRecord
 
@@ -39,7 +40,7 @@ class PieceTokenizer:
         return token_id == EOS
 
 
-class ScriptedModel:
+class ScriptedModel(Model):
     """`Model` that follows a script. A row's key is its token; the script is asked with what lies in the storage."""
 
     num_layers = 1
