@@ -12,7 +12,9 @@ operation is computed; it never decides what is computed.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -155,6 +157,10 @@ class Backend(ABC):
         """What a person is told about it: the instruction set and thread count, say."""
 
     # Loading
+
+    def loading(self, path: Path | None, nbytes: int) -> AbstractContextManager[object]:
+        """Entered while the tensors, `nbytes` of them, of the model at `path` are loaded; None for one in memory."""
+        return nullcontext()
 
     @abstractmethod
     def load_matrix(self, tensor: Tensor) -> Array:

@@ -97,6 +97,11 @@ def load_qwen3(source: WeightSource, backend: Backend, on_progress: LoadProgress
 
     So the peak of memory is what the backend keeps, with one tensor of the file beside it.
     """
+    with backend.loading(source.path, source.nbytes):
+        return _load(source, backend, on_progress)
+
+
+def _load(source: WeightSource, backend: Backend, on_progress: LoadProgress | None) -> Qwen3:
     config, done = source.config, 0
 
     def load(name: str, rows: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Array:

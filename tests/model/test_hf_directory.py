@@ -109,7 +109,7 @@ def test_every_tensor_is_released_after_it_was_loaded(tmp_path, kind):
 
     class Watched:
         def __init__(self, source):
-            self.source, self.config, self.nbytes = source, source.config, source.nbytes
+            self.source, self.config, self.nbytes, self.path = source, source.config, source.nbytes, source.path
 
         def tensor(self, name):
             events.append(("tensor", name))

@@ -8,8 +8,10 @@ arithmetic contract: no operation here lets a row's bits depend on another row, 
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +19,8 @@ from forge.backends.cpu import words as w
 from forge.backends.cpu.compilation import CompileProgress, compile_all, instruction_set
 from forge.backends.cpu.features import usable_cpus
 from forge.backends.cpu.llvm_code import LANES
-from forge.backends.cpu.packing import Arena, aligned_empty, encode_q8_0, huge_pages, pack, padded
+from forge.backends.cpu.packed_cache import PackedCache, packed_cache
+from forge.backends.cpu.packing import Arena, PackedMatrix, aligned_empty, encode_q8_0, huge_pages, pack, padded
 from forge.backends.cpu.program import ExpertMatrices, Matrix, Program, Recording, Vector, place
 from forge.backends.cpu.recorder import Recorder
 from forge.backends.cpu.team import MAX_THREADS, TEAM_KERNELS, Team
@@ -129,6 +132,7 @@ class CpuBackend(Backend):
             raise UsageError(f"--threads {threads} is more than the {MAX_THREADS} that the kernels can use")
         self._on_compile = on_compile
         self._arena = Arena()
+        self._cache: PackedCache | None = None
         self._team: Team | None = None
         self._passes: dict[ForwardPass, _Pass] = {}
         self._context = np.zeros(w.CTX_WORDS, np.int64)
@@ -149,15 +153,40 @@ class CpuBackend(Backend):
 
     # Loading
 
+    @contextmanager
+    def loading(self, path: Path | None, nbytes: int) -> Iterator[None]:
+        try:
+            with packed_cache(path, nbytes, self._quantize) as self._cache:
+                yield
+        finally:
+            self._cache = None
+
     def load_matrix(self, tensor: Tensor) -> Matrix:
+        return Matrix(short_name(tensor.name), self._packed(tensor, self._pack_matrix))
+
+    def _packed(self, tensor: Tensor, make: Callable[[Tensor], PackedMatrix]) -> PackedMatrix:
+        """As it was kept, or made now."""
+        cache = self._cache
+        packed = cache.get(tensor.name) if cache is not None else None
+        if packed is None:
+            packed = make(tensor)
+            if cache is not None:
+                cache.put(tensor.name, packed)
+        return packed
+
+    def _pack_matrix(self, tensor: Tensor) -> PackedMatrix:
         ggml_type, raw = tensor.ggml_type, tensor.raw()
         is_router = "ffn_gate_inp" in tensor.name
         if self._quantize and ggml_type in FLOAT_TYPES and tensor.shape[1] % GROUP == 0 and not is_router:
             ggml_type, raw = GGMLType.Q8_0, encode_q8_0(tensor.dequantize())
         rows, columns = tensor.shape
-        return Matrix(short_name(tensor.name), pack(ggml_type, raw, (rows, columns), self._arena))
+        return pack(ggml_type, raw, (rows, columns), self._arena)
 
     def load_experts(self, tensor: Tensor) -> ExpertMatrices:
+        experts, rows, _ = tensor.shape
+        return ExpertMatrices(short_name(tensor.name), self._packed(tensor, self._pack_experts), experts, rows)
+
+    def _pack_experts(self, tensor: Tensor) -> PackedMatrix:
         experts, rows, columns = tensor.shape
         ggml_type, raw = tensor.ggml_type, tensor.raw()
         if self._quantize and ggml_type in FLOAT_TYPES and columns % GROUP == 0:
@@ -167,8 +196,7 @@ class CpuBackend(Backend):
             each = raw.reshape(experts, rows, -1)
             raw = np.zeros((experts, whole, each.shape[2]), np.uint8)
             raw[:, :rows] = each
-        packed = pack(ggml_type, raw.reshape(-1), (experts * whole, columns), self._arena)
-        return ExpertMatrices(short_name(tensor.name), packed, experts, rows)
+        return pack(ggml_type, raw.reshape(-1), (experts * whole, columns), self._arena)
 
     def load_vector(self, tensor: Tensor) -> Vector:
         values = tensor.dequantize()

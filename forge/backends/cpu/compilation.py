@@ -69,20 +69,21 @@ def cache_problem() -> str | None:
     try:
         _made_folder()
     except OSError as error:
-        why = f"{error.filename or _cache_root()}: {error.strerror or error}"
+        why = f"{error.filename or cache_root()}: {error.strerror or error}"
         return f"the kernels are compiled at each start, as no folder keeps them ({why}); " + (
             "set XDG_CACHE_HOME to a folder that can be written"
         )
     return None
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
+    """Where forge keeps what it can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forge"
 
 
 def _made_folder() -> Path:
     """The folder of compiled code, made if it has to be. OSError if it cannot be written."""
-    root = _cache_root()
+    root = cache_root()
     folder = root / f"kernels-{_digest()}"
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,8 @@ from forge.backends.cpu.vectors import (
 )
 
 ZERO = np.float32(0.0)
+_QUARTERS = 4
+"""Items that an expert's product is shared out in: of 128 experts few have rows in a decode, and all are looked at."""
 
 
 @numba.njit
@@ -109,9 +111,13 @@ def group(op, ctx, thread, threads):
 
 
 @numba.njit
-def _first(op, expert):
-    """Where an expert's rows begin: see the end of `group`."""
-    return np.int64(get_i32(word(op, w.MOE_STARTS) + 4 * (expert + 1)))
+def _share(op, ctx, item):
+    """The rows of an item's expert, and which quarter of its tiles is the item's: first and behind the last of both."""
+    expert, quarter, tiles = item // _QUARTERS, item % _QUARTERS, word(op, w.MOE_TILES_EACH)
+    starts = word(op, w.MOE_STARTS) + 4 * (expert + 1)  # where it begins: see the end of `group`
+    is_last = expert + 1 == word(op, w.MOE_EXPERTS)
+    end = word(ctx, w.CTX_EXPERT_ROWS) if is_last else np.int64(get_i32(starts + 4))
+    return np.int64(get_i32(starts)), end, tiles * quarter // _QUARTERS, tiles * (quarter + 1) // _QUARTERS
 
 
 @numba.njit
@@ -140,51 +146,48 @@ def gather(op, ctx, thread, threads):
 
 
 def experts_quantized(op, ctx, thread, threads):
-    """out = x · matrixᵀ, each expert's rows with its own quantized matrix. One item per expert and tile."""
-    experts, tiles = word(op, w.MOE_EXPERTS), word(op, w.MOE_TILES_EACH)
-    x_stride, out_stride = word(op, w.MM_X_STRIDE), word(op, w.MM_OUT_STRIDE)
-    while True:
+    """out = x · matrixᵀ, each expert's rows with its own quantized matrix. One item per quarter of an expert."""
+    tiles, x_stride, out_stride = word(op, w.MOE_TILES_EACH), word(op, w.MM_X_STRIDE), word(op, w.MM_OUT_STRIDE)
+    item = take(op, 1)
+    while item < _QUARTERS * word(op, w.MOE_EXPERTS):
+        begin, last, first_tile, last_tile = _share(op, ctx, item)
+        for tile in range(first_tile, last_tile if begin < last else first_tile):
+            weight = item // _QUARTERS * tiles + tile
+            row = begin
+            while row < last:
+                count = min(8, last - row)
+                call_tile(
+                    word(word(op, w.MM_TILES), count),
+                    word(op, w.MM_WEIGHTS) + weight * word(op, w.MM_TILE_BYTES),
+                    word(op, w.MM_SCALES) + weight * word(op, w.MM_TILE_SCALE_BYTES),
+                    word(op, w.MM_MINIMUMS) + weight * word(op, w.MM_TILE_SCALE_BYTES),
+                    word(op, w.MM_X) + row * x_stride,
+                    word(op, w.MM_X_SCALES) + row * (x_stride // 4),
+                    word(op, w.MM_X_SUMS) + row * (x_stride // 4),
+                    word(op, w.MM_OUT) + 4 * (row * out_stride + 16 * tile),
+                    word(op, w.MM_GROUPS),
+                    x_stride,
+                    out_stride,
+                    0,
+                    0,
+                    0,
+                )
+                row += count
         item = take(op, 1)
-        if item >= experts * tiles:
-            break
-        expert, column = item // tiles, item % tiles
-        row = _first(op, expert)
-        last = _first(op, expert + 1) if expert + 1 < experts else word(ctx, w.CTX_EXPERT_ROWS)
-        while row < last:
-            count = min(8, last - row)
-            call_tile(
-                word(word(op, w.MM_TILES), count),
-                word(op, w.MM_WEIGHTS) + item * word(op, w.MM_TILE_BYTES),
-                word(op, w.MM_SCALES) + item * word(op, w.MM_TILE_SCALE_BYTES),
-                word(op, w.MM_MINIMUMS) + item * word(op, w.MM_TILE_SCALE_BYTES),
-                word(op, w.MM_X) + row * x_stride,
-                word(op, w.MM_X_SCALES) + row * (x_stride // 4),
-                word(op, w.MM_X_SUMS) + row * (x_stride // 4),
-                word(op, w.MM_OUT) + 4 * (row * out_stride + 16 * column),
-                word(op, w.MM_GROUPS),
-                x_stride,
-                out_stride,
-                0,
-                0,
-                0,
-            )
-            row += count
 
 
 @numba.njit
 def _experts_float(op, ctx, load, step):
-    experts, tiles = word(op, w.MOE_EXPERTS), word(op, w.MOE_TILES_EACH)
-    columns, out_stride = word(op, w.MM_X_STRIDE), word(op, w.MM_OUT_STRIDE)
-    while True:
+    tiles, columns, out_stride = word(op, w.MOE_TILES_EACH), word(op, w.MM_X_STRIDE), word(op, w.MM_OUT_STRIDE)
+    item = take(op, 1)
+    while item < _QUARTERS * word(op, w.MOE_EXPERTS):
+        begin, last, first_tile, last_tile = _share(op, ctx, item)
+        for tile in range(first_tile, last_tile if begin < last else first_tile):
+            weights = word(op, w.MM_WEIGHTS) + (item // _QUARTERS * tiles + tile) * word(op, w.MM_TILE_BYTES)
+            for row in range(begin, last):
+                result = _float_tile(load, weights, step, word(op, w.MM_X) + 4 * row * columns, columns)
+                store_f32(word(op, w.MM_OUT) + 4 * (row * out_stride + 16 * tile), result)
         item = take(op, 1)
-        if item >= experts * tiles:
-            break
-        expert, column = item // tiles, item % tiles
-        last = _first(op, expert + 1) if expert + 1 < experts else word(ctx, w.CTX_EXPERT_ROWS)
-        weights = word(op, w.MM_WEIGHTS) + item * word(op, w.MM_TILE_BYTES)
-        for row in range(_first(op, expert), last):
-            result = _float_tile(load, weights, step, word(op, w.MM_X) + 4 * row * columns, columns)
-            store_f32(word(op, w.MM_OUT) + 4 * (row * out_stride + 16 * column), result)
 
 
 def experts_f32(op, ctx, thread, threads):

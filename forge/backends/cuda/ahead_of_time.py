@@ -187,6 +187,8 @@ def _is_aligned(value: Any) -> bool:
 class _Weightless:
     """What `load_qwen3` reads of a `WeightSource`: the right shapes, all zeros that are never read."""
 
+    path = None
+
     def __init__(self, config: Qwen3Config, tensor_type: GGMLType):
         self.config, self._type, self.nbytes = config, tensor_type, 0
 

@@ -66,6 +66,8 @@ class TeamBackend(CpuBackend):
 class MemorySource:
     """A `WeightSource` in memory."""
 
+    path = None
+
     def __init__(self, config: Qwen3Config, tensors: list[NewTensor]):
         self.config = config
         self.tensors = {tensor.name: memory_tensor(tensor.name, tensor.ggml_type, tensor.data) for tensor in tensors}

@@ -1,0 +1,183 @@
+"""Packed weights in a file beside the compiled kernels: written once, then mapped by every process that runs the model.
+
+Repacking reads and writes every weight: seconds for a large model, at each start, into memory that no other process
+shares. The packed form depends on the model's file and on the layouts alone, so the first start keeps it and the next
+ones map it: they load in the time of some page faults, and two processes share one copy in the page cache.
+
+    magic, 8 bytes | length of the header u64 | SHA-256 of the header | header, JSON | arrays, each at a multiple of 64
+
+A file is named after what it was made from: size, time and sampled pages of each of the model's files, the type that
+floats were quantized to, and the code that packs. It appears under its name only once it is whole. One whose size or
+header is not as stated is removed and made again; one that was not used for a month goes too.
+
+`FORGE_PACKED_WEIGHTS=off` does without: nothing is written and nothing is mapped. Small models, and those that would
+take more than half of the free disk, are not kept either.
+
+Ledger, 512 MB on ext4 of Linux 6.18: mapped pages are huge ones, as `Arena`'s are, and stream equally fast (28 GB/s);
+the first pass over them takes 20 ms. Where a file system has no huge pages decoding is slower: then switch it off.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge.backends.cpu import packing, tiles
+from forge.backends.cpu.compilation import KEEP_SECONDS, cache_root
+from forge.backends.cpu.packing import LINE, FloatMatrix, PackedMatrix, QuantizedMatrix, padded
+from forge.backends.cpu.tiles import TileLayout
+
+SWITCH = "FORGE_PACKED_WEIGHTS"
+LEAST_BYTES = 64 << 20
+"""Of tensors: repacking fewer takes less time than anybody notices."""
+SAMPLED_PAGES = 64
+_PAGE = 4096
+_WRITTEN_AT_ONCE = 32 << 20
+"""Large writes make large pages of the page cache."""
+_MAGIC = b"FORGEPW1"
+_START = struct.Struct("<8sQ32s")
+
+
+class PackedCache:
+    """The packed matrices of one model on its way into memory."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._mapped = _map(path)
+        self._made: dict[str, PackedMatrix] = {}
+
+    def get(self, name: str) -> PackedMatrix | None:
+        """The packed form of the tensor called `name`, mapped; None if it has to be made."""
+        return self._mapped.get(name)
+
+    def put(self, name: str, packed: PackedMatrix) -> None:
+        """Keep what was made, for `write`."""
+        self._made[name] = packed
+
+    def write(self) -> None:
+        """Write what was made; without a word do without where the disk has no room or may not be written."""
+        if self._mapped or not self._made:
+            return
+        needed = sum(packed.nbytes for packed in self._made.values())
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _forget_unused(self.path.parent)
+            if 2 * needed < shutil.disk_usage(self.path.parent).free:
+                _write(self.path, self._made)
+
+
+@contextmanager
+def packed_cache(path: Path | None, nbytes: int, quantize: str | None) -> Iterator[PackedCache | None]:
+    """The cache of the model at `path`, whose tensors take `nbytes`: filled when the block ends without an exception.
+    None where nothing is to be kept."""
+    wanted = path is not None and nbytes >= LEAST_BYTES and os.environ.get(SWITCH, "").lower() not in ("off", "0")
+    if not wanted:
+        yield None
+        return
+    cache = PackedCache(cache_root() / "weights" / f"{_key(path, quantize)}.packed")
+    yield cache
+    cache.write()
+
+
+def _key(path: Path, quantize: str | None) -> str:
+    """What the packed form of a model depends on, as a digest."""
+    digest = hashlib.sha256(repr(quantize).encode())
+    for module in (packing, tiles):
+        digest.update(Path(module.__file__).read_bytes())
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    for file in files:
+        found = file.stat()
+        digest.update(repr((file.name, found.st_size, found.st_mtime_ns)).encode())
+        with file.open("rb") as stream:
+            for page in range(SAMPLED_PAGES + 1):
+                stream.seek(max(0, found.st_size - _PAGE) * page // SAMPLED_PAGES)
+                digest.update(stream.read(_PAGE))
+    return digest.hexdigest()[:32]
+
+
+def _forget_unused(folder: Path) -> None:
+    for file in folder.iterdir():
+        if time.time() - file.stat().st_mtime > KEEP_SECONDS:
+            file.unlink(missing_ok=True)
+
+
+def _arrays(packed: PackedMatrix) -> dict[str, np.ndarray]:
+    found = {field.name: getattr(packed, field.name) for field in fields(packed)}
+    return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
+
+
+def _write(path: Path, matrices: dict[str, PackedMatrix]) -> None:
+    entries: dict[str, Any] = {}
+    pieces: list[np.ndarray] = []
+    offset = 0
+    for name, packed in matrices.items():
+        entry: dict[str, Any] = {"rows": packed.rows, "columns": packed.columns, "arrays": {}}
+        entry |= {"kind": packed.kind} if isinstance(packed, FloatMatrix) else {"layout": asdict(packed.layout)}
+        for field, array in _arrays(packed).items():
+            entry["arrays"][field] = [offset, list(array.shape), array.dtype.str]
+            pieces.append(array)
+            offset += padded(array.nbytes, LINE)
+        entries[name] = entry
+    header = json.dumps({"bytes": offset, "matrices": entries}).encode()
+    start = padded(_START.size + len(header), _PAGE)
+    options = {"dir": path.parent, "prefix": ".", "suffix": ".tmp", "delete": False}
+    with tempfile.NamedTemporaryFile(buffering=_WRITTEN_AT_ONCE, **options) as file:
+        try:
+            file.write(_START.pack(_MAGIC, len(header), hashlib.sha256(header).digest()) + header)
+            file.seek(start)
+            for array in pieces:
+                file.write(np.ascontiguousarray(array).data.cast("B"))
+                file.write(bytes(-array.nbytes % LINE))
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _map(path: Path) -> dict[str, PackedMatrix]:
+    """The matrices of a kept file, mapped; none if there is none. One that is not whole is removed."""
+    try:
+        with path.open("rb") as file:
+            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        os.utime(path)
+    except (OSError, ValueError):
+        return {}
+    try:
+        magic, length, digest = _START.unpack_from(buffer)
+        header = buffer[_START.size : _START.size + length]
+        start = padded(_START.size + length, _PAGE)
+        if magic != _MAGIC or hashlib.sha256(header).digest() != digest:
+            raise ValueError("another kind of file")
+        stated = json.loads(header)
+        if start + stated["bytes"] != len(buffer):
+            raise ValueError("not whole")
+    except (struct.error, ValueError):
+        path.unlink(missing_ok=True)
+        return {}
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+    return {name: _matrix(buffer, start, entry) for name, entry in stated["matrices"].items()}
+
+
+def _matrix(buffer: mmap.mmap, start: int, entry: dict[str, Any]) -> PackedMatrix:
+    arrays = {
+        field: np.frombuffer(buffer, np.dtype(dtype), int(np.prod(shape)), start + offset).reshape(shape)
+        for field, (offset, shape, dtype) in entry["arrays"].items()
+    }
+    if "kind" in entry:
+        return FloatMatrix(entry["rows"], entry["columns"], entry["kind"], **arrays)
+    layout = TileLayout(**entry["layout"])
+    return QuantizedMatrix(entry["rows"], entry["columns"], layout, **{"minimums": None} | arrays)
