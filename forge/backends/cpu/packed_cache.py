@@ -94,7 +94,7 @@ def _key(path: Path, quantize: str | None) -> str:
     """What the packed form of a model depends on, as a digest."""
     digest = hashlib.sha256(repr(quantize).encode())
     for module in (packing, tiles):
-        digest.update(Path(module.__file__).read_bytes())
+        digest.update(Path(module.__file__ or "").read_bytes())
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     for file in files:
         found = file.stat()
@@ -131,8 +131,9 @@ def _write(path: Path, matrices: dict[str, PackedMatrix]) -> None:
         entries[name] = entry
     header = json.dumps({"bytes": offset, "matrices": entries}).encode()
     start = padded(_START.size + len(header), _PAGE)
-    options = {"dir": path.parent, "prefix": ".", "suffix": ".tmp", "delete": False}
-    with tempfile.NamedTemporaryFile(buffering=_WRITTEN_AT_ONCE, **options) as file:
+    with tempfile.NamedTemporaryFile(
+        buffering=_WRITTEN_AT_ONCE, dir=path.parent, prefix=".", suffix=".tmp", delete=False
+    ) as file:
         try:
             file.write(_START.pack(_MAGIC, len(header), hashlib.sha256(header).digest()) + header)
             file.seek(start)
@@ -173,7 +174,7 @@ def _map(path: Path) -> dict[str, PackedMatrix]:
 
 
 def _matrix(buffer: mmap.mmap, start: int, entry: dict[str, Any]) -> PackedMatrix:
-    arrays = {
+    arrays: dict[str, Any] = {
         field: np.frombuffer(buffer, np.dtype(dtype), int(np.prod(shape)), start + offset).reshape(shape)
         for field, (offset, shape, dtype) in entry["arrays"].items()
     }
