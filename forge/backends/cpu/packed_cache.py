@@ -81,8 +81,8 @@ class PackedCache:
 def packed_cache(path: Path | None, nbytes: int, quantize: str | None) -> Iterator[PackedCache | None]:
     """The cache of the model at `path`, whose tensors take `nbytes`: filled when the block ends without an exception.
     None where nothing is to be kept."""
-    wanted = path is not None and nbytes >= LEAST_BYTES and os.environ.get(SWITCH, "").lower() not in ("off", "0")
-    if not wanted:
+    wanted = nbytes >= LEAST_BYTES and os.environ.get(SWITCH, "").lower() not in ("off", "0")
+    if path is None or not wanted:
         yield None
         return
     cache = PackedCache(cache_root() / "weights" / f"{_key(path, quantize)}.packed")
