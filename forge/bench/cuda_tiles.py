@@ -18,8 +18,9 @@ from forge.backends.cuda.launches import Launches, TritonLauncher
 from forge.backends.cuda.network import Norm
 from forge.backends.cuda.rotations import Rotations
 from forge.backends.cuda.shapes import TILE_ROWS, Tile
-from forge.backends.cuda.weights import KIND_NAMES, Q8, Matrix, Packed
+from forge.backends.cuda.weights import KIND_NAMES, Matrix
 from forge.bench.cuda_limits_worker import fastest
+from forge.bench.drawn_model import copy_of, drawn_matrix
 from forge.model.config import Qwen3Config
 from forge.model.synth import SHAPES
 
@@ -67,8 +68,8 @@ def measure(
     launcher = TritonLauncher(dependent)
     run = TriedLaunches(None, policy, Rotations(where), where, torch.bfloat16, launcher, exact=not on_gpu)
     for name, (height, width) in products_of(config).items():
-        first = random_matrix(name, height, width, kind, where)
-        copies = [first] + [replace_weights(first) for _ in range(least_bytes // first.read_bytes)]
+        first = drawn_matrix(name, height, width, kind, where)
+        copies = [first] + [copy_of(first) for _ in range(least_bytes // first.read_bytes)]
         for num_rows in rows:
             assert num_rows <= TILE_ROWS, "more rows are cuBLAS's"
             run.tried = None
@@ -106,27 +107,6 @@ def neighbours(tile: Tile) -> list[Tile]:
     if tile.block_m > 1:
         found += [replace(tile, num_stages=stages) for stages in (2, 3, 5)]
     return list(dict.fromkeys(found))
-
-
-def random_matrix(name: str, rows: int, columns: int, kind: int, device: torch.device) -> Matrix:
-    """Weights that mean nothing, of the right bytes."""
-    if kind == 0:
-        return Matrix(name, rows, columns, dense=torch.randn(rows, columns, device=device).to(torch.bfloat16))
-    width = columns if kind == Q8 else columns // 2
-    values = torch.randint(0, 100, (rows, width), device=device).to(torch.int8 if kind == Q8 else torch.uint8)
-    if KIND_NAMES[kind] == "q4_k":
-        scales = torch.randint(1, 60, (rows, columns // 32, 2), device=device).to(torch.uint8)
-        factors = torch.full((rows, columns // 256, 2), 1e-3, dtype=torch.float16, device=device)
-        return Matrix(name, rows, columns, packed=Packed(kind, values, scales, factors))
-    scales = torch.full((rows, columns // 32), 1e-3, dtype=torch.float16, device=device)
-    return Matrix(name, rows, columns, packed=Packed(kind, values, scales))
-
-
-def replace_weights(matrix: Matrix) -> Matrix:
-    """The same matrix at another place in memory."""
-    if matrix.packed is None:
-        return replace(matrix, dense=matrix.dense.clone())
-    return replace(matrix, packed=Packed(matrix.kind, *(array.clone() for array in matrix.packed.arrays)))
 
 
 def multiply_all(
