@@ -1,4 +1,4 @@
-"""A model of a published shape whose random weights are drawn on the device: no file, no package but torch, in a second.
+"""A model of a published shape with random weights that are drawn on the device: no file, no package but torch.
 
 What a step costs depends on shapes and types alone (`forge.model.synth` writes such models as files). The tokenizer is
 one of bytes: prompts are token ids, and most of what is generated has no text.

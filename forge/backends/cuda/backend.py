@@ -12,8 +12,9 @@ and softmax in float32, keys and values in the storage's dtype. The kernels' sha
 row's last bits may depend on its batch; with `invariant` they do not, and neither do its tokens.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -21,11 +22,12 @@ import numpy as np
 import torch
 
 from forge.backends.backend import Backend, ForwardPass, OperationTime, Tensor
+from forge.backends.cuda import warm_up
 from forge.backends.cuda.graphs import Graphs
-from forge.backends.cuda.inputs import InputBuffer, Policy, Shape, shape_of
+from forge.backends.cuda.inputs import InputBuffer, Policy, Shape, expected_shapes, shape_of
 from forge.backends.cuda.network import Ending, Network, Recorder
 from forge.backends.cuda.plain import DeviceBatch, TorchOperations
-from forge.backends.cuda.results import Results
+from forge.backends.cuda.results import LEAST_ROWS, Results
 from forge.backends.cuda.rotations import Rotations
 from forge.backends.cuda.shapes import MULTIPROCESSORS
 from forge.backends.cuda.storage import TorchKvStorage
@@ -41,12 +43,15 @@ from forge.trace.records import Execution
 
 if TYPE_CHECKING:
     from forge.backends.cuda.launches import Launcher, Launches  # defines the kernels, so only when they are wanted
+    from forge.backends.cuda.warm_up import LaunchDescription
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHARE_FOR_COPIES = 0.25
 """Of the device's free memory, what dense copies of packed weights may take."""
 INTERPRETED_MULTIPROCESSORS = 2
 """What shapes are chosen for under the interpreter, which takes a millisecond per program."""
+WARM_CONTEXT = 4096
+"""Kernels that steps up to so many tokens launch are compiled before the first step."""
 DEPENDENT_LAUNCH = (9, 0)
 """The first compute capability whose kernels may start before the one before them has ended."""
 
@@ -67,12 +72,14 @@ class CudaBackend(Backend):
         dense_copies: bool | None = None,
         runs_ahead: bool | None = None,
         launcher: "Launcher | None" = None,
+        on_compile: Callable[[int, int], None] | None = None,
     ):
         """invariant: one tiling for every number of rows, so that a row's bits never depend on its batch (needs
         `triton`). graphs: whether to capture steps as CUDA graphs; None for where there is a GPU. dense_copies: whether
         packed weights are kept dense too, for batches of many rows; None asks the device's memory. runs_ahead: whether
         batches may name tokens that the step before has yet to choose; None for where steps are launched without
-        waiting for them. launcher: who is handed every launch instead of Triton."""
+        waiting for them. launcher: who is handed every launch instead of Triton. on_compile: called with (kernels
+        compiled, kernels in all) if any have to be."""
         if kernels not in KERNELS:
             raise UsageError(f"unknown kernels {kernels!r}; there are {', '.join(KERNELS)}")
         if dtype not in DTYPES:
@@ -84,7 +91,7 @@ class CudaBackend(Backend):
         if self._on_gpu and self._device.index is None:  # whichever thread runs a step, it is this one's device
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._kernels, self._dtype, self._invariant, self._quantize = kernels, DTYPES[dtype], invariant, quantize
-        self._dense_copies, self._launcher = dense_copies, launcher
+        self._dense_copies, self._launcher, self._on_compile = dense_copies, launcher, on_compile
         self.can_capture = (self._on_gpu if graphs is None else graphs) and kernels == "triton"
         """Whether steps are padded to the shapes that graphs are captured for."""
         self.uses_graphs = self.can_capture
@@ -135,6 +142,9 @@ class CudaBackend(Backend):
         if self._kernels == "triton" and self._fused is None:
             self._head_of(forward_pass)
             self._fuse(forward_pass, layout)
+            if self._on_gpu and self._launcher is None:
+                expected = self.expected_launches(forward_pass, layout, self._launches_dependent())
+                warm_up.compile_missing(expected, self._on_compile or (lambda done, of: None))
 
     @torch.inference_mode()
     def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: TorchKvStorage) -> Logits:
@@ -160,7 +170,7 @@ class CudaBackend(Backend):
         shape = shape_of(batch, fused.policy, storage.layout.block_size, wide)
         network = fused.network
         results.before_step()
-        moved = fused.buffer.reach(shape, batch)
+        moved = fused.buffer.reach(shape, batch.block_tables.size)
         moved |= self._rotations.reach(int(batch.context_lens.max()), network.head_dim, network.theta)
         moved |= fused.launches.reserve(shape)
         for each in self._steps.values() if moved else ():
@@ -211,13 +221,35 @@ class CudaBackend(Backend):
             invariant=self._invariant,
             buckets=self.can_capture,
         )
-        dependent = self._on_gpu and torch.cuda.get_device_capability(self._device) >= DEPENDENT_LAUNCH
-        launcher = self._launcher or TritonLauncher(dependent)
+        launcher = self._launcher or TritonLauncher(self._launches_dependent())
         exact = INTERPRETED or self._dtype == torch.float32
         launches = Launches(network, policy, self._rotations, self._device, self._dtype, launcher, exact)
         launches.make_scratch()
         self._fused = _Fused(network, policy, launches, InputBuffer(self._device))
         self._time_steps()
+
+    def _launches_dependent(self) -> bool:
+        return self._on_gpu and torch.cuda.get_device_capability(self._device) >= DEPENDENT_LAUNCH
+
+    @torch.inference_mode()
+    def expected_launches(
+        self, forward_pass: ForwardPass, layout: KvLayout, dependent: bool
+    ) -> "list[LaunchDescription]":
+        """What steps up to `WARM_CONTEXT` are likely to launch, each specialization once. Launches no kernel."""
+        from forge.backends.cuda.forward import forward
+        from forge.backends.cuda.launches import ListingLauncher
+
+        fused, listing = self._fused, ListingLauncher(dependent)
+        network, run = fused.network.distinct(), fused.launches.with_launcher(listing)
+        storage = self.new_storage(replace(layout, num_layers=len(network.layers), num_blocks=1))
+        self._rotations.reach(1, network.head_dim, network.theta)
+        samples = torch.zeros((LEAST_ROWS, 2), dtype=torch.int32, device=self._device)
+        for shape in expected_shapes(fused.policy, run.is_wide_attention(storage), WARM_CONTEXT):
+            buffer = InputBuffer(self._device)
+            buffer.reach(shape, 1)
+            run.reserve(shape)
+            forward(network, self._head_of(forward_pass), run, buffer.inputs(shape), storage, samples)
+        return list(listing.found)
 
     def _copy_dense(self, network: Network) -> None:
         """Dense copies of packed matrices for products of many rows, all or none; the head needs none."""

@@ -120,6 +120,29 @@ def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, wide: bool = 
     return Shape(rows, num_logits, False, tiles, per_tile, splits, last_splits, bucket is not None, wide)
 
 
+def expected_shapes(policy: Policy, wide: bool, max_context: int) -> list[Shape]:
+    """Shapes that launch every specialization of a kernel which steps up to `max_context` are likely to need: each
+    bucket, and one step of more rows, with every number of splits that their lengths may lead to."""
+    found: dict[Shape, None] = {}
+    for rows in ROW_BUCKETS:
+        for splits in _up_to(_splits(policy, rows, max_context)):
+            found[Shape(rows, rows, True, rows, one_row_tile(policy, wide).rows, splits, splits, True, wide)] = None
+    for rows in (*TOKEN_BUCKETS, 2 * TOKEN_BUCKETS[-1]):
+        per_tile = attention_tile(policy, rows, wide).rows
+        tiles = -(-rows // per_tile) + 1
+        most, most_last = _splits(policy, tiles, max_context), _splits(policy, 1, max_context)
+        for logit_rows in (1, min(rows, 64)):
+            for splits in _up_to(max(most, most_last)):
+                splits, last = min(splits, most), min(splits, most_last)
+                found[Shape(rows, logit_rows, False, tiles, per_tile, splits, last, True, wide)] = None
+    return list(found)
+
+
+def _up_to(largest: int) -> list[int]:
+    """The powers of two up to `largest`, which is one."""
+    return [1 << exponent for exponent in range(largest.bit_length())]
+
+
 def attention_tile(policy: Policy, num_rows: int, wide: bool) -> shapes.AttentionTile:
     """The tile of a step that is not a decode."""
     if policy.invariant:
@@ -168,9 +191,10 @@ class InputBuffer:
         self._hosts: list[_HostWords] = []
         self._on_device = torch.zeros(0, dtype=torch.int32)
 
-    def reach(self, shape: Shape, batch: ForwardBatch) -> bool:
-        """Have room for a batch in that shape. Returns whether the buffer moved, which no graph survives."""
-        needed = _places(shape)[1] + batch.block_tables.size
+    def reach(self, shape: Shape, table_words: int) -> bool:
+        """Have room for that shape and so many words of block tables. Returns whether the buffer moved, which no graph
+        survives."""
+        needed = _places(shape)[1] + table_words
         if needed <= self._words:
             return False
         self._words = max(LEAST_WORDS, shapes.next_power_of_2(needed))

@@ -10,6 +10,7 @@ model would launch and compile exactly that, without a device.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from forge.backends.cuda.kernels import attention, decode_attention, greatest, h
 from forge.backends.cuda.network import Layer, Network, Norm
 from forge.backends.cuda.rotations import Rotations
 from forge.backends.cuda.storage import TorchKvStorage
+from forge.backends.cuda.warm_up import LaunchDescription, describe
 from forge.backends.cuda.weights import DENSE, Matrix
 
 Launcher = Callable[..., None]
@@ -43,10 +45,23 @@ class TritonLauncher:
         self.dependent = dependent
         self._options = COMPILE_OPTIONS | ({"launch_pdl": True} if dependent else {})
 
-    def __call__(self, kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int, **constants) -> None:
-        kernel[grid](
-            *arguments, **constants, PDL=self.dependent, num_warps=num_warps, num_stages=num_stages, **self._options
-        )
+    def __call__(self, kernel, grid: tuple[int, ...], *arguments, **options) -> None:
+        kernel[grid](*arguments, **self.options(options))
+
+    def options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A launch's constants, warps and stages with what holds for every launch."""
+        return options | self._options | {"PDL": self.dependent}
+
+
+class ListingLauncher(TritonLauncher):
+    """Launches nothing; `found` has the description of every launch once, in order."""
+
+    def __init__(self, dependent: bool):
+        super().__init__(dependent)
+        self.found: dict[LaunchDescription, None] = {}
+
+    def __call__(self, kernel, grid: tuple[int, ...], *arguments, **options) -> None:
+        self.found[describe(kernel, arguments, self.options(options))] = None
 
 
 class Launches:
@@ -67,6 +82,12 @@ class Launches:
         self._device, self._dtype, self._launch, self._exact = device, dtype, launcher, exact
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._counters = torch.zeros(LEAST_COUNTERS, dtype=torch.int32, device=device)
+
+    def with_launcher(self, launcher: Launcher) -> "Launches":
+        """The same steps, launched by another."""
+        other = copy(self)
+        other._launch = launcher
+        return other
 
     def reserve(self, shape: Shape) -> bool:
         """Have the counters that a step of that shape needs. Returns whether they moved, which no graph survives."""

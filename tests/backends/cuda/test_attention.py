@@ -44,7 +44,7 @@ class Setting:
         batch = flat_batch(parts, self.block_size, logit_rows)
         shape = shape_of(batch, self.run._policy, self.block_size)
         buffer = InputBuffer(torch.device(self.device))
-        buffer.reach(shape, batch)
+        buffer.reach(shape, batch.block_tables.size)
         buffer.fill(shape, batch)
         self.run._rotations.reach(int(batch.context_lens.max()), self.head_dim, THETA)
         self.run.reserve(shape)

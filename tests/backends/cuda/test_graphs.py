@@ -209,7 +209,7 @@ def test_every_row_is_in_one_tile_and_padding_in_none(seed):
     policy = replace(POLICY, buckets=bool(seed % 2), invariant=seed % 3 == 0)
     shape = shape_of(batch, policy, 4)
     buffer = InputBuffer(torch.device("cpu"))
-    buffer.reach(shape, batch)
+    buffer.reach(shape, batch.block_tables.size)
     buffer.fill(shape, batch)
     inputs = buffer.inputs(shape)
 
