@@ -17,7 +17,7 @@ from forge.backends.cuda.inputs import Policy
 from forge.backends.cuda.launches import Launches, TritonLauncher
 from forge.backends.cuda.network import Norm
 from forge.backends.cuda.rotations import Rotations
-from forge.backends.cuda.shapes import TILE_ROWS, Tile
+from forge.backends.cuda.shapes import Tile
 from forge.backends.cuda.weights import KIND_NAMES, Matrix
 from forge.bench.cuda_limits_worker import fastest
 from forge.bench.drawn_model import copy_of, drawn_matrix
@@ -71,7 +71,6 @@ def measure(
         first = drawn_matrix(name, height, width, kind, where)
         copies = [first] + [copy_of(first) for _ in range(least_bytes // first.read_bytes)]
         for num_rows in rows:
-            assert num_rows <= TILE_ROWS, "more rows are cuBLAS's"
             run.tried = None
             chosen = run.tile_for(num_rows, first)
             call = partial(multiply_all, run, name, copies, num_rows, config, where)

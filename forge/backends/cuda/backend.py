@@ -29,7 +29,7 @@ from forge.backends.cuda.network import Ending, Network, Recorder
 from forge.backends.cuda.plain import DeviceBatch, TorchOperations
 from forge.backends.cuda.results import LEAST_ROWS, Results
 from forge.backends.cuda.rotations import Rotations
-from forge.backends.cuda.shapes import MULTIPROCESSORS
+from forge.backends.cuda.shapes import DEFAULT_TUNING, MULTIPROCESSORS, Tuning
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.cuda.timing import StepClock
 from forge.backends.cuda.weights import Matrix, load_matrix
@@ -73,13 +73,14 @@ class CudaBackend(Backend):
         runs_ahead: bool | None = None,
         launcher: "Launcher | None" = None,
         on_compile: Callable[[int, int], None] | None = None,
+        tuning: Tuning = DEFAULT_TUNING,
     ):
         """invariant: one tiling for every number of rows, so that a row's bits never depend on its batch (needs
         `triton`). graphs: whether to capture steps as CUDA graphs; None for where there is a GPU. dense_copies: whether
         packed weights are kept dense too, for batches of many rows; None asks the device's memory. runs_ahead: whether
         batches may name tokens that the step before has yet to choose; None for where steps are launched without
         waiting for them. launcher: who is handed every launch instead of Triton. on_compile: called with (kernels
-        compiled, kernels in all) if any have to be."""
+        compiled, kernels in all) if any have to be. tuning: switches, for measuring what they are worth."""
         if kernels not in KERNELS:
             raise UsageError(f"unknown kernels {kernels!r}; there are {', '.join(KERNELS)}")
         if dtype not in DTYPES:
@@ -92,6 +93,7 @@ class CudaBackend(Backend):
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._kernels, self._dtype, self._invariant, self._quantize = kernels, DTYPES[dtype], invariant, quantize
         self._dense_copies, self._launcher, self._on_compile = dense_copies, launcher, on_compile
+        self._tuning = tuning
         self.can_capture = (self._on_gpu if graphs is None else graphs) and kernels == "triton"
         """Whether steps are padded to the shapes that graphs are captured for."""
         self.uses_graphs = self.can_capture
@@ -164,7 +166,7 @@ class CudaBackend(Backend):
         self.prepare(forward_pass, storage.layout)
         steps = self._steps.get(storage)
         if steps is None:
-            steps = self._steps[storage] = _Steps(Graphs(), Results(self._device))
+            steps = self._steps[storage] = _Steps(Graphs(self._tuning.pause_gc), Results(self._device))
         fused, results, head = self._fused, steps.results, self._head_of(forward_pass)
         wide = fused.launches.is_wide_attention(storage)
         shape = shape_of(batch, fused.policy, storage.layout.block_size, wide)
@@ -220,6 +222,7 @@ class CudaBackend(Backend):
             multiprocessors=self._multiprocessors(),
             invariant=self._invariant,
             buckets=self.can_capture,
+            tuning=self._tuning,
         )
         launcher = self._launcher or TritonLauncher(self._launches_dependent())
         exact = INTERPRETED or self._dtype == torch.float32

@@ -12,13 +12,16 @@ import numpy as np
 import torch
 
 from forge.backends.cuda import shapes
+from forge.backends.cuda.shapes import DEFAULT_TUNING, Tuning
 from forge.model.forward_batch import ForwardBatch
 
 LEAST_WORDS = 1 << 16
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Rows of a decode step that graphs are captured for."""
+"""Rows of a decode step that graphs are captured for. Guess."""
 TOKEN_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
-"""Rows of any other step (prefills, chunks, verifications, mixtures) that graphs are captured for."""
+"""Rows of any other step (prefills, chunks, verifications, mixtures) that graphs are captured for. Guess."""
+FINE_BUCKETS = (160, 192)
+"""More of both, with `Tuning.fine_buckets`."""
 MOST_LOGIT_ROWS = 256
 """Of a step that graphs are captured for. A graph keeps its logits' memory, 600 KB a row."""
 PRUNING = 4
@@ -97,6 +100,18 @@ class Policy:
     invariant: bool
     buckets: bool
     """Whether to pad to the shapes that graphs are captured for."""
+    tuning: Tuning = DEFAULT_TUNING
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        return self._with_fine(ROW_BUCKETS)
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        return self._with_fine(TOKEN_BUCKETS)
+
+    def _with_fine(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted({*buckets, *FINE_BUCKETS})) if self.tuning.fine_buckets else buckets
 
 
 def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, wide: bool = False) -> Shape:
@@ -105,7 +120,7 @@ def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, wide: bool = 
     longest = int(batch.context_lens.max())
     is_decode = num_rows == num_sequences == num_logits and not _reads_what_others_write(batch, block_size)
     can_be_captured = policy.buckets and num_logits <= MOST_LOGIT_ROWS
-    bucket = _bucket(num_rows, ROW_BUCKETS if is_decode else TOKEN_BUCKETS) if can_be_captured else None
+    bucket = _bucket(num_rows, policy.row_buckets if is_decode else policy.token_buckets) if can_be_captured else None
     rows = num_rows if bucket is None else bucket
     if is_decode:
         splits = _splits(policy, rows, longest)
@@ -124,10 +139,10 @@ def expected_shapes(policy: Policy, wide: bool, max_context: int) -> list[Shape]
     """Shapes that launch every specialization of a kernel which steps up to `max_context` are likely to need: each
     bucket, and one step of more rows, with every number of splits that their lengths may lead to."""
     found: dict[Shape, None] = {}
-    for rows in ROW_BUCKETS:
+    for rows in policy.row_buckets:
         for splits in _up_to(_splits(policy, rows, max_context)):
             found[Shape(rows, rows, True, rows, one_row_tile(policy, wide).rows, splits, splits, True, wide)] = None
-    for rows in (*TOKEN_BUCKETS, 2 * TOKEN_BUCKETS[-1]):
+    for rows in (*policy.token_buckets, 2 * TOKEN_BUCKETS[-1]):
         per_tile = attention_tile(policy, rows, wide).rows
         tiles = -(-rows // per_tile) + 1
         most, most_last = _splits(policy, tiles, max_context), _splits(policy, 1, max_context)
@@ -282,7 +297,9 @@ def _places(shape: Shape) -> tuple[dict[str, slice], int]:
 
 
 def _splits(policy: Policy, tiles: int, longest: int) -> int:
-    return 1 if policy.invariant else shapes.splits(tiles, policy.kv_heads, longest, policy.multiprocessors)
+    if policy.invariant:
+        return 1
+    return shapes.splits(tiles, policy.kv_heads, longest, policy.multiprocessors, policy.tuning.round_splits_up)
 
 
 def _bucket(count: int, buckets: tuple[int, ...]) -> int | None:

@@ -1,8 +1,8 @@
 """The fused steps of a forward pass as launches: which kernel, on what grid, with which tile.
 
-By the number of rows a product is `matvec` (1), `matmul` (2 to 16; to 64 with packed weights, which cuBLAS does not
-read), or cuBLAS with kernels of its own for what is fused elsewhere (more). With `invariant` it is `matmul` in one tile
-for any number, so that a row's bits never depend on how many rows there are.
+By the number of rows a product is `matvec` (1), `matmul` (2 to `Tuning.tile_rows`; to 64 with packed weights, which
+cuBLAS does not read), or cuBLAS with kernels of its own for what is fused elsewhere (more). With `invariant` it is
+`matmul` in one tile for any number, so that a row's bits never depend on how many rows there are.
 
 Every launch goes through one callable, `Launcher`, so that somebody else can take its place: tests list what a real
 model would launch and compile exactly that, without a device.
@@ -185,6 +185,7 @@ class Launches:
             SPLITS=splits,
             LIVE=group,
             AT_ONCE=shapes.splits_at_once(splits, group, block_d),
+            NEWEST=splits - 1 if self._policy.tuning.new_key_last else 0,
             **self._precision(storage),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -310,7 +311,7 @@ class Launches:
 
     def _is_wide(self, num_rows: int, matrix: Matrix) -> bool:
         """Whether the product is one for cuBLAS."""
-        most = shapes.TILE_ROWS if matrix.kind == DENSE else shapes.PACKED_TILE_ROWS
+        most = self._policy.tuning.tile_rows if matrix.kind == DENSE else shapes.PACKED_TILE_ROWS
         return num_rows > most and not self._policy.invariant
 
     def tile_for(self, num_rows: int, matrix: Matrix) -> shapes.Tile:
@@ -340,15 +341,24 @@ class Launches:
         flags |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         arrays = matrix_arrays(matrix)
         if tile.block_m > 1:
-            grid = (-(-len(x) // tile.block_m), -(-matrix.rows // tile.block_n))
+            parts = self._split_k(len(x), matrix, tile)
+            grid = (-(-len(x) // tile.block_m), -(-matrix.rows // tile.block_n), parts)
             flags |= {"KIND": matrix.kind, "EXACT": self._exact, "BLOCK_M": tile.block_m}
-            self._launch(matmul.matmul, grid, x, *arrays, weight, out, len(x), *sizes, **flags)
+            flags |= {"SPLIT_K": parts, "PREFETCH": self._policy.tuning.prefetch}
+            words = grid[0] * grid[1] * parts * tile.block_m * (tile.block_n + 1) if parts > 1 else 0
+            partial = torch.empty(words, dtype=torch.float32, device=self._device)
+            self._launch(matmul.matmul, grid, x, *arrays, weight, out, partial, self._counters, len(x), *sizes, **flags)
             return
         grid = (-(-matrix.rows // tile.block_n), len(x))
         if matrix.kind == DENSE:
             self._launch(matvec.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
         else:
             self._launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
+
+    def _split_k(self, num_rows: int, matrix: Matrix, tile: shapes.Tile) -> int:
+        if not self._policy.tuning.split_k or self._policy.invariant or num_rows > shapes.SPLIT_K_ROWS:
+            return 1
+        return shapes.split_k(tile, num_rows, matrix.rows, matrix.columns, self._policy.multiprocessors)
 
     def normed(self, x: torch.Tensor, norm: Norm, dtype: torch.dtype | None = None) -> torch.Tensor:
         """norm(x), rounded to `dtype`, or to that of x."""

@@ -2,6 +2,8 @@
 
 The aim is the same everywhere: enough programs for every multiprocessor, and per program so many bytes asked for at
 once that the memory is kept busy (an H200 has 132 multiprocessors and wants some 30 KB in flight on each).
+
+Every constant says whether it is a *guess* (worked out, run on no GPU yet), or *measured* and on what.
 """
 
 from dataclasses import dataclass
@@ -9,16 +11,43 @@ from dataclasses import dataclass
 from forge.backends.cuda.weights import DENSE
 
 MATVEC_ROWS = 1
-"""Up to here rows are multiplied one by one."""
-TILE_ROWS = 16
-"""Up to here rows share one pass of the tile kernel over dense weights; more go to cuBLAS."""
+"""Up to here rows are multiplied one by one. Guess."""
 PACKED_TILE_ROWS = 64
-"""The same for packed weights, of which cuBLAS would read a dense copy, two to four times the bytes."""
+"""Up to here rows share one pass of the tile kernel over packed weights, of which cuBLAS would read a dense copy, two
+to four times the bytes. Guess."""
 CHUNK = 64
-"""Keys that attention takes at a time, counted in absolute positions."""
+"""Keys that attention takes at a time, counted in absolute positions. Guess."""
 MAX_SPLITS = 32
+"""Programs that share one tile of attention at most. Guess."""
 MULTIPROCESSORS = 132
-"""Of an H200; what shapes are chosen for where no device says otherwise."""
+"""Of an H200 (its data sheet); what shapes are chosen for where no device says otherwise."""
+SPLIT_K_ROWS = 16
+"""Up to here rows leave multiprocessors idle, so that `Tuning.split_k` can be worth it. Guess."""
+MAX_SPLIT_K = 8
+"""Guess."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Switches that a GPU has yet to decide on (`forge.bench.gpu_session`). The defaults are guesses."""
+
+    tile_rows: int = 16
+    """Up to here rows share one pass of the tile kernel over dense weights; more go to cuBLAS. To be tried: to 128."""
+    split_k: bool = False
+    """Whether programs share the columns of a product of 2 to 16 rows that has fewer tiles than multiprocessors."""
+    prefetch: bool = False
+    """Whether `matmul` reads its first weights before it waits for the kernel before it."""
+    round_splits_up: bool = False
+    """Whether the splits of attention are rounded up to a power of two; otherwise down."""
+    new_key_last: bool = False
+    """Whether the last split of a decode takes the new key, having the fewest others; otherwise the first."""
+    fine_buckets: bool = False
+    """Whether graphs are captured for 160 and 192 rows too."""
+    pause_gc: bool = False
+    """Whether Python collects no garbage while a graph is captured."""
+
+
+DEFAULT_TUNING = Tuning()
 
 
 @dataclass(frozen=True)
@@ -111,12 +140,25 @@ _WIDE_RUN = 8, 2
 """Warps and stages of attention in float32."""
 
 
-def splits(tiles: int, kv_heads: int, longest: int, multiprocessors: int = MULTIPROCESSORS) -> int:
-    """Programs that share a tile's keys: as many as there are chunks to share and multiprocessors to fill."""
+def splits(
+    tiles: int, kv_heads: int, longest: int, multiprocessors: int = MULTIPROCESSORS, round_up: bool = False
+) -> int:
+    """Programs that share a tile's keys: as many as there are chunks to share and multiprocessors to fill, as a power
+    of two."""
     chunks = -(-longest // CHUNK)
     room = max(1, 2 * multiprocessors // max(1, tiles * kv_heads))
-    largest = min(chunks, room, MAX_SPLITS)
-    return 1 << (max(1, largest).bit_length() - 1)
+    largest = max(1, min(chunks, room, MAX_SPLITS))
+    return next_power_of_2(largest) if round_up else 1 << (largest.bit_length() - 1)
+
+
+def split_k(tile: Tile, batch_rows: int, rows: int, columns: int, multiprocessors: int = MULTIPROCESSORS) -> int:
+    """Programs that share the columns of one tile of a product: until every multiprocessor has one, and each at least
+    two blocks of columns."""
+    programs = -(-batch_rows // tile.block_m) * -(-rows // tile.block_n)
+    parts = 1
+    while parts < MAX_SPLIT_K and 2 * parts * programs <= 2 * multiprocessors and 4 * parts * tile.block_k <= columns:
+        parts *= 2
+    return parts
 
 
 def splits_at_once(splits: int, live: int, width: int) -> int:

@@ -1,8 +1,8 @@
 """A decode step's attention in one kernel: head norms, rotation, the new key and value into the cache, attention.
 
 One row per sequence. A program has the query heads that share one key/value head, norms and turns them itself, and
-takes its split of the keys before this one out of the cache. The new key and value never come back from memory: split 0
-starts its softmax with them, at the storage's precision, while it stores them.
+takes its split of the keys before this one out of the cache. The new key and value never come back from memory: one
+split starts its softmax with them, at the storage's precision, while it stores them.
 
 Apart, the same work is `norm_rope_store` and `paged_attention`: one more launch, and one more trip of the queries
 through memory, for some microseconds of work. What it costs is that every split repeats the queries' norm and rotation.
@@ -52,13 +52,15 @@ def decode_attention(
     SPLITS: tl.constexpr,
     LIVE: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    NEWEST: tl.constexpr,
     WIDE: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (row, key/value head, split).
 
-    LIVE is at least HEADS / KV_HEADS, BLOCK_M at least LIVE; WIDE as in `paged_attention`.
+    NEWEST: the split that takes the new key. LIVE is at least HEADS / KV_HEADS, BLOCK_M at least LIVE; WIDE as in
+    `paged_attention`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -87,7 +89,7 @@ def decode_attention(
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if split == 0:
+    if split == NEWEST:
         one = tl.arange(0, 1)
         new_first, new_second = normed_and_turned(
             qkv + (HEADS + kv_head + one) * HEAD_DIM,
