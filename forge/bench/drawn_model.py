@@ -13,7 +13,7 @@ from forge.backends.cuda.weights import DENSE, KIND_NAMES, Q8, Matrix, Packed
 from forge.model.config import Qwen3Config
 
 if TYPE_CHECKING:
-    from forge.engine.llm import LLM
+    from forge import LLM
 
 OUTPUT_NORM = 4.0
 """As in `forge.model.synth`: the logits then deviate by about 4."""
@@ -48,8 +48,8 @@ def copy_of(matrix: Matrix) -> Matrix:
 
 def drawn_llm(config: Qwen3Config, kind: int = DENSE, *, device: str = "cuda", backend=None, **options) -> "LLM":
     """An `LLM` of that shape. backend: a `CudaBackend`, if not the plain one. options: of `LLM`."""
+    from forge import LLM
     from forge.backends.cuda.backend import CudaBackend
-    from forge.engine.llm import LLM
     from forge.model.loader import LoadedModel
     from forge.model.qwen3 import LayerWeights, Qwen3, Qwen3Weights
 

@@ -87,9 +87,9 @@ class Report:
         self.rehearsal = rehearsal
         """Whether this is the CPU at toy sizes, with Triton interpreted."""
 
-    def __call__(self, name: str, value: Any) -> None:
-        """One figure: anything that JSON holds."""
-        self._send({"figure": name, "value": value})
+    def __call__(self, name: str, value: Any, *, quiet: bool = False) -> None:
+        """One figure: anything that JSON holds. quiet: kept, and not printed."""
+        self._send({"figure": name, "value": value, "quiet": quiet})
 
     @property
     def seconds_left(self) -> float:
@@ -174,7 +174,11 @@ class Session:
             with os.fdopen(reading, "rb", buffering=0) as pipe:
                 for message in _messages(pipe, process, deadline):
                     said |= self._take(stage, message)
-            overdue = process.poll() is None and time.monotonic() >= deadline
+            crashed = process.poll() is not None and process.returncode < 0
+            # Writing the stacks of a running interpreter may crash it: that is its deadline too.
+            overdue = time.monotonic() >= deadline - (STACKS_BEFORE_END if crashed else 0) and (
+                crashed or process.returncode is None
+            )
         finally:
             _end(process)
             _shorten(self.out / LOG, begin)
@@ -192,7 +196,8 @@ class Session:
             return {name: message[name] for name in ("status", "reason") if name in message}
         self.results["stages"][stage.name]["figures"][message["figure"]] = message["value"]
         self._write()
-        self._say(f"  {message['figure']}: {_short(message['value'])}")
+        if not message.get("quiet"):
+            self._say(f"  {message['figure']}: {_short(message['value'])}")
         return {}
 
     def _environment(self) -> dict[str, str]:
@@ -203,7 +208,7 @@ class Session:
 
     def _write(self) -> None:
         """All or nothing: whoever reads the file, or kills this process, never has half of it."""
-        text = json.dumps(self.results, indent=1)
+        text = json.dumps(self.results, indent=1, ensure_ascii=False)
         partial = self.out / f"{RESULTS}.partial"
         partial.write_text(text + "\n", encoding="utf-8")
         os.replace(partial, self.out / RESULTS)
@@ -279,7 +284,7 @@ def _last_line(log: Path) -> str:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 200 else text[:199] + "…"
 
 

@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 
 from forge.bench import gpu_session
 from forge.bench.gpu_session import STAGES, Session, Stage, chosen_stages, main
 from forge.errors import UsageError
-from tests.backends.cpu.models import ROOT
+from tests.backends.cpu.models import ROOT, run_python
 
 
 def stage(name: str, seconds: float = 60) -> Stage:
@@ -171,3 +172,32 @@ def test_every_stage_exists():
 
     assert all(callable(getattr(gpu_stages, each.name)) for each in STAGES)
     assert gpu_session.STAGES[0].name == "machine"
+
+
+def test_the_session_itself_needs_the_standard_library_alone():
+    found = run_python(["tests/bench/only_torch.py", "forge.bench.gpu_session"], PYTHONPATH=str(ROOT))
+
+    assert found.stdout.splitlines() == ["[]", "refused []"], found.stderr
+
+
+@pytest.mark.skipif(not (find_spec("torch") and find_spec("triton")), reason="needs torch and triton")
+def test_the_core_path_needs_numpy_torch_and_triton_alone():
+    found = run_python(["tests/bench/only_torch.py", "generate"], PYTHONPATH=str(ROOT))
+
+    assert found.stdout.splitlines() == ["refused []"], found.stderr
+
+
+def test_the_first_stage_names_what_is_missing(tmp_path):
+    pytest.importorskip("torch")
+    Session(tmp_path, 120, rehearsal=True, say=lambda text: None).run(chosen_stages("machine"))
+
+    found = results(tmp_path)["machine"]
+    assert found["status"] == "done" and "torch" in found["figures"]["versions"]
+    assert "vllm" in found["figures"]["missing packages"]["peers"] or find_spec("vllm")
+
+
+def test_writing_stacks_may_crash_a_stage_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_session, "STACKS_BEFORE_END", 50.0)
+    found = run(tmp_path, stage("is_killed", seconds=50))
+
+    assert found["is_killed"]["status"] == "deadline"

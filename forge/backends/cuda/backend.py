@@ -191,6 +191,11 @@ class CudaBackend(Backend):
         out, self.execution = steps.graphs.run((shape, head is None), shape.num_rows, compute)
         return out
 
+    def last_graph(self, storage: TorchKvStorage) -> "torch.cuda.CUDAGraph | None":
+        """The graph of the last step on `storage`; None if that ran kernel by kernel."""
+        steps = self._steps.get(storage)
+        return steps.graphs.last if steps is not None and self.execution.mode == "graph" else None
+
     def _why_eager(self, shape: Shape) -> str | None:
         """Why a step of that shape is no graph's; None if it may be one's."""
         if self._clock is not None:
