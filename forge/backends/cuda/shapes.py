@@ -36,7 +36,7 @@ class Tuning:
     split_k: bool = False
     """Whether programs share the columns of a product of 2 to 16 rows that has fewer tiles than multiprocessors."""
     prefetch: bool = False
-    """Whether `matmul` reads its first weights before it waits for the kernel before it."""
+    """Whether `matmul` reads its first weights before it waits for the kernel before it, for up to 16 rows."""
     round_splits_up: bool = False
     """Whether the splits of attention are rounded up to a power of two; otherwise down."""
     new_key_last: bool = False
