@@ -63,8 +63,8 @@ class TriedLaunches(Launches):
     def tile_for(self, num_rows: int, matrix: Matrix) -> Tile:
         return self.tried or super().tile_for(num_rows, matrix)
 
-    def _is_wide(self, num_rows: int, matrix: Matrix) -> bool:
-        return super()._is_wide(num_rows, matrix) if self.by_cublas is None else self.by_cublas
+    def _by_cublas(self, num_rows: int, matrix: Matrix) -> bool:
+        return super()._by_cublas(num_rows, matrix) if self.by_cublas is None else self.by_cublas
 
 
 def measure(
@@ -111,7 +111,7 @@ def _tried(run: TriedLaunches, matrix: Matrix, rows: Sequence[int]) -> Iterator[
     """Rows, tile and whether it is chosen; the output head is never cuBLAS's."""
     for num_rows in rows:
         run.tried = run.by_cublas = None
-        chosen, wide = run.tile_for(num_rows, matrix), run._is_wide(num_rows, matrix) and matrix.name != "head"
+        chosen, wide = run.tile_for(num_rows, matrix), run._by_cublas(num_rows, matrix) and matrix.name != "head"
         for tile in neighbours(chosen):
             yield num_rows, tile, tile == chosen and not wide
         if num_rows > 1 and matrix.kind == DENSE and matrix.name != "head":

@@ -100,7 +100,7 @@ class CudaBackend(Backend):
         """May be switched off and on between steps, to see what graphs are worth."""
         self.runs_ahead = (self._on_gpu if runs_ahead is None else runs_ahead) and kernels == "triton"
         self._steps: WeakKeyDictionary[TorchKvStorage, _Steps] = WeakKeyDictionary()
-        self._heads: dict[object, Matrix | None] = {}
+        self._output_heads: dict[object, Matrix | None] = {}
         self._rotations = Rotations(self._device)
         self._matrix_names: dict[int, str] = {}
         self._operations: TorchOperations | TimedOperations = TorchOperations(self._rotations)
@@ -122,7 +122,7 @@ class CudaBackend(Backend):
         """What a forward multiplies with: every matrix once, the output head included. Empty before `prepare`."""
         if self._fused is None:
             return []
-        return [*self._fused.network.products(), *(head for head in self._heads.values() if head is not None)]
+        return [*self._fused.network.products(), *(head for head in self._output_heads.values() if head is not None)]
 
     # Loading
 
@@ -142,7 +142,7 @@ class CudaBackend(Backend):
 
     def prepare(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
         if self._kernels == "triton" and self._fused is None:
-            self._head_of(forward_pass)
+            self._output_head_of(forward_pass)
             self._fuse(forward_pass, layout)
             if self._on_gpu and self._launcher is None:
                 expected = self.expected_launches(forward_pass, layout, self._launches_dependent())
@@ -155,7 +155,7 @@ class CudaBackend(Backend):
             return forward_pass(self._operations, DeviceBatch.of(batch, self._device), storage)
         with torch.cuda.device(self._device) if self._on_gpu else nullcontext():
             out, wanted = self.launch(forward_pass, batch, storage), len(batch.logit_rows)
-            if self._head_of(forward_pass) is None:
+            if self._output_head_of(forward_pass) is None:
                 return out[:wanted].cpu().numpy().copy()
             return self._steps[storage].results.after_step(out, wanted, self.execution)
 
@@ -167,9 +167,9 @@ class CudaBackend(Backend):
         steps = self._steps.get(storage)
         if steps is None:
             steps = self._steps[storage] = _Steps(Graphs(self._tuning.pause_gc), Results(self._device))
-        fused, results, head = self._fused, steps.results, self._head_of(forward_pass)
-        wide = fused.launches.is_wide_attention(storage)
-        shape = shape_of(batch, fused.policy, storage.layout.block_size, wide)
+        fused, results, head = self._fused, steps.results, self._output_head_of(forward_pass)
+        in_float32 = fused.launches.attends_in_float32(storage)
+        shape = shape_of(batch, fused.policy, storage.layout.block_size, in_float32)
         network = fused.network
         results.before_step()
         moved = fused.buffer.reach(shape, batch.block_tables.size)
@@ -204,14 +204,14 @@ class CudaBackend(Backend):
             return "graphs are off"
         return None if shape.is_bucket else "more rows than graphs are captured for"
 
-    def _head_of(self, forward_pass: ForwardPass) -> Matrix | None:
+    def _output_head_of(self, forward_pass: ForwardPass) -> Matrix | None:
         """The output head that a pass ends in; None for one that ends before it, in hidden states."""
         name = getattr(forward_pass, "__func__", forward_pass)  # a bound method is a new object every time
-        if name not in self._heads:
+        if name not in self._output_heads:
             ending = Ending()
             forward_pass(ending, None, None)
-            self._heads[name] = ending.head
-        return self._heads[name]
+            self._output_heads[name] = ending.output_head
+        return self._output_heads[name]
 
     def _fuse(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
         from forge.backends.cuda.kernels.parts import INTERPRETED
@@ -252,11 +252,11 @@ class CudaBackend(Backend):
         storage = self.new_storage(replace(layout, num_layers=len(network.layers), num_blocks=1))
         self._rotations.reach(1, network.head_dim, network.theta)
         samples = torch.zeros((LEAST_ROWS, 2), dtype=torch.int32, device=self._device)
-        for shape in expected_shapes(fused.policy, run.is_wide_attention(storage), WARM_CONTEXT):
+        for shape in expected_shapes(fused.policy, run.attends_in_float32(storage), WARM_CONTEXT):
             buffer = InputBuffer(self._device)
             buffer.reach(shape, 1)
             run.reserve(shape)
-            forward(network, self._head_of(forward_pass), run, buffer.inputs(shape), storage, samples)
+            forward(network, self._output_head_of(forward_pass), run, buffer.inputs(shape), storage, samples)
         return list(listing.found)
 
     def _copy_dense(self, network: Network) -> None:

@@ -46,7 +46,7 @@ class Shape:
     """Of the last layer, which attends for the logit rows alone."""
     is_bucket: bool
     """Whether it is one of the shapes that graphs are captured for."""
-    wide: bool = False
+    in_float32: bool = False
     """Whether attention multiplies in float32."""
 
     @property
@@ -114,8 +114,8 @@ class Policy:
         return tuple(sorted({*buckets, *FINE_BUCKETS})) if self.tuning.fine_buckets else buckets
 
 
-def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, wide: bool = False) -> Shape:
-    """The shape in which `batch` is computed. wide: attention multiplies in float32."""
+def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, in_float32: bool = False) -> Shape:
+    """The shape in which `batch` is computed. in_float32: attention multiplies in float32."""
     num_rows, num_sequences, num_logits = batch.num_rows, batch.num_sequences, len(batch.logit_rows)
     longest = int(batch.context_lens.max())
     is_decode = num_rows == num_sequences == num_logits and not _reads_what_others_write(batch, block_size)
@@ -124,33 +124,38 @@ def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, wide: bool = 
     rows = num_rows if bucket is None else bucket
     if is_decode:
         splits = _splits(policy, rows, longest)
-        return Shape(rows, rows, True, rows, one_row_tile(policy, wide).rows, splits, splits, bucket is not None, wide)
-    per_tile = attention_tile(policy, rows, wide).rows
+        return _decode_shape(policy, rows, splits, bucket is not None, in_float32)
+    per_tile = attention_tile(policy, rows, in_float32).rows
     tiles = sum(-(-int(length) // per_tile) for length in np.diff(batch.cu_seqlens))
     if bucket is not None:
         num_logits = shapes.next_power_of_2(num_logits) if num_logits else 0
         tiles = -(-rows // per_tile) + shapes.next_power_of_2(num_sequences)
     splits = _splits(policy, tiles, longest)
     last_splits = _splits(policy, max(1, num_logits), longest)
-    return Shape(rows, num_logits, False, tiles, per_tile, splits, last_splits, bucket is not None, wide)
+    return Shape(rows, num_logits, False, tiles, per_tile, splits, last_splits, bucket is not None, in_float32)
 
 
-def expected_shapes(policy: Policy, wide: bool, max_context: int) -> list[Shape]:
+def expected_shapes(policy: Policy, in_float32: bool, max_context: int) -> list[Shape]:
     """Shapes that launch every specialization of a kernel which steps up to `max_context` are likely to need: each
     bucket, and one step of more rows, with every number of splits that their lengths may lead to."""
     found: dict[Shape, None] = {}
     for rows in policy.row_buckets:
         for splits in _up_to(_splits(policy, rows, max_context)):
-            found[Shape(rows, rows, True, rows, one_row_tile(policy, wide).rows, splits, splits, True, wide)] = None
+            found[_decode_shape(policy, rows, splits, True, in_float32)] = None
     for rows in (*policy.token_buckets, 2 * TOKEN_BUCKETS[-1]):
-        per_tile = attention_tile(policy, rows, wide).rows
+        per_tile = attention_tile(policy, rows, in_float32).rows
         tiles = -(-rows // per_tile) + 1
         most, most_last = _splits(policy, tiles, max_context), _splits(policy, 1, max_context)
         for logit_rows in (1, min(rows, 64)):
             for splits in _up_to(max(most, most_last)):
                 splits, last = min(splits, most), min(splits, most_last)
-                found[Shape(rows, logit_rows, False, tiles, per_tile, splits, last, True, wide)] = None
+                found[Shape(rows, logit_rows, False, tiles, per_tile, splits, last, True, in_float32)] = None
     return list(found)
+
+
+def _decode_shape(policy: Policy, rows: int, splits: int, is_bucket: bool, in_float32: bool) -> Shape:
+    tile_rows = one_row_tile(policy, in_float32).rows
+    return Shape(rows, rows, True, rows, tile_rows, splits, splits, is_bucket, in_float32)
 
 
 def _up_to(largest: int) -> list[int]:
@@ -158,18 +163,18 @@ def _up_to(largest: int) -> list[int]:
     return [1 << exponent for exponent in range(largest.bit_length())]
 
 
-def attention_tile(policy: Policy, num_rows: int, wide: bool) -> shapes.AttentionTile:
+def attention_tile(policy: Policy, num_rows: int, in_float32: bool) -> shapes.AttentionTile:
     """The tile of a step that is not a decode."""
     if policy.invariant:
-        return shapes.few_rows_tile(policy.heads, policy.kv_heads, wide)
-    return shapes.attention_tile(num_rows, policy.heads, policy.kv_heads, policy.multiprocessors, wide)
+        return shapes.few_rows_tile(policy.heads, policy.kv_heads, in_float32)
+    return shapes.attention_tile(num_rows, policy.heads, policy.kv_heads, policy.multiprocessors, in_float32)
 
 
-def one_row_tile(policy: Policy, wide: bool) -> shapes.AttentionTile:
+def one_row_tile(policy: Policy, in_float32: bool) -> shapes.AttentionTile:
     """The tile for rows that have their sequence to themselves: decodes, and the last layer's logit rows."""
     if policy.invariant:
-        return shapes.few_rows_tile(policy.heads, policy.kv_heads, wide)
-    return shapes.one_row_tile(policy.heads, policy.kv_heads, wide)
+        return shapes.few_rows_tile(policy.heads, policy.kv_heads, in_float32)
+    return shapes.one_row_tile(policy.heads, policy.kv_heads, in_float32)
 
 
 class _HostWords:

@@ -212,14 +212,14 @@ class Ending(Operations):
     """The seam's operations, noting only what a forward pass ends in."""
 
     def __init__(self):
-        self.head: Matrix | None = None
+        self.output_head: Matrix | None = None
         """The output head; None for a pass that ends in hidden states."""
 
     def linear(self, x, matrix: Matrix) -> Matrix:
         return matrix
 
     def to_numpy(self, x: Matrix | None) -> None:
-        self.head = x
+        self.output_head = x
 
     def _nothing(self, *_) -> None:
         return None

@@ -4,6 +4,13 @@ Of each logit row a step leaves the likeliest token and its logit in `samples`, 
 next step can take its input tokens from there, before the host has seen them. Behind every step a copy of its samples
 goes to memory of the host's, marked by an event, so that the host waits for that copy and for no later step.
 
+    device   [ step n    ]copy [ step n + 1 ]copy [ step n + 2 ]copy
+    host      launch n + 1 · read n · launch n + 2 · read n + 1 · …
+    buffers                0            1            0            1
+
+All that is on the device's line is one stream, in order: step n + 1 takes its tokens from `samples` after step n wrote
+them and its copy was made.
+
 Logits stay where they are. Those of a replayed graph lie where the next replay writes; if anybody still holds them
 when the next step comes, they are set aside on the device (600 KB a row: 0.3 µs each). Two buffers of the host's take
 turns, and a result that is not read when its buffer's turn comes is read then.

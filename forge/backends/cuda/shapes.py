@@ -90,10 +90,10 @@ def matmul_tile(
     columns: int,
     kind: int,
     multiprocessors: int = MULTIPROCESSORS,
-    wide: bool = False,
+    in_float32: bool = False,
 ) -> Tile:
-    """A tile of `matmul` for that many rows of the batch. wide: activations are float32, which is for exactness."""
-    if wide:
+    """A tile of `matmul` for that many rows of the batch. in_float32: activations are float32, for exactness."""
+    if in_float32:
         return Tile(16, 32, min(64, max(32, next_power_of_2(columns))), num_warps=4, num_stages=3)
     block_m = min(64, max(16, next_power_of_2(batch_rows)))
     widest = 128 if kind == DENSE or block_m == 16 else 64  # packed weights take registers on their way
@@ -109,15 +109,15 @@ INVARIANT_TILE = Tile(16, 32, 64, num_warps=4, num_stages=4)
 
 
 def attention_tile(
-    num_rows: int, heads: int, kv_heads: int, multiprocessors: int = MULTIPROCESSORS, wide: bool = False
+    num_rows: int, heads: int, kv_heads: int, multiprocessors: int = MULTIPROCESSORS, in_float32: bool = False
 ) -> AttentionTile:
     """A tile of `paged_attention` for sequences of several rows: large if that still makes enough programs.
 
-    Half as many as there are multiprocessors will do, since splits can double them. wide: it multiplies in float32, for
-    exactness, which takes twice the memory and three times the registers.
+    Half as many as there are multiprocessors will do, since splits can double them. in_float32: it multiplies in float32,
+    for exactness, which takes twice the memory and three times the registers.
     """
-    if wide:
-        return few_rows_tile(heads, kv_heads, wide)
+    if in_float32:
+        return few_rows_tile(heads, kv_heads, in_float32)
     group = next_power_of_2(heads // kv_heads)
     for block_m, least in ((128, multiprocessors), (64, multiprocessors // 2), (32, multiprocessors // 2)):
         rows = max(1, block_m // group)
@@ -126,17 +126,17 @@ def attention_tile(
     return few_rows_tile(heads, kv_heads)
 
 
-def few_rows_tile(heads: int, kv_heads: int, wide: bool = False) -> AttentionTile:
+def few_rows_tile(heads: int, kv_heads: int, in_float32: bool = False) -> AttentionTile:
     """The smallest tile of several rows, and the only one of `--invariant`."""
     group = next_power_of_2(heads // kv_heads)
-    return AttentionTile(max(1, 16 // group), max(16, group), *_WIDE_RUN if wide else (4, 3))
+    return AttentionTile(max(1, 16 // group), max(16, group), *_FLOAT32_RUN if in_float32 else (4, 3))
 
 
-def one_row_tile(heads: int, kv_heads: int, wide: bool = False) -> AttentionTile:
-    return AttentionTile(1, max(16, next_power_of_2(heads // kv_heads)), *_WIDE_RUN if wide else (4, 3))
+def one_row_tile(heads: int, kv_heads: int, in_float32: bool = False) -> AttentionTile:
+    return AttentionTile(1, max(16, next_power_of_2(heads // kv_heads)), *_FLOAT32_RUN if in_float32 else (4, 3))
 
 
-_WIDE_RUN = 8, 2
+_FLOAT32_RUN = 8, 2
 """Warps and stages of attention in float32."""
 
 
@@ -161,6 +161,6 @@ def split_k(tile: Tile, batch_rows: int, rows: int, columns: int, multiprocessor
     return parts
 
 
-def splits_at_once(splits: int, live: int, width: int) -> int:
+def splits_at_once(splits: int, num_valid: int, width: int) -> int:
     """Results of splits that are merged together: what fits into 64 registers of 128 threads."""
-    return max(1, min(splits, 8192 // (live * width)))
+    return max(1, min(splits, 8192 // (num_valid * width)))

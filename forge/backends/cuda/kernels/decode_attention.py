@@ -50,17 +50,17 @@ def decode_attention(
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
-    LIVE: tl.constexpr,
+    NUM_VALID: tl.constexpr,
     AT_ONCE: tl.constexpr,
     NEWEST: tl.constexpr,
-    WIDE: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (row, key/value head, split).
 
-    NEWEST: the split that takes the new key. LIVE is at least HEADS / KV_HEADS, BLOCK_M at least LIVE; WIDE as in
-    `paged_attention`.
+    NEWEST: the split that takes the new key. NUM_VALID is at least HEADS / KV_HEADS, BLOCK_M at least NUM_VALID.
+    IN_FLOAT32 as in `paged_attention`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -72,14 +72,14 @@ def decode_attention(
     table = tables + row.to(tl.int64) * tl.load(table_stride)
     qkv += row.to(tl.int64) * (HEADS + 2 * KV_HEADS) * HEAD_DIM
     turn = position * HALF
-    kind: tl.constexpr = tl.float32 if WIDE else keys.dtype.element_ty
+    kind: tl.constexpr = tl.float32 if IN_FLOAT32 else keys.dtype.element_ty
     stored_as: tl.constexpr = keys.dtype.element_ty
 
     member = tl.arange(0, BLOCK_M)
-    live = member < GROUP
+    valid = member < GROUP
     head = kv_head * GROUP + member
     first, second = normed_and_turned(
-        qkv + head * HEAD_DIM, live, query_norm, cos + turn, sin + turn, eps, HEAD_DIM, BLOCK_HALF
+        qkv + head * HEAD_DIM, valid, query_norm, cos + turn, sin + turn, eps, HEAD_DIM, BLOCK_HALF
     )
     first, second = first.to(kind), second.to(kind)
     half = tl.arange(0, BLOCK_HALF)
@@ -129,10 +129,10 @@ def decode_attention(
         mixed = dot(weights.to(kind), value.to(kind), mixed, EXACT)
 
     if SPLITS == 1:
-        store_heads(out, mixed / total[:, None], kv_head, row, 1, HEADS, KV_HEADS, HEAD_DIM, 1, LIVE)
+        store_heads(out, mixed / total[:, None], kv_head, row, 1, HEADS, KV_HEADS, HEAD_DIM, 1, NUM_VALID)
     else:
         index = row * KV_HEADS + kv_head
-        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, LIVE, SPLITS)
+        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, NUM_VALID, SPLITS)
         if last:
-            result = merged_splits(partial, extremes, index, LIVE, BLOCK_D, SPLITS, AT_ONCE)
-            store_heads(out, result, kv_head, row, 1, HEADS, KV_HEADS, HEAD_DIM, 1, LIVE)
+            result = merged_splits(partial, extremes, index, NUM_VALID, BLOCK_D, SPLITS, AT_ONCE)
+            store_heads(out, result, kv_head, row, 1, HEADS, KV_HEADS, HEAD_DIM, 1, NUM_VALID)

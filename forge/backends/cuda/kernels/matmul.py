@@ -111,9 +111,9 @@ def accumulate(
     column = start + tl.arange(0, BLOCK_K)
     part = tl.load(x_line + column[None, :], mask=inside & (column < columns)[None, :], other=0.0)
     if NORM:
-        wide = part.to(tl.float32)
-        squares += tl.sum(wide * wide, axis=1)
-        part = (wide * tl.load(norm + column, mask=column < columns, other=0.0)[None, :]).to(part.dtype)
+        x32 = part.to(tl.float32)
+        squares += tl.sum(x32 * x32, axis=1)
+        part = (x32 * tl.load(norm + column, mask=column < columns, other=0.0)[None, :]).to(part.dtype)
     return dot(part, tl.trans(tile.to(part.dtype)), sums, EXACT), squares
 
 
