@@ -109,7 +109,7 @@ GpuMemoryUtilizationOption = Annotated[
     typer.Option(
         "--gpu-memory-utilization",
         help="Or from what the GPU has left: the share of its memory that may be in use.",
-        show_default="0.9",
+        show_default="what all sequences need, up to 0.9",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -17,6 +17,7 @@ import numpy as np
 
 from forge.backends.backend import OperationTime
 from forge.backends.devices import DEFAULT_DEVICE, is_gpu, is_large_gpu
+from forge.cache.block_table import blocks_for
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheFactory, CacheSize, canonical_mode, create_kv_cache
 from forge.cache.kv_storage import KV_DTYPES, KvLayout, KvStorage
 from forge.engine import tasks
@@ -110,8 +111,8 @@ class LLM:
         sequence's bits never depend on its batch (cuda; the other devices always keep that). kernels: `triton` or
         `torch` (cuda). block_size: tokens per KV block. num_blocks: the KV pool's size; or
         kv_memory: the bytes that it may take. gpu_memory_utilization: on cuda, the share of the GPU's memory that may
-        be in use in all, from which the pool's size follows where neither is given; None is 0.9. threads: CPU threads,
-        None for all that this process may use.
+        be in use in all, from which the pool's size follows where neither is given; None takes what `max_num_seqs`
+        sequences of `max_model_len` need, up to 0.9. threads: CPU threads, None for all that this process may use.
         max_model_len: prompt and output tokens of one sequence at most, which bounds what is reserved; None takes the
         model's context, up to 4,096. max_num_seqs: sequences that may run at once. max_num_batched_tokens: tokens that
         one step may compute; None is 8,192 on a large GPU and 512 elsewhere. chunked_prefill: whether prompts may come
@@ -418,11 +419,16 @@ class LLM:
     def _kv_memory_on_gpu(
         self, model: Model, layout: KvLayout, config: SchedulerConfig, utilization: float | None
     ) -> int:
-        """Bytes for the pool: what the GPU has left beside the arrays of one step and the scratch blocks."""
+        """Bytes for the pool: what the GPU has left beside the arrays of one step and the scratch blocks. Unless a share
+        was asked for, no more than all sequences at full length take, so that other models have room too."""
         from forge.backends.cuda import sizes
 
         scratch = self._num_scratch_blocks(config, layout.block_size) * layout.block_size * layout.bytes_per_token
-        return sizes.kv_memory(utilization, scratch + model.temporary_bytes(config.token_budget, config.max_num_seqs))
+        left = sizes.kv_memory(utilization, scratch + model.temporary_bytes(config.token_budget, config.max_num_seqs))
+        if utilization is not None:
+            return left
+        block_bytes = layout.block_size * layout.bytes_per_token
+        return min(left, config.max_num_seqs * blocks_for(self.max_model_len, layout.block_size) * block_bytes)
 
     def _num_scratch_blocks(self, config: SchedulerConfig, block_size: int) -> int:
         """What one step's requests that keep nothing take, each with a last block that is filled in part."""

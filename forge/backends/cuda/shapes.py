@@ -113,8 +113,8 @@ def attention_tile(
 ) -> AttentionTile:
     """A tile of `paged_attention` for sequences of several rows: large if that still makes enough programs.
 
-    Half as many as there are multiprocessors will do, since splits can double them. in_float32: it multiplies in float32,
-    for exactness, which takes twice the memory and three times the registers.
+    Half as many as there are multiprocessors will do, since splits can double them. in_float32: it multiplies in
+    float32, for exactness, which takes twice the memory and three times the registers.
     """
     if in_float32:
         return few_rows_tile(heads, kv_heads, in_float32)

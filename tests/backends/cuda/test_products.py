@@ -57,7 +57,7 @@ def test_a_norm_and_its_product(kind, batch_rows, dtype, device):
 
 
 @pytest.mark.parametrize("invariant", [False, True], ids=["own tile", "one tiling"])
-@pytest.mark.parametrize("batch_rows", [1, 16, 18])
+@pytest.mark.parametrize("batch_rows", [1, 3, 16, 17, 257])
 def test_a_product_added_to_the_stream(batch_rows, invariant, device):
     rng = np.random.default_rng()
     matrix = random_matrix("F32", 50, 70, "float32", device, rng)
