@@ -63,7 +63,7 @@ STAGES = _stages(
     ("bundled", 60, "the bundled model against the CPU"),
     ("steps", 120, "0.6B: steps by host and device clock, the top kernels, requests"),
     ("large", 120, "4B: 512 in, 1 out at 1, 16, 96 and 128 at a time"),
-    ("switches", 90, "what each switch is worth"),
+    ("switches", 150, "what each switch is worth"),
     ("quantized", 60, "Q8_0: decodes of 0.6B and 4B"),
     ("tests", 240, "the tests of forge/backends/cuda on this GPU"),
     ("tiles", 180, "faster tiles than the chosen ones"),

@@ -80,7 +80,8 @@ def machine(report: Report) -> None:
     from forge.bench.cuda_limits_worker import measure
 
     report("limits", dict(measure(4 << 30, 1.0)))
-    report("clocks under load", _nvidia_smi())
+    with report.part("clocks under load"):
+        report("clocks under load", _nvidia_smi())
 
 
 def _nvidia_smi() -> dict[str, str]:
@@ -272,7 +273,7 @@ def switches(report: Report) -> None:
         "no dependent launches": None,
     }
     with _device(report) as device:
-        llm_of = partial(_drawn, report, device, "qwen3-0.6b", 160, 2176)
+        llm_of = partial(_drawn, report, device, "qwen3-0.6b", 1, 2176)
         for name, tuning in tunings.items():
             with report.part(name):
                 options = {"launcher": TritonLauncher(False)} if tuning is None else {"tuning": tuning}
@@ -507,10 +508,11 @@ class _Bench:
                 graph.replay()
             torch.cuda.synchronize()
         table = found.key_averages()
-        print(table.table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=60), flush=True)
         rows = [each for each in table if each.self_device_time_total > 0]
         total = sum(each.self_device_time_total for each in rows)
         rows.sort(key=lambda each: -each.self_device_time_total)
+        for each in rows:  # all of them, in the log
+            print(f"{each.self_device_time_total / count:9.2f} us a step  {each.count / count:6.1f} x  {each.key}")
         return [
             {
                 "kernel": each.key[:80],

@@ -419,8 +419,8 @@ class LLM:
     def _kv_memory_on_gpu(
         self, model: Model, layout: KvLayout, config: SchedulerConfig, utilization: float | None
     ) -> int:
-        """Bytes for the pool: what the GPU has left beside the arrays of one step and the scratch blocks. Unless a share
-        was asked for, no more than all sequences at full length take, so that other models have room too."""
+        """Bytes for the pool: what the GPU has left beside the arrays of one step and the scratch blocks; unless a
+        share was asked for, at most what all sequences at full length take, so that other models have room too."""
         from forge.backends.cuda import sizes
 
         scratch = self._num_scratch_blocks(config, layout.block_size) * layout.block_size * layout.bytes_per_token
