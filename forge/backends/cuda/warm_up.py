@@ -41,7 +41,7 @@ class LaunchDescription(NamedTuple):
 
 def describe(kernel, arguments: Sequence[Any], options: dict[str, Any]) -> LaunchDescription:
     """The description of a launch with these arguments."""
-    name = f"{kernel.__module__.removeprefix(_KERNELS)}.{kernel.__name__}"
+    name = f"{kernel.fn.__module__.removeprefix(_KERNELS)}.{kernel.fn.__name__}"
     return LaunchDescription(name, tuple(map(_described, arguments)), tuple(sorted(options.items())))
 
 
