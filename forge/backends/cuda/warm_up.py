@@ -84,8 +84,11 @@ def compile_missing(launches: Iterable[LaunchDescription], on_progress: Progress
         return []
     failed = compile_all(wanted, on_progress)
     if not failed:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        try:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError:  # a cache that cannot be written: then the next process compiles again
+            pass
     return failed
 
 
