@@ -22,6 +22,7 @@ from weakref import ref
 import numpy as np
 import torch
 
+from forge.backends.cuda.sampling import SamplingRows, sample_into
 from forge.trace.records import Execution
 
 LEAST_ROWS = 1024
@@ -32,9 +33,10 @@ MOST_PINNED_BYTES = 64 << 20
 class StepLogits:
     """One step's logits: `forge.backends.logits.DeviceLogits`."""
 
-    def __init__(self, rows: torch.Tensor, turn: "_Turn", execution: Execution, passing: bool):
-        """rows: float32 `[R, vocab]` on the device, which the next step overwrites if `passing`."""
-        self._rows, self._turn, self._passing = rows, turn, passing
+    def __init__(self, rows: torch.Tensor, samples: torch.Tensor, turn: "_Turn", execution: Execution, passing: bool):
+        """rows: float32 `[R, vocab]` on the device, which the next step overwrites if `passing`. samples: where the
+        next step takes its tokens from."""
+        self._rows, self._samples, self._turn, self._passing = rows, samples, turn, passing
         self._greatest: tuple[list[int], list[float]] | None = None
         self.shape = tuple(rows.shape)
         self.execution = execution
@@ -59,6 +61,14 @@ class StepLogits:
         if self._greatest is None:
             self._greatest = self._turn.read(len(self))
         return self._greatest
+
+    @torch.inference_mode()
+    def sample(self, wanted: SamplingRows) -> None:
+        """Before the next step is launched: choose each row's token as its request asks. The next step may take it as
+        its input, and `greatest` gives it, with its logit, in place of the likeliest."""
+        assert self._greatest is None, "its tokens were read already"
+        sample_into(self._rows, wanted, self._samples)
+        self._turn.fetch(self._samples[: len(self)])
 
     def let_go(self) -> None:
         self._rows, self._passing = self._rows[:0], False
@@ -114,7 +124,7 @@ class Results:
         self._count += 1
         turn.clear()
         turn.fetch(self.samples[:wanted])
-        found = StepLogits(logits[:wanted], turn, execution, execution.mode == "graph")
+        found = StepLogits(logits[:wanted], self.samples, turn, execution, execution.mode == "graph")
         turn.holder = self._last = ref(found)
         return found
 
