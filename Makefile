@@ -14,7 +14,7 @@ help:
 	@echo "make demo      install into $(VENV) and generate 32 tokens"
 	@echo "make test      install what the tests need and run them all"
 	@echo "make fuzz      run the tests with many more random examples"
-	@echo "make lint      check style with ruff"
+	@echo "make lint      check style with ruff and types with mypy"
 	@echo "make models    train the bundled models again"
 	@echo "make pictures  draw the pictures of the README again"
 	@echo "make clean     remove $(VENV) and caches"
@@ -31,6 +31,7 @@ fuzz: $(INSTALLED_DEV)
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 models: $(INSTALLED_DEV)
 	$(BIN)/python -m models.build
@@ -54,4 +55,4 @@ $(INSTALLED_DEV): pyproject.toml | $(VENV)/.created
 	@touch $(INSTALLED) $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

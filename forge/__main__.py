@@ -1,6 +1,24 @@
-"""`python -m forge`."""
+"""The `forge` command, and `python -m forge`: load the command line, then run it.
 
-from forge.cli.main import run
+While it loads, Ctrl-C ends the process as it ends a C program: nothing has to be tidied up yet, and a KeyboardInterrupt
+inside an import is a traceback.
+"""
+
+import signal
+from typing import NoReturn
+
+
+def run() -> NoReturn:
+    """The entry point: run the process's own arguments and exit."""
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if interruptible:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from forge.cli.main import run as run_command_line
+
+    if interruptible:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    run_command_line()
+
 
 if __name__ == "__main__":
     run()

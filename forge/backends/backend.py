@@ -23,6 +23,10 @@ from forge.model.forward_batch import ForwardBatch
 
 Array = Any
 """An array of the backend's own kind."""
+Batch = Any
+"""A `ForwardBatch`, or what the backend made of it for its operations."""
+Storage = Any
+"""A `KvStorage` that the same backend made."""
 
 
 class Tensor(Protocol):
@@ -60,7 +64,7 @@ class Operations(ABC):
         """Called before the operations of layer `index`; -1 for those before the first layer and after the last."""
 
     @abstractmethod
-    def embed(self, table: Array, batch: ForwardBatch) -> Array:
+    def embed(self, table: Array, batch: Batch) -> Array:
         """The rows of the embedding table that the batch's tokens name: `[T, hidden]`."""
 
     @abstractmethod
@@ -76,18 +80,18 @@ class Operations(ABC):
         """RMSNorm of each head by itself: `[T, heads * head_dim]` with a weight `[head_dim]`."""
 
     @abstractmethod
-    def rope(self, x: Array, batch: ForwardBatch, head_dim: int, theta: float) -> Array:
+    def rope(self, x: Array, batch: Batch, head_dim: int, theta: float) -> Array:
         """Rotary position embedding, element i of a head paired with i + head_dim / 2 (Su et al. 2021).
 
         The pair turns by `position * theta ** (-2 i / head_dim)`. `[T, heads * head_dim]` → the same shape.
         """
 
     @abstractmethod
-    def write_kv(self, storage: KvStorage, layer: int, batch: ForwardBatch, keys: Array, values: Array) -> None:
+    def write_kv(self, storage: Storage, layer: int, batch: Batch, keys: Array, values: Array) -> None:
         """Store each row's key and value `[T, kv_heads * head_dim]` in its slot, rounded to the storage's dtype."""
 
     @abstractmethod
-    def attention(self, q: Array, storage: KvStorage, layer: int, batch: ForwardBatch) -> Array:
+    def attention(self, q: Array, storage: Storage, layer: int, batch: Batch) -> Array:
         """Grouped-query causal attention over the stored keys: `[T, heads * head_dim]` → the same shape.
 
         A row at position p attends to positions 0 to p of its own sequence, read through its block table. Query head
@@ -103,15 +107,15 @@ class Operations(ABC):
         """The residual connection: x + y."""
 
     @abstractmethod
-    def logit_rows(self, x: Array, batch: ForwardBatch) -> Array:
+    def logit_rows(self, x: Array, batch: Batch) -> Array:
         """The rows that need logits: `[T, hidden]` → `[R, hidden]`."""
 
     @abstractmethod
-    def to_numpy(self, x: Array) -> np.ndarray:
-        """The result on the host, float32."""
+    def to_numpy(self, x: Array) -> Array:
+        """The result, float32; of operations that compute at once, on the host."""
 
 
-ForwardPass = Callable[[Operations, ForwardBatch, KvStorage], Array]
+ForwardPass = Callable[[Operations, Batch, Storage], Array]
 """Calls operations in order and returns what `to_numpy` gave."""
 
 
@@ -120,12 +124,15 @@ class Backend(ABC):
 
     name: str
     """What `--device` calls it."""
-    description: str
-    """What a person is told about it: the instruction set and thread count, say."""
     default_kv_dtype: str = "float32"
     """What keys and values are rounded to when nobody says otherwise."""
     runs_ahead: bool = False
     """Whether `run` returns before it has computed, and takes input tokens from the run before (`ForwardBatch`)."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What a person is told about it: the instruction set and thread count, say."""
 
     # Loading
 
@@ -147,7 +154,7 @@ class Backend(ABC):
         """Do now what the first `run` would otherwise do before it computes, such as compiling."""
 
     @abstractmethod
-    def run(self, forward_pass: "ForwardPass", batch: ForwardBatch, storage: KvStorage) -> np.ndarray:
+    def run(self, forward_pass: "ForwardPass", batch: ForwardBatch, storage: Storage) -> Any:
         """Run one forward pass; return its logits on the host, float32 `[R, vocab_size]`, the caller's to keep.
 
         A `forward_pass` must call the same operations whatever the batch. One that ends otherwise than in logits, as

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +94,9 @@ def select_peers(names: Sequence[str] | str) -> tuple[str, ...]:
     return tuple(name for name in PEERS if name in names)
 
 
-def run(plan: Plan, on_progress: Progress = lambda text: None, machine: str = "") -> Iterator[CpuBenchmark]:
+def run(
+    plan: Plan, on_progress: Progress = lambda text: None, machine: str = ""
+) -> Generator[CpuBenchmark, None, None]:
     """Measure, yielding what is known so far after each figure; the last value is the whole.
 
     Raises `UsageError` for a model that does not exist, `ContenderError` if forge itself fails. A peer that fails is

@@ -7,7 +7,7 @@ engines publish for an H200, so that a run can be held against what others measu
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,7 +109,7 @@ def plan_for(model: str, quantization: str, only: str | None, peers: Sequence[st
     )
 
 
-def run(plan: Plan, on_progress: Progress = lambda text: None) -> Iterator[CudaBenchmark]:
+def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[CudaBenchmark, None, None]:
     """Measure, yielding what is known so far after each figure; the last value is the whole.
 
     Raises `UsageError` for a model that does not exist, `ContenderError` if forge itself fails, or sees no GPU. A peer
@@ -161,7 +161,7 @@ def model_file(plan: Plan, on_progress: Progress) -> Iterator[tuple[Path, int]]:
 
 def _measure(
     plan: Plan, name: str, path: Path, vocab_size: int, result: CudaBenchmark, on_progress: Progress
-) -> Iterator[CudaBenchmark]:
+) -> Generator[CudaBenchmark, None, None]:
     """Everything about one contender."""
     on_progress(f"{name} loads")
     longest = [case.length for case in plan.steps] + [load.prompt_tokens + load.output_tokens for load in plan.loads]

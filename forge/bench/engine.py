@@ -8,6 +8,7 @@ Every way must give the same tokens; `identical` says whether it did.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal
 
 from forge.bench.workload import Workload, WorkloadRun
@@ -69,9 +70,18 @@ def measure_all(
     return tuple(found)
 
 
-def identical(measured: Sequence[Measured]) -> bool:
-    """Whether all ways gave every request the same tokens."""
-    return len({one.tokens for one in measured}) <= 1
+def identical(measured: Sequence[Measured], requests: int | None = None) -> bool:
+    """Whether all ways gave the same tokens to every request, or to the first `requests` of each."""
+    return len({one.tokens[:requests] for one in measured}) <= 1
+
+
+def requests_in_common(one: Workload, other: Workload) -> int:
+    """How many requests, counted from the first, ask for the same tokens after the same prompt in both workloads."""
+    pairs = zip(one.requests, other.requests, strict=False)
+    same = (
+        left.prompt_token_ids == right.prompt_token_ids and left.max_tokens == right.max_tokens for left, right in pairs
+    )
+    return sum(takewhile(bool, same))
 
 
 def speed_up(one: Measured, of: Measured) -> float:

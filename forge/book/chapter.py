@@ -6,7 +6,7 @@ wrong with one is said with the line of the file on which it stands.
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from forge.book.measured import expressions_in, names_in
@@ -220,6 +220,7 @@ def _prose(lines: Sequence[str]) -> Iterator[Prose]:
 
 
 def _directive(words: Sequence[str], body: Sequence[str], line: int) -> Block:
+    kinds: dict[str, Callable[[Sequence[str], Sequence[str]], Block]]
     kinds = {"run": _run, "source": _source, "predict": _predict, "check": _check, "expect": _check}
     if not words or words[0] not in kinds:
         raise _WrongLine(line, f"unknown directive {' '.join(words)!r}; there are {', '.join(kinds)}")

@@ -52,10 +52,10 @@ class Given:
 
     def _positionals(self, given: Sequence[str], syntax: Syntax) -> list[str]:
         """Up to the last one that either side gives; one in between that neither gives cannot be left out."""
-        values = []
+        values: list[str] = []
         for index, name in enumerate(syntax.positionals):
             if name in self.values:
-                values.append(self.values[name])
+                values += each(self.values[name])
             elif index < len(given):
                 values.append(given[index])
             else:
@@ -63,10 +63,10 @@ class Given:
         return values
 
     def _options(self, syntax: Syntax, varied: set[str]) -> list[str]:
-        first = {name: spelling for spelling, name in reversed(syntax.options.items())}
+        first = {name: spelling for spelling, name in reversed(list(syntax.options.items()))}
         names = [name for name in self.values if name in first and name not in varied]
-        return [word for name in names for value in _each(self.values[name]) for word in (first[name], value)]
+        return [word for name in names for value in each(self.values[name]) for word in (first[name], value)]
 
 
-def _each(value: str | tuple[str, ...]) -> tuple[str, ...]:
+def each(value: str | tuple[str, ...]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else value

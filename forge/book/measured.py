@@ -99,7 +99,7 @@ def formatted(value: Any, form: str | None) -> str:
     """`value` as `form` says: the name of one of `FORMATS`, or a format specification of Python's."""
     if value is None:
         return figures.NOTHING
-    if form in FORMATS:
+    if form is not None and form in FORMATS:
         return FORMATS[form](value)
     try:
         return format(value, form or "")

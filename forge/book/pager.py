@@ -191,17 +191,19 @@ class Pager:
 
     def _types(self, key: str) -> bool:
         """Take `key` as part of the answer to the page's question, if it is: a digit begins one, Enter ends it."""
+        predict = self._step[-1]
+        assert isinstance(predict, Predict), "only a page that asks takes an answer"
         self._objection = ""
         if key == "enter" and self._typed:
-            self._answer(self._step[-1])
+            self._answer(predict)
         elif key == "backspace" and self._typed:
             self._typed = self._typed[:-1]
         elif key == "escape":
             self._typed = ""
         elif len(key) == 1 and (self._typed or key.isdigit() or key in "-."):
             self._typed += key
-            if self._step[-1].choices:
-                self._answer(self._step[-1])
+            if predict.choices:
+                self._answer(predict)
         elif key == "space" and self._typed:
             self._typed += " "
         else:

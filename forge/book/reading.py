@@ -98,7 +98,8 @@ class Reading:
             return f"{answer} You said {choice_name(int(guess.value))}{', too' if guess.value == right else ''}."
         answer = self.fill(predict.answer)
         try:
-            actual = float(evaluate(*expressions_in(predict.answer), self.measured))
+            (expression,) = expressions_in(predict.answer)
+            actual = float(evaluate(expression, self.measured))
         except (Unmeasured, TypeError, ValueError):
             return None
         if guess is None:

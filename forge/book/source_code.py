@@ -79,12 +79,14 @@ def _locate(dotted: str) -> tuple[Path, list[str]]:
 
 
 def _definition(tree: ast.Module, qualified: Sequence[str], dotted: str) -> _Definition:
-    node: ast.AST = tree
+    """`qualified` has at least one name (`_locate`)."""
+    body = tree.body
     for name in qualified:
-        inside = [child for child in node.body if isinstance(child, _Definition) and child.name == name]
+        inside = [child for child in body if isinstance(child, _Definition) and child.name == name]
         if not inside:
             raise SourceError(f"{dotted}: there is no function or class {name}")
         node = inside[-1]
+        body = node.body
     return node
 
 

@@ -68,7 +68,7 @@ def bench_cpu(
     """
     from forge.bench.cases import select_cases
     from forge.bench.cpu import Effort, Plan, run, select_peers
-    from forge.bench.results import benchmark_object
+    from forge.bench.results import CpuBenchmark, benchmark_object
     from forge.views.bench import BenchProgress, print_cpu_benchmark
     from forge.views.json_output import to_json
     from forge.views.terminal import open_console, open_error_console
@@ -77,7 +77,7 @@ def bench_cpu(
     if reps is not None:
         effort = replace(effort, repetitions=reps)
     plan = Plan(model, select_cases(only), select_peers(peer or "all"), threads, peer_python, effort)
-    result = None
+    result: CpuBenchmark | None = None
     with BenchProgress(open_error_console()) as progress:
         measuring = run(plan, progress, machine.cpu_model())
         try:
@@ -89,6 +89,7 @@ def bench_cpu(
             result = replace(result, interrupted=True)
         finally:
             measuring.close()
+    assert result is not None, "a benchmark has at least a beginning"
     if json:
         open_console().print(to_json(benchmark_object(result)), soft_wrap=True)
     else:
@@ -182,6 +183,7 @@ def bench_engine(
 
     [dim]forge bench engine --requests 64 --prompt-tokens 16 --max-tokens 64[/dim]
     """
+    from forge.bench.engine import How
     from forge.cli.batching import measure_ways
     from forge.errors import UsageError
 
@@ -189,7 +191,9 @@ def bench_engine(
     if min(sizes) < 1 or reps < 1:
         raise UsageError("--batch takes numbers of sequences with commas, such as 4,16, and --reps at least 1")
     loading = options.model_options(kv=kv, device=device, threads=threads, num_blocks=num_blocks)
-    ways = [("sequential", 1), *((how, size) for size in sizes for how in ("static", "continuous"))]
+    ways: list[tuple[How, int]] = [("sequential", 1)]
+    for size in sizes:
+        ways += [("static", size), ("continuous", size)]
     report = measure_ways(model, loading, (requests, prompt_tokens, max_tokens, seed), ways, reps)
     return report.as_json() if json else report
 
@@ -251,7 +255,7 @@ def bench_quality(
 
 @bench.command("host")
 def bench_host(
-    kv: Annotated[str, typer.Option("--kv", help="off, basic, paged or prefix.")] = "paged",
+    kv: options.KvOption = "paged",
     steps: Annotated[int, typer.Option("--steps", help="Steps per figure.", min=2)] = 200,
     json: options.JsonOption = False,
 ) -> Found:
@@ -431,8 +435,8 @@ def bench_serve(
             result = run(plan, progress, peer=other)
         else:
             loading = options.model_options(num_blocks=num_blocks, threads=threads)
-            with EngineTurns(engine, loading | {"kv": "prefix", "max_num_seqs": 64}, plan) as turns:
-                result = run(plan, progress, engine_turn=turns.turn)
+            with EngineTurns(engine, loading | {"kv": "prefix", "max_num_seqs": 64}, plan) as own:
+                result = run(plan, progress, engine_turn=own.turn)
         result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
     if json:
         open_console().print(to_json(serve_object(result)), soft_wrap=True)

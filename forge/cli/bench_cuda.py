@@ -36,7 +36,7 @@ def bench_cuda(
         list[str] | None,
         typer.Option("--peer", help="transformers, all or none.", show_default="all", rich_help_panel=_MEASURE),
     ] = None,
-    kv: Annotated[str, typer.Option("--kv", help="forge's KV cache for requests.", rich_help_panel=_MEASURE)] = "paged",
+    kv: options.KvOption = "paged",
     reps: Annotated[
         int | None, typer.Option("--reps", help="Turns per figure; 5 if not given.", rich_help_panel=_MEASURE)
     ] = None,
@@ -52,7 +52,7 @@ def bench_cuda(
     [dim]forge bench cuda -m qwen3-4b --only 512in1@64,512in1@128[/dim]
     """
     from forge.bench.cuda import Effort, plan_for, run
-    from forge.bench.cuda_results import cuda_benchmark_object
+    from forge.bench.cuda_results import CudaBenchmark, cuda_benchmark_object
     from forge.errors import UsageError
     from forge.views.bench import BenchProgress
     from forge.views.cuda_bench import print_cuda_benchmark
@@ -65,7 +65,7 @@ def bench_cuda(
     effort = replace(effort, repetitions=reps) if reps is not None else effort
     plan = plan_for(model, type, only, peer or ["all"], kv, effort)
     _require_gpu()
-    result = None
+    result: CudaBenchmark | None = None
     with BenchProgress(open_error_console()) as progress:
         measuring = run(plan, progress)
         try:
@@ -77,6 +77,7 @@ def bench_cuda(
             result = replace(result, interrupted=True)
         finally:
             measuring.close()
+    assert result is not None, "a benchmark has at least a beginning"
     if json:
         open_console().print(to_json(cuda_benchmark_object(result)), soft_wrap=True)
     else:

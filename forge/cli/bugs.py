@@ -36,7 +36,7 @@ def run_bug(chapter: str, name: str, device: str | None, threads: int | None, js
 
     bug = find_bug(name, chapter)
     given = options.model_options(device=device, threads=threads)
-    trial = try_bug(bug, lambda: load_model(_MODEL, **(given | bug.loading)))
+    trial = try_bug(bug, lambda: load_model(_MODEL, **{**given, **bug.loading}))
     is_caught = trial.sound.failure is None and trial.caught_by is not None
     report = Report(bug_object(trial), lambda console: print_bug(console, trial), 0 if is_caught else UNNOTICED)
     return report.as_json() if json else report

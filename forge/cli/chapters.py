@@ -8,7 +8,7 @@ are command lines with `--only run`, run in this process.
 import shlex
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -108,28 +108,30 @@ def read_chapter(ctx: typer.Context, pause: bool) -> int:
     values = {
         name: options.read_prompt(value) if name == "prompt" else _as_written(value)
         for name, value in ctx.params.items()
-        if name not in _NOT_GIVEN and ctx.get_parameter_source(name).name == "COMMANDLINE"
+        if name not in _NOT_GIVEN and options.was_given(ctx, name)
     }
     _check(values)
-    return _read(find(ctx.command.name), pause=pause, given=Given(values))
+    return _read(find(ctx.command.name or ""), pause=pause, given=Given(values))
 
 
-def _check(values: Mapping[str, str | tuple[str, ...]]) -> None:
+def _check(given: Mapping[str, str | tuple[str, ...]]) -> None:
     """Refuse what no run of a chapter could take before its first page is shown.
 
     Raises `UsageError`.
     """
     from forge.backends.devices import check_device
     from forge.bench.workload import Range
+    from forge.book.command_line import each
     from forge.cache.factory import canonical_mode
     from forge.errors import UsageError
     from forge.model.catalog import is_hash_model, resolve_model
     from forge.speculation.setup import DEFAULT_K, checked_mode
 
-    models = [values[name] for name in ("model",) if name in values]
-    for model in (*models, *values.get("draft", ())):
+    models = [model for name in ("model", "draft") for model in each(given.get(name, ()))]
+    for model in models:
         if not is_hash_model(model):
             resolve_model(model)
+    values = {name: value for name, value in given.items() if isinstance(value, str)}
     if values.get("prompt") == "":
         raise UsageError("the prompt is empty: give it at least one word")
     for name in ("prompt_tokens", "max_tokens"):
@@ -212,7 +214,8 @@ def with_given(line: str, given: "Given") -> str:
     from forge.cli.main import command_named
 
     words = _words(line)
-    command, depth = command_named(words[0]), 1
+    command: Any = command_named(words[0])
+    depth = 1
     while hasattr(command, "commands") and words[depth : depth + 1]:  # `bench oneshot`: a command in a group
         command, depth = command.commands.get(words[depth]), depth + 1
     if command is None:

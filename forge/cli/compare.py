@@ -1,9 +1,9 @@
 """`forge compare`: the same prompts on two sides that differ in one option. Same tokens? At what cost?"""
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -158,7 +158,7 @@ def compare(
     return report.as_json() if json else report
 
 
-def _keep_invariance_for_the_gpu(left: dict[str, Any], right: dict[str, Any]) -> None:
+def _keep_invariance_for_the_gpu(left: dict[str, Any], right: MutableMapping[str, Any]) -> None:
     """`--invariant` is for the side on the GPU, if the other one is not: there it is refused."""
     devices = left["device"], right["device"]
     for side in (left, right):
@@ -169,7 +169,7 @@ def _keep_invariance_for_the_gpu(left: dict[str, Any], right: dict[str, Any]) ->
 def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:
     """Requests that come all at once: a file's, judge requests, or the prompt that was given. They have a cache that
     shares prefixes, and answers of one token, where nobody said otherwise."""
-    given = {name for name in ("kv", "prompt", "max_tokens") if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+    given = {name for name in ("kv", "prompt", "max_tokens") if options.was_given(ctx, name)}
     params, texts = ctx.params, None
     max_tokens = params["max_tokens"] if given & {"prompt", "max_tokens"} else 1
     if params["prompts"] is not None or params["requests"] is not None:
@@ -190,7 +190,7 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
     """
     from forge.errors import UsageError
 
-    given = [name for name in ("prompt", "max_tokens") if ctx.get_parameter_source(name).name == "COMMANDLINE"]
+    given = [name for name in ("prompt", "max_tokens") if options.was_given(ctx, name)]
     if not given:
         return max_tokens
     if given == ["prompt"] and prompt.isdecimal():
@@ -199,21 +199,18 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
 
 
 def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
-    """The same requests on either side: prompts of random lengths, or the prompt that was given, over and over."""
-    from forge.bench.engine import identical
+    """Many requests on either side: prompts of random lengths, or the prompt that was given, over and over."""
+    from forge.bench.engine import identical, requests_in_common
     from forge.views.many import many_object, print_many
     from forge.views.report import Report
 
-    explicit = {name for name in ("kv", "prompt") if ctx.get_parameter_source(name).name == "COMMANDLINE"}
-    sides, labels, workload = [], [], None
-    for given in (ctx.params, versus.right):
-        workload, label, measured = _serve_side(given, explicit)
-        sides.append(measured)
-        labels.append(label)
+    explicit = {name for name in ("kv", "prompt") if options.was_given(ctx, name)}
+    workloads, labels, sides = zip(*(_serve_side(given, explicit) for given in (ctx.params, versus.right)), strict=True)
+    in_common = requests_in_common(*workloads)
     report = Report(
-        many_object(versus.option, versus.names, sides),
-        lambda console: print_many(console, versus.option, versus.names, labels, workload, sides),
-        0 if identical(sides) else DIFFERENT,
+        many_object(versus.option, versus.names, sides, in_common),
+        lambda console: print_many(console, versus.option, versus.names, labels, workloads, sides, in_common),
+        0 if identical(sides, in_common) else DIFFERENT,
     )
     return report.as_json() if ctx.params["json"] else report
 
@@ -258,8 +255,7 @@ def _run_side(
     warm_up(llm, prompts[0])
     arrivals = [Arrival(prompt, params, step) for step, prompt in enumerate(prompts)]
     found = drive_arrivals(llm, arrivals, lambda record: on_step(len(earlier), record), keep_logits=True)
-    first, *others = (
-        Answer(output, logits) for output, logits in zip_longest(found.outputs, found.logits, fillvalue=())
-    )
+    logits = chain(found.logits, repeat(()))  # of an interrupted run there may be fewer
+    first, *others = (Answer(*pair) for pair in zip(found.outputs, logits, strict=False))
     result = RunResult(found.label, found.records, first.output, not params.greedy, found.interrupted)
     return Side(name, result, first.logits, tuple(others))

@@ -78,7 +78,7 @@ def bugs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Those of the chapter whose command it is."""
     from forge.book.bugs import bugs_of
 
-    return _beginning(bugs_of(ctx.info_name), incomplete)
+    return _beginning(bugs_of(ctx.info_name or ""), incomplete)
 
 
 def one_of(*names: str) -> Callable[[str], list[str]]:

@@ -5,7 +5,7 @@ follows from a model's sizes and a GPU's published limits; and says which.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -14,6 +14,7 @@ from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chap
 from forge.cli.running import Found, drive, exit_status, load_model, run_label
 
 if TYPE_CHECKING:
+    from forge.backends.cuda.backend import CudaBackend
     from forge.views.cuda import Measured
     from forge.views.report import Report
     from forge.views.summary import RunResult
@@ -94,6 +95,7 @@ def _measure(
 
     from forge.bench.cuda_limits_worker import measure
     from forge.bench.cuda_plan import Limits
+    from forge.model.qwen3 import Qwen3
     from forge.views.cuda import DeviceRun, Measured, Work
 
     text = options.read_prompt(prompt)
@@ -101,7 +103,9 @@ def _measure(
     on_cpu = load_model(model, kv="basic", device="cpu", **options.model_options(threads=threads))
     results = [("cpu", "c", _warm_run(on_cpu, text, params))]
     on_gpu = load_model(model, kv="basic", device="cuda", **options.model_options(kernels=kernels))
-    backend, by_itself = on_gpu.model.backend, "cuda, torch" if kernels == "torch" else "cuda, kernel by kernel"
+    assert isinstance(on_gpu.model, Qwen3)
+    backend = cast("CudaBackend", on_gpu.model.backend)
+    by_itself = "cuda, torch" if kernels == "torch" else "cuda, kernel by kernel"
     for name, mark, captured in ((by_itself, "k", False), ("cuda, graphs", "g", True)):
         if captured and not (graphs and backend.can_capture):
             continue

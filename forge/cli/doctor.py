@@ -149,7 +149,7 @@ def _published_digests(folder: Path) -> dict[str, str]:
     """File name → SHA-256, from the lines of the models' README or checksum file that hold both."""
     import re
 
-    digests = {}
+    digests: dict[str, str] = {}
     for name in ("SHA256SUMS", "README.md"):
         path = folder / name
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():

@@ -1,6 +1,6 @@
 """`forge embed`: texts as vectors, and how near they are to each other."""
 
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -40,7 +40,7 @@ def embed(
     loading = {"device": device, "threads": threads, "max_model_len": max_model_len}
     llm = load_answering(model, **loading, oneshot_tokens=oneshot_tokens, oneshot_memory=oneshot_memory)
     with counting("embed") as on_progress:
-        vectors = llm.embed(inputs, pooling, on_progress=on_progress)
+        vectors = llm.embed(inputs, cast(Any, pooling), on_progress=on_progress)  # it checks `pooling`
     used = pooling or llm.pooling
     report = Report(
         {"model": llm.model_name, "pooling": used, **embedding_object(inputs, vectors)},

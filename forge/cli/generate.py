@@ -155,14 +155,14 @@ def _run_shown(
     pace: float,
 ) -> int:
     from forge.views.blocks import BlockGeneration
-    from forge.views.generation import generation_view
+    from forge.views.generation import GenerationView, generation_view
     from forge.views.logprobs import print_logprobs
     from forge.views.terminal import open_console
 
     console = open_console()
     shown = text if token_ids is None or echo else ""
     if llm.engine.report_blocks:
-        following = BlockGeneration(console, shown, echo, pace)
+        following: BlockGeneration | GenerationView = BlockGeneration(console, shown, echo, pace)
     else:
         following = generation_view(console, run_label(llm), shown, echo)
     with following as view:

@@ -7,11 +7,15 @@ what it needs when it runs.
 import errno
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from forge import __version__
 from forge.cli.batching import batching
@@ -29,6 +33,7 @@ from forge.cli.kv_cache import kv_cache
 from forge.cli.models import models
 from forge.cli.naive import naive
 from forge.cli.oneshot import oneshot
+from forge.cli.options import KV_KINDS
 from forge.cli.paged import paged
 from forge.cli.prefix import prefix
 from forge.cli.replay import replay, trace
@@ -41,16 +46,15 @@ from forge.cli.speculation import speculation
 from forge.cli.trace_scheduler import trace_scheduler
 from forge.cli.versus import VersusCommand
 from forge.cli.watch import watch
-from forge.errors import ForgeError
+from forge.errors import ForgeError, UsageError
 
 if TYPE_CHECKING:
-    from typer.core import TyperCommand, TyperGroup
+    from sys import UnraisableHookArgs
 
     from forge.views.report import Report
 
 CLOSED_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
-_USAGE_ERROR = 2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Why a file that output was sent to takes no more of it."""
 _COMPLETION = ("install_completion", "show_completion")
@@ -119,7 +123,8 @@ app.command("watch", rich_help_panel=_SERVE)(watch)
 
 
 def run() -> NoReturn:
-    """The entry point: run the process's own arguments and exit."""
+    """Run the process's own arguments and exit."""
+    sys.unraisablehook = _interrupt_again
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -140,7 +145,12 @@ def main(args: Sequence[str]) -> int:
         if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
             raise
         _discard_output()
-        return _complain(f"cannot write: {error.strerror}", ForgeError.exit_code)
+        return _complain(ForgeError(f"cannot write: {error.strerror}"))
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        _discard_output()  # typer's own console wrote help, and the reader had enough of it
+        return 0
 
 
 def _invoke(args: Sequence[str]) -> int:
@@ -148,38 +158,43 @@ def _invoke(args: Sequence[str]) -> int:
         found = parse_and_run(args)
         return found or 0 if isinstance(found, int | None) else _show(found)
     except ForgeError as error:
-        return _complain(str(error), error.exit_code)
+        return _complain(error)
     except MemoryError:
-        return _complain("out of memory: take a smaller model, or a smaller --max-model-len", ForgeError.exit_code)
+        return _complain(ForgeError("out of memory: take a smaller model, or a smaller --max-model-len"))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+
+
+def parse_and_run(args: Sequence[str]) -> "Report | int | None":
+    """Run a command and return what it returns: a report that is not yet shown, or an exit status.
+
+    Raises whatever the command raises, and `UsageError` for a line that typer cannot parse.
+    """
+    try:
+        return _forge()(args=list(args), prog_name="forge", standalone_mode=False)
     except Exception as error:
         if not hasattr(error, "format_message"):  # how typer's own usage errors are told from bugs
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), end="")  # nothing, where typer has printed the help itself
-            return _USAGE_ERROR
-        return _complain(_usage_message(error), _USAGE_ERROR)
+            return UsageError.exit_code
+        raise _usage_error(error) from None
 
 
-def parse_and_run(args: Sequence[str]) -> "Report | int | None":
-    """Run a command and return what it returns: a report that nobody has shown yet, or an exit status.
-
-    Raises whatever the command raises, typer's own usage errors included.
-    """
-    return _forge()(args=list(args), prog_name="forge", standalone_mode=False)
-
-
-def command_named(name: str) -> "TyperCommand | None":
-    """The command that `forge NAME` is."""
-    return _forge().commands.get(name)
+def command_named(name: str) -> TyperCommand | TyperGroup | None:
+    """The command, or the group of commands, that `forge NAME` is."""
+    found = _forge().commands.get(name)
+    assert found is None or isinstance(found, TyperCommand | TyperGroup)
+    return found
 
 
-def _forge() -> "TyperGroup":
+def _forge() -> TyperGroup:
     """All commands. The options that set up a shell's completion work and are not listed: they are used once."""
     group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
     for param in group.params:
-        param.hidden = param.name in _COMPLETION
+        if isinstance(param, TyperOption):
+            param.hidden = param.name in _COMPLETION
     return group
 
 
@@ -190,21 +205,37 @@ def _show(report: "Report") -> int:
     return report.status
 
 
-def _usage_message(error: Exception) -> str:
-    """What typer found wrong with the command line, and where to look."""
-    if re.match(r"-\d", getattr(error, "option_name", "")):
+def _usage_error(error: Any) -> UsageError:
+    """What typer found wrong with the command line, and where to look. Of `--kv` without a value, the values too."""
+    option = getattr(error, "option_name", "")
+    if option == "--kv" and type(error).__name__ == "BadOptionUsage":
+        missing = UsageError(f"--kv takes one of {', '.join(KV_KINDS)}")
+        for kind, what in KV_KINDS.items():
+            missing.add_note(f"  {kind:8}{what}")
+        return missing
+    if re.match(r"-\d", option):
         message = "a number of tokens must not be negative"
     else:
         message = " ".join(error.format_message().split()).rstrip(".")
     context = getattr(error, "ctx", None)
-    return f"{message} (see {context.command_path if context else 'forge'} --help)"
+    return UsageError(f"{message} (see {context.command_path if context else 'forge'} --help)")
 
 
-def _complain(message: str, status: int) -> int:
+def _complain(error: ForgeError) -> int:
     from forge.views.text import one_line
 
-    print(f"forge: {one_line(message)}", file=sys.stderr)
-    return status
+    print(f"forge: {one_line(str(error))}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+    return error.exit_code
+
+
+def _interrupt_again(unraisable: "UnraisableHookArgs") -> None:
+    """Python discards an exception in a callback of its own (a weak reference's, a finalizer), Ctrl-C too: once the
+    callback is over, interrupt again."""
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+        return
+    with suppress(RuntimeError):  # the interpreter ends already
+        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
 def _is_closed_pipe(error: Exception) -> bool:

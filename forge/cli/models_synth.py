@@ -1,11 +1,14 @@
 """`forge models synth`: a model file of random weights in a real model's shape."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forge.cli import options
+
+if TYPE_CHECKING:
+    from forge.model.config import Qwen3Config
 
 _SHAPE, _FILE = "Shape", "File"
 _PUBLISHED = "the shape's"
@@ -104,7 +107,7 @@ def synth(
         print_synthetic(open_console(), shown, written)
 
 
-def _config(shape: str | None, given: dict[str, int | bool]):
+def _config(shape: str | None, given: dict[str, Any]) -> "Qwen3Config":
     """The named shape with what was given in place of its own; without a name, what was given."""
     from forge.errors import UsageError
     from forge.model.synth import SHAPES, synthetic_config

@@ -42,12 +42,22 @@ ModelOption = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-_KV_HELP = (
-    "KV cache: off; basic (or on), a contiguous run per sequence; paged, blocks from one pool; prefix, paged and "
-    "shared between prompts that begin alike."
-)
+KV_KINDS = {
+    "off": "every forward computes the whole sequence again",
+    "basic": "a contiguous run per sequence (also: on)",
+    "paged": "blocks from one pool",
+    "prefix": "paged, and prompts that begin alike share blocks",
+}
+_KV_HELP = f"KV cache: {'; '.join(f'{kind}, {what}' for kind, what in KV_KINDS.items())}."
+
+
+def _stripped(value: str | None) -> str | None:
+    return value if value is None else value.strip()
+
+
 KvOption = Annotated[
-    str, typer.Option("--kv", help=_KV_HELP, autocompletion=completion.kv_modes, rich_help_panel=_MODEL)
+    str,
+    typer.Option("--kv", help=_KV_HELP, autocompletion=completion.kv_modes, callback=_stripped, rich_help_panel=_MODEL),
 ]
 KvWish = Annotated[
     str | None,
@@ -56,6 +66,7 @@ KvWish = Annotated[
         help=_KV_HELP,
         show_default="off, or paged with --speculate",
         autocompletion=completion.kv_modes,
+        callback=_stripped,
         rich_help_panel=_MODEL,
     ),
 ]
@@ -327,9 +338,17 @@ SvgOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)]
 
 
+def was_given(ctx: typer.Context, name: str) -> bool:
+    """Whether the parameter was given on the command line."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def kv_or_default(kv: str | None, *speculate: str | None) -> str:
-    """The cache that was asked for. Without a wish there is none, but guesses are for an engine that has one."""
-    return kv or ("paged" if any(mode not in (None, "off") for mode in speculate) else "off")
+    """The requested cache, by default none; speculation needs one, so there the default is paged."""
+    if kv is not None:
+        return kv
+    return "paged" if any(mode not in (None, "off") for mode in speculate) else "off"
 
 
 def model_options(**given: Any) -> dict[str, Any]:

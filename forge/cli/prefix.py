@@ -8,7 +8,7 @@ from forge.cli import options
 from forge.cli.arrivals import Arrival, drive_arrivals, watch_arrivals, whole
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, load_model
+from forge.cli.running import Found, forget_prefixes, load_model
 
 if TYPE_CHECKING:
     from forge.engine.llm import LLM
@@ -137,10 +137,10 @@ def _fork_story(
         max_tokens=max(1, max_tokens - place), temperature=0.9, seed=1, n=branches, ignore_eos=True
     )
     arrivals = [Arrival(prompt, greedy, 0), Arrival(beginning, drawn, min(place + LEAD, max_tokens - 1))]
-    llm.engine.cache.reset()
+    forget_prefixes(llm)
     screen = BlockScreen(FORK_QUESTION)
     result = watch_arrivals(llm, arrivals, screen, pace, quiet)
-    llm.engine.cache.reset()
+    forget_prefixes(llm)
     return Fork(screen, result, place, llm.tokenizer.decode(beginning))
 
 
@@ -166,7 +166,6 @@ def _share_rubric(llm: "LLM", texts: list[str], pace: float, quiet: bool) -> "Ru
     watched = watch_arrivals(llm, arrivals, screen, pace, quiet)
     timed = []
     for _ in range(3):
-        if llm.kv == "prefix":
-            llm.engine.cache.reset()
+        forget_prefixes(llm)
         timed.append(whole(drive_arrivals(llm, arrivals)))
     return RubricRun(screen, watched, min(timed, key=lambda result: result.seconds))

@@ -1,6 +1,6 @@
 """`forge rerank`: the documents of a file in the order of their relevance to a query."""
 
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -52,7 +52,7 @@ def rerank(
     loading = {"device": device, "threads": threads, "max_model_len": max_model_len}
     llm = load_answering(model, **loading, oneshot_tokens=oneshot_tokens, oneshot_memory=oneshot_memory)
     with counting("rerank") as on_progress:
-        scores = llm.rerank(query, documents, instruction, by=by, on_progress=on_progress)
+        scores = llm.rerank(query, documents, instruction, by=cast(Any, by), on_progress=on_progress)  # it checks `by`
     report = Report(
         {"model": llm.model_name, "query": query, "by": by, "ranking": ranking_object(documents, scores, by)},
         lambda console: print_ranking(console, query, documents, scores, by),

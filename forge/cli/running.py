@@ -58,7 +58,14 @@ def warm_up(llm: "LLM", prompt: str) -> None:
 
     max_tokens = 24 if llm.engine.speculation.proposers else 2
     llm.generate([prompt], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
-    if llm.kv == "prefix":
+    forget_prefixes(llm)
+
+
+def forget_prefixes(llm: "LLM") -> None:
+    """Empty the index of a prefix cache; another cache has none."""
+    from forge.cache.prefix import PrefixKvCache
+
+    if isinstance(llm.engine.cache, PrefixKvCache):
         llm.engine.cache.reset()
 
 

@@ -79,7 +79,7 @@ def _measure(crowd: "Crowd", spelled: "Sequence[str]", model: str, kv: str, quie
         console = open_console()
         shows = can_redraw(console) and not quiet
         with Traffic(console, RunLabel(model, kv, "", "")) if shows else nullcontext() as traffic:
-            result = _let_them_come(server, crowd, traffic.step if shows else lambda record: None)
+            result = _let_them_come(server, crowd, traffic.step if traffic else lambda record: None)
     facts = clients_object(result, model, kv)
     return Report(facts, lambda console: print_clients(console, result, facts), 0 if facts["identical"] else 1)
 

@@ -7,12 +7,12 @@ with the same parser. So every option of the command can vary, each value is che
 to the command later needs nothing here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from typer import Context
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from forge.errors import UsageError
 
@@ -40,17 +40,18 @@ class Versus:
 
     option: str
     names: tuple[str, str]
-    right: Mapping[str, Any]
+    right: MutableMapping[str, Any]
     """The right side's parsed parameters, by name."""
 
 
 class VersusCommand(TyperCommand):
     """A command of which one option takes two values. Its function asks `versus_of` for the other side."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing or _asks_for_help(args):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        value_options = self._value_options()
+        if ctx.resilient_parsing or _asks_for_help(args) or _lacks_value(args, value_options):
             return super().parse_args(ctx, args)
-        split = split_versus(args, self._value_options())
+        split = split_versus(args, value_options)
         other = self.context_class(self, info_name=ctx.info_name, parent=ctx.parent)
         with other.scope(cleanup=False):
             super().parse_args(other, list(split.right))
@@ -59,7 +60,7 @@ class VersusCommand(TyperCommand):
 
     def _value_options(self) -> dict[str, str]:
         """Every spelling of every option that takes one value → that option's first spelling."""
-        options = [param for param in self.params if param.param_type_name == "option" and not param.is_flag]
+        options = [param for param in self.params if isinstance(param, TyperOption) and not param.is_flag]
         return {spelling: option.opts[0] for option in options for spelling in option.opts}
 
 
@@ -107,11 +108,11 @@ def _varied_at(args: Sequence[str], word: int, value_options: Mapping[str, str])
         raise UsageError(f"{WORD!r} stands between the two values of one option, {_EXAMPLE}")
     if word + 1 >= len(args) or _option_of(args[word + 1], value_options):
         raise UsageError(f"{option} has no value after {WORD!r}: write {option} {value} {WORD} B, {_EXAMPLE}")
-    other, before, after = args[word + 1], args[:start], args[word + 2 :]
-    if any(_option_of(arg, value_options) == value_options[option] for arg in (*before, *after)):
+    other, left_of, right_of = args[word + 1], args[:start], args[word + 2 :]
+    if any(_option_of(arg, value_options) == value_options[option] for arg in (*left_of, *right_of)):
         raise UsageError(f"{option} is given more than once: {_TWO_SIDES}")
-    lines = [(*before, option, side, *after) for side in (value, other)]
-    return SplitLine(value_options[option], (value, other), *lines)
+    left, right = ((*left_of, option, side, *right_of) for side in (value, other))
+    return SplitLine(value_options[option], (value, other), left, right)
 
 
 def _option_of(arg: str, value_options: Mapping[str, str]) -> str | None:
@@ -122,6 +123,11 @@ def _option_of(arg: str, value_options: Mapping[str, str]) -> str | None:
 def _too_many(options: Sequence[str]) -> str:
     listed = " and ".join([", ".join(options[:-1]), options[-1]])
     return f"{listed} vary, and nobody could say which of them made the difference: give one alone as A {WORD} B"
+
+
+def _lacks_value(args: Sequence[str], value_options: Mapping[str, str]) -> bool:
+    """Whether the last word is an option that takes a value: the parser says so."""
+    return "--" not in args and bool(args) and args[-1] in value_options
 
 
 def _asks_for_help(args: Sequence[str]) -> bool:

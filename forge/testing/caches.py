@@ -11,7 +11,7 @@ that was shared wrongly, written while shared, or copied too late is seen by rea
 through its table. Tokens come from a vocabulary of two, so that prompts begin alike again and again.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -146,15 +146,16 @@ class Oracle:
             assert self.read(table, len(content.tokens)) == self.tags_of(content), f"contents of {seq_id}"
         entries = [block for table in tables for block in table.blocks]
         held = {(block, slot) for table in tables for block, slot in self.places(table.blocks, table.computed)}
-        for table in tables if self.cache.remembers else ():
-            content = kept[table.owner] if table.is_snapshot else self.sequences[table.owner]
-            assert self.read(table.blocks, table.computed) == self.tags_of(content), f"contents of {table}"
+        for held_table in tables if self.cache.remembers else ():
+            owners = kept if held_table.is_snapshot else self.sequences
+            expected = self.tags_of(owners[held_table.owner])
+            assert self.read(held_table.blocks, held_table.computed) == expected, f"contents of {held_table}"
         assert stats.tokens_held == stats.slots_filled == len(held), "tokens held"
         assert stats.used_blocks == len(set(entries)), "used blocks"
         assert stats.blocks_saved == len(entries) - len(set(entries)), "blocks saved"
         assert {name: getattr(stats, name) for name in self.counts} == self.counts, "what was counted"
 
-    def places(self, blocks: Iterable[int], length: int) -> Iterable[tuple[int, int]]:
+    def places(self, blocks: Sequence[int], length: int) -> Iterable[tuple[int, int]]:
         """(block, slot) of each of the first `length` positions."""
         return ((blocks[position // self.block_size], position % self.block_size) for position in range(length))
 
@@ -166,10 +167,11 @@ class Oracle:
         return self.tags_after(content.salt, content.tokens)
 
     def tags_after(self, salt: str, tokens: list[int]) -> list[int]:
-        path, found = salt, []
+        path: str | int = salt
+        found = []
         for token in tokens:
-            path = self.tags.setdefault((path, token), len(self.tags) + 1)
-            found.append(path)
+            path = tag = self.tags.setdefault((path, token), len(self.tags) + 1)
+            found.append(tag)
         return found
 
     def copy(self, copies: tuple[BlockCopy, ...]) -> None:

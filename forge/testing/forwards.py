@@ -75,4 +75,5 @@ def random_batches(
     while any(pending):
         ready = [index for index, cuts in enumerate(pending) if cuts]
         chosen = rng.permutation([index for index in ready if rng.random() < 0.7] or ready[:1]).tolist()
-        yield [(index, Part(sequences[index], *pending[index].pop(0), blocks[index])) for index in chosen]
+        spans = [(index, *pending[index].pop(0)) for index in chosen]
+        yield [(index, Part(sequences[index], start, end, blocks[index])) for index, start, end in spans]

@@ -90,7 +90,7 @@ def ways_table(measured: Sequence[Measured], width: int) -> Table:
     most = max(one.tokens_per_second for one in measured)
     for one in measured:
         totals = one.totals
-        row = [
+        row: list[Text | str] = [
             Text(f"{one.batch} {one.how}" if one.how != "sequential" else "sequential"),
             rate(one.tokens_per_second),
             times(speed_up(one, measured[0])),
@@ -129,12 +129,16 @@ def batching_sentences(measured: Sequence[Measured]) -> list[str]:
     return said
 
 
-def identity_text(measured: Sequence[Measured]) -> Text:
-    tokens = sum(len(output) for output in measured[0].tokens)
-    if identical(measured):
-        same = f": {plural(len(measured[0].tokens), 'request')}, {count(tokens)} tokens each way"
-        return Text.assemble(("✓ identical", GOOD), same)
-    return Text("✗ the tokens differ between the ways", TROUBLE)
+def identity_text(measured: Sequence[Measured], requests: int | None = None) -> Text:
+    """Whether every way gave the same tokens, to all requests or to the first `requests`, which all ways had."""
+    if requests == 0:
+        return Text("tokens not compared: the two sides have no request in common", QUIET)
+    if not identical(measured, requests):
+        return Text("✗ the tokens differ between the ways", TROUBLE)
+    outputs = measured[0].tokens[:requests]
+    common = " that both sides have" if any(len(one.tokens) > len(outputs) for one in measured) else ""
+    same = f": {plural(len(outputs), 'request')}{common}, {count(sum(map(len, outputs)))} tokens each way"
+    return Text.assemble(("✓ identical", GOOD), same)
 
 
 def _phrase(one: Measured) -> str:

@@ -51,14 +51,14 @@ class BenchProgress:
 def print_cpu_benchmark(console: Console, result: CpuBenchmark) -> None:
     """Who ran on what; speed; how near the machine's limits each figure is; loading and memory; what was left out."""
     console.print(Text(_question(result), TITLE))
-    for line in _headings(result):
-        console.print(Text(line, QUIET))
+    for heading in _headings(result):
+        console.print(Text(heading, QUIET))
     if result.figures:
         for table in _speed_tables(console, result):
             console.print()
             print_table(console, table)
-        for line in _speed_sentences(result):
-            console.print(line)
+        for sentence in _speed_sentences(result):
+            console.print(sentence)
         _print_roofline(console, result)
     if result.standings:
         console.print()
@@ -206,7 +206,7 @@ def _print_roofline(console: Console, result: CpuBenchmark) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for figure in result.figures:
         line, one = figure.roofline(FORGE, limits), figure.of(FORGE)
-        if line is None:
+        if line is None or one is None:
             continue
         table.add_row(
             figure.case.title,
@@ -310,8 +310,8 @@ def _short_name(model: str) -> str:
 def _quality_tables(result: QualityBenchmark) -> list[Table]:
     """One per model."""
     tables = []
-    for model, qualities in groupby(result.qualities, key=lambda quality: quality.variant.model):
-        qualities = list(qualities)
+    for model, group in groupby(result.qualities, key=lambda quality: quality.variant.model):
+        qualities = list(group)
         references = [one.reference for one in qualities[0].against]
         table = _new_table()
         table.add_column(_short_name(model), overflow="fold")

@@ -13,7 +13,8 @@ from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
 from forge.views.terminal import print_table
 
 QUESTION = "How many tokens should be guessed at a time?"
-_COLUMNS = ("", "K", "α", "tokens per cycle", "speed-up", "least–most", "formula", "with verification", "tok/s")
+_COLUMNS = ("", "K", "α", "tokens\nper\ncycle", "speed-up", "least–most", "formula", "with\nverify", "tok/s")
+"""Narrow enough for 80 columns."""
 
 
 def print_speculation_benchmark(console: Console, figures: Sequence[SpeculationFigure], label: str) -> None:
@@ -29,7 +30,7 @@ def print_speculation_benchmark(console: Console, figures: Sequence[SpeculationF
     console.print()
     console.print(
         Text(
-            "formula: (αK + 1) / (1 + K · t_draft / t_target). With verification: the same with the measured time of "
+            "formula: (αK + 1) / (1 + K · t_draft / t_target). With verify: the same with the measured time of "
             "the forward over K + 1 rows in place of the 1.",
             QUIET,
         )
@@ -51,7 +52,7 @@ def _table(figures: Sequence[SpeculationFigure]) -> Table:
         max((f for f in figures if f.case.proposer == name), key=lambda f: f.speed_up).case for name in _names(figures)
     }
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", overflow="fold")
     for figure in figures:
         row = (
             figure.case.proposer,

@@ -191,7 +191,8 @@ def _fitted(texts: Sequence[str], width: int) -> Text:
     """As many as fit: the last ones, where sequences grow, and the first."""
     if len(" ".join(texts)) <= width:
         return Text(" ".join(texts))
-    front, back = list(texts[:1]), []
+    front: list[str] = list(texts[:1])
+    back: list[str] = []
     for text in reversed(texts[1:]):
         if len(" ".join([*front, "…", text, *back])) > width:
             break

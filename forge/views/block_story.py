@@ -66,7 +66,8 @@ class BlockStory:
             yield f"{_blocks([event.block for event in evicted])} evicted: {plural(tokens, 'cached token')} forgotten"
         admitted = {admission.seq_id for admission in record.admitted}
         copied = {event.destination for event in record.events if isinstance(event, BlockSplit)}
-        grown, forks = [], []
+        grown: list[tuple[int, list[int]]] = []
+        forks: list[TableRecord] = []
         for owner, table in _tables(record.blocks).items():
             before = self._before.get(owner)
             if before is None:
@@ -74,12 +75,13 @@ class BlockStory:
                     forks.append(table)
             elif owner not in admitted and (new := set(table.blocks) - set(before.blocks) - copied):
                 grown.append((owner, [block for block in table.blocks if block in new]))
-        yield from self._forks(forks, record.blocks)
+        if record.blocks is not None:
+            yield from self._forks(forks, record.blocks)
         if len(grown) > MANY:
             yield f"{len(grown)} sequences took {plural(sum(len(new) for _, new in grown), 'block')}"
         else:
-            for owner, new in grown:
-                yield f"{self._label(owner)} took {_blocks(new)}"
+            for owner, taken in grown:
+                yield f"{self._label(owner)} took {_blocks(taken)}"
 
     def _forks(self, tables: Sequence[TableRecord], block_map: BlockMap) -> Iterator[str]:
         shared = [sum(block_map.reference_counts[block] > 1 for block in table.blocks) for table in tables]
@@ -105,6 +107,8 @@ class BlockStory:
             yield f"{self._label(finish.seq_id)} ended ({finish.reason}){blocks}"
 
     def _writes(self, record: StepRecord) -> Iterator[str]:
+        if record.blocks is None:
+            return
         tables = _tables(record.blocks)
         items = [item for item in record.items if item.num_tokens and item.seq_id in tables]
         decodes = [item for item in items if item.num_tokens == 1]

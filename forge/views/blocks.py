@@ -89,6 +89,7 @@ class BlockScreen:
     def frame(self, width: int, height: int) -> list[Text]:
         """The last step, in no more than `height` lines."""
         record = self.record
+        assert record is not None and record.blocks is not None, "a step with its blocks was fed before"
         facts = flowing(cache_facts(record.cache), width)
         texts, sentences = (2, 4) if height >= _TALL else (1, 3)
         room = height - len(facts) - 6 - texts - sentences
@@ -103,6 +104,7 @@ class BlockScreen:
         if self.fullest is None:
             return [Text("no step ran")]
         step, record = moment or self.fullest
+        assert record.blocks is not None
         return [
             _title(self.question, step, record, width),
             Text(""),
@@ -234,6 +236,7 @@ class BlockGeneration:
 def blocks_object(record: StepRecord, sentences: Sequence[Sentence], names: SequenceNames) -> dict[str, Any]:
     """A step's blocks for `--json`. Sequences are numbered as on the screen."""
     block_map, cache = record.blocks, record.cache
+    assert block_map is not None
     return {
         "used_blocks": cache.used_blocks,
         "cached_blocks": cache.cached_blocks,
@@ -258,6 +261,7 @@ def blocks_object(record: StepRecord, sentences: Sequence[Sentence], names: Sequ
 
 def step_line(screen: BlockScreen) -> str:
     """`step  41  used 10  cached 0  free 54  fragmentation 6.2 %  seq 0 took block 13; seq 0 wrote token 57 …`."""
+    assert screen.record is not None, "a step was fed before"
     cache = screen.record.cache
     cached = f"  cached {cache.cached_blocks:>3}" if cache.kind == "prefix" else ""
     figures = f"used {cache.used_blocks:>3}{cached}  free {cache.free_blocks:>3}"

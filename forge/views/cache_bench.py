@@ -90,7 +90,7 @@ def _new_table(first: str, *others: str) -> Table:
 
 
 def _milliseconds(seconds: Middle) -> str:
-    return middle(Middle(*(value * 1e3 for value in (seconds.median, seconds.low, seconds.high)), seconds.count), _fine)
+    return middle(Middle(seconds.median * 1e3, seconds.low * 1e3, seconds.high * 1e3, seconds.count), _fine)
 
 
 def _fine(value: float) -> str:

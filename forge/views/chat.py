@@ -44,8 +44,8 @@ class ChatView:
 
     def step(self, record: StepRecord) -> None:
         """Print what the step made certain of the answer."""
-        for part in (*record.tokens, *record.finished):
-            self._say(self._wrap.feed(neutralise(part.text)))
+        for text in (*(token.text for token in record.tokens), *(finish.text for finish in record.finished)):
+            self._say(self._wrap.feed(neutralise(text)))
 
     def finish(self, result: RunResult) -> None:
         self._say(self._wrap.flush())

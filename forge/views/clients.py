@@ -33,7 +33,7 @@ def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
         "ready_seconds": result.ready_seconds,
         "num_clients": len(result.visits),
         "max_tokens": result.crowd.max_tokens,
-        "first_ms": _spread([visit.first_ms for visit in readers if visit.events]),
+        "first_ms": _spread([visit.first_ms for visit in readers if visit.first_ms is not None]),
         "gap_ms": _spread(gaps),
         "end_to_end_ms": _spread([_whole_ms(visit) for visit in readers]),
         "clients": [visit_object(visit) for visit in result.visits],

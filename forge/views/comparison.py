@@ -278,7 +278,7 @@ def verdict(comparison: Comparison) -> list[Text]:
     of_prompt = f" of prompt {prompt + 1}" if comparison.sides[0].others else ""
     lines = [Text.assemble(("✗ the tokens differ", TROUBLE), f"{_where(first)}{of_prompt}; {logits}")]
     if comparison.margin is not None:
-        lines.append(_margin_line(comparison))
+        lines.append(_margin_line(comparison.margin, comparison.sides))
     if prompt:
         return [*lines, *(_answer_line(side, index, prompt) for index, side in enumerate(comparison.sides))]
     return [*lines, *(_continuation(side, index, first) for index, side in enumerate(comparison.sides))]
@@ -332,10 +332,9 @@ def _num_tokens(answer: Answer) -> int:
     return len(answer.token_ids[0])
 
 
-def _margin_line(comparison: Comparison) -> Text:
+def _margin_line(margin: Margin, sides: Sequence[Side]) -> Text:
     """How close the decision was."""
-    margin = comparison.margin
-    names = [one_line(side.name) for side in comparison.sides]
+    names = [one_line(side.name) for side in sides]
     apart = " and ".join(f"{value:.3g} on {name}" for value, name in zip(margin.margins, names, strict=True))
     said = "a near tie: " if margin.is_near_tie else ""
     return Text(f"  {said}the two tokens' logits are {apart} apart")

@@ -74,7 +74,8 @@ def _decode(sides: "Sequence[Side]") -> Row:
     """The one row with a ratio: decoding speed is the figure that people quote."""
     speeds = [side.result.decode_tokens_per_second for side in sides]
     decode = row("decode", lambda value: with_unit(rate(value), "tok/s"), speeds)
-    return decode._replace(ratio=times(speeds[1] / speeds[0])) if all(speeds) else decode
+    left, right = speeds
+    return decode._replace(ratio=times(right / left)) if left and right else decode
 
 
 def _blocks(caches: "Sequence[CacheFigures | None]") -> list[Row]:

@@ -18,8 +18,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -48,8 +48,11 @@ class Keys(Protocol):
     def read_key(self, timeout: float | None = None) -> str:
         """The next key; `TIMEOUT` (an empty string) after `timeout` seconds without one."""
 
-    def paused(self):
-        """A context in which the terminal is as it was before, for reading a line or running a command."""
+    def paused(self) -> AbstractContextManager[None]:
+        """A context in which the terminal is as it was before, for reading a line or running a command.
+
+        Keys that were typed before its end are discarded: they were meant for what was on the screen then.
+        """
 
 
 def open_keys(console: Console) -> Keys:
@@ -99,7 +102,11 @@ class LineKeys:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        yield
+        try:
+            yield
+        finally:
+            with suppress(ImportError, ValueError):  # Windows has no termios; standard input may be closed
+                _discard_typed(sys.stdin.fileno())
 
 
 class TerminalKeys:
@@ -110,8 +117,8 @@ class TerminalKeys:
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
         self._pending = b""
-        self._before: list | None = None
-        self._handlers: dict[int, object] = {}
+        self._before: list[Any] | None = None
+        self._handlers: dict[int, Any] = {}
         self._wake: tuple[int, int] | None = None
         self._taken = False
         self._woken_before = -1
@@ -159,16 +166,20 @@ class TerminalKeys:
         try:
             yield
         finally:
+            self._pending = b""
             self._take()
+            _discard_typed(self._descriptor)
 
     def _wait(self, timeout: float | None) -> str:
         """`input` if there is something to read, or `RESIZE`, or `TIMEOUT`."""
         import select
 
-        ready = select.select([self._descriptor, self._wake[0]], [], [], timeout)[0]
-        if self._wake[0] in ready:
+        assert self._wake is not None, "keys are read inside the context"
+        wake, _ = self._wake
+        ready = select.select([self._descriptor, wake], [], [], timeout)[0]
+        if wake in ready:
             with suppress(BlockingIOError):
-                os.read(self._wake[0], 1024)
+                os.read(wake, 1024)
             return RESIZE
         return "input" if ready else TIMEOUT
 
@@ -211,6 +222,7 @@ class TerminalKeys:
     def _give_back(self) -> None:
         import termios
 
+        assert self._before is not None, "it was taken before"
         self._taken = False
         with suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
@@ -218,6 +230,13 @@ class TerminalKeys:
     def _woken(self, number, frame) -> None:
         if number == signal.SIGCONT and self._taken:
             self._take()  # the shell has put the terminal in order meanwhile
+
+
+def _discard_typed(descriptor: int) -> None:
+    import termios
+
+    with suppress(termios.error):  # the terminal is gone
+        termios.tcflush(descriptor, termios.TCIFLUSH)
 
 
 def _readline():

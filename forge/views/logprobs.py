@@ -48,7 +48,7 @@ def _table(what: str, rows: Iterable[tuple[int, Logprobs | None]], alternatives:
     if alternatives:
         table.add_column("likeliest there", overflow="fold")
     for token_id, entry in rows:
-        cells = [Text(quoted(token_text(token_id))), *_own(token_id, entry)]
+        cells: list[Text | str] = [Text(quoted(token_text(token_id))), *_own(token_id, entry)]
         if alternatives:
             cells.append(_likeliest(entry or (), alternatives, token_text))
         table.add_row(*cells)

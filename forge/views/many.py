@@ -1,4 +1,4 @@
-"""Two ways of serving the same requests side by side: the same tokens? At what cost to whom?"""
+"""Two ways of serving many requests side by side: the same tokens? At what cost to whom?"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +21,7 @@ from forge.views.summary import RunLabel
 from forge.views.terminal import print_table
 
 _QUESTIONS = {
+    "--requests": "What do more requests change for each of them?",
     "--batch": "What does it buy to run requests together, and who pays?",
     "--preempt": "Does it matter who has to give way?",
     "--mode": "Compute again, or swap?",
@@ -28,11 +29,12 @@ _QUESTIONS = {
 }
 
 
-def many_object(option: str, names: Sequence[str], sides: Sequence[Measured]) -> dict[str, Any]:
-    """The comparison for `--json`."""
+def many_object(option: str, names: Sequence[str], sides: Sequence[Measured], in_common: int) -> dict[str, Any]:
+    """The comparison for `--json`. `in_common`: how many requests both sides have, whose tokens are compared."""
     return {
         "option": option,
-        "identical": identical(sides),
+        "identical": identical(sides, in_common) if in_common else None,
+        "requests_compared": in_common,
         "sides": [
             {
                 "value": name,
@@ -52,13 +54,16 @@ def print_many(
     option: str,
     names: Sequence[str],
     labels: Sequence[RunLabel],
-    workload: Workload,
+    workloads: Sequence[Workload],
     sides: Sequence[Measured],
+    in_common: int,
 ) -> None:
     """Question, table, verdict."""
     console.print(Text(_QUESTIONS.get(option, f"What does {option} change for many requests?"), TITLE))
-    shown = labels[0] if labels[0] == labels[1] else " against ".join(map(str, labels))
-    console.print(Text(f"{shown} · {workload_text(workload)}", QUIET))
+    ran, requests = (
+        " against ".join(dict.fromkeys(said)) for said in (map(str, labels), map(workload_text, workloads))
+    )
+    console.print(Text(f"{ran} · {requests}", QUIET))
     console.print()
     table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
     table.add_column("")
@@ -70,7 +75,7 @@ def print_many(
         table.add_row(Text(title, QUIET), *map(show, sides), _ratio(title, sides))
     print_table(console, table)
     console.print()
-    console.print(identity_text(sides))
+    console.print(identity_text(sides, in_common))
 
 
 def _ratio(title: str, sides: Sequence[Measured]) -> str:

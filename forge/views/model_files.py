@@ -5,23 +5,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from forge.views.figures import count, size
 
+if TYPE_CHECKING:
+    from forge.gguf.header import TensorEntry
+
 _KV_DTYPES = {"float32": 4, "float16": 2}
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-
-
-class TensorEntry(Protocol):
-    """One tensor of a file's index."""
-
-    name: str
-    shape: tuple[int, ...]
-    ggml_type: Any
-    """An enumeration member with a `name`."""
-    nbytes: int
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -96,17 +88,17 @@ class FileSummary:
     """None where the file does not say enough to know."""
 
 
-def main_type(tensors: Iterable[TensorEntry]) -> str | None:
+def main_type(tensors: "Iterable[TensorEntry]") -> str | None:
     """The type that most parameters have."""
     totals = type_totals(tensors)
     return max(totals, key=lambda total: total.parameters).type if totals else None
 
 
-def parameter_count(tensors: Iterable[TensorEntry]) -> int:
+def parameter_count(tensors: "Iterable[TensorEntry]") -> int:
     return sum(prod(tensor.shape) for tensor in tensors)
 
 
-def type_totals(tensors: Iterable[TensorEntry]) -> tuple[TypeTotal, ...]:
+def type_totals(tensors: "Iterable[TensorEntry]") -> tuple[TypeTotal, ...]:
     """Per type, the largest first."""
     by_type: dict[str, list[TensorEntry]] = defaultdict(list)
     for tensor in tensors:
@@ -119,7 +111,12 @@ def type_totals(tensors: Iterable[TensorEntry]) -> tuple[TypeTotal, ...]:
 
 
 def summarise(
-    path: str, num_bytes: int, version: int, alignment: int, metadata: Mapping[str, Any], tensors: list[TensorEntry]
+    path: str,
+    num_bytes: int,
+    version: int,
+    alignment: int,
+    metadata: Mapping[str, Any],
+    tensors: "Sequence[TensorEntry]",
 ) -> FileSummary:
     """A file's header as plain data, whatever architecture it is."""
     return FileSummary(
@@ -163,7 +160,9 @@ def _as_one(group: list[tuple[int, TensorLine]]) -> TensorLine:
     first = group[0][1]
     if len(group) == 1:
         return first
-    name = f"blk.{_ranges(sorted(layer for layer, _ in group))}.{_LAYER.fullmatch(first.name)[2]}"
+    found = _LAYER.fullmatch(first.name)
+    assert found is not None, "only tensors of layers are grouped"
+    name = f"blk.{_ranges(sorted(layer for layer, _ in group))}.{found[2]}"
     return TensorLine(name, first.shape, first.type, sum(tensor.bytes for _, tensor in group), len(group))
 
 
@@ -178,7 +177,7 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _type_name(tensor: TensorEntry) -> str:
+def _type_name(tensor: "TensorEntry") -> str:
     return getattr(tensor.ggml_type, "name", str(tensor.ggml_type))
 
 
@@ -205,10 +204,6 @@ def _tokenizer_summary(metadata: Mapping[str, Any]) -> TokenizerSummary | None:
 def _kv_numbers(metadata: Mapping[str, Any]) -> KvNumbers | None:
     """From the metadata that llama.cpp's converter writes for every decoder architecture."""
     architecture = metadata.get("general.architecture")
-    layers, heads, head_dim = (
-        metadata.get(f"{architecture}.{key}")
-        for key in ("block_count", "attention.head_count_kv", "attention.key_length")
-    )
-    if not all(isinstance(value, int) for value in (layers, heads, head_dim)):
-        return None
-    return KvNumbers(layers, heads, head_dim)
+    keys = ("block_count", "attention.head_count_kv", "attention.key_length")
+    numbers = [value for key in keys if isinstance(value := metadata.get(f"{architecture}.{key}"), int)]
+    return KvNumbers(*numbers) if len(numbers) == len(keys) else None

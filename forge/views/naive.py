@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -20,19 +20,13 @@ from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.summary import Forward, RunResult
 from forge.views.terminal import print_table
 
+if TYPE_CHECKING:
+    from forge.backends.backend import OperationTime
+
 QUESTION = "Why does every token cost more than the one before it?"
 LEADS_ON = "Keeping keys and values saves the repeated work. Both in one picture:\n  forge compare --kv off vs on"
 ROWS = 12
 _BAR = 28
-
-
-class OperationTime(Protocol):
-    """A dataclass: time spent in one operation of one layer (-1: outside the layers), summed over forwards."""
-
-    layer: int
-    operation: str
-    ms: float
-    calls: int
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,7 @@ class Share:
     share: float
 
 
-def naive_object(result: RunResult, operations: Sequence[OperationTime], token_text) -> dict[str, Any]:
+def naive_object(result: RunResult, operations: "Sequence[OperationTime]", token_text) -> dict[str, Any]:
     """The experiment as facts: the run, its slope, what was computed again, and where the time went."""
     shares = shares_by_operation(operations)
     layers = [share for share in shares_by_layer(operations) if share.name != "outside"]
@@ -65,7 +59,7 @@ def naive_object(result: RunResult, operations: Sequence[OperationTime], token_t
     }
 
 
-def print_naive(console: Console, result: RunResult, operations: Sequence[OperationTime], prompt: str) -> None:
+def print_naive(console: Console, result: RunResult, operations: "Sequence[OperationTime]", prompt: str) -> None:
     """The whole experiment: the text, the climbing chart, time by operation, time by layer."""
     width = console.width
     _print_lines(console, [Text(QUESTION, TITLE), Text("")])
@@ -97,18 +91,18 @@ def climb_sentences(result: RunResult) -> list[str]:
     ]
 
 
-def shares_by_operation(operations: Iterable[OperationTime]) -> list[Share]:
+def shares_by_operation(operations: "Iterable[OperationTime]") -> list[Share]:
     """All layers together, longest first."""
     return sorted(_shares((entry.operation, entry) for entry in operations), key=lambda share: -share.ms)
 
 
-def shares_by_layer(operations: Iterable[OperationTime]) -> list[Share]:
+def shares_by_layer(operations: "Iterable[OperationTime]") -> list[Share]:
     """Layer by layer in order, what lies outside the layers last."""
     ordered = sorted(operations, key=lambda entry: entry.layer if entry.layer >= 0 else 1 << 30)
     return _shares((str(entry.layer) if entry.layer >= 0 else "outside", entry) for entry in ordered)
 
 
-def _shares(named: Iterable[tuple[str, OperationTime]]) -> list[Share]:
+def _shares(named: "Iterable[tuple[str, OperationTime]]") -> list[Share]:
     times: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for name, entry in named:
@@ -140,7 +134,7 @@ def slope(forwards: Sequence[Forward]) -> float | None:
     return sum((forward.tokens - mean_tokens) * (forward.ms - mean_ms) for forward in forwards) / spread
 
 
-def _print_operations(console: Console, operations: Sequence[OperationTime]) -> None:
+def _print_operations(console: Console, operations: "Sequence[OperationTime]") -> None:
     shares = shares_by_operation(operations)
     table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
     table.add_column("operation")
@@ -179,7 +173,7 @@ MATRICES = frozenset(
 """Operations that are products with a weight matrix, as the clock names them; fused ones are named `a, b`."""
 
 
-def _print_layers(console: Console, operations: Sequence[OperationTime]) -> None:
+def _print_layers(console: Console, operations: "Sequence[OperationTime]") -> None:
     shares = shares_by_layer(operations)
     layers = [share for share in shares if share.name != "outside"]
     outside = sum(share.ms for share in shares if share.name == "outside")

@@ -138,7 +138,9 @@ def print_paged(console: Console, experiment: PagedExperiment) -> None:
     print_lines(console, [Text(QUESTION, TITLE), Text(of_what, QUIET)])
     print_lines(console, [Text(one_line(tail(experiment.prompt, 200)), QUIET), Text("")])
     for name, run in zip(NAMES, experiment.runs, strict=True):
+        assert run.screen.fullest is not None, "at least one step ran"
         step, record = run.screen.fullest
+        assert record.blocks is not None
         print_lines(console, [Text.assemble((name, TITLE), (f"  at its fullest, step {step}", QUIET))])
         print_lines(console, [*pool_lines(record.blocks, run.screen.names, width, _MAP_ROWS), Text("")])
     print_lines(console, [legend_line(width), Text("")])

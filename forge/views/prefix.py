@@ -13,7 +13,7 @@ from forge.trace.records import BlockSplit, PrefixHit
 from forge.views.blocks import BlockScreen, print_lines
 from forge.views.cache_figures import CacheFigures, cache_figures_object
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
-from forge.views.figures import count, plural, share, times
+from forge.views.figures import NOTHING, count, plural, share, times
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.summary import RunsResult
 from forge.views.terminal import print_table
@@ -228,10 +228,11 @@ def _print_rubric(console: Console, experiment: PrefixExperiment) -> None:
 def _rows(*runs: RubricRun) -> list[Row]:
     figures = [run.figures for run in runs]
     first = [run.timed.time_to_first_token_ms for run in runs]
+    gained = times(first[0] / first[1]) if first[0] is not None and first[1] else NOTHING
     return [
         row("tokens computed", count, [run.timed.tokens_computed for run in runs]),
         row("prompt tokens found", share, [one.hit_rate for one in figures]),
-        row("first token, median", milliseconds, first)._replace(ratio=times(first[0] / first[1])),
+        row("first token, median", milliseconds, first)._replace(ratio=gained),
         row("all steps", milliseconds, [run.timed.seconds * 1e3 for run in runs]),
         row("blocks used at once", count, [one.most_blocks for one in figures]),
         row("blocks saved at once", count, [one.most_saved for one in figures]),

@@ -12,6 +12,7 @@ from rich.text import Text
 from forge.trace.lives import percentile
 from forge.trace.records import (
     AdmitRecord,
+    Deferred,
     Execution,
     FinishRecord,
     ItemRecord,
@@ -127,7 +128,7 @@ def prefill_text(item: ItemRecord) -> str:
 
 def item_rows(record: StepRecord, width: int) -> list[Text]:
     """Each sequence of the step with what it computed and the token that came of it, two to a line."""
-    tokens = {}
+    tokens: dict[int, str] = {}
     for token in record.tokens:
         tokens[token.seq_id] = tokens.get(token.seq_id, "") + token.text
     half = max(30, (width - 2) // 2)
@@ -198,6 +199,8 @@ def wait_text(reason: WaitReason) -> str:
             return f"max_num_seqs: {limit} run"
         case NoBudget(limit):
             return f"budget: the step's {limit} tokens are given"
+        case Deferred(leader, num_tokens):
+            return f"deferred: leader {leader} computes the same {plural(num_tokens, 'token')}"
 
 
 def finish_text(finish: FinishRecord) -> str:
@@ -225,7 +228,7 @@ def chart_series(history: History, index: int, steps: int = CHART_STEPS) -> list
     speeds = [moment.tokens_per_second for moment in moments]
     waiting = [float(record.queues.waiting + record.queues.swapped) for record in records]
     return [
-        ("tok/s", speeds, percentile(speeds, 0.95)),  # a single fast step does not flatten the others
+        ("tok/s", speeds, percentile(speeds, 0.95) or 0.0),  # a single fast step does not flatten the others
         ("pool", [record.cache.utilization for record in records], 1.0),
         ("queue", waiting, max(waiting)),
         ("frag", [record.cache.internal_fragmentation for record in records], 1.0),

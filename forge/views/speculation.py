@@ -113,6 +113,7 @@ def marked_text(steps: Sequence[Step], token_text: TokenText) -> Text:
 def cycle_line(number: int, step: Step, token_text: TokenText) -> Text:
     """`cycle 3   who lived ~by~  2 of 3  the target says " an" (p 0.41), not " by" (p 0.38)  1.3 + 0.9 ms`."""
     cycle = step.winner
+    assert cycle is not None, "a plain step has no cycle to show"
     line = Text.assemble((f"cycle {number:<3}", QUIET))
     for index, token_id in enumerate(cycle.proposed):
         guess = quoted(token_text(token_id))
@@ -127,6 +128,7 @@ def cycle_line(number: int, step: Step, token_text: TokenText) -> Text:
 def why(step: Step, token_text: TokenText) -> str:
     """Why the run of guesses ended where it did."""
     cycle = step.winner
+    assert cycle is not None, "a plain step has no guesses"
     if not step.tokens or len(step.tokens) <= cycle.num_accepted:
         return "the text ended in it"
     own = step.tokens[-1]
@@ -210,6 +212,7 @@ def course_lines(steps: Sequence[Step], width: int) -> list[Text]:
 
 def figures_lines(result: SpeculationResult, width: int) -> list[Text]:
     summary = result.summary
+    assert summary is not None and result.plain is not None, "without both runs there are no figures"
     steps = steps_of(result.guessed.records)
     facts = [
         ("α", f"{summary.alpha:.2f}"),
@@ -252,8 +255,8 @@ def print_speculation(console: Console, result: SpeculationResult, prompt: str) 
     console.print()
     for line in _cycle_lines(steps, result.token_text):
         print_hanging(console, line, CYCLE_INDENT)
-    for line in [*decisions_told(steps), *_failures(steps, result)]:
-        console.print(Text(line))
+    for sentence in [*decisions_told(steps), *_failures(steps, result)]:
+        console.print(Text(sentence))
     if result.summary is None:
         console.print(Text("interrupted" if result.guessed.interrupted else "nobody guessed anything: no figures"))
         return
@@ -316,7 +319,7 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
             Counter(cycle.decision.reason for step in steps for cycle in step.cycles if cycle.decision is not None)
         ),
     }
-    if summary is None:
+    if summary is None or result.plain is None:
         return found
     return found | {
         "alpha": summary.alpha,
@@ -372,8 +375,9 @@ class LiveSpeculation:
     def _frame(self) -> Group:
         width, height = self._console.size
         guessing = [step for step in self._steps if step.winner]
-        proposed = sum(len(step.winner.proposed) for step in guessing)
-        accepted = sum(step.winner.num_accepted for step in guessing)
+        won = [cycle for step in guessing if (cycle := step.winner)]
+        proposed = sum(len(cycle.proposed) for cycle in won)
+        accepted = sum(cycle.num_accepted for cycle in won)
         text = Text(neutralise(tail(self._prompt, _PROMPT_SHOWN)), QUIET) + marked_text(self._steps, self._token_text)
         lines = [
             Text(QUESTION, TITLE),

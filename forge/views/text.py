@@ -64,7 +64,8 @@ class WordWrap:
 
     def _place(self, word: str) -> str:
         """`word`, with the white space after it, on this line or on the next."""
-        before = "\n" if self._column and self._column + cell_len(word.rstrip()) > self._width else ""
+        too_wide = self._width is not None and self._column + cell_len(word.rstrip()) > self._width
+        before = "\n" if self._column and too_wide else ""
         line = word.rpartition("\n")[2]
         self._column = cell_len(line) + (self._column if not before and "\n" not in word else 0)
         return before + word

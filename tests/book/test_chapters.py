@@ -19,6 +19,7 @@ from forge.cli.chapters import run_reported, with_given
 from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
 from forge.cli.running import INTERRUPTED
+from forge.errors import UsageError
 from forge.views.terminal import open_console
 from tests.views.records import terminal
 
@@ -182,3 +183,9 @@ def test_ctrl_c_in_an_experiment_ends_the_chapter_as_it_ends_the_command(monkeyp
     monkeypatch.setattr("forge.cli.main.parse_and_run", lambda words: INTERRUPTED)
     with pytest.raises(KeyboardInterrupt):
         run_reported("forge naive --only run")
+
+
+@pytest.mark.parametrize("words", ["naive --wrong", "naive x many", "naiv", "naive --threads", 'naive "', ""])
+def test_a_line_that_cannot_be_parsed_is_a_usage_error(words):
+    with pytest.raises(UsageError):
+        run_reported(f"forge {words}")

@@ -51,6 +51,19 @@ def test_again_with_other_options_and_a_command_of_ones_own(naive):
         assert terminal.finish() == 0 and terminal.is_sane()
 
 
+def test_a_typo_in_again_keeps_the_chapter_and_what_was_measured(naive):
+    with Terminal(*naive) as terminal:
+        terminal.wait_for("[q]uit")
+        terminal.press_until("[a]gain")
+        terminal.send("a")
+        terminal.wait_for("again: ")
+        terminal.send(" --wrongg\r")
+        assert "No such option: --wrongg" in terminal.wait_for("Any key returns")
+        assert "$ forge naive Once 12 --only run" in terminal.press("x")
+        terminal.send("q")
+        assert terminal.finish() == 0 and terminal.is_sane()
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(24, 80), (40, 120), (12, 50)])
 def test_a_page_fits_the_terminal_whatever_its_size_becomes(naive, rows, columns):
     with Terminal(*naive, rows=24, columns=100) as terminal:

@@ -235,6 +235,24 @@ def test_a_file_without_prompts_is_one_line(forge, small, tmp_path):
         assert found.status == 2 and said in found.err and found.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("varied", "compared", "verdict"),
+    [
+        (("--requests", "2", "vs", "3"), 2, "✓ identical: 2 requests that both sides have, 64 tokens each way"),
+        (("--batch", "1", "vs", "2", "--requests", "3"), 3, "✓ identical: 3 requests, 96 tokens each way"),
+        (("--prompt-tokens", "4", "vs", "5", "--requests", "3"), 0, "tokens not compared: the two sides have no req"),
+    ],
+)
+def test_many_requests_are_compared_where_both_sides_have_them(forge, small, varied, compared, verdict):
+    line = ("compare", "--kv", "paged", *small, *varied)
+    if "--prompt-tokens" not in varied:
+        line += ("--prompt-tokens", "2:4")
+    found = forge(*line)
+    assert found.status == 0 and found.out.splitlines()[-1].startswith(verdict)
+    facts = json.loads(forge(*line, "--json").out)
+    assert facts["requests_compared"] == compared and facts["identical"] is (True if compared else None)
+
+
 PAGED = ("paged", "Once", "--sequences", "6", "--num-blocks", "16", "--block-size", "4", "--max-model-len", "32")
 
 

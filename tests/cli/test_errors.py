@@ -5,6 +5,7 @@ import io
 import numpy as np
 import pytest
 
+from forge.cache.factory import KV_MODES
 from forge.errors import ForgeError
 from forge.model.hash_model import HashModel
 
@@ -83,6 +84,27 @@ def test_a_folder_and_a_file_of_another_kind(forge, tmp_path):
     other.write_text("not a model")
     found = forge("generate", "x", "-m", str(other))
     assert found.status == 1 and "not a GGUF" in complaint(found)
+
+
+@pytest.mark.parametrize("args", [("generate", "x", "--kv"), ("compare", "--kv"), ("serve", "--kv")])
+def test_an_option_for_the_cache_without_a_kind_lists_the_kinds(forge, args):
+    found = forge(*args)
+    first, *kinds = found.err.splitlines()
+    assert found.status == 2 and found.out == "" and first == "forge: --kv takes one of off, basic, paged, prefix"
+    assert [line.split()[0] for line in kinds] == [*KV_MODES]
+    assert all(len(line.split()) > 3 for line in kinds)
+
+
+def test_another_option_without_its_value_is_one_line(forge):
+    assert "'--seed' requires" in complaint(forge("generate", "x", "--seed"))
+    assert "No such option: --kv" in complaint(forge("models", "--kv"))
+
+
+def test_spaces_around_a_kind_of_cache_are_nothing(forge, small):
+    assert '"kv": "basic"' in forge("generate", "x", "2", *small, "--kv", " basic ", "--json").out
+    for nothing in ("", "  "):
+        found = forge("generate", "x", "2", *small, "--kv", nothing)
+        assert found.status == 2 and "supported: off, basic, paged, prefix" in complaint(found)
 
 
 @pytest.mark.parametrize("group", [(), ("models",), ("bench",), ("trace",)])

@@ -68,3 +68,8 @@ def test_fuzz_asks_for_more_examples(checkout):
 def test_the_build_server_runs_the_tests():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK) and "make test" in script.read_text()
+
+
+def test_lint_checks_style_and_types(checkout):
+    planned = dry_run(checkout, "lint")
+    assert "ruff check" in planned and "ruff format --check" in planned and "/mypy" in planned

@@ -46,6 +46,16 @@ def test_a_pipe_closed_before_anything_is_written(small):
     assert err == b"" and process.returncode == 141
 
 
+@pytest.mark.parametrize("args", [("--help",), ("generate", "--help")])
+def test_help_that_was_not_read_to_its_end_is_a_success(args):
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = start(*args, stdout=writing)
+    os.close(writing)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert err == b"" and process.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("redirection", "args", "status", "expected"),
     [
@@ -101,6 +111,60 @@ def test_ctrl_c_before_the_run_ends_quietly(forge, monkeypatch):
     monkeypatch.setattr("forge.cli.generate.load_model", interrupted)
     found = forge("generate", "x")
     assert found.status == 130 and found.out == found.err == ""
+
+
+def interrupted(code: str) -> tuple[int, bytes]:
+    """Run Python code that prints a line and goes on; press Ctrl-C after the line. Exit status, standard error."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), cwd=ROOT
+    )
+    assert process.stdout.readline() == b"here\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, err
+
+
+def test_ctrl_c_while_the_commands_are_loaded_is_no_traceback():
+    status, err = interrupted("""
+import sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "forge.cli.compare":
+            print("here", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+from forge.__main__ import run
+run()
+""")
+    assert status == -signal.SIGINT and err == b""
+
+
+def test_ctrl_c_in_a_callback_of_pythons_own_is_not_discarded():
+    status, err = interrupted("""
+import time
+import forge.cli.main as main
+class Finalized:
+    def __del__(self):
+        print("here", flush=True)
+        time.sleep(60)
+def parse_and_run(args):
+    Finalized()
+    time.sleep(60)
+main.parse_and_run = parse_and_run
+main.run()
+""")
+    assert status == 130 and err == b""
+
+
+def test_a_process_in_the_background_goes_on_ignoring_ctrl_c():
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "import forge.cli.main as main, forge.__main__\n"
+        "main.run = lambda: print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)\n"
+        "forge.__main__.run()"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment(), cwd=ROOT)
+    assert found.stdout == b"True\n" and found.stderr == b""
 
 
 def on_a_terminal(*args, interrupt_after: bytes | None = None, **variables) -> tuple[int, str]:

@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import select
 import signal
 import termios
 import threading
@@ -90,6 +91,29 @@ def test_the_terminal_is_as_before_while_keys_are_paused(ours):
         with keys.paused():
             assert ours.modes() == before
         assert ours.modes() != before
+
+
+def test_what_was_typed_before_a_pause_ended_is_discarded(ours):
+    with TerminalKeys(ours.theirs) as keys:
+        ours.type(b"nbb")
+        assert keys.read_key(timeout=5) == "n"
+        with keys.paused():
+            ours.type(b"qq\n")
+            assert select.select([ours.theirs], [], [], 5)[0]
+        assert keys.read_key(timeout=0) == TIMEOUT
+        ours.type(b"x")
+        assert keys.read_key(timeout=5) == "x"
+
+
+def test_lines_that_were_typed_before_a_pause_ended_are_discarded(ours, monkeypatch):
+    with open(ours.theirs, closefd=False) as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        keys = LineKeys()
+        with keys.paused():
+            ours.type(b"q\n")
+            assert select.select([ours.theirs], [], [], 5)[0]
+        ours.type(b"x\n")
+        assert keys.read_key() == "x"
 
 
 def test_another_size_is_a_key(ours):

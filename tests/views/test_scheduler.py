@@ -8,6 +8,7 @@ from rich.text import Text
 
 from forge.trace.records import (
     AdmitRecord,
+    Deferred,
     Execution,
     HostPoolFull,
     ItemRecord,
@@ -83,6 +84,7 @@ def test_reasons_in_words():
     assert wait_text(NoBlocks(8, 2)) == "no_blocks: needs 8, free 2"
     assert wait_text(MaxNumSeqs(16)) == "max_num_seqs: 16 run"
     assert wait_text(NoBudget(512)) == "budget: the step's 512 tokens are given"
+    assert wait_text(Deferred(4, 48)) == "deferred: leader 4 computes the same 48 tokens"
     assert admission_text(AdmitRecord(1, "new", 32, 6)) == "6 blocks; 32 tokens from the cache"
     assert admission_text(AdmitRecord(1, "swap", 9, 1)) == "again, 1 block; 9 tokens back from the host's pool"
     lost = PreemptRecord(1, 12, 1, 0, "lifo", "recompute", 37, 3, HostPoolFull(3, 1))

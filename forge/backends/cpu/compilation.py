@@ -118,6 +118,10 @@ class MachineCode:
     def symbol(self, name: str) -> int:
         """Where the machine code of one of its functions starts."""
         self.compile()
+        return self._address(name)
+
+    def _address(self, name: str) -> int:
+        assert self._engine is not None, "it is compiled"
         return self._engine.get_function_address(name)
 
     @property
@@ -197,7 +201,7 @@ class TileSet(MachineCode):
     def compile(self) -> None:
         super().compile()
         for rows in range(1, MAX_ROWS + 1):
-            self.addresses[rows] = self._engine.get_function_address(f"tile_{rows}")
+            self.addresses[rows] = self._address(f"tile_{rows}")
 
     def _module(self, machine):
         return optimized_tiles(instruction_set(), self.layout, machine)

@@ -45,7 +45,7 @@ LAYOUT_OF_TYPE = {
 """The layout of each quantized type. The float types keep their own numbers (`FLOAT_KIND_OF_TYPE`)."""
 
 FLOAT_KIND_OF_TYPE = {GGMLType.F32: "f32", GGMLType.F16: "f16", GGMLType.BF16: "bf16"}
-_FLOAT_DTYPE = {"f32": np.dtype("<f4"), "f16": np.dtype("<u2"), "bf16": np.dtype("<u2")}
+_FLOAT_DTYPE: dict[str, np.dtype] = {"f32": np.dtype("<f4"), "f16": np.dtype("<u2"), "bf16": np.dtype("<u2")}
 
 ROWS_PER_PASS = 2048
 """Rows repacked at a time, so that what is temporary stays small beside the model."""
@@ -249,8 +249,10 @@ def _pack_quantized(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, int]
         if has_superblocks:
             _place_superblocks(superblock_scales(ggml_type, part, (count, columns)), layout, scales[span])
             continue
+        assert part_scales is not None, "only a type with superblocks has its scales elsewhere"
         scales[span] = _tiled(part_scales)
         if minimums is not None:
+            assert part_minimums is not None
             minimums[span] = _tiled(part_minimums)
     return QuantizedMatrix(rows, columns, layout, quants, scales, minimums)
 
@@ -280,6 +282,7 @@ def _place_superblocks(stored: SuperblockScales, layout: TileLayout, out: np.nda
     integers = out[:, :, layout.factor_bytes :].reshape(tiles, superblocks, SUPERBLOCK // layout.group, -1, LANES)
     pairs = [(stored.scale_factors, stored.scales), (stored.minimum_factors, stored.minimums)]
     for kind, (factor, integer) in enumerate(pairs[: 2 if layout.has_minimum else 1]):
+        assert factor is not None and integer is not None
         factors[:, :, kind] = np.ascontiguousarray(_tiled(factor)).view(np.uint8).reshape(tiles, superblocks, LANES, 2)
         integers[:, :, :, kind] = _tiled(integer).reshape(tiles, superblocks, -1, LANES).view(np.uint8)
 

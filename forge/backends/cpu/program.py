@@ -5,6 +5,7 @@ some number of rows: a table of numbers and addresses that the threads walk (`te
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class Operation:
     """One entry of the program. Words may be numbers, or things whose address is known when the program is placed."""
 
     kernel: Kernel
-    words: dict[int, object]
+    words: dict[int, Any]
     layer: int
     name: str
     """What a timing calls it."""
@@ -76,10 +77,17 @@ class Recording:
     quantized: set[Buffer] = field(default_factory=set)
     matrices: list[Matrix] = field(default_factory=list)
     vectors: list[Vector] = field(default_factory=list)
-    logits: Buffer | None = None
+    output: Buffer | None = None
+    """Where `to_numpy` left the result."""
     head_dim: int = 0
     theta: float = 0.0
     heads_per_kv_head: int = 1
+
+    @property
+    def logits(self) -> Buffer:
+        """What the whole pass ends in."""
+        assert self.output is not None, "a recording ends with to_numpy"
+        return self.output
 
     def kernels(self) -> list[Kernel | TileSet]:
         """Everything that must be compiled to run it."""

@@ -13,6 +13,7 @@ What comes out is a table of operations over fixed buffers, which the threads wa
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -150,6 +151,7 @@ class Recorder(Operations):
         self._pending_kv = (keys, values)
 
     def attention(self, q: Head, storage, layer: int, batch) -> Buffer:
+        assert self._pending_kv is not None and q.theta is not None, "keys are written and queries rotated before"
         keys, values = self._pending_kv
         self._pending_kv = None
         head_dim = self._head_dim
@@ -210,9 +212,9 @@ class Recorder(Operations):
 
     def to_numpy(self, x: Product | Norm) -> None:
         if isinstance(x, Norm):
-            self.recording.logits = self._normed(x)
+            self.recording.output = self._normed(x)
         else:
-            self.recording.logits = self._multiply(x)
+            self.recording.output = self._multiply(x)
             self._wait()
 
     # Writing down
@@ -229,7 +231,7 @@ class Recorder(Operations):
     def _use_vectors(self, *vectors: Vector) -> None:
         self.recording.vectors += vectors
 
-    def _write(self, kernel: Kernel, words: dict[int, object], name: str) -> Operation:
+    def _write(self, kernel: Kernel, words: dict[int, Any], name: str) -> Operation:
         operation = Operation(kernel, words, self._layer, name)
         self.recording.operations.append(operation)
         return operation
@@ -274,7 +276,8 @@ class Recorder(Operations):
         """Both products, the gate and its quantization as one operation."""
         x = self._input(gated.gate.x, quantized=True)
         self._need_quantized(x)
-        packed = gated.gate.matrix.packed
+        packed, up_packed = gated.gate.matrix.packed, gated.up.matrix.packed
+        assert isinstance(packed, QuantizedMatrix) and isinstance(up_packed, QuantizedMatrix)
         out = self._buffer(packed.rows)
         self.recording.quantized.add(out)
         words = {
@@ -290,8 +293,7 @@ class Recorder(Operations):
             w.FFN_SCALES: Address(out, "scales"),
             w.FFN_SUMS: Address(out, "sums"),
         }
-        for first, product in ((w.FFN_GATE, gated.gate), (w.FFN_UP, gated.up)):
-            matrix = product.matrix.packed
+        for first, matrix in ((w.FFN_GATE, packed), (w.FFN_UP, up_packed)):
             words |= {
                 first + w.PAIR_TILES: tile_set(matrix.layout).addresses,
                 first + w.PAIR_WEIGHTS: matrix.quants,

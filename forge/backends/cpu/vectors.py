@@ -406,7 +406,8 @@ def _sum_each(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
     """
     width, level = LANES // 2, vectors
     while len(level) > 1:
-        low, high = [], []
+        low: list[int] = []
+        high: list[int] = []
         for part in range(LANES // (2 * width)):
             base = part * 2 * width
             low += range(base, base + width)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from forge.model.config import Qwen3Config, expected_tensors
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import load_qwen3
 from forge.model.qwen3 import Qwen3
+from forge.model.weight_source import WeightSource
 
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -92,8 +93,9 @@ def launched_by(
     """
     listed: dict[Launch, None] = {}
     model = weightless_model(config, tensor_type, listed.setdefault, **options)
+    assert isinstance(model.backend, CudaBackend)
     layout = model.kv_layout(1024, block_size, model.backend.default_kv_dtype)
-    storage = model.new_storage(layout)
+    storage = model.backend.new_storage(layout)
     for batch in batches:
         model.backend.launch(model.forward_pass, batch, storage)
     return list(listed)
@@ -104,7 +106,7 @@ def weightless_model(
 ) -> Qwen3:
     """A model of that size on the `meta` device, whose backend tells of every launch and launches nothing."""
     backend = CudaBackend("meta", launcher=_listener(on_launch), **options)
-    return load_qwen3(_Weightless(config, tensor_type), backend)
+    return load_qwen3(cast(WeightSource, _Weightless(config, tensor_type)), backend)
 
 
 class CountedProducts(TorchDispatchMode):
@@ -182,8 +184,13 @@ def _occupied(cubin: bytes, shared: int, early: tuple[str, ...]) -> Occupied:
         path.write_bytes(cubin)
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(re.search(rf"{word}:(\d+)", listing)[1]) for word in ("REG", "STACK", "LOCAL"))
-    return Occupied(registers, stack + local, shared, early)
+
+    def listed(word: str) -> int:
+        found = re.search(rf"{word}:(\d+)", listing)
+        assert found is not None, listing
+        return int(found[1])
+
+    return Occupied(listed("REG"), listed("STACK") + listed("LOCAL"), shared, early)
 
 
 def _listener(tell: Callable[[Launch], None]) -> Callable[..., None]:
@@ -214,7 +221,7 @@ def _is_aligned(value: Any) -> bool:
 
 
 class _Weightless:
-    """A `WeightSource` of the right shapes, all zeros that nobody touches."""
+    """What `load_qwen3` reads of a `WeightSource`: the right shapes, all zeros that nobody touches."""
 
     def __init__(self, config: Qwen3Config, tensor_type: GGMLType):
         self.config, self._type, self.nbytes = config, tensor_type, 0

@@ -157,6 +157,7 @@ class CudaBackend(Backend):
             out, wanted = self.launch(forward_pass, batch, storage), len(batch.logit_rows)
             if self._output_head_of(forward_pass) is None:
                 return out[:wanted].cpu().numpy().copy()
+            assert self.execution is not None, "launch says how it ran"
             return self._steps[storage].results.after_step(out, wanted, self.execution)
 
     def launch(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: TorchKvStorage) -> torch.Tensor:
@@ -168,6 +169,7 @@ class CudaBackend(Backend):
         if steps is None:
             steps = self._steps[storage] = _Steps(Graphs(self._tuning.pause_gc), Results(self._device))
         fused, results, head = self._fused, steps.results, self._output_head_of(forward_pass)
+        assert fused is not None, "prepare fuses"
         in_float32 = fused.launches.attends_in_float32(storage)
         shape = shape_of(batch, fused.policy, storage.layout.block_size, in_float32)
         network = fused.network
@@ -220,6 +222,7 @@ class CudaBackend(Backend):
         recorder = Recorder(self._dtype, layout.num_kv_heads, layout.head_dim)
         forward_pass(recorder, None, None)
         network = recorder.network
+        assert network is not None, "a pass ends with to_numpy"
         self._copy_dense(network)
         policy = Policy(
             heads=network.num_heads,

@@ -34,9 +34,9 @@ def forward(
     for index, layer in enumerate(network.layers):
         logit_rows_only = shape.prunes and index == len(network.layers) - 1
         attended = _attend(run, x, layer, storage, index, inputs, logit_rows_only)
+        if attended is None:  # a chunk that only fills the cache: its keys are written, and that was all
+            return x.new_empty((0, x.shape[1] if output_head is None else output_head.rows), dtype=torch.float32)
         if logit_rows_only:
-            if shape.num_logit_rows == 0:  # a chunk that only fills the cache: its keys are written, and that was all
-                return x.new_empty((0, x.shape[1] if output_head is None else output_head.rows), dtype=torch.float32)
             x = run.pick(x, inputs)
         with run.step("attn_output, add", index):
             run.add_product(x, attended, layer.output)
@@ -65,6 +65,7 @@ def _attend(
     inputs: Inputs,
     logit_rows_only: bool,
 ) -> torch.Tensor | None:
+    """None where no row needs logits, in the last layer."""
     with run.step("rms_norm, attn_q, attn_k, attn_v", index):
         qkv = run.products(x, layer.attention_norm, layer.qkv)
     if run.fuses_attention(inputs):

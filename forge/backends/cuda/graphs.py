@@ -13,6 +13,7 @@ import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,7 +39,8 @@ class Graphs:
         self._captured: dict[Hashable, _Captured] = {}
         self._seen: set[Hashable] = set()
         self._refused: dict[Hashable, str] = {}
-        self._pool: tuple | None = None
+        self._pool: Any = None
+        """What torch calls the memory that all graphs share."""
         self.last: torch.cuda.CUDAGraph | None = None
         """The graph that was replayed last, for timing it by itself."""
 

@@ -90,6 +90,8 @@ class Launches:
         self._device, self._dtype, self._launch, self._exact = device, dtype, launcher, exact
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._counters = torch.zeros(LEAST_COUNTERS, dtype=torch.int32, device=device)
+        self.step: Callable[[str, int], AbstractContextManager[None]] = lambda name, layer: nullcontext()
+        """Around everything that a step of the forward pass launches; for who keeps time."""
 
     def with_launcher(self, launcher: Launcher) -> "Launches":
         """The same steps, launched by another."""
@@ -104,10 +106,6 @@ class Launches:
             return False
         self._counters = torch.zeros(shapes.next_power_of_2(needed), dtype=torch.int32, device=self._device)
         return True
-
-    def step(self, name: str, layer: int) -> AbstractContextManager:
-        """Around everything that a step of the forward pass launches; for who keeps time."""
-        return nullcontext()
 
     def fuses_attention(self, inputs: Inputs) -> bool:
         """Whether a step's attention is one kernel, `decode_attention`."""
@@ -129,6 +127,7 @@ class Launches:
         for matrix in matrices:
             part = out[:, start : start + matrix.rows]
             if self._by_cublas(len(x), matrix):
+                assert normed is not None
                 torch.mm(normed, self._dense(matrix).t(), out=part)
             else:
                 self._multiply(x, matrix, part, norm=norm)
@@ -442,13 +441,14 @@ class Launches:
 
 
 def matrix_values(matrix: Matrix) -> torch.Tensor:
-    return matrix.dense if matrix.packed is None else matrix.packed.values
+    return matrix.own_dense() if matrix.packed is None else matrix.packed.values
 
 
 def matrix_arrays(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """values, scales, factors as kernels take them; an array that the kind has not is stood in for by another."""
     if matrix.packed is None:
-        return matrix.dense, matrix.dense, matrix.dense
+        dense = matrix.own_dense()
+        return dense, dense, dense
     packed = matrix.packed
     return packed.values, packed.scales, packed.factors if packed.factors is not None else packed.scales
 

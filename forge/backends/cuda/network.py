@@ -12,6 +12,7 @@ in the groups in which kernels read them. A step of a layer is then
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -151,6 +152,7 @@ class Recorder(Operations):
         self._written = keys, values
 
     def attention(self, q: _Turned, storage, layer: int, batch) -> _Attended:
+        assert self._written is not None, "keys are written before queries attend"
         keys, values = self._written
         self._written = None
         return _Attended(q, keys, values)
@@ -165,6 +167,7 @@ class Recorder(Operations):
         if isinstance(y.x, _Attended):
             self._attention = self._attention_part(y.x) | {"output": y.matrix}
         else:
+            assert isinstance(y.x, _Gated)
             self._layers.append(Layer(**self._attention, **self._feed_forward_part(y.x), down=y.matrix))
         return _Stream(self._adds)
 
@@ -187,6 +190,7 @@ class Recorder(Operations):
 
     def _attention_part(self, attended: _Attended) -> dict:
         query, key, value = attended.query.heads, attended.key.heads, attended.value
+        assert isinstance(query.x, _Product) and isinstance(key.x, _Product)
         products = (query.x, key.x, value)
         source = value.x
         assert isinstance(source, _Normed) and all(product.x is source for product in products)
@@ -221,7 +225,7 @@ class Ending(Operations):
     def to_numpy(self, x: Matrix | None) -> None:
         self.output_head = x
 
-    def _nothing(self, *_) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> Any:
         return None
 
     embed = rms_norm = head_norm = rope = write_kv = attention = swiglu = add = logit_rows = _nothing

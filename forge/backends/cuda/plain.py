@@ -42,13 +42,13 @@ class TorchOperations(Operations):
         self._rotations = rotations
 
     def embed(self, table: Matrix, batch: DeviceBatch) -> torch.Tensor:
-        return table.dense[batch.token_ids]
+        return table.own_dense()[batch.token_ids]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)
 
     def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return x @ matrix.dense.t()
+        return x @ matrix.own_dense().t()
 
     def head_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x.view(len(x), -1, len(weight)), weight, eps).view_as(x)

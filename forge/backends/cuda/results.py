@@ -38,7 +38,7 @@ class StepLogits:
         next step takes its tokens from."""
         self._rows, self._samples, self._turn, self._passing = rows, samples, turn, passing
         self._greatest: tuple[list[int], list[float]] | None = None
-        self.shape = tuple(rows.shape)
+        self.shape = (rows.shape[0], rows.shape[1])
         self.execution = execution
         """How they were computed."""
 

@@ -63,6 +63,7 @@ class Packed:
         quants = torch.cat([halves & 15, halves >> 4], dim=-1).float()  # [rows, groups, 32]
         if self.kind == Q4:
             return ((quants - 8) * scales.float()[..., None]).flatten(1)
+        assert self.factors is not None, "of a K type"
         factors = self.factors[rows].float().repeat_interleave(SUPERBLOCK // GROUP, dim=1)
         scale, minimum = (factors * scales.float()).unbind(-1)
         return (quants * scale[..., None] - minimum[..., None]).flatten(1)
@@ -86,10 +87,16 @@ class Matrix:
     @property
     def read_bytes(self) -> int:
         """Bytes that a product with a few rows reads."""
-        return self.dense.nbytes if self.packed is None else self.packed.nbytes
+        return self.own_dense().nbytes if self.packed is None else self.packed.nbytes
+
+    def own_dense(self) -> torch.Tensor:
+        """`dense`, of a matrix that has it: one that is not packed."""
+        assert self.dense is not None
+        return self.dense
 
     def make_dense(self, dtype: torch.dtype) -> torch.Tensor:
         if self.dense is None:
+            assert self.packed is not None
             self.dense = self.packed.dense(dtype)
         return self.dense
 
@@ -159,7 +166,8 @@ def _fused(matrices: Sequence[Matrix], fuse) -> Matrix:
         for matrix, part in zip(matrices, parts, strict=True):
             matrix.dense = part
         return whole
-    fused = [fuse(arrays) for arrays in zip(*(matrix.packed.arrays for matrix in matrices), strict=True)]
+    packed = [matrix.packed.arrays for matrix in matrices if matrix.packed is not None]
+    fused = [fuse(arrays) for arrays in zip(*packed, strict=True)]
     whole.packed = Packed(first.kind, *(array for array, _ in fused))
     for index, matrix in enumerate(matrices):
         matrix.packed = Packed(first.kind, *(parts[index] for _, parts in fused))
