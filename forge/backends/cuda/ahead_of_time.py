@@ -164,7 +164,7 @@ def read_before_wait(ptx: str, arguments: Sequence[str | None]) -> tuple[str, ..
             continue
         name, operands = operation[1], operation[2]
         from_memory = re.match(r"(ld|cp\.async|atom|red|prefetch)", name) and not name.startswith("ld.param")
-        target = re.match(r"\{[^}]*\}|[^,]*", operands)[0]
+        target = operands[: operands.index("}") + 1] if operands.startswith("{") else operands.partition(",")[0]
         inputs = operands[len(target) :] if not name.startswith(("st", "cp.async", "red", "prefetch")) else operands
         found = {f"#{index}" for index in re.findall(r"_param_(\d+)", inputs)}
         for register in re.findall(r"%\w+", inputs):

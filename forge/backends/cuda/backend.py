@@ -196,7 +196,9 @@ class CudaBackend(Backend):
     def last_graph(self, storage: TorchKvStorage) -> "torch.cuda.CUDAGraph | None":
         """The graph of the last step on `storage`; None if that ran kernel by kernel."""
         steps = self._steps.get(storage)
-        return steps.graphs.last if steps is not None and self.execution.mode == "graph" else None
+        if steps is None or self.execution is None or self.execution.mode != "graph":
+            return None
+        return steps.graphs.last
 
     def _why_eager(self, shape: Shape) -> str | None:
         """Why a step of that shape is no graph's; None if it may be one's."""
@@ -251,6 +253,7 @@ class CudaBackend(Backend):
         from forge.backends.cuda.launches import ListingLauncher
 
         fused, listing = self._fused, ListingLauncher(dependent)
+        assert fused is not None, "prepare fuses"
         network, run = fused.network.distinct(), fused.launches.with_launcher(listing)
         storage = self.new_storage(replace(layout, num_layers=len(network.layers), num_blocks=1))
         self._rotations.reach(1, network.head_dim, network.theta)

@@ -348,12 +348,13 @@ class Launches:
         arrays = matrix_arrays(matrix)
         if tile.block_m > 1:
             parts = self._split_k(len(x), matrix, tile)
-            grid = (-(-len(x) // tile.block_m), -(-matrix.rows // tile.block_n), parts)
+            tiles = -(-len(x) // tile.block_m), -(-matrix.rows // tile.block_n)
             flags |= {"KIND": matrix.kind, "EXACT": self._exact, "BLOCK_M": tile.block_m}
             flags |= {"SPLIT_K": parts, "PREFETCH": self._policy.tuning.prefetch and tile.block_m == 16}
-            words = grid[0] * grid[1] * parts * tile.block_m * (tile.block_n + 1) if parts > 1 else 0
+            words = tiles[0] * tiles[1] * parts * tile.block_m * (tile.block_n + 1) if parts > 1 else 0
             partial = torch.empty(words, dtype=torch.float32, device=self._device)
-            self._launch(matmul.matmul, grid, x, *arrays, weight, out, partial, self._counters, len(x), *sizes, **flags)
+            shared = partial, self._counters
+            self._launch(matmul.matmul, (*tiles, parts), x, *arrays, weight, out, *shared, len(x), *sizes, **flags)
             return
         grid = (-(-matrix.rows // tile.block_n), len(x))
         if matrix.kind == DENSE:

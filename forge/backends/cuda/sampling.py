@@ -86,10 +86,16 @@ class Penalties:
             seen[row, tokens] = True
             counts[row] += torch.bincount(tokens[length:], minlength=vocabulary).int()
         biases = [(row * vocabulary + token, bias) for row, one in enumerate(wanted) for token, bias in one.logit_bias]
+        repetition, presence, frequency = (
+            _column([getattr(one, f"{name}_penalty") for one in wanted], device)
+            for name in ("repetition", "presence", "frequency")
+        )
         return cls(
             torch.tensor([place for place, _ in biases], dtype=torch.int64, device=device),
             torch.tensor([bias for _, bias in biases], dtype=torch.float64, device=device),
-            *(_column([getattr(one, name) for one in wanted], device) for name in _PENALTIES),
+            repetition,
+            presence,
+            frequency,
             seen,
             counts,
         )
@@ -109,9 +115,6 @@ class Penalties:
         values -= self.frequency * self.counts + self.presence * (self.counts > 0)
         # What overflows becomes the greatest float32, which is still a number; -infinity stays "never".
         return torch.where(values > -torch.inf, values.clamp(-_GREATEST, _GREATEST), values).float()
-
-
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 Progress = Callable[[int, int], None]
 """Called with (kernels compiled, kernels in all)."""
@@ -106,10 +106,10 @@ def compile_all(launches: Iterable[LaunchDescription], on_progress: Progress = l
     try:
         with DefaultSelector() as selector:
             for process in processes:
-                selector.register(process.stdout, EVENT_READ)
+                selector.register(_pipe(process.stdout), EVENT_READ, process.stdout)
             while selector.get_map():
                 for key, _ in selector.select():
-                    line = key.fileobj.readline()
+                    line = key.data.readline()
                     if not line:
                         selector.unregister(key.fileobj)
                         continue
@@ -120,7 +120,7 @@ def compile_all(launches: Iterable[LaunchDescription], on_progress: Progress = l
         for process in processes:
             process.kill()
             process.wait()
-            process.stdout.close()
+            _pipe(process.stdout).close()
     return failed + ["a compiling process ended early"] * (done < len(wanted))
 
 
@@ -134,9 +134,14 @@ def _start(target: list, launches: Sequence[LaunchDescription]) -> subprocess.Po
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         bufsize=0,  # so that `select` sees every line
     )
-    with process.stdin:
-        process.stdin.write(json.dumps({"target": target, "launches": launches}).encode())
+    with _pipe(process.stdin) as work:
+        work.write(json.dumps({"target": target, "launches": launches}).encode())
     return process
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None, "it was asked for"
+    return stream
 
 
 class _NoDevice:
@@ -162,7 +167,7 @@ def compile_one(launch: LaunchDescription) -> None:
     module, _, name = launch.kernel.rpartition(".")
     kernel = getattr(import_module(_KERNELS + module), name)
     arguments = [
-        value if kind in ("int", "float", "bool") else _Tensor(getattr(torch, kind), value)
+        value if kind in ("int", "float", "bool") else _Tensor(getattr(torch, kind), int(value))
         for kind, value in launch.arguments
     ]
     kernel.warmup(*arguments, grid=(1,), **dict(launch.options))

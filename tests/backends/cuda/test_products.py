@@ -170,5 +170,5 @@ def test_every_switch_computes_the_same_product(tuning, kind, batch_rows, device
     assert relative_error(stream, added) < TOLERANCE["float32"]
     assert not run._counters.any()
     assert run._split_k(batch_rows, matrix, run.tile_for(batch_rows, matrix)) == (
-        4 if tuning.split_k and batch_rows <= 16 else 1
+        8 if tuning.split_k and batch_rows <= 16 else 1
     )
