@@ -27,7 +27,8 @@ class Setting:
         self.query_norm, self.key_norm = (Norm(gain.to(device), EPS) for gain in gains)
         network = Network(None, (), None, heads, kv_heads, head_dim, THETA)
         self.layer = Layer(None, (), self.query_norm, self.key_norm, None, None, None, None)
-        self.run = launches(device, dtype, network, heads=heads, kv_heads=kv_heads, **options)
+        self._sizes = device, dtype, network
+        self.run = self.with_launches(**options)
         blocks = [-(-end // block_size) for _, end in spans]
         numbers = iter(rng.permutation(sum(blocks) + 3).tolist())
         self.tables = [[next(numbers) for _ in range(count)] for count in blocks]
@@ -38,13 +39,16 @@ class Setting:
         width = (heads + 2 * kv_heads) * head_dim
         self.qkv = torch.from_numpy(rng.standard_normal((rows, width), dtype=np.float32)).to(device).to(DTYPES[dtype])
 
+    def with_launches(self, **options):
+        return launches(*self._sizes, heads=self.heads, kv_heads=self.kv_heads, **options)
+
     def inputs(self, logit_rows=None):
         tokens = list(range(max(end for _, end in self.spans)))
         parts = [Part(tokens, *span, table) for span, table in zip(self.spans, self.tables, strict=True)]
         batch = flat_batch(parts, self.block_size, logit_rows)
         shape = shape_of(batch, self.run._policy, self.block_size)
         buffer = InputBuffer(torch.device(self.device))
-        buffer.reach(shape, batch)
+        buffer.reach(shape, batch.block_tables.size)
         buffer.fill(shape, batch)
         self.run._rotations.reach(int(batch.context_lens.max()), self.head_dim, THETA)
         self.run.reserve(shape)

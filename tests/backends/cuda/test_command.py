@@ -22,7 +22,8 @@ def on_a_gpu_of_sorts(monkeypatch, device):
         return
     backend = partial(backend_module.CudaBackend, "cpu", dtype="float32", graphs=True)
     monkeypatch.setattr(devices, "why_not_cuda", lambda: None)
-    monkeypatch.setattr(llm_module, "is_large_gpu", lambda device: False)
+    for name in ("is_gpu", "is_large_gpu"):
+        monkeypatch.setattr(llm_module, name, lambda device: False)
     monkeypatch.setattr(backend_module, "CudaBackend", backend)
     monkeypatch.setattr(backend_module, "Graphs", StandIn)
     monkeypatch.setattr(cuda_limits_worker, "measure", lambda *_: LIMITS)
