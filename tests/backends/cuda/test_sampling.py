@@ -1,6 +1,5 @@
-"""Tokens chosen on the device are those of the definition, written out in Python and NumPy here."""
+"""Tokens chosen on the device are those that the engine chooses from the same logits."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,65 +7,12 @@ import pytest
 import torch
 
 from forge.backends.cuda.sampling import Draw, Penalties, SamplingRows, philox_words, sample, sample_into
+from forge.engine.rng import gumbel_argmax, token_words
+from forge.engine.sampling import choose_token, filtered
 from forge.engine.sampling_params import SamplingParams
 
 VOCABULARY = 203
 """Not a multiple of 4."""
-
-
-def philox(counter, key) -> list[int]:
-    """Philox4x32-10 as Salmon et al. give it."""
-    c, k = list(counter), list(key)
-    for _ in range(10):
-        first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [second >> 32 ^ c[1] ^ k[0], second & 0xFFFFFFFF, first >> 32 ^ c[3] ^ k[1], first & 0xFFFFFFFF]
-        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return c
-
-
-def words_of(draw: Draw, vocabulary: int) -> list[int]:
-    key = draw.seed & 0xFFFFFFFF, draw.seed >> 32
-    blocks = (philox((block, draw.position, draw.sample_index, 0), key) for block in range(-(-vocabulary // 4)))
-    return [word for block in blocks for word in block][:vocabulary]
-
-
-def penalized(logits: np.ndarray, params: SamplingParams, history: list[int], num_prompt: int) -> np.ndarray:
-    values = logits.astype(np.float64)
-    for token, bias in params.logit_bias:
-        values[token] += bias
-    for token in set(history):
-        penalty = params.repetition_penalty
-        values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
-    for token in set(history[num_prompt:]):
-        values[token] -= params.frequency_penalty * history[num_prompt:].count(token) + params.presence_penalty
-    return values.astype(np.float32)
-
-
-def filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """float64, -infinity where a token may not be drawn."""
-    order = np.lexsort((np.arange(len(logits)), -logits))
-    order = order[: params.top_k] if params.top_k else order
-    weights = np.exp((logits.astype(np.float64) - logits.max()) / params.temperature)
-    if params.top_p < 1:
-        total, reached, kept = weights[order].sum(), 0.0, []
-        for token in order:
-            if reached >= params.top_p * total:
-                break
-            kept.append(token)
-            reached += weights[token]
-        order = np.array(kept)
-    order = order[weights[order] >= params.min_p]
-    out = np.full(len(logits), -np.inf)
-    out[order] = logits[order]
-    return out
-
-
-def chosen(logits: np.ndarray, params: SamplingParams, draw: Draw, history: list[int], num_prompt: int) -> int:
-    logits = penalized(logits, params, history, num_prompt)
-    if params.temperature == 0:
-        return int(logits.argmax())
-    noise = [-math.log(-math.log((word + 0.5) * 2.0**-32)) for word in words_of(draw, len(logits))]
-    return int((filtered(logits, params) / params.temperature + np.array(noise)).argmax())
 
 
 def rows_of(params, draws, device, histories=None, num_prompt=3) -> SamplingRows:
@@ -76,36 +22,17 @@ def rows_of(params, draws, device, histories=None, num_prompt=3) -> SamplingRows
     return SamplingRows.of(params, draws, VOCABULARY, where, penalties)
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "want"),
-    [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ],
-)
-def test_the_published_test_vectors(counter, key, want):
-    from forge.backends.cuda.sampling import _philox
-
-    got = _philox(tuple(torch.tensor([[word]]) for word in counter), tuple(torch.tensor([[word]]) for word in key))
-
-    assert tuple(int(word) for word in got) == want == tuple(philox(counter, key))
-
-
 def test_every_token_has_its_word_of_seed_sample_and_position(device):
     draws = [Draw(0, 0, 0), Draw(2**64 - 1, 3, 40_959), Draw(1 << 32, 0, 5), Draw(7, 2**31, 0)]
 
     got = philox_words(rows_of([SamplingParams(temperature=1.0)] * 4, draws, device), VOCABULARY)
 
-    assert got.tolist() == [words_of(draw, VOCABULARY) for draw in draws]
+    names = [(draw.seed, draw.sample_index, draw.position) for draw in draws]
+    assert got.tolist() == [token_words(np.arange(VOCABULARY), *name).tolist() for name in names]
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_tokens_are_those_of_the_definition_whatever_is_beside_them(seed, device):
+def test_tokens_are_those_of_the_engine_whatever_is_beside_them(seed, device):
     rng = np.random.default_rng(seed)
     count = 6
     logits = rng.standard_normal((count, VOCABULARY), dtype=np.float32) * 3
@@ -115,7 +42,7 @@ def test_tokens_are_those_of_the_definition_whatever_is_beside_them(seed, device
         logits[:, rng.integers(0, VOCABULARY, 50)] = -np.inf
     params = [
         SamplingParams(
-            temperature=float(rng.choice([0.0, 1e-3, 0.7, 1.0, 3.0])),
+            temperature=float(rng.choice([0.0, 1e-300, 1e-3, 0.7, 1.0, 3.0, 1e30])),
             top_k=int(rng.choice([0, 1, 5, 50, 500])),
             top_p=float(rng.choice([1.0, 0.05, 0.5, 0.95])),
             min_p=float(rng.choice([0.0, 0.02, 0.3])),
@@ -128,7 +55,10 @@ def test_tokens_are_those_of_the_definition_whatever_is_beside_them(seed, device
     ]
     histories = [rng.integers(0, 12, rng.integers(3, 20)).tolist() for _ in range(count)]
     draws = [Draw(int(rng.integers(0, 2**63)) * 2 + 1, int(rng.integers(3)), len(each)) for each in histories]
-    want = [chosen(*each, 3) for each in zip(logits, params, draws, histories, strict=True)]
+    want = [
+        choose_token(row, one, history, draw.seed, draw.sample_index, draw.position, 3)
+        for row, one, history, draw in zip(logits, params, histories, draws, strict=True)
+    ]
     on_device = torch.from_numpy(logits).to(device)
 
     got = sample(on_device, rows_of(params, draws, device, histories))
@@ -140,6 +70,34 @@ def test_tokens_are_those_of_the_definition_whatever_is_beside_them(seed, device
         for row in range(count)
     ]
     assert alone == want
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"top_k": 40},
+        {"top_p": 0.9},
+        {"min_p": 0.01},
+        {"top_k": 300, "top_p": 0.8, "temperature": 2.0},
+        {"top_p": 0.999, "min_p": 1e-4, "temperature": 1.3},
+    ],
+)
+def test_many_rows_of_a_large_vocabulary_get_the_engines_tokens(params, device):
+    """So many tokens that the engine leaves out those that cannot win, and sorts no whole row."""
+    count, vocabulary = 48, 12_345
+    asked = SamplingParams(**{"temperature": 0.8} | params)
+    logits = np.random.default_rng(7).standard_normal((count, vocabulary), dtype=np.float32) * 2
+    logits[::3] = np.round(logits[::3], 1)  # many are equal
+    draws = [Draw(11 * row, row % 3, 100 + row) for row in range(count)]
+    rows = SamplingRows.of([asked] * count, draws, vocabulary, torch.device(device))
+
+    got = sample(torch.from_numpy(logits).to(device), rows)
+
+    names = [(draw.seed, draw.sample_index, draw.position) for draw in draws]
+    assert got.tolist() == [
+        gumbel_argmax(*filtered(row, asked), *name) for row, name in zip(logits, names, strict=True)
+    ]
 
 
 def test_draws_follow_the_probabilities(device):
