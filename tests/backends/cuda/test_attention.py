@@ -8,6 +8,7 @@ from forge.backends.cuda.inputs import InputBuffer, shape_of
 from forge.backends.cuda.network import Layer, Network, Norm
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.cache.kv_storage import KvLayout
+from forge.model.rope import Rope
 from forge.testing.forwards import Part, flat_batch
 from tests.backends.cuda.models import DTYPES, TOLERANCE, launches, relative_error
 
@@ -25,7 +26,7 @@ class Setting:
         self.spans, self.block_size, self.device = spans, block_size, device
         gains = (torch.from_numpy(1 + 0.2 * rng.standard_normal(head_dim, dtype=np.float32)) for _ in range(2))
         self.query_norm, self.key_norm = (Norm(gain.to(device), EPS) for gain in gains)
-        network = Network(None, (), None, heads, kv_heads, head_dim, THETA)
+        network = Network(None, (), None, heads, kv_heads, head_dim, Rope(head_dim, THETA))
         self.layer = Layer(None, (), self.query_norm, self.key_norm, None, None, None, None)
         self._sizes = device, dtype, network
         self.run = self.with_launches(**options)
@@ -50,7 +51,7 @@ class Setting:
         buffer = InputBuffer(torch.device(self.device))
         buffer.reach(shape, batch.block_tables.size)
         buffer.fill(shape, batch)
-        self.run._rotations.reach(int(batch.context_lens.max()), self.head_dim, THETA)
+        self.run._rotations.reach(int(batch.context_lens.max()), Rope(self.head_dim, THETA))
         self.run.reserve(shape)
         return buffer.inputs(shape)
 
