@@ -183,9 +183,10 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def sample_into(logits: torch.Tensor, rows: SamplingRows, samples: torch.Tensor) -> None:
-    """Leave each row's token and the bits of its logit in `samples`, int32 `[R or more, 2]`, as `greatest` does."""
-    tokens = sample(logits, rows)
-    chosen = logits.gather(1, tokens[:, None])
+    """Leave each row's token and the bits of its logit in `samples`, int32 `[R or more, 2]`, as `greatest` does. Of a
+    row whose maximum is not finite it leaves that, so that the host can tell broken logits."""
+    tokens, largest = sample(logits, rows), logits.amax(1, keepdim=True)
+    chosen = torch.where(largest.isfinite(), logits.gather(1, tokens[:, None]), largest)
     samples[: len(logits), 0] = tokens.int()
     samples[: len(logits), 1:] = chosen.view(torch.int32)
     if rows.penalties is not None:

@@ -129,6 +129,18 @@ def test_samples_are_left_for_the_next_step_and_counted(device):
     assert samples[2].tolist() == [-7, -7] and rows.penalties.counts[0, best_two].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_broken_row_leaves_a_logit_that_is_not_finite(broken, device):
+    logits = torch.zeros(2, VOCABULARY, device=device)
+    logits[1, 77] = broken
+    params = [SamplingParams(temperature=1.0)] * 2
+    samples = torch.zeros((2, 2), dtype=torch.int32, device=device)
+
+    sample_into(logits, rows_of(params, [Draw(1, 0, 9)] * 2, device), samples)
+
+    assert samples[:, 1].view(torch.float32).isfinite().tolist() == [True, False]
+
+
 def test_what_is_not_asked_for_is_not_computed(device, monkeypatch):
     greedy = SamplingParams(temperature=0.0, top_k=5)
     draw = Draw(1, 0, 1)
