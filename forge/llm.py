@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from forge.backends.devices import DEFAULT_DEVICE, check_device, create_backend, is_large_gpu
+from forge.backends.devices import DEFAULT_DEVICE, check_device, create_backend, is_gpu, is_large_gpu
+from forge.cache.block_table import blocks_for
 from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheFactory, CacheSize, canonical_mode, create_kv_cache
 from forge.cache.kv_storage import KV_DTYPES, KvLayout, KvStorage
 from forge.engine import tasks
@@ -52,6 +53,8 @@ MOST_ONESHOTS = 128
 CPU_ONESHOT_MEMORY = 40 << 20
 """Temporary bytes that a step takes for requests that keep nothing on the CPU: about what its caches hold. A forward
 over 2,048 rows of the 0.6B shape needs 134 MB and computes 970 tokens/s; over 512 rows 1,150."""
+LARGE_GPU_STEP_TOKENS = 8192
+"""Tokens of a step there, for the reason given next; not measured."""
 LARGE_GPU_ONESHOT_TOKENS, LARGE_GPU_ONESHOT_MEMORY = 8192, 4 << 30
 """Its products come in waves of tiles, one per multiprocessor. Counted, not measured: 2,048 rows by a matrix of 2,560
 make 160 tiles of 128 x 256, two waves of which 132 multiprocessors idle through 39 %; 8,192 rows idle through 3 %."""
@@ -76,6 +79,7 @@ class LLM:
         block_size: int = DEFAULT_BLOCK_SIZE,
         num_blocks: int | None = None,
         kv_memory: int | None = None,
+        gpu_memory_utilization: float | None = None,
         threads: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
@@ -107,10 +111,13 @@ class LLM:
         float weights as they are loaded (cpu and cuda). invariant: one tiling for every number of rows, so that a
         sequence's bits never depend on its batch (cuda; the other devices always keep that). kernels: `triton` or
         `torch` (cuda). block_size: tokens per KV block. num_blocks: the KV pool's size; or
-        kv_memory: the bytes that it may take. threads: CPU threads, None for all that this process may use.
+        kv_memory: the bytes that it may take. gpu_memory_utilization: on cuda, the share of the GPU's memory that may
+        be in use in all, from which the pool's size follows where neither is given; None takes what `max_num_seqs`
+        sequences of `max_model_len` need, up to 0.9. threads: CPU threads, None for all that this process may use.
         max_model_len: prompt and output tokens of one sequence at most, which bounds what is reserved; None takes the
         model's context, up to 4,096. max_num_seqs: sequences that may run at once. max_num_batched_tokens: tokens that
-        one step may compute. chunked_prefill: whether prompts may come in pieces beside decodes. order: `fcfs` or
+        one step may compute; None is 8,192 on a large GPU and 512 elsewhere. chunked_prefill: whether prompts may come
+        in pieces beside decodes. order: `fcfs` or
         `priority`. preempt: the victim when blocks run out, `lifo` or `least-progressed`. mode: `recompute` or `swap`
         what a victim had. num_host_blocks: the pool to swap to. prefix_planning: whether requests that begin alike wait
         while one of them computes what they share, and those that keep nothing share it at all. oneshot: whether a
@@ -134,6 +141,8 @@ class LLM:
         _require_positive("block_size", block_size)
         speculate = checked_mode(speculate, k)
         self._acceptance = checked_acceptance(acceptance)
+        if max_num_batched_tokens is None and is_large_gpu(device):
+            max_num_batched_tokens = max(LARGE_GPU_STEP_TOKENS, max_num_seqs)
         config = SchedulerConfig(
             max_num_seqs,
             max_num_batched_tokens,
@@ -156,6 +165,8 @@ class LLM:
         for name, value in optional.items():
             if value is not None:
                 _require_positive(name, value)
+        if gpu_memory_utilization is not None:
+            _check_gpu_memory(device, gpu_memory_utilization, num_blocks, kv_memory)
         if kv_dtype not in (None, *KV_DTYPES):
             raise UsageError(f"unknown kv dtype {kv_dtype!r}; supported: {', '.join(KV_DTYPES)}")
         if not callable(kv):
@@ -177,8 +188,10 @@ class LLM:
             target.time_operations()
         self.max_model_len = _usable_context(target.max_position_embeddings, max_model_len)
         layout = target.kv_layout(0, block_size, self.kv_dtype)
-        size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
         target.prepare(layout)
+        if kv_memory is None and num_blocks is None and is_gpu(device):
+            kv_memory = self._kv_memory_on_gpu(target, layout, config, gpu_memory_utilization)
+        size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
         self._kv, self._cache_size, self._config = kv, size, config
         self._max_k, self._speculate_fixed, self._check = k, speculate_fixed, check
         self.max_num_seqs = config.max_num_seqs
@@ -444,6 +457,20 @@ class LLM:
         prefix = self.tokenizer.spec.prefix_ids if begins else ()
         return [*prefix, *self.tokenizer.encode(text, add_special_tokens=False)]
 
+    def _kv_memory_on_gpu(
+        self, model: Model, layout: KvLayout, config: SchedulerConfig, utilization: float | None
+    ) -> int:
+        """Bytes for the pool: what the GPU has left beside the arrays of one step and the scratch blocks; unless a
+        share was asked for, at most what all sequences at full length take, so that other models have room too."""
+        from forge.backends.cuda import sizes
+
+        scratch = self._num_scratch_blocks(config, layout.block_size) * layout.block_size * layout.bytes_per_token
+        left = sizes.kv_memory(utilization, scratch + model.temporary_bytes(config.token_budget, config.max_num_seqs))
+        if utilization is not None:
+            return left
+        block_bytes = layout.block_size * layout.bytes_per_token
+        return min(left, config.max_num_seqs * blocks_for(self.max_model_len, layout.block_size) * block_bytes)
+
     def _num_scratch_blocks(self, config: SchedulerConfig, block_size: int) -> int:
         """What one step's requests that keep nothing take, each with a last block that is filled in part."""
         return -(-max(config.oneshot_tokens, self.max_model_len) // block_size) + MOST_ONESHOTS
@@ -623,6 +650,17 @@ def _usable_context(limit: int, max_model_len: int | None) -> int:
     if max_model_len > limit:
         raise UsageError(f"--max-model-len {max_model_len} is more than the {limit} tokens of this model's context")
     return max_model_len
+
+
+def _check_gpu_memory(device: str, utilization: float, num_blocks: int | None, kv_memory: int | None) -> None:
+    if device != "cuda":
+        raise UsageError(f"--gpu-memory-utilization is for --device cuda: on {device} give --kv-memory")
+    if num_blocks is not None or kv_memory is not None:
+        other = "--num-blocks" if num_blocks is not None else "--kv-memory"
+        raise UsageError(f"--gpu-memory-utilization and {other} both say how large the KV cache is: give one of them")
+    from forge.backends.cuda.sizes import checked_utilization
+
+    checked_utilization(utilization)
 
 
 def _default_oneshot_tokens(device: str) -> int:

@@ -48,7 +48,7 @@ def create_backend(
         raise UsageError(why_not)
     from forge.backends.cuda.backend import CudaBackend
 
-    return CudaBackend(invariant=invariant, quantize=quantize, kernels=kernels or "triton")
+    return CudaBackend(invariant=invariant, quantize=quantize, kernels=kernels or "triton", on_compile=on_compile)
 
 
 def check_device(device: str, quantize: str | None = None, invariant: bool = False, kernels: str | None = None) -> None:
@@ -66,9 +66,14 @@ def check_device(device: str, quantize: str | None = None, invariant: bool = Fal
         raise UsageError(f"--kernels is for --device cuda: {device} has kernels of its own")
 
 
+def is_gpu(device: str) -> bool:
+    """Whether it is a GPU that can be used."""
+    return device == "cuda" and why_not_cuda() is None
+
+
 def is_large_gpu(device: str) -> bool:
     """Whether it is a GPU with memory to spare: one for servers, say."""
-    if device != "cuda" or why_not_cuda() is not None:
+    if not is_gpu(device):
         return False
     import torch
 

@@ -192,7 +192,7 @@ def _measure(
 def _take_turns(plan: Plan, contender: Contender, case: Case, vocab_size: int, on_progress: Progress) -> StepResult:
     on_progress(f"{case.title}: {contender.name}")
     effort = plan.effort
-    token_ids = _token_ids(case, vocab_size)
+    token_ids = step_token_ids(case, vocab_size)
     prepared = contender.ask("prepare", kind=case.kind, context=case.context, token_ids=token_ids)
     seconds, tops = [], ()
     for _ in range(effort.repetitions):
@@ -203,6 +203,7 @@ def _take_turns(plan: Plan, contender: Contender, case: Case, vocab_size: int, o
     return StepResult(case, contender.name, Speed.of(seconds), prepared["setting"], tops)
 
 
-def _token_ids(case: Case, vocab_size: int) -> list[list[int]]:
+def step_token_ids(case: Case, vocab_size: int) -> list[list[int]]:
+    """Random tokens, the same in every run."""
     rng = random.Random(f"{SEED}-{case.name}")
     return [[rng.randrange(vocab_size) for _ in range(case.length)] for _ in range(case.sequences)]

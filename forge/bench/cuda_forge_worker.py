@@ -46,9 +46,31 @@ class CudaForgeContender:
         return {
             "description": f"forge {__version__}, {llm.device_description}, KV {llm.kv} in {llm.kv_dtype}",
             "seconds": llm.load_seconds,
-            "read_bytes": _read_bytes(llm.model),
-            "kv_bytes": llm.kv_layout.bytes_per_token,
+            "read_bytes": self.read_bytes,
+            "kv_bytes": self.kv_bytes,
         }
+
+    @classmethod
+    def of(cls, llm) -> "CudaForgeContender":
+        """One whose model is loaded already."""
+        contender = cls()
+        contender._llm = llm
+        return contender
+
+    @property
+    def read_bytes(self) -> int:
+        """Of weights that a decode step reads."""
+        return _read_bytes(self._llm.model)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Per token."""
+        return self._llm.kv_layout.bytes_per_token
+
+    @property
+    def last_graph(self):
+        """The CUDA graph of the step that was timed last; None if it was launched kernel by kernel."""
+        return self._llm.model.backend.last_graph(self._storage)
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         sequences, length = len(token_ids), len(token_ids[0])

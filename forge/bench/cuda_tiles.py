@@ -2,25 +2,27 @@
 
 Every product of a decode step is timed with the tile that `forge.backends.cuda.shapes` chooses and with its neighbours:
 half and twice the rows, columns and warps. A pass goes over copies of the matrix that are larger together than any
-cache, in one CUDA graph, so that weights come from memory and no launch is waited for, as in a decode step. What it
-finds belongs into `shapes.py`.
+cache, in one CUDA graph, so that weights come from memory and no launch is waited for, as in a decode step. Kernels are
+compiled in parallel first; each time is printed as it is found. What it finds belongs into `shapes.py`.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
 import torch
 
+from forge.backends.cuda import warm_up
 from forge.backends.cuda.inputs import Policy
-from forge.backends.cuda.launches import Launches, TritonLauncher
+from forge.backends.cuda.launches import LaunchDescription, Launches, ListingLauncher, TritonLauncher
 from forge.backends.cuda.network import Network, Norm
 from forge.backends.cuda.rotations import Rotations
-from forge.backends.cuda.shapes import TILE_ROWS, Tile
-from forge.backends.cuda.weights import KIND_NAMES, Q8, Matrix, Packed
+from forge.backends.cuda.shapes import Tile
+from forge.backends.cuda.weights import DENSE, KIND_NAMES, Matrix
 from forge.bench.cuda_limits_worker import fastest
+from forge.bench.drawn_model import copy_of, drawn_matrix
 from forge.model.config import Qwen3Config
 from forge.model.synth import SHAPES
 
@@ -34,20 +36,36 @@ class Timed:
 
     product: str
     rows: int
-    tile: Tile
+    tile: Tile | None
+    """None for cuBLAS, with kernels of its own for what is fused elsewhere."""
     seconds: float
     bytes_per_second: float
     is_chosen: bool
     """Whether it is what `shapes` chooses."""
+    failed: str | None = None
+    """Why it could not be timed: a tile that asks for more than a multiprocessor has, say."""
+
+    def __str__(self) -> str:
+        tile = "cuBLAS"
+        if self.tile is not None:
+            n, k = self.tile.block_n, self.tile.block_k
+            tile = f"{n:3} x {k:4}, {self.tile.num_warps} warps, {self.tile.num_stages} stages"
+        found = f"{self.seconds * 1e6:8.1f} µs  {self.bytes_per_second / 1e12:5.2f} TB/s"
+        mark = "  ← chosen" if self.is_chosen else ""
+        return f"{self.product:8} {self.rows:3} rows  {self.failed or found}  {tile}{mark}"
 
 
 class TriedLaunches(Launches):
-    """Launches with a given tile."""
+    """Launches with a tile that the search chose."""
 
     tried: Tile | None = None
+    by_cublas: bool | None = None
 
     def tile_for(self, num_rows: int, matrix: Matrix) -> Tile:
         return self.tried or super().tile_for(num_rows, matrix)
+
+    def _by_cublas(self, num_rows: int, matrix: Matrix) -> bool:
+        return super()._by_cublas(num_rows, matrix) if self.by_cublas is None else self.by_cublas
 
 
 def measure(
@@ -57,8 +75,10 @@ def measure(
     device: str = "cuda",
     clock: Callable[[Callable[[], None]], float] | None = None,
     least_bytes: int = LEAST_BYTES,
+    compile_all: Callable[[Iterable[LaunchDescription]], object] = lambda launches: None,
 ) -> Iterator[Timed]:
-    """Every product, number of rows and tile. clock: seconds of a call of what it is given."""
+    """Every product, number of rows and tile, and of dense matrices cuBLAS too. clock: seconds of a call of what it is
+    given. compile_all: compiles in parallel what is about to be launched."""
     where = torch.device(device)
     on_gpu = where.type == "cuda"
     properties = torch.cuda.get_device_properties(where) if on_gpu else None
@@ -69,20 +89,34 @@ def measure(
     nowhere = cast(Network, None)  # products need no network
     run = TriedLaunches(nowhere, policy, Rotations(where), where, torch.bfloat16, launcher, exact=not on_gpu)
     for name, (height, width) in products_of(config).items():
-        first = random_matrix(name, height, width, kind, where)
-        copies = [first] + [replace_weights(first) for _ in range(least_bytes // first.read_bytes)]
-        for num_rows in rows:
-            assert num_rows <= TILE_ROWS, "more rows are cuBLAS's"
-            run.tried = None
-            chosen = run.tile_for(num_rows, first)
+        first = drawn_matrix(name, height, width, kind, where)
+        listing = ListingLauncher(dependent)
+        for num_rows, tile, _ in _tried(run, first, rows):
+            other = run.with_launcher(listing)
+            other.tried, other.by_cublas = tile, tile is None
+            multiply_all(other, name, [first], num_rows, config, where)
+        compile_all(listing.found)
+        copies = [first] + [copy_of(first) for _ in range(least_bytes // first.read_bytes)]
+        for num_rows, tile, is_chosen in _tried(run, first, rows):
+            run.tried, run.by_cublas = tile, tile is None
             call = partial(multiply_all, run, name, copies, num_rows, config, where)
-            for tile in neighbours(chosen):
-                run.tried = tile
-                try:
-                    seconds = (clock or seconds_in_a_graph)(call) / len(copies)
-                except Exception:  # a tile that asks for more than a multiprocessor has
-                    continue
-                yield Timed(name, num_rows, tile, seconds, first.read_bytes / seconds, tile == chosen)
+            try:
+                seconds = (clock or seconds_in_a_graph)(call) / len(copies)
+                yield Timed(name, num_rows, tile, seconds, first.read_bytes / seconds, is_chosen)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
+                yield Timed(name, num_rows, tile, float("inf"), 0.0, is_chosen, reason)
+
+
+def _tried(run: TriedLaunches, matrix: Matrix, rows: Sequence[int]) -> Iterator[tuple[int, Tile | None, bool]]:
+    """Rows, tile and whether it is chosen; the output head is never cuBLAS's."""
+    for num_rows in rows:
+        run.tried = run.by_cublas = None
+        chosen, wide = run.tile_for(num_rows, matrix), run._by_cublas(num_rows, matrix) and matrix.name != "head"
+        for tile in neighbours(chosen):
+            yield num_rows, tile, tile == chosen and not wide
+        if num_rows > 1 and matrix.kind == DENSE and matrix.name != "head":
+            yield num_rows, None, wide
 
 
 def products_of(config: Qwen3Config) -> dict[str, tuple[int, int]]:
@@ -110,27 +144,6 @@ def neighbours(tile: Tile) -> list[Tile]:
     return list(dict.fromkeys(found))
 
 
-def random_matrix(name: str, rows: int, columns: int, kind: int, device: torch.device) -> Matrix:
-    """Weights that mean nothing, of the right bytes."""
-    if kind == 0:
-        return Matrix(name, rows, columns, dense=torch.randn(rows, columns, device=device).to(torch.bfloat16))
-    width = columns if kind == Q8 else columns // 2
-    values = torch.randint(0, 100, (rows, width), device=device).to(torch.int8 if kind == Q8 else torch.uint8)
-    if KIND_NAMES[kind] == "q4_k":
-        scales = torch.randint(1, 60, (rows, columns // 32, 2), device=device).to(torch.uint8)
-        factors = torch.full((rows, columns // 256, 2), 1e-3, dtype=torch.float16, device=device)
-        return Matrix(name, rows, columns, packed=Packed(kind, values, scales, factors))
-    scales = torch.full((rows, columns // 32), 1e-3, dtype=torch.float16, device=device)
-    return Matrix(name, rows, columns, packed=Packed(kind, values, scales))
-
-
-def replace_weights(matrix: Matrix) -> Matrix:
-    """The same matrix at another place in memory."""
-    if matrix.packed is None:
-        return replace(matrix, dense=matrix.own_dense().clone())
-    return replace(matrix, packed=Packed(matrix.kind, *(array.clone() for array in matrix.packed.arrays)))
-
-
 def multiply_all(
     run: Launches, name: str, copies: Sequence[Matrix], num_rows: int, config: Qwen3Config, device: torch.device
 ) -> None:
@@ -147,6 +160,18 @@ def multiply_all(
             run.logits(x, norm, matrix)
         else:
             run.products(x, norm, (matrix,))
+
+
+def best_of(found: Sequence[Timed]) -> list[Timed]:
+    """The three fastest of each product and number of rows, and the chosen one."""
+    groups: dict[tuple[str, int], list[Timed]] = {}
+    for each in found:
+        groups.setdefault((each.product, each.rows), []).append(each)
+    kept = []
+    for group in groups.values():
+        ordered = sorted(group, key=lambda each: each.seconds)
+        kept += ordered[:3] + [each for each in ordered[3:] if each.is_chosen]
+    return kept
 
 
 def seconds_in_a_graph(call: Callable[[], None]) -> float:
@@ -166,21 +191,15 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,16", help="numbers of rows, with commas")
     given = parser.parse_args()
     rows = [int(number) for number in given.rows.split(",")]
-    found: dict[tuple[str, int], list[Timed]] = {}
     with torch.inference_mode():
-        for each in measure(SHAPES[given.shape], KIND_NAMES.index(given.kind), rows):
-            found.setdefault((each.product, each.rows), []).append(each)
-    for (product, num_rows), tried in found.items():
-        fastest_first = sorted(tried, key=lambda each: each.seconds)
-        shown = fastest_first[:3] + [each for each in fastest_first[3:] if each.is_chosen]
-        for each in shown:
-            tile = each.tile
-            print(
-                f"{product:8} {num_rows:2} rows  {each.seconds * 1e6:8.1f} µs  "
-                f"{each.bytes_per_second / 1e12:5.2f} TB/s  "
-                f"{tile.block_n:3} x {tile.block_k:4}, {tile.num_warps} warps, {tile.num_stages} stages"
-                f"{'  ← chosen' if each.is_chosen else ''}"
-            )
+        found = []
+        config, kind = SHAPES[given.shape], KIND_NAMES.index(given.kind)
+        for each in measure(config, kind, rows, compile_all=warm_up.compile_all):
+            print(each, flush=True)
+            found.append(each)
+    print("\nthe fastest of each, and what is chosen")
+    for each in best_of(found):
+        print(each)
 
 
 if __name__ == "__main__":

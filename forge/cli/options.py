@@ -115,6 +115,15 @@ KvMemoryOption = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+GpuMemoryUtilizationOption = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization",
+        help="Or from what the GPU has left: the share of its memory that may be in use.",
+        show_default="what all sequences need, up to 0.9",
+        rich_help_panel=_MODEL,
+    ),
+]
 ShowOption = Annotated[
     str | None,
     typer.Option(

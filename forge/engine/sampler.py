@@ -13,7 +13,7 @@ import numpy as np
 
 from forge.engine.proposer import Proposal, Speculation, StepDrafts, Verification
 from forge.engine.readout import SeparateResult, read_out, score_row
-from forge.engine.sampling import BrokenLogits, SampledToken, check_logits, choose
+from forge.engine.sampling import BrokenLogits, SampledToken, check_max_logit, choose
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.engine.task import GENERATE, Readout
@@ -130,7 +130,7 @@ class Sampler:
         """Choose a sequence's next token from one row."""
         if sequence.params.plain_greedy and not self._report_probabilities:
             if not math.isfinite(logits.max_logit[row]):
-                check_logits(logits.rows[row])  # raises
+                check_max_logit(logits.max_logit[row])  # raises; the rows may have been released
             own = None if self._on_logits is None else logits.rows[row]
             return self._emit(sequence, ((logits.argmax[row], None, None),), (own,))  # faster than a `SampledToken`
         own = logits.rows[row]

@@ -1,6 +1,6 @@
 """Writing GGUF files, by way of the gguf package's `GGUFWriter`: for tests, and for models made of random weights.
 
-Importing this module imports the gguf package; nothing that only reads models does.
+The gguf package is imported when something is written or quantized; nothing that only reads models imports it.
 """
 
 import os
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import gguf
 import numpy as np
 
 from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType, row_nbytes
@@ -76,6 +75,10 @@ class NewTensor:
 def encode(ggml_type: GGMLType, values: np.ndarray) -> np.ndarray:
     """Float `values` [..., columns] as uint8 [..., bytes of a row]; not to the K types, which gguf cannot write."""
     values = np.ascontiguousarray(values, dtype=np.float32)
+    if ggml_type == GGMLType.F32:
+        return values.view(np.uint8)
+    import gguf
+
     stored = gguf.quants.quantize(values, gguf.GGMLQuantizationType(ggml_type))
     return np.ascontiguousarray(stored).view(np.uint8)
 
@@ -92,6 +95,8 @@ def write_gguf(
     float32. The file appears under its name only once it is whole. `on_progress` is called with the number of bytes of
     each piece of data after it was written. ValueError for an empty list: gguf writes none.
     """
+    import gguf
+
     path = Path(path)
     entries = dict(metadata)
     writer = gguf.GGUFWriter(None, arch=entries.pop("general.architecture"))

@@ -168,6 +168,26 @@ def test_who_wants_to_see_logits_gets_them_step_by_step(attribute, value):
     assert results(run) == outputs(False)[0]
 
 
+def test_broken_logits_of_a_step_after_which_another_was_launched_end_their_sequence_alone():
+    plain, _ = outputs(False)
+    engine = engine_of()
+    run, forward = start(engine), engine.model.forward
+    steps = []
+
+    def broken(batch, storage):
+        logits = forward(batch, storage)
+        steps.append(batch)
+        if len(steps) == 5:
+            logits._rows[1] = np.nan
+        return logits
+
+    engine.model.forward = broken
+    run_all(engine)
+
+    said = [(one.token_ids, one.finish_reason) for output in run.outputs for one in output.outputs]
+    assert said == [(plain[0][0], "length"), (plain[1][0][:4], "error"), (plain[2][0], "length")]
+
+
 def test_logits_of_a_step_in_flight_can_still_be_kept():
     engine, seen = engine_of(), []
     start(engine)

@@ -80,6 +80,8 @@ class Occupied:
     """Bytes per thread that did not fit into registers."""
     shared: int
     """Bytes of shared memory per program."""
+    early: tuple[str, ...]
+    """Arguments whose memory it reads before it waits for the kernel before it; none where it does not wait."""
 
 
 def launched_by(
@@ -137,10 +139,44 @@ def compile_for(launch: Launch, capability: int) -> Occupied:
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = COMPILE_OPTIONS | {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _occupied(compiled.asm["cubin"], compiled.metadata.shared)
+    pointers = [name if kind.startswith("*") else None for name, kind in launch.signature]
+    early = read_before_wait(compiled.asm["ptx"], pointers)
+    return _occupied(compiled.asm["cubin"], compiled.metadata.shared, early)
 
 
-def _occupied(cubin: bytes, shared: int) -> Occupied:
+def read_before_wait(ptx: str, arguments: Sequence[str | None]) -> tuple[str, ...]:
+    """Which arguments' memory a kernel reads before `griddepcontrol.wait`, from its PTX. None stands for a number.
+
+    Every register is followed back to the parameters that it was computed from. That takes one pass, because nothing
+    before a wait is in a loop; a wait after a jump is an error here.
+    """
+    if "griddepcontrol.wait" not in ptx:
+        return ()
+    sources: dict[str, frozenset[str]] = {}
+    read: set[str] = set()
+    for line in re.sub(r"//.*", "", ptx).split("{", 1)[1].split(";"):
+        words = re.sub(r"\s+", " ", line).strip()
+        if "griddepcontrol.wait" in words:
+            break
+        assert not re.search(r"\bbra\b", words), f"a jump before the wait: {words}"
+        operation = re.search(r"(?:@!?%\w+ )?([a-z][\w.:]*) (.*)", words)
+        if operation is None or operation[1].startswith("."):
+            continue
+        name, operands = operation[1], operation[2]
+        from_memory = re.match(r"(ld|cp\.async|atom|red|prefetch)", name) and not name.startswith("ld.param")
+        target = operands[: operands.index("}") + 1] if operands.startswith("{") else operands.partition(",")[0]
+        inputs = operands[len(target) :] if not name.startswith(("st", "cp.async", "red", "prefetch")) else operands
+        found = {f"#{index}" for index in re.findall(r"_param_(\d+)", inputs)}
+        for register in re.findall(r"%\w+", inputs):
+            found |= sources.get(register, frozenset())
+        if from_memory:
+            read |= found
+        for register in re.findall(r"%\w+", target):
+            sources[register] = frozenset(found)
+    return tuple(sorted(name for index, name in enumerate(arguments) if name is not None and f"#{index}" in read))
+
+
+def _occupied(cubin: bytes, shared: int, early: tuple[str, ...]) -> Occupied:
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -154,7 +190,7 @@ def _occupied(cubin: bytes, shared: int) -> Occupied:
         assert found is not None, listing
         return int(found[1])
 
-    return Occupied(listed("REG"), listed("STACK") + listed("LOCAL"), shared)
+    return Occupied(listed("REG"), listed("STACK") + listed("LOCAL"), shared, early)
 
 
 def _listener(tell: Callable[[Launch], None]) -> Callable[..., None]:

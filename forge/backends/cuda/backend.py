@@ -12,21 +12,23 @@ and softmax in float32, keys and values in the storage's dtype. The kernels' sha
 row's last bits may depend on its batch; with `invariant` they do not, and neither do its tokens.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
+from forge.backends.cuda import warm_up
 from forge.backends.cuda.graphs import Graphs
-from forge.backends.cuda.inputs import InputBuffer, Policy, Shape, shape_of
+from forge.backends.cuda.inputs import InputBuffer, Policy, Shape, expected_shapes, shape_of
 from forge.backends.cuda.network import Ending, Network, Recorder
 from forge.backends.cuda.plain import DeviceBatch, TorchOperations
-from forge.backends.cuda.results import Results
+from forge.backends.cuda.results import LEAST_ROWS, Results
 from forge.backends.cuda.rotations import Rotations
-from forge.backends.cuda.shapes import MULTIPROCESSORS
+from forge.backends.cuda.shapes import DEFAULT_TUNING, MULTIPROCESSORS, Tuning
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.cuda.timing import StepClock
 from forge.backends.cuda.weights import Matrix, load_matrix
@@ -41,12 +43,15 @@ from forge.trace.records import Execution
 
 if TYPE_CHECKING:
     from forge.backends.cuda.launches import Launcher, Launches  # defines the kernels, so only when they are wanted
+    from forge.backends.cuda.warm_up import LaunchDescription
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHARE_FOR_COPIES = 0.25
 """Of the device's free memory, what dense copies of packed weights may take."""
 INTERPRETED_MULTIPROCESSORS = 2
 """What shapes are chosen for under the interpreter, which takes a millisecond per program."""
+WARM_CONTEXT = 4096
+"""Kernels that steps up to so many tokens launch are compiled before the first step."""
 DEPENDENT_LAUNCH = (9, 0)
 """The first compute capability whose kernels may start before the one before them has ended."""
 
@@ -70,12 +75,15 @@ class CudaBackend(Backend):
         dense_copies: bool | None = None,
         runs_ahead: bool | None = None,
         launcher: "Launcher | None" = None,
+        on_compile: Callable[[int, int], None] | None = None,
+        tuning: Tuning = DEFAULT_TUNING,
     ):
         """invariant: one tiling for every number of rows, so that a row's bits never depend on its batch (needs
         `triton`). graphs: whether to capture steps as CUDA graphs; None for where there is a GPU. dense_copies: whether
         packed weights are kept dense too, for batches of many rows; None asks the device's memory. runs_ahead: whether
         batches may name tokens that the step before has yet to choose; None for where steps are launched without
-        waiting for them. launcher: who is handed every launch instead of Triton."""
+        waiting for them. launcher: who is handed every launch instead of Triton. on_compile: called with (kernels
+        compiled, kernels in all) if any have to be. tuning: switches, for measuring what they are worth."""
         if kernels not in KERNELS:
             raise UsageError(f"unknown kernels {kernels!r}; there are {', '.join(KERNELS)}")
         if dtype not in DTYPES:
@@ -87,14 +95,15 @@ class CudaBackend(Backend):
         if self._on_gpu and self._device.index is None:  # whichever thread runs a step, it is this one's device
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._kernels, self._dtype, self._invariant, self._quantize = kernels, DTYPES[dtype], invariant, quantize
-        self._dense_copies, self._launcher = dense_copies, launcher
+        self._dense_copies, self._launcher, self._on_compile = dense_copies, launcher, on_compile
+        self._tuning = tuning
         self.can_capture = (self._on_gpu if graphs is None else graphs) and kernels == "triton"
         """Whether steps are padded to the shapes that graphs are captured for."""
         self.uses_graphs = self.can_capture
         """May be switched off and on between steps, to see what graphs are worth."""
         self.runs_ahead = (self._on_gpu if runs_ahead is None else runs_ahead) and kernels == "triton"
         self._steps: WeakKeyDictionary[TorchKvStorage, _Steps] = WeakKeyDictionary()
-        self._heads: dict[object, Matrix | None] = {}
+        self._output_heads: dict[object, Matrix | None] = {}
         self._rotations = Rotations(self._device)
         self._matrix_names: dict[int, str] = {}
         self._operations: TorchOperations | TimedOperations = TorchOperations(self._rotations)
@@ -116,7 +125,7 @@ class CudaBackend(Backend):
         """What a forward multiplies with: every matrix once, the output head included. Empty before `prepare`."""
         if self._fused is None:
             return []
-        return [*self._fused.network.products(), *(head for head in self._heads.values() if head is not None)]
+        return [*self._fused.network.products(), *(head for head in self._output_heads.values() if head is not None)]
 
     # Loading
 
@@ -136,8 +145,11 @@ class CudaBackend(Backend):
 
     def prepare(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
         if self._kernels == "triton" and self._fused is None:
-            self._head_of(forward_pass)
+            self._output_head_of(forward_pass)
             self._fuse(forward_pass, layout)
+            if self._on_gpu and self._launcher is None:
+                expected = self.expected_launches(forward_pass, layout, self._launches_dependent())
+                warm_up.compile_missing(expected, self._on_compile or (lambda done, of: None))
 
     @torch.inference_mode()
     def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: TorchKvStorage) -> Logits:
@@ -146,7 +158,7 @@ class CudaBackend(Backend):
             return forward_pass(self._operations, DeviceBatch.of(batch, self._device), storage)
         with torch.cuda.device(self._device) if self._on_gpu else nullcontext():
             out, wanted = self.launch(forward_pass, batch, storage), len(batch.logit_rows)
-            if self._head_of(forward_pass) is None:
+            if self._output_head_of(forward_pass) is None:
                 return out[:wanted].cpu().numpy().copy()
             assert self.execution is not None, "launch says how it ran"
             return self._steps[storage].results.after_step(out, wanted, self.execution)
@@ -158,14 +170,14 @@ class CudaBackend(Backend):
         self.prepare(forward_pass, storage.layout)
         steps = self._steps.get(storage)
         if steps is None:
-            steps = self._steps[storage] = _Steps(Graphs(), Results(self._device))
-        fused, results, head = self._fused, steps.results, self._head_of(forward_pass)
+            steps = self._steps[storage] = _Steps(Graphs(self._tuning.pause_gc), Results(self._device))
+        fused, results, head = self._fused, steps.results, self._output_head_of(forward_pass)
         assert fused is not None, "prepare fuses"
-        wide = fused.launches.is_wide_attention(storage)
-        shape = shape_of(batch, fused.policy, storage.layout.block_size, wide)
+        in_float32 = fused.launches.attends_in_float32(storage)
+        shape = shape_of(batch, fused.policy, storage.layout.block_size, in_float32)
         network = fused.network
         results.before_step()
-        moved = fused.buffer.reach(shape, batch)
+        moved = fused.buffer.reach(shape, batch.block_tables.size)
         moved |= self._rotations.reach(int(batch.context_lens.max()), network.rope)
         moved |= fused.launches.reserve(shape)
         for each in self._steps.values() if moved else ():
@@ -184,6 +196,13 @@ class CudaBackend(Backend):
         out, self.execution = steps.graphs.run((shape, head is None), shape.num_rows, compute)
         return out
 
+    def last_graph(self, storage: TorchKvStorage) -> "torch.cuda.CUDAGraph | None":
+        """The graph of the last step on `storage`; None if that ran kernel by kernel."""
+        steps = self._steps.get(storage)
+        if steps is None or self.execution is None or self.execution.mode != "graph":
+            return None
+        return steps.graphs.last
+
     def _why_eager(self, shape: Shape) -> str | None:
         """Why a step of that shape is no graph's; None if it may be one's."""
         if self._clock is not None:
@@ -192,14 +211,14 @@ class CudaBackend(Backend):
             return "graphs are off"
         return None if shape.is_bucket else "more rows than graphs are captured for"
 
-    def _head_of(self, forward_pass: ForwardPass) -> Matrix | None:
+    def _output_head_of(self, forward_pass: ForwardPass) -> Matrix | None:
         """The output head that a pass ends in; None for one that ends before it, in hidden states."""
         name = getattr(forward_pass, "__func__", forward_pass)  # a bound method is a new object every time
-        if name not in self._heads:
+        if name not in self._output_heads:
             ending = Ending()
             forward_pass(ending, None, None)
-            self._heads[name] = ending.head
-        return self._heads[name]
+            self._output_heads[name] = ending.output_head
+        return self._output_heads[name]
 
     def _fuse(self, forward_pass: ForwardPass, layout: KvLayout) -> None:
         from forge.backends.cuda.kernels.parts import INTERPRETED
@@ -216,14 +235,38 @@ class CudaBackend(Backend):
             multiprocessors=self._multiprocessors(),
             invariant=self._invariant,
             buckets=self.can_capture,
+            tuning=self._tuning,
         )
-        dependent = self._on_gpu and torch.cuda.get_device_capability(self._device) >= DEPENDENT_LAUNCH
-        launcher = self._launcher or TritonLauncher(dependent)
+        launcher = self._launcher or TritonLauncher(self._launches_dependent())
         exact = INTERPRETED or self._dtype == torch.float32
         launches = Launches(network, policy, self._rotations, self._device, self._dtype, launcher, exact)
         launches.make_scratch()
         self._fused = _Fused(network, policy, launches, InputBuffer(self._device))
         self._time_steps()
+
+    def _launches_dependent(self) -> bool:
+        return self._on_gpu and torch.cuda.get_device_capability(self._device) >= DEPENDENT_LAUNCH
+
+    @torch.inference_mode()
+    def expected_launches(
+        self, forward_pass: ForwardPass, layout: KvLayout, dependent: bool
+    ) -> "list[LaunchDescription]":
+        """What steps up to `WARM_CONTEXT` are likely to launch, each specialization once. Launches no kernel."""
+        from forge.backends.cuda.forward import forward
+        from forge.backends.cuda.launches import ListingLauncher
+
+        fused, listing = self._fused, ListingLauncher(dependent)
+        assert fused is not None, "prepare fuses"
+        network, run = fused.network.distinct(), fused.launches.with_launcher(listing)
+        storage = self.new_storage(replace(layout, num_layers=len(network.layers), num_blocks=1))
+        self._rotations.reach(1, network.rope)
+        samples = torch.zeros((LEAST_ROWS, 2), dtype=torch.int32, device=self._device)
+        for shape in expected_shapes(fused.policy, run.attends_in_float32(storage), WARM_CONTEXT):
+            buffer = InputBuffer(self._device)
+            buffer.reach(shape, 1)
+            run.reserve(shape)
+            forward(network, self._output_head_of(forward_pass), run, buffer.inputs(shape), storage, samples)
+        return list(listing.found)
 
     def _copy_dense(self, network: Network) -> None:
         """Dense copies of packed matrices for products of many rows, all or none; the head needs none."""

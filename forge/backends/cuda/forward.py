@@ -16,7 +16,7 @@ from forge.backends.cuda.weights import Matrix
 
 def forward(
     network: Network,
-    head: Matrix | None,
+    output_head: Matrix | None,
     run: Launches,
     inputs: Inputs,
     storage: TorchKvStorage,
@@ -35,7 +35,7 @@ def forward(
         logit_rows_only = shape.prunes and index == len(network.layers) - 1
         attended = _attend(run, x, layer, storage, index, inputs, logit_rows_only)
         if attended is None:  # a chunk that only fills the cache: its keys are written, and that was all
-            return x.new_empty((0, x.shape[1] if head is None else head.rows), dtype=torch.float32)
+            return x.new_empty((0, x.shape[1] if output_head is None else output_head.rows), dtype=torch.float32)
         if logit_rows_only:
             x = run.pick(x, inputs)
         with run.step("attn_output, add", index):
@@ -46,11 +46,11 @@ def forward(
             run.add_product(x, gated, layer.down)
     if not (shape.is_decode or shape.prunes):
         x = run.pick(x, inputs)
-    if head is None:
+    if output_head is None:
         with run.step("rms_norm", -1):
             return run.normed(x, network.final_norm, torch.float32)
     with run.step("rms_norm, output head", -1):
-        logits = run.logits(x, network.final_norm, head)
+        logits = run.logits(x, network.final_norm, output_head)
     with run.step("greatest", -1):
         run.greatest(logits, samples)
     return logits

@@ -9,7 +9,9 @@ so that nothing is compiled or loaded while a capture is under way. What graphs 
 moving a buffer drops them all.
 """
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,18 +33,22 @@ class _Captured:
 class Graphs:
     """The captured shapes of one network on one storage. They do not keep the storage alive."""
 
-    def __init__(self):
+    def __init__(self, pause_gc: bool = False):
+        """pause_gc: collect no garbage during a capture. It takes time, and what it frees may be the device's."""
+        self._pause_gc = pause_gc
         self._captured: dict[Hashable, _Captured] = {}
         self._seen: set[Hashable] = set()
         self._refused: dict[Hashable, str] = {}
         self._pool: Any = None
         """What torch calls the memory that all graphs share."""
+        self.last: torch.cuda.CUDAGraph | None = None
+        """The graph that was replayed last, for timing it by itself."""
 
     def drop(self) -> None:
         """Forget all captures: something that they read or write has moved. Their kernels stay compiled."""
         self._captured.clear()
         self._refused.clear()
-        self._pool = None
+        self._pool = self.last = None
 
     def run(self, shape: Hashable, rows: int, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Execution]:
         """What `compute` returns for `shape`, by replay if it may be, and how it was run.
@@ -62,6 +68,7 @@ class Graphs:
                 return compute(), Execution("eager", self._refused[shape], rows)
             captured = self._captured[shape]
         captured.graph.replay()
+        self.last = captured.graph
         return captured.logits, captured.execution
 
     def _try(self, shape: Hashable, rows: int, compute: Callable[[], torch.Tensor]) -> None:
@@ -76,7 +83,19 @@ class Graphs:
         """All graphs share one pool of memory: they never run at the same time."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        without_gc = _no_garbage_collection() if self._pause_gc else nullcontext()
+        with without_gc, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = compute()
         self._pool = self._pool or graph.pool()
         return graph, logits
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -12,13 +12,16 @@ import numpy as np
 import torch
 
 from forge.backends.cuda import shapes
+from forge.backends.cuda.shapes import DEFAULT_TUNING, Tuning
 from forge.model.forward_batch import ForwardBatch
 
 LEAST_WORDS = 1 << 16
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Rows of a decode step that graphs are captured for."""
+"""Rows of a decode step that graphs are captured for. Guess."""
 TOKEN_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
-"""Rows of any other step (prefills, chunks, verifications, mixtures) that graphs are captured for."""
+"""Rows of any other step (prefills, chunks, verifications, mixtures) that graphs are captured for. Guess."""
+FINE_BUCKETS = (160, 192)
+"""More of both, with `Tuning.fine_buckets`."""
 MOST_LOGIT_ROWS = 256
 """Of a step that graphs are captured for. A graph keeps its logits' memory, 600 KB a row."""
 PRUNING = 4
@@ -43,7 +46,7 @@ class Shape:
     """Of the last layer, which attends for the logit rows alone."""
     is_bucket: bool
     """Whether it is one of the shapes that graphs are captured for."""
-    wide: bool = False
+    in_float32: bool = False
     """Whether attention multiplies in float32."""
 
     @property
@@ -97,41 +100,81 @@ class Policy:
     invariant: bool
     buckets: bool
     """Whether to pad to the shapes that graphs are captured for."""
+    tuning: Tuning = DEFAULT_TUNING
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        return self._with_fine(ROW_BUCKETS)
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        return self._with_fine(TOKEN_BUCKETS)
+
+    def _with_fine(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted({*buckets, *FINE_BUCKETS})) if self.tuning.fine_buckets else buckets
 
 
-def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, wide: bool = False) -> Shape:
-    """The shape in which `batch` is computed. wide: attention multiplies in float32."""
+def shape_of(batch: ForwardBatch, policy: Policy, block_size: int, in_float32: bool = False) -> Shape:
+    """The shape in which `batch` is computed. in_float32: attention multiplies in float32."""
     num_rows, num_sequences, num_logits = batch.num_rows, batch.num_sequences, len(batch.logit_rows)
     longest = int(batch.context_lens.max())
     is_decode = num_rows == num_sequences == num_logits and not _reads_what_others_write(batch, block_size)
     can_be_captured = policy.buckets and num_logits <= MOST_LOGIT_ROWS
-    bucket = _bucket(num_rows, ROW_BUCKETS if is_decode else TOKEN_BUCKETS) if can_be_captured else None
+    bucket = _bucket(num_rows, policy.row_buckets if is_decode else policy.token_buckets) if can_be_captured else None
     rows = num_rows if bucket is None else bucket
     if is_decode:
         splits = _splits(policy, rows, longest)
-        return Shape(rows, rows, True, rows, one_row_tile(policy, wide).rows, splits, splits, bucket is not None, wide)
-    per_tile = attention_tile(policy, rows, wide).rows
+        return _decode_shape(policy, rows, splits, bucket is not None, in_float32)
+    per_tile = attention_tile(policy, rows, in_float32).rows
     tiles = sum(-(-int(length) // per_tile) for length in np.diff(batch.cu_seqlens))
     if bucket is not None:
         num_logits = shapes.next_power_of_2(num_logits) if num_logits else 0
         tiles = -(-rows // per_tile) + shapes.next_power_of_2(num_sequences)
     splits = _splits(policy, tiles, longest)
     last_splits = _splits(policy, max(1, num_logits), longest)
-    return Shape(rows, num_logits, False, tiles, per_tile, splits, last_splits, bucket is not None, wide)
+    return Shape(rows, num_logits, False, tiles, per_tile, splits, last_splits, bucket is not None, in_float32)
 
 
-def attention_tile(policy: Policy, num_rows: int, wide: bool) -> shapes.AttentionTile:
+def expected_shapes(policy: Policy, in_float32: bool, max_context: int) -> list[Shape]:
+    """Shapes that launch every specialization of a kernel which steps up to `max_context` are likely to need: each
+    bucket, and one step of more rows, with every number of splits that their lengths may lead to."""
+    found: dict[Shape, None] = {}
+    for rows in policy.row_buckets:
+        for splits in _up_to(_splits(policy, rows, max_context)):
+            found[_decode_shape(policy, rows, splits, True, in_float32)] = None
+    for rows in (*policy.token_buckets, 2 * TOKEN_BUCKETS[-1]):
+        per_tile = attention_tile(policy, rows, in_float32).rows
+        tiles = -(-rows // per_tile) + 1
+        most, most_last = _splits(policy, tiles, max_context), _splits(policy, 1, max_context)
+        for logit_rows in (1, min(rows, 64)):
+            for splits in _up_to(max(most, most_last)):
+                splits, last = min(splits, most), min(splits, most_last)
+                found[Shape(rows, logit_rows, False, tiles, per_tile, splits, last, True, in_float32)] = None
+    return list(found)
+
+
+def _decode_shape(policy: Policy, rows: int, splits: int, is_bucket: bool, in_float32: bool) -> Shape:
+    tile_rows = one_row_tile(policy, in_float32).rows
+    return Shape(rows, rows, True, rows, tile_rows, splits, splits, is_bucket, in_float32)
+
+
+def _up_to(largest: int) -> list[int]:
+    """The powers of two up to `largest`, which is one."""
+    return [1 << exponent for exponent in range(largest.bit_length())]
+
+
+def attention_tile(policy: Policy, num_rows: int, in_float32: bool) -> shapes.AttentionTile:
     """The tile of a step that is not a decode."""
     if policy.invariant:
-        return shapes.few_rows_tile(policy.heads, policy.kv_heads, wide)
-    return shapes.attention_tile(num_rows, policy.heads, policy.kv_heads, policy.multiprocessors, wide)
+        return shapes.few_rows_tile(policy.heads, policy.kv_heads, in_float32)
+    return shapes.attention_tile(num_rows, policy.heads, policy.kv_heads, policy.multiprocessors, in_float32)
 
 
-def one_row_tile(policy: Policy, wide: bool) -> shapes.AttentionTile:
+def one_row_tile(policy: Policy, in_float32: bool) -> shapes.AttentionTile:
     """The tile for rows that have their sequence to themselves: decodes, and the last layer's logit rows."""
     if policy.invariant:
-        return shapes.few_rows_tile(policy.heads, policy.kv_heads, wide)
-    return shapes.one_row_tile(policy.heads, policy.kv_heads, wide)
+        return shapes.few_rows_tile(policy.heads, policy.kv_heads, in_float32)
+    return shapes.one_row_tile(policy.heads, policy.kv_heads, in_float32)
 
 
 class _HostWords:
@@ -168,9 +211,10 @@ class InputBuffer:
         self._hosts: list[_HostWords] = []
         self._on_device = torch.zeros(0, dtype=torch.int32)
 
-    def reach(self, shape: Shape, batch: ForwardBatch) -> bool:
-        """Have room for a batch in that shape. Returns whether the buffer moved, which no graph survives."""
-        needed = _places(shape)[1] + batch.block_tables.size
+    def reach(self, shape: Shape, table_words: int) -> bool:
+        """Have room for that shape and so many words of block tables. Returns whether the buffer moved, which no graph
+        survives."""
+        needed = _places(shape)[1] + table_words
         if needed <= self._words:
             return False
         self._words = max(LEAST_WORDS, shapes.next_power_of_2(needed))
@@ -258,7 +302,9 @@ def _places(shape: Shape) -> tuple[dict[str, slice], int]:
 
 
 def _splits(policy: Policy, tiles: int, longest: int) -> int:
-    return 1 if policy.invariant else shapes.splits(tiles, policy.kv_heads, longest, policy.multiprocessors)
+    if policy.invariant:
+        return 1
+    return shapes.splits(tiles, policy.kv_heads, longest, policy.multiprocessors, policy.tuning.round_splits_up)
 
 
 def _bucket(count: int, buckets: tuple[int, ...]) -> int | None:

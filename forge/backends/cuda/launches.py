@@ -1,8 +1,8 @@
 """The fused steps of a forward pass as launches: which kernel, on what grid, with which tile.
 
-By the number of rows a product is `matvec` (1), `matmul` (2 to 16; to 64 with packed weights, which cuBLAS does not
-read), or cuBLAS with kernels of its own for what is fused elsewhere (more). With `invariant` it is `matmul` in one tile
-for any number, so that a row's bits never depend on how many rows there are.
+By the number of rows a product is `matvec` (1), `matmul` (2 to `Tuning.tile_rows`; to 64 with packed weights, which
+cuBLAS does not read), or cuBLAS with kernels of its own for what is fused elsewhere (more). With `invariant` it is
+`matmul` in one tile for any number, so that a row's bits never depend on how many rows there are.
 
 Every launch goes through one callable, `Launcher`, so that another can take its place: tests list what a real
 model would launch and compile exactly that, without a device.
@@ -10,7 +10,8 @@ model would launch and compile exactly that, without a device.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from copy import copy
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -20,6 +21,7 @@ from forge.backends.cuda.kernels import attention, decode_attention, greatest, h
 from forge.backends.cuda.network import Layer, Network, Norm
 from forge.backends.cuda.rotations import Rotations
 from forge.backends.cuda.storage import TorchKvStorage
+from forge.backends.cuda.warm_up import LaunchDescription, describe
 from forge.backends.cuda.weights import DENSE, Matrix
 
 Launcher = Callable[..., None]
@@ -32,7 +34,7 @@ SWIGLU_COLUMNS = 1024
 GREATEST_COLUMNS = 2048
 """Of a row of logits, looked through by one program."""
 LEAST_COUNTERS = 1 << 14
-HEAD_ROWS = 64
+OUTPUT_HEAD_ROWS = 64
 """Logit rows that share one pass over the output head at most."""
 
 
@@ -43,10 +45,31 @@ class TritonLauncher:
         self.dependent = dependent
         self._options = COMPILE_OPTIONS | ({"launch_pdl": True} if dependent else {})
 
-    def __call__(self, kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int, **constants) -> None:
-        kernel[grid](
-            *arguments, **constants, PDL=self.dependent, num_warps=num_warps, num_stages=num_stages, **self._options
-        )
+    def __call__(self, kernel, grid: tuple[int, ...], *arguments, **options) -> None:
+        kernel[grid](*arguments, **self.options(options))
+
+    def options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A launch's constants, warps and stages with what holds for every launch."""
+        return options | self._options | {"PDL": self.dependent}
+
+
+class ListingLauncher(TritonLauncher):
+    """Launches nothing; `found` has the description of every launch once, in order."""
+
+    def __init__(self, dependent: bool):
+        super().__init__(dependent)
+        self.found: dict[LaunchDescription, None] = {}
+
+    def __call__(self, kernel, grid: tuple[int, ...], *arguments, **options) -> None:
+        self.found[describe(kernel, arguments, self.options(options))] = None
+
+
+class _AttentionGrid(NamedTuple):
+    """The programs of a launch of attention: tiles by key/value heads by splits."""
+
+    tile: shapes.AttentionTile
+    num_tiles: int
+    splits: int
 
 
 class Launches:
@@ -69,6 +92,12 @@ class Launches:
         self._counters = torch.zeros(LEAST_COUNTERS, dtype=torch.int32, device=device)
         self.step: Callable[[str, int], AbstractContextManager[None]] = lambda name, layer: nullcontext()
         """Around everything that a step of the forward pass launches; for who keeps time."""
+
+    def with_launcher(self, launcher: Launcher) -> Self:
+        """The same steps, launched by another."""
+        other = copy(self)
+        other._launch = launcher
+        return other
 
     def reserve(self, shape: Shape) -> bool:
         """Have the counters that a step of that shape needs. Returns whether they moved, which no graph survives."""
@@ -94,10 +123,10 @@ class Launches:
         """norm(x) times each of `matrices`, side by side: `[T, rows of all]`."""
         out = self._empty(len(x), sum(matrix.rows for matrix in matrices))
         start = 0
-        normed = self.normed(x, norm) if any(self._is_wide(len(x), matrix) for matrix in matrices) else None
+        normed = self.normed(x, norm) if any(self._by_cublas(len(x), matrix) for matrix in matrices) else None
         for matrix in matrices:
             part = out[:, start : start + matrix.rows]
-            if self._is_wide(len(x), matrix):
+            if self._by_cublas(len(x), matrix):
                 assert normed is not None
                 torch.mm(normed, self._dense(matrix).t(), out=part)
             else:
@@ -107,7 +136,7 @@ class Launches:
 
     def add_product(self, stream: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
         """stream += x times the matrix."""
-        if self._is_wide(len(x), matrix):
+        if self._by_cublas(len(x), matrix):
             stream.addmm_(x, self._dense(matrix).t())
         else:
             self._multiply(x, matrix, stream, add=True)
@@ -116,7 +145,7 @@ class Launches:
         """silu(gate) * up of norm(x): `[T, ffn]`."""
         width = gate_up.rows // 2
         out = self._empty(len(x), width)
-        if not self._is_wide(len(x), gate_up):
+        if not self._by_cublas(len(x), gate_up):
             self._multiply(x, gate_up, out, norm=norm, glu=True)
             return out
         pairs = self.normed(x, norm) @ self._dense(gate_up).t()
@@ -130,44 +159,19 @@ class Launches:
         self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs
     ) -> torch.Tensor:
         """A decode's head norms, rotation, cache and attention: `[T, heads * head_dim]`."""
-        network, tile, splits = self._network, self._one_row_tile(inputs), inputs.shape.splits
-        out = self._empty(len(qkv), network.num_heads * network.head_dim)
-        block_d = max(16, shapes.next_power_of_2(network.head_dim))
-        group = shapes.next_power_of_2(network.num_heads // network.num_kv_heads)
-        self._launch(
+        network, shape = self._network, inputs.shape
+        grid = _AttentionGrid(self._one_row_tile(inputs), len(qkv), shape.splits)
+        norms = layer.query_norm.weight, layer.key_norm.weight, self._rotations.cos, self._rotations.sin
+        return self._attend(
             decode_attention.decode_attention,
-            (len(qkv), network.num_kv_heads, splits),
-            qkv,
-            layer.query_norm.weight,
-            layer.key_norm.weight,
-            self._rotations.cos,
-            self._rotations.sin,
-            inputs.positions,
-            inputs.slots,
-            inputs.tables,
-            inputs.table_stride,
-            storage.keys[index],
-            storage.values[index],
-            out,
-            *self._split_buffers(len(qkv), splits, group, block_d),
-            layer.query_norm.eps,
-            network.head_dim**-0.5,
-            HEADS=network.num_heads,
-            KV_HEADS=network.num_kv_heads,
-            HEAD_DIM=network.head_dim,
-            BLOCK_SIZE=storage.layout.block_size,
-            BLOCK_M=tile.block_m,
+            grid,
+            (qkv, *norms, inputs.positions, inputs.slots, inputs.tables, inputs.table_stride),
+            storage,
+            index,
+            (layer.query_norm.eps, network.head_dim**-0.5),
             BLOCK_HALF=max(16, shapes.next_power_of_2(network.head_dim // 2)),
-            BLOCK_D=block_d,
-            CHUNK=shapes.CHUNK,
-            SPLITS=splits,
-            LIVE=group,
-            AT_ONCE=shapes.splits_at_once(splits, group, block_d),
-            **self._precision(storage),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            NEWEST=shape.splits - 1 if self._policy.tuning.new_key_last else 0,
         )
-        return out
 
     def store_heads(self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs) -> None:
         """Head norms and rotation of queries in place; keys and values into the cache."""
@@ -201,47 +205,72 @@ class Launches:
         """Attention of every row, or of the logit rows alone: `[T or R, heads * head_dim]`."""
         network, shape = self._network, inputs.shape
         if logit_rows_only:
-            tile, num_tiles, splits = self._one_row_tile(inputs), shape.num_logit_rows, shape.last_splits
+            grid = _AttentionGrid(self._one_row_tile(inputs), shape.num_logit_rows, shape.last_splits)
             tiles = inputs.logit_sequences, inputs.logit_rows, inputs.logit_lengths
         else:
-            is_decode, num_tiles, splits = shape.is_decode, shape.tiles, shape.splits
-            tile = self._one_row_tile(inputs) if is_decode else self._tile_of_several(shape)
+            tile = self._one_row_tile(inputs) if shape.is_decode else self._tile_of_several(shape)
+            grid = _AttentionGrid(tile, shape.tiles, shape.splits)
             tiles = inputs.tile_sequences, inputs.tile_firsts, inputs.tile_lengths
-        out = self._empty(num_tiles if logit_rows_only else len(qkv), network.num_heads * network.head_dim)
-        block_d = max(16, shapes.next_power_of_2(network.head_dim))
-        group = shapes.next_power_of_2(network.num_heads // network.num_kv_heads)
-        live = tile.rows * group
-        self._launch(
+        return self._attend(
             attention.paged_attention,
-            (num_tiles, network.num_kv_heads, splits),
-            qkv,
-            inputs.positions,
-            *tiles,
-            inputs.tables,
-            inputs.table_stride,
+            grid,
+            (qkv, inputs.positions, *tiles, inputs.tables, inputs.table_stride),
+            storage,
+            index,
+            (network.head_dim**-0.5,),
+            num_rows=grid.num_tiles if logit_rows_only else len(qkv),
+            ROWS=grid.tile.rows,
+            BLOCK_GROUP=self._block_group,
+            COMPACT=logit_rows_only,
+        )
+
+    def _attend(
+        self,
+        kernel,
+        grid: _AttentionGrid,
+        reads: tuple[torch.Tensor, ...],
+        storage: TorchKvStorage,
+        index: int,
+        numbers: tuple[float, ...],
+        num_rows: int | None = None,
+        **constants: int,
+    ) -> torch.Tensor:
+        """Launch either attention kernel: what it reads beside the cache, the numbers after its arrays, and the
+        constants that the other one has not. num_rows: of the result, if they are not the tiles."""
+        network, tile, splits = self._network, grid.tile, grid.splits
+        out = self._empty(grid.num_tiles if num_rows is None else num_rows, network.num_heads * network.head_dim)
+        block_d = max(16, shapes.next_power_of_2(network.head_dim))
+        num_valid = tile.rows * self._block_group
+        self._launch(
+            kernel,
+            (grid.num_tiles, network.num_kv_heads, splits),
+            *reads,
             storage.keys[index],
             storage.values[index],
             out,
-            *self._split_buffers(num_tiles, splits, live, block_d),
-            network.head_dim**-0.5,
+            *self._split_buffers(grid.num_tiles, splits, num_valid, block_d),
+            *numbers,
             HEADS=network.num_heads,
             KV_HEADS=network.num_kv_heads,
             HEAD_DIM=network.head_dim,
             BLOCK_SIZE=storage.layout.block_size,
-            ROWS=tile.rows,
-            BLOCK_GROUP=group,
             BLOCK_M=tile.block_m,
             BLOCK_D=block_d,
             CHUNK=shapes.CHUNK,
             SPLITS=splits,
-            LIVE=live,
-            AT_ONCE=shapes.splits_at_once(splits, live, block_d),
-            COMPACT=logit_rows_only,
+            NUM_VALID=num_valid,
+            AT_ONCE=shapes.splits_at_once(splits, num_valid, block_d),
+            **constants,
             **self._precision(storage),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
         return out
+
+    @property
+    def _block_group(self) -> int:
+        """Query heads that share a key/value head, as a power of two."""
+        return shapes.next_power_of_2(self._network.num_heads // self._network.num_kv_heads)
 
     def logits(self, x: torch.Tensor, norm: Norm, head: Matrix) -> torch.Tensor:
         """float32 `[R, vocabulary]` of the stream's rows `[R, hidden]`."""
@@ -276,19 +305,19 @@ class Launches:
 
     # Parts of steps
 
-    def is_wide_attention(self, storage: TorchKvStorage) -> bool:
+    def attends_in_float32(self, storage: TorchKvStorage) -> bool:
         """Whether attention over that storage multiplies in float32."""
         return torch.float32 in (self._dtype, storage.keys.dtype)
 
     def _one_row_tile(self, inputs: Inputs) -> shapes.AttentionTile:
-        return one_row_tile(self._policy, inputs.shape.wide)
+        return one_row_tile(self._policy, inputs.shape.in_float32)
 
     def _tile_of_several(self, shape: Shape) -> shapes.AttentionTile:
-        return attention_tile(self._policy, shape.num_rows, shape.wide)
+        return attention_tile(self._policy, shape.num_rows, shape.in_float32)
 
-    def _is_wide(self, num_rows: int, matrix: Matrix) -> bool:
+    def _by_cublas(self, num_rows: int, matrix: Matrix) -> bool:
         """Whether the product is one for cuBLAS."""
-        most = shapes.TILE_ROWS if matrix.kind == DENSE else shapes.PACKED_TILE_ROWS
+        most = self._policy.tuning.tile_rows if matrix.kind == DENSE else shapes.PACKED_TILE_ROWS
         return num_rows > most and not self._policy.invariant
 
     def tile_for(self, num_rows: int, matrix: Matrix) -> shapes.Tile:
@@ -298,7 +327,7 @@ class Launches:
         size = (matrix.rows, matrix.columns, matrix.kind, self._policy.multiprocessors)
         if num_rows <= shapes.MATVEC_ROWS:
             return shapes.matvec_tile(*size)
-        return shapes.matmul_tile(min(num_rows, HEAD_ROWS), *size, wide=self._dtype == torch.float32)
+        return shapes.matmul_tile(min(num_rows, OUTPUT_HEAD_ROWS), *size, in_float32=self._dtype == torch.float32)
 
     def _multiply(
         self,
@@ -318,15 +347,25 @@ class Launches:
         flags |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         arrays = matrix_arrays(matrix)
         if tile.block_m > 1:
-            grid = (-(-len(x) // tile.block_m), -(-matrix.rows // tile.block_n))
+            parts = self._split_k(len(x), matrix, tile)
+            tiles = -(-len(x) // tile.block_m), -(-matrix.rows // tile.block_n)
             flags |= {"KIND": matrix.kind, "EXACT": self._exact, "BLOCK_M": tile.block_m}
-            self._launch(matmul.matmul, grid, x, *arrays, weight, out, len(x), *sizes, **flags)
+            flags |= {"SPLIT_K": parts, "PREFETCH": self._policy.tuning.prefetch and tile.block_m == 16}
+            words = tiles[0] * tiles[1] * parts * tile.block_m * (tile.block_n + 1) if parts > 1 else 0
+            partial = torch.empty(words, dtype=torch.float32, device=self._device)
+            shared = partial, self._counters
+            self._launch(matmul.matmul, (*tiles, parts), x, *arrays, weight, out, *shared, len(x), *sizes, **flags)
             return
         grid = (-(-matrix.rows // tile.block_n), len(x))
         if matrix.kind == DENSE:
             self._launch(matvec.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
         else:
             self._launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
+
+    def _split_k(self, num_rows: int, matrix: Matrix, tile: shapes.Tile) -> int:
+        if not self._policy.tuning.split_k or self._policy.invariant or num_rows > shapes.SPLIT_K_ROWS:
+            return 1
+        return shapes.split_k(tile, num_rows, matrix.rows, matrix.columns, self._policy.multiprocessors)
 
     def normed(self, x: torch.Tensor, norm: Norm, dtype: torch.dtype | None = None) -> torch.Tensor:
         """norm(x), rounded to `dtype`, or to that of x."""
@@ -386,16 +425,16 @@ class Launches:
         )
 
     def _precision(self, storage: TorchKvStorage) -> dict[str, bool]:
-        wide = self.is_wide_attention(storage)
-        return {"WIDE": wide, "EXACT": self._exact or wide}
+        in_float32 = self.attends_in_float32(storage)
+        return {"IN_FLOAT32": in_float32, "EXACT": self._exact or in_float32}
 
     def _split_buffers(
-        self, tiles: int, splits: int, live: int, block_d: int
+        self, tiles: int, splits: int, num_valid: int, block_d: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Where the splits of each tile and head leave their results, if there are several."""
         count = tiles * self._network.num_kv_heads * splits if splits > 1 else 0
-        partial = torch.empty((count, live, block_d), dtype=torch.float32, device=self._device)
-        extremes = torch.empty((count, 2, live), dtype=torch.float32, device=self._device)
+        partial = torch.empty((count, num_valid, block_d), dtype=torch.float32, device=self._device)
+        extremes = torch.empty((count, 2, num_valid), dtype=torch.float32, device=self._device)
         return partial, extremes, self._counters
 
     def _empty(self, num_rows: int, width: int) -> torch.Tensor:

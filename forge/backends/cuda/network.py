@@ -11,7 +11,7 @@ in the groups in which kernels read them. A step of a layer is then
     product and residual the down product, added to the stream
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,12 @@ class Network:
     @property
     def qkv_width(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def distinct(self) -> "Network":
+        """The same with only the first of layers whose kernels are launched alike, and the last layer."""
+        kinds = [tuple(m.kind for m in (*e.qkv, e.output, e.gate_up, e.down)) for e in self.layers]
+        firsts = {kind: index for index, kind in reversed(list(enumerate(kinds[:-1])))}
+        return replace(self, layers=(*(self.layers[index] for index in sorted(firsts.values())), self.layers[-1]))
 
     def products(self) -> list[Matrix]:
         """Every matrix that a forward multiplies with, but for the output head."""
@@ -211,14 +217,14 @@ class Ending(Operations):
     """The seam's operations, noting only what a forward pass ends in."""
 
     def __init__(self):
-        self.head: Matrix | None = None
+        self.output_head: Matrix | None = None
         """The output head; None for a pass that ends in hidden states."""
 
     def linear(self, x, matrix: Matrix) -> Matrix:
         return matrix
 
     def to_numpy(self, x: Matrix | None) -> None:
-        self.head = x
+        self.output_head = x
 
     def _nothing(self, *_: Any, **__: Any) -> Any:
         return None

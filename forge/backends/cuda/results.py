@@ -4,6 +4,13 @@ Of each logit row a step leaves the likeliest token and its logit in `samples`, 
 next step can take its input tokens from there, before the host has seen them. Behind every step a copy of its samples
 goes to memory of the host's, marked by an event, so that the host waits for that copy and for no later step.
 
+    device   [ step n    ]copy [ step n + 1 ]copy [ step n + 2 ]copy
+    host      launch n + 1 · read n · launch n + 2 · read n + 1 · …
+    buffers                0            1            0            1
+
+All that is on the device's line is one stream, in order: step n + 1 takes its tokens from `samples` after step n wrote
+them and its copy was made.
+
 Logits stay where they are. Those of a replayed graph lie where the next replay writes; if a caller still holds them
 when the next step comes, they are set aside on the device (600 KB a row: 0.3 µs each). Two buffers of the host's take
 turns, and a result that is not read when its buffer's turn comes is read then.
@@ -15,6 +22,7 @@ from weakref import ref
 import numpy as np
 import torch
 
+from forge.backends.cuda.sampling import SamplingRows, sample_into
 from forge.trace.records import Execution
 
 LEAST_ROWS = 1024
@@ -25,9 +33,10 @@ MOST_PINNED_BYTES = 64 << 20
 class StepLogits:
     """One step's logits: `forge.model.logits.DeviceLogits`."""
 
-    def __init__(self, rows: torch.Tensor, turn: "_Turn", execution: Execution, passing: bool):
-        """rows: float32 `[R, vocab]` on the device, which the next step overwrites if `passing`."""
-        self._rows, self._turn, self._passing = rows, turn, passing
+    def __init__(self, rows: torch.Tensor, samples: torch.Tensor, turn: "_Turn", execution: Execution, passing: bool):
+        """rows: float32 `[R, vocab]` on the device, which the next step overwrites if `passing`. samples: where the
+        next step takes its tokens from."""
+        self._rows, self._samples, self._turn, self._passing = rows, samples, turn, passing
         self._argmax: tuple[list[int], list[float]] | None = None
         self.shape = (rows.shape[0], rows.shape[1])
         self.execution = execution
@@ -52,6 +61,14 @@ class StepLogits:
         if self._argmax is None:
             self._argmax = self._turn.read(len(self))
         return self._argmax
+
+    @torch.inference_mode()
+    def sample(self, wanted: SamplingRows) -> None:
+        """Before the next step is launched: choose each row's token as its request asks. The next step may take it as
+        its input, and `argmax_rows` gives it, with its logit, in place of the argmax."""
+        assert self._argmax is None, "its tokens were read already"
+        sample_into(self._rows, wanted, self._samples)
+        self._turn.fetch(self._samples[: len(self)])
 
     def release(self) -> None:
         self._rows, self._passing = self._rows[:0], False
@@ -107,7 +124,7 @@ class Results:
         self._count += 1
         turn.clear()
         turn.fetch(self.samples[:wanted])
-        found = StepLogits(logits[:wanted], turn, execution, execution.mode == "graph")
+        found = StepLogits(logits[:wanted], self.samples, turn, execution, execution.mode == "graph")
         turn.holder = self._last = ref(found)
         return found
 

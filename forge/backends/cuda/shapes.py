@@ -2,6 +2,8 @@
 
 The aim is the same everywhere: enough programs for every multiprocessor, and per program so many bytes asked for at
 once that the memory is kept busy (an H200 has 132 multiprocessors and wants some 30 KB in flight on each).
+
+Every constant says whether it is a *guess* (worked out, run on no GPU yet), or *measured* and on what.
 """
 
 from dataclasses import dataclass
@@ -9,16 +11,43 @@ from dataclasses import dataclass
 from forge.backends.cuda.weights import DENSE
 
 MATVEC_ROWS = 1
-"""Up to here rows are multiplied one by one."""
-TILE_ROWS = 16
-"""Up to here rows share one pass of the tile kernel over dense weights; more go to cuBLAS."""
+"""Up to here rows are multiplied one by one. Guess."""
 PACKED_TILE_ROWS = 64
-"""The same for packed weights, of which cuBLAS would read a dense copy, two to four times the bytes."""
+"""Up to here rows share one pass of the tile kernel over packed weights, of which cuBLAS would read a dense copy, two
+to four times the bytes. Guess."""
 CHUNK = 64
-"""Keys that attention takes at a time, counted in absolute positions."""
+"""Keys that attention takes at a time, counted in absolute positions. Guess."""
 MAX_SPLITS = 32
+"""Programs that share one tile of attention at most. Guess."""
 MULTIPROCESSORS = 132
-"""Of an H200; what shapes are chosen for where no device says otherwise."""
+"""Of an H200 (its data sheet); what shapes are chosen for where no device says otherwise."""
+SPLIT_K_ROWS = 16
+"""Up to here rows leave multiprocessors idle, so that `Tuning.split_k` can be worth it. Guess."""
+MAX_SPLIT_K = 8
+"""Guess."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Switches that a GPU has yet to decide on (`forge.bench.gpu_session`). The defaults are guesses."""
+
+    tile_rows: int = 16
+    """Up to here rows share one pass of the tile kernel over dense weights; more go to cuBLAS. To be tried: to 128."""
+    split_k: bool = False
+    """Whether programs share the columns of a product of 2 to 16 rows that has fewer tiles than multiprocessors."""
+    prefetch: bool = False
+    """Whether `matmul` reads its first weights before it waits for the kernel before it, for up to 16 rows."""
+    round_splits_up: bool = False
+    """Whether the splits of attention are rounded up to a power of two; otherwise down."""
+    new_key_last: bool = False
+    """Whether the last split of a decode takes the new key, having the fewest others; otherwise the first."""
+    fine_buckets: bool = False
+    """Whether graphs are captured for 160 and 192 rows too."""
+    pause_gc: bool = False
+    """Whether Python collects no garbage while a graph is captured."""
+
+
+DEFAULT_TUNING = Tuning()
 
 
 @dataclass(frozen=True)
@@ -61,10 +90,10 @@ def matmul_tile(
     columns: int,
     kind: int,
     multiprocessors: int = MULTIPROCESSORS,
-    wide: bool = False,
+    in_float32: bool = False,
 ) -> Tile:
-    """A tile of `matmul` for that many rows of the batch. wide: activations are float32, which is for exactness."""
-    if wide:
+    """A tile of `matmul` for that many rows of the batch. in_float32: activations are float32, for exactness."""
+    if in_float32:
         return Tile(16, 32, min(64, max(32, next_power_of_2(columns))), num_warps=4, num_stages=3)
     block_m = min(64, max(16, next_power_of_2(batch_rows)))
     widest = 128 if kind == DENSE or block_m == 16 else 64  # packed weights take registers on their way
@@ -80,15 +109,15 @@ INVARIANT_TILE = Tile(16, 32, 64, num_warps=4, num_stages=4)
 
 
 def attention_tile(
-    num_rows: int, heads: int, kv_heads: int, multiprocessors: int = MULTIPROCESSORS, wide: bool = False
+    num_rows: int, heads: int, kv_heads: int, multiprocessors: int = MULTIPROCESSORS, in_float32: bool = False
 ) -> AttentionTile:
     """A tile of `paged_attention` for sequences of several rows: large if that still makes enough programs.
 
-    Half as many as there are multiprocessors will do, since splits can double them. wide: it multiplies in float32, for
-    exactness, which takes twice the memory and three times the registers.
+    Half as many as there are multiprocessors will do, since splits can double them. in_float32: it multiplies in
+    float32, for exactness, which takes twice the memory and three times the registers.
     """
-    if wide:
-        return few_rows_tile(heads, kv_heads, wide)
+    if in_float32:
+        return few_rows_tile(heads, kv_heads, in_float32)
     group = next_power_of_2(heads // kv_heads)
     for block_m, least in ((128, multiprocessors), (64, multiprocessors // 2), (32, multiprocessors // 2)):
         rows = max(1, block_m // group)
@@ -97,28 +126,41 @@ def attention_tile(
     return few_rows_tile(heads, kv_heads)
 
 
-def few_rows_tile(heads: int, kv_heads: int, wide: bool = False) -> AttentionTile:
+def few_rows_tile(heads: int, kv_heads: int, in_float32: bool = False) -> AttentionTile:
     """The smallest tile of several rows, and the only one of `--invariant`."""
     group = next_power_of_2(heads // kv_heads)
-    return AttentionTile(max(1, 16 // group), max(16, group), *_WIDE_RUN if wide else (4, 3))
+    return AttentionTile(max(1, 16 // group), max(16, group), *_FLOAT32_RUN if in_float32 else (4, 3))
 
 
-def one_row_tile(heads: int, kv_heads: int, wide: bool = False) -> AttentionTile:
-    return AttentionTile(1, max(16, next_power_of_2(heads // kv_heads)), *_WIDE_RUN if wide else (4, 3))
+def one_row_tile(heads: int, kv_heads: int, in_float32: bool = False) -> AttentionTile:
+    return AttentionTile(1, max(16, next_power_of_2(heads // kv_heads)), *_FLOAT32_RUN if in_float32 else (4, 3))
 
 
-_WIDE_RUN = 8, 2
+_FLOAT32_RUN = 8, 2
 """Warps and stages of attention in float32."""
 
 
-def splits(tiles: int, kv_heads: int, longest: int, multiprocessors: int = MULTIPROCESSORS) -> int:
-    """Programs that share a tile's keys: as many as there are chunks to share and multiprocessors to fill."""
+def splits(
+    tiles: int, kv_heads: int, longest: int, multiprocessors: int = MULTIPROCESSORS, round_up: bool = False
+) -> int:
+    """Programs that share a tile's keys: as many as there are chunks to share and multiprocessors to fill, as a power
+    of two."""
     chunks = -(-longest // CHUNK)
     room = max(1, 2 * multiprocessors // max(1, tiles * kv_heads))
-    largest = min(chunks, room, MAX_SPLITS)
-    return 1 << (max(1, largest).bit_length() - 1)
+    largest = max(1, min(chunks, room, MAX_SPLITS))
+    return next_power_of_2(largest) if round_up else 1 << (largest.bit_length() - 1)
 
 
-def splits_at_once(splits: int, live: int, width: int) -> int:
+def split_k(tile: Tile, batch_rows: int, rows: int, columns: int, multiprocessors: int = MULTIPROCESSORS) -> int:
+    """Programs that share the columns of one tile of a product: until every multiprocessor has one, and each at least
+    two blocks of columns."""
+    programs = -(-batch_rows // tile.block_m) * -(-rows // tile.block_n)
+    parts = 1
+    while parts < MAX_SPLIT_K and 2 * parts * programs <= 2 * multiprocessors and 4 * parts * tile.block_k <= columns:
+        parts *= 2
+    return parts
+
+
+def splits_at_once(splits: int, num_valid: int, width: int) -> int:
     """Results of splits that are merged together: what fits into 64 registers of 128 threads."""
-    return max(1, min(splits, 8192 // (live * width)))
+    return max(1, min(splits, 8192 // (num_valid * width)))

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Barrier
 
 import pytest
 
 from forge import LLM, SamplingParams
+from forge.backends.devices import create_backend
 from forge.engine.engine import Engine
 from forge.model.loader import load_model
 from tests.small_models import write_small_qwen3
@@ -20,7 +22,7 @@ ROUNDS, THREADS = 4, 3
 def llms(tmp_path_factory) -> list[LLM]:
     """As many as there are threads, on one loaded model."""
     path = write_small_qwen3(tmp_path_factory.mktemp("models") / "small.gguf", hidden_size=128, num_layers=4)
-    loaded = load_model(path, "cpu", threads=2)
+    loaded = load_model(path, partial(create_backend, "cpu", 2))
     return [LLM(loaded, kv="paged") for _ in range(THREADS)]
 
 

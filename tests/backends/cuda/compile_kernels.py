@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 
 from forge.backends.cuda.ahead_of_time import Launch, compile_for, launched_by
+from forge.backends.cuda.shapes import Tuning
 from forge.gguf import GGMLType
 from forge.model.config import Qwen3Config
 from forge.testing.forwards import Part, flat_batch
@@ -27,6 +28,9 @@ def prefill(length: int):
     return flat_batch([Part(list(range(length)), 0, length, table)], 16, logit_rows=[length - 1])
 
 
+EVERY_SWITCH = Tuning(
+    split_k=True, prefetch=True, round_splits_up=True, new_key_last=True, fine_buckets=True, tile_rows=128
+)
 BATCHES = [decode(1, 2048), decode(16, 160), decode(64, 160), prefill(128), prefill(512), prefill(4096)]
 
 
@@ -34,21 +38,25 @@ def launches() -> list[Launch]:
     """Each kernel once per kind of weight and set of flags, in its largest tile; attention in each of its tiles."""
     listed = [
         launch
-        for config, kind, options in (
-            (QWEN3_0_6B, GGMLType.BF16, {}),
-            (QWEN3_4B, GGMLType.BF16, {}),
-            (QWEN3_4B, GGMLType.BF16, {"invariant": True}),
-            (QWEN3_4B, GGMLType.BF16, {"dtype": "float32"}),
-            (QWEN3_4B, GGMLType.Q8_0, {}),
-            (QWEN3_4B, GGMLType.Q4_K, {}),
+        for config, kind, batches, options in (
+            (QWEN3_0_6B, GGMLType.BF16, BATCHES, {}),
+            (QWEN3_4B, GGMLType.BF16, BATCHES, {}),
+            (QWEN3_4B, GGMLType.BF16, BATCHES, {"invariant": True}),
+            (QWEN3_4B, GGMLType.BF16, BATCHES, {"dtype": "float32"}),
+            (QWEN3_4B, GGMLType.Q8_0, BATCHES, {}),
+            (QWEN3_4B, GGMLType.Q4_K, BATCHES, {}),
+            (QWEN3_0_6B, GGMLType.BF16, [decode(1, 2048), decode(4, 160)], {"tuning": EVERY_SWITCH}),
+            (QWEN3_0_6B, GGMLType.Q4_K, [decode(4, 160)], {"tuning": EVERY_SWITCH}),
         )
-        for launch in launched_by(config, kind, BATCHES, **options)
+        for launch in launched_by(config, kind, batches, **options)
     ]
     largest: dict[tuple, Launch] = {}
     for launch in listed:
         sizes = {name: value for name, value in launch.constants if name.startswith("BLOCK")}
         constants = dict(launch.constants)
-        apart = ["EXACT"] if constants.get("EXACT") else ["KIND", "NORM", "GLU", "COMPACT"]
+        apart = (
+            ["EXACT"] if constants.get("EXACT") else ["KIND", "NORM", "GLU", "COMPACT", "SPLIT_K", "PREFETCH", "NEWEST"]
+        )
         apart += ["BLOCK_M"] if "ROWS" in constants else []
         kind = tuple((name, value) for name, value in launch.constants if name in apart)
         area = sizes.get("BLOCK_M", 1) * sizes.get("BLOCK_N", 1) * sizes.get("BLOCK_K", 1)

@@ -3,7 +3,6 @@
 import os
 from importlib.util import find_spec
 
-import numpy as np
 import pytest
 
 MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
@@ -24,37 +23,34 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def repaired_interpreter():
-    """What Triton's interpreter does otherwise than a device, or not at all with a newer NumPy.
-
-    A device rounds float32 to bfloat16 to the nearest, ties to even; the interpreter cuts bits off. And loop bounds
-    that are arrays of one number do not become numbers any more.
-    """
+def interpreter():
     if HAS_GPU or MISSING:
         yield
         return
-    import triton.language as tl
-    from triton.runtime import interpreter
+    from forge.testing.interpreter import repaired_interpreter
 
-    from forge.cache.kv_storage import rounded
-
-    convert = interpreter._convert_float
-
-    def nearest(values, from_type, to_type, mode):
-        if (from_type, to_type) == (tl.float32, tl.bfloat16):
-            return (rounded(values, "bfloat16").view(np.uint32) >> 16).astype(np.uint16)
-        return convert(values, from_type, to_type, mode)
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def with_index(tensor, *scope):
-        patch_tensor(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang_tensor", with_index)
-        patch.setattr(interpreter, "_convert_float", nearest)
+    with repaired_interpreter():
         yield
+
+
+def _skips_without_gguf():
+    """On a machine for GPUs, where no package can be installed, kernels are tested all the same."""
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        if error.name != "gguf":
+            raise
+        pytest.skip("writes or quantizes weights by the gguf package, which is not installed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    return (yield from _skips_without_gguf())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    return (yield from _skips_without_gguf())
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,13 @@
 import numpy as np
 import torch
 
+from forge.backends.cuda.backend import DEPENDENT_LAUNCH
 from forge.backends.cuda.inputs import Policy
 from forge.backends.cuda.kernels.parts import INTERPRETED
 from forge.backends.cuda.launches import Launches, TritonLauncher
 from forge.backends.cuda.network import Network
 from forge.backends.cuda.rotations import Rotations
+from forge.backends.cuda.shapes import DEFAULT_TUNING, Tuning
 from forge.backends.cuda.weights import Matrix, load_matrix
 from tests.backends.cpu.models import memory_tensor, random_bytes
 
@@ -31,12 +33,17 @@ def launches(
     invariant: bool = False,
     heads: int = 1,
     kv_heads: int = 1,
+    multiprocessors: int = 2,
+    dependent: bool | None = None,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> Launches:
-    """The steps without a model around them."""
-    policy = Policy(heads, kv_heads, multiprocessors=2, invariant=invariant, buckets=False)
+    """The steps without a model around them. dependent: None for where the device has dependent launches."""
+    policy = Policy(heads, kv_heads, multiprocessors, invariant, buckets=False, tuning=tuning)
     where = torch.device(device)
     exact = INTERPRETED or dtype == "float32"
-    return Launches(network, policy, Rotations(where), where, DTYPES[dtype], TritonLauncher(False), exact)
+    if dependent is None:
+        dependent = where.type == "cuda" and torch.cuda.get_device_capability(where) >= DEPENDENT_LAUNCH
+    return Launches(network, policy, Rotations(where), where, DTYPES[dtype], TritonLauncher(dependent), exact)
 
 
 def random_matrix(kind: str, rows: int, columns: int, dtype: str, device: str, rng: np.random.Generator) -> Matrix:

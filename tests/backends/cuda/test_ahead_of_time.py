@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from forge.backends.cuda.ahead_of_time import read_before_wait
 from tests.backends.cpu.models import ROOT, run_python
 
 CAPABILITIES = (90, 87)
@@ -59,6 +60,44 @@ def test_nothing_is_spilled_and_registers_keep_to_their_limits(compiled):
     without_spills = [each for each in compiled if not each["spilled"]]
     over = [each for each in without_spills if each["registers"] > MOST_REGISTERS[each["launch"].split("(")[0]]]
     assert over == []
+
+
+EARLY = {
+    "matvec": {"weights"},
+    "matvec_packed": {"values"},
+    "matmul": {"values", "scales", "factors"},  # with `Tuning.prefetch`
+    "rms_norm": {"weight"},
+}
+"""What each kernel may read before it waits for the one before it: weights."""
+
+
+def test_only_weights_are_read_before_the_wait_for_the_kernel_before(compiled):
+    on_hopper = [each for each in compiled if each["capability"] == 90]
+    early = {each["launch"]: set(each["early"]) for each in on_hopper}
+
+    wrong = {name: found for name, found in early.items() if not found <= EARLY.get(name.split("(")[0], set())}
+    assert wrong == {}
+    assert all(early[name] for name in early if name.startswith(("matvec", "rms_norm"))), "their first weights"
+    assert all(bool(found) == ("PREFETCH=True" in name) for name, found in early.items() if name.startswith("matmul"))
+
+
+def test_a_load_before_the_wait_is_found_whatever_its_address_was_computed_from():
+    ptx = """.entry kernel(.param .u64 kernel_param_0, .param .u64 kernel_param_1, .param .u32 kernel_param_2) {
+        .reg .b64 %rd<9>;
+        ld.param.b64 %rd1, [kernel_param_0];
+        ld.param.b64 %rd2, [kernel_param_1];
+        mul.wide.s32 %rd3, %r1, 4;
+        add.s64 %rd4, %rd1, %rd3;
+        @%p1 ld.global.v2.b32 { %r5, %r6 }, [ %rd4 + 0 ];
+        EXTRA
+        // begin inline asm
+        griddepcontrol.wait; // dummy
+        ld.global.b32 { %r7 }, [ %rd2 + 0 ];
+    }"""
+    late = "add.s64 %rd7, %rd2, %rd3; cp.async.cg.shared.global [ %r9 + 0 ], [ %rd7 + 0 ], 0x10;"
+
+    assert read_before_wait(ptx.replace("EXTRA", ""), ["weights", "x"]) == ("weights",)
+    assert read_before_wait(ptx.replace("EXTRA", late), ["weights", "x"]) == ("weights", "x")
 
 
 def test_a_program_fits_into_a_multiprocessors_shared_memory(compiled):

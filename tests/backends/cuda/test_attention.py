@@ -8,6 +8,7 @@ from forge.backends.cuda.inputs import InputBuffer, shape_of
 from forge.backends.cuda.network import Layer, Network, Norm
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.cache.kv_storage import KvLayout
+from forge.model.rope import Rope
 from forge.testing.forwards import Part, flat_batch
 from tests.backends.cuda.models import DTYPES, TOLERANCE, launches, relative_error
 
@@ -25,9 +26,10 @@ class Setting:
         self.spans, self.block_size, self.device = spans, block_size, device
         gains = (torch.from_numpy(1 + 0.2 * rng.standard_normal(head_dim, dtype=np.float32)) for _ in range(2))
         self.query_norm, self.key_norm = (Norm(gain.to(device), EPS) for gain in gains)
-        network = Network(None, (), None, heads, kv_heads, head_dim, THETA)
+        network = Network(None, (), None, heads, kv_heads, head_dim, Rope(head_dim, THETA))
         self.layer = Layer(None, (), self.query_norm, self.key_norm, None, None, None, None)
-        self.run = launches(device, dtype, network, heads=heads, kv_heads=kv_heads, **options)
+        self._sizes = device, dtype, network
+        self.run = self.with_launches(**options)
         blocks = [-(-end // block_size) for _, end in spans]
         numbers = iter(rng.permutation(sum(blocks) + 3).tolist())
         self.tables = [[next(numbers) for _ in range(count)] for count in blocks]
@@ -38,15 +40,18 @@ class Setting:
         width = (heads + 2 * kv_heads) * head_dim
         self.qkv = torch.from_numpy(rng.standard_normal((rows, width), dtype=np.float32)).to(device).to(DTYPES[dtype])
 
+    def with_launches(self, **options):
+        return launches(*self._sizes, heads=self.heads, kv_heads=self.kv_heads, **options)
+
     def inputs(self, logit_rows=None):
         tokens = list(range(max(end for _, end in self.spans)))
         parts = [Part(tokens, *span, table) for span, table in zip(self.spans, self.tables, strict=True)]
         batch = flat_batch(parts, self.block_size, logit_rows)
         shape = shape_of(batch, self.run._policy, self.block_size)
         buffer = InputBuffer(torch.device(self.device))
-        buffer.reach(shape, batch)
+        buffer.reach(shape, batch.block_tables.size)
         buffer.fill(shape, batch)
-        self.run._rotations.reach(int(batch.context_lens.max()), self.head_dim, THETA)
+        self.run._rotations.reach(int(batch.context_lens.max()), Rope(self.head_dim, THETA))
         self.run.reserve(shape)
         return buffer.inputs(shape)
 

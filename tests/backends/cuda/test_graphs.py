@@ -15,6 +15,7 @@ from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
 from forge.backends.cuda.graphs import Graphs
 from forge.backends.cuda.inputs import TOKEN_BUCKETS, InputBuffer, Policy, shape_of
+from forge.backends.cuda.shapes import Tuning
 from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill
 from tests.backends.cpu.models import small_model
 from tests.backends.cuda.models import relative_error
@@ -209,7 +210,7 @@ def test_every_row_is_in_one_tile_and_padding_in_none(seed):
     policy = replace(POLICY, buckets=bool(seed % 2), invariant=seed % 3 == 0)
     shape = shape_of(batch, policy, 4)
     buffer = InputBuffer(torch.device("cpu"))
-    buffer.reach(shape, batch)
+    buffer.reach(shape, batch.block_tables.size)
     buffer.fill(shape, batch)
     inputs = buffer.inputs(shape)
 
@@ -238,3 +239,54 @@ def test_real_graphs_replay_what_was_captured(device):
     outs = [model.forward(decode_batch([6]), storage) for _ in range(3)]
     assert backend.execution.mode == "graph"
     assert np.array_equal(outs[1], outs[0]) and np.array_equal(outs[2], outs[0])
+
+
+def test_fine_buckets_pad_a_hundred_and_forty_rows_to_a_hundred_and_sixty():
+    batch = decode_batch([3] * 140)
+    fine = replace(POLICY, tuning=Tuning(fine_buckets=True))
+
+    assert shape_of(batch, POLICY, 4).num_rows == 256 and shape_of(batch, fine, 4).num_rows == 160
+
+
+@pytest.mark.parametrize("pause", [False, True])
+def test_no_garbage_is_collected_during_a_capture_if_it_is_paused(pause, monkeypatch):
+    during = []
+
+    class Capture:
+        def __init__(self, *_, **__): ...
+
+        def __enter__(self):
+            during.append(gc.isenabled())
+
+        def __exit__(self, *_): ...
+
+        def pool(self): ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Capture)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    Graphs(pause_gc=pause)._capture(lambda: torch.zeros(1))
+
+    assert during == [not pause] and gc.isenabled()
+
+
+def test_the_last_graph_is_that_of_the_step_before(backend_with_graphs):
+    model = small_model(backend_with_graphs, "F32", seed=1, num_layers=1)
+    storage = new_storage(model, 4, 4)
+
+    graphs = []
+    for _ in range(3):
+        model.forward(decode_batch([6]), storage)
+        graphs.append(backend_with_graphs.last_graph(storage))
+
+    assert graphs[0] is None and graphs[1] is graphs[2] is not None
+    assert backend_with_graphs.last_graph(new_storage(model, 4, 4)) is None
+
+
+def test_layers_that_are_launched_alike_are_listed_once(device):
+    for kind, layers in (("F32", 2), ("Q4_0", 2)):
+        model = small_model(backend := CudaBackend(device), kind, num_layers=4)
+        model.prepare(model.kv_layout(1, 4, "bfloat16"))
+        network = backend._fused.network
+        assert len(network.distinct().layers) == layers and network.distinct().layers[-1] is network.layers[-1]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from forge.backends.cuda.network import Norm
+from forge.backends.cuda.shapes import Tuning
 from tests.backends.cuda.models import (
     TOLERANCE,
     exact_values,
@@ -56,7 +57,7 @@ def test_a_norm_and_its_product(kind, batch_rows, dtype, device):
 
 
 @pytest.mark.parametrize("invariant", [False, True], ids=["own tile", "one tiling"])
-@pytest.mark.parametrize("batch_rows", [1, 16, 18])
+@pytest.mark.parametrize("batch_rows", [1, 3, 16, 17, 257])
 def test_a_product_added_to_the_stream(batch_rows, invariant, device):
     rng = np.random.default_rng()
     matrix = random_matrix("F32", 50, 70, "float32", device, rng)
@@ -134,3 +135,40 @@ def test_swiglu_of_extreme_gates_is_finite(device):
     rows.swiglu[(1, 1)](pairs, out, 5, BLOCK=8, PDL=False)
 
     assert torch.allclose(out.cpu(), torch.tensor([[0.0, 0.0, 0.0, 90.0, 200.0]]))
+
+
+TUNINGS = {
+    "as it is": Tuning(),
+    "split columns": Tuning(split_k=True),
+    "prefetch": Tuning(prefetch=True),
+    "both": Tuning(split_k=True, prefetch=True),
+    "many rows": Tuning(tile_rows=128),
+}
+
+
+@pytest.mark.parametrize(
+    ("tuning", "kind", "batch_rows"),
+    [*((name, "F32", rows) for name in TUNINGS for rows in (2, 17)), ("both", "Q8_0", 16), ("both", "Q4_K", 2)],
+)
+def test_every_switch_computes_the_same_product(tuning, kind, batch_rows, device):
+    """With an H200's multiprocessors, for which columns are split in eight."""
+    rng, tuning = np.random.default_rng(), TUNINGS[tuning]
+    rows, columns = 36, 1536 if kind == "Q4_K" else 1056
+    matrix = random_matrix(kind, rows, columns, "float32", device, rng)
+    x = random_activations(batch_rows, columns, "float32", device, rng)
+    stream, norm = random_activations(batch_rows, rows, "float32", device, rng), new_norm(columns, device, rng)
+    run = launches(device, "float32", multiprocessors=132, tuning=tuning)
+    added = stream.double().cpu() + x.double().cpu() @ exact_values(matrix).t()
+    normed = exactly_normed(x, norm.weight) @ exact_values(matrix).t()
+    gate, up = normed.unflatten(-1, (-1, 2)).unbind(-1)
+
+    for _ in range(2):  # the counters are 0 again
+        got = run.products(x, norm, (matrix,))
+        assert relative_error(got, normed) < TOLERANCE["float32"]
+    assert relative_error(run.gated(x, norm, matrix), torch.nn.functional.silu(gate) * up) < TOLERANCE["float32"]
+    run.add_product(stream, x, matrix)
+    assert relative_error(stream, added) < TOLERANCE["float32"]
+    assert not run._counters.any()
+    assert run._split_k(batch_rows, matrix, run.tile_for(batch_rows, matrix)) == (
+        8 if tuning.split_k and batch_rows <= 16 else 1
+    )

@@ -6,7 +6,9 @@ import torch
 
 from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
+from forge.backends.cuda.sampling import Draw, SamplingRows, sample
 from forge.engine.sampler import argmax_rows
+from forge.engine.sampling_params import SamplingParams
 from forge.model.logits import DeviceLogits
 from forge.testing.forwards import Part, flat_batch, new_storage
 from tests.backends.cpu.models import small_model
@@ -129,3 +131,30 @@ def test_a_pass_that_ends_in_hidden_states_gives_those(model, device):
 def test_plain_operations_do_not_run_ahead(device):
     assert not CudaBackend(device, kernels="torch", runs_ahead=True).runs_ahead
     assert CudaBackend(device).runs_ahead == (device == "cuda")
+
+
+def test_a_step_takes_tokens_that_were_drawn_on_the_device_unseen(model):
+    """The same seeds draw the same tokens, whether the host reads them before the next step or after it."""
+    known, ahead = (new_storage(model, 8, 4) for _ in range(2))
+    params = [SamplingParams(temperature=0.9, top_p=0.9, seed=5), SamplingParams(temperature=1.5, seed=6)]
+    device = model.backend._device
+
+    def wanted(position: int) -> SamplingRows:
+        draws = [Draw(one.seed, 0, position + 1) for one in params]
+        return SamplingRows.of(params, draws, model.vocab_size, device)
+
+    tokens, unread = [[7], [9]], None
+    for position in range(6):
+        expected = model.forward(decode(tokens, position), known)
+        drawn = sample(torch.from_numpy(expected[:]).to(device), wanted(position)).tolist()
+        unseen = [[*own[:-1], -1 - row] for row, own in enumerate(tokens)] if position else tokens
+        found = model.forward(decode(unseen, position), ahead)
+        found.sample(wanted(position))
+        if unread is not None:
+            assert unread.argmax_rows()[0] == [own[-1] for own in tokens], "read after the next step was launched"
+        assert np.array_equal(found[:], expected[:]), position
+        tokens, unread = [[*own, token] for own, token in zip(tokens, drawn, strict=True)], found
+    chosen, logits = unread.argmax_rows()
+    assert chosen == [own[-1] for own in tokens]
+    assert logits == [unread[row][token] for row, token in enumerate(chosen)]
+    assert len({token for own in tokens for token in own}) > 4

@@ -21,9 +21,9 @@ from forge.backends.cuda.kernels.parts import dot, let_next_start, wait_for_prev
 def key_places(table, start, end, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
     """Where the keys of positions `start` to `start + CHUNK` lie: token slots, int64 `[CHUNK]`, and which are < end."""
     position = start + tl.arange(0, CHUNK)
-    live = position < end
-    block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-    return block * BLOCK_SIZE + position % BLOCK_SIZE, position, live
+    valid = position < end
+    block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+    return block * BLOCK_SIZE + position % BLOCK_SIZE, position, valid
 
 
 @triton.jit
@@ -41,29 +41,29 @@ def softmax_step(scores, maximum, total, mixed):
 
 @triton.jit
 def is_last_split(
-    partial,  # float32 [tiles, SPLITS, LIVE, WIDTH]
-    extremes,  # float32 [tiles, SPLITS, 2, LIVE]: maximum, sum
+    partial,  # float32 [tiles, SPLITS, NUM_VALID, WIDTH]
+    extremes,  # float32 [tiles, SPLITS, 2, NUM_VALID]: maximum, sum
     counters,  # int32 [tiles], all 0
     index,
     split,
     maximum,
     total,
     mixed,
-    LIVE: tl.constexpr,
+    NUM_VALID: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """Leave this split's result for the others; whether all have left theirs now. Then the counter is 0 again.
 
-    Of the result's rows only the first LIVE mean anything.
+    Of the result's rows only the first NUM_VALID mean anything.
     """
     WIDTH: tl.constexpr = mixed.shape[1]
     own = tl.arange(0, mixed.shape[0])
     column = tl.arange(0, WIDTH)
-    at = (index * SPLITS + split).to(tl.int64) * LIVE
-    tl.store(extremes + 2 * at + own, maximum, mask=own < LIVE)
-    tl.store(extremes + 2 * at + LIVE + own, total, mask=own < LIVE)
+    at = (index * SPLITS + split).to(tl.int64) * NUM_VALID
+    tl.store(extremes + 2 * at + own, maximum, mask=own < NUM_VALID)
+    tl.store(extremes + 2 * at + NUM_VALID + own, total, mask=own < NUM_VALID)
     place = partial + at * WIDTH + own[:, None] * WIDTH + column[None, :]
-    tl.store(place, mixed, mask=(own < LIVE)[:, None] & (column < WIDTH)[None, :])
+    tl.store(place, mixed, mask=(own < NUM_VALID)[:, None] & (column < WIDTH)[None, :])
     tl.debug_barrier()  # every thread has stored before one of them says so
     arrived = tl.atomic_add(counters + index, 1, sem="acq_rel")
     last = arrived == SPLITS - 1
@@ -74,22 +74,22 @@ def is_last_split(
 
 @triton.jit
 def merged_splits(
-    partial, extremes, index, LIVE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr
+    partial, extremes, index, NUM_VALID: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """The splits of tile `index` as one: float32 `[LIVE, WIDTH]`. AT_ONCE of them are fetched and merged at a time.
+    """The splits of tile `index` as one: float32 `[NUM_VALID, WIDTH]`. AT_ONCE of them are merged at a time.
 
     One after the other they would cost the memory's latency each: 32 of them more than the attention itself.
     """
-    own = tl.arange(0, LIVE)
+    own = tl.arange(0, NUM_VALID)
     column = tl.arange(0, WIDTH)
-    maximum = tl.full((LIVE,), float("-inf"), tl.float32)
-    total = tl.zeros((LIVE,), tl.float32)
-    mixed = tl.zeros((LIVE, WIDTH), tl.float32)
+    maximum = tl.full((NUM_VALID,), float("-inf"), tl.float32)
+    total = tl.zeros((NUM_VALID,), tl.float32)
+    mixed = tl.zeros((NUM_VALID, WIDTH), tl.float32)
     for first in range(0, SPLITS, AT_ONCE):
-        at = (index * SPLITS + first + tl.arange(0, AT_ONCE)).to(tl.int64)[:, None] * LIVE
+        at = (index * SPLITS + first + tl.arange(0, AT_ONCE)).to(tl.int64)[:, None] * NUM_VALID
         # Around the first-level cache, which may hold what stood here before.
         tops = tl.load(extremes + 2 * at + own[None, :], cache_modifier=".cg")
-        totals = tl.load(extremes + 2 * at + LIVE + own[None, :], cache_modifier=".cg")
+        totals = tl.load(extremes + 2 * at + NUM_VALID + own[None, :], cache_modifier=".cg")
         place = partial + (at + own[None, :])[:, :, None] * WIDTH + column[None, None, :]
         parts = tl.load(place, cache_modifier=".cg")
         higher = tl.maximum(maximum, tl.max(tops, axis=0))
@@ -126,20 +126,21 @@ def paged_attention(
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
-    LIVE: tl.constexpr,
+    NUM_VALID: tl.constexpr,
     AT_ONCE: tl.constexpr,
     COMPACT: tl.constexpr,
-    WIDE: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (tile, key/value head, split). Row m of the matrix is row m // BLOCK_GROUP, query head m % BLOCK_GROUP.
 
-    WIDE: queries meet keys, and weights values, in float32; otherwise in the cache's dtype.
-    LIVE is ROWS * BLOCK_GROUP, BLOCK_M at least that, BLOCK_GROUP at least HEADS / KV_HEADS, BLOCK_D at least HEAD_DIM.
+    IN_FLOAT32: queries meet keys, and weights values, in float32; otherwise in the cache's dtype.
+    NUM_VALID is ROWS * BLOCK_GROUP, BLOCK_M at least that; BLOCK_GROUP is at least HEADS / KV_HEADS, BLOCK_D at least
+    HEAD_DIM.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    kind: tl.constexpr = tl.float32 if WIDE else keys.dtype.element_ty
+    kind: tl.constexpr = tl.float32 if IN_FLOAT32 else keys.dtype.element_ty
     let_next_start(PDL)
     wait_for_previous(PDL)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -148,17 +149,17 @@ def paged_attention(
     table = tables + tl.load(tile_sequences + tile).to(tl.int64) * tl.load(table_stride)
     own = tl.arange(0, BLOCK_M)
     member = own % BLOCK_GROUP
-    live = (own // BLOCK_GROUP < length) & (member < GROUP) & (own // BLOCK_GROUP < ROWS)
+    valid = (own // BLOCK_GROUP < length) & (member < GROUP) & (own // BLOCK_GROUP < ROWS)
     own_row = (row + own // BLOCK_GROUP).to(tl.int64)
     head = kv_head * GROUP + member
     column = tl.arange(0, BLOCK_D)
     within = (column < HEAD_DIM)[None, :]
     query = tl.load(
         qkv + own_row[:, None] * (HEADS + 2 * KV_HEADS) * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :],
-        mask=live[:, None] & within,
+        mask=valid[:, None] & within,
         other=0.0,
     ).to(kind)
-    position = tl.load(positions + own_row, mask=live, other=-1)
+    position = tl.load(positions + own_row, mask=valid, other=-1)
     end = tl.where(length > 0, tl.load(positions + row + length - 1, mask=length > 0, other=-1) + 1, 0)
     share = tl.cdiv(tl.cdiv(end, CHUNK), SPLITS) * CHUNK
 
@@ -182,9 +183,9 @@ def paged_attention(
         )
     else:
         index = tile * KV_HEADS + kv_head
-        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, LIVE, SPLITS)
+        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, NUM_VALID, SPLITS)
         if last:
-            result = merged_splits(partial, extremes, index, LIVE, BLOCK_D, SPLITS, AT_ONCE)
+            result = merged_splits(partial, extremes, index, NUM_VALID, BLOCK_D, SPLITS, AT_ONCE)
             store_heads(
                 out, result, kv_head, tile if COMPACT else row, length, HEADS, KV_HEADS, HEAD_DIM, ROWS, BLOCK_GROUP
             )
@@ -208,8 +209,8 @@ def store_heads(
     own = tl.arange(0, result.shape[0])
     column = tl.arange(0, result.shape[1])
     number, member = own // BLOCK_GROUP, own % BLOCK_GROUP
-    live = (number < length) & (number < ROWS) & (member < GROUP)
+    valid = (number < length) & (number < ROWS) & (member < GROUP)
     head = (row + number).to(tl.int64) * HEADS + kv_head * GROUP + member
     tl.store(
-        out + head[:, None] * HEAD_DIM + column[None, :], result, mask=live[:, None] & (column < HEAD_DIM)[None, :]
+        out + head[:, None] * HEAD_DIM + column[None, :], result, mask=valid[:, None] & (column < HEAD_DIM)[None, :]
     )

@@ -1,8 +1,8 @@
 """A decode step's attention in one kernel: head norms, rotation, the new key and value into the cache, attention.
 
 One row per sequence. A program has the query heads that share one key/value head, norms and turns them itself, and
-takes its split of the keys before this one out of the cache. The new key and value never come back from memory: split 0
-starts its softmax with them, at the storage's precision, while it stores them.
+takes its split of the keys before this one out of the cache. The new key and value never come back from memory: one
+split starts its softmax with them, at the storage's precision, while it stores them.
 
 Apart, the same work is `norm_rope_store` and `paged_attention`: one more launch, and one more trip of the queries
 through memory, for some microseconds of work. What it costs is that every split repeats the queries' norm and rotation.
@@ -50,15 +50,17 @@ def decode_attention(
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
-    LIVE: tl.constexpr,
+    NUM_VALID: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    WIDE: tl.constexpr,
+    NEWEST: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (row, key/value head, split).
 
-    LIVE is at least HEADS / KV_HEADS, BLOCK_M at least LIVE; WIDE as in `paged_attention`.
+    NEWEST: the split that takes the new key. NUM_VALID is at least HEADS / KV_HEADS, BLOCK_M at least NUM_VALID.
+    IN_FLOAT32 as in `paged_attention`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -70,14 +72,14 @@ def decode_attention(
     table = tables + row.to(tl.int64) * tl.load(table_stride)
     qkv += row.to(tl.int64) * (HEADS + 2 * KV_HEADS) * HEAD_DIM
     turn = position * HALF
-    kind: tl.constexpr = tl.float32 if WIDE else keys.dtype.element_ty
+    kind: tl.constexpr = tl.float32 if IN_FLOAT32 else keys.dtype.element_ty
     stored_as: tl.constexpr = keys.dtype.element_ty
 
     member = tl.arange(0, BLOCK_M)
-    live = member < GROUP
+    valid = member < GROUP
     head = kv_head * GROUP + member
     first, second = normed_and_turned(
-        qkv + head * HEAD_DIM, live, query_norm, cos + turn, sin + turn, eps, HEAD_DIM, BLOCK_HALF
+        qkv + head * HEAD_DIM, valid, query_norm, cos + turn, sin + turn, eps, HEAD_DIM, BLOCK_HALF
     )
     first, second = first.to(kind), second.to(kind)
     half = tl.arange(0, BLOCK_HALF)
@@ -87,7 +89,7 @@ def decode_attention(
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if split == 0:
+    if split == NEWEST:
         one = tl.arange(0, 1)
         new_first, new_second = normed_and_turned(
             qkv + (HEADS + kv_head + one) * HEAD_DIM,
@@ -127,10 +129,10 @@ def decode_attention(
         mixed = dot(weights.to(kind), value.to(kind), mixed, EXACT)
 
     if SPLITS == 1:
-        store_heads(out, mixed / total[:, None], kv_head, row, 1, HEADS, KV_HEADS, HEAD_DIM, 1, LIVE)
+        store_heads(out, mixed / total[:, None], kv_head, row, 1, HEADS, KV_HEADS, HEAD_DIM, 1, NUM_VALID)
     else:
         index = row * KV_HEADS + kv_head
-        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, LIVE, SPLITS)
+        last = is_last_split(partial, extremes, counters, index, split, maximum, total, mixed, NUM_VALID, SPLITS)
         if last:
-            result = merged_splits(partial, extremes, index, LIVE, BLOCK_D, SPLITS, AT_ONCE)
-            store_heads(out, result, kv_head, row, 1, HEADS, KV_HEADS, HEAD_DIM, 1, LIVE)
+            result = merged_splits(partial, extremes, index, NUM_VALID, BLOCK_D, SPLITS, AT_ONCE)
+            store_heads(out, result, kv_head, row, 1, HEADS, KV_HEADS, HEAD_DIM, 1, NUM_VALID)

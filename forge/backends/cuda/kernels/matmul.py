@@ -4,6 +4,10 @@ The same products as `matvec`, with the same norm before and residual or SwiGLU 
 one pass over the weights. A tensor core's tile has at least 16 rows, so two rows cost what sixteen do; what bounds it
 is still the weights. Packed weights are multiplied out to the activations' dtype on the way to the tensor cores.
 
+Two switches for few rows, both off until a GPU has been asked (`shapes.Tuning`): SPLIT_K programs share the columns of
+a tile, and whichever is done last adds up what all have left, in ascending order; PREFETCH reads the first weights
+before the wait for the kernel before.
+
 A row's result depends on its own input and on the tile's shape, never on its neighbours in the tile: with one shape for
 every row count (`--invariant`) a row has the same bits in any batch.
 """
@@ -22,6 +26,8 @@ def matmul(
     factors,
     norm,  # float32 [columns], read if NORM
     out,  # [M, rows], or [M, rows / 2] if GLU; added to if ADD
+    partial,  # float32 [tiles, SPLIT_K, BLOCK_M, BLOCK_N], then [tiles, SPLIT_K, BLOCK_M]; used if SPLIT_K > 1
+    counters,  # int32 [tiles], all 0; likewise
     M,
     columns,
     rows,
@@ -35,27 +41,100 @@ def matmul(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): rows i * BLOCK_M … of x by rows j * BLOCK_N … of the matrix; i runs fastest."""
+    """Program (i, j, k): rows i * BLOCK_M … of x by rows j * BLOCK_N … of the matrix, part k of the columns; i runs
+    fastest."""
     own = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     row = tl.minimum(row, rows - 1)
     x_line = x + own.to(tl.int64)[:, None] * columns
+    inside = (own < M)[:, None]
+    first, end = 0, columns
+    if SPLIT_K > 1:
+        share = tl.cdiv(tl.cdiv(columns, BLOCK_K), SPLIT_K) * BLOCK_K
+        first = tl.program_id(2) * share
+        end = tl.minimum(first + share, columns)
+    if PREFETCH:
+        tile = weight_tile(values, scales, factors, row, first, columns, KIND, BLOCK_K)
     let_next_start(PDL)
     wait_for_previous(PDL)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, columns, BLOCK_K):
-        column = start + tl.arange(0, BLOCK_K)
-        inside = column < columns
+    if PREFETCH:  # a part may have no columns at all: then what it loads lies past the end, and is 0
+        sums, squares = accumulate(x_line, norm, tile, first, columns, inside, sums, squares, NORM, EXACT, BLOCK_K)
+        first += BLOCK_K
+    for start in range(first, end, BLOCK_K):
         tile = weight_tile(values, scales, factors, row, start, columns, KIND, BLOCK_K)
-        part = tl.load(x_line + column[None, :], mask=(own < M)[:, None] & inside[None, :], other=0.0)
-        if NORM:
-            wide = part.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            part = (wide * tl.load(norm + column, mask=inside, other=0.0)[None, :]).to(part.dtype)
-        sums = dot(part, tl.trans(tile.to(part.dtype)), sums, EXACT)
+        sums, squares = accumulate(x_line, norm, tile, start, columns, inside, sums, squares, NORM, EXACT, BLOCK_K)
+    if SPLIT_K == 1:
+        finish(sums, squares, own, out, M, columns, rows, out_stride, eps, NORM, ADD, GLU, BLOCK_M, BLOCK_N)
+    else:
+        index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        all_squares = partial + tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * SPLIT_K * BLOCK_M * BLOCK_N
+        line = tl.arange(0, BLOCK_M)
+        place = line[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        at = index.to(tl.int64) * SPLIT_K + tl.program_id(2)
+        tl.store(partial + at * BLOCK_M * BLOCK_N + place, sums)
+        tl.store(all_squares + at * BLOCK_M + line, squares)
+        tl.debug_barrier()  # every thread has stored before one of them says so
+        arrived = tl.atomic_add(counters + index, 1, sem="acq_rel")
+        if arrived == SPLIT_K - 1:
+            tl.store(counters + index, 0)
+            sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            squares = tl.zeros((BLOCK_M,), tl.float32)
+            for part in range(SPLIT_K):
+                at = index.to(tl.int64) * SPLIT_K + part
+                # Around the first-level cache, which may hold what stood here before.
+                sums += tl.load(partial + at * BLOCK_M * BLOCK_N + place, cache_modifier=".cg")
+                squares += tl.load(all_squares + at * BLOCK_M + line, cache_modifier=".cg")
+            finish(sums, squares, own, out, M, columns, rows, out_stride, eps, NORM, ADD, GLU, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def accumulate(
+    x_line,
+    norm,
+    tile,
+    start,
+    columns,
+    inside,
+    sums,
+    squares,
+    NORM: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """sums + x · tileᵀ over the columns from `start` on, and squares + their sum of x² if NORM."""
+    column = start + tl.arange(0, BLOCK_K)
+    part = tl.load(x_line + column[None, :], mask=inside & (column < columns)[None, :], other=0.0)
+    if NORM:
+        x32 = part.to(tl.float32)
+        squares += tl.sum(x32 * x32, axis=1)
+        part = (x32 * tl.load(norm + column, mask=column < columns, other=0.0)[None, :]).to(part.dtype)
+    return dot(part, tl.trans(tile.to(part.dtype)), sums, EXACT), squares
+
+
+@triton.jit
+def finish(
+    sums,
+    squares,
+    own,
+    out,
+    M,
+    columns,
+    rows,
+    out_stride,
+    eps,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    GLU: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The norm's divisor, the residual or SwiGLU, and the result stored."""
     if NORM:
         sums *= tl.rsqrt(squares / columns + eps)[:, None]
     line = out + own.to(tl.int64)[:, None] * out_stride

@@ -1,0 +1,111 @@
+"""A model of a published shape with random weights that are drawn on the device: no file, no package but torch.
+
+What a step costs depends on shapes and types alone (`forge.model.synth` writes such models as files). The tokenizer is
+one of bytes: prompts are token ids, and most of what is generated has no text.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from forge.backends.cuda.weights import DENSE, KIND_NAMES, Q8, Matrix, Packed
+from forge.model.config import Qwen3Config
+
+if TYPE_CHECKING:
+    from forge import LLM
+
+OUTPUT_NORM = 4.0
+"""As in `forge.model.synth`: the logits then deviate by about 4."""
+
+
+def drawn_matrix(
+    name: str, rows: int, columns: int, kind: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Matrix:
+    """Weights of mean 0 and deviation 1 / sqrt(columns), about."""
+    if kind == DENSE:
+        values = torch.randn(rows, columns, device=device) * columns**-0.5
+        return Matrix(name, rows, columns, dense=values.to(dtype))
+    width = columns if kind == Q8 else columns // 2
+    least, past = (-127, 128) if kind == Q8 else (0, 256)
+    values = torch.randint(least, past, (rows, width), device=device).to(torch.int8 if kind == Q8 else torch.uint8)
+    step = columns**-0.5 / (73 if kind == Q8 else 4.6)  # integers drawn evenly deviate by that
+    if KIND_NAMES[kind] == "q4_k":
+        scales = torch.randint(20, 44, (rows, columns // 32, 1), device=device).to(torch.uint8)
+        factors = torch.tensor([step / 32, 7.5 * step / 32], dtype=torch.float16, device=device)
+        both = scales.expand(-1, -1, 2).contiguous()  # the minimum is 7.5 steps, so that the mean is 0
+        return Matrix(name, rows, columns, packed=Packed(kind, values, both, factors.repeat(rows, columns // 256, 1)))
+    scales = torch.full((rows, columns // 32), step, dtype=torch.float16, device=device)
+    return Matrix(name, rows, columns, packed=Packed(kind, values, scales))
+
+
+def copy_of(matrix: Matrix) -> Matrix:
+    """The same weights at another place in memory."""
+    if matrix.packed is None:
+        return replace(matrix, dense=matrix.own_dense().clone())
+    return replace(matrix, packed=Packed(matrix.kind, *(array.clone() for array in matrix.packed.arrays)))
+
+
+def drawn_llm(config: Qwen3Config, kind: int = DENSE, *, device: str = "cuda", backend=None, **options) -> "LLM":
+    """An `LLM` of that shape. backend: a `CudaBackend`, if not the plain one. options: of `LLM`."""
+    from forge import LLM
+    from forge.backends.cuda.backend import CudaBackend
+    from forge.model.loader import LoadedModel
+    from forge.model.qwen3 import LayerWeights, Qwen3, Qwen3Weights
+
+    backend = backend or CudaBackend(device)
+    where = torch.device(device)
+    hidden, ffn, head = config.hidden_size, config.intermediate_size, config.head_dim
+
+    def matrix(name: str, rows: int, columns: int) -> Matrix:
+        return drawn_matrix(name, rows, columns, kind, where)
+
+    def norm(width: int, mean: float = 1.0) -> torch.Tensor:
+        return mean * (1 + 0.1 * torch.randn(width, device=where))
+
+    def layer(index: int) -> LayerWeights:
+        return LayerWeights(
+            attention_norm=norm(hidden),
+            q=matrix(f"blk.{index}.attn_q.weight", config.query_size, hidden),
+            k=matrix(f"blk.{index}.attn_k.weight", config.key_value_size, hidden),
+            v=matrix(f"blk.{index}.attn_v.weight", config.key_value_size, hidden),
+            q_norm=norm(head),
+            k_norm=norm(head),
+            attention_output=matrix(f"blk.{index}.attn_output.weight", hidden, config.query_size),
+            ffn_norm=norm(hidden),
+            gate=matrix(f"blk.{index}.ffn_gate.weight", ffn, hidden),
+            up=matrix(f"blk.{index}.ffn_up.weight", ffn, hidden),
+            down=matrix(f"blk.{index}.ffn_down.weight", hidden, ffn),
+        )
+
+    torch.manual_seed(0)
+    embedding = matrix("token_embd.weight", config.vocab_size, hidden)
+    weights = Qwen3Weights(
+        embedding,
+        tuple(layer(index) for index in range(config.num_layers)),
+        norm(hidden, OUTPUT_NORM),
+        embedding if config.tie_word_embeddings else matrix("output.weight", config.vocab_size, hidden),
+    )
+    loaded = LoadedModel(
+        name=f"drawn, {KIND_NAMES[kind]}",
+        model=Qwen3(config, weights, backend),
+        tokenizer=_bytes_tokenizer(config.vocab_size),
+        device_description=backend.description,
+        default_kv_dtype=backend.default_kv_dtype,
+    )
+    return LLM(loaded, device="cuda", **options)
+
+
+def _bytes_tokenizer(vocab_size: int):
+    """One token for each byte, three control tokens, and names for the rest."""
+    from forge.tokenizer.byte_level import BYTE_ALPHABET
+    from forge.tokenizer.byte_tokenizer import CONTROL_TOKENS
+    from forge.tokenizer.spec import TokenizerSpec, TokenType
+    from forge.tokenizer.tokenizer import Tokenizer
+
+    tokens = [*BYTE_ALPHABET, *CONTROL_TOKENS]
+    types = [TokenType.NORMAL] * len(BYTE_ALPHABET) + [TokenType.CONTROL] * len(CONTROL_TOKENS)
+    padding = vocab_size - len(tokens)
+    tokens += [f"[PAD{number}]" for number in range(padding)]
+    return Tokenizer(TokenizerSpec(tokens, np.array([*types, *[TokenType.UNUSED] * padding]), merges=()))
