@@ -1,4 +1,4 @@
-"""Exercise 4: a block pool. Random operations on it, held against the tables that it serves; then a paged cache on it."""
+"""Exercise 4: a block pool. Random operations on it, held against the tables; then a paged cache on it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,8 @@ RULES = {
         "A block that was just allocated has one reference.", "Which line sets the count of a block that is taken?"
     ),
     "allocated": Rule(
-        "allocate(n) returns n different blocks that were free.", "What is on the free list when a block is taken?"
+        "allocate(n) takes n different blocks off the free list and returns them.",
+        "What is on the free list when a block is taken?",
     ),
     "all-or-nothing": Rule(
         "If too few blocks are free, allocate raises OutOfBlocks(needed, free) and takes none.",
@@ -84,9 +85,7 @@ class PoolTrial(Trial):
             self.require(number > len(free), "enough", f"{len(free)} blocks were free, and {number} were asked for")
             self.require(self.pool.free == free, "all-or-nothing", f"it raised, and {self._difference(free)}")
             found, wanted = (error.needed, error.free), (number, len(free))
-            self.require(
-                found == wanted, "all-or-nothing", f"it raised OutOfBlocks{found}, and not OutOfBlocks{wanted}"
-            )
+            self.require(found == wanted, "all-or-nothing", f"it raised OutOfBlocks{found}, not OutOfBlocks{wanted}")
             return
         self.require(number <= len(free), "all-or-nothing", f"{len(free)} blocks were free, and it returned {blocks!r}")
         self.require(
@@ -95,6 +94,7 @@ class PoolTrial(Trial):
             f"it returned {blocks!r}; free were {free}",
         )
         for block in blocks:
+            self.require(block not in self.pool.free, "allocated", f"block {block} is still on the free list")
             count = self.pool.reference_counts[block]
             self.require(count == 1, "first-reference", f"block {block} has {count}")
         if blocks:
@@ -156,9 +156,7 @@ class PoolTrial(Trial):
             if not expected:
                 self.require(times == 1, rule or "returned", f"block {block} is on the free list {times} times")
         total = sum(pool.reference_counts)
-        self.require(
-            pool.num_references == total, rule or "sum", f"it is {pool.num_references}, and the sum is {total}"
-        )
+        self.require(pool.num_references == total, rule or "sum", f"it is {pool.num_references}, the sum is {total}")
 
 
 def _tables(number: int) -> str:
@@ -190,7 +188,7 @@ EXERCISE = Exercise(
     hints=(
         "Two facts describe a block: its reference count, and whether it is on the free list. Write down, for each of "
         "the four calls, what becomes of both.",
-        "allocate can fail in one way only. Ask for it in the first line, before anything is changed: compare the number "
+        "allocate can fail in one way only. Ask for it in the first line, before anything is changed: compare number "
         "with the length of the free list.",
         "decref is three cases: no reference (an error), one (the block becomes free), more (only the count changes).",
         "recount knows the tables and nothing else: set every count to zero, count each block of each table, then make "

@@ -1,5 +1,7 @@
-"""`python -m forge.exercises.child NUMBER FILE RESULT`: check a reader's file in this process, and write what came of it
-to RESULT as JSON."""
+"""`python -m forge.exercises.child NUMBER FILE RESULT`
+
+Check a reader's file in this process, and write the result to RESULT as
+JSON."""
 
 import json
 import sys

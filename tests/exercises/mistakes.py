@@ -1,27 +1,64 @@
-"""Solutions of the exercises: a right one, and wrong ones that each differ from it in one place."""
+"""Solutions of the exercises: a right one each, and wrong ones that differ from it in one place.
 
+`solutions/NAME.wrong` has the wrong ones as hunks of a diff: a line `## mistake -> rule`, then the lines of the right
+solution that are replaced (`-`) and what stands in their place (`+`), with their indentation. `rule` is the one
+that the check has to name.
+"""
+
+import re
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from forge.exercises import find_entry
+from forge.exercises import ENTRIES, find_entry
 from forge.exercises.child import check_here
 from forge.exercises.result import Result
 
 _FOLDER = Path(__file__).parent / "solutions"
+SOLVED = [entry.name for entry in ENTRIES if (_FOLDER / f"{entry.name}.py").is_file()]
 
 
 class Wrong(NamedTuple):
-    """A mistake: what stands in the right solution, what stands in its place, and the rule that the message names."""
+    """One wrong solution."""
 
+    name: str
     mistake: str
-    old: str
-    new: str
     rule: str
+    hunks: tuple[tuple[str, str], ...]
+    """What is replaced, and by what."""
+
+    @property
+    def source(self) -> str:
+        source = right(self.name)
+        for old, new in self.hunks:
+            assert source.count(old) == 1, f"{old!r} is in the right solution {source.count(old)} times"
+            source = source.replace(old, new)
+        return source
 
 
 def right(name: str) -> str:
     """The right solution's source."""
     return (_FOLDER / f"{name}.py").read_text(encoding="utf-8")
+
+
+def wrong_ones(name: str) -> list[Wrong]:
+    text = (_FOLDER / f"{name}.wrong").read_text(encoding="utf-8")
+    return [_parsed(name, part) for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
+
+
+def _parsed(name: str, text: str) -> Wrong:
+    title, *lines = text.rstrip("\n").split("\n")
+    mistake, rule = title.split(" -> ")
+    signs = [(line[0], line[1:] + "\n") for line in lines if line.strip()]
+    hunks: list[tuple[str, str]] = []
+    for sign, run in groupby(signs, key=lambda one: one[0]):
+        block = "".join(line for _, line in run)
+        assert sign in "-+", f"{name}.wrong: {block}"
+        if sign == "-":
+            hunks.append(("\n" + block, "\n"))
+        else:
+            hunks[-1] = (hunks[-1][0], "\n" + block)
+    return Wrong(name, mistake, rule, tuple(hunks))
 
 
 def checked(name: str, source: str, folder: Path) -> Result:
@@ -30,19 +67,3 @@ def checked(name: str, source: str, folder: Path) -> Result:
     path = folder / entry.file_name
     path.write_text(source, encoding="utf-8")
     return check_here(entry, path)
-
-
-def check_right(name: str, folder: Path) -> None:
-    result = checked(name, right(name), folder)
-    assert result.passed, f"{result.rule}: {result.found}\n{result.line}\n" + "\n".join(result.calls)
-
-
-def check_wrong(name: str, wrong: Wrong, folder: Path) -> Result:
-    """The mistake is found, under the rule that names it, with a question and no more than a screen of calls."""
-    source = right(name)
-    assert source.count(wrong.old) == 1, f"{wrong.old!r} is in the right solution {source.count(wrong.old)} times"
-    result = checked(name, source.replace(wrong.old, wrong.new), folder)
-    said = f"{result.rule}: {result.found}\n{result.line}\n" + "\n".join(result.calls)
-    assert not result.passed and result.rule == wrong.rule, said
-    assert result.sentence and result.question and len(result.calls) <= 16, said
-    return result
