@@ -1,8 +1,8 @@
 """What an exercise is, and what a check says of a wrong solution.
 
 A check calls the reader's code through a `Trial`, which writes down each call as a line of Python, ends a
-call that does not return, and turns what went wrong into a `Mistake`: the rule, what was found, the calls, the state before and after
-the last of them, and a question.
+call that does not return, and turns what went wrong into a `Mistake`: the rule, what was found, the calls, the state
+before and after the last of them, and a question.
 """
 
 import os
