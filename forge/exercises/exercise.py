@@ -56,7 +56,8 @@ class Exercise:
     """The engine's own, by dotted name."""
     check: Callable[[ModuleType], None]
     engine: Callable[[ModuleType], AbstractContextManager[Mapping[str, Any]]]
-    """The options of an `LLM` that runs on the reader's part, for as long as the context lasts."""
+    """The options of an `LLM` that runs on the reader's part, for as long as the context lasts; and as `prepare`, if
+    options are not enough, a function of that `LLM`."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """The options of the same `LLM` on the engine's own part."""
     prompts: Sequence[str] = ("Once upon a time",)

@@ -47,14 +47,14 @@ RULES = {
     "latest": Rule("Of several occurrences the latest one decides.", "From which end is the text searched?"),
     "missed": Rule(
         "If there is an earlier occurrence, something is proposed.",
-        "Which places are not looked at? And is the end of the text itself one of those that are?",
+        "Which places are not looked at? Is the end of the text itself one of those that are?",
     ),
     "own-text": Rule(
         "A proposal follows from its own request's tokens alone.", "What does the object remember from earlier calls?"
     ),
     "conforms": Rule("With its draft tokens the engine says what it says without.", "Which call was the first?"),
     "accepted": Rule(
-        "A held-out text accepts at least half as many draft tokens as forge's own lookup proposes well.",
+        "A held-out text accepts at least half as many of its draft tokens as of the ones of forge.",
         "How many tokens does it propose where it could propose more?",
     ),
 }
@@ -72,6 +72,11 @@ _KNOWN: tuple[tuple[str, list[int], int], ...] = (
     ("follows", [4], 3),
 )
 """(the rule that a wrong answer breaks, a text, max_tokens)."""
+_STORY = (
+    "Once upon a time, when the first snow fell, a hungry little fox woke up early in a den under an old oak. The fox "
+    "had a friend named Maple, a little turtle. One day Maple lent him her round mirror, and he kept it."
+)
+"""It is told twice and begun again, so that the model goes on with what it has read."""
 
 
 def _request(text: Sequence[int], max_tokens: int, seq_id: int = 0) -> ProposalRequest:
@@ -184,7 +189,7 @@ EXERCISE = Exercise(
     check=check,
     engine=engine,
     own={"kv": "paged", "speculate": "ngram"},
-    prompts=("The fox and the owl and the fox and the owl and the",),
-    params={"max_tokens": 64, "ignore_eos": True},
+    prompts=(" ".join([_STORY, _STORY, _STORY[:60]]),),
+    params={"max_tokens": 96, "ignore_eos": True},
     view="speculation",
 )

@@ -81,7 +81,10 @@ def _broken(entry: Entry, path: Path, error: BaseException) -> BaseException:
 
 
 def _run(exercise: Exercise, options: Mapping[str, Any], model: str | None) -> Ran:
+    prepare, options = options.get("prepare"), {name: options[name] for name in options if name != "prepare"}
     llm = LLM(model or "tales", **options)
+    if prepare is not None:
+        prepare(llm)
     params = SamplingParams(**exercise.params)
     llm.generate("warm up", SamplingParams(max_tokens=2))
     llm.engine.scheduler.keep_block_map = exercise.view == "blocks"
