@@ -140,7 +140,7 @@ EXERCISE = Exercise(
         "free_run: the runs that are taken are those of self.runs and, because copies are kept too, self._runs() has "
         "all of them. Try one start after another; the first that nothing has is free.",
         "reserve can fail in one way: the sequence would be longer than max_model_len. Compare first.",
-        "Two lengths: reserve moves `reserved`, commit moves `computed`, truncate cuts both, and none of them may grow.",
+        "Two lengths: reserve moves `reserved`, commit moves `computed`, truncate cuts both, and neither may grow.",
     ),
     solution=("forge.cache.basic.BasicKvCache",),
     check=check,

@@ -36,7 +36,7 @@ class Ran:
     @property
     def fullest(self) -> StepRecord:
         """The step with most blocks in use."""
-        return max(self.records, key=lambda record: record.cache.used_blocks)
+        return max(self.records, key=lambda record: (record.cache.used_blocks, record.cache.tokens_held))
 
 
 @dataclass(frozen=True)
