@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from forge import __version__
 from forge.cli.batching import batching
 from forge.cli.bench import bench
+from forge.cli.build import build
 from forge.cli.chapters import chapter, chapters, next_chapter
 from forge.cli.chat import chat
 from forge.cli.classify import classify
@@ -100,6 +101,7 @@ app.command("speculation", rich_help_panel=_CHAPTERS)(speculation)
 app.command("oneshot", rich_help_panel=_CHAPTERS)(oneshot)
 app.command("serving", rich_help_panel=_CHAPTERS)(serving)
 app.command("cuda", rich_help_panel=_CHAPTERS)(cuda)
+app.add_typer(build, name="build", rich_help_panel=_CHAPTERS)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
 app.command("chat", rich_help_panel=_RUN)(chat)

@@ -11,9 +11,10 @@ that was shared wrongly, written while shared, or copied too late is seen by rea
 through its table. Tokens come from a vocabulary of two, so that prompts begin alike again and again.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, count
+from typing import Protocol
 
 import numpy as np
 
@@ -67,10 +68,18 @@ def check_cache(
         assert found is None, f"seed {seed}, shortest failing sequence of operations:\n{found}"
 
 
-def random_operations(seed: int, length: int) -> list[Operation]:
+class Performer(Protocol):
+    """What a list of operations is performed on."""
+
+    def perform(self, operation: Operation) -> None:
+        """Raises an exception if a promise is broken."""
+
+
+def random_operations(seed: int, length: int, weighted: Mapping[str, int] = KINDS) -> list[Operation]:
+    """`weighted`: the kinds, and how often each."""
     rng = np.random.default_rng(seed)
-    weights = np.array(list(KINDS.values()), float)
-    kinds = rng.choice(list(KINDS), size=length, p=weights / weights.sum()).tolist()
+    weights = np.array(list(weighted.values()), float)
+    kinds = rng.choice(list(weighted), size=length, p=weights / weights.sum()).tolist()
     columns = (rng.integers(high, size=length).tolist() for high in (100, MAX_TOKENS, 1 << 40))
     return list(zip(kinds, *columns, strict=True))
 
@@ -316,7 +325,7 @@ class Oracle:
         self.sequences[new_id] = self.sequences.pop(seq_id)
 
 
-def failure(new: Callable[[], Oracle], operations: list[Operation]) -> tuple[int, Exception] | None:
+def failure(new: Callable[[], Performer], operations: list[Operation]) -> tuple[int, Exception] | None:
     """(how many operations were performed, what went wrong), or None."""
     oracle = new()
     for index, operation in enumerate(operations):
@@ -329,18 +338,32 @@ def failure(new: Callable[[], Oracle], operations: list[Operation]) -> tuple[int
 
 def shortest_failure(new: Callable[[], Oracle], operations: list[Operation]) -> str | None:
     """None if all goes well; otherwise a failing list from which no one or two can be left out, and its error."""
+    found = shrunk(new, operations)
+    return None if found is None else "\n".join([f"{type(found[0]).__name__}: {found[0]}", *map(str, found[1])])
+
+
+def shrunk(
+    new: Callable[[], Performer], operations: list[Operation], most: int | None = None
+) -> tuple[Exception, list[Operation]] | None:
+    """None if all goes well; otherwise the error and a failing list from which no one or two can be left out.
+
+    most: how many shorter lists to try in all; None tries all that there are.
+    """
     found = failure(new, operations)
     if found is None:
         return None
+    tries = count() if most is None else iter(range(most))
     while found is not None:
         (length, error), operations = found, operations[: found[0]]
-        for dropped in _candidates(length):
+        for dropped, _ in zip(_candidates(length), tries, strict=False):
             shorter = [operation for index, operation in enumerate(operations) if index not in dropped]
             found = failure(new, shorter)
             if found is not None:
                 operations = shorter
                 break
-    return "\n".join([f"{type(error).__name__}: {error}", *map(str, operations)])
+        else:
+            found = None
+    return error, operations
 
 
 def _candidates(length: int) -> Iterable[Iterable[int]]:

@@ -1,0 +1,30 @@
+"""Ten exercises: the reader writes a part of the engine, and the real engine runs on it.
+
+An exercise is a module of this package: its rules, its hints, its check, and how the reader's part is put into an `LLM`
+(`exercise.Exercise`). What the reader fills in is a file of `templates/`, copied once and never overwritten. A check
+runs in a process of its own with a deadline (`process`), so that an endless loop ends.
+
+A template ends with `check_file(__file__)`, so that it can be run alone.
+"""
+
+import sys
+from types import ModuleType
+
+from forge.exercises.catalog import ENTRIES, Entry, find_entry
+from forge.exercises.loading import load
+
+__all__ = ["ENTRIES", "Entry", "ModuleType", "check_file", "find_entry", "load"]
+
+
+def check_file(path: str) -> None:
+    """Check the exercise in this file, print what came of it, and exit."""
+    from pathlib import Path
+
+    from forge.exercises.screens import print_result
+    from forge.exercises.session import check
+    from forge.views.terminal import open_console
+
+    entry = find_entry(Path(path).name.partition("_")[0])
+    result = check(entry, Path(path))
+    print_result(open_console(), entry, result)
+    sys.exit(0 if result.passed else 1)

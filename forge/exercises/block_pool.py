@@ -1,0 +1,203 @@
+"""Exercise 4: a block pool. Random operations on it, held against the tables; then a paged cache on it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from forge.cache.block_pool import BlockError, BlockPool
+from forge.cache.factory import CacheSize
+from forge.cache.kv_cache import OutOfBlocks
+from forge.cache.paged import PagedKvCache
+from forge.exercises.exercise import Exercise, Operation, Rule, Trial, drawing, search
+from forge.testing import check_cache
+from forge.trace.records import BlockMap, TableRecord
+
+_BLOCKS = 6
+_KINDS = {"allocate": 6, "share": 3, "release": 5, "misuse": 1, "recount": 1}
+
+RULES = {
+    "first-reference": Rule(
+        "A block that was just allocated has one reference.", "Which line sets the count of a block that is taken?"
+    ),
+    "allocated": Rule(
+        "allocate(n) takes n different blocks off the free list and returns them.",
+        "What is on the free list when a block is taken?",
+    ),
+    "all-or-nothing": Rule(
+        "If too few blocks are free, allocate raises OutOfBlocks(needed, free) and takes none.",
+        "When is it known that there are too few: before the first block is taken, or after?",
+    ),
+    "enough": Rule(
+        "allocate(n) succeeds whenever n blocks are free.", "How many are free when exactly as many are wanted?"
+    ),
+    "counts": Rule(
+        "A block's reference count is the number of tables that have it.",
+        "Which calls tell the pool that one table more or one fewer has a block?",
+    ),
+    "free-at-zero": Rule(
+        "A block is free when its last reference goes, and not before.",
+        "Whose block is it while one of two tables still has it?",
+    ),
+    "returned": Rule(
+        "A block without references is on the free list, once.", "Where does a block go when its count reaches zero?"
+    ),
+    "misuse": Rule(
+        "Using a block against the rules raises BlockError and changes nothing.",
+        "What is the reference count of a block that is free, and what would the call make of it?",
+    ),
+    "sum": Rule("num_references is the sum of all reference counts.", "Which calls change a count?"),
+    "recount": Rule(
+        "recount(tables) starts again from the tables: it forgets every count from before.",
+        "What is left of the old counts and of the old free list after it?",
+    ),
+    "conforms": Rule("A paged cache on this pool keeps every promise of a cache.", "Which call of the pool is it?"),
+}
+
+
+class PoolTrial(Trial):
+    """A pool and the tables that it serves."""
+
+    def __init__(self, piece: ModuleType):
+        super().__init__(piece, f"pool = piece.MyBlockPool({_BLOCKS})")
+        self.tables: list[tuple[int, ...]] = []
+        self.pool: BlockPool = piece.MyBlockPool(_BLOCKS)
+
+    def draw(self) -> str:
+        counts = self.pool.reference_counts
+        tables = tuple(TableRecord(index, False, table, 1, 1) for index, table in enumerate(self.tables))
+        shown = BlockMap(1, tables, tuple(max(0, count) for count in counts), ())
+        facts = f"reference_counts  {list(counts)}", f"free              {list(self.pool.free)} (the last is next)"
+        return "\n".join((drawing(shown), *facts))
+
+    def perform(self, operation: Operation) -> None:
+        kind, which, count, word = operation
+        if kind in ("share", "release") and not self.tables:
+            return
+        getattr(self, f"_{kind}")(which, count, word)
+        self._check_state("recount" if kind == "recount" else None)
+
+    def _allocate(self, which: int, count: int, word: int) -> None:
+        number, free = count % 5, list(self.pool.free)
+        try:
+            blocks = self.call(f"pool.allocate({number})", self.pool.allocate, number, expect=(OutOfBlocks,))
+        except OutOfBlocks as error:
+            self.require(number > len(free), "enough", f"{len(free)} blocks were free, and {number} were asked for")
+            self.require(self.pool.free == free, "all-or-nothing", f"it raised, and {self._difference(free)}")
+            found, wanted = (error.needed, error.free), (number, len(free))
+            self.require(found == wanted, "all-or-nothing", f"it raised OutOfBlocks{found}, not OutOfBlocks{wanted}")
+            return
+        self.require(number <= len(free), "all-or-nothing", f"{len(free)} blocks were free, and it returned {blocks!r}")
+        self.require(
+            isinstance(blocks, tuple) and len(blocks) == number == len(set(blocks)) and set(blocks) <= set(free),
+            "allocated",
+            f"it returned {blocks!r}; free were {free}",
+        )
+        for block in blocks:
+            self.require(block not in self.pool.free, "allocated", f"block {block} is still on the free list")
+            count = self.pool.reference_counts[block]
+            self.require(count == 1, "first-reference", f"block {block} has {count}")
+        if blocks:
+            self.tables.append(blocks)
+
+    def _difference(self, free: list[int]) -> str:
+        gone = len(free) - len(self.pool.free)
+        return f"{gone} of {len(free)} free blocks are gone" if gone > 0 else f"the free list is {self.pool.free}"
+
+    def _share(self, which: int, count: int, word: int) -> None:
+        """A fork: another table has the same blocks."""
+        if len(self.tables) < 4:
+            table = self.tables[which % len(self.tables)]
+            for block in table:
+                self.call(f"pool.incref({block})", self.pool.incref, block)
+            self.tables.append(table)
+
+    def _release(self, which: int, count: int, word: int) -> None:
+        table = self.tables.pop(which % len(self.tables))
+        while table:
+            *rest, block = table
+            self.tables.append(tuple(rest))
+            self.call(f"pool.decref({block})", self.pool.decref, block)
+            if rest:
+                self._check_state()
+            table = self.tables.pop()
+
+    def _misuse(self, which: int, count: int, word: int) -> None:
+        free = [block for block in range(_BLOCKS) if all(block not in table for table in self.tables)]
+        block = free[which % len(free)] if free and word % 3 else _BLOCKS + word % 3
+        name = "decref" if word & 8 else "incref"
+        before = self.pool.reference_counts[:], self.pool.free[:]
+        problem = "does not exist" if block >= _BLOCKS else "is free"
+        try:
+            self.call(f"pool.{name}({block})", getattr(self.pool, name), block, expect=(BlockError, IndexError))
+        except BlockError:
+            unchanged = before == (self.pool.reference_counts, self.pool.free)
+            self.require(unchanged, "misuse", f"block {block} {problem}; it raised, and changed something")
+        except IndexError:
+            self.require(False, "misuse", f"block {block} {problem}, and it raised IndexError")
+        else:
+            self.require(False, "misuse", f"block {block} {problem}, and nothing was raised")
+
+    def _recount(self, which: int, count: int, word: int) -> None:
+        if word % 2 and self.tables:  # an exception lost a table
+            self.tables.pop(which % len(self.tables))
+        self.call(f"pool.recount({self.tables})", self.pool.recount, list(self.tables))
+
+    def _check_state(self, rule: str | None = None) -> None:
+        pool = self.pool
+        for block in range(_BLOCKS):
+            expected = sum(block in table for table in self.tables)
+            times, counted = pool.free.count(block), pool.reference_counts[block]
+            if expected:
+                self.require(not times, rule or "free-at-zero", f"block {block} is free, and {_tables(expected)} it")
+            self.require(
+                counted == expected, rule or "counts", f"{_tables(expected)} block {block}, and its count is {counted}"
+            )
+            if not expected:
+                self.require(times == 1, rule or "returned", f"block {block} is on the free list {times} times")
+        total = sum(pool.reference_counts)
+        self.require(pool.num_references == total, rule or "sum", f"it is {pool.num_references}, the sum is {total}")
+
+
+def _tables(number: int) -> str:
+    return "no table has" if not number else "1 table has" if number == 1 else f"{number} tables have"
+
+
+def _cache(piece: ModuleType, num_blocks: int, block_size: int) -> PagedKvCache:
+    cache = PagedKvCache(num_blocks, block_size)
+    cache.pool = piece.MyBlockPool(num_blocks)
+    return cache
+
+
+def check(piece: ModuleType) -> None:
+    search(lambda: PoolTrial(piece), _KINDS)
+    check_cache(lambda: _cache(piece, 12, 4), lists=5)
+
+
+@contextmanager
+def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
+    def new_cache(size: CacheSize) -> PagedKvCache:
+        return _cache(piece, size.num_blocks or 64, size.block_size)
+
+    yield {"kv": new_cache, "num_blocks": 64}
+
+
+EXERCISE = Exercise(
+    names=("MyBlockPool",),
+    rules=RULES,
+    hints=(
+        "Two facts describe a block: its reference count, and whether it is on the free list. Write down, for each of "
+        "the four calls, what becomes of both.",
+        "allocate can fail in one way only. Ask for it in the first line, before anything is changed: compare number "
+        "with the length of the free list.",
+        "decref is three cases: no reference (an error), one (the block becomes free), more (only the count changes).",
+        "recount knows the tables and nothing else: set every count to zero, count each block of each table, then make "
+        "the free list of the blocks that nothing counted. Change the list of counts in place: the cache holds it.",
+    ),
+    solution=("forge.cache.block_pool.BlockPool",),
+    check=check,
+    engine=engine,
+    own={"kv": "paged", "num_blocks": 64},
+    prompts=("Once upon a time", "The fox and the lantern", "An owl"),
+    view="blocks",
+)

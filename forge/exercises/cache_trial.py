@@ -1,0 +1,121 @@
+"""A reader's cache under the random operations of `forge.testing`, with each call written down as Python.
+
+The oracle of the conformance tests finds what is wrong; here its words are given a rule of the exercise, the calls that
+led there, and a picture of the blocks.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from forge.cache.block_pool import BlockError
+from forge.cache.kv_cache import KvCache, OutOfBlocks
+from forge.exercises.exercise import Endless, Mistake, Operation, Trial, drawing, time_limit
+from forge.exercises.loading import line_in
+from forge.testing.caches import Oracle
+from forge.trace.records import BlockMap
+
+_RECORDED = (
+    "add",
+    "blocks_needed",
+    "reserve",
+    "commit",
+    "truncate",
+    "fork",
+    "snapshot",
+    "restore",
+    "release",
+    "remove",
+    "rename",
+)
+
+Words = Sequence[tuple[str, str]]
+"""(a pattern in what the oracle says, the rule that this breaks), the first that fits."""
+
+
+class CacheTrial(Trial):
+    """One cache, one oracle, and the calls so far."""
+
+    def __init__(self, piece: ModuleType, line: str, new_cache: Callable[[], KvCache], num_blocks: int, words: Words):
+        """line: how the cache is made, in Python."""
+        super().__init__(piece, line)
+        self.words = words
+        self.state: BlockMap | None = None
+        self.available, self.needed = 0, ""
+        self.cache = _observed(new_cache(), self)
+        self.oracle = Oracle(self.cache, num_blocks, self.cache.block_size)
+
+    def draw(self) -> str:
+        return drawing(self.cache.block_map())
+
+    def perform(self, operation: Operation) -> None:
+        try:
+            self.oracle.perform(operation)
+        except AssertionError as error:
+            raise self.named(error) from None
+        except (Exception, Endless) as error:
+            raise self.mistake_of(error) from None
+
+    def named(self, error: BaseException, line: str | None = None) -> Mistake:
+        """The mistake, under the rule of the exercise that the words belong to."""
+        said = str(error)
+        rule = next((rule for pattern, rule in self.words if re.search(pattern, said)), "conforms")
+        if said == "blocks_needed was wrong":
+            taken = self.available - self.cache.num_available
+            said = f"before the last call {self.needed}; it took {taken} of {self.available} available blocks"
+        return self.broken(rule, said, line)
+
+    def broken(self, rule: str, found: str, line: str | None = None) -> Mistake:
+        self.before = "" if self.state is None else drawing(self.state)
+        return super().broken(rule, found, line)
+
+    def record(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A call of the reader's code, from outside of it."""
+        self.state, self.available = self.cache.block_map(), self.cache.num_available
+        self.calls.append(f"cache.{name}({', '.join(map(_literal, arguments))})")
+        try:
+            with time_limit():
+                found = function(*arguments)
+        except OutOfBlocks as error:
+            self.calls[-1] += f"  # OutOfBlocks(needed={error.needed}, free={error.free})"
+            raise
+        except BlockError as error:
+            raise self.named(error, line_in(self.path, error)) from None
+        except (Exception, Endless) as error:
+            raise self.mistake_of(error) from None
+        if name == "remove" and arguments[0] in self.cache:
+            raise self.broken("removed", f"the cache still has sequence {arguments[0]}")
+        if found not in (None, ()):
+            self.calls[-1] += f"  # {found!r}"
+        if name == "blocks_needed":
+            self.needed = self.calls.pop()  # the oracle asks before each reserve
+        return found
+
+
+def _literal(value: Any) -> str:
+    return repr(list(value)) if isinstance(value, list | tuple) and not hasattr(value, "_fields") else repr(value)
+
+
+def _observed(cache: KvCache, trial: CacheTrial) -> KvCache:
+    """The same object, of a class that records its calls: the oracle asks what kind it is."""
+    kind = type(cache)
+    depth = [0]
+
+    def recorded(name: str) -> Callable[..., Any]:
+        function = getattr(kind, name)
+
+        def call(self: KvCache, *arguments: Any) -> Any:
+            if depth[0] or getattr(trial, "cache", None) is not self:
+                return function(self, *arguments)
+            depth[0] += 1
+            try:
+                return trial.record(name, function.__get__(self), *arguments)
+            finally:
+                depth[0] -= 1
+
+        return call
+
+    methods = {name: recorded(name) for name in _RECORDED}
+    cache.__class__ = type(kind.__name__, (kind,), methods)
+    return cache
