@@ -167,9 +167,8 @@ class StepSummary(NamedTuple):
     """Sequences that got their next token."""
     num_generated: int
     num_preempted: int
-    num_proposed: int
-    accepted: tuple[int, ...]
-    """Of each sequence that somebody guessed for, how many guesses the model agreed with."""
+    cycles: tuple[tuple[str, int, int, bool], ...] = ()
+    """Of each cycle of speculation: the proposer, its draft tokens, those accepted, and whether they were emitted."""
 
 
 class Gauges(NamedTuple):

@@ -124,3 +124,24 @@ def test_bench_speculation_measures_every_case(forge, pair):
     assert all(figure["identical"] and figure["speed_up"] > 0 for figure in found["figures"])
     shown = forge("bench", "speculation", *pair, *args)
     assert shown.status == 0 and "✓ identical" in shown.out and "2 sequences" in shown.out
+
+
+def test_guesses_are_in_every_record_and_every_view_of_a_run(forge, pair, tmp_path):
+    path, options = str(tmp_path / "run.jsonl"), (*pair, "--speculate", "draft", "--k", "3", "--speculate-fixed")
+    live = forge("generate", "the hat on the hat", "20", *options, "--trace", path)
+    assert live.status == 0 and "guessed: little " in live.out and "little guesses" in live.out
+    again = forge("replay", path)
+    assert "decode 1 seq + 3 guesses" in again.out and "little guesses" in again.out
+    (draft,) = json.loads(forge("replay", path, "--json").out)["speculation"]
+    many = forge("trace-scheduler", "-n", "3", "--max-tokens", "12", "--prompt-tokens", "4:8", *options)
+    assert "decode 3 seqs + 9 guesses" in many.out
+    both = forge("compare", "the hat", "20", *pair, "--speculate-fixed", "--speculate", "off", "vs", "draft")
+    assert "guesses accepted" in both.out and "proposing them" in both.out and "identical" in both.out
+    for cycle in (
+        cycle for step in json.loads(forge("replay", path, "--json").out)["steps"] for cycle in step["cycles"]
+    ):
+        before, written, after = cycle["target_positions"]
+        own_before, own_written, own_after = cycle["draft_positions"]
+        assert written - before == len(cycle["proposed"]) + 1 and after - before == len(cycle["emitted"])
+        assert own_before <= before and own_written == written - 1 and own_after == min(own_written, after)
+    assert draft["accepted"] and draft["name"] == "little"
