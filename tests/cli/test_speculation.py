@@ -145,3 +145,21 @@ def test_guesses_are_in_every_record_and_every_view_of_a_run(forge, pair, tmp_pa
         assert written - before == len(cycle["proposed"]) + 1 and after - before == len(cycle["emitted"])
         assert own_before <= before and own_written == written - 1 and own_after == min(own_written, after)
     assert draft["accepted"] and draft["name"] == "little"
+
+
+def test_the_table_of_batching_has_a_row_with_guesses_and_its_tokens_are_the_same(forge):
+    few = ("bench", "engine", "-m", "hash", "-n", "6", "--max-tokens", "32", "--batch", "4", "--reps", "1")
+    found = json.loads(forge(*few, "--draft", "hash:0.8", "--json").out)
+    assert found["identical"] and found["speculative_4"]["acceptance"] == pytest.approx(0.59, abs=0.12)
+    assert found["speculative_4"]["totals"]["num_steps"] < found["continuous_4"]["totals"]["num_steps"]
+    shown = forge(*few, "--draft", "hash:1").out
+    assert "4 speculative: 100 % accepted" in shown and "exact." in shown
+
+
+def test_a_hash_draft_is_a_draft_for_the_hash_model_alone(forge):
+    assert "hash:1 guesses" in forge("generate", "-m", "hash", *HASH_DRAFT, "--speculate-fixed", "x", "9").out
+    assert "cannot draft for this target" in forge("generate", *HASH_DRAFT, "x", "9").err
+    assert "between 0 and 1" in forge("generate", "-m", "hash", "--speculate", "draft", "--draft", "hash:7", "x").err
+
+
+HASH_DRAFT = ("--speculate", "draft", "--draft", "hash:1")
