@@ -2,7 +2,8 @@
 
 Continuous batching is iteration-level scheduling (Yu et al. 2022, Orca): whoever ends makes room in the next step.
 Static batching is the same engine with one rule more: nobody begins before everybody of the batch before has ended.
-`speculative` is continuous batching with the model's proposers. Every way must give the same tokens; `identical` says whether it did.
+`speculative` is continuous batching with the model's proposers. Every way must give the same tokens; `identical` says
+whether it did.
 """
 
 import time
