@@ -163,3 +163,10 @@ def test_a_hash_draft_is_a_draft_for_the_hash_model_alone(forge):
 
 
 HASH_DRAFT = ("--speculate", "draft", "--draft", "hash:1")
+
+
+def test_the_pins_of_a_pair_are_four_lines_or_facts(forge, pair):
+    shown = forge("speculation", "pins", "16", *pair)
+    assert shown.status == 0 and shown.out.count("✓") == 4 and "all bits" in shown.out
+    assert json.loads(forge("speculation", "pins", "16", *pair, "--temperature", "1", "--json").out)["held"] is True
+    assert "pins checks a draft model" in forge("speculation", "pins", "--speculate", "ngram").err
