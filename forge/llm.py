@@ -29,7 +29,7 @@ from forge.engine.policies import (
     SchedulerConfig,
     VictimPolicy,
 )
-from forge.engine.proposer import NoSpeculation, Proposer
+from forge.engine.proposer import NoSpeculation, Proposer, Speculation
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Readout, Task
 from forge.errors import ForgeError, UsageError
@@ -401,18 +401,21 @@ class LLM:
         Raises `UsageError` for a draft whose tokens are not this model's.
         """
         drafts = [draft] if isinstance(draft, str | Path) else draft
-        proposers = load_proposers(checked_mode(mode, DEFAULT_K), drafts, self._target)
+        self._proposers = load_proposers(checked_mode(mode, DEFAULT_K), drafts, self._target)
         with self.engine.lock:
-            if proposers:
-                self.engine.speculation = Speculator(
-                    proposers,
-                    max_k=self._max_k,
-                    vocab_size=self.model.vocab_size,
-                    fixed=self._speculate_fixed,
-                    acceptance=self._acceptance,
-                )
-            else:
-                self.engine.speculation = NoSpeculation()
+            self.engine.speculation = self.new_speculation()
+
+    def new_speculation(self) -> Speculation:
+        """A `Speculation` of its own with this model's proposers, for an engine of `new_engine` while no other runs."""
+        if not self._proposers:
+            return NoSpeculation()
+        return Speculator(
+            self._proposers,
+            max_k=self._max_k,
+            vocab_size=self.model.vocab_size,
+            fixed=self._speculate_fixed,
+            acceptance=self._acceptance,
+        )
 
     @property
     def model(self) -> Model:

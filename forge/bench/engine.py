@@ -2,7 +2,8 @@
 
 Continuous batching is iteration-level scheduling (Yu et al. 2022, Orca): a request that ends makes room in the next
 step. Static batching is the same engine with one rule more: no request begins before the whole batch before it has
-ended. Every way must give the same tokens; `identical` says whether it did.
+ended. `speculative` is continuous batching with the model's proposers. Every way must give the same tokens;
+`identical` says whether it did.
 """
 
 import time
@@ -14,10 +15,11 @@ from typing import Literal
 from forge.bench.workload import Workload, WorkloadRun
 from forge.llm import LLM
 from forge.trace.records import StepRecord
+from forge.trace.speculation_summary import draft_totals
 from forge.trace.timeline import RequestTimeline, timeline_of
 from forge.trace.totals import Totals, totals_of
 
-How = Literal["sequential", "static", "continuous"]
+How = Literal["sequential", "static", "continuous", "speculative"]
 Tokens = tuple[tuple[int, ...], ...]
 """Each request's output, in the order of the workload."""
 
@@ -35,6 +37,8 @@ class Measured:
     """Of every turn."""
     totals: Totals
     tokens: Tokens
+    acceptance: float | None = None
+    """`speculative`: draft tokens accepted over those proposed."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -97,6 +101,8 @@ def _turn(llm: LLM, workload: Workload, how: How, batch: int) -> Measured:
     began = time.perf_counter()
     for part in parts:
         engine = llm.new_engine(max_num_seqs=batch)
+        if how == "speculative":
+            engine.speculation = llm.new_speculation()
         run = WorkloadRun(engine, part, together=batch if how == "static" else None)
         own = [_arrived_at(began, step) for step in run]
         steps += own
@@ -104,7 +110,10 @@ def _turn(llm: LLM, workload: Workload, how: How, batch: int) -> Measured:
         tokens += [output.outputs[0].token_ids for output in run.outputs]
     seconds = time.perf_counter() - began
     totals = totals_of(steps, requests)
-    return Measured(how, batch, seconds, (seconds,), totals, tuple(tokens))
+    drafts = draft_totals(step.cycles for step in steps)
+    proposed = sum(draft.proposed for draft in drafts)
+    acceptance = sum(draft.accepted for draft in drafts) / proposed if proposed else None
+    return Measured(how, batch, seconds, (seconds,), totals, tuple(tokens), acceptance)
 
 
 def _arrived_at(began: float, step: StepRecord) -> StepRecord:

@@ -174,14 +174,20 @@ def bench_engine(
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
     num_blocks: options.NumBlocksOption = None,
+    speculate: options.SpeculateOption = None,
+    draft: options.DraftOption = None,
+    k: options.KOption = None,
     reps: Annotated[int, typer.Option("--reps", help="Turns of each way; the median counts.")] = 3,
     json: options.JsonOption = False,
 ) -> Found:
     """Requests one after another, in static batches and continuously: tokens/s, ms per request, latency.
 
-    sequential makes a fresh engine for each request; loading the weights is not counted.
+    sequential makes a fresh engine for each request; loading the weights is not counted. With --draft or --speculate
+    each size also runs with K guesses in every cycle.
 
     [dim]forge bench engine --requests 64 --prompt-tokens 16 --max-tokens 64[/dim]
+
+    [dim]forge bench engine -m hash --draft hash:0.8[/dim]
     """
     from forge.bench.engine import How
     from forge.cli.batching import measure_ways
@@ -190,10 +196,14 @@ def bench_engine(
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in batch.split(",")]
     if min(sizes) < 1 or reps < 1:
         raise UsageError("--batch takes numbers of sequences with commas, such as 4,16, and --reps at least 1")
-    loading = options.model_options(kv=kv, device=device, threads=threads, num_blocks=num_blocks)
+    speculate = speculate or ("draft" if draft else None)
+    options.check_speculation(speculate, draft, k)
+    speculation = {"speculate": speculate, "draft": draft, "k": k, "speculate_fixed": speculate is not None}
+    loading = options.model_options(kv=kv, device=device, threads=threads, num_blocks=num_blocks, **speculation)
     ways: list[tuple[How, int]] = [("sequential", 1)]
     for size in sizes:
         ways += [("static", size), ("continuous", size)]
+        ways += [("speculative", size)] if speculate not in (None, "off") else []
     report = measure_ways(model, loading, (requests, prompt_tokens, max_tokens, seed), ways, reps)
     return report.as_json() if json else report
 

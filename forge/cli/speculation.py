@@ -2,7 +2,7 @@
 and what was gained?
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,12 +13,15 @@ from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chap
 from forge.cli.running import Found, drive, exit_status, load_model, run_label, warm_up
 
 if TYPE_CHECKING:
+    from forge.engine.sampling_params import SamplingParams
     from forge.llm import LLM
     from forge.speculation.leases import Lease
     from forge.trace.records import StepRecord
     from forge.views.report import Report
 
 MAX_TOKENS = 64
+PINS = "pins"
+"""In place of a prompt: the four checks of a pair."""
 
 
 def speculation(
@@ -65,6 +68,8 @@ def speculation(
     [dim]forge speculation --only run "Once upon a time" 64 --k 4[/dim]
 
     [dim]forge speculation --revoke-draft-at 10[/dim]
+
+    [dim]forge speculation pins --model TARGET --draft DRAFT[/dim]  four checks of a pair: is its output exact?
     """
     from forge.errors import UsageError
 
@@ -74,15 +79,31 @@ def speculation(
         raise UsageError("--speculate off proposes nothing: take draft or ngram, or forge generate")
     if revoke_draft_at is not None and (speculate != "draft" or revoke_draft_at < 1):
         raise UsageError("--revoke-draft-at is a number of output tokens, at least 1, for --speculate draft")
-    if reads_chapter(only, json) and revoke_draft_at is None:
+    if prompt == PINS and (speculate != "draft" or acceptance not in (None, "gumbel")):
+        raise UsageError("pins checks a draft model with --acceptance gumbel: other tokens need not be the target's")
+    if prompt != PINS and reads_chapter(only, json) and revoke_draft_at is None:
         return read_chapter(ctx, pause)
     drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     loading = {"kv": kv, "device": device, "threads": threads, "max_model_len": max_model_len}
+    if prompt == PINS:
+        llm = load_model(model, **options.model_options(**loading, k=k, speculate_fixed=True))
+        report = _pins(llm, draft or (), options.sampling_params(max_tokens=max_tokens, ignore_eos=True, **drawing))
+        return report.as_json() if json else report
     guessing = {"speculate": speculate, "draft": draft, "k": k}
     guessing |= {"speculate_fixed": speculate_fixed, "acceptance": acceptance}
     llm = load_model(model, **options.model_options(**loading, **guessing))
     report = _measure(llm, options.read_prompt(prompt), max_tokens, drawing, revoke_draft_at)
     return report.as_json() if json else report
+
+
+def _pins(llm: "LLM", draft: "Sequence[str]", params: "SamplingParams") -> "Report":
+    from forge.bench.pins import check_pins
+    from forge.views.pins import pins_report
+
+    names = ", ".join(draft) or "tales-draft"
+    params = params if params.seed is not None else _with_seed(params, 0)
+    how = "greedy" if params.greedy else f"sampled, seed {params.seed}"
+    return pins_report(f"{names} guesses for {llm.model_name} · {how}", check_pins(llm, draft, params))
 
 
 def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revoke_at: int | None) -> "Report":

@@ -52,6 +52,11 @@ def trace_scheduler(
     preempt: options.PreemptOption = None,
     mode: options.ModeOption = None,
     num_host_blocks: options.NumHostBlocksOption = None,
+    speculate: options.SpeculateOption = None,
+    draft: options.DraftOption = None,
+    k: options.KOption = None,
+    speculate_fixed: options.SpeculateFixedOption = False,
+    acceptance: options.AcceptanceOption = None,
     trace: options.TraceOption = None,
     step: options.StepOption = False,
     check: options.CheckOption = False,
@@ -69,6 +74,7 @@ def trace_scheduler(
     """
     from forge.bench.workload import Arrival, Range, make_workload
 
+    options.check_speculation(speculate, draft, k, acceptance)
     prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
     output_range = Range.parse(max_tokens, "--max-tokens")
     arrivals = Arrival.parse(arrival)
@@ -88,6 +94,11 @@ def trace_scheduler(
         preempt=preempt,
         mode=mode,
         num_host_blocks=num_host_blocks,
+        speculate=speculate,
+        draft=draft,
+        k=k,
+        speculate_fixed=speculate_fixed or None,
+        acceptance=acceptance,
         check=check,
     )
     llm = load_model(model, **loading)

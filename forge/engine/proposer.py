@@ -54,6 +54,8 @@ class Proposal:
     token_ids: tuple[int, ...] = ()
     distributions: tuple[Distribution, ...] | None = None
     """Where the request is `independent` and the tokens were drawn: what each was drawn from. Else None."""
+    cached: tuple[int, int] | None = None
+    """Positions of the sequence in the proposer's own cache, before and after, if it has one."""
 
     def __post_init__(self) -> None:
         if self.distributions is not None and len(self.distributions) != len(self.token_ids):
@@ -68,7 +70,7 @@ class Proposal:
         outside = next((index for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size), len(ids))
         if outside == len(self):
             return self
-        return Proposal(ids[:outside], self.distributions and self.distributions[:outside])
+        return Proposal(ids[:outside], self.distributions and self.distributions[:outside], self.cached)
 
 
 NO_PROPOSAL = Proposal()

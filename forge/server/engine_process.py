@@ -367,7 +367,6 @@ class EngineServer:
 
 def _summary(record: StepRecord) -> StepSummary:
     decoding = sum([item.phase == "decode" for item in record.items])
-    cycles = getattr(record, "cycles", ())
     return StepSummary(
         (record.ended - record.started) * 1e3,
         record.ended,
@@ -375,6 +374,11 @@ def _summary(record: StepRecord) -> StepSummary:
         decoding,
         len(record.tokens),
         len(record.preempted),
-        sum([len(cycle.proposed) for cycle in cycles]),
-        tuple([cycle.num_accepted for cycle in cycles if cycle.proposed and cycle.won]),
+        tuple(
+            [
+                (cycle.proposer, len(cycle.proposed), cycle.num_accepted, cycle.won)
+                for cycle in record.cycles
+                if cycle.proposed
+            ]
+        ),
     )

@@ -175,9 +175,8 @@ class StepSummary(NamedTuple):
     """Sequences that got their next token."""
     num_generated: int
     num_preempted: int
-    num_proposed: int
-    accepted: tuple[int, ...]
-    """Accepted draft tokens of each sequence that had a draft."""
+    cycles: tuple[tuple[str, int, int, bool], ...] = ()
+    """Of each cycle of speculation: the proposer, its draft tokens, those accepted, and whether they were emitted."""
 
 
 class Gauges(NamedTuple):

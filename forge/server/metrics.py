@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.server.messages import Gauges, StepSummary
+from forge.trace.speculation_summary import DraftTotals
 
 _TTFT = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),
@@ -60,10 +61,7 @@ class Metrics:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.preemptions = 0
-        self.proposed = 0
-        self.accepted = 0
-        self.drafts = 0
-        self.accepted_per_position: list[int] = []
+        self.drafts: dict[str, DraftTotals] = {}
         self.cached_tokens = 0
         self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.time_to_first_token = Histogram(_TTFT)
@@ -91,17 +89,8 @@ class Metrics:
             since = step.ended - self._last_step_ended if self._last_step_ended else step.milliseconds / 1e3
             self.inter_token.observe(since, step.num_decoding)
         self._last_step_ended = step.ended
-        self.drafts += len(step.accepted)
-        self.proposed += step.num_proposed
-        self.accepted += sum(step.accepted)
-        for num_accepted in step.accepted:
-            self._count_positions(num_accepted)
-
-    def _count_positions(self, num_accepted: int) -> None:
-        missing = num_accepted - len(self.accepted_per_position)
-        self.accepted_per_position += [0] * missing
-        for position in range(num_accepted):
-            self.accepted_per_position[position] += 1
+        for name, proposed, accepted, won in step.cycles:
+            self.drafts.setdefault(name, DraftTotals(name)).add(proposed, accepted, won)
 
     def take_output(self, output: RequestOutput, params: SamplingParams, arrived: float) -> None:
         """A request has ended that came in at `arrived`, in seconds on the monotonic clock."""
@@ -158,15 +147,9 @@ class Metrics:
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", gauges.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found there.", gauges.prefix_hits),
-            ("spec_decode_num_drafts", "Drafts, counted per sequence.", self.drafts),
-            ("spec_decode_num_draft_tokens", "Tokens guessed.", self.proposed),
-            ("spec_decode_num_accepted_tokens", "Guesses that the model agreed with.", self.accepted),
         ):
             lines += self._one(f"vllm:{name}_total", "counter", help_text, value)
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-        lines += _header(name, "counter", "Of the guesses that were agreed with, how many stood at each place.")
-        for position, number in enumerate(self.accepted_per_position):
-            lines.append(f'{name}{{{self._labels},position="{position}"}} {number}')
+        lines += self._speculation()
         lines += _header("vllm:cache_config_info", "gauge", "How the KV cache is divided.")
         lines.append(f"vllm:cache_config_info{{{self._cache}}} 1")
         lines += _header("vllm:request_success_total", "counter", "Choices that have ended, by reason.")
@@ -192,6 +175,37 @@ class Metrics:
             lines += _header(f"vllm:{name}", "histogram", help_text)
             lines += histogram.lines(f"vllm:{name}", self._labels)
         return "\n".join(lines) + "\n"
+
+    def _speculation(self) -> list[str]:
+        """vLLM's counters with a label for the draft; a rate is one counter over another."""
+        lines = []
+        drafts = list(self.drafts.values()) or [DraftTotals("")]
+        for name, kind, help_text, value_of in (
+            ("num_drafts_total", "counter", "Cycles: a draft proposed for a sequence.", lambda draft: draft.cycles),
+            ("num_draft_tokens_total", "counter", "Draft tokens.", lambda draft: draft.proposed),
+            ("num_accepted_tokens_total", "counter", "Draft tokens accepted.", lambda draft: draft.accepted),
+            (
+                "num_won_total",
+                "counter",
+                "Cycles whose tokens were emitted, of several drafts.",
+                lambda draft: draft.won,
+            ),
+            ("draft_acceptance_rate", "gauge", "Accepted over proposed.", lambda draft: draft.acceptance),
+        ):
+            lines += _header(f"vllm:spec_decode_{name}", kind, help_text)
+            lines += [
+                f'vllm:spec_decode_{name}{{{self._labels},draft="{_escaped(draft.name)}"}} {value_of(draft)}'
+                for draft in drafts
+            ]
+        for index, which in enumerate(("accepted", "draft")):
+            name = f"vllm:spec_decode_num_{which}_tokens_per_pos_total"
+            lines += _header(name, "counter", f"{which.capitalize()} tokens by their position in a cycle.")
+            lines += [
+                f'{name}{{{self._labels},draft="{_escaped(draft.name)}",position="{position}"}} {counts[index]}'
+                for draft in drafts
+                for position, counts in enumerate(draft.by_position)
+            ]
+        return lines
 
     def _one(self, name: str, kind: str, help_text: str, value: float) -> list[str]:
         return [*_header(name, kind, help_text), f"{name}{{{self._labels}}} {value}"]

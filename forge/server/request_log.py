@@ -5,13 +5,15 @@ by name, and keeps the last few that have ended.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import count, takewhile
+from itertools import count, groupby, takewhile
 from typing import Any
 
 from forge.server.messages import prompt_id
 from forge.trace.explain import explain_admission, explain_finish, explain_preempted, explain_wait
-from forge.trace.timeline import RequestTimeline, Timeline
+from forge.trace.speculation_summary import DraftTotals
+from forge.trace.timeline import DraftCycle, RequestTimeline, Timeline
 
 MAX_ENDED = 256
 """Ended requests that are kept."""
@@ -97,6 +99,17 @@ def _events(request: RequestTimeline, sample: int) -> list[Event]:
     return found
 
 
+def _draft_totals(cycles: Sequence[DraftCycle]) -> list[DraftTotals]:
+    found: dict[str, DraftTotals] = {}
+    for _, step in groupby(cycles, key=lambda cycle: cycle.step):
+        proposed = [cycle for cycle in step if cycle.num_proposed]
+        for cycle in proposed:
+            others = [one.num_accepted for one in proposed if one is not cycle]
+            totals = found.setdefault(cycle.proposer, DraftTotals(cycle.proposer))
+            totals.add(cycle.num_proposed, cycle.num_accepted, cycle.won, max(others, default=0))
+    return list(found.values())
+
+
 def _sample_object(request: RequestTimeline, index: int) -> dict[str, Any]:
     return {
         "index": index,
@@ -113,5 +126,6 @@ def _sample_object(request: RequestTimeline, index: int) -> dict[str, Any]:
             for one, rows in zip(request.forwards, request.rows, strict=True)
         ],
         "tokens": [{"step": one.step, "milliseconds": (one.ended - one.started) * 1e3} for one in request.token_steps],
+        "speculation": [draft.as_json() for draft in _draft_totals(request.cycles)],
         "cycles": [asdict(cycle) for cycle in request.cycles],
     }

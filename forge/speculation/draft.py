@@ -70,6 +70,8 @@ class _Run:
     computed: int
     """Tokens whose keys and values are in the cache."""
     block_table: tuple[int, ...]
+    num_cached: int
+    """The same before anything was computed."""
     token_ids: list[int] = field(default_factory=list)
     """The draft tokens so far."""
     distributions: list[Distribution] = field(default_factory=list)
@@ -138,7 +140,8 @@ class DraftProposer(Proposer):
         self._further_tokens(runs)
         for run in runs:
             self._commit(run)
-            proposals[run.index] = Proposal(tuple(run.token_ids), tuple(run.distributions) or None)
+            cached = run.num_cached, len(self._held[run.request.seq_id])
+            proposals[run.index] = Proposal(tuple(run.token_ids), tuple(run.distributions) or None, cached)
         self._operating = False
         return proposals
 
@@ -188,7 +191,7 @@ class DraftProposer(Proposer):
                     num_tokens -= 1
                 continue
             self.storage.copy_blocks(copies)
-            return _Run(index, request, num_tokens, computed, self.cache.block_table(seq_id))
+            return _Run(index, request, num_tokens, computed, self.cache.block_table(seq_id), computed)
         return None
 
     def _matched(self, request: ProposalRequest) -> int:

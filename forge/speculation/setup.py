@@ -9,8 +9,9 @@ from forge.backends.devices import create_backend
 from forge.engine.proposer import Proposer
 from forge.engine.rng import MAX_BRANCHES
 from forge.errors import UsageError
-from forge.model.catalog import model_name, resolve_model
-from forge.model.loader import load_qwen3
+from forge.model.catalog import is_hash_model, model_name, resolve_model
+from forge.model.loader import load_model, load_qwen3
+from forge.model.model import Model
 from forge.model.weight_source import open_weights
 from forge.speculation.controller import Costs
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
@@ -82,11 +83,22 @@ def load_proposers(mode: str | Proposer, drafts: Sequence[str | Path], target: T
     names: list[str] = []
     proposers: list[tuple[Proposer, Costs]] = []
     for draft in drafts or [DEFAULT_DRAFT]:
-        path = resolve_model(draft)
-        name = _unused(model_name(path), names)
+        if is_hash_model(draft):
+            name = _unused(str(draft), names)
+            proposer = _hash_draft(str(draft), name, target)
+            proposers.append((proposer, Costs(1.0 if target.path is None else ASSUMED_LOOKUP, ASSUMED_ROW)))
+        else:
+            path = resolve_model(draft)
+            name = _unused(model_name(path), names)
+            proposers.append((_load_draft(path, name, target, is_default=not drafts), _assumed_costs(path, target)))
         names.append(name)
-        proposers.append((_load_draft(path, name, target, is_default=not drafts), _assumed_costs(path, target)))
     return proposers
+
+
+def _hash_draft(draft: str, name: str, target: Target) -> DraftProposer:
+    loaded = load_model(draft, lambda: create_backend(target.device, target.threads))
+    check_same_tokenizer(target.tokenizer, loaded.tokenizer)
+    return _proposer_of(loaded.model, name, target)
 
 
 def _load_draft(path: Path, name: str, target: Target, is_default: bool) -> DraftProposer:
@@ -98,6 +110,10 @@ def _load_draft(path: Path, name: str, target: Target, is_default: bool) -> Draf
             hint = "; give one that can with --draft MODEL, or take --speculate ngram" if is_default else ""
             raise UsageError(f"{error}{hint}") from None
         model = load_qwen3(weights, create_backend(target.device, threads))
+    return _proposer_of(model, name, target)
+
+
+def _proposer_of(model: Model, name: str, target: Target) -> DraftProposer:
     try:
         proposer = DraftProposer.of_model(
             model,
@@ -111,7 +127,7 @@ def _load_draft(path: Path, name: str, target: Target, is_default: bool) -> Draf
         raise UsageError(
             f"the KV cache of the draft {name} does not fit in memory: lower --max-model-len or --max-num-seqs"
         ) from None
-    model.backend.prepare(model.forward_pass, proposer.storage.layout)
+    model.prepare(proposer.storage.layout)
     return proposer
 
 

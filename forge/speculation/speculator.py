@@ -321,7 +321,17 @@ class Speculator:
             decision = self.decision(seq_id)
             cycles.append(
                 SpecCycle(
-                    seq_id, name, result.position, proposal.token_ids, verdicts, emitted, *times, decision, then, won
+                    seq_id,
+                    name,
+                    result.position,
+                    proposal.token_ids,
+                    verdicts,
+                    emitted,
+                    *times,
+                    decision,
+                    then,
+                    won,
+                    draft_cached=proposal.cached,
                 )
             )
         return cycles

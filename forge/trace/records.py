@@ -518,6 +518,16 @@ class SpecDecision:
     """While speculation is off: output tokens until it is tried again; None if it never is."""
 
 
+class CachedPositions(NamedTuple):
+    """The cached positions of one sequence, in the cache of one model, over a cycle."""
+
+    before: int
+    written: int
+    """With all draft tokens that were computed."""
+    after: int
+    """After the rollback: those of rejected draft tokens are dropped."""
+
+
 @dataclass(frozen=True)
 class SpecCycle:
     """One cycle of speculation for one sequence: what was proposed, the target's verdicts, and the cost."""
@@ -545,6 +555,22 @@ class SpecCycle:
     """What ended the cycle before it was verified, such as a revoked lease."""
     release_ms: float | None = None
     """Milliseconds from the revocation of that lease to the release of the leased model."""
+    draft_cached: tuple[int, int] | None = None
+    """Positions in the draft's own cache before it proposed and after; None for a proposer without one."""
+
+    @property
+    def target_positions(self) -> CachedPositions:
+        """The target's cache; that of a fork which is dropped, where another proposer won."""
+        after = self.start - 1 + len(self.emitted) if self.won else self.start - 1
+        return CachedPositions(self.start - 1, self.start + len(self.proposed), after)
+
+    @property
+    def draft_positions(self) -> CachedPositions | None:
+        """The draft's cache, which is rolled back when it is asked again."""
+        if self.draft_cached is None:
+            return None
+        before, written = self.draft_cached
+        return CachedPositions(before, written, min(written, self.start + self.num_accepted))
 
     @property
     def num_accepted(self) -> int:

@@ -6,11 +6,76 @@ verifying K draft tokens costs as much as one row, and with the measured cost of
 the second prediction and the measured figure is work outside the models.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import median
+from typing import Any
 
 from forge.trace.records import SpecCycle, StepRecord
+
+
+@dataclass
+class DraftTotals:
+    """One proposer's cycles, added up."""
+
+    name: str
+    cycles: int = 0
+    won: int = 0
+    """Cycles whose emitted tokens are this proposer's."""
+    proposed: int = 0
+    accepted: int = 0
+    by_position: list[tuple[int, int]] = field(default_factory=list)
+    """(accepted, proposed) of all first draft tokens, all second ones, …"""
+    gained: int = 0
+    """Accepted tokens beyond the best other proposer's, in the cycles that it won."""
+    ms: float = 0.0
+    """Time spent proposing."""
+
+    def add(self, proposed: int, accepted: int, won: bool, best_other: int = 0) -> None:
+        """One more cycle, in which another proposer had `best_other` tokens accepted at most."""
+        self.cycles += 1
+        self.won += won
+        self.proposed += proposed
+        self.accepted += accepted
+        self.gained += max(0, accepted - best_other) if won else 0
+        self.by_position += [(0, 0)] * (proposed - len(self.by_position))
+        for position in range(proposed):
+            kept, all_proposed = self.by_position[position]
+            self.by_position[position] = kept + (position < accepted), all_proposed + 1
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted over proposed."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"acceptance": self.acceptance}
+
+
+def cycle_object(cycle: SpecCycle) -> dict[str, Any]:
+    """One cycle as JSON, with the positions in both caches."""
+    return asdict(cycle) | {"target_positions": cycle.target_positions, "draft_positions": cycle.draft_positions}
+
+
+def draft_totals(steps: Iterable[Sequence[SpecCycle]]) -> tuple[DraftTotals, ...]:
+    """The totals of every proposer that proposed, from the cycles of each step."""
+    found: dict[str, DraftTotals] = {}
+    for cycles in steps:
+        accepted: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        times: dict[str, float] = {}
+        for cycle in cycles:
+            if cycle.proposed:
+                accepted[cycle.seq_id].append((cycle.proposer, cycle.num_accepted))
+                times[cycle.proposer] = cycle.draft_ms
+        for cycle in cycles:
+            if cycle.proposed:
+                others = [number for name, number in accepted[cycle.seq_id] if name != cycle.proposer]
+                totals = found.setdefault(cycle.proposer, DraftTotals(cycle.proposer))
+                totals.add(len(cycle.proposed), cycle.num_accepted, cycle.won, max(others, default=0))
+        for name, milliseconds in times.items():
+            found[name].ms += milliseconds
+    return tuple(found.values())
 
 
 @dataclass(frozen=True)

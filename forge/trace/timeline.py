@@ -16,6 +16,7 @@ from typing import Literal
 from forge.trace.records import (
     AdmitRecord,
     ArriveRecord,
+    CachedPositions,
     Deferred,
     EndRecord,
     FinishReason,
@@ -97,6 +98,8 @@ class DraftCycle:
     num_emitted: int
     won: bool
     """Whether the emitted tokens are this proposer's; of several proposers for one sequence, one wins."""
+    target_positions: CachedPositions
+    draft_positions: CachedPositions | None
 
 
 @dataclass(frozen=True)
@@ -482,6 +485,8 @@ class Timeline:
                     cycle.num_accepted,
                     len(cycle.emitted),
                     cycle.won,
+                    cycle.target_positions,
+                    cycle.draft_positions,
                 )
             )
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from forge.bench.engine import Measured, identical, speed_up
 from forge.bench.workload import Workload
 from forge.views.charts import bar
-from forge.views.figures import count, ms, plural, rate, times
+from forge.views.figures import count, ms, percent, plural, rate, times
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.serving import totals_object
 from forge.views.summary import RunLabel
@@ -52,6 +52,7 @@ def _way_object(one: Measured, first: Measured) -> dict[str, Any]:
         "tokens_per_second": one.tokens_per_second,
         "ms_per_request": one.ms_per_request,
         "speed_up": speed_up(one, first),
+        "acceptance": one.acceptance,
         "totals": totals_object(one.totals),
     }
 
@@ -118,6 +119,11 @@ def batching_sentences(measured: Sequence[Measured]) -> list[str]:
             f"{_phrase(first)}, while a token takes {ms(_per_token(best))} ms instead of {ms(_per_token(first))}."
         )
     pairs = {(one.how, one.batch): one for one in measured}
+    for one in measured:
+        if one.how == "speculative":
+            exact = "exact" if identical([first, one]) else "not exact"
+            rate_text = "nothing was proposed" if one.acceptance is None else f"{percent(one.acceptance)} accepted"
+            said.append(f"{one.batch} speculative: {rate_text}, {count(one.totals.num_steps)} steps, {exact}.")
     for one in measured:
         static = pairs.get(("static", one.batch))
         if one.how == "continuous" and static is not None and one.batch == best.batch:

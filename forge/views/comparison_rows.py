@@ -7,8 +7,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from forge.trace.speculation_summary import draft_totals
 from forge.views.curves import short_name
-from forge.views.figures import NOTHING, count, ms, rate, share, size, times
+from forge.views.figures import NOTHING, count, ms, percent, rate, share, size, times
 from forge.views.metrics import with_unit
 from forge.views.palette import QUIET, TITLE, sequence_style
 
@@ -46,6 +47,8 @@ def comparison_rows(sides: "Sequence[Side]") -> list[Row]:
     rows = [
         *(_many_prompts(sides) if several else _one_prompt(sides)),
         row("all forwards", milliseconds, [sum(side.result.forward_ms) for side in sides]),
+        row("forwards", count, [len(side.result.records) for side in sides]),
+        *_speculation(sides),
         row("tokens computed", count, [side.result.tokens_computed for side in sides]),
         row("KV held", size, [side.result.kv_bytes_held for side in sides]),
     ]
@@ -54,6 +57,21 @@ def comparison_rows(sides: "Sequence[Side]") -> list[Row]:
     if any(cache and cache.kind == "prefix" for cache in caches):
         rows += _hits(caches, several)
     return rows
+
+
+def _speculation(sides: "Sequence[Side]") -> list[Row]:
+    """Acceptance and the time of the drafts, where a side has any."""
+    drafts = [draft_totals(record.cycles for record in side.result.records) for side in sides]
+    if not any(drafts):
+        return []
+    accepted = [
+        sum(draft.accepted for draft in side) / sum(draft.proposed for draft in side) if side else None
+        for side in drafts
+    ]
+    return [
+        row("guesses accepted", percent, accepted),
+        row("proposing them", milliseconds, [sum(draft.ms for draft in side) if side else None for side in drafts]),
+    ]
 
 
 def _one_prompt(sides: "Sequence[Side]") -> list[Row]:

@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from forge.trace.explain import explain_cycle
 from forge.trace.records import StepRecord
 from forge.views.figures import count, ms, rate
 from forge.views.forwards import chart_rows, chart_scale, compact_chart
@@ -184,7 +185,8 @@ def forward_line(number: int, record: StepRecord) -> str:
     """`forward   1  prefill     4 tok      1.9 ms  " there"  id 291  p 0.931`, several samples one after another."""
     tokens = (f"{quoted(token.text)}  id {token.token_id}  p {token.probability:.3f}" for token in record.tokens)
     figures = f"{count(record.tokens_computed):>5} tok  {ms(record.forward_ms):>8} ms"
-    return f"forward {number:>3}  {record.phase:<7}  {figures}  {' | '.join(tokens)}".rstrip()
+    guesses = "".join(f"  guessed: {explain_cycle(cycle)}" for cycle in record.cycles)
+    return f"forward {number:>3}  {record.phase:<7}  {figures}  {' | '.join(tokens)}{guesses}".rstrip()
 
 
 def sample_texts(result: RunResult, prompt: str, quiet_prompt: bool = False) -> list[Text]:

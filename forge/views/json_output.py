@@ -9,6 +9,7 @@ from typing import Any
 from forge.engine.outputs import CompletionOutput
 from forge.engine.task import Logprobs
 from forge.trace.records import Spread, StepRecord
+from forge.trace.speculation_summary import draft_totals
 from forge.views.streams import TextStreams
 from forge.views.summary import Forward, RunResult
 
@@ -41,6 +42,7 @@ def run_object(result: RunResult, token_text) -> dict[str, Any]:
         "tokens_computed": result.tokens_computed,
         "kv_bytes_held": result.kv_bytes_held,
         "forwards": forward_objects(result.records),
+        "speculation": [draft.as_json() for draft in draft_totals(record.cycles for record in result.records)],
         "samples": [_sample_object(sample, result.endings[sample.index], token_text) for sample in output.outputs],
         "prompt_logprobs": _prompt_logprobs(output, token_text),
     }

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from forge.trace.records import Spread
-from forge.views.figures import count, ms, rate, size
+from forge.trace.records import Spread, StepRecord
+from forge.trace.speculation_summary import draft_totals
+from forge.views.figures import count, ms, percent, plural, rate, size
 from forge.views.palette import QUIET
 from forge.views.summary import RunLabel, RunResult
+from forge.views.text import one_line
 
 Fact = tuple[str, str]
 """A name and its figure, unit included."""
@@ -24,7 +26,25 @@ def run_facts(result: RunResult) -> list[Fact]:
         ("KV held", size(result.kv_bytes_held)),
         ("ended", result.ending),
         *seed,
+        *draft_facts(result.records),
     ]
+
+
+def draft_facts(records: Sequence[StepRecord]) -> list[Fact]:
+    """For each proposer: how many of its draft tokens were accepted, by position, and the time that they took."""
+    drafts, facts = draft_totals(record.cycles for record in records), []
+    for draft in drafts:
+        positions = " ".join(f"{accepted / proposed * 100:.0f}" for accepted, proposed in draft.by_position)
+        figure = (
+            f"{count(draft.accepted)} of {count(draft.proposed)} accepted ({percent(draft.acceptance)}; by position"
+        )
+        facts.append((f"{one_line(draft.name)} guesses", f"{figure} {positions}), {ms(draft.ms)} ms"))
+        if len(drafts) > 1:
+            gained = f"{plural(draft.gained, 'token')} beyond the other"
+            facts.append(
+                (f"{one_line(draft.name)} won", f"{count(draft.won)} of {count(draft.cycles)} cycles, {gained}")
+            )
+    return facts
 
 
 def spread_text(spread: Spread | None) -> str:

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from forge.trace.explain import class_name, explain, explain_admission, explain_finish, explain_preemption
+from forge.trace.explain import (
+    class_name,
+    explain,
+    explain_admission,
+    explain_cycle,
+    explain_finish,
+    explain_preemption,
+)
 from forge.trace.records import Execution, FinishRecord, ItemRecord, StepRecord, WaitReason
 from forge.trace.totals import percentile
 from forge.views.charts import bar, sparkline
@@ -95,9 +102,11 @@ def items_line(record: StepRecord, width: int) -> Text:
 
 
 def work_texts(record: StepRecord) -> list[str]:
-    """What the step computes: `decode 11 seqs`, each prefill, `prefill-only 8 requests, 367 rows`."""
+    """What the step computes: `decode 11 seqs + 9 guesses`, each prefill, `prefill-only 8 requests, 367 rows`."""
     decodes = sum(item.phase == "decode" for item in record.items)
-    texts = [f"decode {plural(decodes, 'seq')}"] if decodes else []
+    guesses = sum(len(cycle.proposed) for cycle in record.cycles)
+    verified = f" + {plural(guesses, 'guess', 'guesses')}" if guesses else ""
+    texts = [f"decode {plural(decodes, 'seq')}{verified}"] if decodes else []
     texts += [prefill_text(item) for item in record.items if item.phase == "prefill"]
     alone = [item.num_tokens for item in record.items if item.phase == "oneshot"]
     if alone:
@@ -153,6 +162,7 @@ def reason_lines(record: StepRecord, width: int) -> list[Text]:
     lines = [_reason("+", "admitted", one.seq_id, explain_admission(one), GOOD) for one in record.admitted]
     lines += [_reason("−", "preempted", one.seq_id, explain_preemption(one), TROUBLE) for one in record.preempted]
     lines += [_reason("·", "waits", who, text, QUIET) for who, text in wait_texts(record)]
+    lines += [_reason("?", "guessed", one.seq_id, one_line(explain_cycle(one)), QUIET) for one in record.cycles]
     lines += [_reason("✓", "finished", one.seq_id, finish_text(one), ACCENT) for one in record.finished]
     lines += [_reason("✗", "refused", one.request_id, one_line(one.message), TROUBLE) for one in record.rejected]
     return [_cut(line, width) for line in lines]
@@ -228,6 +238,7 @@ def step_line(record: StepRecord) -> str:
         *(f"+{one.seq_id} {explain_admission(one)}" for one in record.admitted),
         *(f"-{one.seq_id} {explain_preemption(one)}" for one in record.preempted),
         *(f"{who} {'waits' if isinstance(who, int) else 'wait'} {text}" for who, text in wait_texts(record)),
+        *(f"{one.seq_id} guessed: {one_line(explain_cycle(one))}" for one in record.cycles),
         *(f"{one.seq_id} finished {finish_text(one)}" for one in record.finished),
         *(f"{one_line(one.request_id)} refused: {one_line(one.message)}" for one in record.rejected),
     ]

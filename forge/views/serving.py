@@ -14,12 +14,13 @@ from rich.text import Text
 
 from forge.trace.explain import class_name, explain_finish, explain_preempted, explain_request, explain_wait
 from forge.trace.records import StepRecord
+from forge.trace.speculation_summary import cycle_object, draft_totals
 from forge.trace.timeline import RequestTimeline
 from forge.trace.totals import Percentiles, Totals, totals_of
 from forge.views.charts import sparkline
 from forge.views.figures import NOTHING, count, ms, percent, plural, rate
 from forge.views.history import History
-from forge.views.metrics import flowing
+from forge.views.metrics import draft_facts, flowing
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.scheduler import chart_series
 from forge.views.summary import RunLabel
@@ -48,6 +49,7 @@ def serving_object(
         "device_description": label.device_description,
         "totals": None if totals is None else totals_object(totals),
         "sequences": [request_object(one) for one in requests],
+        "speculation": [draft.as_json() for draft in draft_totals(record.cycles for record in records)],
         "steps": [step_object(record) for record in records],
     }
 
@@ -106,6 +108,7 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "admitted": [one.seq_id for one in record.admitted],
         "preempted": [one.seq_id for one in record.preempted],
         "finished": [one.seq_id for one in record.finished],
+        "cycles": [cycle_object(one) for one in record.cycles],
     }
 
 
@@ -118,7 +121,7 @@ def print_serving(console: Console, history: History, requests: Sequence[Request
     console.print(Text("What did the run come to?", TITLE))
     console.print(Text(f"{history.label}{note}", QUIET))
     console.print()
-    for line in flowing(total_facts(totals), console.width):
+    for line in flowing(total_facts(totals, history.records), console.width):
         console.print(line)
     console.print()
     print_table(console, times_table(totals))
@@ -128,7 +131,7 @@ def print_serving(console: Console, history: History, requests: Sequence[Request
     print_reasons(console, requests)
 
 
-def total_facts(totals: Totals) -> list[tuple[str, str]]:
+def total_facts(totals: Totals, records: Sequence[StepRecord]) -> list[tuple[str, str]]:
     """Name and figure, in the order in which a reader asks."""
     classes = ", ".join(f"{class_name(name)} {count(number)}" for name, number in sorted(totals.steps_by_class.items()))
     ended = ", ".join(f"{name} {count(number)}" for name, number in sorted(totals.ended.items()))
@@ -150,7 +153,7 @@ def total_facts(totals: Totals) -> list[tuple[str, str]]:
         facts.append(("ended by the pool's size", plural(totals.pool_exhausted, "sequence")))
     if totals.rejected:
         facts.append(("refused", plural(totals.rejected, "request")))
-    return facts
+    return facts + draft_facts(records)
 
 
 def preemptions_text(totals: Totals) -> str:

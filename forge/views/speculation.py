@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +12,12 @@ from rich.live import Live
 from rich.text import Text
 
 from forge.trace.records import SpecCycle, SpecDecision, StepRecord, TokenRecord
-from forge.trace.speculation_summary import SpeculationSummary, cycles_of
+from forge.trace.speculation_summary import SpeculationSummary, cycle_object, cycles_of, draft_totals
 from forge.views.charts import bar, sparkline
 from forge.views.figures import count, ms, percent, plural, times
 from forge.views.generation import FRAMES_PER_SECOND, Unwatched
 from forge.views.json_output import run_object
-from forge.views.metrics import flowing
+from forge.views.metrics import draft_facts, flowing
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.summary import RunLabel, RunResult
 from forge.views.terminal import can_redraw, print_hanging
@@ -235,6 +235,7 @@ def figures_lines(result: SpeculationResult, width: int) -> list[Text]:
         *course_lines(steps, width),
         *flowing(facts, width),
         *flowing(gained, width),
+        *(flowing(draft_facts(result.guessed.records), width) if len(result.proposers) > 1 else []),
     ]
 
 
@@ -316,6 +317,7 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
         "proposers": list(result.proposers),
         "identical": result.identical,
         "release_ms": result.release_ms,
+        "drafts": [draft.as_json() for draft in draft_totals(step.cycles for step in steps)],
         "errors": list(result.guessed.output.outputs[0].errors),
         "cycles": [_cycle_object(step.number, cycle) for step in steps for cycle in step.cycles],
         "num_cycles": len([cycle for cycle in cycles_of(result.guessed.records) if cycle.won and cycle.proposed]),
@@ -346,7 +348,7 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
 
 
 def _cycle_object(step: int, cycle: SpecCycle) -> dict[str, Any]:
-    return {"step": step, **asdict(cycle)}
+    return {"step": step, **cycle_object(cycle)}
 
 
 # While it runs

@@ -124,3 +124,49 @@ def test_bench_speculation_measures_every_case(forge, pair):
     assert all(figure["identical"] and figure["speed_up"] > 0 for figure in found["figures"])
     shown = forge("bench", "speculation", *pair, *args)
     assert shown.status == 0 and "✓ identical" in shown.out and "2 sequences" in shown.out
+
+
+def test_guesses_are_in_every_record_and_every_view_of_a_run(forge, pair, tmp_path):
+    path, options = str(tmp_path / "run.jsonl"), (*pair, "--speculate", "draft", "--k", "3", "--speculate-fixed")
+    live = forge("generate", "the hat on the hat", "20", *options, "--trace", path)
+    assert live.status == 0 and "guessed: little " in live.out and "little guesses" in live.out
+    again = forge("replay", path)
+    assert "decode 1 seq + 3 guesses" in again.out and "little guesses" in again.out
+    (draft,) = json.loads(forge("replay", path, "--json").out)["speculation"]
+    many = forge("trace-scheduler", "-n", "3", "--max-tokens", "12", "--prompt-tokens", "4:8", *options)
+    assert "decode 3 seqs + 9 guesses" in many.out
+    both = forge("compare", "the hat", "20", *pair, "--speculate-fixed", "--speculate", "off", "vs", "draft")
+    assert "guesses accepted" in both.out and "proposing them" in both.out and "identical" in both.out
+    for cycle in (
+        cycle for step in json.loads(forge("replay", path, "--json").out)["steps"] for cycle in step["cycles"]
+    ):
+        before, written, after = cycle["target_positions"]
+        own_before, own_written, own_after = cycle["draft_positions"]
+        assert written - before == len(cycle["proposed"]) + 1 and after - before == len(cycle["emitted"])
+        assert own_before <= before and own_written == written - 1 and own_after == min(own_written, after)
+    assert draft["accepted"] and draft["name"] == "little"
+
+
+def test_the_table_of_batching_has_a_row_with_guesses_and_its_tokens_are_the_same(forge):
+    few = ("bench", "engine", "-m", "hash", "-n", "6", "--max-tokens", "32", "--batch", "4", "--reps", "1")
+    found = json.loads(forge(*few, "--draft", "hash:0.8", "--json").out)
+    assert found["identical"] and found["speculative_4"]["acceptance"] == pytest.approx(0.59, abs=0.12)
+    assert found["speculative_4"]["totals"]["num_steps"] < found["continuous_4"]["totals"]["num_steps"]
+    shown = forge(*few, "--draft", "hash:1").out
+    assert "4 speculative: 100 % accepted" in shown and "exact." in shown
+
+
+def test_a_hash_draft_is_a_draft_for_the_hash_model_alone(forge):
+    assert "hash:1 guesses" in forge("generate", "-m", "hash", *HASH_DRAFT, "--speculate-fixed", "x", "9").out
+    assert "cannot draft for this target" in forge("generate", *HASH_DRAFT, "x", "9").err
+    assert "between 0 and 1" in forge("generate", "-m", "hash", "--speculate", "draft", "--draft", "hash:7", "x").err
+
+
+HASH_DRAFT = ("--speculate", "draft", "--draft", "hash:1")
+
+
+def test_the_pins_of_a_pair_are_four_lines_or_facts(forge, pair):
+    shown = forge("speculation", "pins", "16", *pair)
+    assert shown.status == 0 and shown.out.count("✓") == 4 and "all bits" in shown.out
+    assert json.loads(forge("speculation", "pins", "16", *pair, "--temperature", "1", "--json").out)["held"] is True
+    assert "pins checks a draft model" in forge("speculation", "pins", "--speculate", "ngram").err

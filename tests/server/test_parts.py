@@ -71,7 +71,7 @@ def test_the_line_about_throughput_is_said_when_something_happened():
     metrics = Metrics("m", 100, 10, 16)
     line = ThroughputLine(metrics)
     assert line.line(10.0, Gauges()) is None
-    metrics.take_step(StepSummary(1.0, 10.5, 100, 4, 50, 0, 0, ()))
+    metrics.take_step(StepSummary(1.0, 10.5, 100, 4, 50, 0))
     said = line.line(15.0, Gauges(1, 2, 0, 10, 40, 100, 25))
     assert "Avg generation throughput: 10.0 tokens/s" in said
     assert "Running: 2 reqs, Waiting: 1 reqs, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%" in said
@@ -81,11 +81,16 @@ def test_the_line_about_throughput_is_said_when_something_happened():
 def test_guesses_are_counted_by_the_place_they_stood_at():
     metrics = Metrics("m", 100, 10, 16)
     for accepted in ((2, 0), (), (3,)):
-        metrics.take_step(StepSummary(1.0, 10.5, 0, 2, 3, 0, 4 * len(accepted), accepted))
+        metrics.take_step(StepSummary(1.0, 10.5, 0, 2, 3, 0, tuple(("small", 4, one, True) for one in accepted)))
+    metrics.take_step(StepSummary(1.0, 10.5, 0, 1, 1, 0, (("other", 1, 0, False),)))
     text = metrics.text(Gauges())
-    found = dict(re.findall(r"^vllm:spec_decode_num_(\w+?)_total{[^}]*0\"} (\d+)", text, re.M))
-    assert found["drafts"] == "3" and found["draft_tokens"] == "12" and found["accepted_tokens"] == "5"
-    assert re.findall(r'per_pos_total{.*position="(\d)"} (\d)', text) == [("0", "2"), ("1", "2"), ("2", "1")]
+    found = dict(re.findall(r'^vllm:spec_decode_(\w+){[^}]*draft="small"} ([\d.]+)', text, re.M))
+    assert found["num_drafts_total"] == "3" and found["num_draft_tokens_total"] == "12"
+    assert found["num_accepted_tokens_total"] == "5" and float(found["draft_acceptance_rate"]) == 5 / 12
+    assert 'spec_decode_num_won_total{model_name="m",engine="0",draft="other"} 0' in text
+    accepted_at = re.findall(r'accepted_tokens_per_pos_total{.*draft="small",position="(\d)"} (\d)', text)
+    assert accepted_at == [("0", "2"), ("1", "2"), ("2", "1"), ("3", "0")]
+    assert re.findall(r'draft_tokens_per_pos_total{.*draft="small",position="(\d)"} (\d)', text)[3] == ("3", "3")
 
 
 def test_a_models_name_cannot_break_the_metrics():

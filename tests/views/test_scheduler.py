@@ -16,7 +16,9 @@ from forge.trace.records import (
     NoBlocks,
     NoBudget,
     PoolExhausted,
+    SpecCycle,
     StepRecord,
+    TokenVerdict,
     WaitRecord,
 )
 from forge.views.history import History
@@ -108,6 +110,24 @@ def test_a_step_of_prefill_only_requests_says_what_it_computed():
     assert "prefill-only 3 requests, 303 rows" in line and "nothing is computed" not in line
     assert "this step: prefill-only 3 requests, 303 rows" in picture and "Prefill-only" in picture
     assert "oneshot" not in (line + picture).lower()
+
+
+def test_guesses_are_shown_with_their_acceptance_and_the_rollback_in_both_caches():
+    cycle = SpecCycle(
+        2, "small", 10, (5, 6, 7, 8), (TokenVerdict(5, True, 5), TokenVerdict(6, False, 9)), (5, 9), 0.5, 1.0
+    )
+    record = replace(RUN.steps[3], items=(ItemRecord(2, "decode", 9, 1, 0, 4),), cycles=(cycle,))
+    for text in shown(record):
+        assert "decode 1 seq + 4 guesses" in text and "small 1 of 4; KV 9 > 14 > 11; 0.5 + 1.0 ms" in text
+    console, own = piped(), history((*RUN.steps[:3], record))
+    print_serving(console, own, own.requests())
+    assert "small guesses 1 of 4 accepted (25 %; by position 100 0 0 0), 0.5 ms" in written(console)
+    found = serving_object(LABEL, own.records, own.requests())
+    assert found["speculation"][0]["accepted"] == 1 and found["steps"][3]["cycles"][0]["target_positions"] == (
+        9,
+        14,
+        11,
+    )
 
 
 def test_a_request_that_the_pool_ends_says_so():
