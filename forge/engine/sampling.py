@@ -171,9 +171,14 @@ def penalized(
 
 
 def _masked(logits: np.ndarray, matcher: Matcher, output: Sequence[int]) -> np.ndarray:
-    """A copy with -infinity for every token that may not follow `output`."""
-    scores = np.where(matcher.mask(output), logits, np.float32(-np.inf))
-    if not scores.max() > -np.inf:
+    """A copy with -infinity for every token that may not follow `output`.
+
+    Few may where a grammar matters most, and then this takes a third of `np.where` on a whole row.
+    """
+    allowed = np.flatnonzero(matcher.mask(output))
+    scores = np.full_like(logits, -np.inf)
+    scores[allowed] = kept = logits[allowed]
+    if not kept.max() > -np.inf:
         raise MatcherError("the grammar allows only tokens that have no probability here")
     return scores
 
