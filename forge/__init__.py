@@ -11,11 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "ForgeError", "RequestOutput", "SamplingParams", "UsageError"]
+__all__ = ["LLM", "ForgeError", "RequestOutput", "SamplingParams", "StructuredOutput", "UsageError"]
 
 if TYPE_CHECKING:
     from forge.engine.outputs import RequestOutput
     from forge.engine.sampling_params import SamplingParams
+    from forge.engine.structured_output import StructuredOutput
     from forge.errors import ForgeError, UsageError
     from forge.llm import LLM
 
@@ -23,6 +24,7 @@ _HOME = {
     "LLM": "forge.llm",
     "RequestOutput": "forge.engine.outputs",
     "SamplingParams": "forge.engine.sampling_params",
+    "StructuredOutput": "forge.engine.structured_output",
     "ForgeError": "forge.errors",
     "UsageError": "forge.errors",
 }

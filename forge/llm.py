@@ -33,6 +33,7 @@ from forge.engine.proposer import NoSpeculation, Proposer, Speculation
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Readout, Task
 from forge.errors import ForgeError, UsageError
+from forge.grammar.compiler import GrammarCompiler
 from forge.model.backend import OperationTime
 from forge.model.catalog import DEFAULT_MODEL
 from forge.model.forward_batch import ForwardBatch
@@ -123,14 +124,14 @@ class LLM:
         while one of them computes what they share, and those that keep nothing share it at all. oneshot: whether a
         generation of one token at most is a request that keeps nothing. oneshot_tokens, oneshot_memory: what a step
         takes of such requests, in tokens and in temporary bytes; None for what suits the device. speculate: who
-        proposes draft tokens, `draft` or `ngram`; None or `off` for no speculation. draft: the draft model, or several
-        that all guess; the bundled one if not given. k: draft tokens per cycle, at most unless `speculate_fixed`.
-        acceptance: which draft tokens stand under sampling: `gumbel` (the same tokens as without a draft) or
-        `rejection` (more are accepted; reproducible only with `speculate_fixed`). check: look after every step whether
-        each rule of the scheduler and the cache holds, and raise AssertionError where one does not. time_operations:
-        keep time per layer and operation, for `operation_times()`. on_load_progress: called with (bytes loaded, bytes
-        in all). on_compile_progress: called with (kernels compiled, kernels in all) if any have to be, which happens
-        once per machine.
+        proposes draft tokens, `draft`, `ngram` or `grammar` (text that structured output leaves no choice
+        about); None or `off` for no speculation. draft: the draft model, or several that all guess; the bundled one if
+        not given. k: draft tokens per cycle, at most unless `speculate_fixed`. acceptance: which draft tokens stand
+        under sampling: `gumbel` (the same tokens as without a draft) or `rejection` (more are accepted; reproducible
+        only with `speculate_fixed`). check: look after every step whether each rule of the scheduler and the cache
+        holds, and raise AssertionError where one does not. time_operations: keep time per layer and operation, for
+        `operation_times()`. on_load_progress: called with (bytes loaded, bytes in all). on_compile_progress: called
+        with (kernels compiled, kernels in all) if any have to be, which happens once per machine.
 
         What is not in forge is given as it is: model, a `LoadedModel`; kv, a function from a `CacheSize` to a
         `KvCache`; order and preempt, functions of their own; speculate, a `Proposer`.
@@ -193,6 +194,7 @@ class LLM:
             kv_memory = self._kv_memory_on_gpu(target, layout, config, gpu_memory_utilization)
         size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
         self._kv, self._cache_size, self._config = kv, size, config
+        self._compile_grammar = GrammarCompiler(self.tokenizer, target.vocab_size)
         self._max_k, self._speculate_fixed, self._check = k, speculate_fixed, check
         self.max_num_seqs = config.max_num_seqs
         self.engine = self._engine_of(target, config)
@@ -228,6 +230,7 @@ class LLM:
             config,
             scratch,
         )
+        engine.compile_grammar = self._compile_grammar
         engine.checks_invariants = self._check
         return engine
 
@@ -395,8 +398,8 @@ class LLM:
             return np.asarray(self.model.forward(batch, self._new_storage(self.model, num_blocks, block_size)))
 
     def speculate_with(self, mode: str | Proposer, draft: str | Path | Sequence[str | Path] = ()) -> None:
-        """From the next step on, guess by `draft` (the bundled one, or those given), by `ngram`, by a proposer of one's
-        own, or not (`off`).
+        """From the next step on, guess by `draft` (the bundled one, or those given), by `ngram`, by `grammar`, by a
+        proposer of one's own, or not (`off`).
 
         Raises `UsageError` for a draft whose tokens are not this model's.
         """

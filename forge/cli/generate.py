@@ -42,6 +42,10 @@ def generate(
     seed: options.SeedOption = None,
     stop: options.StopOption = None,
     ignore_eos: options.IgnoreEosOption = False,
+    json_schema: options.JsonSchemaOption = None,
+    regex: options.RegexOption = None,
+    choice: options.ChoiceOption = None,
+    grammar: options.GrammarOption = None,
     n: Annotated[int, typer.Option("--n", help="Samples of the same prompt.", rich_help_panel="Sampling")] = 1,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message.", rich_help_panel=_PROMPT)
@@ -70,6 +74,8 @@ def generate(
     [dim]forge generate --kv basic "Once upon a time" 32[/dim]
 
     [dim]forge generate --kv paged --num-blocks 64 --show blocks "Once upon a time" 64[/dim]
+
+    [dim]forge generate --choice happy --choice sad "The fox had lost his lantern. He was"[/dim]
     """
     options.check_speculation(speculate, draft, k, acceptance)
     kv = options.kv_or_default(kv, speculate)
@@ -89,6 +95,7 @@ def generate(
         n=n,
         logprobs=logprobs,
         prompt_logprobs=scored,
+        structured=options.structured_output(json_schema, regex, choice, grammar),
     )
     loading = options.model_options(
         kv=kv,

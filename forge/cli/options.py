@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from forge.engine.sampling_params import SamplingParams
+    from forge.engine.structured_output import StructuredOutput
 
 _MODEL, _SAMPLING, _OUTPUT, _SPECULATION = "Model", "Sampling", "Output", "Speculation"
 _SCHEDULER, _WORKLOAD = "Scheduler", "Requests"
@@ -172,7 +173,8 @@ SpeculateOption = Annotated[
     str | None,
     typer.Option(
         "--speculate",
-        help="Guess tokens ahead and verify them together: draft, a small model; ngram, what followed before; off.",
+        help="Guess tokens ahead and verify them together: draft, a small model; ngram, what followed before; grammar, "
+        "what a grammar leaves no choice about; off.",
         show_default="off",
         autocompletion=completion.proposers,
         rich_help_panel=_SPECULATION,
@@ -236,6 +238,30 @@ StopOption = Annotated[
 IgnoreEosOption = Annotated[
     bool,
     typer.Option("--ignore-eos", help="Go on past the end-of-text token.", rich_help_panel=_SAMPLING),
+]
+
+_FORM = "Structured output (one of these)"
+JsonSchemaOption = Annotated[
+    str | None,
+    typer.Option(
+        "--json-schema",
+        help="The output is JSON that this file's schema allows.",
+        metavar="FILE",
+        rich_help_panel=_FORM,
+    ),
+]
+RegexOption = Annotated[
+    str | None, typer.Option("--regex", help="The output matches this expression.", rich_help_panel=_FORM)
+]
+ChoiceOption = Annotated[
+    list[str] | None,
+    typer.Option("--choice", help="The output is one of these; to be repeated.", rich_help_panel=_FORM),
+]
+GrammarOption = Annotated[
+    str | None,
+    typer.Option(
+        "--grammar", help="The output follows this file's Lark grammar.", metavar="FILE", rich_help_panel=_FORM
+    ),
 ]
 
 MaxNumSeqsOption = Annotated[
@@ -423,6 +449,26 @@ def sampling_params(**given: Any) -> "SamplingParams":
     from forge.engine.sampling_params import SamplingParams
 
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def structured_output(
+    json_schema: str | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> "StructuredOutput | None":
+    """The form that was asked for, with the files read; None for no form. Raises `UsageError`."""
+    if json_schema is None and regex is None and not choice and grammar is None:
+        return None
+    from forge.engine.structured_output import StructuredOutput
+    from forge.errors import UsageError
+
+    given = [json_schema, regex, choice or None, grammar]
+    if sum(one is not None for one in given) > 1:
+        raise UsageError("an output has one form: give one of --json-schema, --regex, --choice and --grammar")
+    return StructuredOutput(
+        json=json_schema and read_text(json_schema),
+        regex=regex,
+        choice=choice or None,
+        grammar=grammar and read_text(grammar),
+    )
 
 
 def read_prompt(argument: str) -> str:

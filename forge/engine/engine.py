@@ -43,6 +43,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan, flat
+from forge.engine.structured_output import CompileGrammar, Grammar
 from forge.engine.task import GENERATE, Task
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch
@@ -101,6 +102,8 @@ class Engine:
         self.on_logits: OnLogits | None = None
         self.report_probabilities = False
         """Put the model's probability of each token into its record. Over a large vocabulary that takes a while."""
+        self.compile_grammar: CompileGrammar | None = None
+        """For requests with structured output; without it they are refused."""
         self.checks_invariants = False
         """Check all rules of the scheduler and the cache after every step. Takes longer than the step."""
         self.scheduler = Scheduler(cache, config, scratch, model.temporary_bytes, max_logit_rows(model.vocab_size))
@@ -339,6 +342,7 @@ class Engine:
             raise self._unavailable
         try:
             token_ids = self._checked(request_id, prompt_token_ids, params, task)
+            grammar = self._grammar(params)
         except UsageError as error:
             self._rejected.append(RejectRecord(request_id, str(error)))
             self._operating = False
@@ -356,6 +360,7 @@ class Engine:
             seed=seed,
             output_text=self._new_text(params),
             task=task,
+            matcher=grammar and grammar.new_matcher(),
             priority=priority,
             salt=salt,
             retain_cache=retain_cache,
@@ -363,7 +368,7 @@ class Engine:
             drafts=drafts,
         )
         self._classify(first)
-        self._register(RequestState(request_id, prompt, seed, (first, *self._samples_of(first))))
+        self._register(RequestState(request_id, prompt, seed, (first, *self._samples_of(first, grammar))))
         self._operating = False
         return self._requests[request_id].seq_ids
 
@@ -383,7 +388,7 @@ class Engine:
                 samples = sequence.max_output_tokens > 0
                 sequence.task = Task(samples, score_from=1, top=params.prompt_logprobs)
 
-    def _samples_of(self, first: Sequence) -> list[Sequence]:
+    def _samples_of(self, first: Sequence, grammar: Grammar | None) -> list[Sequence]:
         """The further samples of a request. All share one list of prompt log probabilities."""
         if first.prefill_only:
             return []
@@ -394,6 +399,7 @@ class Engine:
                 sample_index=index,
                 token_ids=list(first.token_ids),
                 output_text=self._new_text(first.params),
+                matcher=grammar and grammar.new_matcher(),
                 forks=[],
                 errors=[],
                 logprobs=[],
@@ -436,6 +442,14 @@ class Engine:
         if request_id in self._requests:
             raise UsageError(f"request {request_id!r} is already running")
         return token_ids
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """The compiled grammar of a request with structured output. Raises `UsageError`."""
+        if params.structured is None:
+            return None
+        if self.compile_grammar is None:
+            raise UsageError("this engine has no grammars: leave structured output out")
+        return self.compile_grammar(params.structured)
 
     def has_unfinished(self) -> bool:
         self._begin()

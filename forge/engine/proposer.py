@@ -24,6 +24,7 @@ from forge.engine.sampling import Distribution, SampledToken
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan
+from forge.engine.structured_output import Matcher
 from forge.trace.records import SpecCycle, TokenVerdict
 
 
@@ -45,6 +46,8 @@ class ProposalRequest:
     """The proposer's index among several for the same sequence: independent draws must differ."""
     independent: bool = False
     """Draw independently of the target's noise, and return the distributions: for the acceptance rule `rejection`."""
+    matcher: Matcher | None = None
+    """The sequence's, where its output must have a form. Draft tokens that it refuses are cut by the engine."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from forge.engine.readout import SeparateResult, read_out, score_row
 from forge.engine.sampling import BrokenLogits, SampledToken, check_max_logit, choose
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
+from forge.engine.structured_output import MatcherError
 from forge.engine.task import GENERATE, Readout
 from forge.model.logits import Logits
 from forge.trace.records import FinishReason, FinishRecord, TokenRecord
@@ -105,7 +106,7 @@ class Sampler:
             if item.remaining:
                 return Outcome(item.seq_id, len(sequence.token_ids), (), None)
             return self._ended(sequence, "length")
-        except BrokenLogits as error:
+        except (BrokenLogits, MatcherError) as error:
             forked = tuple([self._broken(fork, error) for fork in sequence.forks]) if item.samples else ()
             return self._broken(sequence, error)._replace(forked=forked)
 
@@ -116,7 +117,7 @@ class Sampler:
         rows = result.last_row[None] if result.last_row is not None else np.empty((0, 1), np.float32)
         try:
             return self._answer(sequence, result.readout, StepLogits.of(rows), 0)
-        except BrokenLogits as error:
+        except (BrokenLogits, MatcherError) as error:
             return self._broken(sequence, error)
 
     def _answer(self, sequence: Sequence, readout: Readout, logits: StepLogits, row: int) -> Outcome:
@@ -143,6 +144,7 @@ class Sampler:
             len(sequence.token_ids),
             sequence.num_prompt_tokens,
             self._report_probabilities,
+            sequence.matcher,
         )
         return self._emit(sequence, (token,), (own,))
 
@@ -227,8 +229,8 @@ class Sampler:
         self._results.finished.append(FinishRecord(sequence.seq_id, reason, text, stop, error, why))
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
 
-    def _broken(self, sequence: Sequence, error: BrokenLogits) -> Outcome:
-        """A sequence ends because its logits are not numbers."""
+    def _broken(self, sequence: Sequence, error: BrokenLogits | MatcherError) -> Outcome:
+        """A sequence ends because its logits are not numbers, or its grammar needs too much work."""
         sequence.readout = None
         sequence.add_error(str(error))
         return self._ended(sequence, "error", error=str(error))

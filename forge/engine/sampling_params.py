@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 
 _GREATEST = sys.float_info.max
@@ -55,6 +56,8 @@ class SamplingParams:
     min_tokens: int = 0
     """The first so many output tokens cannot end it: EOS and `stop_token_ids` get no probability, stop strings are not
     searched."""
+    structured: StructuredOutput | None = None
+    """The form that the output must have. Tokens that its grammar refuses get no probability."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -91,6 +94,12 @@ class SamplingParams:
             value = getattr(self, name)
             _check(value is None or value >= 0, f"{name} must not be negative, got {value}")
         _check(all(isinstance(text, str) and text for text in stop), "a stop string must be text and not empty")
+        if self.structured is not None:
+            _check(isinstance(self.structured, StructuredOutput), "structured must be a StructuredOutput")
+            _check(
+                not self.ignore_eos and not self.min_tokens,
+                "ignore_eos and min_tokens do not go with structured output: its grammar says where the output ends",
+            )
         self.plain_greedy  # noqa: B018 (cached now, because every token asks for it)
 
     @property
@@ -100,6 +109,8 @@ class SamplingParams:
     @cached_property
     def plain_greedy(self) -> bool:
         """Whether the likeliest token is the choice and nothing else about it is asked for."""
+        if self.structured is not None:
+            return False
         return self.greedy and not self.changes_logits and self.logprobs is None and not self.min_tokens
 
     @cached_property

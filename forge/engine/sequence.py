@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from forge.engine.output_text import OutputText
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.structured_output import Matcher
 from forge.engine.task import GENERATE, Logprobs, Readout, Task
 from forge.trace.records import FinishReason, PoolExhausted
 
@@ -30,6 +31,8 @@ class Sequence:
     output_text: OutputText
     task: Task = GENERATE
     """What is wanted of it."""
+    matcher: Matcher | None = None
+    """Says which tokens may come next, where the output must have a form. It follows from the tokens."""
     prefill_only: bool = False
     """True if one forward pass answers it: its blocks live for one step, and it never decodes."""
     arrival: int = 0

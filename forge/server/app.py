@@ -153,7 +153,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         reader, request_id = service.reader, f"cmpl-{secrets.token_hex(12)}"
         model = reader.model(body.model)
         prompts = await reader.prompts(body.prompt, **special_of(body))
-        params = reader.completion_params(body, prompts)
+        params = await reader.compiled(reader.completion_params(body, prompts), body)
         shape = CompletionShape(request_id, model, service.tokenizer, body, prompts)
         # The prompt's log probabilities are there when it has ended: such a stream has one chunk per choice.
         piecemeal = bool(body.stream) and not (body.echo and params.prompt_logprobs is not None)
@@ -170,7 +170,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         model = reader.model(body.model)
         reader.check_supported(body)
         prompt = await reader.chat_prompt(body)
-        params = reader.chat_params(body, len(prompt.token_ids))
+        params = await reader.compiled(reader.chat_params(body, len(prompt.token_ids)), body)
         shape = ChatShape(request_id, model, service.tokenizer, body, [prompt])
         generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
         if not body.stream:
@@ -185,7 +185,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         reader.check_supported(body)
         prompt = await reader.one_prompt(body.prompt, **special_of(body))
         max_tokens = reader.max_tokens(body.max_tokens, DEFAULT_TOKENS, len(prompt.token_ids), "max_tokens")
-        params = reader.params(body, 1, max_tokens)
+        params = await reader.compiled(reader.params(body, 1, max_tokens), body)
         generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
         if not body.stream:
             await service.whole(generation, request)

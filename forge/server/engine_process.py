@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,8 @@ _RECEIVE = 1 << 16
 """Bytes at once. Room for more takes 20 µs to get from the system, whatever comes."""
 _MOST_SECONDS = 0.05
 """Between two updates, where no stream is waiting for one."""
+_COMPILER_POLL = 0.002
+"""Seconds between two looks at the grammars that are being compiled, while there is nothing else to do."""
 
 
 def main(connection: socket.socket, model: str, options: dict[str, Any]) -> None:
@@ -144,12 +147,16 @@ class EngineServer:
         self._gauges: Gauges | None = None
         self._log = RequestLog(self.engine.timeline)
         self._open = True
+        self._compiling: list[tuple[Submit, Future[Any]]] = []
+        """Requests that wait for their grammar, which is compiled on another thread."""
+        self._compilers = ThreadPoolExecutor(1, "forge-grammars")
 
     def run(self) -> None:
         """Until the socket closes."""
         while self._open:
             busy = self.engine.has_unfinished()
             self._receive(wait=not busy)
+            self._submit_compiled()
             if self.engine.has_unfinished():
                 self._step()
             self._send()
@@ -160,7 +167,7 @@ class EngineServer:
         """Carry out what has been asked. `wait` until there is something, or until the socket takes more."""
         if wait:
             writing = [] if self._outbox.is_empty else [self._socket]
-            select.select([self._socket], writing, [])
+            select.select([self._socket], writing, [], _COMPILER_POLL if self._compiling else None)
         while True:
             try:
                 data = self._socket.recv(_RECEIVE)
@@ -192,6 +199,7 @@ class EngineServer:
             if (request := self._requests.get(command.key)) is not None:
                 self.engine.abort(request.request_id)
                 self._take_output(request, None)
+            self._compiling = [pair for pair in self._compiling if pair[0].key != command.key]
         elif isinstance(command, Watch):
             self._watched = command.wanted
         elif isinstance(command, AskOneShots):
@@ -203,6 +211,23 @@ class EngineServer:
             self._update.answers.append(self._answer(command))
 
     def _submit(self, command: Submit) -> None:
+        structured = command.params.structured
+        if structured is None or self.engine.compile_grammar is None:
+            self._queue(command)
+        else:
+            self._compiling.append((command, self._compilers.submit(self.engine.compile_grammar, structured)))
+
+    def _submit_compiled(self) -> None:
+        """Queue the requests whose grammars are compiled, which the engine then finds in the compiler's cache."""
+        for command, compiled in [pair for pair in self._compiling if pair[1].done()]:
+            self._compiling.remove((command, compiled))
+            error = compiled.exception()
+            if error is None:
+                self._queue(command)
+            else:
+                self._update.refused.append(Refusal(command.key, Fault(str(error), not isinstance(error, ForgeError))))
+
+    def _queue(self, command: Submit) -> None:
         key, request_id, token_ids, params, prompt, priority, salt, stream = command
         try:
             seq_ids = self.engine.add_request(

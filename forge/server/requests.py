@@ -6,6 +6,7 @@ from typing import Any
 
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
+from forge.grammar.compiler import GrammarCompiler
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError
 from forge.server.schema import (
@@ -17,6 +18,7 @@ from forge.server.schema import (
     unsupported_parameter,
 )
 from forge.server.settings import Limits
+from forge.server.structured import param_of, structured_output
 from forge.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16
@@ -36,6 +38,7 @@ class RequestReader:
         self.max_model_len = max_model_len
         self.limits = limits
         self._longest = f"this model's maximum context length is {max_model_len} tokens"  # clients look for these words
+        self._compile_grammar = GrammarCompiler(tokenizer, vocab_size)
         self._longest_token = max(map(len, tokenizer.spec.tokens))
 
     def model(self, name: str | None) -> str:
@@ -204,12 +207,22 @@ class RequestReader:
             "stop_token_ids": self._stop_ids(body.stop_token_ids),
             "include_stop_str_in_output": body.include_stop_str_in_output,
             "n": n,
+            "structured": structured_output(body),
             **others,
         }
         try:
             return SamplingParams(max_tokens, **{name: value for name, value in given.items() if value is not None})
         except UsageError as error:
             raise ApiError(str(error), param=str(error).split()[0]) from None
+
+    async def compiled(self, params: SamplingParams, body: Sampling) -> SamplingParams:
+        """`params`, once their grammar is known to compile. Others are read meanwhile. Raises `ApiError`."""
+        if params.structured is not None:
+            try:
+                await asyncio.to_thread(self._compile_grammar, params.structured)
+            except UsageError as error:
+                raise ApiError(str(error), param=param_of(body)) from None
+        return params
 
     def _stop(self, stop: str | list[str] | None) -> tuple[str, ...]:
         strings = (stop,) if isinstance(stop, str) else tuple(stop or ())

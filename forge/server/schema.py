@@ -42,6 +42,34 @@ class StreamOptions(Body):
     """Every chunk has the usage so far."""
 
 
+class StructuredOutputs(Body):
+    """vLLM's: one of these. What else it may hold there would change the answer, and is refused."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class JsonSchema(Body):
+    """`strict` changes nothing here: a schema is always kept to."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class Sampling(Body):
     """What all endpoints that generate have in common. What else a body has is kept, to be looked through."""
 
@@ -72,6 +100,7 @@ class Sampling(Body):
     """Whether BOS is put before the prompt where the model wants it: by default yes, and no in a chat."""
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def usage_wanted(self) -> bool:
@@ -86,6 +115,7 @@ class Sampling(Body):
 class OpenAiRequest(Sampling):
     """vLLM's extensions to both of OpenAI's endpoints."""
 
+    response_format: ResponseFormat | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     return_token_ids: bool | None = None
 
@@ -214,7 +244,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "return_tokens_as_token_ids": (False,),
     "logprob_token_ids": ([],),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),

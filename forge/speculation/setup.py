@@ -15,11 +15,12 @@ from forge.model.model import Model
 from forge.model.weight_source import open_weights
 from forge.speculation.controller import Costs
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
+from forge.speculation.forced import ForcedProposer
 from forge.speculation.ngram import NgramProposer
 from forge.speculation.verification import Acceptance
 from forge.tokenizer import Tokenizer
 
-MODES = ("off", "draft", "ngram")
+MODES = ("off", "draft", "ngram", "grammar")
 ACCEPTANCE_RULES: tuple[Acceptance, ...] = get_args(Acceptance)
 DEFAULT_DRAFT = "tales-draft"
 """The bundled draft, for the bundled target."""
@@ -76,6 +77,8 @@ def load_proposers(mode: str | Proposer, drafts: Sequence[str | Path], target: T
         return []
     if mode == "ngram":
         mode = NgramProposer()
+    if mode == "grammar":
+        mode = ForcedProposer()
     if isinstance(mode, Proposer):
         return [(mode, Costs(ASSUMED_LOOKUP, ASSUMED_ROW))]
     if len(drafts) > MAX_BRANCHES:

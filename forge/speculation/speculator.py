@@ -35,6 +35,7 @@ from forge.engine.proposer import (
 )
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
+from forge.engine.structured_output import Matcher
 from forge.errors import ForgeError
 from forge.speculation.controller import NO_CYCLES, Costs, RecentCycles, SpeculationControl
 from forge.speculation.costs import CostMeter
@@ -208,6 +209,9 @@ class Speculator:
         longest = 0
         for item, proposal in zip(items, proposals, strict=True):
             proposal = proposal.cut(item.num_draft_tokens, self.vocab_size)
+            sequence = running[item.seq_id]
+            if sequence.matcher is not None and len(proposal):
+                proposal = _without_refused(proposal, sequence.matcher, sequence.output_token_ids)
             if len(proposal):
                 longest = max(longest, len(proposal))
                 drafts.runs[item.seq_id] = (*drafts.runs.get(item.seq_id, ()), proposal)
@@ -227,6 +231,7 @@ class Speculator:
             sequence.num_prompt_tokens,
             self._sources_of(sequence).index(source),
             independent=self.acceptance == "rejection",
+            matcher=sequence.matcher,
         )
 
     # After the forward
@@ -253,6 +258,7 @@ class Speculator:
             sequence.num_prompt_tokens,
             wants_probabilities,
             self.acceptance,
+            sequence.matcher,
         )
 
     def learn(
@@ -372,3 +378,15 @@ class Speculator:
         if len(each) == 1:
             return each[0]
         return Costs(sum(costs.token for costs in each), sum(costs.row for costs in each))
+
+
+def _without_refused(proposal: Proposal, matcher: Matcher, output: Items[int]) -> Proposal:
+    """The draft tokens up to the first that the grammar refuses.
+
+    Where they were drawn from distributions, that one stays: the rule `rejection` must see it rejected. Left out, it
+    would make a plain draw of what has to be a draw from what it leaves of p, and the result would be biased.
+    """
+    num_allowed = matcher.num_allowed(output, proposal.token_ids)
+    if proposal.distributions is None:
+        return Proposal(proposal.token_ids[:num_allowed])
+    return Proposal(proposal.token_ids[: num_allowed + 1], proposal.distributions[: num_allowed + 1])

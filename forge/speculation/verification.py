@@ -43,6 +43,7 @@ from forge.engine.sampling import (
     sampled_token,
 )
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.structured_output import Matcher
 from forge.trace.records import TokenVerdict
 
 Acceptance = Literal["gumbel", "rejection"]
@@ -89,16 +90,18 @@ def verify_runs(
     num_prompt_tokens: int | None = None,
     wants_probabilities: bool = True,
     acceptance: Acceptance = "gumbel",
+    matcher: Matcher | None = None,
 ) -> Verification:
     """Decide about the proposals for one sequence, each with its own rows of logits.
 
     logits: float32 `[K + 1, vocab]` for a proposal of K tokens, the target's after the last token of `history` and
     after each draft token. history: the sequence's tokens so far, prompt included, of which the first num_prompt_tokens
     are the prompt's (needed where `params.penalizes_output`). A proposal's place in the list is the branch that names
-    its draws under `rejection`. Without draft tokens the emitted token is `choose`'s.
+    its draws under `rejection`. matcher: which tokens may be emitted; asked for every row that is needed, with the
+    tokens emitted so far. Without draft tokens the emitted token is `choose`'s.
 
-    Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity, and ValueError for a draft token outside the
-    vocabulary or one that cannot have come from the distribution beside it.
+    Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity, `MatcherError` if the matcher does, and
+    ValueError for a draft token outside the vocabulary or one that cannot have come from the distribution beside it.
     """
     for rows, proposal in zip(logits, proposals, strict=True):
         _check_proposal(rows, proposal)
@@ -108,11 +111,11 @@ def verify_runs(
         row = logits[run][index]
         if not params.greedy and acceptance == "rejection" and any(draft.q is not None for draft in drafts):
             name = seed, sample_index, len(tokens)
-            sampled, verdicts = _accept_or_resample(row, drafts, params, tokens, num_prompt_tokens, name)
+            sampled, verdicts = _accept_or_resample(row, drafts, params, tokens, num_prompt_tokens, name, matcher)
         else:
-            position = len(tokens)
-            sampled = choose(row, params, tokens, seed, sample_index, position, num_prompt_tokens, wants_probabilities)
-            verdicts = _agreement(row, drafts, sampled, params, tokens, num_prompt_tokens)
+            name = seed, sample_index, len(tokens)
+            sampled = choose(row, params, tokens, *name, num_prompt_tokens, wants_probabilities, matcher)
+            verdicts = _agreement(row, drafts, sampled, params, tokens, num_prompt_tokens, matcher)
         tokens.append(sampled.token_id)
         return sampled, verdicts
 
@@ -164,12 +167,13 @@ def _agreement(
     params: SamplingParams,
     history: Sequence[int],
     num_prompt_tokens: int | None,
+    matcher: Matcher | None,
 ) -> list[TokenVerdict]:
     """`gumbel`: a draft token stands if it is the token that the target chose."""
     if not drafts:
         return []
     chosen, verdicts = sampled.token_id, []
-    argmax = chosen if params.greedy else int(penalized(logits, history, params, num_prompt_tokens).argmax())
+    argmax = chosen if params.greedy else int(penalized(logits, history, params, num_prompt_tokens, matcher).argmax())
     for draft in drafts:
         probability = None
         if sampled.probability is not None:
@@ -185,10 +189,11 @@ def _accept_or_resample(
     history: Sequence[int],
     num_prompt_tokens: int | None,
     name: tuple[int, int, int],
+    matcher: Matcher | None,
 ) -> tuple[SampledToken, list[TokenVerdict]]:
     """`rejection`: try the draft tokens in turn; if none is accepted, draw from what they left of p."""
     argmax = check_logits(logits)
-    scores = penalized(logits, history, params, num_prompt_tokens)
+    scores = penalized(logits, history, params, num_prompt_tokens, matcher)
     best = argmax if scores is logits else int(scores.argmax())
     log_total = log_sum_exp(logits, float(logits[argmax]))
     left, taken = distribution(scores, params), None

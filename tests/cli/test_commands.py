@@ -325,3 +325,34 @@ def test_bench_cache_measures_both_caches(forge, small):
     assert found.status == 0
     for expected in ("contiguous", "scattered", "bookkeeping of a step, 64 sequences, prefix", "hit rate"):
         assert expected in found.out
+
+
+def test_generate_keeps_to_a_form(forge, small, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}}))
+    grammar = tmp_path / "form.lark"
+    grammar.write_text('start: "it is " ("good" | "bad")')
+
+    def text(*form):
+        found = forge("generate", "Once", "60", *small, "--json", "--temperature", "1", *form)
+        return json.loads(found.out)["text"]
+
+    assert text("--choice", "happy", "--choice", "sad") in ("happy", "sad")
+    assert text("--regex", "[0-9]{3}").isdigit()
+    assert text("--grammar", str(grammar)) in ("it is good", "it is bad")
+    found = forge("generate", "Once", "200", *small, "--json", "--json-schema", str(schema), "--speculate", "grammar")
+    run = json.loads(found.out)
+    assert run["finish_reason"] == "length" or isinstance(json.loads(run["text"]), dict)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (("--regex", "(a"), "regular expression is refused"),
+        (("--regex", "a", "--choice", "b"), "give one of --json-schema"),
+        (("--json-schema", "missing.json"), "missing.json: No such file"),
+    ],
+)
+def test_a_form_that_is_wrong_is_one_line(forge, small, form, message):
+    found = forge("generate", "Once", "4", *small, *form)
+    assert found.status == 2 and message in found.err and found.err.count("\n") == 1

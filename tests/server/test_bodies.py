@@ -133,7 +133,6 @@ def test_chat_answers_as_long_as_fits_and_refuses_more(server):
 
 REFUSED = {
     "guided_json": {},
-    "structured_outputs": {"regex": "a"},
     "use_beam_search": True,
     "grammar": "root ::= x",
     "best_of": 3,

@@ -168,7 +168,7 @@ def test_a_mistake_is_a_typed_exception_that_names_the_parameter(client, asked, 
     "asked",
     [
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
         {"top_logprobs": 2},
         {"messages": []},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -1,0 +1,152 @@
+"""From a JSON Schema, a regular expression, choices or a Lark grammar to a compiled grammar, by `llguidance`.
+
+Compiling is bounded: by the text's size, and by the library's own limits, which count work and memory instead of time,
+so that a grammar is refused or compiled everywhere alike. What was compiled last is kept by its content.
+
+JSON is written as Python's `json.dumps` writes it, with one space after a colon and a comma: the form that models have
+read most of, and one that leaves the most text with no choice (`Matcher.forced`).
+"""
+
+import json
+from collections import OrderedDict
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from forge.engine.structured_output import MatcherError, StructuredOutput
+from forge.errors import UsageError
+from forge.grammar.matcher import CompiledGrammar
+from forge.grammar.vocabulary import ll_tokenizer
+from forge.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
+
+MAX_CHARS = 64 << 10
+"""Of a grammar's text."""
+MAX_CACHED = 64
+"""Compiled grammars that are kept: each takes memory for the states that it has visited."""
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 50_000,
+    "max_grammar_size": 50_000,
+    "max_lexer_states": 50_000,
+}
+"""Units of work to build the lexer and to compute a mask (20 ms and 4 ms of an ordinary grammar), symbols, and states:
+100 MB if all were visited. The library's own limits are up to ten times as high."""
+_TRIED = 2
+"""Tokens of a walk through every new grammar. One whose masks take too much work is refused here, and not while it
+holds up a step."""
+_JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_MAX_MESSAGE = 300
+
+
+class GrammarCompiler:
+    """Compiles for one vocabulary. May be called from several threads, and is cheap to make: `llguidance` and the
+    vocabulary are loaded with the first grammar."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._ll_tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
+        """The last used is the last."""
+        self._lock = Lock()
+
+    def __call__(self, structured: StructuredOutput) -> CompiledGrammar:
+        """Raises `UsageError` for a grammar that is wrong, too large, or needs what is not supported, naming it."""
+        with self._lock:
+            compiled = self._compiled.get(structured)
+        if compiled is None:
+            compiled = self._compile(structured)  # a slow one holds no other up
+        with self._lock:
+            self._compiled[structured] = compiled
+            self._compiled.move_to_end(structured)
+            if len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _compile(self, structured: StructuredOutput) -> CompiledGrammar:
+        from llguidance import LLMatcher
+
+        source = _source(structured)
+        if len(source) > MAX_CHARS:
+            raise UsageError(f"a grammar has at most {MAX_CHARS} characters, and this one has {len(source)}")
+        try:
+            grammar = _library_grammar(structured, source)
+            matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=_limits())
+        except ValueError as error:
+            raise _refusal(structured, str(error)) from None
+        if matcher.is_error():
+            raise _refusal(structured, matcher.get_error())
+        compiled = CompiledGrammar(matcher, self._tokenizer.eos_token_ids, self._vocab_size)
+        try:
+            _try(compiled)
+        except MatcherError as error:
+            raise _refusal(structured, str(error)) from None
+        return compiled
+
+    def _vocabulary(self) -> "LLTokenizer":
+        with self._lock:
+            if self._ll_tokenizer is None:
+                self._ll_tokenizer = ll_tokenizer(self._tokenizer, self._vocab_size)
+            return self._ll_tokenizer
+
+
+def _try(compiled: CompiledGrammar) -> None:
+    """Walk a few tokens into the grammar. Raises `MatcherError` if it cannot be used."""
+    matcher, output = compiled.new_matcher(), []
+    for _ in range(_TRIED + 1):
+        allowed = [
+            token_id for token_id in np.flatnonzero(matcher.mask(output)) if token_id not in compiled.eos_token_ids
+        ]
+        if not allowed:
+            break
+        output.append(int(allowed[len(allowed) // 2]))
+
+
+def _source(structured: StructuredOutput) -> str:
+    """The text that the limit is about."""
+    if structured.choice is not None:
+        return "".join(structured.choice)
+    return str(getattr(structured, structured.kind))
+
+
+def _library_grammar(structured: StructuredOutput, source: str) -> str:
+    from llguidance import LLMatcher
+
+    if structured.kind == "json":
+        return LLMatcher.grammar_from_json_schema(source, overrides=_JSON_FORM)
+    if structured.kind == "regex":
+        return LLMatcher.grammar_from_regex(source)
+    if structured.choice is not None:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_lark_text, structured.choice)))
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(source))  # GBNF, the notation of llama.cpp, is taken too
+    except Exception as error:  # its parser has errors of several kinds
+        raise ValueError(str(error)) from None
+
+
+def _lark_text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _limits() -> "LLParserLimits":
+    from llguidance import LLParserLimits
+
+    limits: dict[str, Any] = _LIMITS
+    return LLParserLimits(**limits, verbose_errors=False)
+
+
+def _refusal(structured: StructuredOutput, message: str) -> UsageError:
+    """In one line."""
+    line = " ".join(message.split())
+    if "Unimplemented keys" in line:
+        keys = line.partition("[")[2].partition("]")[0].replace('"', "")
+        line = f"{keys}: not supported; leave it out, or say it another way"
+    elif "oneOf constraints are not supported" in line:
+        line = "oneOf whose cases may hold together is not supported; take anyOf"
+    what = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
+    return UsageError(f"the {what[structured.kind]} is refused: {line[:_MAX_MESSAGE]}")

@@ -1,0 +1,115 @@
+"""The matcher of one sequence: `llguidance`'s parser, kept where the sequence's tokens say.
+
+Every call brings the output tokens. What the parser has consumed beyond what agrees with them is rolled back, what it
+lacks is consumed, so verification walks it forward over draft tokens and the next step takes the rejected ones back.
+Tokens that end the output are not the parser's. What follows one is dropped by the engine: anything may come.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forge.engine.structured_output import MatcherError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+TOO_COMPLEX = "the grammar needs more work for one token than is allowed: make it simpler"
+_MAX_MASKS = 16
+"""Positions whose masks are kept for a second call: verification asks again for what a draft has asked."""
+
+
+class CompiledGrammar:
+    """A `Grammar`: a parser at its beginning, which is copied for every sequence."""
+
+    def __init__(self, parser: "LLMatcher", eos_token_ids: frozenset[int], vocab_size: int):
+        self._parser, self.eos_token_ids, self.vocab_size = parser, eos_token_ids, vocab_size
+        self.anything = np.ones(vocab_size, bool)
+        """The mask after the end."""
+        self.anything.flags.writeable = False
+
+    def new_matcher(self) -> "GrammarMatcher":
+        return GrammarMatcher(self, self._parser.deep_copy())
+
+
+class GrammarMatcher:
+    """A `Matcher`."""
+
+    def __init__(self, grammar: CompiledGrammar, parser: "LLMatcher"):
+        self._grammar, self._parser = grammar, parser
+        self._consumed: list[int] | None = []
+        """The tokens that the parser has consumed; None while it consumes or rolls back, for an interruption."""
+        self._masks: dict[int, np.ndarray] = {}
+        """By position, valid for `_consumed`."""
+
+    def mask(self, output: Sequence[int]) -> np.ndarray:
+        """True for every token that may come next: bool `[vocab]`. Raises `MatcherError`."""
+        if self._has_ended(output):
+            return self._grammar.anything
+        if not self._move_to(output):
+            raise MatcherError(TOO_COMPLEX if self._parser.is_error() else "the output does not follow its grammar")
+        mask = self._masks.get(len(output))
+        if mask is None:
+            if len(self._masks) >= _MAX_MASKS:
+                self._masks.clear()
+            mask = self._masks[len(output)] = self._compute()
+        return mask
+
+    def num_allowed(self, output: Sequence[int], token_ids: Sequence[int]) -> int:
+        """How many of `token_ids`, from the first on, may follow."""
+        if self._has_ended(output) or not self._move_to(output):
+            return 0
+        eos = self._grammar.eos_token_ids
+        text = next((index for index, token_id in enumerate(token_ids) if token_id in eos), len(token_ids))
+        allowed = self._parser.validate_tokens(list(token_ids[:text])) if text else 0
+        if allowed == text < len(token_ids) and self._move_to([*output, *token_ids[:text]]):
+            allowed += self._parser.is_accepting()
+        return max(0, allowed)
+
+    def forced(self, output: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of the text that must come next, and an end where nothing else may come."""
+        if self._has_ended(output) or not self._move_to(output):
+            return ()
+        token_ids = tuple(self._parser.compute_ff_tokens())
+        if not token_ids and self._parser.is_stopped() and self._parser.is_accepting():
+            return (min(self._grammar.eos_token_ids),)
+        return token_ids
+
+    def _has_ended(self, output: Sequence[int]) -> bool:
+        return not self._grammar.eos_token_ids.isdisjoint(output)
+
+    def _compute(self) -> np.ndarray:
+        bits = np.frombuffer(self._parser.compute_bitmask(), np.uint8)
+        if self._parser.is_error():
+            raise MatcherError(TOO_COMPLEX)
+        mask = np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little").view(bool)
+        if not mask.any():
+            raise MatcherError("no token of this model's vocabulary may come next by the grammar")
+        mask.flags.writeable = False
+        return mask
+
+    def _move_to(self, output: Sequence[int]) -> bool:
+        """Bring the parser to where these tokens end; False if the grammar refuses one of them."""
+        known, self._consumed = self._consumed, None
+        output = list(output)
+        if known is None:
+            self._parser.reset()
+            known = []
+            self._masks.clear()
+        agreeing = len(known) if output[: len(known)] == known else _num_equal(known, output)
+        if agreeing < len(known):
+            self._parser.rollback(len(known) - agreeing)
+            self._masks = {position: mask for position, mask in self._masks.items() if position <= agreeing}
+        missing = output[agreeing:]
+        moved = self._parser.try_consume_tokens(missing) if missing else 0
+        self._consumed = output[: agreeing + moved]
+        return moved == len(missing) and not self._parser.is_error()
+
+
+def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return index
+    return min(len(left), len(right))
