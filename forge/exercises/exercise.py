@@ -122,7 +122,13 @@ class Trial:
         """The state, as the chapter's picture has it."""
         return ""
 
-    def call(self, line: str, function: Callable[..., Any], *arguments: Any, expect: tuple[type, ...] = ()) -> Any:
+    def call(
+        self,
+        line: str,
+        function: Callable[..., Any],
+        *arguments: Any,
+        expect: tuple[type[BaseException], ...] = (),
+    ) -> Any:
         """What the function returns. Raises `Mistake` for any exception but those of `expect`."""
         self.before = self._drawn()
         self.calls.append(line)

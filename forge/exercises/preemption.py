@@ -16,7 +16,7 @@ from forge.trace.records import NoBlocks
 
 _MOST_STEPS = 1500
 _BLOCK = 4
-_GREEDY = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+_GREEDY: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
 
 RULES = {
     "one-of-running": Rule("The victim is one of the running sequences.", "Which sequences may be chosen from?"),

@@ -180,7 +180,8 @@ def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
         best, scores = check_logits(logits), penalized(logits, history, params, prompt)
         p, log_total = distribution(scores, params), log_sum_exp(logits, float(logits.max()))
         (draft,) = drafts
-        draw = uniform(*name, Purpose.ACCEPT, draft.run)
+        seed, sample_index, position = name
+        draw = uniform(seed, sample_index, position, Purpose.ACCEPT, draft.run)
         odds = p.probability(draft.token_id), draft.q.probability(draft.token_id)
         stands = piece.accept(*odds, draw)
         emitted = draft.token_id if stands else piece.residual(p, draft.q).draw(*name, Purpose.RESAMPLE)

@@ -38,7 +38,7 @@ _LIMITS = {
 _TRIED = 2
 """Tokens of a walk through every new grammar. One whose masks take too much work is refused here, and not while it
 holds up a step."""
-_JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_JSON_FORM: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _MAX_MESSAGE = 300
 
 
@@ -95,7 +95,8 @@ class GrammarCompiler:
 
 def _try(compiled: CompiledGrammar) -> None:
     """Walk a few tokens into the grammar. Raises `MatcherError` if it cannot be used."""
-    matcher, output = compiled.new_matcher(), []
+    matcher = compiled.new_matcher()
+    output: list[int] = []
     for _ in range(_TRIED + 1):
         allowed = [
             token_id for token_id in np.flatnonzero(matcher.mask(output)) if token_id not in compiled.eos_token_ids

@@ -5,7 +5,7 @@ character. Control tokens are marked as special, so that no text of a grammar ev
 bytes and is never allowed.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge.tokenizer import Tokenizer
 
@@ -27,11 +27,12 @@ class _Vocabulary:
         self.eos_token_id = min(tokenizer.eos_token_ids)
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_bos=False)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def ll_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> "LLTokenizer":
     """vocab_size: the model's, which may have room for more tokens than the tokenizer has."""
     from llguidance import LLTokenizer
 
-    return LLTokenizer(_Vocabulary(tokenizer, vocab_size), eos_token=sorted(tokenizer.eos_token_ids))
+    vocabulary: Any = _Vocabulary(tokenizer, vocab_size)  # what the library takes is not in its annotations
+    return LLTokenizer(vocabulary, eos_token=sorted(tokenizer.eos_token_ids))
