@@ -604,12 +604,12 @@ class ChatSession:
         self._end_turn()
         messages = [*self.messages, {"role": "user", "content": text}]
         tokenizer, engine = self._llm.tokenizer, self._llm.engine
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        rendered, token_ids = tokenizer.encode_chat(messages, add_generation_prompt=True)
         request_id = f"chat-{next(self._llm._request_ids)}"
         with engine.lock:
             seq_ids = engine.add_request(
                 request_id,
-                tokenizer.encode(rendered, allow_special=True),
+                token_ids,
                 params,
                 prompt=rendered,
                 retain_cache=True,

@@ -130,8 +130,7 @@ def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
     """The token ids of `message` as the model's chat template renders it, ready to be answered."""
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": message})
-    rendered = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return llm.tokenizer.encode(rendered, allow_special=True)
+    return llm.tokenizer.encode_chat(messages, add_generation_prompt=True)[1]
 
 
 def _run_json(llm: "LLM", text: str, token_ids: list[int] | None, params: "SamplingParams", watch: Watch) -> int:
