@@ -1,13 +1,15 @@
 """An engine of the hash model on the reader's code: requests run to their ends, with every rule of the scheduler looked
 at after each step, and compared with what each request says alone."""
 
+from typing import Any
+
 from forge.engine.sampling_params import SamplingParams
 from forge.exercises.exercise import Endless, Trial, time_limit
 from forge.llm import LLM
 
 _MOST_STEPS = 1500
 _RUN_SECONDS = 20
-GREEDY = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
 
 
 class EngineTrial(Trial):
@@ -31,7 +33,7 @@ class EngineTrial(Trial):
         steps = iter(run)
         for number in range(1, _MOST_STEPS):
             self.calls[-1] = f"for _ in range({number}): next(run)"
-            before = self.draw()
+            before = self.capture()
             try:
                 next(steps)
             except StopIteration:

@@ -153,7 +153,7 @@ def check(piece: ModuleType) -> None:
 
 @contextmanager
 def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    def drawn(token_ids: np.ndarray, scores: np.ndarray, *name: int) -> int:
+    def drawn(token_ids: np.ndarray, scores: np.ndarray, *name: Any) -> int:
         uniform = (rng.token_words(token_ids, *name) + 0.5) * 2.0**-32
         return int(piece.draw(token_ids, scores, uniform))
 

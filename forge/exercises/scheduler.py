@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from forge.engine.admission import generation_item
+from forge.engine.admission import Admission, generation_item
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
@@ -20,6 +20,9 @@ _BLOCK, _BUDGET, _MAX_SEQS = 4, 12, 4
 
 class SchedulerBase(Scheduler):
     """What exercise 7 gives: everything of a scheduler but its decision."""
+
+    _given: Admission
+    """The engine's own, set by `put`."""
 
     def schedule_running(self, plan: PlanBuilder) -> None:
         raise NotImplementedError("schedule_running")
