@@ -113,14 +113,15 @@ class PoolTrial(Trial):
             self.tables.append(table)
 
     def _release(self, which: int, count: int, word: int) -> None:
-        table = self.tables.pop(which % len(self.tables))
-        while table:
+        """A sequence ends: its blocks go back, the last one first."""
+        place = which % len(self.tables)
+        while table := self.tables[place]:
             *rest, block = table
-            self.tables.append(tuple(rest))
             self.call(f"pool.decref({block})", self.pool.decref, block)
+            self.tables[place] = tuple(rest)
             if rest:
                 self._check_state()
-            table = self.tables.pop()
+        del self.tables[place]
 
     def _misuse(self, which: int, count: int, word: int) -> None:
         free = [block for block in range(_BLOCKS) if all(block not in table for table in self.tables)]

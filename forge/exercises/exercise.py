@@ -60,6 +60,8 @@ class Exercise:
     options are not enough, a function of that `LLM`."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """The options of the same `LLM` on the engine's own part."""
+    beside: str = "forge's own"
+    """What a run calls the engine's own part."""
     prompts: Sequence[str] = ("Once upon a time",)
     params: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": 48, "ignore_eos": True})
     view: str = "text"
