@@ -1,6 +1,6 @@
 """Exercise 4: a block pool. Random operations on it, held against the tables; then a paged cache on it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -64,11 +64,11 @@ class PoolTrial(Trial):
         self.pool: BlockPool = piece.MyBlockPool(_BLOCKS)
 
     def draw(self) -> str:
-        counts = self.pool.reference_counts
-        tables = tuple(TableRecord(index, False, table, 1, 1) for index, table in enumerate(self.tables))
-        shown = BlockMap(1, tables, tuple(max(0, count) for count in counts), ())
-        facts = f"reference_counts  {list(counts)}", f"free              {list(self.pool.free)} (the last is next)"
-        return "\n".join((drawing(shown), *facts))
+        return self.capture()()
+
+    def capture(self) -> Callable[[], str]:
+        state = list(self.pool.reference_counts), list(self.pool.free), list(self.tables)
+        return lambda: _drawing(*state)
 
     def perform(self, operation: Operation) -> None:
         kind, which, count, word = operation
@@ -113,14 +113,15 @@ class PoolTrial(Trial):
             self.tables.append(table)
 
     def _release(self, which: int, count: int, word: int) -> None:
-        table = self.tables.pop(which % len(self.tables))
-        while table:
+        """A sequence ends: its blocks go back, the last one first."""
+        place = which % len(self.tables)
+        while table := self.tables[place]:
             *rest, block = table
-            self.tables.append(tuple(rest))
             self.call(f"pool.decref({block})", self.pool.decref, block)
+            self.tables[place] = tuple(rest)
             if rest:
                 self._check_state()
-            table = self.tables.pop()
+        del self.tables[place]
 
     def _misuse(self, which: int, count: int, word: int) -> None:
         free = [block for block in range(_BLOCKS) if all(block not in table for table in self.tables)]
@@ -157,6 +158,13 @@ class PoolTrial(Trial):
                 self.require(times == 1, rule or "returned", f"block {block} is on the free list {times} times")
         total = sum(pool.reference_counts)
         self.require(pool.num_references == total, rule or "sum", f"it is {pool.num_references}, the sum is {total}")
+
+
+def _drawing(counts: list[int], free: list[int], held: list[tuple[int, ...]]) -> str:
+    tables = tuple(TableRecord(index, False, table, 1, 1) for index, table in enumerate(held))
+    shown = BlockMap(1, tables, tuple(max(0, count) for count in counts), ())
+    facts = f"reference_counts  {list(counts)}", f"free              {list(free)} (the last is next)"
+    return "\n".join((drawing(shown), *facts))
 
 
 def _tables(number: int) -> str:

@@ -6,6 +6,7 @@ led there, and a picture of the blocks.
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -67,7 +68,8 @@ class CacheTrial(Trial):
         return self.broken(rule, said, line)
 
     def broken(self, rule: str, found: str, line: str | None = None) -> Mistake:
-        self.before = "" if self.state is None else drawing(self.state)
+        if self.state is not None:
+            self.before = partial(drawing, self.state)
         return super().broken(rule, found, line)
 
     def record(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:

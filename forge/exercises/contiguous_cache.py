@@ -146,6 +146,7 @@ EXERCISE = Exercise(
     check=check,
     engine=engine,
     own={"kv": "off"},
+    beside="no cache",
     prompts=("Once upon a time",),
     params={"max_tokens": 96, "ignore_eos": True},
     view="blocks",

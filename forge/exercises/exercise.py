@@ -60,6 +60,8 @@ class Exercise:
     options are not enough, a function of that `LLM`."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """The options of the same `LLM` on the engine's own part."""
+    beside: str = "forge's own"
+    """What a run calls the engine's own part."""
     prompts: Sequence[str] = ("Once upon a time",)
     params: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": 48, "ignore_eos": True})
     view: str = "text"
@@ -116,29 +118,29 @@ class Trial:
         """setup: lines in front of the calls. Each line of the calls knows the reader's module as `piece`."""
         self.path = str(piece.__file__)
         self.calls = [f'from forge.exercises import load; piece = load("{_shown(self.path)}")', *setup]
-        self.before = ""
+        self.before: Callable[[], str] = str
+        """Draws the state before the last call."""
 
     def draw(self) -> str:
         """The state, as the chapter's picture has it."""
         return ""
 
-    def call(
-        self,
-        line: str,
-        function: Callable[..., Any],
-        *arguments: Any,
-        expect: tuple[type[BaseException], ...] = (),
-    ) -> Any:
+    def capture(self) -> Callable[[], str]:
+        """The state as it is now, to be drawn later if it is needed."""
+        drawn = self._drawn()
+        return lambda: drawn
+
+    def call(self, line: str, function: Callable[..., Any], *arguments: Any, expect: tuple[type, ...] = ()) -> Any:
         """What the function returns. Raises `Mistake` for any exception but those of `expect`."""
-        self.before = self._drawn()
+        self.before = self.capture()
         self.calls.append(line)
         try:
             with time_limit():
                 result = function(*arguments)
-        except expect as error:
-            self.calls[-1] = f"{line}  # {type(error).__name__}: {error}"
-            raise
         except (Exception, Endless) as error:
+            if isinstance(error, expect):
+                self.calls[-1] = f"{line}  # {type(error).__name__}: {error}"
+                raise
             raise self.mistake_of(error) from None
         if result is not None:
             self.calls[-1] = f"{line}  # {_short(result)}"
@@ -156,7 +158,7 @@ class Trial:
         return self.broken("raises", said, where)
 
     def broken(self, rule: str, found: str, line: str | None = None) -> Mistake:
-        return Mistake(rule, found, self.calls, self.before, self._drawn(), line)
+        return Mistake(rule, found, self.calls, self.before(), self._drawn(), line)
 
     def require(self, holds: object, rule: str, found: str) -> None:
         if not holds:

@@ -10,13 +10,12 @@ from forge.engine.policies import VictimPolicy
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence as TokenSequence
 from forge.engine.step_plan import PlanBuilder
-from forge.exercises.exercise import Endless, Exercise, Rule, Trial, time_limit
+from forge.exercises.engine_trial import GREEDY, EngineTrial
+from forge.exercises.exercise import Exercise, Rule, Trial
 from forge.llm import LLM
 from forge.trace.records import NoBlocks
 
-_MOST_STEPS = 1500
 _BLOCK = 4
-_GREEDY: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
 
 RULES = {
     "one-of-running": Rule("The victim is one of the running sequences.", "Which sequences may be chosen from?"),
@@ -62,7 +61,7 @@ RULES = {
 }
 
 
-class PreemptionTrial(Trial):
+class PreemptionTrial(EngineTrial):
     """An engine in a small pool, with the reader's preemption under observation."""
 
     def __init__(self, piece: ModuleType, num_blocks: int, n: int = 1, policy: VictimPolicy | None = None):
@@ -77,12 +76,6 @@ class PreemptionTrial(Trial):
         self.llm = LLM("hash", kv="paged", block_size=_BLOCK, num_blocks=num_blocks, preempt=chosen)
         self.n = n
         put(self.llm, SimpleNamespace(MyPreemption=self._observed(piece)))
-
-    def draw(self) -> str:
-        scheduler = self.llm.engine.scheduler
-        running = " ".join(str(seq_id) for seq_id in scheduler.running) or "none"
-        waiting = " ".join(str(one.seq_id) for one in scheduler.queue) or "none"
-        return f"running {running}   waiting {waiting}   free blocks {self.llm.engine.cache.num_available}"
 
     def _policy(self, piece: ModuleType) -> Any:
         def mine(running: Sequence[TokenSequence], requester: TokenSequence) -> TokenSequence | None:
@@ -143,41 +136,12 @@ class PreemptionTrial(Trial):
         Observed.__name__ = "MyPreemption"
         return Observed
 
-    def run(self, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-        """The tokens of each sample, with every rule of the scheduler looked at after each step."""
-        params = SamplingParams(**_GREEDY, n=self.n)
-        run = self.llm.start(prompts, params)
-        self.calls.append(f"run = llm.start({prompts}, SamplingParams(**{_GREEDY}, n={self.n}))".replace("'", '"'))
-        self.calls.append("")
-        steps = iter(run)
-        for number in range(1, _MOST_STEPS):
-            self.calls[-1] = f"for _ in range({number}): next(run)"
-            before = self.draw()
-            try:
-                next(steps)
-            except StopIteration:
-                samples = [sample for output in run.outputs for sample in output.outputs]
-                return [tuple(sample.token_ids) for sample in samples]
-            self.before = before
-            try:
-                self.llm.engine.scheduler.check_invariants()
-            except AssertionError as error:
-                raise self.broken("conforms", str(error)) from None
-        raise self.broken("ends", f"after {_MOST_STEPS} steps requests still run")
-
-    def compare(self, prompts: list[list[int]]) -> None:
-        found = self.limited(prompts)
-        alone = LLM("hash", kv="off", max_num_seqs=1).generate(prompts, SamplingParams(**_GREEDY, n=self.n))
-        expected = [tuple(sample.token_ids) for output in alone for sample in output.outputs]
-        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            self.require(ours == theirs, "same-tokens", f"sample {number} says {ours[:8]}…, and alone {theirs[:8]}…")
-
     def outgrow(self) -> None:
         """A single sequence asks for more than the pool has."""
-        run = self.llm.start([[97] * 5], SamplingParams(**_GREEDY))
+        run = self.llm.start([[97] * 5], SamplingParams(**GREEDY))
         next(iter(run))
         self.calls += [
-            f"run = llm.start([[97] * 5], SamplingParams(**{_GREEDY})); next(iter(run))".replace("'", '"'),
+            f"run = llm.start([[97] * 5], SamplingParams(**{GREEDY})); next(iter(run))".replace("'", '"'),
             "from forge.engine.step_plan import PlanBuilder; plan = PlanBuilder(512, 512)",
             "scheduler = llm.engine.scheduler; (sequence,) = scheduler.running.values()",
         ]
@@ -188,13 +152,6 @@ class PreemptionTrial(Trial):
         said = f"it returned {done!r}; plan.exhausted is {plan.exhausted}, length_limit {sequence.length_limit}"
         holds = done is False and plan.exhausted == [sequence.seq_id] and sequence.length_limit is not None
         self.require(holds, "exhausted", said)
-
-    def limited(self, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-        try:
-            with time_limit(20):
-                return self.run(prompts)
-        except (Exception, Endless) as error:
-            raise self.mistake_of(error) from None
 
 
 def oldest_first(running: Sequence[TokenSequence], requester: TokenSequence) -> TokenSequence | None:

@@ -109,7 +109,7 @@ def print_comparison(console: Console, entry: Entry, comparison: "Comparison") -
     table.add_column(no_wrap=True, style=QUIET)
     table.add_column(justify="right")
     table.add_column(justify="right", style=QUIET)
-    table.add_row("", "yours", "forge's own")
+    table.add_row("", "yours", comparison.exercise.beside)
     table.add_row("tokens", f"{yours.num_tokens}", f"{own.num_tokens}")
     table.add_row("steps", f"{len(yours.records)}", f"{len(own.records)}")
     table.add_row("tokens per second", rate(yours.tokens_per_second), rate(own.tokens_per_second))

@@ -72,7 +72,7 @@ def start(entry: Entry, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
-            file.write(entry.template.read_text(encoding="utf-8").replace("FILE", str(path)))
+            file.write(entry.template.read_text(encoding="utf-8"))
     except FileExistsError:
         raise UsageError(f"{path} is there already: forge build check {entry.number}, or move it away") from None
     except OSError as error:

@@ -177,10 +177,10 @@ def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
     commit = Scheduler._commit_draft_tokens
 
     def decide(logits: np.ndarray, drafts: Any, params: Any, history: Sequence[int], prompt: Any, name: Any) -> Any:
+        seed, sample_index, position = name
         best, scores = check_logits(logits), penalized(logits, history, params, prompt)
         p, log_total = distribution(scores, params), log_sum_exp(logits, float(logits.max()))
         (draft,) = drafts
-        seed, sample_index, position = name
         draw = uniform(seed, sample_index, position, Purpose.ACCEPT, draft.run)
         odds = p.probability(draft.token_id), draft.q.probability(draft.token_id)
         stands = piece.accept(*odds, draw)

@@ -136,7 +136,7 @@ def test_help_has_its_panels(forge):
 COMMANDS = (
     "generate", "compare", "chapters", "chapter", "next", "naive", "kv-cache", "kernels", "paged", "prefix", "batching",
     "speculation", "oneshot", "cuda", "trace-scheduler", "replay", "trace", "chat", "classify", "score", "logprobs",
-    "embed", "rerank", "serve", "watch", "models", "doctor",
+    "embed", "rerank", "serve", "watch", "models", "doctor", "build",
 )  # fmt: skip
 
 

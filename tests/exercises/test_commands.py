@@ -77,7 +77,7 @@ def test_the_calls_can_be_pasted(folder):
 
 def test_a_check_that_does_not_end_is_stopped(folder):
     stubborn = "while True:\n    try:\n        while True: pass\n    except BaseException: pass\n"
-    result = session.check(find_entry("4"), write(folder, "block_pool", stubborn), deadline=6)
+    result = session.check(find_entry("4"), write(folder, "block_pool", stubborn), deadline=3)
     assert result.rule == "endless" and "stopped" in result.found
 
 

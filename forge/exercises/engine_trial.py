@@ -1,0 +1,61 @@
+"""An engine of the hash model on the reader's code: requests run to their ends, with every rule of the scheduler looked
+at after each step, and compared with what each request says alone."""
+
+from typing import Any
+
+from forge.engine.sampling_params import SamplingParams
+from forge.exercises.exercise import Endless, Trial, time_limit
+from forge.llm import LLM
+
+_MOST_STEPS = 1500
+_RUN_SECONDS = 20
+GREEDY: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+
+
+class EngineTrial(Trial):
+    """A subclass sets `llm` and `n`, the samples of each request."""
+
+    llm: LLM
+    n: int = 1
+
+    def draw(self) -> str:
+        scheduler = self.llm.engine.scheduler
+        running = " ".join(str(seq_id) for seq_id in scheduler.running) or "none"
+        waiting = " ".join(str(one.seq_id) for one in scheduler.queue) or "none"
+        return f"running {running}   waiting {waiting}   free blocks {self.llm.engine.cache.num_available}"
+
+    def run(self, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+        """The tokens of each sample, with every rule of the scheduler looked at after each step."""
+        params = SamplingParams(**GREEDY, n=self.n)
+        run = self.llm.start(prompts, params)
+        self.calls.append(f"run = llm.start({prompts}, SamplingParams(**{GREEDY}, n={self.n}))".replace("'", '"'))
+        self.calls.append("")
+        steps = iter(run)
+        for number in range(1, _MOST_STEPS):
+            self.calls[-1] = f"for _ in range({number}): next(run)"
+            before = self.capture()
+            try:
+                next(steps)
+            except StopIteration:
+                samples = [sample for output in run.outputs for sample in output.outputs]
+                return [tuple(sample.token_ids) for sample in samples]
+            self.before = before
+            try:
+                self.llm.engine.scheduler.check_invariants()
+            except AssertionError as error:
+                raise self.broken("conforms", str(error)) from None
+        raise self.broken("ends", f"after {_MOST_STEPS} steps requests still run")
+
+    def compare(self, prompts: list[list[int]]) -> None:
+        found = self.limited(prompts)
+        alone = LLM("hash", kv="off", max_num_seqs=1).generate(prompts, SamplingParams(**GREEDY, n=self.n))
+        expected = [tuple(sample.token_ids) for output in alone for sample in output.outputs]
+        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            self.require(ours == theirs, "same-tokens", f"sample {number} says {ours[:8]}…, and alone {theirs[:8]}…")
+
+    def limited(self, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+        try:
+            with time_limit(_RUN_SECONDS):
+                return self.run(prompts)
+        except (Exception, Endless) as error:
+            raise self.mistake_of(error) from None
