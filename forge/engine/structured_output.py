@@ -33,6 +33,9 @@ class StructuredOutput:
     """The output is one of these texts."""
     grammar: str | None = None
     """A Lark grammar, whose rule `start` is the whole output."""
+    thinking: Literal["none", "may_open", "open"] = "none"
+    """Free text up to `</think>` comes first: where the output begins with `<think>`, or in any case, because the
+    prompt ends inside the thinking."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]

@@ -9,14 +9,16 @@ read most of, and one that leaves the most text with no choice (`Matcher.forced`
 
 import json
 from collections import OrderedDict
+from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forge.engine.structured_output import MatcherError, StructuredOutput
+from forge.engine.structured_output import Grammar, MatcherError, StructuredOutput
 from forge.errors import UsageError
 from forge.grammar.matcher import CompiledGrammar
+from forge.grammar.thinking import ThinkingGrammar
 from forge.grammar.vocabulary import ll_tokenizer
 from forge.tokenizer import Tokenizer
 
@@ -53,8 +55,14 @@ class GrammarCompiler:
         """The last used is the last."""
         self._lock = Lock()
 
-    def __call__(self, structured: StructuredOutput) -> CompiledGrammar:
+    def __call__(self, structured: StructuredOutput) -> Grammar:
         """Raises `UsageError` for a grammar that is wrong, too large, or needs what is not supported, naming it."""
+        if structured.thinking == "none":
+            return self._cached(structured)
+        answer = self._cached(replace(structured, thinking="none"))
+        return ThinkingGrammar(answer, self._tokenizer, self._vocab_size, structured.thinking == "open")
+
+    def _cached(self, structured: StructuredOutput) -> CompiledGrammar:
         with self._lock:
             compiled = self._compiled.get(structured)
         if compiled is None:
@@ -117,6 +125,7 @@ def _library_grammar(structured: StructuredOutput, source: str) -> str:
     from llguidance import LLMatcher
 
     if structured.kind == "json":
+        _check_exclusive_bounds(json.loads(source), "allOf" in source)
         return LLMatcher.grammar_from_json_schema(source, overrides=_JSON_FORM)
     if structured.kind == "regex":
         return LLMatcher.grammar_from_regex(source)
@@ -128,6 +137,32 @@ def _library_grammar(structured: StructuredOutput, source: str) -> str:
         return LLMatcher.grammar_from_lark(any_to_lark(source))  # GBNF, the notation of llama.cpp, is taken too
     except Exception as error:  # its parser has errors of several kinds
         raise ValueError(str(error)) from None
+
+
+def _check_exclusive_bounds(schema: Any, is_joined: bool) -> None:
+    """Refuse what the library gets wrong: an exclusive bound of a range below 1 wide (5 < x <= 5.5 lets 5 pass).
+
+    is_joined: bounds may come from several places, so none is known to be alone. Raises ValueError.
+    """
+    if isinstance(schema, list):
+        for one in schema:
+            _check_exclusive_bounds(one, is_joined)
+    if not isinstance(schema, dict):
+        return
+    exclusive = [schema[name] for name in ("exclusiveMinimum", "exclusiveMaximum") if _is_number(schema.get(name))]
+    if exclusive and schema.get("type") != "integer":
+        low = [schema[name] for name in ("minimum", "exclusiveMinimum") if _is_number(schema.get(name))]
+        high = [schema[name] for name in ("maximum", "exclusiveMaximum") if _is_number(schema.get(name))]
+        if is_joined or (low and high and min(high) - max(low) < 1):
+            raise ValueError(
+                "an exclusive bound of a range less than 1 wide is not supported; take minimum and maximum"
+            )
+    for one in schema.values():
+        _check_exclusive_bounds(one, is_joined)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _lark_text(text: str) -> str:

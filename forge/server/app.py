@@ -20,7 +20,7 @@ from forge.server.messages import Ready
 from forge.server.metrics import CONTENT_TYPE, Metrics
 from forge.server.redaction import without_texts
 from forge.server.requests import DEFAULT_TOKENS, RequestReader, beside_the_loop, special_of
-from forge.server.responses import ChatShape, CompletionShape, Shape, size_of, usage_object
+from forge.server.responses import ChatShape, CompletionShape, Shape, ends_in_thinking, size_of, usage_object
 from forge.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -170,7 +170,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         model = reader.model(body.model)
         reader.check_supported(body)
         prompt = await reader.chat_prompt(body)
-        params = await reader.compiled(reader.chat_params(body, len(prompt.token_ids)), body)
+        params = await reader.compiled(reader.chat_params(body, len(prompt.token_ids), ends_in_thinking(prompt)), body)
         shape = ChatShape(request_id, model, service.tokenizer, body, [prompt])
         generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
         if not body.stream:

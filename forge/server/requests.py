@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from forge.engine.sampling_params import SamplingParams
@@ -167,7 +168,8 @@ class RequestReader:
             scored = 0
         return self.params(body, len(prompts), max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
 
-    def chat_params(self, body: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
+    def chat_params(self, body: ChatRequest, num_prompt_tokens: int, is_thinking: bool = False) -> SamplingParams:
+        """is_thinking: the prompt ends inside the thinking part."""
         self.check_supported(body)
         self._check_logprobs(body.top_logprobs, "top_logprobs")
         if body.top_logprobs and not body.logprobs:
@@ -179,7 +181,11 @@ class RequestReader:
         max_tokens = self.max_tokens(asked, self.max_model_len, num_prompt_tokens, param)
         self._check_prompt_logprobs(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return self.params(body, 1, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+        others = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
+        structured, variables = structured_output(body), body.chat_template_kwargs
+        if structured is not None and variables is not None and variables.enable_thinking:
+            others["structured"] = replace(structured, thinking="open" if is_thinking else "may_open")
+        return self.params(body, 1, max_tokens, **others)
 
     def params(self, body: Sampling, num_prompts: int, max_tokens: int, **others: Any) -> SamplingParams:
         n, limits = body.n or 1, self.limits

@@ -187,6 +187,11 @@ def _joined(first: dict[str, list[Any]] | None, second: dict[str, list[Any]]) ->
     return second if first is None else {name: first[name] + second[name] for name in second}
 
 
+def ends_in_thinking(prompt: Prompt) -> bool:
+    """Whether a prompt ends inside the thinking part."""
+    return prompt.text is not None and prompt.text.rstrip().endswith("<think>")
+
+
 class ChatShape(Shape):
     """How `/v1/chat/completions` writes a request's updates and result."""
 
@@ -202,8 +207,7 @@ class ChatShape(Shape):
     ):
         super().__init__(request_id, model, tokenizer, body, prompts)
         self._top = body.top_logprobs or 0
-        self._in_reasoning = prompts[0].text.rstrip().endswith("<think>")
-        """Whether the prompt ends inside the thinking part."""
+        self._in_reasoning = ends_in_thinking(prompts[0])
         self._splitters: dict[int, ReasoningSplitter] = {}
 
     def facts(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -53,6 +53,8 @@ def test_json_is_written_as_json_dumps_writes_it(compiler, tokenizer):
         (StructuredOutput(json={"oneOf": [{"type": "integer"}, {"type": "number"}]}), "take anyOf"),
         (StructuredOutput(json={"type": "string", "format": "banana"}), "banana"),
         (StructuredOutput(json={"type": "banana"}), "banana"),
+        (StructuredOutput(json={"type": "number", "exclusiveMinimum": 5, "maximum": 5.5}), "exclusive bound"),
+        (StructuredOutput(json={"allOf": [{"exclusiveMinimum": 5}, {"maximum": 5.5}]}), "exclusive bound"),
         (StructuredOutput(json={"$ref": "http://example.com/x"}), "example.com"),
         (StructuredOutput(json={"enum": []}), "nsatisfiable"),
         (StructuredOutput(regex="(a"), "regular expression is refused"),

@@ -47,7 +47,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict:
     if kind == "integer":
         return {"type": "integer", "minimum": low, "maximum": low + rng.randrange(1, 900)}
     if kind == "number":
-        return {"type": "number", "exclusiveMinimum": low, "maximum": low + 0.5 + rng.randrange(99)}
+        return {"type": "number", "exclusiveMinimum": low, "maximum": low + 1.5 + rng.randrange(99)}
     if kind == "enum":
         return {"enum": rng.sample(["happy", "sad", 1, 2.5, None, True, "a b", {"x": 1}], rng.randrange(1, 5))}
     if kind == "const":

@@ -141,3 +141,11 @@ def test_an_unsupported_keyword_is_named_to_openais_client(client):
     schema = {"type": "object", "dependentRequired": {"a": ["b"]}}
     with pytest.raises(openai.BadRequestError, match="dependentRequired: not supported"):
         client.chat.completions.create(model="small", messages=MESSAGES, response_format=schema_format(schema))
+
+
+def test_thinking_is_refused_where_the_model_has_no_tokens_for_it(server):
+    asked = {"messages": MESSAGES, "max_tokens": 60, "structured_outputs": {"choice": ["yes", "no"]}}
+    assert server.request("/v1/chat/completions", asked)[1]["choices"][0]["message"]["content"] in ("yes", "no")
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    status, found = server.request("/v1/chat/completions", asked | thinking)
+    assert status == 400 and "does not think" in found["error"]["message"]
