@@ -15,6 +15,7 @@ from forge.cli.options import model_label
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
+    from forge.cli.borrowing import BorrowedRun
     from forge.engine.engine import Engine
     from forge.engine.outputs import RequestOutput
     from forge.engine.sampling_params import SamplingParams
@@ -128,7 +129,7 @@ NOBODY = Watch()
 
 def drive(
     llm: "LLM",
-    run: "Run",
+    run: "Run | BorrowedRun",
     params: "SamplingParams",
     on_step: "Callable[[StepRecord], None]",
     watch: Watch = NOBODY,

@@ -103,6 +103,8 @@ class Engine:
         """Put the model's probability of each token into its record. Over a large vocabulary that takes a while."""
         self.checks_invariants = False
         """Check all rules of the scheduler and the cache after every step. Takes longer than the step."""
+        self.waits_for_model = False
+        """Without its model, raise `ModelUnavailable` and keep all sequences for the next step: none of them ends."""
         self.scheduler = Scheduler(cache, config, scratch, model.temporary_bytes, max_logit_rows(model.vocab_size))
         self.model = model
         self.speculation = speculation or NoSpeculation()
@@ -164,7 +166,7 @@ class Engine:
         """Run one step: schedule, build the batch, forward, sample or verify, commit, record.
 
         Call only while `has_unfinished()`; after an exception from it, whatever it was, too. Raises AssertionError for
-        a rule that does not hold, where `checks_invariants` is set.
+        a rule that does not hold, where `checks_invariants` is set, and `ModelUnavailable` where `waits_for_model` is.
         """
         self._begin()
         self._plan, started = None, time.perf_counter()
@@ -184,6 +186,8 @@ class Engine:
             times = StepTimes(started, ended, step.schedule_ms, forward_ms, (ended - read) * 1e3)
             record = self._commit(step, results, times)
         except ModelUnavailable as error:
+            if self.waits_for_model:
+                raise
             self._recover()
             record = self._end_all(error)
         if self.checks_invariants:

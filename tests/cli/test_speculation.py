@@ -170,3 +170,16 @@ def test_the_pins_of_a_pair_are_four_lines_or_facts(forge, pair):
     assert shown.status == 0 and shown.out.count("✓") == 4 and "all bits" in shown.out
     assert json.loads(forge("speculation", "pins", "16", *pair, "--temperature", "1", "--json").out)["held"] is True
     assert "pins checks a draft model" in forge("speculation", "pins", "--speculate", "ngram").err
+
+
+def test_both_models_are_taken_back_and_given_back_and_no_token_changes(forge, pair):
+    when = ("--revoke-target-at", "6", "--revoke-draft-at", "10", "--return-draft-at", "16", "--json")
+    found = json.loads(forge("speculation", "the hat", "32", *pair, "--speculate-fixed", *when).out)
+    assert found["identical"] is True and len(found["leases"]) == 2
+    assert any("the target was taken back, and released" in text for text in found["leases"])
+    assert any("the draft was loaded again" in text for text in found["leases"])
+    assert found["cycles"][-1]["proposed"], "the draft that was given back proposes"
+    at_the_end = forge("speculation", "the hat", "8", *pair, "--speculate-fixed", "--revoke-target-at", "7", "--json")
+    assert json.loads(at_the_end.out)["identical"] is True
+    for wrong in (("--return-draft-at", "4"), ("--revoke-target-at", "0")):
+        assert forge("speculation", "the hat", "8", *pair, *wrong).status == 2
