@@ -15,11 +15,10 @@ from forge.cli.options import model_label
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
-    from forge.cli.borrowing import BorrowedRun
     from forge.engine.engine import Engine
     from forge.engine.outputs import RequestOutput
     from forge.engine.sampling_params import SamplingParams
-    from forge.llm import LLM, Run
+    from forge.llm import LLM
     from forge.trace.recorder import TraceHeader, TraceWriter
     from forge.trace.records import EndRecord, StepRecord
     from forge.views.history import History
@@ -129,7 +128,7 @@ NOBODY = Watch()
 
 def drive(
     llm: "LLM",
-    run: "Run | BorrowedRun",
+    run: AnyRun,
     params: "SamplingParams",
     on_step: "Callable[[StepRecord], None]",
     watch: Watch = NOBODY,

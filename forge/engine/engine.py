@@ -325,14 +325,13 @@ class Engine:
         salt: str = "",
         retain_cache: bool = False,
         continues_from: int | None = None,
-        drafts: tuple[str, ...] | None = None,
     ) -> tuple[int, ...]:
         """Queue a request; return the ids of its `params.n` sequences.
 
         task: what is wanted; generated tokens, or what one forward pass can answer. priority: lower is served first,
         where the scheduler's order is by priority. salt: requests with different salts share nothing in the cache.
         retain_cache: leave the cache in place when it ends. continues_from: the id of such an ended sequence, whose
-        cache is taken over if it is still there. drafts: the names of the proposers that propose for it, None for all.
+        cache is taken over if it is still there.
 
         Raises `UsageError`, with nothing changed, for a prompt that cannot run, and `ModelUnavailable` once the model
         is gone.
@@ -364,7 +363,6 @@ class Engine:
             salt=salt,
             retain_cache=retain_cache,
             continues_from=continues_from,
-            drafts=drafts,
         )
         self._classify(first)
         self._register(RequestState(request_id, prompt, seed, (first, *self._samples_of(first))))
@@ -429,6 +427,7 @@ class Engine:
         """The prompt's tokens, if all that is asked for can be done."""
         token_ids = self._limits.checked(prompt_token_ids)
         self._limits.check_bias(params)
+        self._check_drafts(params)
         self._limits.check_ids(task.candidates)
         if task.pooling is not None and not self.model.embeds:
             raise UsageError("this model has no hidden states: take a real one for embeddings")
@@ -440,6 +439,14 @@ class Engine:
         if request_id in self._requests:
             raise UsageError(f"request {request_id!r} is already running")
         return token_ids
+
+    def _check_drafts(self, params: SamplingParams) -> None:
+        """Raises `UsageError` for a draft that this engine does not have."""
+        names = [proposer.name for proposer in self._speculation.proposers]
+        unknown = [name for name in params.drafts or () if name not in names]
+        if unknown:
+            known = f"it has {', '.join(names)}" if names else "it has none (--speculate)"
+            raise UsageError(f"drafts: this engine has no {unknown[0]!r:.80}; {known}")
 
     def has_unfinished(self) -> bool:
         self._begin()

@@ -131,6 +131,47 @@ def print_serving(console: Console, history: History, requests: Sequence[Request
     print_reasons(console, requests)
 
 
+Tenants = Sequence[tuple[int, Sequence[RequestTimeline]]]
+"""Of each tenant: its draft tokens per cycle at most, and its requests."""
+
+
+def tenant_objects(tenants: Tenants) -> list[dict[str, Any]]:
+    """Acceptance and time per token of each tenant."""
+    found = []
+    for limit, requests in tenants:
+        cycles = [cycle for request in requests for cycle in request.cycles]
+        proposed = sum(cycle.num_proposed for cycle in cycles)
+        accepted = sum(cycle.num_accepted for cycle in cycles)
+        per_token = Percentiles.of([request.time_per_output_token_ms for request in requests])
+        found.append(
+            {
+                "num_speculative_tokens": limit,
+                "requests": len(requests),
+                "proposed": proposed,
+                "accepted": accepted,
+                "acceptance": accepted / proposed if proposed else None,
+                "time_per_output_token_ms": per_token and per_token.p50,
+            }
+        )
+    return found
+
+
+def print_tenants(console: Console, tenants: Tenants) -> None:
+    """A row per tenant; nothing without tenants."""
+    if not tenants:
+        return
+    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    for name in ("guesses at a time", "requests", "guessed", "accepted", "", "ms per token"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in tenant_objects(tenants):
+        share = NOTHING if one["acceptance"] is None else percent(one["acceptance"])
+        figures = (one[name] for name in ("num_speculative_tokens", "requests", "proposed", "accepted"))
+        table.add_row(*map(count, figures), share, ms(one["time_per_output_token_ms"]))
+    console.print()
+    console.print(Text("Each tenant's guesses", TITLE))
+    print_table(console, table)
+
+
 def total_facts(totals: Totals, records: Sequence[StepRecord]) -> list[tuple[str, str]]:
     """Name and figure, in the order in which a reader asks."""
     classes = ", ".join(f"{class_name(name)} {count(number)}" for name, number in sorted(totals.steps_by_class.items()))

@@ -183,3 +183,15 @@ def test_both_models_are_taken_back_and_given_back_and_no_token_changes(forge, p
     assert json.loads(at_the_end.out)["identical"] is True
     for wrong in (("--return-draft-at", "4"), ("--revoke-target-at", "0")):
         assert forge("speculation", "the hat", "8", *pair, *wrong).status == 2
+
+
+def test_each_tenant_has_its_number_of_guesses_and_its_acceptance(forge, pair):
+    few = ("trace-scheduler", "-n", "6", "--max-tokens", "12", "--prompt-tokens", "4:8", *pair, "--speculate-fixed")
+    found = json.loads(forge(*few, "--speculate", "draft", "--tenants", "3,1,0", "--json").out)["tenants"]
+    assert [one["num_speculative_tokens"] for one in found] == [3, 1, 0] and [one["requests"] for one in found] == [
+        2
+    ] * 3
+    assert found[0]["proposed"] > found[1]["proposed"] > 0 == found[2]["proposed"] and found[2]["acceptance"] is None
+    assert "Each tenant's guesses" in forge(*few, "--speculate", "draft", "--tenants", "2,0").out
+    assert "give --speculate" in forge(*few[:-1], "--draft", "x", "--tenants", "1").err
+    assert "takes numbers of guesses" in forge(*few, "--speculate", "draft", "--tenants", "a").err
