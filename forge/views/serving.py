@@ -59,7 +59,7 @@ def totals_object(totals: Totals) -> dict[str, Any]:
         "tokens_per_second": totals.tokens_per_second,
         "recomputed_share": totals.recomputed_share,
     }
-    for name in ("utilization", "fragmentation", "batch"):
+    for name in ("utilization", "fragmentation", "sharing", "batch"):
         mean, most = found.pop(name)
         found |= {f"{name}_mean": mean, f"{name}_max": most}
     for _, name in _TIMES:
@@ -105,6 +105,7 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "used_blocks": record.cache.used_blocks,
         "num_blocks": record.cache.num_blocks,
         "fragmentation": record.cache.internal_fragmentation,
+        "sharing": record.cache.sharing,
         "admitted": [one.seq_id for one in record.admitted],
         "preempted": [one.seq_id for one in record.preempted],
         "finished": [one.seq_id for one in record.finished],
@@ -187,6 +188,7 @@ def total_facts(totals: Totals, records: Sequence[StepRecord]) -> list[tuple[str
         ("preemptions", preemptions_text(totals)),
         ("pool used", f"{percent(totals.utilization[0])} on average, {percent(totals.utilization[1])} at most"),
         ("fragmentation", f"{percent(totals.fragmentation[0])} on average"),
+        ("shared", f"{percent(totals.sharing[0])} on average, {percent(totals.sharing[1])} at most"),
     ]
     if totals.tokens_cached:
         facts.append(("from cache", plural(totals.tokens_cached, "token")))
