@@ -45,6 +45,8 @@ class Request:
     arrival: float = 0.0
     """In the workload's clock, from the beginning of the run."""
     priority: int = 0
+    num_speculative_tokens: int | None = None
+    """Draft tokens per cycle at most; None for what the engine is set to."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,8 @@ class WorkloadRun:
         now, room = self._now, self._together or len(self._pending)
         while self._pending and room and self._pending[0][1].arrival <= now:
             number, request = self._pending.pop(0)
-            params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
+            guesses = request.num_speculative_tokens
+            params = SamplingParams(request.max_tokens, ignore_eos=True, num_speculative_tokens=guesses)
             request_id = f"request-{number}"
             try:
                 self._engine.add_request(request_id, request.prompt_token_ids, params, priority=request.priority)

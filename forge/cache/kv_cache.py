@@ -200,6 +200,12 @@ class KvCache(ABC):
     def computed_length(self, seq_id: int) -> int:
         """Tokens whose keys and values are in the cache: the position of the next one to compute."""
 
+    def __repr__(self) -> str:
+        """`<paged KV cache: 3 of 64 blocks used, 2 cached, 41 tokens held>`."""
+        stats = self.stats()
+        blocks = f"{stats.used_blocks} of {stats.num_blocks} blocks used, {stats.cached_blocks} cached"
+        return f"<{self.kind} KV cache: {blocks}, {stats.tokens_held} tokens held>"
+
     @abstractmethod
     def stats(self) -> CacheStats:
         """How many blocks and slots are used, cached, shared and filled."""

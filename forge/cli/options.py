@@ -288,7 +288,7 @@ OrderOption = Annotated[
     str | None,
     typer.Option(
         "--order",
-        help="Who is admitted first: fcfs, or priority.",
+        help="Who is admitted first: fcfs; priority; sjf, the shortest job; sjf-aged, the same without starvation.",
         autocompletion=completion.orders,
         rich_help_panel=_SCHEDULER,
     ),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forge.engine.engine import Engine
     from forge.engine.outputs import RequestOutput
     from forge.engine.sampling_params import SamplingParams
-    from forge.llm import LLM, Run
+    from forge.llm import LLM
     from forge.trace.recorder import TraceHeader, TraceWriter
     from forge.trace.records import EndRecord, StepRecord
     from forge.views.history import History
@@ -128,7 +128,7 @@ NOBODY = Watch()
 
 def drive(
     llm: "LLM",
-    run: "Run",
+    run: AnyRun,
     params: "SamplingParams",
     on_step: "Callable[[StepRecord], None]",
     watch: Watch = NOBODY,

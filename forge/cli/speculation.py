@@ -2,12 +2,13 @@
 and what was gained?
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forge.cli import completion, options
+from forge.cli.borrowing import BorrowedRun, Revocation
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found, drive, exit_status, load_model, run_label, warm_up
@@ -15,8 +16,6 @@ from forge.cli.running import Found, drive, exit_status, load_model, run_label, 
 if TYPE_CHECKING:
     from forge.engine.sampling_params import SamplingParams
     from forge.llm import LLM
-    from forge.speculation.leases import Lease
-    from forge.trace.records import StepRecord
     from forge.views.report import Report
 
 MAX_TOKENS = 64
@@ -54,6 +53,22 @@ def speculation(
             rich_help_panel="Speculation",
         ),
     ] = None,
+    return_draft_at: Annotated[
+        int | None,
+        typer.Option(
+            "--return-draft-at",
+            help="Load the draft again after this many output tokens.",
+            rich_help_panel="Speculation",
+        ),
+    ] = None,
+    revoke_target_at: Annotated[
+        int | None,
+        typer.Option(
+            "--revoke-target-at",
+            help="Take the target back after this many output tokens, and give it back: the sequence waits.",
+            rich_help_panel="Speculation",
+        ),
+    ] = None,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,
@@ -79,9 +94,14 @@ def speculation(
         raise UsageError("--speculate off proposes nothing: take draft or ngram, or forge generate")
     if revoke_draft_at is not None and (speculate != "draft" or revoke_draft_at < 1):
         raise UsageError("--revoke-draft-at is a number of output tokens, at least 1, for --speculate draft")
+    if return_draft_at is not None and (revoke_draft_at is None or return_draft_at <= revoke_draft_at):
+        raise UsageError("--return-draft-at is a number of output tokens above --revoke-draft-at, which it needs")
+    if revoke_target_at is not None and revoke_target_at < 1:
+        raise UsageError(f"--revoke-target-at is a number of output tokens, at least 1, and not {revoke_target_at}")
+    revocation = Revocation(revoke_draft_at, return_draft_at, revoke_target_at, tuple(draft or ()))
     if prompt == PINS and (speculate != "draft" or acceptance not in (None, "gumbel")):
         raise UsageError("pins checks a draft model with --acceptance gumbel: other tokens need not be the target's")
-    if prompt != PINS and reads_chapter(only, json) and revoke_draft_at is None:
+    if prompt != PINS and reads_chapter(only, json) and revoke_draft_at is None and revoke_target_at is None:
         return read_chapter(ctx, pause)
     drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     loading = {"kv": kv, "device": device, "threads": threads, "max_model_len": max_model_len}
@@ -92,7 +112,7 @@ def speculation(
     guessing = {"speculate": speculate, "draft": draft, "k": k}
     guessing |= {"speculate_fixed": speculate_fixed, "acceptance": acceptance}
     llm = load_model(model, **options.model_options(**loading, **guessing))
-    report = _measure(llm, options.read_prompt(prompt), max_tokens, drawing, revoke_draft_at)
+    report = _measure(llm, options.read_prompt(prompt), max_tokens, drawing, revocation)
     return report.as_json() if json else report
 
 
@@ -106,7 +126,7 @@ def _pins(llm: "LLM", draft: "Sequence[str]", params: "SamplingParams") -> "Repo
     return pins_report(f"{names} guesses for {llm.model_name} · {how}", check_pins(llm, draft, params))
 
 
-def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revoke_at: int | None) -> "Report":
+def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revocation: Revocation) -> "Report":
     """Run with guesses, then once more without."""
     from forge.views.report import Report
     from forge.views.speculation import SpeculationResult, print_speculation, speculation_object, watching
@@ -116,50 +136,27 @@ def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revoke_at: i
     warm_up(llm, text)
     speculation = llm.engine.speculation
     names = [proposer.name for proposer in speculation.proposers]
-    leases = _draft_leases(llm) if revoke_at is not None else []
     with watching(open_console(), run_label(llm), text, llm.tokenizer.token_text) as view:
         run = llm.start([text], params)
-        guessed = drive(llm, run, params, _revoking(leases, revoke_at, view.step))
+        borrowed = BorrowedRun(llm, run, revocation)
+        guessed = drive(llm, borrowed, params, view.step)
     llm.speculate_with("off")
     plain = None
     if not guessed.interrupted:
         warm_up(llm, text)
         plain = drive(llm, llm.start([text], _with_seed(params, run.seed)), params, lambda record: None)
-    released = [lease.release_ms for lease in leases if lease.release_ms is not None]
     result = SpeculationResult(
         tuple(names),
         guessed,
         plain,
         llm.tokenizer.token_text,
-        max(released, default=None),
+        borrowed.draft_release_ms,
         getattr(speculation, "acceptance", "gumbel"),
+        borrowed.told,
     )
     return Report(
         speculation_object(result), lambda console: print_speculation(console, result, text), exit_status(guessed)
     )
-
-
-def _draft_leases(llm: "LLM") -> "list[Lease]":
-    from forge.speculation.draft import DraftProposer
-    from forge.speculation.leases import lease_model
-
-    proposers = llm.engine.speculation.proposers
-    return [lease_model(proposer, "draft") for proposer in proposers if isinstance(proposer, DraftProposer)]
-
-
-def _revoking(leases: "list[Lease]", revoke_at: int | None, on_step: "Callable") -> "Callable":
-    """`on_step`, and when so many tokens have come the drafts are taken back."""
-    tokens = 0
-
-    def step(record: "StepRecord") -> None:
-        nonlocal tokens
-        tokens += len(record.tokens)
-        if revoke_at is not None and tokens >= revoke_at:
-            for lease in leases:
-                lease.revoke()
-        on_step(record)
-
-    return step
 
 
 def _with_seed(params, seed: int):

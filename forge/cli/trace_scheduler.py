@@ -1,5 +1,6 @@
 """`forge trace-scheduler`: many requests at once, and what the scheduler decides in every step, with its reasons."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +17,8 @@ from forge.cli.running import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from forge.bench.workload import Workload
     from forge.llm import LLM
 
@@ -57,6 +60,14 @@ def trace_scheduler(
     k: options.KOption = None,
     speculate_fixed: options.SpeculateFixedOption = False,
     acceptance: options.AcceptanceOption = None,
+    tenants: Annotated[
+        str | None,
+        typer.Option(
+            "--tenants",
+            help="Guesses at a time of each tenant, 0 for none: 4,2,0 gives the requests in turn to three tenants.",
+            rich_help_panel=_WORKLOAD,
+        ),
+    ] = None,
     trace: options.TraceOption = None,
     step: options.StepOption = False,
     check: options.CheckOption = False,
@@ -75,6 +86,7 @@ def trace_scheduler(
     from forge.bench.workload import Arrival, Range, make_workload
 
     options.check_speculation(speculate, draft, k, acceptance)
+    limits = _tenants(tenants, speculate)
     prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
     output_range = Range.parse(max_tokens, "--max-tokens")
     arrivals = Arrival.parse(arrival)
@@ -106,14 +118,36 @@ def trace_scheduler(
     workload = make_workload(
         llm.tokenizer, requests, prompt_range, output_range, arrivals, priorities=priorities, seed=seed
     )
-    return _run(llm, workload, watch, svg, lines, json)
+    workload = replace(
+        workload,
+        requests=tuple(
+            replace(one, num_speculative_tokens=limits[number % len(limits)]) if limits else one
+            for number, one in enumerate(workload.requests)
+        ),
+    )
+    return _run(llm, workload, watch, svg, lines, json, limits)
 
 
-def _run(llm: "LLM", workload: "Workload", watch: Watch, svg, lines: bool, json: bool) -> Found:
+def _tenants(text: str | None, speculate: str | None) -> tuple[int, ...]:
+    """Each tenant's draft tokens per cycle. Raises `UsageError` for what is no list of numbers."""
+    from forge.errors import UsageError
+
+    if text is None:
+        return ()
+    if speculate in (None, "off"):
+        raise UsageError("--tenants says how many guesses each tenant has: give --speculate draft or ngram too")
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise UsageError(f"--tenants takes numbers of guesses with commas, such as 4,2,0, and not {text!r}")
+    return tuple(int(part) for part in text.split(","))
+
+
+def _run(
+    llm: "LLM", workload: "Workload", watch: Watch, svg, lines: bool, json: bool, tenants: tuple[int, ...]
+) -> Found:
     from forge.bench.workload import WorkloadRun
     from forge.errors import UsageError
     from forge.views.report import Report
-    from forge.views.serving import print_serving, serving_object
+    from forge.views.serving import print_serving, print_tenants, serving_object, tenant_objects
     from forge.views.serving_live import serving_view
     from forge.views.terminal import can_redraw, open_console
 
@@ -133,9 +167,19 @@ def _run(llm: "LLM", workload: "Workload", watch: Watch, svg, lines: bool, json:
 
         save_serving(svg, history)
     requests = history.requests()
+    numbered = [(int((one.request_id or "0").rpartition("-")[2]), one) for one in requests]
+    by_tenant = [
+        (limit, [one for number, one in numbered if number % len(tenants) == tenant])
+        for tenant, limit in enumerate(tenants)
+    ]
+
+    def draw(console: "Console") -> None:
+        print_serving(console, history, requests)
+        print_tenants(console, by_tenant)
+
     report = Report(
-        serving_object(history.label, history.records, requests),
-        lambda console: print_serving(console, history, requests),
+        serving_object(history.label, history.records, requests) | {"tenants": tenant_objects(by_tenant)},
+        draw,
         INTERRUPTED if driven.interrupted and not driven.left else 0,
     )
     return report.as_json() if json else report

@@ -106,6 +106,8 @@ class Engine:
         """For requests with structured output; without it they are refused."""
         self.checks_invariants = False
         """Check all rules of the scheduler and the cache after every step. Takes longer than the step."""
+        self.waits_for_model = False
+        """Without its model, raise `ModelUnavailable` and keep all sequences for the next step: none of them ends."""
         self.scheduler = Scheduler(cache, config, scratch, model.temporary_bytes, max_logit_rows(model.vocab_size))
         self.model = model
         self.speculation = speculation or NoSpeculation()
@@ -167,7 +169,7 @@ class Engine:
         """Run one step: schedule, build the batch, forward, sample or verify, commit, record.
 
         Call only while `has_unfinished()`; after an exception from it, whatever it was, too. Raises AssertionError for
-        a rule that does not hold, where `checks_invariants` is set.
+        a rule that does not hold, where `checks_invariants` is set, and `ModelUnavailable` where `waits_for_model` is.
         """
         self._begin()
         self._plan, started = None, time.perf_counter()
@@ -187,6 +189,8 @@ class Engine:
             times = StepTimes(started, ended, step.schedule_ms, forward_ms, (ended - read) * 1e3)
             record = self._commit(step, results, times)
         except ModelUnavailable as error:
+            if self.waits_for_model:
+                raise
             self._recover()
             record = self._end_all(error)
         if self.checks_invariants:
@@ -324,14 +328,13 @@ class Engine:
         salt: str = "",
         retain_cache: bool = False,
         continues_from: int | None = None,
-        drafts: tuple[str, ...] | None = None,
     ) -> tuple[int, ...]:
         """Queue a request; return the ids of its `params.n` sequences.
 
         task: what is wanted; generated tokens, or what one forward pass can answer. priority: lower is served first,
         where the scheduler's order is by priority. salt: requests with different salts share nothing in the cache.
         retain_cache: leave the cache in place when it ends. continues_from: the id of such an ended sequence, whose
-        cache is taken over if it is still there. drafts: the names of the proposers that propose for it, None for all.
+        cache is taken over if it is still there.
 
         Raises `UsageError`, with nothing changed, for a prompt that cannot run, and `ModelUnavailable` once the model
         is gone.
@@ -365,7 +368,6 @@ class Engine:
             salt=salt,
             retain_cache=retain_cache,
             continues_from=continues_from,
-            drafts=drafts,
         )
         self._classify(first)
         self._register(RequestState(request_id, prompt, seed, (first, *self._samples_of(first, grammar))))
@@ -431,6 +433,7 @@ class Engine:
         """The prompt's tokens, if all that is asked for can be done."""
         token_ids = self._limits.checked(prompt_token_ids)
         self._limits.check_bias(params)
+        self._check_drafts(params)
         self._limits.check_ids(task.candidates)
         if task.pooling is not None and not self.model.embeds:
             raise UsageError("this model has no hidden states: take a real one for embeddings")
@@ -450,6 +453,14 @@ class Engine:
         if self.compile_grammar is None:
             raise UsageError("this engine has no grammars: leave structured output out")
         return self.compile_grammar(params.structured)
+
+    def _check_drafts(self, params: SamplingParams) -> None:
+        """Raises `UsageError` for a draft that this engine does not have."""
+        names = [proposer.name for proposer in self._speculation.proposers]
+        unknown = [name for name in params.drafts or () if name not in names]
+        if unknown:
+            known = f"it has {', '.join(names)}" if names else "it has none (--speculate)"
+            raise UsageError(f"drafts: this engine has no {unknown[0]!r:.80}; {known}")
 
     def has_unfinished(self) -> bool:
         self._begin()

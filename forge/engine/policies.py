@@ -21,7 +21,7 @@ from typing import Any
 
 from forge.engine.sequence import Sequence
 from forge.errors import UsageError
-from forge.trace.records import PreemptionMode
+from forge.trace.records import AGING_TOKENS, PreemptionMode
 
 AdmissionOrder = Callable[[Sequence], tuple[Any, ...]]
 """A key, taken when a sequence is queued: of two waiting sequences, the one with the smaller key is admitted first."""
@@ -42,6 +42,18 @@ def by_priority(sequence: Sequence) -> tuple[Any, ...]:
     return sequence.priority, sequence.arrival
 
 
+def shortest_job_first(sequence: Sequence) -> tuple[Any, ...]:
+    """The fewest tokens first, prompt and output together, the most that it may have. The mean wait is the least
+    possible; a long job starves for as long as short ones keep coming."""
+    return sequence.num_prompt_tokens + sequence.max_output_tokens, sequence.arrival
+
+
+def shortest_job_first_aged(sequence: Sequence) -> tuple[Any, ...]:
+    """The same, with `AGING_TOKENS` for each arrival before it: a job of n tokens is overtaken by those among the next
+    n / `AGING_TOKENS` arrivals alone, so none starves."""
+    return (shortest_job_first(sequence)[0] + AGING_TOKENS * sequence.arrival,)
+
+
 def lifo(running: Items[Sequence], requester: Sequence) -> Sequence | None:
     """The most recently admitted one, which has the least to lose; also when it is the requester."""
     return running[-1] if len(running) > 1 else None
@@ -58,7 +70,12 @@ def worst_placed(running: Items[Sequence], requester: Sequence) -> Sequence | No
     return max(running, key=lambda one: (*by_priority(one), one.seq_id)) if len(running) > 1 else None
 
 
-ADMISSION_ORDERS: dict[str, AdmissionOrder] = {"fcfs": first_come_first_served, "priority": by_priority}
+ADMISSION_ORDERS: dict[str, AdmissionOrder] = {
+    "fcfs": first_come_first_served,
+    "priority": by_priority,
+    "sjf": shortest_job_first,
+    "sjf-aged": shortest_job_first_aged,
+}
 VICTIM_POLICIES: dict[str, VictimPolicy] = {"lifo": lifo, "least-progressed": least_progressed}
 DEFAULT_TOKEN_BUDGET = 512
 DEFAULT_ONESHOT_TOKENS = 2048

@@ -58,6 +58,10 @@ class SamplingParams:
     searched."""
     structured: StructuredOutput | None = None
     """The form that the output must have. Tokens that its grammar refuses get no probability."""
+    drafts: Sequence[str] | None = None
+    """Which proposers propose for it, by name: None for all that the engine has, () for none."""
+    num_speculative_tokens: int | None = None
+    """Draft tokens per cycle at most; 0 is off, None is what the engine is set to. The output does not depend on it."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -69,9 +73,13 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         for token_id in stop_token_ids:
             _require_int("a token id of stop_token_ids", token_id)
+        if self.drafts is not None:
+            drafts = (self.drafts,) if isinstance(self.drafts, str) else tuple(self.drafts)
+            object.__setattr__(self, "drafts", drafts)
+            _check(all(isinstance(name, str) for name in drafts), f"drafts are names, got {drafts!r}")
         for name in ("max_tokens", "top_k", "n", "min_tokens"):
             _require_int(name, getattr(self, name))
-        for name in ("seed", "logprobs", "prompt_logprobs"):
+        for name in ("seed", "logprobs", "prompt_logprobs", "num_speculative_tokens"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name))
         _check(self.max_tokens >= 0, f"max_tokens must not be negative, got {self.max_tokens}")
@@ -90,7 +98,7 @@ class SamplingParams:
         _check(self.repetition_penalty > 0, f"repetition_penalty must be above 0, got {self.repetition_penalty:g}")
         _check(self.n >= 1, f"n must be at least 1, got {self.n}")
         _check(self.seed is None or 0 <= self.seed < 2**64, f"seed must be between 0 and 2^64 - 1, got {self.seed}")
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs", "num_speculative_tokens"):
             value = getattr(self, name)
             _check(value is None or value >= 0, f"{name} must not be negative, got {value}")
         _check(all(isinstance(text, str) and text for text in stop), "a stop string must be text and not empty")

@@ -45,8 +45,6 @@ class Sequence:
     """Retain the cache when the sequence ends, for another to continue from."""
     continues_from: int | None = None
     """The ended sequence whose retained cache this one takes over, if it is still there when this one begins."""
-    drafts: tuple[str, ...] | None = None
-    """Which proposers propose for it, by name; None for all that the engine has."""
     forks: list["Sequence"] = field(default_factory=list)
     """Further samples of the same prompt. They fork this one in the step that has computed the prompt."""
     forked_from: "Sequence | None" = None

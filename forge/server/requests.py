@@ -211,6 +211,8 @@ class RequestReader:
             "ignore_eos": body.ignore_eos,
             "min_tokens": body.min_tokens,
             "stop_token_ids": self._stop_ids(body.stop_token_ids),
+            "drafts": body.drafts,
+            "num_speculative_tokens": body.num_speculative_tokens,
             "include_stop_str_in_output": body.include_stop_str_in_output,
             "n": n,
             "structured": structured_output(body),

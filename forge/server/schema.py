@@ -101,6 +101,10 @@ class Sampling(Body):
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
     cache_salt: str | None = None
     structured_outputs: StructuredOutputs | None = None
+    drafts: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    """Which drafts propose for this request, by name: by default all, none of them for an empty list."""
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
+    """Draft tokens per cycle at most, 0 for none; by default what the server is set to."""
 
     @property
     def usage_wanted(self) -> bool:

@@ -55,6 +55,19 @@ class Lease:
             return None
         return (self._released_at - self._revoked_at) * 1e3
 
+    @property
+    def in_use(self) -> bool:
+        """True while a forward uses the model."""
+        return bool(self._users)
+
+    def grant(self, model: Model) -> None:
+        """Give a model of the same sizes, after the revoked one was released. Raises ValueError before that."""
+        with self._lock:
+            if self._released_at is None:
+                raise ValueError(f"the {self.name} model was not released: there is nothing to give back")
+            self._model, self._revoked_at, self._released_at = model, None, None
+            self._released.clear()
+
     def revoke(self) -> None:
         """Take the model back. Returns at once; `wait_released` waits. Revoking again does nothing."""
         with self._lock:

@@ -182,16 +182,21 @@ class Speculator:
         return drafts
 
     def _begin(self, sequence: Sequence) -> _State:
-        control = SpeculationControl.begin(self.max_k, self._costs(sequence), fixed=self.fixed)
+        wish = sequence.params.num_speculative_tokens
+        most = self.max_k if wish is None else min(wish, self.max_k)
+        control = SpeculationControl.begin(most, self._costs(sequence), fixed=self.fixed)
         state = self._states[sequence.seq_id] = _State.after(control, len(sequence.token_ids))
         if control.k == 0:
             self._unrecorded[sequence.seq_id] = control.decision
         return state
 
     def _sources_of(self, sequence: Sequence) -> tuple[_Source, ...]:
-        if sequence.drafts is None:
+        params = sequence.params
+        if params.num_speculative_tokens == 0:
+            return ()
+        if params.drafts is None:
             return self._sources
-        return tuple(source for source in self._sources if source.proposer.name in sequence.drafts)
+        return tuple(source for source in self._sources if source.proposer.name in params.drafts)
 
     def _ask(self, source: _Source, items: list[PlanItem], running: Mapping[int, Sequence], drafts: StepDrafts) -> None:
         """Add one proposer's draft tokens for these items. If it fails, go on without it."""

@@ -12,6 +12,9 @@ from typing import Literal, NamedTuple
 FORMERLY = "formerly"
 """Metadata of a field: the name that it has in traces written before it was renamed."""
 
+AGING_TOKENS = 16
+"""What each earlier arrival counts in the admission order `sjf-aged`."""
+
 Phase = Literal["prefill", "decode", "oneshot"]
 """`oneshot` is the value in records for a prefill-only request (a judge, a score, an embedding): it needs one forward
 pass over its prompt and no decode."""

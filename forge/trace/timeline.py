@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from forge.trace.records import (
+    AGING_TOKENS,
     AdmitRecord,
     ArriveRecord,
     CachedPositions,
@@ -199,6 +200,8 @@ class _Sequence:
     seq_id: int
     request: ArriveRecord | None = None
     sample: int = 0
+    arrival: int = 0
+    """Its request's place in the order of arrival."""
     admitted: float | None = None
     tokens_cached: int = 0
     forwards: list[StepSpan] = field(default_factory=list)
@@ -308,6 +311,7 @@ class Timeline:
         """The first sequence of each request that `arrive` told of and no step's record has named yet."""
         self._seq_ids: dict[str, tuple[int, ...]] = {}
         """By request id."""
+        self._num_arrived = 0
         self._waiting: dict[int, _OpenWait] = {}
         """The queue, in the order in which sequences came to it."""
         self._running: dict[int, None] = {}
@@ -390,9 +394,10 @@ class Timeline:
         """Sequences that have a place in the batch after the last step, in the order of admission."""
         return tuple(self._running)
 
-    def queue(self, by_priority: bool = False, most: int | None = None) -> tuple[int, ...]:
-        """Sequences that wait for a place, in the order in which they will get one; the first `most`."""
-        return tuple(sorted(self._waiting, key=lambda seq_id: self._queue_key(seq_id, by_priority))[:most])
+    def queue(self, order: str = "fcfs", most: int | None = None) -> tuple[int, ...]:
+        """Sequences that wait for a place, in the order in which they will get one; the first `most`. order: the name
+        of one of the engine's admission orders."""
+        return tuple(sorted(self._waiting, key=lambda seq_id: self._queue_key(seq_id, order))[:most])
 
     def request(self, seq_id: int) -> RequestTimeline:
         """The timeline of one sequence until now."""
@@ -426,10 +431,11 @@ class Timeline:
         """The first sample waits in the queue; the others begin when the prompt that they share has been computed."""
         first, *others = request.seq_ids
         self._seq_ids[request.request_id] = request.seq_ids
-        self._sequences[first] = _Sequence(first, request)
+        self._num_arrived += 1
+        self._sequences[first] = _Sequence(first, request, arrival=self._num_arrived)
         self._waiting[first] = self._open_wait("arrival", first_step, request.arrived)
         for sample, seq_id in enumerate(others, start=1):
-            self._sequences[seq_id] = _Sequence(seq_id, request, sample)
+            self._sequences[seq_id] = _Sequence(seq_id, request, sample, self._num_arrived)
             self._without_admission.add(seq_id)
 
     def _admit(self, admission: AdmitRecord, record: StepRecord) -> None:
@@ -510,11 +516,13 @@ class Timeline:
         if wait is not None:
             own.waits.append(wait)
 
-    def _queue_key(self, seq_id: int, by_priority: bool) -> tuple[int, float, int]:
+    def _queue_key(self, seq_id: int, order: str) -> tuple[int, float, int]:
         request = self._sequences[seq_id].request
         if request is None:
             return 0, -1.0, seq_id  # it came before the records began
-        return request.priority if by_priority else 0, request.arrived, seq_id
+        tokens = request.num_prompt_tokens + request.max_output_tokens
+        aged = tokens + AGING_TOKENS * self._sequences[seq_id].arrival
+        return {"priority": request.priority, "sjf": tokens, "sjf-aged": aged}.get(order, 0), request.arrived, seq_id
 
     def _open_wait(self, after: QueuedAfter, first_step: int, since: float) -> _OpenWait:
         before = {kind: (tally.steps, tally.changes) for kind, tally in self._tallies.items()}

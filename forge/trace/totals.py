@@ -63,6 +63,8 @@ class Totals:
     """Of the pool's blocks: mean over the steps, and the most."""
     fragmentation: tuple[float, float]
     """The share of reserved slots that are not filled: mean over the steps, and the most."""
+    sharing: tuple[float, float]
+    """The share of blocks that sharing saves: mean over the steps, and the most."""
     batch: tuple[float, int]
     """Sequences in a step: mean, and the most."""
 
@@ -103,6 +105,7 @@ def totals_of(steps: Sequence[StepRecord], requests: Sequence[RequestTimeline]) 
         end_to_end=Percentiles.of([one.end_to_end_ms for one in requests]),
         utilization=_mean_and_most([step.cache.utilization for step in steps]),
         fragmentation=_mean_and_most([step.cache.internal_fragmentation for step in steps]),
+        sharing=_mean_and_most([step.cache.sharing for step in steps]),
         batch=(fmean(batches), max(batches)),
     )
 

@@ -233,6 +233,7 @@ def step_line(record: StepRecord) -> str:
         f"step {record.step:>4}  {class_name(record.execution_class):<7} {ms(total):>6} ms",
         where,
         f"pool {cache.used_blocks}/{cache.num_blocks}",
+        f"fragmentation {percent(cache.internal_fragmentation)}  shared {percent(cache.sharing)}",
         ", ".join(work_texts(record)),
         *launch_texts(record),
         *(f"+{one.seq_id} {explain_admission(one)}" for one in record.admitted),

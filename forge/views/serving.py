@@ -59,7 +59,7 @@ def totals_object(totals: Totals) -> dict[str, Any]:
         "tokens_per_second": totals.tokens_per_second,
         "recomputed_share": totals.recomputed_share,
     }
-    for name in ("utilization", "fragmentation", "batch"):
+    for name in ("utilization", "fragmentation", "sharing", "batch"):
         mean, most = found.pop(name)
         found |= {f"{name}_mean": mean, f"{name}_max": most}
     for _, name in _TIMES:
@@ -105,6 +105,7 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "used_blocks": record.cache.used_blocks,
         "num_blocks": record.cache.num_blocks,
         "fragmentation": record.cache.internal_fragmentation,
+        "sharing": record.cache.sharing,
         "admitted": [one.seq_id for one in record.admitted],
         "preempted": [one.seq_id for one in record.preempted],
         "finished": [one.seq_id for one in record.finished],
@@ -131,6 +132,47 @@ def print_serving(console: Console, history: History, requests: Sequence[Request
     print_reasons(console, requests)
 
 
+Tenants = Sequence[tuple[int, Sequence[RequestTimeline]]]
+"""Of each tenant: its draft tokens per cycle at most, and its requests."""
+
+
+def tenant_objects(tenants: Tenants) -> list[dict[str, Any]]:
+    """Acceptance and time per token of each tenant."""
+    found = []
+    for limit, requests in tenants:
+        cycles = [cycle for request in requests for cycle in request.cycles]
+        proposed = sum(cycle.num_proposed for cycle in cycles)
+        accepted = sum(cycle.num_accepted for cycle in cycles)
+        per_token = Percentiles.of([request.time_per_output_token_ms for request in requests])
+        found.append(
+            {
+                "num_speculative_tokens": limit,
+                "requests": len(requests),
+                "proposed": proposed,
+                "accepted": accepted,
+                "acceptance": accepted / proposed if proposed else None,
+                "time_per_output_token_ms": per_token and per_token.p50,
+            }
+        )
+    return found
+
+
+def print_tenants(console: Console, tenants: Tenants) -> None:
+    """A row per tenant; nothing without tenants."""
+    if not tenants:
+        return
+    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    for name in ("guesses at a time", "requests", "guessed", "accepted", "", "ms per token"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in tenant_objects(tenants):
+        share = NOTHING if one["acceptance"] is None else percent(one["acceptance"])
+        figures = (one[name] for name in ("num_speculative_tokens", "requests", "proposed", "accepted"))
+        table.add_row(*map(count, figures), share, ms(one["time_per_output_token_ms"]))
+    console.print()
+    console.print(Text("Each tenant's guesses", TITLE))
+    print_table(console, table)
+
+
 def total_facts(totals: Totals, records: Sequence[StepRecord]) -> list[tuple[str, str]]:
     """Name and figure, in the order in which a reader asks."""
     classes = ", ".join(f"{class_name(name)} {count(number)}" for name, number in sorted(totals.steps_by_class.items()))
@@ -146,6 +188,7 @@ def total_facts(totals: Totals, records: Sequence[StepRecord]) -> list[tuple[str
         ("preemptions", preemptions_text(totals)),
         ("pool used", f"{percent(totals.utilization[0])} on average, {percent(totals.utilization[1])} at most"),
         ("fragmentation", f"{percent(totals.fragmentation[0])} on average"),
+        ("shared", f"{percent(totals.sharing[0])} on average, {percent(totals.sharing[1])} at most"),
     ]
     if totals.tokens_cached:
         facts.append(("from cache", plural(totals.tokens_cached, "token")))

@@ -45,6 +45,8 @@ class SpeculationResult:
     """From the revocation of the draft to its release, if it was revoked."""
     acceptance: str = "gumbel"
     """The rule by which draft tokens stood."""
+    told: Sequence[str] = ()
+    """Sentences about models that were taken back and given back."""
 
     @cached_property
     def summary(self) -> SpeculationSummary | None:
@@ -259,7 +261,7 @@ def print_speculation(console: Console, result: SpeculationResult, prompt: str) 
     console.print()
     for line in _cycle_lines(steps, result.token_text):
         print_hanging(console, line, CYCLE_INDENT)
-    for sentence in [*decisions_told(steps), *_failures(steps, result)]:
+    for sentence in [*decisions_told(steps), *_failures(steps, result), *result.told]:
         console.print(Text(sentence))
     if result.summary is None:
         reason = "interrupted" if result.guessed.interrupted else "no draft tokens were proposed: no figures"
@@ -317,6 +319,7 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
         "proposers": list(result.proposers),
         "identical": result.identical,
         "release_ms": result.release_ms,
+        "leases": list(result.told),
         "drafts": [draft.as_json() for draft in draft_totals(step.cycles for step in steps)],
         "errors": list(result.guessed.output.outputs[0].errors),
         "cycles": [_cycle_object(step.number, cycle) for step in steps for cycle in step.cycles],

@@ -86,3 +86,13 @@ def test_kv_memory_that_holds_nothing_is_refused_with_the_numbers():
 def test_a_pool_has_one_size(mode):
     with pytest.raises(UsageError, match="--num-blocks and --kv-memory both say how large the KV cache is"):
         create_kv_cache(mode, size(num_blocks=40, kv_bytes=1 << 20))
+
+
+def test_a_cache_says_its_kind_its_size_and_its_fill():
+    cache, _ = create_kv_cache("paged", CacheSize(32, 4, 4, 8, 8))
+    cache.add(0, [1, 2, 3, 4, 5])
+    cache.reserve(0, 5)
+    cache.commit(0, [1, 2, 3, 4, 5])
+    assert repr(cache) == "<paged KV cache: 2 of 8 blocks used, 0 cached, 5 tokens held>"
+    for kind in ("off", "basic", "prefix"):
+        assert repr(create_kv_cache(kind, CacheSize(32, 4, 4, 8, 8))[0]).startswith(f"<{kind} KV cache: 0 of ")

@@ -49,7 +49,7 @@ def offered(monkeypatch, capfd):
         ("forge generate --quantize ", ["q8_0"]),
         ("forge generate --speculate ", ["off", "draft", "ngram"]),
         ("forge generate --show ", list(SHOWABLE)),
-        ("forge trace-scheduler --order ", ["fcfs", "priority"]),
+        ("forge trace-scheduler --order ", ["fcfs", "priority", "sjf", "sjf-aged"]),
         ("forge trace-scheduler --preempt ", ["lifo", "least-progressed"]),
         ("forge trace-scheduler --mode ", ["recompute", "swap"]),
         ("forge speculation --speculate ", ["draft", "ngram"]),

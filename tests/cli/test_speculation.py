@@ -170,3 +170,28 @@ def test_the_pins_of_a_pair_are_four_lines_or_facts(forge, pair):
     assert shown.status == 0 and shown.out.count("✓") == 4 and "all bits" in shown.out
     assert json.loads(forge("speculation", "pins", "16", *pair, "--temperature", "1", "--json").out)["held"] is True
     assert "pins checks a draft model" in forge("speculation", "pins", "--speculate", "ngram").err
+
+
+def test_both_models_are_taken_back_and_given_back_and_no_token_changes(forge, pair):
+    when = ("--revoke-target-at", "6", "--revoke-draft-at", "10", "--return-draft-at", "16", "--json")
+    found = json.loads(forge("speculation", "the hat", "32", *pair, "--speculate-fixed", *when).out)
+    assert found["identical"] is True and len(found["leases"]) == 2
+    assert any("the target was taken back, and released" in text for text in found["leases"])
+    assert any("the draft was loaded again" in text for text in found["leases"])
+    assert found["cycles"][-1]["proposed"], "the draft that was given back proposes"
+    at_the_end = forge("speculation", "the hat", "8", *pair, "--speculate-fixed", "--revoke-target-at", "7", "--json")
+    assert json.loads(at_the_end.out)["identical"] is True
+    for wrong in (("--return-draft-at", "4"), ("--revoke-target-at", "0")):
+        assert forge("speculation", "the hat", "8", *pair, *wrong).status == 2
+
+
+def test_each_tenant_has_its_number_of_guesses_and_its_acceptance(forge, pair):
+    few = ("trace-scheduler", "-n", "6", "--max-tokens", "12", "--prompt-tokens", "4:8", *pair, "--speculate-fixed")
+    found = json.loads(forge(*few, "--speculate", "draft", "--tenants", "3,1,0", "--json").out)["tenants"]
+    assert [one["num_speculative_tokens"] for one in found] == [3, 1, 0] and [one["requests"] for one in found] == [
+        2
+    ] * 3
+    assert found[0]["proposed"] > found[1]["proposed"] > 0 == found[2]["proposed"] and found[2]["acceptance"] is None
+    assert "Each tenant's guesses" in forge(*few, "--speculate", "draft", "--tenants", "2,0").out
+    assert "give --speculate" in forge(*few[:-1], "--draft", "x", "--tenants", "1").err
+    assert "takes numbers of guesses" in forge(*few, "--speculate", "draft", "--tenants", "a").err

@@ -531,3 +531,23 @@ def test_priorities_hold_for_both_kinds_of_requests_in_one_queue():
     plans = [step(scheduler) for _ in range(3)]
 
     assert [[item.seq_id for item in plan.items] for plan in plans] == [[2], [1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"), [("fcfs", [0, 1, 2, 3]), ("sjf", [2, 3, 1, 0]), ("sjf-aged", [2, 1, 3, 0])]
+)
+def test_the_shortest_job_is_first_and_with_aging_later_ones_overtake_only_so_far(order, expected):
+    scheduler = new_scheduler(64, order=order, max_num_seqs=1)
+    for seq_id, length in enumerate((90, 20, 3, 6)):
+        scheduler.add(sequence(seq_id, tokens=1, max_tokens=length))
+    assert [one.seq_id for one in scheduler.waiting] == expected
+
+
+def test_under_every_order_prefill_only_sequences_are_ordered_with_the_others():
+    for order in ("priority", "sjf"):
+        scheduler = Scheduler(PagedKvCache(64, 4), SchedulerConfig(4, order=order, oneshot_tokens=6), range(64, 80))
+        lengths = {0: 6, 1: 5, 2: 4}
+        for seq_id, tokens in lengths.items():
+            scheduler.add(sequence(seq_id, tokens=tokens, max_tokens=1, prefill_only=True, priority=-seq_id))
+        assert [one.seq_id for one in scheduler.waiting] == [2, 1, 0]
+        assert shares(step(scheduler))[0][0] == 2

@@ -114,3 +114,13 @@ def test_embeddings_can_be_shortened(server):
     assert short == pytest.approx(whole_vector[:8] / np.linalg.norm(whole_vector[:8]), abs=1e-6)
     status, found = server.request("/v1/embeddings", {"input": "abc", "dimensions": 10_000})
     assert status == 400 and found["error"]["param"] == "dimensions"
+
+
+def test_a_body_says_which_drafts_propose_and_how_many_tokens(server):
+    plain = whole(server, "/v1/completions", prompt="abc", max_tokens=4, temperature=0)
+    off = whole(
+        server, "/v1/completions", prompt="abc", max_tokens=4, temperature=0, num_speculative_tokens=0, drafts=[]
+    )
+    assert off["choices"][0]["text"] == plain["choices"][0]["text"]
+    status, found = server.request("/v1/completions", {"prompt": "abc", "max_tokens": 4, "drafts": ["no such draft"]})
+    assert status == 400 and "no such draft" in found["error"]["message"]

@@ -1,11 +1,14 @@
 """Speculation in the engine changes when tokens come, and never which: for every proposer, cache, batch and ending."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from forge.engine.engine import Engine
 from forge.engine.proposer import NO_PROPOSAL, NoSpeculation, Proposal, Proposer
 from forge.engine.sampling_params import SamplingParams
+from forge.errors import UsageError
 from forge.speculation.controller import Costs
 from forge.speculation.leases import Lease, LeaseRevoked, lease_model
 from forge.speculation.ngram import NgramProposer
@@ -326,7 +329,7 @@ def test_sequences_of_one_batch_may_be_guessed_for_by_different_drafts(plain):
     drafts = [scripted_draft(name="one"), scripted_draft(wrong_now_and_then(), name="other")]
     engine = new_engine(muddled, max_num_seqs=8, speculation=speculator(*drafts))
     for name, own in (("plain", ("one",)), ("long", ("other",)), ("penalized", ()), ("scored", None)):
-        engine.add_request(name, letters(REQUESTS[name][0]), REQUESTS[name][1], drafts=own)
+        engine.add_request(name, letters(REQUESTS[name][0]), replace(REQUESTS[name][1], drafts=own))
     ids = {"one": 0, "other": 1, "neither": 2, "both": 3}
 
     cycles = cycles_of(run_all(engine))
@@ -334,6 +337,21 @@ def test_sequences_of_one_batch_may_be_guessed_for_by_different_drafts(plain):
     by = {who: {cycle.proposer for cycle in cycles if cycle.seq_id == seq_id} for who, seq_id in ids.items()}
     assert by == {"one": {"one"}, "other": {"other"}, "neither": set(), "both": {"one", "other"}}
     assert all(results(engine.output(name)) == plain[name] for name in ("plain", "long", "penalized", "scored"))
+
+
+def test_requests_of_one_batch_have_draft_lengths_of_their_own_and_no_draft_that_is_not_there(plain):
+    engine = new_engine(muddled, max_num_seqs=8, speculation=speculator(scripted_draft(name="one"), k=4))
+    names = ("plain", "long", "penalized")
+    for name, number in zip(names, (2, 0, 9), strict=True):
+        engine.add_request(name, letters(REQUESTS[name][0]), replace(REQUESTS[name][1], num_speculative_tokens=number))
+    with pytest.raises(UsageError, match="this engine has no 'two'; it has one"):
+        engine.add_request("x", letters("ab"), SamplingParams(drafts="two"))
+    cycles = cycles_of(run_all(engine))
+    most = {
+        seq_id: max((len(one.proposed) for one in cycles if one.seq_id == seq_id), default=0) for seq_id in range(3)
+    }
+    assert most == {0: 2, 1: 0, 2: 4}
+    assert all(results(engine.output(name)) == plain[name] for name in names)
 
 
 def test_fewer_guesses_than_there_is_room_for_have_fewer_rows():

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
+from forge.llm import LLM
 from forge.model.hash_model import HashModel
 from forge.model.model import Model, ModelUnavailable
 from forge.speculation.leases import LeasedModel, LeaseRevoked, lease_model
@@ -210,3 +212,31 @@ def test_a_model_is_wrapped_when_its_lease_is_first_asked_for():
 
     assert isinstance(engine.model, LeasedModel) and lease.model() is model
     assert lease_model(engine, "target") is lease
+
+
+def test_a_released_model_can_be_given_back_and_revoked_again():
+    model, other = leased(lambda: "first"), Busy(lambda: "second")
+    with pytest.raises(ValueError, match="nothing to give back"):
+        model.lease.grant(other)
+    model.lease.revoke()
+    model.lease.grant(other)
+    assert model.forward(None, None) == "second" and not model.lease.revoked and not model.lease.in_use
+    model.lease.revoke()
+    assert model.lease.release_ms is not None and model.lease.wait_released(0)
+
+
+def test_an_engine_that_waits_for_its_model_keeps_its_sequences():
+    llm = LLM("hash", kv="paged")
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = llm.generate("abc", params)[0].outputs[0].token_ids
+    run, lease = llm.start("abc", params), llm.lease()
+    model, steps = lease.model(), iter(run)
+    for _ in range(4):
+        next(steps)
+    llm.engine.waits_for_model = True
+    lease.revoke()
+    for _ in range(2):
+        with pytest.raises(LeaseRevoked):
+            next(iter(run))
+    lease.grant(model)
+    assert [record.finished for record in run][-1] and run.outputs[0].outputs[0].token_ids == expected

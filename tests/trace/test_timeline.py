@@ -310,3 +310,14 @@ def test_every_step_of_a_wait_has_its_reason(mode, kv):
                 told[key] = told.get(key, 0) + cause.num_steps
             assert sum(cause.num_steps for cause in wait.causes) <= wait.num_steps
         assert told == counted.get(one.seq_id, {})
+
+
+def test_the_queue_is_shown_in_the_order_of_the_scheduler():
+    from forge.engine.sampling_params import SamplingParams
+    from forge.llm import LLM
+
+    for order, expected in (("sjf", (2, 3, 1, 0)), ("sjf-aged", (2, 1, 3, 0)), ("fcfs", (0, 1, 2, 3))):
+        engine = LLM("hash", kv="paged").new_engine(order=order)
+        for seq_id, length in enumerate((90, 20, 3, 6)):
+            engine.add_request(str(seq_id), [97], SamplingParams(length))
+        assert engine.timeline.queue(order) == tuple(one.seq_id for one in engine.scheduler.waiting) == expected

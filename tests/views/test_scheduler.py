@@ -214,3 +214,14 @@ def test_text_of_a_model_cannot_paint_on_the_screen():
     for line in scheduler_lines(own, len(own) - 1, 80, 24):
         console.print(Text(line.plain))
     assert "\x1b" not in console.file.getvalue()
+
+
+def test_fragmentation_and_sharing_are_in_step_lines_the_closing_table_and_json():
+    cache = replace(RUN.steps[3].cache, used_blocks=6, slots_reserved=24, slots_filled=18, blocks_saved=2)
+    own = history((*RUN.steps[:3], replace(RUN.steps[3], cache=cache)))
+    assert "fragmentation 25 %  shared 25 %" in step_line(own.records[3])
+    console = piped()
+    print_serving(console, own, own.requests())
+    assert "shared 6 % on average, 25 % at most" in written(console)
+    found = serving_object(LABEL, own.records, own.requests())
+    assert found["steps"][3]["sharing"] == 0.25 and found["totals"]["sharing_max"] == 0.25

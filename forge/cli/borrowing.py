@@ -1,0 +1,130 @@
+"""A run whose models are taken back and given back while it goes on: leases, seen at work."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forge.engine.outputs import RequestOutput
+    from forge.llm import LLM, Run
+    from forge.model.model import Model
+    from forge.speculation.leases import Lease
+    from forge.trace.records import StepRecord
+
+_AWAY_SECONDS = 0.005
+"""How long the owner keeps the target."""
+_PATIENCE_SECONDS = 1.0
+"""How long to wait for a forward to revoke a model in."""
+
+
+@dataclass(frozen=True)
+class Revocation:
+    """After how many output tokens each model is taken back and given back; None for never."""
+
+    draft_at: int | None = None
+    return_draft_at: int | None = None
+    target_at: int | None = None
+    drafts: tuple[str, ...] = ()
+    """To load again, as `--draft` names them."""
+
+
+class BorrowedRun:
+    """A `Run` that is iterated in its place."""
+
+    def __init__(self, llm: "LLM", run: "Run", revocation: Revocation):
+        self._llm, self._run, self._plan = llm, run, revocation
+        self._tokens = 0
+        self._draft_leases = _draft_leases(llm) if revocation.draft_at is not None else []
+        self._target_lease = llm.lease() if revocation.target_at is not None else None
+        self._target: Model | None = None
+        """What the owner holds meanwhile."""
+        self._revoking: threading.Thread | None = None
+        self.told: list[str] = []
+        """What happened, a sentence each."""
+
+    @property
+    def outputs(self) -> "list[RequestOutput]":
+        return self._run.outputs
+
+    @property
+    def draft_release_ms(self) -> float | None:
+        """The longest time from a draft's revocation to its release."""
+        return max((lease.release_ms for lease in self._draft_leases if lease.release_ms is not None), default=None)
+
+    def abort(self) -> None:
+        self._run.abort()
+
+    def __iter__(self) -> "Iterator[StepRecord]":
+        from forge.speculation.leases import LeaseRevoked
+
+        engine = self._llm.engine
+        engine.waits_for_model = self._target_lease is not None
+        try:
+            while True:
+                try:
+                    for record in self._run:
+                        self._tokens += len(record.tokens)
+                        self._act()
+                        yield record
+                    return
+                except LeaseRevoked:
+                    if self._target is None:
+                        raise
+                    self._give_target_back()
+        finally:
+            engine.waits_for_model = False
+            if self._revoking is not None:
+                self._revoking.join()
+                if self._target_lease is not None and self._target_lease.revoked:  # in the run's last forward
+                    self._give_target_back()
+
+    def _act(self) -> None:
+        plan = self._plan
+        if plan.draft_at is not None and self._tokens >= plan.draft_at:
+            for lease in self._draft_leases:
+                lease.revoke()
+        if plan.return_draft_at is not None and self._tokens >= plan.return_draft_at and not self._is_returned():
+            started = time.perf_counter()
+            self._llm.speculate_with("draft", plan.drafts)
+            ms = (time.perf_counter() - started) * 1e3
+            self.told.append(
+                f"after {self._tokens} tokens the draft was loaded again in {ms:.1f} ms, with an empty cache"
+            )
+        if plan.target_at is not None and self._tokens >= plan.target_at and self._target is None:
+            assert self._target_lease is not None
+            self._target = self._target_lease.model()
+            self._revoking = threading.Thread(target=_revoke_in_a_forward, args=(self._target_lease,), daemon=True)
+            self._revoking.start()
+
+    def _is_returned(self) -> bool:
+        return any("the draft was loaded again" in text for text in self.told)
+
+    def _give_target_back(self) -> None:
+        lease, target = self._target_lease, self._target
+        assert lease is not None and target is not None
+        lease.wait_released()
+        release_ms = lease.release_ms
+        time.sleep(_AWAY_SECONDS)
+        lease.grant(target)
+        self.told.append(
+            f"after {self._tokens} tokens the target was taken back, and released {release_ms:.3f} ms later, when the "
+            f"forward under way had ended. The sequence waited {_AWAY_SECONDS * 1e3:.0f} ms and went on from its tokens"
+        )
+
+
+def _draft_leases(llm: "LLM") -> "list[Lease]":
+    from forge.speculation.draft import DraftProposer
+    from forge.speculation.leases import lease_model
+
+    proposers = llm.engine.speculation.proposers
+    return [lease_model(proposer, "draft") for proposer in proposers if isinstance(proposer, DraftProposer)]
+
+
+def _revoke_in_a_forward(lease: "Lease") -> None:
+    """Revoke while a forward is under way, as an owner does who does not wait for the engine."""
+    end = time.perf_counter() + _PATIENCE_SECONDS
+    while not lease.in_use and time.perf_counter() < end:
+        time.sleep(0)
+    lease.revoke()
