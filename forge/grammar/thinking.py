@@ -27,7 +27,7 @@ class ThinkingGrammar:
             raise UsageError(f"this model does not think: its vocabulary has no {OPEN}")
         self._grammar, self.is_open = grammar, is_open
         self.open, self.close = tokens[OPEN], tokens[CLOSE]
-        blank_line = tokenizer.encode(BLANK_LINE, add_bos=False)
+        blank_line = tokenizer.encode(BLANK_LINE, add_special_tokens=False)
         self.blank_line = blank_line[0] if len(blank_line) == 1 else None
         types = np.asarray(tokenizer.spec.token_types)[:vocab_size]
         self.anything = np.zeros(vocab_size, bool)
