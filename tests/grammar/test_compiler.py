@@ -13,7 +13,7 @@ from forge.grammar.compiler import GrammarCompiler
 def says(compiler, tokenizer, structured: StructuredOutput, text: str) -> bool:
     """Whether `text` may be the whole output."""
     matcher = compiler(structured).new_matcher()
-    token_ids = [*tokenizer.encode(text, add_bos=False), min(tokenizer.eos_token_ids)]
+    token_ids = [*tokenizer.encode(text, add_special_tokens=False), min(tokenizer.eos_token_ids)]
     return matcher.num_allowed([], token_ids) == len(token_ids)
 
 

@@ -25,7 +25,7 @@ def grammar(compiler):
 
 @pytest.fixture(scope="module")
 def output(tokenizer):
-    return [*tokenizer.encode(TEXT, add_bos=False), max(tokenizer.eos_token_ids)]
+    return [*tokenizer.encode(TEXT, add_special_tokens=False), max(tokenizer.eos_token_ids)]
 
 
 def test_a_mask_allows_what_the_whole_walk_allows(grammar, output):
@@ -108,7 +108,7 @@ def test_the_text_of_a_control_token_is_text(compiler, tokenizer):
     name = tokenizer.spec.tokens[tokenizer.spec.control_ids[0]]
     matcher = compiler(StructuredOutput(choice=[name])).new_matcher()
     assert not matcher.mask([])[tokenizer.spec.control_ids].any()
-    assert matcher.mask([])[tokenizer.encode(name, add_bos=False)[0]]
+    assert matcher.mask([])[tokenizer.encode(name, add_special_tokens=False)[0]]
 
 
 def test_every_token_is_its_bytes():
@@ -129,7 +129,7 @@ def test_forced_text_is_proposed_as_the_tokenizer_writes_it(grammar, tokenizer):
     forced = matcher.forced([])
     assert '{"hero": "'.startswith(tokenizer.decode(forced)) and len(forced) >= 3
     assert matcher.num_allowed([], forced) == len(forced)
-    text = tokenizer.encode('{"hero": "Mia", "mood": "sad", "age": 7}', add_bos=False)
+    text = tokenizer.encode('{"hero": "Mia", "mood": "sad", "age": 7}', add_special_tokens=False)
     assert matcher.forced(text) == (min(tokenizer.eos_token_ids),)
     assert matcher.forced([*text, min(tokenizer.eos_token_ids)]) == ()
 

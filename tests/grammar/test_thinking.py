@@ -14,7 +14,7 @@ FORM = {"regex": "(yes|no)!"}
 
 
 def ids(tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, allow_special=True, add_bos=False)
+    return tokenizer.encode(text, allow_special=True, add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
