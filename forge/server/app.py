@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 
 from forge import __version__
 from forge.engine.outputs import RequestOutput
@@ -36,7 +37,7 @@ from forge.server.strict_json import JsonAnswer, StrictRoute, to_json
 from forge.trace.codec import codec_of
 from forge.trace.records import StepRecord
 
-_ERRORS = {
+_ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
     for status, text in (
         (400, "The request is wrong; the error says where"),
@@ -52,7 +53,9 @@ _ERRORS = {
 }
 
 
-_STREAMED = {200: {"content": {"text/event-stream": {}}, "description": "One body, or events where stream is true"}}
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "One body, or events where stream is true"}
+}
 
 
 class Service:
@@ -264,9 +267,9 @@ def _add_watching(app: FastAPI, service: Service) -> None:
 
 def _add_aliases(app: FastAPI) -> None:
     """`/v1/completions` is `/completions` too, and so on: some clients are configured without the `/v1`."""
-    for route in [one for one in app.routes if one.path.startswith("/v1/")]:
+    for route in [one for one in app.routes if isinstance(one, APIRoute) and one.path.startswith("/v1/")]:
         alias = route.path.removeprefix("/v1")
-        app.add_api_route(alias, route.endpoint, methods=list(route.methods), include_in_schema=False)
+        app.add_api_route(alias, route.endpoint, methods=list(route.methods or ()), include_in_schema=False)
 
 
 def _describe(app: FastAPI) -> None:

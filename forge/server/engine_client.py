@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from forge.engine.outputs import Logprobs, RequestOutput
+from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.task import Logprobs
 from forge.errors import ForgeError, UsageError
 from forge.server.messages import (
     Abort,
@@ -138,7 +139,7 @@ class Generation:
         while not self.ended:
             await self._woken()
         self._raise_error()
-        return self.outputs
+        return [output for output in self.outputs if output is not None]
 
     async def updates(self) -> AsyncIterator[list[Delta]]:
         """What is new, until the end. Raises what went wrong, after what came before it."""
@@ -289,7 +290,8 @@ class EngineClient(asyncio.BufferedProtocol):
     def disconnect(self) -> None:
         """Leave the loop; the engine's process ends when its socket closes."""
         self._is_leaving = True
-        self._transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # a restart may wait on it in another thread
 
@@ -404,7 +406,7 @@ class EngineClient(asyncio.BufferedProtocol):
 
     def _write(self) -> None:
         commands, self._commands = self._commands, []
-        if not self.dead:
+        if not self.dead and self._transport is not None:
             self._transport.write(b"".join(commands))
 
     # Updates

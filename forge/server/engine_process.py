@@ -312,9 +312,9 @@ class EngineServer:
         update.steps.append(_summary(record))
         if self._watched:
             update.records.append(record)
-        for request, error in ended.items():
+        for request, why in ended.items():
             if not self.engine.is_unfinished(request.request_id):
-                self._take_output(request, error)
+                self._take_output(request, why)
 
     def _take_oneshot(self, finish: FinishRecord) -> None:
         group = self._group_of.get(finish.seq_id)

@@ -61,6 +61,7 @@ class CorkedTransport:
 
 def protocol_class(header_timeout: float, max_connections: int) -> type[asyncio.Protocol]:
     """The protocol's class: around httptools where it is installed, around h11 otherwise."""
+    base: Any
     try:
         import httptools  # noqa: F401
 
@@ -68,7 +69,7 @@ def protocol_class(header_timeout: float, max_connections: int) -> type[asyncio.
     except ImportError:
         base = import_from_string(HTTP_PROTOCOLS["h11"])
 
-    class Protocol(base):
+    class Protocol(base):  # type: ignore[misc, valid-type]  # which class it is, the installation decides
         """An HTTP connection, with bounds on heads and bodies, and on the time that they take."""
 
         _deadline: asyncio.TimerHandle | None = None

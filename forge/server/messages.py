@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any, NamedTuple
 
-from forge.engine.outputs import Logprobs, RequestOutput
+from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.task import Logprobs
 from forge.tokenizer import Tokenizer, TokenizerSpec
 from forge.trace.records import Pooling, StepRecord
 
@@ -107,7 +108,7 @@ class Ready(NamedTuple):
     def tokenizer(self) -> Tokenizer:
         if self.tokenizer_type is Tokenizer:
             return Tokenizer(self.tokenizer_spec, prefer="fast")
-        return self.tokenizer_type()
+        return self.tokenizer_type()  # type: ignore[call-arg]  # a tokenizer that brings its spec, as the byte tokenizer
 
 
 class LoadFailed(NamedTuple):

@@ -102,9 +102,10 @@ class Metrics:
         self.cached_tokens += output.metrics.tokens_cached
         for sample in output.outputs:
             metrics = sample.metrics
-            self.finished[sample.finish_reason] += 1
+            if sample.finish_reason is not None:
+                self.finished[sample.finish_reason] += 1
             self.num_generation_tokens.observe(len(sample.token_ids))
-            if metrics.first_token is None:
+            if metrics.first_token is None or metrics.last_token is None or metrics.admitted is None:
                 continue
             self.time_to_first_token.observe(metrics.first_token - arrived)
             self.end_to_end.observe(metrics.last_token - arrived)

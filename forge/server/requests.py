@@ -84,23 +84,24 @@ class RequestReader:
         if continues and body.add_generation_prompt:
             message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
             raise ApiError(message, param="continue_final_message")
+        messages = body.messages or []
         begins = not continues and body.add_generation_prompt is not False
         template: dict[str, Any] = {"add_generation_prompt": begins, "continue_final_message": continues}
         if isinstance(body, ChatRequest) and body.chat_template_kwargs is not None:
             template["enable_thinking"] = body.chat_template_kwargs.enable_thinking
 
         def encode() -> tuple[str, list[int]]:
-            turns = [message.model_dump(exclude_none=True) for message in body.messages]
+            turns = [message.model_dump(exclude_none=True) for message in messages]
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
                 turn.setdefault("content", "")
             special = {"parse_special": bool(body.parse_special), "add_special_tokens": bool(body.add_special_tokens)}
             return self.tokenizer.encode_chat(turns, **special, **template)
 
-        size = sum(len(message.content or "") for message in body.messages)
+        size = sum([len(message.content or "") for message in messages])
         self._check_size(size, "messages")
         try:
-            rendered, token_ids = await beside_the_loop(size + 100 * len(body.messages), encode)
+            rendered, token_ids = await beside_the_loop(size + 100 * len(messages), encode)
         except UsageError as error:
             raise ApiError(str(error), param="messages") from None
         return Prompt(self._checked_ids(token_ids, "messages"), rendered)
@@ -181,7 +182,7 @@ class RequestReader:
         max_tokens = self.max_tokens(asked, self.max_model_len, num_prompt_tokens, param)
         self._check_prompt_logprobs(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        others = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
+        others: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
         structured, variables = structured_output(body), body.chat_template_kwargs
         if structured is not None and variables is not None and variables.enable_thinking:
             others["structured"] = replace(structured, thinking="open" if is_thinking else "may_open")
@@ -266,7 +267,7 @@ class RequestReader:
             raise ApiError("prompt_logprobs are for whole answers: set stream to false", param="prompt_logprobs")
 
 
-def special_of(body: Sampling | TokenizeRequest) -> dict[str, bool | None]:
+def special_of(body: Sampling | TokenizeRequest) -> dict[str, Any]:
     """What a body says about control tokens in a prompt's text, as `one_prompt` wants it."""
     return {"parse": body.parse_special is not False, "bos": body.add_special_tokens}
 

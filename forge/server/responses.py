@@ -4,7 +4,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from forge.engine.outputs import CompletionOutput, Logprobs, RequestOutput
+from forge.engine.outputs import CompletionOutput, RequestOutput
+from forge.engine.task import Logprobs
 from forge.server.engine_client import Delta, Prompt
 from forge.server.reasoning import ReasoningSplitter, split_reasoning
 from forge.server.schema import ChatRequest, CompletionRequest, OpenAiRequest
@@ -28,7 +29,8 @@ def usage_object(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 def size_of(outputs: Sequence[RequestOutput]) -> int:
     """Tokens and log probabilities of an answer: how long it takes to make is about that."""
     return sum(
-        len(sample.token_ids) + sum(map(len, (*(sample.logprobs or ()), *filter(None, output.prompt_logprobs or ()))))
+        len(sample.token_ids)
+        + sum(len(entry) for entry in (*(sample.logprobs or ()), *(output.prompt_logprobs or ())) if entry is not None)
         for output in outputs
         for sample in output.outputs
     )
@@ -86,7 +88,7 @@ class Shape:
 
     def _prompt_logprobs(self, output: RequestOutput) -> list[dict[str, Any] | None]:
         """As vLLM has them: for each prompt token the likeliest and itself, by token id."""
-        most = self._body.prompt_logprobs
+        most = self._body.prompt_logprobs or 0
         return [
             None
             if entry is None
@@ -98,7 +100,7 @@ class Shape:
                 }
                 for place, (token_id, logprob) in enumerate(entry, 1)
             }
-            for entry in output.prompt_logprobs
+            for entry in output.prompt_logprobs or ()
         ]
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -153,7 +155,7 @@ class CompletionShape(Shape):
 
     def echo_chunk(self, choice: int, prompt: int) -> dict[str, Any]:
         """A choice's first chunk where the prompt is wanted with it."""
-        text = self._echo[prompt]
+        text = self._echo[prompt] or ""
         self._lengths[choice] = len(text)
         return self.chunk_of([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}])
 
@@ -265,11 +267,12 @@ class ChatShape(Shape):
     def _chunk(self, choice: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         return self.chunk_of([{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": None}])
 
-    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[Logprobs]) -> dict[str, Any]:
+    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[Logprobs | None]) -> dict[str, Any]:
         content = []
         for token_id, entry in zip(token_ids, entries, strict=True):
-            top = [self._token(other, logprob) for other, logprob in entry[: self._top]]
-            content.append(self._token(token_id, dict(entry)[token_id]) | {"top_logprobs": top})
+            known = entry or ()
+            top = [self._token(other, logprob) for other, logprob in known[: self._top]]
+            content.append(self._token(token_id, dict(known)[token_id]) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:

@@ -113,7 +113,8 @@ class Sampling(Body):
 
     @property
     def continuous_usage(self) -> bool:
-        return self.usage_wanted and bool(self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return self.usage_wanted and options is not None and bool(options.continuous_usage_stats)
 
 
 class OpenAiRequest(Sampling):

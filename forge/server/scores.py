@@ -124,9 +124,9 @@ def add_scores(app: FastAPI, service: "Service") -> None:
     async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
         """How likely each `text_2` is to follow its `text_1`: the natural log probability of all its tokens."""
         model = model_of(body.model)
-        firsts, seconds = _pairs(body)
-        _check_number(service, "text_2", seconds)
-        firsts, seconds = await asking.prompts(firsts, "text_1"), await asking.prompts(seconds, "text_2")
+        texts_1, texts_2 = _pairs(body)
+        _check_number(service, "text_2", texts_2)
+        firsts, seconds = await asking.prompts(texts_1, "text_1"), await asking.prompts(texts_2, "text_2")
         pairs = list(zip(_ids(firsts), _ids(seconds), strict=True))
         scores = await asking.run(request, lambda answer: tasks.score(pairs, 0, answer), "text_2")
         data = [

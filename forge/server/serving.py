@@ -120,7 +120,7 @@ async def _serve(client, ready, settings: Settings, listening, on_ready) -> int:
             access_log=False,
             server_header=False,
             lifespan="off",
-            timeout_keep_alive=settings.limits.keep_alive,
+            timeout_keep_alive=settings.limits.keep_alive,  # type: ignore[arg-type]  # a fraction of a second works too
             timeout_graceful_shutdown=1,
             backlog=backlog,
         )

@@ -43,6 +43,7 @@ class EventStream(Response):
 
     async def __call__(self, scope, receive, send) -> None:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None, "an answer is sent within a task"
         leaving = asyncio.create_task(_disconnected(receive))
         leaving.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
         watching = loop.call_later(self._stall_timeout, self._watch, task)
@@ -93,6 +94,7 @@ async def _disconnected(receive) -> None:
 async def leaving_client(request: Request) -> AsyncIterator[None]:
     """Within it, a client that goes away ends the waiting, with `ClientDisconnect`."""
     waiting = asyncio.current_task()
+    assert waiting is not None, "a request is answered within a task"
     leaving = asyncio.create_task(_disconnected(request.receive))
     leaving.add_done_callback(lambda task: None if task.cancelled() else waiting.cancel())
     try:
