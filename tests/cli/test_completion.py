@@ -47,7 +47,7 @@ def offered(monkeypatch, capfd):
         ("forge generate --device ", ["cpu", "reference", "cuda"]),
         ("forge generate --kv-dtype bf", ["bfloat16"]),
         ("forge generate --quantize ", ["q8_0"]),
-        ("forge generate --speculate ", ["off", "draft", "ngram"]),
+        ("forge generate --speculate ", ["off", "draft", "ngram", "grammar"]),
         ("forge generate --show ", list(SHOWABLE)),
         ("forge trace-scheduler --order ", ["fcfs", "priority", "sjf", "sjf-aged"]),
         ("forge trace-scheduler --preempt ", ["lifo", "least-progressed"]),
