@@ -22,7 +22,7 @@ from forge.bench.cuda_tiles import products_of
 from forge.bench.drawn_model import drawn_matrix
 from forge.cache.kv_storage import KvLayout
 from forge.model.config import Qwen3Config
-from forge.testing.forwards import Part, flat_batch
+from forge.model.manual_batch import Part, flat_batch
 
 TOLERANCE = 1e-2
 """Relative error of one operation in bfloat16 against float64."""

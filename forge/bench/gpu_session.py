@@ -207,7 +207,7 @@ class Session:
         return environment | ({"TRITON_INTERPRET": "1"} if self._rehearsal else {})
 
     def _write(self) -> None:
-        """All or nothing: whoever reads the file, or kills this process, never has half of it."""
+        """All or nothing: a reader of the file never sees half of it, even if this process is killed."""
         text = json.dumps(self.results, indent=1, ensure_ascii=False)
         partial = self.out / f"{RESULTS}.partial"
         partial.write_text(text + "\n", encoding="utf-8")

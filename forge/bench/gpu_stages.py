@@ -403,7 +403,7 @@ def _device(report: Report) -> Iterator[str]:
             raise Skip("needs triton")
         yield "cuda"
         return
-    from forge.testing.interpreter import repaired_interpreter
+    from forge.backends.cuda.interpreter import repaired_interpreter
 
     with repaired_interpreter():
         yield "cpu"

@@ -123,7 +123,7 @@ class Watch:
             self._writer.write(record)
 
 
-NOBODY = Watch()
+UNWATCHED = Watch()
 
 
 def drive(
@@ -131,7 +131,7 @@ def drive(
     run: AnyRun,
     params: "SamplingParams",
     on_step: "Callable[[StepRecord], None]",
-    watch: Watch = NOBODY,
+    watch: Watch = UNWATCHED,
 ) -> "RunResult":
     """Advance `run` to its end, or to Ctrl-C, handing on every step as it happens."""
     from forge.views.summary import RunResult
@@ -146,7 +146,7 @@ def advance(
     engine: "Engine",
     run: AnyRun,
     on_step: "Callable[[StepRecord], None]",
-    watch: Watch = NOBODY,
+    watch: Watch = UNWATCHED,
     history: "History | None" = None,
 ) -> Driven:
     """Advance a run to its end, or to Ctrl-C, under `watch`. Where it is stepped through, `on_step` sees the steps when

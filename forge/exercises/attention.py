@@ -38,6 +38,8 @@ RULES = {
 
 
 class AttentionTrial(Trial):
+    """Compares the reader's attention with the reference, at every position."""
+
     def __init__(self, piece: ModuleType):
         super().__init__(piece, "import numpy as np; random = np.random.default_rng(0).standard_normal")
         self.piece = piece

@@ -79,6 +79,8 @@ _WORDS = (
 
 
 class ContiguousTrial(CacheTrial):
+    """Runs random operations on the reader's contiguous cache beside an oracle."""
+
     def __init__(self, piece: ModuleType):
         line = f"cache = piece.MyContiguousCache({_RUNS}, {_LENGTH}, {_BLOCK})"
         num_blocks = _RUNS * -(-_LENGTH // _BLOCK)

@@ -84,6 +84,8 @@ def _request(text: Sequence[int], max_tokens: int, seq_id: int = 0) -> ProposalR
 
 
 class ProposerTrial(Trial):
+    """Asks the reader's proposer about texts whose continuation is known."""
+
     def __init__(self, piece: ModuleType):
         super().__init__(
             piece,

@@ -94,6 +94,8 @@ _WORDS = (
 
 
 class PagedTrial(CacheTrial):
+    """Runs random operations on the reader's paged cache beside an oracle."""
+
     def __init__(self, piece: ModuleType):
         line = f"cache = piece.MyPagedCache({_BLOCKS}, {_BLOCK})"
         super().__init__(piece, line, lambda: piece.MyPagedCache(_BLOCKS, _BLOCK), _BLOCKS, _WORDS)

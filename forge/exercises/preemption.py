@@ -95,6 +95,8 @@ class PreemptionTrial(EngineTrial):
         trial = self
 
         class Observed(piece.MyPreemption):  # type: ignore[name-defined, misc]
+            """What one run with the reader's policy showed."""
+
             def reserve(self, sequence: TokenSequence, num_tokens: int, plan: PlanBuilder) -> bool:
                 wanted = self._cache.reserved_length(sequence.seq_id) + num_tokens
                 seq_id, splits = sequence.seq_id, self._cache.stats().splits

@@ -152,6 +152,8 @@ class IndexTrial(Trial):
 
 
 class PrefixTrial(CacheTrial):
+    """Runs random operations on the reader's prefix index beside an oracle."""
+
     def __init__(self, piece: ModuleType):
         line = f"from forge.exercises.prefix_index import cache_of; cache = cache_of(piece, {_BLOCKS}, {_BLOCK})"
         super().__init__(piece, line, lambda: cache_of(piece, _BLOCKS, _BLOCK), _BLOCKS, _WORDS)

@@ -78,6 +78,8 @@ _CASES: tuple[tuple[str, list[float], dict[str, Any]], ...] = (
 
 
 class SamplingTrial(Trial):
+    """Compares the reader's filters and draws with exact sets and counts."""
+
     def __init__(self, piece: ModuleType):
         super().__init__(piece, "import numpy as np; from forge import SamplingParams")
         self.piece = piece

@@ -128,6 +128,8 @@ class SchedulerTrial(EngineTrial):
         trial = self
 
         class Observed(piece.MyScheduler):  # type: ignore[name-defined, misc]
+            """What one step of the reader's scheduler decided."""
+
             def begin(self, sequence: Sequence, plan: PlanBuilder) -> None:
                 needed, free = self.blocks_to_begin(sequence), self.cache.num_available
                 first, name = next(iter(self.queue)), f"sequence {sequence.seq_id}"

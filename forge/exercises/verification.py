@@ -57,6 +57,8 @@ RULES = {
 
 
 class VerificationTrial(Trial):
+    """Compares the reader's verification with the target's own output and distribution."""
+
     def __init__(self, piece: ModuleType):
         super().__init__(piece, "import numpy as np; from forge.engine.sampling import Distribution as D")
         self.piece = piece

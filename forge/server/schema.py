@@ -66,6 +66,8 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
+    """OpenAI's `response_format`."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 

@@ -16,9 +16,9 @@ from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import LoadedModel
+from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill, random_batches
 from forge.model.model import Model
 from forge.speculation.replay import ReplayProposer
-from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill, random_batches
 
 _BLOCK = 16
 _LENGTHS = (1, 2, 15, 16, 17, 33, 47)

@@ -6,9 +6,9 @@ import pytest
 from forge.backends.reference import ReferenceBackend, ReferenceOperations
 from forge.cache.kv_storage import rounded
 from forge.model.loader import LoadedModel, load_model
+from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill
 from forge.model.qwen3 import Qwen3
 from forge.testing import MODEL_CHECKS
-from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill
 from tests.small_models import write_small_qwen3
 
 SIZES = [

@@ -10,8 +10,8 @@ from forge.backends.timed import TimedOperations, short_name
 from forge.gguf import GGUFFile
 from forge.model.backend import Operations
 from forge.model.loader import load_qwen3
+from forge.model.manual_batch import one_prefill
 from forge.model.weight_source import GGUFWeights
-from forge.testing.forwards import one_prefill
 from tests.small_models import write_small_qwen3
 
 OPERATIONS = {"rms_norm", "head_norm", "rope", "write_kv", "attention", "swiglu", "add"}

@@ -27,9 +27,9 @@ def generate() -> None:
 
     os.environ["TRITON_INTERPRET"] = "1"
     from forge import SamplingParams
+    from forge.backends.cuda.interpreter import repaired_interpreter
     from forge.bench.drawn_model import drawn_llm
     from forge.model.synth import synthetic_config
-    from forge.testing.interpreter import repaired_interpreter
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = synthetic_config(num_layers=1, head_dim=16, vocab_size=270, **sizes)

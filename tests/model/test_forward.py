@@ -5,8 +5,8 @@ import pytest
 
 from forge.gguf import GGUFFile
 from forge.model.loader import load_qwen3
+from forge.model.manual_batch import Part, flat_batch, new_storage
 from forge.model.weight_source import GGUFWeights
-from forge.testing.forwards import Part, flat_batch, new_storage
 from tests.backends.counting import CountingBackend
 from tests.small_models import write_small_qwen3
 

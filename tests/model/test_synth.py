@@ -13,6 +13,7 @@ from forge.gguf.block_formats import dequantize
 from forge.model import synth as synth_module
 from forge.model.config import expected_tensors
 from forge.model.loader import load_qwen3
+from forge.model.manual_batch import one_prefill
 from forge.model.synth import (
     FULL_VOCABULARY,
     QUANTIZATIONS,
@@ -26,7 +27,6 @@ from forge.model.synth import (
 )
 from forge.model.synthetic_vocabulary import MIN_VOCABULARY, synthetic_vocabulary
 from forge.model.weight_source import open_weights
-from forge.testing.forwards import one_prefill
 from forge.tokenizer import Tokenizer, TokenType, spec_from_gguf
 
 

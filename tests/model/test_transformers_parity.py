@@ -7,8 +7,8 @@ from forge.backends.devices import create_backend
 from forge.gguf import GGUFFile
 from forge.model.config import Qwen3Config
 from forge.model.loader import load_qwen3
+from forge.model.manual_batch import one_prefill
 from forge.model.weight_source import GGUFWeights
-from forge.testing.forwards import one_prefill
 from tests.small_models import write_small_qwen3
 
 torch = pytest.importorskip("torch", reason="parity needs PyTorch: pip install torch")

@@ -9,6 +9,8 @@ from forge.engine.sampling_params import SamplingParams
 from forge.model.catalog import resolve_model
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.loader import load_qwen3
+from forge.model.manual_batch import Part, new_storage, one_prefill
+from forge.model.manual_batch import flat_batch as laid_out_by_hand
 from forge.model.qwen3 import Qwen3
 from forge.model.weight_source import open_weights
 from forge.speculation.controller import RecentCycles
@@ -16,8 +18,6 @@ from forge.speculation.draft import DraftProposer
 from forge.speculation.ngram import NgramProposer
 from forge.speculation.replay import ReplayProposer
 from forge.speculation.verification import verify_runs
-from forge.testing.forwards import Part, new_storage, one_prefill
-from forge.testing.forwards import flat_batch as laid_out_by_hand
 from forge.tokenizer import Tokenizer
 from tests.small_models import write_small_qwen3
 from tests.speculation.requests import request

@@ -15,12 +15,12 @@ from forge.engine.rng import Purpose
 from forge.engine.sampling import BrokenLogits, choose, distribution, penalized
 from forge.engine.sampling_params import SamplingParams
 from forge.model.loader import load_qwen3
+from forge.model.manual_batch import one_prefill
 from forge.model.qwen3 import Qwen3
 from forge.model.weight_source import open_weights
 from forge.speculation import draft as draft_module
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
 from forge.speculation.leases import Lease, LeaseRevoked, lease_model
-from forge.testing.forwards import one_prefill
 from forge.tokenizer import Tokenizer
 from tests.engine.scripted import PIECES, ScriptedModel, muddled
 from tests.engine.test_interruption import interrupted_at

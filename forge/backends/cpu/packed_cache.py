@@ -40,7 +40,7 @@ from forge.backends.cpu.tiles import TileLayout
 
 SWITCH = "FORGE_PACKED_WEIGHTS"
 LEAST_BYTES = 64 << 20
-"""Of tensors: repacking fewer takes less time than anybody notices."""
+"""Of tensors: repacking fewer takes less time than can be noticed."""
 SAMPLED_PAGES = 64
 _PAGE = 4096
 _WRITTEN_AT_ONCE = 32 << 20

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from forge.testing.forwards import Part, flat_batch, new_storage
+from forge.model.manual_batch import Part, flat_batch, new_storage
 from tests.backends.cpu.models import TeamBackend, small_model
 
 

@@ -11,8 +11,8 @@ from forge.backends.cpu.backend import CpuBackend
 from forge.backends.cpu.words import TEAM_NUM_THREADS
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
+from forge.model.manual_batch import Part, flat_batch, new_storage, random_batches
 from forge.model.qwen3 import Qwen3
-from forge.testing.forwards import Part, flat_batch, new_storage, random_batches
 from tests.backends.cpu.models import FLOATS, K_TYPES, QUANTIZED, TeamBackend, small_model
 from tests.small_models import write_small_qwen3
 

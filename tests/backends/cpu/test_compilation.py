@@ -13,7 +13,7 @@ from forge.backends.cpu import compilation
 from forge.backends.cpu.compilation import Kernel, TileSet, compile_all
 from forge.backends.cpu.instruction_sets import INSTRUCTION_SETS, NeonDot
 from forge.backends.cpu.packing import Q4, Q8
-from forge.testing.forwards import one_prefill
+from forge.model.manual_batch import one_prefill
 from tests.backends.cpu.models import TeamBackend, run_python, small_model
 
 QUICK = ("kernels", "quantize")
@@ -286,7 +286,7 @@ def test_two_processes_that_compile_at_once_leave_whole_files_and_a_third_compil
 
 SECOND_START = """
 from tests.backends.cpu.models import small_model
-from forge.testing.forwards import one_prefill
+from forge.model.manual_batch import one_prefill
 from forge.backends.cpu.backend import CpuBackend
 seen = []
 one_prefill(small_model(CpuBackend(2, on_compile=lambda *done: seen.append(done)), "Q8_0"), [1, 2, 3])

@@ -17,8 +17,8 @@ from forge.gguf import GGMLType
 from forge.gguf.ggml_types import BLOCK_SIZES
 from forge.gguf.writer import random_weights
 from forge.model.forward_batch import ForwardBatch
+from forge.model.manual_batch import Part, flat_batch
 from forge.model.rope import Rope
-from forge.testing.forwards import Part, flat_batch
 from tests.backends.cpu.models import FLOATS, QUANTIZED, TeamBackend, memory_tensor
 
 EPS = 1e-6

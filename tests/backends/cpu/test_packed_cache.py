@@ -10,9 +10,9 @@ from forge.backends.cpu import packed_cache
 from forge.backends.cpu.backend import CpuBackend
 from forge.backends.cpu.packing import FloatMatrix
 from forge.model.loader import load_qwen3
+from forge.model.manual_batch import one_prefill
 from forge.model.qwen3 import Qwen3
 from forge.model.weight_source import open_weights
-from forge.testing.forwards import one_prefill
 from tests.small_models import write_small_qwen3
 
 TOKENS = np.random.default_rng(0).integers(0, 280, 20).tolist()

@@ -14,7 +14,7 @@ from forge.backends.cuda import warm_up
 from forge.backends.cuda.ahead_of_time import weightless_model
 from forge.backends.cuda.launches import ListingLauncher
 from forge.gguf import GGMLType
-from forge.testing.forwards import Part, flat_batch
+from forge.model.manual_batch import Part, flat_batch
 from tests.small_models import small_config
 
 KERNELS = ("gather_rows", "rms_norm", "greatest")

@@ -27,7 +27,7 @@ def interpreter():
     if HAS_GPU or MISSING:
         yield
         return
-    from forge.testing.interpreter import repaired_interpreter
+    from forge.backends.cuda.interpreter import repaired_interpreter
 
     with repaired_interpreter():
         yield

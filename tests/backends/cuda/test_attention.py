@@ -8,8 +8,8 @@ from forge.backends.cuda.inputs import InputBuffer, shape_of
 from forge.backends.cuda.network import Layer, Network, Norm
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.cache.kv_storage import KvLayout
+from forge.model.manual_batch import Part, flat_batch
 from forge.model.rope import Rope
-from forge.testing.forwards import Part, flat_batch
 from tests.backends.cuda.models import DTYPES, TOLERANCE, launches, relative_error
 
 EPS, THETA = 1e-6, 1e4

@@ -16,7 +16,7 @@ from forge.backends.cuda.backend import CudaBackend
 from forge.backends.cuda.graphs import Graphs
 from forge.backends.cuda.inputs import TOKEN_BUCKETS, InputBuffer, Policy, shape_of
 from forge.backends.cuda.shapes import Tuning
-from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill
+from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill
 from tests.backends.cpu.models import small_model
 from tests.backends.cuda.models import relative_error
 

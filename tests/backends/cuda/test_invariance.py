@@ -9,7 +9,7 @@ import pytest
 
 from forge.backends.cuda.backend import CudaBackend
 from forge.errors import UsageError
-from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill
+from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill
 from tests.backends.cpu.models import small_model
 
 

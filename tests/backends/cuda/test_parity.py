@@ -7,8 +7,8 @@ import pytest
 
 from forge.backends.cuda.backend import CudaBackend
 from forge.backends.reference import ReferenceBackend
+from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill
 from forge.model.qwen3 import Qwen3
-from forge.testing.forwards import Part, flat_batch, new_storage, one_prefill
 from tests.backends.cpu.models import FLOATS, QUANTIZED, small_model
 from tests.backends.cuda.models import relative_error
 

@@ -9,7 +9,7 @@ from forge.backends.cuda import warm_up
 from forge.backends.cuda.backend import CudaBackend
 from forge.backends.cuda.inputs import Policy, expected_shapes, shape_of
 from forge.backends.cuda.launches import ListingLauncher
-from forge.testing.forwards import Part, flat_batch, new_storage
+from forge.model.manual_batch import Part, flat_batch, new_storage
 from tests.backends.cpu.models import ROOT, run_python, small_model
 
 
