@@ -30,8 +30,6 @@ from forge.trace.records import (
 MAX_DEFERRED = 256
 """Sequences that one step defers at most: those behind them are not looked at, so a long queue costs no time."""
 
-_ONE_ROW = range(1)
-
 
 class Admission:
     """Moves sequences from the queue to the running ones, as far as slots, tokens and blocks allow."""
