@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from forge.bench.cases import Case, ModelSize, measure_model, needs_of
+from forge.bench.cases import Case, Limits, ModelSize, measure_model, needs_of
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 SHAPE_LAYERS = 8
@@ -32,27 +32,6 @@ ARRAY_BYTES = 1 << 28
 Progress = Callable[[str], None]
 """Called with what is about to be done."""
 Work = tuple[Case, Callable[[], object]]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the machine can do at most: memory bandwidth and arithmetic."""
-
-    bytes_per_second: float
-    """What all threads together read from memory."""
-    products_per_second: float
-    """int8 multiplications, each with its addition, when the operands are near."""
-
-    @property
-    def ridge(self) -> float:
-        """Products per byte at which both limits are reached at once."""
-        return self.products_per_second / self.bytes_per_second
-
-    def or_better(self, other: "Limits") -> "Limits":
-        """Of each limit the higher one: what else the machine does can only lower them."""
-        return Limits(
-            max(self.bytes_per_second, other.bytes_per_second), max(self.products_per_second, other.products_per_second)
-        )
 
 
 @dataclass(frozen=True)

@@ -11,24 +11,81 @@ that a machine that is slow for a while is slow for both. So are a server and th
 """
 
 import asyncio
+import json as json_text
 import random
+import shlex
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from statistics import fmean, median, pstdev
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
 
 from forge.bench.http_client import HttpClient, ServerProblem, Timed
+from forge.bench.process import BenchProcess, Launch, at_least_one
+from forge.bench.results import Part, Progress, Table, option, shown, silent, title, trouble
+from forge.cli import options
 from forge.errors import UsageError
+from forge.views.bench import progress_line
+from forge.views.figures import count, percent, rate
+from forge.views.report import Report
+from forge.views.text import one_line
 
 PERCENTILES = (50, 90, 95, 99)
-METRICS = ("ttft", "tpot", "itl", "e2el")
+METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
+"""As the JSON and as the screen calls them."""
 DATASETS = ("random", "words")
 WORDS = "time year people way day man thing woman life child world school state family student group country problem"
 """Each a token of most vocabularies, with the space before it."""
 
 Prompt = str | list[int]
+
+
+def bench_serve(
+    url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8080",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="As the server calls it.", show_default="its first")
+    ] = None,
+    dataset: Annotated[str, option("random token ids, or words.")] = "random",
+    input_tokens: Annotated[int, option("")] = 128,
+    output_tokens: Annotated[int, option("")] = 32,
+    num_prompts: Annotated[int, option("")] = 400,
+    concurrency: Annotated[int, option("Requests under way at most.")] = 4,
+    request_rate: Annotated[float | None, option("Requests per second.", default="as answered")] = None,
+    goodput: Annotated[list[str] | None, option("A goal, such as ttft:100; may be repeated.")] = None,
+    seed: Annotated[int, option("")] = 0,
+    probe_health: Annotated[bool, option("Time /health meanwhile.", "--probe-health")] = False,
+    engine: Annotated[str | None, option("Run the same on this model without a server, in turns.")] = None,
+    num_blocks: Annotated[int | None, option("For --engine.")] = None,
+    peer: Annotated[str | None, option("Send the same to another server, in turns.")] = None,
+    peer_model: Annotated[str | None, typer.Option(help="As the peer calls it.", show_default="its first")] = None,
+    turns: Annotated[int, option("Of --engine or --peer.")] = 7,
+    threads: options.ThreadsOption = None,
+    api_key: Annotated[str | None, typer.Option(envvar="FORGE_API_KEY")] = None,
+    json: options.JsonOption = False,
+) -> Report:
+    """What clients of a server see: TTFT, TPOT, ITL, end-to-end latency, throughput.
+
+    [dim]forge bench serve --concurrency 64 --num-prompts 400[/dim]
+    [dim]forge bench serve --concurrency 16 --num-prompts 112 --peer http://127.0.0.1:8081[/dim]
+    """
+    goals = parse_goodput(goodput or ())
+    asked = (dataset, input_tokens, output_tokens, num_prompts, concurrency, request_rate, seed)
+    plan = ServePlan(url, model, *asked, goodput=goals, api_key=api_key, probe_health=probe_health, turns=turns)
+    if peer is not None and engine is not None:
+        raise UsageError("--peer and --engine are two comparisons: give one of them")
+    other = replace(plan, url=peer, model=peer_model, api_key=None, probe_health=False) if peer is not None else None
+    loading = options.model_options(num_blocks=num_blocks, threads=threads)
+    with progress_line() as progress, EngineTurns(engine, loading, plan) if engine else nullcontext() as own:
+        result = run(plan, progress, engine_turn=own.turn if own else None, peer=other)
+    result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
+    return shown(serve_object(result), partial(screen, result), json, 0 if result.good else 1)
 
 
 @dataclass(frozen=True)
@@ -56,9 +113,8 @@ class ServePlan:
     """Into how many parts the requests are divided, where they also go to another server."""
 
     def __post_init__(self):
-        for name in ("input_tokens", "output_tokens", "num_prompts", "concurrency", "turns"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        counts = ("input_tokens", "output_tokens", "num_prompts", "concurrency", "turns")
+        at_least_one(**{name: getattr(self, name) for name in counts})
         if self.request_rate is not None and not self.request_rate > 0:
             raise UsageError(f"--request-rate must be above 0, got {self.request_rate:g}")
         if self.dataset not in DATASETS:
@@ -151,7 +207,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def run(
     plan: ServePlan,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = silent,
     patience: float = 60,
     engine_turn: Callable[[list[Prompt]], float] | None = None,
     peer: ServePlan | None = None,
@@ -165,10 +221,35 @@ def run(
     return asyncio.run(_run(plan, progress, patience, engine_turn, peer))
 
 
+class EngineTurns:
+    """The engine's own speed on the same requests: loaded in a process of its own, which waits for its turns. Used as a
+    context manager."""
+
+    def __init__(self, model: str, options: dict[str, Any], plan: ServePlan):
+        self._process, self._plan = BenchProcess(Launch("the engine", "forge_worker")), plan
+        try:
+            self._process.ask("load", model=model, **{"kv": "prefix", "max_num_seqs": 64} | options)
+            self.turn([plan.prompts()[0][::-1]])
+        except BaseException:
+            self._process.close()
+            raise
+
+    def __enter__(self) -> "EngineTurns":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.close()
+
+    def turn(self, prompts: Sequence[Prompt]) -> float:
+        """Output tokens per second with `plan.concurrency` requests under way at any time."""
+        asked = {"output_tokens": self._plan.output_tokens, "concurrency": self._plan.concurrency}
+        return self._process.ask("answer", prompts=prompts, **asked)["tokens_per_second"]
+
+
 class _Target:
     """A server, and what has come of it so far."""
 
-    def __init__(self, plan: ServePlan, progress: Callable[[str], None]):
+    def __init__(self, plan: ServePlan, progress: Progress):
         self.plan, self.progress = plan, progress
         self.client = HttpClient(plan.url, plan.api_key)
         self.model = plan.model or ""
@@ -210,7 +291,7 @@ class _Target:
 
 
 async def _run(
-    plan: ServePlan, progress: Callable[[str], None], patience: float, engine_turn, peer: ServePlan | None
+    plan: ServePlan, progress: Progress, patience: float, engine_turn, peer: ServePlan | None
 ) -> ServeBenchmark:
     own = _Target(plan, progress)
     other = _Target(peer, progress) if peer is not None else None
@@ -237,16 +318,14 @@ def _parts(prompts: list[Prompt], number: int) -> list[list[Prompt]]:
     return [part for first in range(number) if (part := prompts[first::number])]
 
 
-async def _only_model(client: HttpClient, patience: float, progress: Callable[[str], None]) -> str:
+async def _only_model(client: HttpClient, patience: float, progress: Progress) -> str:
     """The first model that the server lists, once it lists any."""
-    import json
-
     deadline = time.perf_counter() + patience
     while True:
         try:
             status, body = await client.get("/v1/models")
             if status == 200:
-                return json.loads(body)["data"][0]["id"]
+                return json_text.loads(body)["data"][0]["id"]
             problem = f"{status}: {body[:200].decode(errors='replace')}"
             if status in (401, 403, 404):
                 raise ServerProblem(problem)
@@ -379,3 +458,55 @@ def parse_goodput(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
             raise UsageError(f"--goodput {text}: give ttft, tpot or e2el and milliseconds, such as ttft:100")
         goals.append((metric, most))
     return tuple(goals)
+
+
+def screen(result: ServeBenchmark, console: Console) -> Iterator[Part]:
+    """Throughput, then a table of latencies."""
+    plan, good = result.plan, result.good
+    speed = f"{plan.request_rate:g} requests/s" if plan.request_rate else "as fast as they are answered"
+    yield title(f"{plan.num_prompts} requests to {one_line(result.model)}, {plan.concurrency} at once")
+    yield f"{plan.input_tokens} tokens in, {plan.output_tokens} out, {speed}"
+    if failed := len(result.requests) - len(good):
+        first = next(one.error or "no text" for one in result.requests if one not in good)
+        yield trouble(f"{count(failed)} failed, the first with {one_line(first)}")
+    if not good:
+        return
+    yield None
+    for name, value in _throughput(result):
+        yield title(f"{name:<24}{value}", style="")
+    yield from (None, _latencies(result, "ms"))
+    if result.peer is not None and result.peer.good:
+        yield _latencies(result.peer, "ms, the peer")
+    if result.health_ms:
+        p50, p99 = (percentile(result.health_ms, share) for share in (50, 99))
+        yield f"/health meanwhile: p50 {p50:.1f}, p99 {p99:.1f} ms"
+    waited = f"the server's first answer came after {result.ready_after:.2f} s"
+    yield f"{waited}, the client took {percent(result.client_cpu_share)} of one CPU"
+
+
+def _throughput(result: ServeBenchmark) -> Iterator[tuple[str, str]]:
+    facts = serve_object(result)
+    yield "requests per minute", rate(facts["requests_per_minute"])
+    yield "input tokens/s", rate(facts["input_throughput"])
+    yield "output tokens/s", rate(facts["output_throughput"])
+    if result.turns:
+        ratios, other = result.ratios, rate(result.other_tokens_per_second)
+        middle, least, most = median(ratios), ratios[0], ratios[-1]
+        if result.peer is None:
+            yield "the engine's own", other
+            yield "share of it", f"{percent(middle)} ({percent(least)} to {percent(most)})"
+        else:
+            failed = len(result.peer.requests) - len(result.peer.good)
+            yield "the peer's", other + (f", {count(failed)} failed" if failed else "")
+            yield "times the peer", f"{middle:.2f} ({least:.2f} to {most:.2f})"
+    if (met := goodput(result)) is not None:
+        yield "goodput, requests/s", rate(met)
+
+
+def _latencies(result: ServeBenchmark, heading: str) -> Table:
+    rows = [
+        (name, *(f"{percentile(values, share):.2f}" for share in PERCENTILES))
+        for metric, name in METRICS.items()
+        if (values := result.values(metric))
+    ]
+    return Table((heading, *(f"p{share}" for share in PERCENTILES)), rows)

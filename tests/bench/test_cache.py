@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+from forge.views.cache_bench import print_cache_benchmark
 
 from forge.bench.cache import (
     BOOKKEEPING_SEQUENCES,
@@ -22,7 +23,6 @@ from forge.cache.basic import BasicKvCache
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.errors import UsageError
-from forge.views.cache_bench import print_cache_benchmark
 from forge.views.terminal import open_console
 from tests.small_models import write_small_qwen3
 

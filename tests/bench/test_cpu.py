@@ -4,11 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
+from forge.bench.contender import ContenderError
 from typer.testing import CliRunner
 
 from forge.bench import cpu
 from forge.bench.cases import select_cases
-from forge.bench.contender import ContenderError
 from forge.bench.cpu import Effort, Plan, run, select_peers
 from forge.bench.results import Middle
 from forge.cli.bench import bench

@@ -4,14 +4,14 @@ import json
 from dataclasses import replace
 
 import pytest
-
-from forge.bench import cuda
 from forge.bench.contender import ContenderError, ContenderMissing
-from forge.bench.cuda import LOADS, STEPS, Effort, Plan, plan_for, run
 from forge.bench.cuda_load import drive, unique_prompts
 from forge.bench.cuda_results import Load, LoadResult, Percentiles, cuda_benchmark_object
-from forge.errors import UsageError
 from forge.views.cuda_bench import print_cuda_benchmark
+
+from forge.bench import cuda
+from forge.bench.cuda import LOADS, STEPS, Effort, Plan, plan_for, run
+from forge.errors import UsageError
 from forge.views.json_output import to_json
 from tests.small_models import write_small_qwen3
 
@@ -190,9 +190,10 @@ def test_percentiles_are_values_that_were_measured():
 
 def test_forges_worker_answers_every_question(tmp_path, monkeypatch):
     pytest.importorskip("torch")
+    from forge.bench.cuda_forge_worker import CudaForgeContender
+
     from forge import llm
     from forge.backends.cuda.backend import CudaBackend
-    from forge.bench.cuda_forge_worker import CudaForgeContender
 
     monkeypatch.setattr(llm, "create_backend", lambda *_, **__: CudaBackend("cpu", kernels="torch"))
     model = str(write_small_qwen3(tmp_path / "m.gguf"))

@@ -4,10 +4,10 @@ import io
 import json
 
 import pytest
-
 from forge.bench.host_time import HostTime, measure
-from forge.cli.main import main
 from forge.views.host_time import print_host_time
+
+from forge.cli.main import main
 from forge.views.terminal import open_console
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from forge.views.serve_bench import print_serve_benchmark
 
 from forge.bench.http_client import ServerProblem, Timed
 from forge.bench.serve import (
@@ -21,7 +22,6 @@ from forge.bench.serve import (
     serve_object,
 )
 from forge.errors import UsageError
-from forge.views.serve_bench import print_serve_benchmark
 from forge.views.terminal import open_console
 
 EVENT = b"data: "

@@ -8,8 +8,8 @@ import sys
 import time
 
 import pytest
-
 from forge.bench.contender import Contender, ContenderError, ContenderMissing, Launch
+
 from forge.bench.worker import MOST_STEPS, Missing, peak_memory, respond, take_turn
 from forge.errors import UsageError
 from tests.bench.stubs import StubLaunch

@@ -1,9 +1,9 @@
 """The table of `forge bench speculation`."""
 
 import pytest
+from forge.views.bench_speculation import print_speculation_benchmark
 
 from forge.bench.speculation import SpeculationCase, SpeculationFigure
-from forge.views.bench_speculation import print_speculation_benchmark
 from tests.views.records import piped, written
 
 
