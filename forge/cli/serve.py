@@ -194,7 +194,7 @@ def require_server() -> None:
 
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise UsageError(f"serving needs {' and '.join(missing)}: pip install 'forge-llm[serve]'")
+        raise UsageError(f"serving needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def _show(shown: ExitStack, ready: "Ready", loading: dict[str, Any]) -> "Callable[[StepRecord], None]":

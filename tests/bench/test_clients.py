@@ -51,7 +51,7 @@ def test_without_the_libraries_one_line_says_what_to_install(forge, monkeypatch)
     monkeypatch.setattr(util, "find_spec", lambda name: None)
     found = forge("serving")
     assert found.status == 2 and found.out == ""
-    assert found.err == "forge: serving needs fastapi and uvicorn: pip install 'forge-llm[serve]'\n"
+    assert found.err == "forge: serving needs fastapi and uvicorn: pip install fastapi uvicorn\n"
 
 
 @pytest.mark.parametrize("options", [("--clients", "0"), ("--max-tokens", "0"), ("--every", "-1"), ("--every", "nan")])
