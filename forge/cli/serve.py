@@ -208,10 +208,16 @@ def _show(shown: ExitStack, ready: "Ready", loading: dict[str, Any]) -> "Callabl
     return shown.enter_context(traffic).step
 
 
-def _say_ready(model: str) -> "Callable[[str], None]":
-    def say(url: str) -> None:
+def _say_ready(model: str) -> "Callable[[str, Ready], None]":
+    def say(url: str, ready: "Ready") -> None:
         import logging
 
-        logging.getLogger("forge.server").info("%s is served at %s", model, url)
+        log = logging.getLogger("forge.server").info
+        log("%s is served at %s", model, url)
+        said = ", ".join(f"{name} {value:g}" for name, value in ready.default_sampling.items())
+        log(
+            "without sampling parameters a request is %s",
+            f"sampled as the file recommends: {said}" if said else "greedy",
+        )
 
     return say
