@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,12 +20,13 @@ from forge.cli.running import Found, load_model, run_label
 from forge.views.bench import BenchProgress
 from forge.views.charts import bar
 from forge.views.figures import count, ms, percent, rate, times
+from forge.views.json_output import as_object
 from forge.views.many import identity_text, workload_text
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report
 from forge.views.serving import totals_object
 from forge.views.summary import RunLabel
-from forge.views.terminal import open_error_console, print_table
+from forge.views.terminal import new_table, open_error_console, print_table
 
 if TYPE_CHECKING:
     from forge.bench.engine import How
@@ -107,10 +107,7 @@ def way_name(one: Measured) -> str:
 def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> dict[str, Any]:
     """The experiment as facts: one object per way, under its name."""
     return {
-        "model": label.model,
-        "kv": label.kv,
-        "device": label.device,
-        "device_description": label.device_description,
+        **as_object(label),
         "requests": len(workload.requests),
         "prompt_tokens": sum(len(request.prompt_token_ids) for request in workload.requests),
         "max_output_tokens": workload.output_tokens,
@@ -120,17 +117,8 @@ def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Meas
 
 
 def _way_object(one: Measured, first: Measured) -> dict[str, Any]:
-    return {
-        "how": one.how,
-        "batch": one.batch,
-        "seconds": one.seconds,
-        "all_seconds": list(one.all_seconds),
-        "tokens_per_second": one.tokens_per_second,
-        "ms_per_request": one.ms_per_request,
-        "speed_up": speed_up(one, first),
-        "acceptance": one.acceptance,
-        "totals": totals_object(one.totals),
-    }
+    found = as_object(one, "tokens_per_second", "ms_per_request", without=("totals", "tokens"))
+    return found | {"speed_up": speed_up(one, first), "totals": totals_object(one.totals)}
 
 
 def print_batching(console: Console, label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> None:
@@ -151,12 +139,8 @@ def turns_text(measured: Sequence[Measured]) -> str:
 
 
 def ways_table(measured: Sequence[Measured], width: int) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("at once", no_wrap=True)
-    for name in ("tok/s", "", "ms/req", "TTFT", "TPOT", "e2e", "e2e p99"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if width >= _WIDE:
-        table.add_column("", no_wrap=True)
+    figures = ("tok/s", "", "ms/req", "TTFT", "TPOT", "e2e", "e2e p99")
+    table = new_table("at once", *figures, last="" if width >= _WIDE else None)
     most = max(one.tokens_per_second for one in measured)
     for one in measured:
         totals = one.totals

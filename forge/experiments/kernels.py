@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,9 +26,10 @@ from forge.cli.running import Found
 from forge.views.bench import BenchProgress
 from forge.views.charts import Curve, line_plot, row_of
 from forge.views.figures import count, ms, percent, size
+from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.report import Report
-from forge.views.terminal import open_error_console, print_table
+from forge.views.terminal import new_table, open_error_console, print_table
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 SHAPE_LAYERS = 8
@@ -276,9 +276,7 @@ def kernels_object(result: KernelsResult) -> dict[str, Any]:
     """The experiment as facts. Rates are per second; `memory` and `arithmetic` are shares of the machine's limits."""
     limits = result.limits
     return {
-        "bytes_per_second": limits.bytes_per_second,
-        "products_per_second": limits.products_per_second,
-        "ridge": limits.ridge,
+        **as_object(limits, "ridge"),
         "models": [_model_object(model, limits) for model in result.models],
     }
 
@@ -290,14 +288,9 @@ def _model_object(model: Measured, limits: Limits) -> dict[str, Any]:
         "threads": model.threads,
         "passes": [
             {
-                "rows": found.rows,
-                "bytes_read": found.bytes_read,
-                "products": found.products,
+                **as_object(found, "bytes_per_second", "products_per_second", "intensity", without=("seconds",)),
                 "ms": found.seconds * 1e3,
                 "ms_per_row": found.seconds * 1e3 / found.rows,
-                "bytes_per_second": found.bytes_per_second,
-                "products_per_second": found.products_per_second,
-                "intensity": found.intensity,
                 "bound": found.bound(limits),
                 "share": found.share(limits),
             }
@@ -417,9 +410,7 @@ def _marked(line: Text, row: int, marks: dict[tuple[int, int], tuple[str, str]])
 
 
 def _table(model: Measured, limits: Limits) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    for heading in ("rows", "ms", "ms per row", "GB/s", "G products/s", "of the limit"):
-        table.add_column(heading, justify="left" if heading == "of the limit" else "right", no_wrap=True)
+    table = new_table(None, "rows", "ms", "ms per row", "GB/s", "G products/s", last="of the limit")
     for found in model.passes:
         table.add_row(*_cells(found, limits))
     return table

@@ -3,7 +3,7 @@
 [dim]forge kv-cache --only run "Once upon a time" 32[/dim]
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,12 @@ from forge.trace.records import StepRecord
 from forge.views.figures import count, ms, plural, size
 from forge.views.forwards import chart_rows, chart_scale, spaced
 from forge.views.generation import sample_texts, watching
-from forge.views.json_output import climb_object, run_object
+from forge.views.json_output import as_object, climb_object, run_object
 from forge.views.metrics import chart_heading, metrics_lines
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report
 from forge.views.summary import Forward, RunResult
-from forge.views.terminal import open_console
+from forge.views.terminal import open_console, print_lines
 
 MAX_TOKENS = 128
 """As many as in chapter 1, which this run is compared with."""
@@ -95,11 +95,7 @@ def kv_cache_object(result: RunResult, shape: KvShape, token_text) -> dict[str, 
         "prefill_ms": forwards[0].ms if forwards else None,
         "tokens_without_cache": tokens_without_cache(forwards),
         **climb_object(forwards),
-        "num_layers": shape.num_layers,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "bytes_per_number": shape.bytes_per_number,
-        "bytes_per_token": shape.bytes_per_token,
+        **as_object(shape, "bytes_per_token"),
         "slots_reserved": max((r.cache.used_blocks * r.cache.block_size for r in result.records), default=0),
         "held_bytes": held_bytes(result.records[-1], shape) if result.records else 0,
     }
@@ -114,12 +110,12 @@ def print_kv_cache(console: Console, result: RunResult, shape: KvShape, prompt: 
 
     shown = spaced(result.forwards, ROWS)
     rows = chart_rows(shown, chart_scale(shown), width, note)
-    _print_lines(console, [Text(QUESTION, TITLE), Text("")])
-    _print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
-    _print_lines(console, [Text(""), chart_heading(result.label, width), *rows, Text("")])
-    _print_lines(console, [Text(sentence) for sentence in cache_sentences(result, shape)])
-    _print_lines(console, [Text(shape.formula(), QUIET), Text(""), *metrics_lines(result, width)])
-    _print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+    print_lines(console, [Text(QUESTION, TITLE), Text("")])
+    print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
+    print_lines(console, [Text(""), chart_heading(result.label, width), *rows, Text("")])
+    print_lines(console, [Text(sentence) for sentence in cache_sentences(result, shape)])
+    print_lines(console, [Text(shape.formula(), QUIET), Text(""), *metrics_lines(result, width)])
+    print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
 
 
 def held_bytes(record: StepRecord, shape: KvShape) -> int:
@@ -147,8 +143,3 @@ def cache_sentences(result: RunResult, shape: KvShape) -> list[str]:
 def tokens_without_cache(forwards: Sequence[Forward]) -> int:
     """What the same forwards would have computed if each had begun at the first token."""
     return sum(forwards[0].tokens + index for index in range(len(forwards)))
-
-
-def _print_lines(console: Console, lines: Iterable[Text]) -> None:
-    for line in lines:
-        console.print(line)

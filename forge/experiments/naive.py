@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from forge.cli import options
@@ -26,7 +24,7 @@ from forge.views.metrics import chart_heading, metrics_lines
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report
 from forge.views.summary import Forward, RunResult
-from forge.views.terminal import open_console, print_table
+from forge.views.terminal import new_table, open_console, print_lines, print_table
 
 if TYPE_CHECKING:
     from forge.model.backend import OperationTime
@@ -108,16 +106,16 @@ def naive_object(result: RunResult, operations: "Sequence[OperationTime]", token
 def print_naive(console: Console, result: RunResult, operations: "Sequence[OperationTime]", prompt: str) -> None:
     """The whole experiment: the text, the climbing chart, time by operation, time by layer."""
     width = console.width
-    _print_lines(console, [Text(QUESTION, TITLE), Text("")])
-    _print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
-    _print_lines(console, [Text(""), chart_heading(result.label, width), *_climb(result, width), Text("")])
-    _print_lines(console, [Text(sentence) for sentence in climb_sentences(result)])
-    _print_lines(console, [Text(""), *metrics_lines(result, width)])
+    print_lines(console, [Text(QUESTION, TITLE), Text("")])
+    print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
+    print_lines(console, [Text(""), chart_heading(result.label, width), *_climb(result, width), Text("")])
+    print_lines(console, [Text(sentence) for sentence in climb_sentences(result)])
+    print_lines(console, [Text(""), *metrics_lines(result, width)])
     if operations:
         console.print()
         _print_operations(console, operations)
         _print_layers(console, operations)
-    _print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+    print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
 
 
 def climb_sentences(result: RunResult) -> list[str]:
@@ -182,15 +180,10 @@ def slope(forwards: Sequence[Forward]) -> float | None:
 
 def _print_operations(console: Console, operations: "Sequence[OperationTime]") -> None:
     shares = shares_by_operation(operations)
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("operation")
-    table.add_column("ms", justify="right")
-    table.add_column("calls", justify="right", style=QUIET)
-    table.add_column("share", justify="right")
-    table.add_column("")
+    table = new_table("operation", "ms", "calls", "share", last="")
     for share in shares:
         drawn = Text(bar(share.ms, shares[0].ms, _BAR), ACCENT)
-        table.add_row(share.name, ms(share.ms), count(share.calls), percent(share.share), drawn)
+        table.add_row(share.name, ms(share.ms), Text(count(share.calls), QUIET), percent(share.share), drawn)
     print_table(console, table)
     console.print(Text(operations_sentence(shares)))
 
@@ -241,8 +234,3 @@ def layers_sentence(layers: Sequence[Share], outside: float) -> str:
     spread = max(share.ms for share in layers) / max(min(share.ms for share in layers), 1e-9)
     alike = "the layers cost alike" if spread < 1.25 else f"the slowest layer takes {spread:.1f} times the fastest"
     return f"{percent(inside / (inside + outside))} of the time is spent in the layers, and {alike}."
-
-
-def _print_lines(console: Console, lines: Iterable[Text]) -> None:
-    for line in lines:
-        console.print(line)

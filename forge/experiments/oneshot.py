@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from forge.bench.judging import JudgeRun, judge_prompts, run_requests
@@ -26,7 +24,7 @@ from forge.views.judging import identical, judging_object, print_judging
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.report import Report
 from forge.views.summary import RunLabel
-from forge.views.terminal import open_error_console, print_table
+from forge.views.terminal import new_table, open_error_console, print_table
 
 WARM_UP = 2
 """Requests that are not timed."""
@@ -183,11 +181,7 @@ def _print_strips(console: Console, result: TwoLives) -> None:
 
 
 def _print_steps(console: Console, life: Life) -> None:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("step", justify="right")
-    for name in ("answered", "rows", "tokens found"):
-        table.add_column(name, justify="right")
-    table.add_column("deferred", no_wrap=True)
+    table = new_table(None, "step", "answered", "rows", "tokens found", last="deferred")
     shown = life.records[:STEPS_SHOWN]
     for number, record in enumerate(shown, 1):
         facts = step_object(record)

@@ -18,15 +18,15 @@ from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chap
 from forge.cli.running import Found, load_model
 from forge.errors import UsageError
 from forge.views.block_map import pool_lines
-from forge.views.blocks import BlockScreen, legend_line, print_lines
-from forge.views.cache_figures import CacheFigures, cache_figures_object
+from forge.views.blocks import BlockScreen, legend_line
+from forge.views.cache_figures import CacheFigures
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
 from forge.views.figures import count, plural, rate, share, size, times
 from forge.views.metrics import with_unit
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.report import Report
 from forge.views.summary import RunsResult
-from forge.views.terminal import print_table
+from forge.views.terminal import print_lines, print_table
 from forge.views.text import one_line, tail
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def paged_object(experiment: PagedExperiment) -> dict[str, Any]:
 
 
 def _run_object(run: PoolRun) -> dict[str, Any]:
-    return cache_figures_object(run.figures) | {
+    return run.figures.as_object() | {
         "most_running": run.most_running,
         "most_tokens_held": run.most_tokens,
         "steps": len(run.timed.records),
@@ -245,7 +245,7 @@ def _rows(experiment: PagedExperiment) -> list[Row]:
         row("stories at once", count, at_once)._replace(ratio=times(at_once[1] / at_once[0])),
         row("tokens held at once", count, [run.most_tokens for run in runs]),
         row("blocks used at once", count, [one.most_blocks for one in figures]),
-        row("reserved and empty", share, [one.fragmentation for one in figures]),
+        row("reserved and empty", share, [one.internal_fragmentation for one in figures]),
         row("steps", count, [len(run.timed.records) for run in runs]),
         row("of them with a queue", count, [run.steps_with_waiting for run in runs]),
         row("preempted", count, [run.preempted for run in runs]),

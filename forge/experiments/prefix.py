@@ -18,14 +18,14 @@ from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chap
 from forge.cli.running import Found, forget_prefixes, load_model
 from forge.errors import UsageError
 from forge.trace.records import BlockSplit, PrefixHit
-from forge.views.blocks import BlockScreen, print_lines
-from forge.views.cache_figures import CacheFigures, cache_figures_object
+from forge.views.blocks import BlockScreen
+from forge.views.cache_figures import CacheFigures
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
 from forge.views.figures import NOTHING, count, plural, share, times
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.report import Report
 from forge.views.summary import RunsResult
-from forge.views.terminal import print_table
+from forge.views.terminal import print_lines, print_table
 from forge.views.text import neutralise, one_line, tail
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def prefix_object(experiment: PrefixExperiment) -> dict[str, Any]:
 
 
 def _run_object(run: RubricRun) -> dict[str, Any]:
-    return cache_figures_object(run.figures) | {
+    return run.figures.as_object() | {
         "tokens_computed": run.timed.tokens_computed,
         "time_to_first_token_ms": run.timed.time_to_first_token_ms,
         "milliseconds": run.timed.seconds * 1e3,
@@ -388,8 +388,8 @@ def _rows(*runs: RubricRun) -> list[Row]:
         row("first token, median", milliseconds, first)._replace(ratio=gained),
         row("all steps", milliseconds, [run.timed.seconds * 1e3 for run in runs]),
         row("blocks used at once", count, [one.most_blocks for one in figures]),
-        row("blocks saved at once", count, [one.most_saved for one in figures]),
-        row("copied on write", count, [one.splits for one in figures]),
+        row("blocks saved at once", count, [one.most_blocks_saved for one in figures]),
+        row("copied on write", count, [one.copy_on_write for one in figures]),
     ]
 
 

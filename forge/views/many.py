@@ -3,9 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from forge.bench.engine import Measured, identical
@@ -17,7 +15,7 @@ from forge.views.metrics import with_unit
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.serving import totals_object
 from forge.views.summary import RunLabel
-from forge.views.terminal import print_table
+from forge.views.terminal import new_table, print_table
 
 _QUESTIONS = {
     "--requests": "What do more requests change for each of them?",
@@ -64,7 +62,7 @@ def print_many(
     )
     console.print(Text(f"{ran} · {requests}", QUIET))
     console.print()
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    table = new_table()
     table.add_column("")
     for index, name in enumerate(names):
         style = sequence_style(index)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,11 +23,11 @@ from forge.errors import UsageError
 from forge.experiments.cuda.plan import H200, SHAPE, Limits, PlannedStep, planned_steps
 from forge.views.figures import NOTHING, count, ms, plural, rate, size, times
 from forge.views.forwards import spaced
-from forge.views.json_output import to_json
+from forge.views.json_output import as_object, to_json
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report
 from forge.views.summary import Forward, RunResult
-from forge.views.terminal import print_table
+from forge.views.terminal import new_table, print_table
 from forge.views.text import one_line
 
 if TYPE_CHECKING:
@@ -283,9 +282,7 @@ def cuda_object(measured: Measured | None, steps: Sequence[PlannedStep]) -> dict
         "source": "computed" if measured is None else measured.source,
         "on": None if measured is None else measured.on,
         "model": SHAPE if measured is None else measured.model,
-        "device": limits.device,
-        "bytes_per_second": limits.bytes_per_second,
-        "operations_per_second": limits.operations_per_second,
+        **as_object(limits),
         "weight_bytes": None if measured is None else measured.work.weight_bytes,
         "weights": None if measured is None else measured.work.weights,
         "floor_ms": None if measured is None else measured.floor_ms,
@@ -316,14 +313,10 @@ def measured_from(found: Mapping[str, Any]) -> Measured:
 
 
 def _run_object(run: DeviceRun) -> dict[str, Any]:
-    return {
-        "name": run.name,
-        "mark": run.mark,
+    return as_object(run, without=("forwards",)) | {
         "median_decode_ms": run.decode_ms,
         "forward_ms": [forward.ms for forward in run.forwards],
         "forwards": [[forward.phase, forward.tokens, forward.ms] for forward in run.forwards],
-        "modes": list(run.modes),
-        "token_ids": list(run.token_ids),
     }
 
 
@@ -333,18 +326,8 @@ def _key(step: PlannedStep) -> str:
 
 
 def _step_object(step: PlannedStep) -> dict[str, Any]:
-    return {
-        "title": step.title,
-        "rows": step.rows,
-        "context": step.context,
-        "bytes": step.bytes,
-        "operations": step.operations,
-        "intensity": step.intensity,
-        "floor_ms": step.floor_ms(H200),
-        "bound": _bound(step),
-        "num_launches": step.num_launches,
-        "launches": dict(step.launches) if step.launches is not None else None,
-    }
+    found = as_object(step, "intensity", "num_launches", without=("name",))
+    return found | {"floor_ms": step.floor_ms(H200), "bound": _bound(step)}
 
 
 def sentences(measured: Measured) -> list[str]:
@@ -422,10 +405,7 @@ def _points(measured: Measured) -> list[Point]:
 
 
 def _step_table(steps: Sequence[PlannedStep]) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("step", no_wrap=True)
-    for heading in ("kernels", "reads", "floor, ms", "bound by"):
-        table.add_column(heading, justify="right")
+    table = new_table("step", "kernels", "reads", "floor, ms", "bound by")
     for step in steps:
         launches = NOTHING if step.num_launches is None else count(step.num_launches)
         table.add_row(step.title, launches, size(step.bytes), f"{step.floor_ms(H200):.2f}", _bound(step))
@@ -437,10 +417,7 @@ def _bound(step: PlannedStep) -> str:
 
 
 def _forward_table(runs: Sequence[DeviceRun]) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("ms per forward", no_wrap=True)
-    for run in runs:
-        table.add_column(run.name, justify="right")
+    table = new_table("ms per forward", *(run.name for run in runs))
     shown = spaced(runs[0].forwards, ROWS)
     for forward in shown:
         index = forward.number - 1

@@ -13,7 +13,6 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -30,11 +29,12 @@ from forge.trace.totals import percentile
 from forge.views.bench import BenchProgress
 from forge.views.charts import sparkline
 from forge.views.figures import NOTHING, count, ms, percent, plural
+from forge.views.json_output import as_object
 from forge.views.metrics import flowing
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.report import Report
 from forge.views.summary import RunLabel
-from forge.views.terminal import can_redraw, open_console, open_error_console, print_table
+from forge.views.terminal import can_redraw, new_table, open_console, open_error_console, print_table
 from forge.views.text import one_line
 from forge.views.traffic import Traffic
 
@@ -167,9 +167,7 @@ def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
         "ending": {
             "finish_reason": result.ending.stream.finish_reason,
             "tokens": result.ending.stream.tokens,
-            "refused": result.ending.refused,
-            "exit_status": result.ending.exit_status,
-            "seconds": result.ending.seconds,
+            **as_object(result.ending, without=("stream",)),
         },
     }
 
@@ -278,11 +276,7 @@ def _strips(result: Crowded) -> list[Text]:
 
 
 def _table(result: Crowded) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("client")
-    for name in ("TTFT, ms", "ITL, ms", "longest", "all, ms", "tokens", "events"):
-        table.add_column(name, justify="right")
-    table.add_column("ended", no_wrap=True)
+    table = new_table("client", "TTFT, ms", "ITL, ms", "longest", "all, ms", "tokens", "events", last="ended")
     for number, visit in enumerate(result.visits[:ROWS_SHOWN], 1):
         facts = visit_object(visit)
         table.add_row(
