@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from forge.bench.clients import Crowd, Crowded, Ending, Visit, parse_metrics
 from forge.bench.server_process import ServerProcess
 from forge.errors import ForgeError
+from forge.experiments.serving.clients import Crowd, Crowded, Ending, Visit, parse_metrics
 from tests.cli.conftest import ROOT, environment, forge  # noqa: F401 (a fixture)
 
 FEW = ("--model", "hash", "--clients", "2", "--max-tokens", "40", "--every", "5")
