@@ -15,7 +15,6 @@ from typing import Annotated
 
 from rich.console import Console
 
-from forge.bench.judging import latency_ms, run_requests
 from forge.bench.process import at_least_one
 from forge.bench.results import (
     Facts,
@@ -33,7 +32,6 @@ from forge.bench.results import (
     verdict,
     where,
 )  # fmt: skip
-from forge.bench.workload import PASSAGE
 from forge.cache.paged import PagedKvCache
 from forge.cli import machine, options
 from forge.cli.running import Found, load_model
@@ -43,6 +41,8 @@ from forge.errors import UsageError
 from forge.llm import LLM
 from forge.views.bench import progress_line
 from forge.views.figures import ms, plural, rate
+from forge.workload.judging import latency_ms, run_requests
+from forge.workload.requests import PASSAGE
 
 PARTS = ("sweep", "control", "capacity", "packing")
 CONCURRENCIES = (1, 4, 16, 64, 128)

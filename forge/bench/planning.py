@@ -6,7 +6,6 @@ from typing import Annotated
 
 from rich.console import Console
 
-from forge.bench.judging import run_requests
 from forge.bench.oneshot import PromptMaker
 from forge.bench.process import at_least_one
 from forge.bench.results import (
@@ -30,6 +29,7 @@ from forge.cli.running import Found, load_model
 from forge.llm import LLM
 from forge.views.bench import progress_line
 from forge.views.figures import count, plural
+from forge.workload.judging import run_requests
 
 REQUESTS = 64
 RUBRIC_TOKENS = (100, 400, 1000)

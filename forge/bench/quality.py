@@ -34,10 +34,8 @@ from forge.views.bench import progress_line
 from forge.views.figures import count, plural
 from forge.views.palette import QUIET
 from forge.views.text import one_line
+from forge.workload.judging import HELD_OUT
 
-HELD_OUT = Path(__file__).with_name("held_out.txt")
-"""Text that the bundled models were not trained on: documents of `models/corpus` with numbers from `HELD_OUT` on, which
-training never reaches."""
 WINDOW = 512
 """Tokens that a variant reads from an empty cache."""
 ROWS_AT_ONCE = 64

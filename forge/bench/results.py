@@ -5,21 +5,21 @@ rounded, and the screen is drawn from them.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from forge.cli.running import INTERRUPTED
 from forge.views.figures import NOTHING
+from forge.views.json_output import plain
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
 from forge.views.report import Report
-from forge.views.terminal import print_table
+from forge.views.terminal import new_table, print_table
 from forge.views.text import one_line
 
 Facts = dict[str, Any]
@@ -36,7 +36,7 @@ def option(help: str, *names: str, default: str | bool = True, **more: Any) -> A
     return typer.Option(*names, help=help, show_default=default, rich_help_panel="Measurement", **more)
 
 
-QuickOption = Annotated[bool, option("Few and short turns: to see it run.")]
+QuickOption = Annotated[bool, option("Few and short turns: to see it run.", "--quick")]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Table:
     """Whether cells may be broken where the screen is too narrow."""
 
     def rich(self) -> RichTable:
-        table = RichTable(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+        table = new_table()
         for number, heading in enumerate(self.headings):
             justify, style = "left" if number < self.names else "right", (self.styles or {}).get(number)
             table.add_column(heading, justify=justify, style=style, no_wrap=not self.wraps, overflow="fold")
@@ -142,15 +142,6 @@ def draw(console: Console, parts: Sequence[Part]) -> None:
             print_table(console, part.rich())
         else:
             console.print(Text(part, QUIET) if isinstance(part, str) else part if part is not None else "")
-
-
-def plain(value: Any) -> Any:
-    """For JSON: every `Figure`, and any other dataclass, as an object."""
-    if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return plain(asdict(value)) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def shown(facts: Facts, screen: Screen, json: bool, status: int = 0) -> Report:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from forge.views.serve_bench import print_serve_benchmark
 
 from forge.bench.http_client import ServerProblem, Timed
+from forge.bench.results import draw
 from forge.bench.serve import (
     ServeBenchmark,
     ServePlan,
@@ -19,6 +19,7 @@ from forge.bench.serve import (
     parse_goodput,
     percentile,
     run,
+    screen,
     serve_object,
 )
 from forge.errors import UsageError
@@ -215,7 +216,7 @@ def test_a_plan_without_a_meaning_is_refused(wrong):
 def test_the_screen_names_the_clients_share_and_the_engines_own(capsys):
     requests = (timed(0, [0.1, 0.3], 0.3, 3),)
     result = ServeBenchmark(ServePlan(""), "m", requests, 2.0, 0.5, 0.0, (1.0, 2.0), turns=((1.5, 3.0), (1.0, 4.0)))
-    print_serve_benchmark(open_console(), result)
+    draw(open_console(), screen(result, open_console()))
     out = capsys.readouterr().out
     assert "25 % of one CPU" in out and "38 % (25 % to 50 %)" in out and "TTFT" in out and "p99" in out
 
@@ -224,5 +225,5 @@ def test_the_screen_shows_a_peer_beside_the_server(capsys):
     requests = (timed(0, [0.1, 0.3], 0.3, 3),)
     peer = ServeBenchmark(ServePlan(""), "p", requests, 2.0, 0.5, 0.0)
     result = replace(peer, turns=((3.0, 1.0), (8.0, 2.0)), peer=peer)
-    print_serve_benchmark(open_console(), result)
+    draw(open_console(), screen(result, open_console()))
     assert "3.50 (3.00 to 4.00)" in capsys.readouterr().out
