@@ -14,25 +14,9 @@ from functools import partial
 from statistics import median
 from typing import Annotated
 
-from rich.console import Console
-
 from forge.bench.process import at_least_one
-from forge.bench.results import (
-    Facts,
-    Figure,
-    Part,
-    Progress,
-    QuickOption,
-    Table,
-    option,
-    ratio_text,
-    ratios,
-    shown,
-    silent,
-    times_text,
-    title,
-    where,
-)  # fmt: skip
+from forge.bench.results import Facts, Figure, Progress, QuickOption, option, ratios, shown, silent
+from forge.bench.tables import Part, Table, ratio_text, title, where
 from forge.cache.basic import BasicKvCache
 from forge.cache.block_pool import BlockPool
 from forge.cache.kv_cache import KvCache
@@ -95,7 +79,7 @@ def bench_cache(
     with progress_line() as progress:
         facts = run(model, length or LENGTHS, block_size or BLOCK_SIZES, effort, progress, **loading)
     facts["machine"] = machine.cpu_model()
-    return shown(facts, partial(screen, facts), json)
+    return shown(facts, screen(facts), json)
 
 
 def run(
@@ -330,7 +314,7 @@ def hit_rate(block_size: int) -> Facts:
     return {"block_size": block_size, "prompt_tokens": asked, "tokens_found": found, "share": found / asked}
 
 
-def screen(facts: Facts, console: Console) -> Iterator[Part]:
+def screen(facts: Facts) -> Iterator[Part]:
     """Time, then memory, then hits; each table with what its figures are."""
     yield from (title("What does paging cost, and what does it save?"), where(facts), None)
     rows: list[tuple[str, ...]] = []
@@ -395,4 +379,4 @@ def _milliseconds(seconds: Figure) -> str:
 
 
 def _ratio(value: Figure) -> str:
-    return times_text(value, "{:.3f}".format if value.median < 2 else ratio_text)
+    return value.times("{:.3f}".format if value.median < 2 else ratio_text)

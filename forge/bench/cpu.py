@@ -14,28 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
-from rich.console import Console
-
 from forge.backends.cpu.features import usable_cpus
 from forge.bench.cases import BLOCK_SIZE, CASES, FORGE, Case, Limits, Needs, Roofline, measure_model, needs_of
 from forge.bench.process import BenchProcess, Launch, PeerMissing, Runner, at_least_one, select_cases, select_peers
-from forge.bench.results import (
-    Facts,
-    Figure,
-    Part,
-    Progress,
-    QuickOption,
-    Table,
-    last_of,
-    option,
-    ratio_text,
-    ratios,
-    shown,
-    silent,
-    times_text,
-    title,
-    trouble,
-)  # fmt: skip
+from forge.bench.results import Facts, Figure, Progress, QuickOption, last_of, option, ratios, shown, silent
+from forge.bench.tables import Fitting, Part, Table, ratio_text, title, trouble
 from forge.cli import machine, options
 from forge.cli.running import Found
 from forge.errors import UsageError
@@ -100,8 +83,7 @@ def bench_cpu(
     model: options.ModelOption = "tales",
     threads: options.ThreadsOption = None,
     only: Annotated[
-        str | None,
-        option(f"Figures to measure, with commas: {', '.join(case.name for case in CASES)}.", default="all"),
+        str | None, option(f"Figures to measure, with commas: {', '.join(case.name for case in CASES)}.", default="all")
     ] = None,
     reps: Annotated[int | None, option("Turns of each process per figure; 9 if not given.")] = None,
     peer: Annotated[
@@ -122,7 +104,7 @@ def bench_cpu(
     plan = Plan(model, select_cases(only, CASES), select_peers(peer, PEERS), threads, peer_python, effort)
     with progress_line() as progress:
         facts = last_of(run(plan, progress, machine.cpu_model()))
-    return shown(facts, partial(screen, facts), json)
+    return shown(facts, screen(facts), json)
 
 
 def run(plan: Plan, on_progress: Progress = silent, machine: str = "") -> Generator[Facts, None, None]:
@@ -254,7 +236,7 @@ def figure(case: Case, needs: Needs, turns: Facts, limits: Limits) -> Facts:
     return {"case": case, "needs": needs, "measured": [measured(*one) for one in turns.items()]}
 
 
-def screen(facts: Facts, console: Console) -> Iterator[Part]:
+def screen(facts: Facts) -> Iterator[Part]:
     """What ran on what; speed; how near the machine's limits each figure is; loading and memory; what was left out."""
     figures, contenders, model = facts["figures"], facts["contenders"], facts["model_size"]
     peers = [one["name"] for one in contenders if one["name"] != FORGE]
@@ -266,8 +248,7 @@ def screen(facts: Facts, console: Console) -> Iterator[Part]:
     yield f"{one_line(facts['model'])} ({size(model.file_bytes)}), {threads}{on}; {turns}"
     yield from (one_line(one["description"]) for one in contenders)
     if figures:
-        for table in _speed_tables(figures, peers, console):
-            yield from (None, table)
+        yield _speed_tables(figures, peers)
         if peers:
             how = "A ratio is forge over the peer, taken repetition by repetition; above 1 forge is faster."
             yield f"Medians (least–most). {how}"
@@ -299,14 +280,11 @@ def screen(facts: Facts, console: Console) -> Iterator[Part]:
         yield from (None, *notes)
 
 
-def _speed_tables(figures: list[Facts], peers: list[str], console: Console) -> list[Table]:
+def _speed_tables(figures: list[Facts], peers: list[str]) -> Fitting:
     """One table for all peers where it fits, otherwise one for each, with fewer spreads if it must be."""
     apart = [[peer] for peer in peers] or [[]]
-    for groups, spreads in (([peers], 2), (apart, 2), (apart, 1), (apart, 0)):
-        tables = [_speed_table(figures, group, spreads) for group in groups]
-        if all(table.fits(console) for table in tables):
-            break
-    return tables
+    tried = (([peers], 2), (apart, 2), (apart, 1), (apart, 0))
+    return Fitting([[_speed_table(figures, group, spreads) for group in groups] for groups, spreads in tried])
 
 
 def _speed_table(figures: list[Facts], peers: list[str], spreads: int) -> Table:
@@ -322,7 +300,7 @@ def _speed_table(figures: list[Facts], peers: list[str], spreads: int) -> Table:
             theirs = measured.get(peer)
             yield rate(theirs["tokens_per_second"].median) if theirs else NOTHING
             times = theirs and theirs["forge_is_times_as_fast"]
-            yield NOTHING if not times else times_text(times) if spreads > 1 else f"{ratio_text(times.median)} x"
+            yield NOTHING if not times else times.times() if spreads > 1 else f"{ratio_text(times.median)} x"
         line = ours["roofline"]
         yield f"{percent(line.share)} {line.bound}"
 

@@ -13,26 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-from rich.console import Console
-
 from forge.backends.devices import why_not_cuda
 from forge.bench.cases import BLOCK_SIZE, CUDA_LOADS, CUDA_STEPS, FORGE, Case, Load
 from forge.bench.closed_loop import load_figures
 from forge.bench.process import BenchProcess, Launch, Runner, at_least_one, select_cases, select_peers
-from forge.bench.results import (
-    Facts,
-    Figure,
-    Part,
-    Progress,
-    QuickOption,
-    Table,
-    last_of,
-    option,
-    shown,
-    silent,
-    title,
-    trouble,
-)  # fmt: skip
+from forge.bench.results import Facts, Figure, Progress, QuickOption, last_of, option, shown, silent
+from forge.bench.tables import Part, Table, title, trouble
 from forge.cli import options
 from forge.cli.running import Found
 from forge.errors import UsageError
@@ -88,8 +74,7 @@ class Plan:
 
 def bench_cuda(
     model: Annotated[
-        str,
-        option("qwen3-0.6b, qwen3-1.7b or qwen3-4b with random weights; or a model as elsewhere.", "--model", "-m"),
+        str, option("qwen3-0.6b, qwen3-1.7b or qwen3-4b with random weights; or a model as elsewhere.", "--model", "-m")
     ] = DEFAULT_MODEL,
     type: Annotated[str, option("Of random weights: BF16, Q8_0, Q4_0, Q4_K_M, …", "--type", "-t")] = "BF16",
     only: Annotated[
@@ -120,7 +105,7 @@ def bench_cuda(
         raise UsageError(reason.replace("--device cuda", "forge bench cuda").replace(": use --device cpu", ""))
     with progress_line() as progress:
         facts = last_of(run(plan, progress))
-    return shown(facts, partial(screen, facts), json)
+    return shown(facts, screen(facts), json)
 
 
 def plan_for(
@@ -210,7 +195,7 @@ def step(case: Case, name: str, taken: Facts, facts: Facts) -> Facts:
     return {"name": case.name, "contender": name, **taken, "seconds": seconds, "bandwidth_share": share}
 
 
-def screen(facts: Facts, console: Console) -> Iterator[Part]:
+def screen(facts: Facts) -> Iterator[Part]:
     """The GPU and what ran on it; steps; loads of requests; what was left out."""
     limits, steps, loads = facts["limits"], facts["steps"], facts["loads"]
     yield title("How fast is this model on this GPU?")

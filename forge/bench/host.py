@@ -8,14 +8,13 @@ more per sequence.
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from statistics import median, quantiles
 from typing import Annotated
 
 import numpy as np
-from rich.console import Console
 
-from forge.bench.results import Facts, Part, Table, option, shown, title
+from forge.bench.results import Facts, option, shown
+from forge.bench.tables import Part, Table, title
 from forge.cli import machine, options
 from forge.cli.running import Found
 from forge.engine.sampling_params import SamplingParams
@@ -34,7 +33,7 @@ def bench_host(
 ) -> Found:
     """What a step costs beside its forward pass: planning, sampling, records; with 1, 4, 16 and 64 sequences."""
     facts = {"steps": measure(kv, steps=steps)}
-    return shown(facts, partial(screen, facts | {"machine": machine.cpu_model()}), json)
+    return shown(facts, screen(facts | {"machine": machine.cpu_model()}), json)
 
 
 def measure(kv: str = "paged", batches: Sequence[int] = BATCHES, steps: int = STEPS) -> list[Facts]:
@@ -71,7 +70,7 @@ def _measure(kv: str, sequences: int, steps: int) -> Facts:
     }
 
 
-def screen(facts: Facts, console: Console) -> Iterator[Part]:
+def screen(facts: Facts) -> Iterator[Part]:
     """schedule: planning, and laying out the batch. sample: from logits to tokens and text. record: what is left: the
     scheduler's and the cache's commit, accounts, the step's record."""
     times = facts["steps"]

@@ -9,29 +9,12 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import Annotated
 
-from rich.console import Console
-
 from forge.bench.process import at_least_one
-from forge.bench.results import (
-    Facts,
-    Figure,
-    Part,
-    Progress,
-    Table,
-    option,
-    ratio_text,
-    ratios,
-    shown,
-    silent,
-    times_text,
-    title,
-    verdict,
-    where,
-)  # fmt: skip
+from forge.bench.results import Facts, Figure, Progress, option, ratios, shown, silent
+from forge.bench.tables import Part, Table, ratio_text, title, verdict, where
 from forge.cache.paged import PagedKvCache
 from forge.cli import machine, options
 from forge.cli.running import Found, load_model
@@ -85,7 +68,7 @@ def bench_oneshot(
     with progress_line() as progress:
         facts = run(llm, parts, callers, prompt_tokens, requests, reps, progress)
     facts["machine"] = machine.cpu_model()
-    return shown(facts, partial(screen, facts), json, 0 if facts["identical"] else 1)
+    return shown(facts, screen(facts), json, 0 if facts["identical"] else 1)
 
 
 def run(
@@ -251,7 +234,7 @@ def _packing(llm: LLM, maker: PromptMaker, short: int, repetitions: int) -> Fact
     }
 
 
-def screen(facts: Facts, console: Console) -> Iterator[Part]:
+def screen(facts: Facts) -> Iterator[Part]:
     yield title("What does a generation's life cost a request that wants one token?")
     yield where(facts, f"kv {facts['kv']}, {plural(facts['repetitions'], 'turn')}")
     levels = [*facts["levels"], *filter(None, [facts["control"]])]
@@ -262,7 +245,7 @@ def screen(facts: Facts, console: Console) -> Iterator[Part]:
                 str(one["output_tokens"]),
                 rate(one["decode"].median),
                 rate(one["oneshot"].median),
-                times_text(one["ratio"]),
+                one["ratio"].times(),
                 f"{ms(one['decode_p95_ms'])}, {ms(one['oneshot_p95_ms'])}",
             )
             for one in levels
@@ -282,7 +265,7 @@ def screen(facts: Facts, console: Console) -> Iterator[Part]:
         yield f"{one['generations']} generations of which the pool ({pool}) holds three; {judges}."
     if one := facts["packing"]:
         speeds = rate(one["one"].median), rate(one["many"].median)
-        row = (plural(one["tokens"], "token"), *speeds, times_text(one["ratio"]))
+        row = (plural(one["tokens"], "token"), *speeds, one["ratio"].times())
         headings = ("prefill, tokens/s", "one prompt", f"prompts of {one['short_tokens']}", "ratio")
         yield from (None, Table(headings, [row]))
-    yield from (None, verdict(facts["identical"], "both lives gave every request the same tokens"))
+    yield from (None, verdict(facts["identical"], "both classes gave every request the same tokens"))

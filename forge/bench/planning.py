@@ -1,28 +1,12 @@
 """`forge bench prefix-planning`: requests that begin alike, with and without waiting for the one that computes that."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Annotated
-
-from rich.console import Console
 
 from forge.bench.oneshot import PromptMaker
 from forge.bench.process import at_least_one
-from forge.bench.results import (
-    Facts,
-    Figure,
-    Part,
-    Progress,
-    Table,
-    option,
-    ratios,
-    shown,
-    silent,
-    times_text,
-    title,
-    verdict,
-    where,
-)  # fmt: skip
+from forge.bench.results import Facts, Figure, Progress, option, ratios, shown, silent
+from forge.bench.tables import Part, Table, title, verdict, where
 from forge.cache.prefix import PrefixKvCache
 from forge.cli import machine, options
 from forge.cli.running import Found, load_model
@@ -58,7 +42,7 @@ def bench_planning(
     with progress_line() as progress:
         facts = run(llm, rubric_tokens or RUBRIC_TOKENS, requests, item_tokens, reps, progress)
     facts["machine"] = machine.cpu_model()
-    return shown(facts, partial(screen, facts), json, 0 if _identical(facts) else 1)
+    return shown(facts, screen(facts), json, 0 if _identical(facts) else 1)
 
 
 def run(
@@ -111,14 +95,14 @@ def _identical(facts: Facts) -> bool:
     return all(one["identical"] for one in facts["shared"])
 
 
-def screen(facts: Facts, console: Console) -> Iterator[Part]:
+def screen(facts: Facts) -> Iterator[Part]:
     yield title("What does it save when requests wait for what one of them computes?")
     yield from (where(facts, f"kv prefix, {plural(facts['repetitions'], 'turn')}"), None)
     rows = [
         (
             plural(one["rubric_tokens"], "token"),
             *(f"{one[name].median:.{2 if one[name].median >= 0.1 else 3}f}" for name in ("off", "on")),
-            times_text(one["ratio"]),
+            one["ratio"].times(),
             count(one["tokens_off"]),
             count(one["tokens_on"]),
         )

@@ -14,17 +14,16 @@ A file that is a quantization of another is held against that one's reference to
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from forge.bench.results import Facts, Part, Progress, Table, shown, silent, title
+from forge.bench.results import Facts, Progress, shown, silent
+from forge.bench.tables import Part, Table, title
 from forge.cache.kv_storage import KV_DTYPES
 from forge.cli import options
 from forge.cli.running import Found
@@ -57,8 +56,7 @@ def bench_quality(
         ),
     ] = None,
     kv_dtype: Annotated[
-        list[str] | None,
-        typer.Option(help="float32, float16 or bfloat16; may be repeated.", show_default="all three"),
+        list[str] | None, typer.Option(help="float32, float16 or bfloat16; may be repeated.", show_default="all three")
     ] = None,
     device: Annotated[
         list[str] | None, typer.Option(help="cpu, reference or cuda; may be repeated.", show_default="cpu")
@@ -75,7 +73,7 @@ def bench_quality(
     path = Path(text).expanduser() if text else None
     with progress_line() as progress:
         facts = run(models or DEFAULT_MODELS, kv_dtype or KV_DTYPES, device or ["cpu"], path, tokens, threads, progress)
-    return shown(facts, partial(screen, facts), json)
+    return shown(facts, screen(facts), json)
 
 
 @dataclass
@@ -249,7 +247,7 @@ def _parts(rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield start, rows[start : start + ROWS_AT_ONCE]
 
 
-def screen(facts: Facts, console: Console) -> Iterator[Part]:
+def screen(facts: Facts) -> Iterator[Part]:
     """Perplexity by variant, and how far each is from float32: a table per model."""
     yield title("What do quantization and rounding cost in accuracy?")
     text = f"{one_line(facts['text'])}: {plural(facts['tokens'], 'token')} predicted"

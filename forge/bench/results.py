@@ -4,23 +4,17 @@ A benchmark's result is one dictionary of plain values and `Figure`s, its *facts
 rounded, and the screen is drawn from them.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
 
+from forge.bench.tables import Part, draw, ratio_text
 from forge.cli.running import INTERRUPTED
-from forge.views.figures import NOTHING
 from forge.views.json_output import plain
-from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
 from forge.views.report import Report
-from forge.views.terminal import new_table, print_table
-from forge.views.text import one_line
 
 Facts = dict[str, Any]
 Progress = Callable[[str], None]
@@ -68,6 +62,10 @@ class Figure:
         """`44.1 (43.8–44.6)`."""
         return f"{show(self.median)} ({show(self.low)}–{show(self.high)})"
 
+    def times(self, show: Callable[[float], str] = ratio_text) -> str:
+        """`2.50 (2.00–3.00) x`."""
+        return f"{self.text(show)} x"
+
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
     """Repetition i of both was measured in one round, so a machine that slows down for a while slows both down: a
@@ -75,79 +73,11 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
     return [value / other for value, other in zip(values, others, strict=False)]
 
 
-def ratio_text(value: float) -> str:
-    return f"{value:,.2f}" if value < 10 else f"{value:,.1f}"
-
-
-def times_text(figure: Figure | None, show: Callable[[float], str] = ratio_text) -> str:
-    """`2.50 (2.00–3.00) x`."""
-    return NOTHING if figure is None else f"{figure.text(show)} x"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of cells under headings; it draws itself. The first `names` columns stand to the left."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str | Text]]
-    names: int = 1
-    styles: Mapping[int, str] | None = None
-    """Column → style."""
-    wraps: bool = False
-    """Whether cells may be broken where the screen is too narrow."""
-
-    def rich(self) -> RichTable:
-        table = new_table()
-        for number, heading in enumerate(self.headings):
-            justify, style = "left" if number < self.names else "right", (self.styles or {}).get(number)
-            table.add_column(heading, justify=justify, style=style, no_wrap=not self.wraps, overflow="fold")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
-    def fits(self, console: Console) -> bool:
-        options = console.options.update(max_width=1000)
-        return console.measure(self.rich(), options=options).maximum <= console.width
-
-
-Part = str | Text | Table | None
-"""Of a screen: a table; a sentence about it, grey if it is a plain text; None, an empty line."""
-Screen = Callable[[Console], Sequence[Part]]
-"""The parts of a screen for a console: what depends on its width asks it."""
-
-
-def title(text: str, style: str = TITLE) -> Text:
-    return Text(text, style)
-
-
-def trouble(text: str) -> Text:
-    return Text(text, TROUBLE)
-
-
-def verdict(holds: bool, what: str, otherwise: str = "") -> Text:
-    """`✓ the same tokens`, or `✗ not the same tokens`."""
-    return Text(f"✓ {what}", GOOD) if holds else trouble(f"✗ {otherwise or f'not {what}'}")
-
-
-def where(facts: Facts, *more: str) -> str:
-    """`tales, cpu (…) on this processor; 5 turns`: the line under a title."""
-    on = f" on {one_line(facts['machine'])}" if facts.get("machine") else ""
-    named = [one_line(facts[name]) for name in ("model", "device") if name in facts]
-    return "; ".join([", ".join(named) + on, *more])
-
-
-def draw(console: Console, parts: Sequence[Part]) -> None:
-    for part in parts:
-        if isinstance(part, Table):
-            print_table(console, part.rich())
-        else:
-            console.print(Text(part, QUIET) if isinstance(part, str) else part if part is not None else "")
-
-
-def shown(facts: Facts, screen: Screen, json: bool, status: int = 0) -> Report:
+def shown(facts: Facts, screen: Iterable[Part], json: bool, status: int = 0) -> Report:
     """What a benchmark's command returns."""
+    parts = list(screen)
     status = INTERRUPTED if facts.get("interrupted") else status
-    report = Report(plain(facts), lambda console: draw(console, screen(console)), status)
+    report = Report(plain(facts), lambda console: draw(console, parts), status)
     return report.as_json() if json else report
 
 

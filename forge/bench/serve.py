@@ -20,16 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from statistics import fmean, median, pstdev
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from forge.bench.http_client import HttpClient, ServerProblem, Timed
 from forge.bench.process import BenchProcess, Launch, at_least_one
-from forge.bench.results import Part, Progress, Table, option, shown, silent, title, trouble
+from forge.bench.results import Progress, option, shown, silent
+from forge.bench.tables import Part, Table, title, trouble
 from forge.cli import options
 from forge.errors import UsageError
 from forge.views.bench import progress_line
@@ -85,7 +84,7 @@ def bench_serve(
     with progress_line() as progress, EngineTurns(engine, loading, plan) if engine else nullcontext() as own:
         result = run(plan, progress, engine_turn=own.turn if own else None, peer=other)
     result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
-    return shown(serve_object(result), partial(screen, result), json, 0 if result.good else 1)
+    return shown(serve_object(result), screen(result), json, 0 if result.good else 1)
 
 
 @dataclass(frozen=True)
@@ -460,7 +459,7 @@ def parse_goodput(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
     return tuple(goals)
 
 
-def screen(result: ServeBenchmark, console: Console) -> Iterator[Part]:
+def screen(result: ServeBenchmark) -> Iterator[Part]:
     """Throughput, then a table of latencies."""
     plan, good = result.plan, result.good
     speed = f"{plan.request_rate:g} requests/s" if plan.request_rate else "as fast as they are answered"

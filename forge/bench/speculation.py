@@ -7,26 +7,11 @@ of draft tokens is fixed, so that each K shows what it costs. Whether the tokens
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Annotated
 
-from rich.console import Console
-
-from forge.bench.results import (
-    Facts,
-    Figure,
-    Part,
-    Progress,
-    QuickOption,
-    Table,
-    last_of,
-    option,
-    ratios,
-    shown,
-    title,
-    verdict,
-)
+from forge.bench.results import Facts, Figure, Progress, QuickOption, last_of, option, ratios, shown
+from forge.bench.tables import Part, Table, title, verdict
 from forge.cli import machine, options
 from forge.cli.running import Found, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
@@ -87,7 +72,7 @@ def bench_speculation(
     cases = [(name, number) for name in speculate or PROPOSERS for number in k or GUESSES]
     with progress_line() as progress:
         facts |= last_of(run(llm, cases, batch or BATCHES, tokens, reps, draft or (), progress))
-    return shown(facts, partial(screen, facts), json)
+    return shown(facts, screen(facts), json)
 
 
 @dataclass(frozen=True)
@@ -165,7 +150,7 @@ def _figure(turns: Sequence[tuple[_Turn, _Turn]]) -> Facts:
     }
 
 
-def screen(facts: Facts, console: Console) -> Iterator[Part]:
+def screen(facts: Facts) -> Iterator[Part]:
     """Every batch's table, what plain decoding does beside it, and whether the tokens stayed the same."""
     yield from (title("How many tokens should be guessed at a time?"), facts["label"])
     figures = facts["figures"]

@@ -9,28 +9,15 @@ import json as json_text
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from forge.bench.results import (
-    Facts,
-    Part,
-    Progress,
-    Table,
-    ratio_text,
-    shown,
-    silent,
-    title,
-    trouble,
-    verdict,
-    where,
-)  # fmt: skip
+from forge.bench.results import Facts, Progress, shown, silent
+from forge.bench.tables import Part, Table, ratio_text, title, trouble, verdict, where
 from forge.bench.tokenizer_inputs import inputs
 from forge.cli import machine, options
 from forge.cli.running import Found
@@ -77,27 +64,13 @@ def bench_tokenizer(
     with progress_line() as progress:
         facts = run(path if path.suffix == ".json" else resolve_model(source), progress)
     facts["machine"] = machine.cpu_model()
-    return shown(facts, partial(screen, facts), json)
+    return shown(facts, screen(facts), json)
 
 
 def times(name: str, chars: int, tokens: int, theirs: float, ours: float) -> Facts:
     """Microseconds per call, medians."""
     size = {"name": name, "chars": chars, "tokens": tokens}
     return size | {"theirs": theirs, "ours": ours, "speed_up": theirs / ours}
-
-
-class Contestant(Protocol):
-    """One tokenizer with all that is measured of it."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_plain(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def stream(self, ids: Sequence[int]) -> list[str]: ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
 
 class Ours:
@@ -206,7 +179,7 @@ def run(path: Path, on_progress: Progress = silent, loads: int = 3) -> Facts:
     }
 
 
-def check_equal(ours: Contestant, theirs: Contestant, name: str, text: str) -> None:
+def check_equal(ours: "Ours | Theirs", theirs: "Ours | Theirs", name: str, text: str) -> None:
     """Raises `NotEqual` unless both encode `text` alike, with and without control tokens, and decode alike, at once and
     token by token."""
     ids = theirs.encode(text)
@@ -221,7 +194,7 @@ def check_equal(ours: Contestant, theirs: Contestant, name: str, text: str) -> N
             raise NotEqual(f"{what} differs from Hugging Face tokenizers on {name}: nothing is timed")
 
 
-def check_threads(ours: Contestant, text: str, expected: Sequence[int]) -> None:
+def check_threads(ours: "Ours | Theirs", text: str, expected: Sequence[int]) -> None:
     """Raises `NotEqual` unless 8 threads that encode 100 times each all get `expected`."""
     with ThreadPoolExecutor(THREADS) as threads:
         found = threads.map(lambda _: [ours.encode(text) == expected for _ in range(ENCODES)], range(THREADS))
@@ -239,7 +212,7 @@ def _loaded(load: Callable[[], Any], times: int) -> tuple[Any, float]:
     return found, median(seconds)
 
 
-def _times(call: Callable[[Any], Any], theirs: Contestant, ours: Contestant) -> tuple[float, float]:
+def _times(call: Callable[[Any], Any], theirs: "Ours | Theirs", ours: "Ours | Theirs") -> tuple[float, float]:
     """Microseconds per call of each, the two taking turns."""
     seconds: list[list[float]] = [[], []]
     began = time.perf_counter()
@@ -252,7 +225,7 @@ def _times(call: Callable[[Any], Any], theirs: Contestant, ours: Contestant) -> 
     return their_seconds * 1e6, our_seconds * 1e6
 
 
-def _threads_seconds(one: Contestant, text: str) -> float:
+def _threads_seconds(one: "Ours | Theirs", text: str) -> float:
     """Seconds per encode with 8 threads at it."""
     with ThreadPoolExecutor(THREADS) as threads:
         seconds = []
@@ -276,7 +249,7 @@ def _document(spec: TokenizerSpec) -> str:
     return json_text.dumps(document)
 
 
-def screen(facts: Facts, console: Console) -> Iterator[Part]:
+def screen(facts: Facts) -> Iterator[Part]:
     yield title("How fast is text turned into tokens, and back?")
     on = where({"machine": facts["machine"]}, "µs per call, medians")
     yield f"{one_line(facts['source'])}, {count(facts['vocabulary'])} tokens{on}"

@@ -25,11 +25,7 @@ RUBRIC = (
     "it says alone. Take the last events for the ending, and what somebody has at the end for what they found. Where "
     "two answers seem possible, take the one that the story speaks of last. Say nothing else, and do not explain."
 )
-QUESTIONS = (
-    "Is the ending happy or sad?",
-    "Which place is in the story?",
-    "Who is the hero of the story?",
-)
+QUESTIONS = ("Is the ending happy or sad?", "Which place is in the story?", "Who is the hero of the story?")
 HELD_OUT = Path(__file__).with_name("held_out.txt")
 """Text that the bundled models were not trained on: documents of `models/corpus` with numbers from `HELD_OUT` on, which
 training never reaches."""

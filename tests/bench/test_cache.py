@@ -18,7 +18,7 @@ from forge.bench.cache import (
     screen,
     waste,
 )
-from forge.bench.results import draw
+from forge.bench.tables import draw
 from forge.cache.basic import BasicKvCache
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
@@ -87,7 +87,7 @@ def test_the_screen_has_every_part_at_every_width(result):
     for width in (80, 120):
         file = io.StringIO()
         console = open_console(file, width)
-        draw(console, screen(result, console))
+        draw(console, screen(result))
         text = file.getvalue()
         assert max(map(len, text.splitlines())) <= width
         for expected in ("contiguous", "scattered", "do not fit", "bookkeeping of a step", "memory", "hit rate"):

@@ -9,7 +9,7 @@ from forge.bench.cases import CUDA_LOADS, CUDA_STEPS, Load
 from forge.bench.closed_loop import drive, load_figures, percentiles, unique_prompts
 from forge.bench.cuda import Effort, Plan, plan_for, run, screen
 from forge.bench.process import PeerMissing, ProcessFailed
-from forge.bench.results import draw
+from forge.bench.tables import draw
 from forge.errors import ForgeError, UsageError
 from forge.views.json_output import plain, to_json
 from tests.small_models import write_small_qwen3
@@ -119,7 +119,7 @@ def test_the_screen_and_the_json_show_what_was_measured(plan, monkeypatch, capsy
 
     result, _ = measured(plan, monkeypatch)
     console = Console(width=160)
-    draw(console, screen(result | {"interrupted": True}, console))
+    draw(console, screen(result | {"interrupted": True}))
     shown = capsys.readouterr().out
     for text in ("a GPU", "decode 1 @ 160", "3.00 (3.00–3.00)", "34 %", "graph", "3 in, 4 out", "interrupted"):
         assert text in shown

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from forge.bench.host import measure, screen
-from forge.bench.results import draw
+from forge.bench.tables import draw
 from forge.cli.main import main
 from forge.views.terminal import open_console
 
@@ -27,7 +27,7 @@ def test_nothing_is_cut_off(width):
     names = ("sequences", "steps", "least", "median", "ninth_decile", "schedule", "sample", "record", "bar")
     one = dict(zip(names, (64, 5, 251.2, 435.9, 1962.1, 171.4, 190.2, 60, 444), strict=True))
     console = open_console(file, width)
-    draw(console, screen({"steps": [one], "machine": "a machine"}, console))
+    draw(console, screen({"steps": [one], "machine": "a machine"}))
 
     assert max(map(len, file.getvalue().splitlines())) <= width
     assert "436" in file.getvalue()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from forge.bench.http_client import ServerProblem, Timed
-from forge.bench.results import draw
 from forge.bench.serve import (
     ServeBenchmark,
     ServePlan,
@@ -22,6 +21,7 @@ from forge.bench.serve import (
     screen,
     serve_object,
 )
+from forge.bench.tables import draw
 from forge.errors import UsageError
 from forge.views.terminal import open_console
 
@@ -216,7 +216,7 @@ def test_a_plan_without_a_meaning_is_refused(wrong):
 def test_the_screen_names_the_clients_share_and_the_engines_own(capsys):
     requests = (timed(0, [0.1, 0.3], 0.3, 3),)
     result = ServeBenchmark(ServePlan(""), "m", requests, 2.0, 0.5, 0.0, (1.0, 2.0), turns=((1.5, 3.0), (1.0, 4.0)))
-    draw(open_console(), screen(result, open_console()))
+    draw(open_console(), screen(result))
     out = capsys.readouterr().out
     assert "25 % of one CPU" in out and "38 % (25 % to 50 %)" in out and "TTFT" in out and "p99" in out
 
@@ -225,5 +225,5 @@ def test_the_screen_shows_a_peer_beside_the_server(capsys):
     requests = (timed(0, [0.1, 0.3], 0.3, 3),)
     peer = ServeBenchmark(ServePlan(""), "p", requests, 2.0, 0.5, 0.0)
     result = replace(peer, turns=((3.0, 1.0), (8.0, 2.0)), peer=peer)
-    draw(open_console(), screen(result, open_console()))
+    draw(open_console(), screen(result))
     assert "3.50 (3.00 to 4.00)" in capsys.readouterr().out

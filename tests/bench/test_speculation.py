@@ -2,8 +2,8 @@
 
 import pytest
 
-from forge.bench.results import draw
 from forge.bench.speculation import screen
+from forge.bench.tables import draw
 from tests.views.records import piped, written
 
 
@@ -17,7 +17,7 @@ def test_every_figure_is_whole(width):
         for k in (1, 16)
     ]
     console = piped(width)
-    draw(console, screen({"figures": figures, "label": "kv paged"}, console))
+    draw(console, screen({"figures": figures, "label": "kv paged"}))
     for one in figures:
         row = [one["proposer"], str(one["k"]), "0.87", "3.45", "10.78", "x", "1.03–12.31", "1.62", "1.41"]
         assert " ".join([*row, "12,346"]) in [" ".join(line.split()) for line in written(console).splitlines()]

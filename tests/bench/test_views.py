@@ -6,7 +6,7 @@ import pytest
 
 from forge.bench import cpu, quality
 from forge.bench.cases import Limits
-from forge.bench.results import draw
+from forge.bench.tables import draw
 from forge.views.bench import BenchProgress
 from forge.views.terminal import open_console
 from tests.bench.test_results import benchmark
@@ -15,7 +15,7 @@ from tests.bench.test_results import benchmark
 def shown(screen, facts, width=96) -> str:
     file = io.StringIO()
     console = open_console(file, width)
-    draw(console, screen(facts, console))
+    draw(console, screen(facts))
     return file.getvalue()
 
 
