@@ -14,8 +14,8 @@ from functools import partial
 from statistics import median
 from typing import Annotated
 
-from forge.bench.process import at_least_one
-from forge.bench.results import Facts, Figure, Progress, QuickOption, option, ratios, shown, silent
+from forge.bench.options import QuickOption, at_least_one, option
+from forge.bench.results import Facts, Figure, Progress, ratios, shown, silent
 from forge.bench.tables import Part, Table, ratio_text, title, where
 from forge.cache.basic import BasicKvCache
 from forge.cache.block_pool import BlockPool

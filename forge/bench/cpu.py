@@ -16,8 +16,9 @@ from typing import Annotated
 
 from forge.backends.cpu.features import usable_cpus
 from forge.bench.cases import BLOCK_SIZE, CASES, FORGE, Case, Limits, Needs, Roofline, measure_model, needs_of
-from forge.bench.process import BenchProcess, Launch, PeerMissing, Runner, at_least_one, select_cases, select_peers
-from forge.bench.results import Facts, Figure, Progress, QuickOption, last_of, option, ratios, shown, silent
+from forge.bench.options import QuickOption, at_least_one, option, select_cases, select_peers
+from forge.bench.process import Effort, Launch, PeerMissing, Runner, measure_limits
+from forge.bench.results import Facts, Figure, Progress, last_of, ratios, shown, silent
 from forge.bench.tables import Fitting, Part, Table, ratio_text, title, trouble
 from forge.cli import machine, options
 from forge.cli.running import Found
@@ -38,22 +39,7 @@ DRIFT = 0.1
 """Between the machine's limits before and after that is worth a word."""
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long a run measures."""
-
-    repetitions: int = 9
-    loads: int = 3
-    decode_steps: int = 5
-    """Steps of one decode turn at least; its figure is their median."""
-    turn_seconds: float = 0.1
-    """A turn at least."""
-    limit_seconds: float = 2.0
-    """For each of the machine's limits."""
-    array_bytes: int = 1 << 30
-    """Of the array that memory bandwidth is measured with."""
-
-
+EFFORT = Effort()
 QUICK = Effort(repetitions=3, loads=1, decode_steps=3, turn_seconds=0.02, limit_seconds=0.3, array_bytes=1 << 28)
 """Enough to see that everything runs; too little to believe."""
 
@@ -69,7 +55,7 @@ class Plan:
     """None for all usable CPUs."""
     peer_python: str | None = None
     """An interpreter in which peers are looked for first; None for this one alone."""
-    effort: Effort = Effort()
+    effort: Effort = EFFORT
 
     def __post_init__(self):
         at_least_one(threads=self.threads, reps=self.effort.repetitions)
@@ -99,7 +85,7 @@ def bench_cpu(
 
     [dim]forge bench cpu -m Qwen3-0.6B-Q8_0.gguf --peer-python ~/llama/bin/python[/dim]
     """
-    effort = QUICK if quick else Effort()
+    effort = QUICK if quick else EFFORT
     effort = effort if reps is None else replace(effort, repetitions=reps)
     plan = Plan(model, select_cases(only, CASES), select_peers(peer, PEERS), threads, peer_python, effort)
     with progress_line() as progress:
@@ -133,7 +119,7 @@ def run(plan: Plan, on_progress: Progress = silent, machine: str = "") -> Genera
         if case not in cases
     ]
     on_progress("what this machine can do")
-    before = after = measure_limits(plan.effort)
+    before = _limits(plan)
     with Runner(on_progress) as runner:
         contenders = _load(runner, plan, path, threads, max((case.length for case in cases), default=1))
         measured: list[tuple[Case, Needs, Facts]] = []
@@ -146,24 +132,18 @@ def run(plan: Plan, on_progress: Progress = silent, machine: str = "") -> Genera
             return facts | {"limits": limits} | rest | {"figures": figures}
 
         for case in cases:
-            effort = plan.effort
-            turns = runner.take_turns(
-                case, size.vocab_size, effort.repetitions, effort.decode_steps, effort.turn_seconds
-            )
+            turns = runner.take_turns(case, size.vocab_size, plan.effort)
             measured.append((case, needs_of(case, size), turns))
             for name in list(runner.processes):
                 if answer := runner.ask(name, "memory"):
                     contenders[name]["peak_bytes"] = answer["peak_bytes"]
             yield so_far(None)
     on_progress("what this machine can do, once more")
-    after = measure_limits(plan.effort)
-    yield so_far(after)
+    yield so_far(_limits(plan))
 
 
-def measure_limits(effort: Effort) -> Limits:
-    """The machine's limits, measured in a process of its own."""
-    with BenchProcess(Launch("the limits", "limits_worker")) as worker:
-        found = worker.ask("measure", array_bytes=effort.array_bytes, seconds=effort.limit_seconds)
+def _limits(plan: Plan) -> Limits:
+    found = measure_limits("limits_worker", plan.effort)
     return Limits(found["bytes_per_second"], found["products_per_second"])
 
 

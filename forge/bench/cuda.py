@@ -16,8 +16,9 @@ from typing import Annotated
 from forge.backends.devices import why_not_cuda
 from forge.bench.cases import BLOCK_SIZE, CUDA_LOADS, CUDA_STEPS, FORGE, Case, Load
 from forge.bench.closed_loop import load_figures
-from forge.bench.process import BenchProcess, Launch, Runner, at_least_one, select_cases, select_peers
-from forge.bench.results import Facts, Figure, Progress, QuickOption, last_of, option, shown, silent
+from forge.bench.options import QuickOption, at_least_one, option, select_cases, select_peers
+from forge.bench.process import Effort, Launch, Runner, measure_limits
+from forge.bench.results import Facts, Figure, Progress, last_of, shown, silent
 from forge.bench.tables import Part, Table, title, trouble
 from forge.cli import options
 from forge.cli.running import Found
@@ -40,20 +41,8 @@ SCHEMA = 1
 """Counts up when a name in the JSON changes its meaning."""
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long a run measures."""
-
-    repetitions: int = 5
-    decode_steps: int = 20
-    turn_seconds: float = 0.3
-    limit_seconds: float = 1.0
-    array_bytes: int = 4 << 30
-    request_share: float = 1.0
-    """Of each load's requests."""
-
-
-QUICK = Effort(2, 3, 0.02, 0.1, 1 << 28, request_share=0.02)
+EFFORT = Effort(5, decode_steps=20, turn_seconds=0.3, limit_seconds=1.0, array_bytes=4 << 30)
+QUICK = Effort(2, decode_steps=3, turn_seconds=0.02, limit_seconds=0.1, array_bytes=1 << 28, request_share=0.02)
 """Enough to see that everything runs; too little to believe."""
 
 
@@ -69,7 +58,7 @@ class Plan:
     loads: tuple[Load, ...] = CUDA_LOADS[:2]
     peers: tuple[str, ...] = tuple(PEERS)
     kv: str = "paged"
-    effort: Effort = Effort()
+    effort: Effort = EFFORT
 
 
 def bench_cuda(
@@ -98,7 +87,7 @@ def bench_cuda(
     [dim]forge bench cuda -m qwen3-4b --only 512in1@64,512in1@128[/dim]
     """
     at_least_one(reps=reps)
-    effort = QUICK if quick else Effort()
+    effort = QUICK if quick else EFFORT
     effort = effort if reps is None else replace(effort, repetitions=reps)
     plan = plan_for(model, type, only, peer, kv, effort)
     if reason := why_not_cuda():  # before anything is made or started
@@ -109,7 +98,7 @@ def bench_cuda(
 
 
 def plan_for(
-    model: str, quantization: str, only: str | None, peers: list[str] | None, kv: str, effort: Effort = Effort()
+    model: str, quantization: str, only: str | None, peers: list[str] | None, kv: str, effort: Effort = EFFORT
 ) -> Plan:
     """The plan that these options mean. Raises `UsageError` for a name that is none."""
     chosen = select_cases(only, (*CUDA_STEPS, *CUDA_LOADS))
@@ -127,9 +116,7 @@ def run(plan: Plan, on_progress: Progress = silent) -> Generator[Facts, None, No
     """
     facts: Facts = {"schema": SCHEMA, "model": plan.model, "limits": None, "contenders": {}, "steps": [], "loads": []}
     on_progress("what this GPU can do")
-    with BenchProcess(Launch("the limits", "cuda_limits_worker")) as worker:
-        asked = {"array_bytes": plan.effort.array_bytes, "seconds": plan.effort.limit_seconds}
-        facts |= {"limits": worker.ask("measure", **asked), "skipped": [], "interrupted": False}
+    facts |= {"limits": measure_limits("cuda_limits_worker", plan.effort), "skipped": [], "interrupted": False}
     yield facts
     with Runner(on_progress) as runner, model_file(plan, on_progress) as (path, vocab_size):
         facts["skipped"] = runner.skipped
@@ -160,7 +147,7 @@ def _measure(plan: Plan, name: str, path: Path, vocab_size: int, facts: Facts, r
     """Everything about one program, after each figure of it."""
     runner.say(f"{name} loads")
     longest = max([case.length for case in plan.steps] + [one.prompt_tokens + one.output_tokens for one in plan.loads])
-    most, effort = max((load.concurrency for load in plan.loads), default=1), plan.effort
+    most = max((load.concurrency for load in plan.loads), default=1)
     sizes = {"max_model_len": longest, "max_num_seqs": most, "num_blocks": most * -(-longest // BLOCK_SIZE)}
     given = {"model": str(path.absolute()), "device": "cuda", "kv": plan.kv, "block_size": BLOCK_SIZE, **sizes}
     about = runner.attempt(name, partial(runner.open, Launch(name, WORKERS[name]), **given))
@@ -170,15 +157,13 @@ def _measure(plan: Plan, name: str, path: Path, vocab_size: int, facts: Facts, r
     for case in plan.steps if name != HTTP else ():
         if name not in runner.processes:
             return
-        turns = runner.take_turns(
-            case, vocab_size, effort.repetitions, effort.decode_steps, effort.turn_seconds, in_parts=True
-        )
+        turns = runner.take_turns(case, vocab_size, plan.effort, in_parts=True)
         facts["steps"] += [step(case, name, one, facts) for one in turns.values()]
         yield
     for load in plan.loads:
         if name not in runner.processes:
             return
-        load = replace(load, requests=max(load.concurrency, round(load.requests * effort.request_share)))
+        load = replace(load, requests=max(load.concurrency, round(load.requests * plan.effort.request_share)))
         runner.say(f"{load.title}: {name}")
         if answer := runner.ask(name, "requests", f"{name}, {load.title}", **load.question):
             facts["loads"].append({"load": load, "contender": name, **load_figures(load, answer)})

@@ -13,7 +13,8 @@ from typing import Annotated
 
 import numpy as np
 
-from forge.bench.results import Facts, option, shown
+from forge.bench.options import option
+from forge.bench.results import Facts, shown
 from forge.bench.tables import Part, Table, title
 from forge.cli import machine, options
 from forge.cli.running import Found

@@ -12,8 +12,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Annotated
 
-from forge.bench.process import at_least_one
-from forge.bench.results import Facts, Figure, Progress, option, ratios, shown, silent
+from forge.bench.options import at_least_one, option
+from forge.bench.results import Facts, Figure, Progress, ratios, shown, silent
 from forge.bench.tables import Part, Table, ratio_text, title, verdict, where
 from forge.cache.paged import PagedKvCache
 from forge.cli import machine, options

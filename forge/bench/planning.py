@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from forge.bench.oneshot import PromptMaker
-from forge.bench.process import at_least_one
-from forge.bench.results import Facts, Figure, Progress, option, ratios, shown, silent
+from forge.bench.options import at_least_one, option
+from forge.bench.results import Facts, Figure, Progress, ratios, shown, silent
 from forge.bench.tables import Part, Table, title, verdict, where
 from forge.cache.prefix import PrefixKvCache
 from forge.cli import machine, options

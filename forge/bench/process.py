@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,24 @@ REST_SECONDS = 0.03
 """Between two turns: threads of the one before, which spin for a moment when they have nothing to do, go to sleep."""
 PATIENCE_SECONDS = 60.0
 """A process that has spent this much time on the turns of one figure takes no more of them."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a run measures."""
+
+    repetitions: int = 9
+    loads: int = 3
+    decode_steps: int = 5
+    """Steps of one decode turn at least; its figure is their median."""
+    turn_seconds: float = 0.1
+    """A turn at least."""
+    limit_seconds: float = 2.0
+    """For each of the machine's limits."""
+    array_bytes: int = 1 << 30
+    """Of the array that memory bandwidth is measured with."""
+    request_share: float = 1.0
+    """Of each load's requests."""
 
 
 class ProcessFailed(ForgeError):
@@ -128,6 +146,12 @@ class BenchProcess:
         return f"{last} (exit status {status})"
 
 
+def measure_limits(module: str, effort: Effort) -> dict[str, Any]:
+    """The machine's limits, measured in a process of its own."""
+    with BenchProcess(Launch("the limits", module)) as worker:
+        return worker.ask("measure", array_bytes=effort.array_bytes, seconds=effort.limit_seconds)
+
+
 class Runner:
     """The processes of one run. A peer that fails is left out from there on, with its reason; if forge fails, the run
     does. As a context manager it ends every process."""
@@ -172,7 +196,7 @@ class Runner:
         return self.attempt(name, lambda: self.processes[name].ask(do, **fields), part)
 
     def take_turns(
-        self, case: Case, vocab_size: int, repetitions: int, min_steps: int, min_seconds: float, in_parts: bool = False
+        self, case: Case, vocab_size: int, effort: "Effort", in_parts: bool = False
     ) -> dict[str, dict[str, Any]]:
         """Repetitions of one case, A B C A B C …: every process fills its cache, then each takes its turn while the
         others wait for their input. Name → `setting`, `seconds` (of a step, by repetition) and `top_tokens`."""
@@ -184,43 +208,16 @@ class Runner:
             if answer := self.ask(name, "prepare", part, **fields):
                 taken[name] = {"setting": answer["setting"], "seconds": [], "top_tokens": []}
         spent = dict.fromkeys(taken, 0.0)
-        for repetition in range(repetitions):
+        for repetition in range(effort.repetitions):
             for name in [name for name in taken if name in self.processes]:
                 if taken[name]["seconds"] and spent[name] > PATIENCE_SECONDS:
                     continue
-                self.say(f"{case.title}: {repetition + 1} of {repetitions}, {name}")
+                self.say(f"{case.title}: {repetition + 1} of {effort.repetitions}, {name}")
                 time.sleep(REST_SECONDS)
-                started, steps = time.perf_counter(), min_steps if case.kind == "decode" else 1
-                answer = self.ask(name, "turn", min_steps=steps, min_seconds=min_seconds)
+                started, steps = time.perf_counter(), effort.decode_steps if case.kind == "decode" else 1
+                answer = self.ask(name, "turn", min_steps=steps, min_seconds=effort.turn_seconds)
                 spent[name] += time.perf_counter() - started
                 if answer is not None:
                     taken[name]["seconds"].append(median(answer["seconds"]))
                     taken[name]["top_tokens"] = answer["top_tokens"]
         return {name: one for name, one in taken.items() if one["seconds"]}
-
-
-def select_peers(names: list[str] | None, known: Mapping[str, str]) -> tuple[str, ...]:
-    """`all`, `none`, or names of peers, in their own order. Raises `UsageError` for one that is none."""
-    if names in (None, ["all"], ["none"]):
-        return () if names == ["none"] else tuple(known)
-    assert names is not None
-    for name in names:
-        if name not in known:
-            raise UsageError(f"unknown peer {name!r}; there are {', '.join(known)}, all and none")
-    return tuple(name for name in known if name in names)
-
-
-def select_cases(names: str | None, known: tuple) -> tuple:
-    """The cases that `names`, with commas, asks for, in their own order; None means all. Raises `UsageError`."""
-    wanted = [name.strip() for name in names.split(",")] if names is not None else [case.name for case in known]
-    for name in wanted:
-        if name not in (case.name for case in known):
-            raise UsageError(f"unknown figure {name!r}; there are {', '.join(case.name for case in known)}")
-    return tuple(case for case in known if case.name in wanted)
-
-
-def at_least_one(**values: float | None) -> None:
-    """Raises `UsageError` for an option below 1; None stands for one that was not given."""
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is at least 1, and {value:g} is less")

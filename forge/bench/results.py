@@ -7,9 +7,7 @@ rounded, and the screen is drawn from them.
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from forge.bench.tables import Part, draw, ratio_text
 from forge.cli.running import INTERRUPTED
@@ -23,14 +21,6 @@ Progress = Callable[[str], None]
 
 def silent(text: str) -> None:
     """A `Progress` that shows nothing."""
-
-
-def option(help: str, *names: str, default: str | bool = True, **more: Any) -> Any:
-    """An option of a benchmark's command. default: what `--help` says where the value's own says nothing."""
-    return typer.Option(*names, help=help, show_default=default, rich_help_panel="Measurement", **more)
-
-
-QuickOption = Annotated[bool, option("Few and short turns: to see it run.", "--quick")]
 
 
 @dataclass(frozen=True)

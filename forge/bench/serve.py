@@ -17,17 +17,19 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import fmean, median, pstdev
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from forge.bench.http_client import HttpClient, ServerProblem, Timed
-from forge.bench.process import BenchProcess, Launch, at_least_one
-from forge.bench.results import Progress, option, shown, silent
+from forge.bench.options import at_least_one, option
+from forge.bench.process import BenchProcess, Launch
+from forge.bench.results import Progress, shown, silent
 from forge.bench.tables import Part, Table, title, trouble
 from forge.cli import options
 from forge.errors import UsageError
@@ -81,8 +83,8 @@ def bench_serve(
         raise UsageError("--peer and --engine are two comparisons: give one of them")
     other = replace(plan, url=peer, model=peer_model, api_key=None, probe_health=False) if peer is not None else None
     loading = options.model_options(num_blocks=num_blocks, threads=threads)
-    with progress_line() as progress, EngineTurns(engine, loading, plan) if engine else nullcontext() as own:
-        result = run(plan, progress, engine_turn=own.turn if own else None, peer=other)
+    with progress_line() as progress, engine_turns(engine, loading, plan) if engine else nullcontext() as own:
+        result = run(plan, progress, engine_turn=own, peer=other)
     result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
     return shown(serve_object(result), screen(result), json, 0 if result.good else 1)
 
@@ -128,22 +130,22 @@ class ServePlan:
         return [[rng.randrange(low, high) for _ in length] for _ in range(self.num_prompts)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServeBenchmark:
     """What came of it."""
 
     plan: ServePlan
     model: str
-    requests: tuple[Timed, ...]
-    duration: float
+    requests: Sequence[Timed] = ()
+    duration: float = 0.0
     """Seconds from the first request to the end of the last."""
-    cpu_seconds: float
+    cpu_seconds: float = 0.0
     """What the client itself took."""
-    ready_after: float
+    ready_after: float = 0.0
     """Seconds until the server answered for the first time."""
-    health_ms: tuple[float, ...] = ()
+    health_ms: Sequence[float] = ()
     command: str = ""
-    turns: tuple[tuple[float, float], ...] = ()
+    turns: Sequence[tuple[float, float]] = ()
     """Output tokens per second of the server, and of its peer or of the engine alone on the same requests right after,
     turn by turn; where that was asked for."""
     peer: "ServeBenchmark | None" = None
@@ -167,10 +169,6 @@ class ServeBenchmark:
     def other_tokens_per_second(self) -> float | None:
         """Of the engine alone or of the peer: the median over the turns."""
         return median(other for _, other in self.turns) if self.turns else None
-
-    @property
-    def output_tokens_per_second(self) -> float:
-        return sum(map(output_tokens, self.good)) / self.duration
 
     def values(self, metric: str) -> list[float]:
         """`ttft`, `tpot`, `itl` or `e2el` in milliseconds, of all requests that succeeded."""
@@ -196,12 +194,7 @@ def milliseconds(one: Timed, metric: str) -> float | None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """By linear interpolation, as NumPy has it."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * share / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, share))
 
 
 def run(
@@ -220,101 +213,95 @@ def run(
     return asyncio.run(_run(plan, progress, patience, engine_turn, peer))
 
 
-class EngineTurns:
-    """The engine's own speed on the same requests: loaded in a process of its own, which waits for its turns. Used as a
-    context manager."""
+@contextmanager
+def engine_turns(model: str, options: dict[str, Any], plan: ServePlan) -> Iterator[Callable[[Sequence[Prompt]], float]]:
+    """The engine's own speed on the same requests: loaded in a process of its own, which waits for its turns. Yields
+    what runs prompts, `plan.concurrency` of them under way at any time: output tokens per second."""
+    asked = {"output_tokens": plan.output_tokens, "concurrency": plan.concurrency}
+    with BenchProcess(Launch("the engine", "forge_worker")) as process:
 
-    def __init__(self, model: str, options: dict[str, Any], plan: ServePlan):
-        self._process, self._plan = BenchProcess(Launch("the engine", "forge_worker")), plan
-        try:
-            self._process.ask("load", model=model, **{"kv": "prefix", "max_num_seqs": 64} | options)
-            self.turn([plan.prompts()[0][::-1]])
-        except BaseException:
-            self._process.close()
-            raise
+        def turn(prompts: Sequence[Prompt]) -> float:
+            return process.ask("answer", prompts=prompts, **asked)["tokens_per_second"]
 
-    def __enter__(self) -> "EngineTurns":
-        return self
+        process.ask("load", model=model, **{"kv": "prefix", "max_num_seqs": 64} | options)
+        turn([plan.prompts()[0][::-1]])
+        yield turn
 
-    def __exit__(self, *exception: object) -> None:
-        self._process.close()
 
-    def turn(self, prompts: Sequence[Prompt]) -> float:
-        """Output tokens per second with `plan.concurrency` requests under way at any time."""
-        asked = {"output_tokens": self._plan.output_tokens, "concurrency": self._plan.concurrency}
-        return self._process.ask("answer", prompts=prompts, **asked)["tokens_per_second"]
+async def _run(
+    plan: ServePlan, progress: Progress, patience: float, engine_turn, peer: ServePlan | None
+) -> ServeBenchmark:
+    targets = [_Target(one, progress) for one in (plan, peer) if one is not None]
+    own, prompts, turns = targets[0], plan.prompts(), []
+    try:
+        for target in targets:
+            await target.begin(patience, prompts[0][::-1])
+        number = plan.turns if peer is not None or engine_turn is not None else 1
+        for part in filter(None, (prompts[first::number] for first in range(number))):
+            speeds = [await target.turn(part) for target in targets]
+            turns.append((*speeds, engine_turn(part)) if engine_turn is not None else tuple(speeds))
+    finally:
+        for target in targets:
+            target.client.close()
+    if peer is not None:
+        own.found.peer = targets[1].found
+    own.found.turns = turns if number > 1 else ()
+    return own.found
 
 
 class _Target:
     """A server, and what has come of it so far."""
 
     def __init__(self, plan: ServePlan, progress: Progress):
-        self.plan, self.progress = plan, progress
-        self.client = HttpClient(plan.url, plan.api_key)
-        self.model = plan.model or ""
-        self.ready_after = self.duration = self.cpu = 0.0
-        self.requests: list[Timed] = []
-        self.health: list[float] = []
+        self.client, self._say, self._plan = HttpClient(plan.url, plan.api_key), progress, plan
+        self.found = ServeBenchmark(plan, plan.model or "", requests=[], health_ms=[])
 
     async def begin(self, patience: float, first: Prompt) -> None:
         """Wait for the server, and ask it once without looking at the time."""
         began = time.perf_counter()
-        self.model = self.model or await _only_model(self.client, patience, self.progress)
-        self.ready_after = time.perf_counter() - began
-        await self.client.stream("/v1/completions", _body(self.plan, self.model, first))
+        self.found.model = self.found.model or await _only_model(self.client, patience, self._say)
+        self.found.ready_after = time.perf_counter() - began
+        await self._ask(first)
 
     async def turn(self, prompts: list[Prompt]) -> float:
         """Ask all of `prompts`; output tokens per second."""
-        probing = asyncio.create_task(_probe(self.client, self.health)) if self.plan.probe_health else None
+        places, rng = asyncio.Semaphore(self._plan.concurrency), random.Random(self._plan.seed)
+        probing = asyncio.create_task(self._probe()) if self._plan.probe_health else None
         began, cpu_before = time.perf_counter(), time.process_time()
-        answers = await _ask_all(self.plan, self.model, prompts, self.client, self.progress)
+
+        async def ask(number: int, prompt: Prompt) -> Timed:
+            async with places:
+                if number % 20 == 0:
+                    self._say(f"{number} of {len(prompts)} requests")
+                return await self._ask(prompt)
+
+        tasks = []
+        for number, prompt in enumerate(prompts):
+            tasks.append(asyncio.create_task(ask(number, prompt)))
+            if self._plan.request_rate is not None:
+                await asyncio.sleep(rng.expovariate(self._plan.request_rate))
+        answers = await asyncio.gather(*tasks)
         seconds = time.perf_counter() - began
-        self.cpu += time.process_time() - cpu_before
-        self.duration += seconds
-        self.requests += answers
+        self.found.cpu_seconds += time.process_time() - cpu_before
+        self.found.duration += seconds
+        self.found.requests = [*self.found.requests, *answers]
         if probing is not None:
             probing.cancel()
         return sum(output_tokens(one) for one in answers if one.error is None) / seconds
 
-    def result(self, **others: Any) -> ServeBenchmark:
-        return ServeBenchmark(
-            self.plan,
-            self.model,
-            tuple(self.requests),
-            self.duration,
-            self.cpu,
-            self.ready_after,
-            tuple(self.health),
-            **others,
+    async def _ask(self, prompt: Prompt) -> Timed:
+        sampling = {"max_tokens": self._plan.output_tokens, "temperature": 0, "ignore_eos": True}
+        body = {"model": self.found.model, "prompt": prompt, **sampling}
+        return await self.client.stream(
+            "/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}}
         )
 
-
-async def _run(
-    plan: ServePlan, progress: Progress, patience: float, engine_turn, peer: ServePlan | None
-) -> ServeBenchmark:
-    own = _Target(plan, progress)
-    other = _Target(peer, progress) if peer is not None else None
-    prompts, turns = plan.prompts(), []
-    try:
-        for target in filter(None, (own, other)):
-            await target.begin(patience, prompts[0][::-1])
-        compared = other is not None or engine_turn is not None
-        for part in _parts(prompts, plan.turns if compared else 1):
-            speed = await own.turn(part)
-            if other is not None:
-                turns.append((speed, await other.turn(part)))
-            elif engine_turn is not None:
-                turns.append((speed, engine_turn(part)))
-        return own.result(turns=tuple(turns), peer=other.result() if other is not None else None)
-    finally:
-        own.client.close()
-        if other is not None:
-            other.client.close()
-
-
-def _parts(prompts: list[Prompt], number: int) -> list[list[Prompt]]:
-    """The prompts in `number` parts that differ in length by one at most; fewer where there are fewer prompts."""
-    return [part for first in range(number) if (part := prompts[first::number])]
+    async def _probe(self) -> None:
+        while True:
+            began = time.perf_counter()
+            await self.client.get("/health")
+            self.found.health_ms = [*self.found.health_ms, 1e3 * (time.perf_counter() - began)]
+            await asyncio.sleep(0.05)
 
 
 async def _only_model(client: HttpClient, patience: float, progress: Progress) -> str:
@@ -334,47 +321,6 @@ async def _only_model(client: HttpClient, patience: float, progress: Progress) -
             raise ServerProblem(f"the server does not answer: {problem}")
         progress("waiting for the server")
         await asyncio.sleep(0.1)
-
-
-async def _ask_all(plan: ServePlan, model: str, prompts, client: HttpClient, progress) -> list[Timed]:
-    places, rng = asyncio.Semaphore(plan.concurrency), random.Random(plan.seed)
-    done = 0
-
-    async def ask(prompt: Prompt) -> Timed:
-        nonlocal done
-        async with places:
-            found = await client.stream("/v1/completions", _body(plan, model, prompt))
-        done += 1
-        if done % 20 == 0:
-            progress(f"{done} of {len(prompts)} requests")
-        return found
-
-    tasks = []
-    for prompt in prompts:
-        tasks.append(asyncio.create_task(ask(prompt)))
-        if plan.request_rate is not None:
-            await asyncio.sleep(rng.expovariate(plan.request_rate))
-    return await asyncio.gather(*tasks)
-
-
-def _body(plan: ServePlan, model: str, prompt: Prompt) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": plan.output_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-
-
-async def _probe(client: HttpClient, found: list[float]) -> None:
-    while True:
-        began = time.perf_counter()
-        await client.get("/health")
-        found.append(1e3 * (time.perf_counter() - began))
-        await asyncio.sleep(0.05)
 
 
 def serve_object(result: ServeBenchmark) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated
 
-from forge.bench.results import Facts, Figure, Progress, QuickOption, last_of, option, ratios, shown
+from forge.bench.options import QuickOption, option
+from forge.bench.results import Facts, Figure, Progress, last_of, ratios, shown
 from forge.bench.tables import Part, Table, title, verdict
 from forge.cli import machine, options
 from forge.cli.running import Found, load_model, run_label

@@ -1,7 +1,15 @@
 """`forge bench`: how fast forge is beside its peers on this machine, and what the cheaper ways of computing cost.
 
-Each benchmark is one file of `forge/bench`, which holds its command too; this is the table of them. A benchmark's file
-is imported when it runs, or when its help is shown.
+To add a benchmark, write one file, `forge/bench/NAME.py`, and add its line to `COMMANDS`. The file holds
+
+1. `bench_NAME(...) -> Found`, the command: its options (`forge.bench.options`, `forge.cli.options`) and its help;
+2. `run(...) -> Facts`, which measures: a dictionary of plain values and `Figure`s, the JSON as it is printed. What is
+   compared takes turns, and a ratio is the median of the turns' `ratios`. A program that must not share threads or
+   memory runs in a process of its own: a `Worker` with a `load`, a `prepare` and a `_step`, driven by a `Runner`;
+3. `screen(facts)`, which yields the parts of the screen: a `title`, sentences, `Table`s of cells, a `verdict`.
+
+The command ends with `return shown(facts, screen(facts), json)`. Its figures belong into `forge/bench/RESULTS.md`. A
+file is imported when its benchmark runs, or when `forge bench --help` is shown; `forge --help` imports none.
 """
 
 from importlib import import_module

@@ -8,7 +8,8 @@ import pytest
 from forge.bench import cpu, process
 from forge.bench.cases import CASES
 from forge.bench.cpu import PEERS, Effort, Plan, run
-from forge.bench.process import ProcessFailed, select_cases, select_peers
+from forge.bench.options import select_cases, select_peers
+from forge.bench.process import ProcessFailed
 from forge.bench.results import Figure
 from forge.cli.main import main
 from forge.errors import UsageError
@@ -30,8 +31,7 @@ def scripted(monkeypatch):
     def play(plan, **script):
         played = Script(**script)
         monkeypatch.setattr(process, "REST_SECONDS", 0)
-        for module in (cpu, process):
-            monkeypatch.setattr(module, "BenchProcess", played)
+        monkeypatch.setattr(process, "BenchProcess", played)
         *_, last = run(plan)
         assert played.open == 0, "a process was left running"
         return last, played
@@ -101,8 +101,7 @@ def test_a_process_that_takes_too_long_takes_fewer_turns(scripted, monkeypatch, 
 
 def test_forge_failing_is_an_error_and_leaves_nothing_running(monkeypatch, model):
     script = Script({}, failing=("forge",))
-    for module in (cpu, process):
-        monkeypatch.setattr(module, "BenchProcess", script)
+    monkeypatch.setattr(process, "BenchProcess", script)
     with pytest.raises(ProcessFailed, match="forge: broke"):
         list(run(plan(model, peers=())))
     assert script.open == 0
@@ -110,8 +109,7 @@ def test_forge_failing_is_an_error_and_leaves_nothing_running(monkeypatch, model
 
 def test_giving_up_in_the_middle_leaves_nothing_running(monkeypatch, model):
     script = Script({"forge": [1.0] * 9})
-    for module in (cpu, process):
-        monkeypatch.setattr(module, "BenchProcess", script)
+    monkeypatch.setattr(process, "BenchProcess", script)
     measuring = run(plan(model, peers=()))
     next(measuring)
     measuring.close()

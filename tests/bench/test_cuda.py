@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from forge.bench import cuda, process
+from forge.bench import process
 from forge.bench.cases import CUDA_LOADS, CUDA_STEPS, Load
 from forge.bench.closed_loop import drive, load_figures, percentiles, unique_prompts
 from forge.bench.cuda import Effort, Plan, plan_for, run, screen
@@ -74,8 +74,7 @@ def plan(tmp_path) -> Plan:
 def measured(plan, monkeypatch, answers=ANSWERS):
     script = Scripted(answers)
     monkeypatch.setattr(process, "REST_SECONDS", 0)
-    for module in (cuda, process):
-        monkeypatch.setattr(module, "BenchProcess", script)
+    monkeypatch.setattr(process, "BenchProcess", script)
     *_, last = run(plan)
     return last, script
 

@@ -7,7 +7,7 @@ import pytest
 
 from forge.bench import cpu
 from forge.bench.cases import CASES, Limits, ModelSize, Needs, Roofline, measure_model, needs_of
-from forge.bench.process import select_cases
+from forge.bench.options import select_cases
 from forge.bench.results import Figure, ratios
 from forge.errors import UsageError
 from forge.gguf import GGUFFile
