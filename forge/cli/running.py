@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from forge.cli.options import model_label
 from forge.engine_args import EngineArgs
-from forge.errors import ForgeError
+from forge.errors import INTERRUPTED, ForgeError
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 Found = Any
 """What a command may return: a `Report`, which the command line then shows; an exit status; or nothing."""
-INTERRUPTED = 130
-"""The exit status of a run that Ctrl-C ended."""
 
 
 def load_model(engine: EngineArgs | str, **changed: Any) -> "LLM":
