@@ -7,7 +7,6 @@ is measured on the caches alone.
 """
 
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,16 +16,19 @@ from typing import Annotated
 from forge.bench.options import QuickOption, at_least_one, option
 from forge.bench.results import Facts, Figure, Progress, ratios, shown, silent
 from forge.bench.tables import Part, Table, ratio_text, title, where
+from forge.bench.worker import timed
 from forge.cache.basic import BasicKvCache
 from forge.cache.block_pool import BlockPool
 from forge.cache.kv_cache import KvCache
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.cli import machine, options
+from forge.cli.arguments import Takes, command
 from forge.cli.running import Found
 from forge.engine.engine import Engine
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
 from forge.llm import LLM
 from forge.views.bench import progress_line
 from forge.views.figures import NOTHING, count, plural, rate, share, size
@@ -59,13 +61,12 @@ QUICK = Effort(steps=6, rounds=2, policy_steps=20)
 """Enough to see that everything runs; too little to believe."""
 
 
+@command
 def bench_cache(
-    model: options.ModelOption = "tales",
+    engine: Annotated[EngineArgs, Takes("model device threads")],
     length: Annotated[list[int] | None, option("Tokens in the cache; may be repeated.", default="128, 1024")] = None,
     block_size: Annotated[list[int] | None, option("Tokens per block; may be repeated.", default="1, 16, 64")] = None,
     reps: Annotated[int | None, option("Steps of each cache per figure; 60 if not given.")] = None,
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
     quick: QuickOption = False,
     json: options.JsonOption = False,
 ) -> Found:
@@ -75,28 +76,26 @@ def bench_cache(
     """
     effort = QUICK if quick else Effort()
     effort = effort if reps is None else replace(effort, steps=reps)
-    loading = options.model_options(device=device, threads=threads)
     with progress_line() as progress:
-        facts = run(model, length or LENGTHS, block_size or BLOCK_SIZES, effort, progress, **loading)
+        facts = run(engine, length or LENGTHS, block_size or BLOCK_SIZES, effort, progress)
     facts["machine"] = machine.cpu_model()
     return shown(facts, screen(facts), json)
 
 
 def run(
-    model: str,
+    engine: EngineArgs,
     lengths: Sequence[int] = LENGTHS,
     block_sizes: Sequence[int] = BLOCK_SIZES,
     effort: Effort = Effort(),
     on_progress: Progress = silent,
-    **loading,
 ) -> Facts:
     """Measure. A length that the model's context does not hold is left out, and said to be.
 
     Raises `UsageError` for a model that does not exist, or a length or size of block that is none.
     """
     at_least_one(length=min(lengths), block_size=min(block_sizes), reps=effort.steps)
-    on_progress(f"load {model}")
-    llm = LLM(model, kv="paged", num_blocks=1, **loading)  # its own cache is not used
+    on_progress(f"load {engine.model}")
+    llm = LLM.from_engine_args(replace(engine, kv="paged", num_blocks=1))  # its own cache is not used
     fitting = [length for length in lengths if length + effort.steps + 2 <= llm.max_model_len]
     times = []
     for length in fitting:
@@ -150,9 +149,7 @@ def _step_time(llm: LLM, length: int, block_size: int, steps: int) -> Facts:
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(steps):
         for name in seconds if turn % 2 else reversed(seconds):
-            started = time.perf_counter()
-            engines[name].step()
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(timed(engines[name].step)[1])
     return {
         "length": length,
         "block_size": block_size,
@@ -181,18 +178,11 @@ def _first_token(llm: LLM, rounds: int) -> Facts:
     beginning = [rng.randrange(llm.model.vocab_size) for _ in range(shared)]
     engines = [_engine(llm, kind(blocks, size), longest) for kind in (PagedKvCache, PrefixKvCache)]
     seconds: tuple[list[float], list[float]] = ([], [])
-    cached = 0
     for turn in range(rounds + 1):
         prompt = beginning + [rng.randrange(llm.model.vocab_size) for _ in range(PROMPT_TOKENS - shared)]
         for engine, own in zip(engines, seconds, strict=True):
-            started = time.perf_counter()
-            request = _begin(engine, prompt, 1)
-            while engine.has_unfinished():
-                engine.step()
-            if turn:  # the first fills the cache, and touches memory for the first time
-                own.append(time.perf_counter() - started)
-                cached = engine.output(request).metrics.tokens_cached
-            engine.forget(request)
+            cached, taken = timed(partial(_answer, engine, prompt))
+            own.extend([taken] if turn else [])  # the first fills the cache, and touches memory for the first time
     paged, prefix = map(Figure.quartiles, seconds)
     found = {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": cached, "paged": paged, "prefix": prefix}
     return found | {"ratio": Figure.quartiles(ratios(*seconds))}
@@ -202,6 +192,16 @@ def _engine(llm: LLM, cache: KvCache, longest: int) -> Engine:
     """An engine around the loaded model with a cache and a storage of its own."""
     storage = llm.model.new_storage(llm.model.kv_layout(cache.num_available, cache.block_size, llm.kv_dtype))
     return Engine(llm.model, llm.tokenizer, cache, storage, longest, SchedulerConfig(oneshot=False))
+
+
+def _answer(engine: Engine, prompt: Sequence[int]) -> int:
+    """Answer with one token; how many of the prompt's were found in the cache."""
+    request = _begin(engine, prompt, 1)
+    while engine.has_unfinished():
+        engine.step()
+    cached = engine.output(request).metrics.tokens_cached
+    engine.forget(request)
+    return cached
 
 
 def _begin(engine: Engine, prompt: Sequence[int], max_tokens: int) -> str:
@@ -220,10 +220,8 @@ def bookkeeping(cache: KvCache, steps: int) -> Facts:
         cache.add(seq_id, tokens, max_cached=0)
         cache.reserve(seq_id, len(tokens))
         cache.commit(seq_id, tokens)
-    seconds = []
-    for step in range(min(steps, 1024)):
-        token = [step]
-        started = time.perf_counter()
+
+    def step(token: list[int]) -> None:
         for seq_id in sequences:
             cache.blocks_needed(seq_id, 1)
             cache.reserve(seq_id, 1)
@@ -231,7 +229,8 @@ def bookkeeping(cache: KvCache, steps: int) -> Facts:
             cache.commit(seq_id, token)
         cache.stats()
         cache.take_events()
-        seconds.append(time.perf_counter() - started)
+
+    seconds = [timed(partial(step, [token]))[1] for token in range(min(steps, 1024))]
     return {"kind": cache.kind, "sequences": BOOKKEEPING_SEQUENCES, "seconds": Figure.quartiles(seconds)}
 
 
@@ -271,12 +270,8 @@ def allocator_speeds(rounds: int) -> list[Facts]:
 
 
 def _rate(one_round: Callable[[], int], rounds: int) -> float:
-    rates = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        operations = one_round()
-        rates.append(operations / (time.perf_counter() - started))
-    return median(rates)
+    taken = [timed(one_round) for _ in range(rounds)]
+    return median(operations / seconds for operations, seconds in taken)
 
 
 def waste(cache: KvCache, bytes_per_token: int) -> Facts:

@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import typer
+
 from forge.backends.devices import why_not_cuda
 from forge.bench.cases import BLOCK_SIZE, CUDA_LOADS, CUDA_STEPS, FORGE, Case, Load
 from forge.bench.closed_loop import load_figures
@@ -63,7 +65,10 @@ class Plan:
 
 def bench_cuda(
     model: Annotated[
-        str, option("qwen3-0.6b, qwen3-1.7b or qwen3-4b with random weights; or a model as elsewhere.", "--model", "-m")
+        str,
+        typer.Option(
+            "--model", "-m", help="qwen3-0.6b, qwen3-1.7b or qwen3-4b with random weights; or a model as elsewhere."
+        ),
     ] = DEFAULT_MODEL,
     type: Annotated[str, option("Of random weights: BF16, Q8_0, Q4_0, Q4_K_M, …", "--type", "-t")] = "BF16",
     only: Annotated[

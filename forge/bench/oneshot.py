@@ -17,9 +17,11 @@ from forge.bench.results import Facts, Figure, Progress, ratios, shown, silent
 from forge.bench.tables import Part, Table, ratio_text, title, verdict, where
 from forge.cache.paged import PagedKvCache
 from forge.cli import machine, options
+from forge.cli.arguments import Takes, command
 from forge.cli.running import Found, load_model
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.llm import LLM
 from forge.views.bench import progress_line
@@ -36,9 +38,12 @@ CLASSES = {"decode": False, "oneshot": True}
 """Name → whether a generation of one token is prefill-only."""
 
 
+@command
 def bench_oneshot(
-    model: options.ModelOption = "tales",
-    kv: options.KvOption = "paged",
+    engine: Annotated[
+        EngineArgs,
+        Takes("model kv device threads num_blocks max_num_seqs oneshot_tokens oneshot_memory", kv="paged"),
+    ],
     only: Annotated[str | None, option(f"Parts, with commas: {', '.join(PARTS)}.", default="all")] = None,
     concurrency: Annotated[str, option("Callers, with commas.")] = "1,4,16,64,128",
     prompt_tokens: Annotated[int, option("Of each.")] = PROMPT_TOKENS,
@@ -46,12 +51,6 @@ def bench_oneshot(
         int | None, option("In a turn.", "--requests", "-n", default="twice the callers, at least 16")
     ] = None,
     reps: Annotated[int, option("Turns; the median counts.")] = 5,
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    num_blocks: options.NumBlocksOption = None,
-    max_num_seqs: options.MaxNumSeqsOption = None,
-    oneshot_tokens: options.OneshotTokensOption = None,
-    oneshot_memory: options.OneshotMemoryOption = None,
     json: options.JsonOption = False,
 ) -> Found:
     """Requests of one token as generations and prefill-only: requests/s, latency, capacity, packing.
@@ -61,9 +60,7 @@ def bench_oneshot(
     callers = [int(number) if number.strip().isdecimal() else 0 for number in concurrency.split(",")]
     if min(callers) < 1:
         raise UsageError(f"--concurrency takes numbers of callers such as 1,16,128, and not {concurrency!r}")
-    given = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "device": device, "threads": threads}
-    given |= {"oneshot_tokens": oneshot_tokens, "oneshot_memory": oneshot_memory}
-    llm = load_model(model, **options.model_options(kv=kv, **given))
+    llm = load_model(engine)
     parts = [part.strip() for part in only.split(",")] if only else PARTS
     with progress_line() as progress:
         facts = run(llm, parts, callers, prompt_tokens, requests, reps, progress)

@@ -7,10 +7,12 @@ import typer
 
 from forge.errors import UsageError
 
+MEASURE = "Measurement"
+
 
 def option(help: str, *names: str, default: str | bool = True, **more: Any) -> Any:
     """An option of a benchmark's command. default: what `--help` says where the value's own says nothing."""
-    return typer.Option(*names, help=help, show_default=default, rich_help_panel="Measurement", **more)
+    return typer.Option(*names, help=help, show_default=default, rich_help_panel=MEASURE, **more)
 
 
 QuickOption = Annotated[bool, option("Few and short turns: to see it run.", "--quick")]

@@ -9,7 +9,9 @@ from forge.bench.results import Facts, Figure, Progress, ratios, shown, silent
 from forge.bench.tables import Part, Table, title, verdict, where
 from forge.cache.prefix import PrefixKvCache
 from forge.cli import machine, options
+from forge.cli.arguments import Takes, command
 from forge.cli.running import Found, load_model
+from forge.engine_args import EngineArgs
 from forge.llm import LLM
 from forge.views.bench import progress_line
 from forge.views.figures import count, plural
@@ -20,25 +22,22 @@ RUBRIC_TOKENS = (100, 400, 1000)
 ITEM_TOKENS = 32
 
 
+@command
 def bench_planning(
-    model: options.ModelOption = "tales",
+    engine: Annotated[EngineArgs, Takes("model device threads num_blocks")],
     requests: Annotated[int, option("All at once.", "--requests", "-n")] = REQUESTS,
     rubric_tokens: Annotated[
         list[int] | None, option("Tokens that all begin with; may be repeated.", default="100, 400, 1000")
     ] = None,
     item_tokens: Annotated[int, option("Tokens of each one's own.")] = ITEM_TOKENS,
     reps: Annotated[int, option("Turns; the median counts.")] = 3,
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    num_blocks: options.NumBlocksOption = None,
     json: options.JsonOption = False,
 ) -> Found:
     """Requests that begin with one rubric, with and without waiting for the one that computes it.
 
     [dim]forge bench prefix-planning --rubric-tokens 400[/dim]
     """
-    loading = options.model_options(kv="prefix", device=device, threads=threads, num_blocks=num_blocks)
-    llm = load_model(model, **loading)
+    llm = load_model(engine, kv="prefix")
     with progress_line() as progress:
         facts = run(llm, rubric_tokens or RUBRIC_TOKENS, requests, item_tokens, reps, progress)
     facts["machine"] = machine.cpu_model()

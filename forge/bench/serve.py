@@ -27,12 +27,14 @@ import numpy as np
 import typer
 
 from forge.bench.http_client import HttpClient, ServerProblem, Timed
-from forge.bench.options import at_least_one, option
+from forge.bench.options import MEASURE, at_least_one, option
 from forge.bench.process import BenchProcess, Launch
 from forge.bench.results import Progress, shown, silent
 from forge.bench.tables import Part, Table, title, trouble
 from forge.cli import options
+from forge.cli.arguments import command
 from forge.errors import UsageError
+from forge.option import option as field_option
 from forge.views.bench import progress_line
 from forge.views.figures import count, percent, rate
 from forge.views.report import Report
@@ -48,70 +50,26 @@ WORDS = "time year people way day man thing woman life child world school state 
 Prompt = str | list[int]
 
 
-def bench_serve(
-    url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8080",
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="As the server calls it.", show_default="its first")
-    ] = None,
-    dataset: Annotated[str, option("random token ids, or words.")] = "random",
-    input_tokens: Annotated[int, option("")] = 128,
-    output_tokens: Annotated[int, option("")] = 32,
-    num_prompts: Annotated[int, option("")] = 400,
-    concurrency: Annotated[int, option("Requests under way at most.")] = 4,
-    request_rate: Annotated[float | None, option("Requests per second.", default="as answered")] = None,
-    goodput: Annotated[list[str] | None, option("A goal, such as ttft:100; may be repeated.")] = None,
-    seed: Annotated[int, option("")] = 0,
-    probe_health: Annotated[bool, option("Time /health meanwhile.", "--probe-health")] = False,
-    engine: Annotated[str | None, option("Run the same on this model without a server, in turns.")] = None,
-    num_blocks: Annotated[int | None, option("For --engine.")] = None,
-    peer: Annotated[str | None, option("Send the same to another server, in turns.")] = None,
-    peer_model: Annotated[str | None, typer.Option(help="As the peer calls it.", show_default="its first")] = None,
-    turns: Annotated[int, option("Of --engine or --peer.")] = 7,
-    threads: options.ThreadsOption = None,
-    api_key: Annotated[str | None, typer.Option(envvar="FORGE_API_KEY")] = None,
-    json: options.JsonOption = False,
-) -> Report:
-    """What clients of a server see: TTFT, TPOT, ITL, end-to-end latency, throughput.
-
-    [dim]forge bench serve --concurrency 64 --num-prompts 400[/dim]
-    [dim]forge bench serve --concurrency 16 --num-prompts 112 --peer http://127.0.0.1:8081[/dim]
-    """
-    goals = parse_goodput(goodput or ())
-    asked = (dataset, input_tokens, output_tokens, num_prompts, concurrency, request_rate, seed)
-    plan = ServePlan(url, model, *asked, goodput=goals, api_key=api_key, probe_health=probe_health, turns=turns)
-    if peer is not None and engine is not None:
-        raise UsageError("--peer and --engine are two comparisons: give one of them")
-    other = replace(plan, url=peer, model=peer_model, api_key=None, probe_health=False) if peer is not None else None
-    loading = options.model_options(num_blocks=num_blocks, threads=threads)
-    with progress_line() as progress, engine_turns(engine, loading, plan) if engine else nullcontext() as own:
-        result = run(plan, progress, engine_turn=own, peer=other)
-    result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
-    return shown(serve_object(result), screen(result), json, 0 if result.good else 1)
-
-
 @dataclass(frozen=True)
 class ServePlan:
     """What is asked of the server."""
 
-    url: str
-    model: str | None = None
-    dataset: str = "random"
-    input_tokens: int = 128
-    output_tokens: int = 32
-    num_prompts: int = 400
-    concurrency: int = 4
-    request_rate: float | None = None
-    """Requests per second, as a Poisson process; None sends as `concurrency` allows."""
-    seed: int = 0
+    url: str = field_option("http://127.0.0.1:8080", "Any OpenAI-compatible server.")
+    model: str | None = field_option(None, "As the server calls it.", shown="its first", flags="--model -m")
+    dataset: str = field_option("random", "random token ids, or words.", MEASURE)
+    input_tokens: int = field_option(128, "", MEASURE)
+    output_tokens: int = field_option(32, "", MEASURE)
+    num_prompts: int = field_option(400, "", MEASURE)
+    concurrency: int = field_option(4, "Requests under way at most.", MEASURE)
+    request_rate: float | None = field_option(None, "Requests per second.", MEASURE, shown="as answered")
+    """As a Poisson process; None sends as `concurrency` allows."""
+    goodput: Sequence[str] = field_option((), "A goal, such as ttft:100; may be repeated.", MEASURE)
+    seed: int = field_option(0, "", MEASURE)
+    probe_health: bool = field_option(False, "Time /health meanwhile, twenty times a second.", MEASURE)
+    turns: int = field_option(7, "Of --engine or --peer: the parts that the requests are divided into.", MEASURE)
+    api_key: str | None = field_option(None, "", envvar="FORGE_API_KEY")
     token_range: tuple[int, int] = (256, 4000)
     """Random prompts are made of these token ids."""
-    goodput: tuple[tuple[str, float], ...] = ()
-    """(metric, milliseconds at most) of a request that counts as good."""
-    api_key: str | None = None
-    probe_health: bool = False
-    """Ask /health twenty times a second meanwhile."""
-    turns: int = 7
-    """Into how many parts the requests are divided, where they also go to another server."""
 
     def __post_init__(self):
         counts = ("input_tokens", "output_tokens", "num_prompts", "concurrency", "turns")
@@ -120,6 +78,7 @@ class ServePlan:
             raise UsageError(f"--request-rate must be above 0, got {self.request_rate:g}")
         if self.dataset not in DATASETS:
             raise UsageError(f"unknown dataset {self.dataset!r}; supported: {', '.join(DATASETS)}")
+        parse_goodput(self.goodput)
 
     def prompts(self) -> list[Prompt]:
         """The prompts; the same for the same seed."""
@@ -128,6 +87,31 @@ class ServePlan:
             words = WORDS.split()
             return [" ".join(rng.choice(words) for _ in length) for _ in range(self.num_prompts)]
         return [[rng.randrange(low, high) for _ in length] for _ in range(self.num_prompts)]
+
+
+@command
+def bench_serve(
+    plan: ServePlan,
+    engine: Annotated[str | None, option("Run the same on this model without a server, in turns.")] = None,
+    num_blocks: Annotated[int | None, option("For --engine.")] = None,
+    peer: Annotated[str | None, option("Send the same to another server, in turns.")] = None,
+    peer_model: Annotated[str | None, typer.Option(help="As the peer calls it.", show_default="its first")] = None,
+    threads: options.ThreadsOption = None,
+    json: options.JsonOption = False,
+) -> Report:
+    """What clients of a server see: TTFT, TPOT, ITL, end-to-end latency, throughput.
+
+    [dim]forge bench serve --concurrency 64 --num-prompts 400[/dim]
+    [dim]forge bench serve --concurrency 16 --num-prompts 112 --peer http://127.0.0.1:8081[/dim]
+    """
+    if peer is not None and engine is not None:
+        raise UsageError("--peer and --engine are two comparisons: give one of them")
+    other = replace(plan, url=peer, model=peer_model, api_key=None, probe_health=False) if peer is not None else None
+    loading = options.model_options(num_blocks=num_blocks, threads=threads)
+    with progress_line() as progress, engine_turns(engine, loading, plan) if engine else nullcontext() as own:
+        result = run(plan, progress, engine_turn=own, peer=other)
+    result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
+    return shown(serve_object(result), screen(result), json, 0 if result.good else 1)
 
 
 @dataclass
@@ -379,7 +363,7 @@ def serve_object(result: ServeBenchmark) -> dict[str, Any]:
 
 def goodput(result: ServeBenchmark) -> float | None:
     """Requests per second that met every goal; None without goals."""
-    goals = result.plan.goodput
+    goals = parse_goodput(result.plan.goodput)
     if not goals:
         return None
     met = [

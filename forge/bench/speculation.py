@@ -14,8 +14,10 @@ from forge.bench.options import QuickOption, option
 from forge.bench.results import Facts, Figure, Progress, last_of, ratios, shown
 from forge.bench.tables import Part, Table, title, verdict
 from forge.cli import machine, options
+from forge.cli.arguments import Takes, command
 from forge.cli.running import Found, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.llm import LLM
 from forge.speculation.setup import checked_mode
@@ -40,12 +42,10 @@ SUMMARIES = (
 with_verification: the same with the measured time of the verification."""
 
 
+@command
 def bench_speculation(
-    model: options.ModelOption = "tales",
+    engine: Annotated[EngineArgs, Takes("model kv device threads", kv="paged")],
     draft: options.DraftOption = None,
-    kv: options.KvOption = "paged",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
     speculate: Annotated[list[str] | None, option("draft or ngram; may be repeated.", default="both")] = None,
     k: Annotated[list[int] | None, option("Guesses at a time; may be repeated.", "--k", default="1 to 8")] = None,
     batch: Annotated[list[int] | None, option("Sequences; may be repeated.", default="1, 4, 16")] = None,
@@ -67,7 +67,7 @@ def bench_speculation(
             raise UsageError(f"--batch takes 1 to {len(BEGINNINGS)} sequences, got {size}")
     tokens = (32 if quick else 128) if tokens is None else tokens
     reps = (1 if quick else 5) if reps is None else reps
-    llm = load_model(model, **options.model_options(kv=kv, device=device, threads=threads))
+    llm = load_model(engine)
     llm.engine.report_probabilities = False
     facts = {"label": f"{run_label(llm)} · {machine.cpu_model()}", "tokens": tokens, "repetitions": reps}
     cases = [(name, number) for name in speculate or PROPOSERS for number in k or GUESSES]

@@ -19,6 +19,7 @@ import typer
 from forge.bench.results import Facts, Progress, shown, silent
 from forge.bench.tables import Part, Table, ratio_text, title, trouble, verdict, where
 from forge.bench.tokenizer_inputs import inputs
+from forge.bench.worker import timed
 from forge.cli import machine, options
 from forge.cli.running import Found
 from forge.errors import ForgeError, UsageError
@@ -204,12 +205,8 @@ def check_threads(ours: "Ours | Theirs", text: str, expected: Sequence[int]) -> 
 
 def _loaded(load: Callable[[], Any], times: int) -> tuple[Any, float]:
     """What was loaded, and the median of the seconds that it took."""
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        found = load()
-        seconds.append(time.perf_counter() - started)
-    return found, median(seconds)
+    found = [timed(load) for _ in range(times)]
+    return found[-1][0], median(seconds for _, seconds in found)
 
 
 def _times(call: Callable[[Any], Any], theirs: "Ours | Theirs", ours: "Ours | Theirs") -> tuple[float, float]:
@@ -228,12 +225,11 @@ def _times(call: Callable[[Any], Any], theirs: "Ours | Theirs", ours: "Ours | Th
 def _threads_seconds(one: "Ours | Theirs", text: str) -> float:
     """Seconds per encode with 8 threads at it."""
     with ThreadPoolExecutor(THREADS) as threads:
-        seconds = []
-        for _ in range(5):
-            started = time.perf_counter()
+
+        def encode_all() -> None:
             list(threads.map(lambda _: [one.encode(text) for _ in range(ENCODES)], range(THREADS)))
-            seconds.append((time.perf_counter() - started) / (THREADS * ENCODES))
-    return median(seconds)
+
+        return median(timed(encode_all)[1] for _ in range(5)) / (THREADS * ENCODES)
 
 
 def _document(spec: TokenizerSpec) -> str:

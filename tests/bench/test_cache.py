@@ -22,6 +22,7 @@ from forge.bench.tables import draw
 from forge.cache.basic import BasicKvCache
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.views.json_output import plain, to_json
 from forge.views.terminal import open_console
@@ -31,7 +32,7 @@ from tests.small_models import write_small_qwen3
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     path = write_small_qwen3(tmp_path_factory.mktemp("model") / "small.gguf")
-    return run(str(path), (20, 100_000), (4, 16), QUICK, device="reference")
+    return run(EngineArgs(path, device="reference"), (20, 100_000), (4, 16), QUICK)
 
 
 @pytest.mark.parametrize(
@@ -102,4 +103,4 @@ def test_the_json_object_has_the_shares_too(result):
 
 def test_a_length_of_nothing_is_refused():
     with pytest.raises(UsageError, match="--length is at least 1"):
-        run("tales", lengths=(0,))
+        run(EngineArgs("tales"), lengths=(0,))

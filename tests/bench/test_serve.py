@@ -198,7 +198,7 @@ def test_percentiles_are_numpys():
 
 def test_goodput_counts_requests_that_meet_every_goal():
     requests = (timed(0, [0.1, 0.3], 0.3, 3), timed(0, [0.5, 0.6], 0.6, 3), timed(0, [0.1, 9.0], 9.0, 3))
-    plan = ServePlan("", goodput=parse_goodput(["ttft:200", "tpot:1000"]))
+    plan = ServePlan("", goodput=["ttft:200", "tpot:1000"])
     assert goodput(ServeBenchmark(plan, "m", requests, 2.0, 0.1, 0.0)) == 0.5
     for text in ("ttft", "ttft:x", "what:1", "ttft:-1"):
         with pytest.raises(UsageError, match="--goodput"):
