@@ -107,11 +107,11 @@ def run(
     on_progress("the policies alone")
     bytes_per_token = llm.kv_layout.bytes_per_token
     slots = WASTE_SEQUENCES * WASTE_MAX_LEN
-    wasteful = [BasicKvCache(WASTE_SEQUENCES, WASTE_MAX_LEN, DEFAULT_BLOCK_SIZE)]
+    wasteful: list[KvCache] = [BasicKvCache(WASTE_SEQUENCES, WASTE_MAX_LEN, DEFAULT_BLOCK_SIZE)]
     wasteful += [PagedKvCache(-(-slots // size), size) for size in block_sizes]
     longest = BOOKKEEPING_LENGTH + 2048
     blocks = BOOKKEEPING_SEQUENCES * -(-longest // DEFAULT_BLOCK_SIZE)
-    bookkept = [BasicKvCache(BOOKKEEPING_SEQUENCES, longest, DEFAULT_BLOCK_SIZE)]
+    bookkept: list[KvCache] = [BasicKvCache(BOOKKEEPING_SEQUENCES, longest, DEFAULT_BLOCK_SIZE)]
     bookkept += [kind(blocks, DEFAULT_BLOCK_SIZE) for kind in (PagedKvCache, PrefixKvCache)]
     return {
         "model": llm.model_name,
@@ -258,7 +258,7 @@ def allocator_speeds(rounds: int) -> list[Facts]:
             cache.remove(seq_id)
         return 32
 
-    work = {
+    work: dict[str, Callable[[], int]] = {
         "take and give back a block": blocks,
         "share and unshare a block": shared,
         "begin and end a sequence of 100 tokens, basic": partial(sequences, BasicKvCache(32, 128, 16)),

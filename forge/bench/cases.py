@@ -192,7 +192,8 @@ class Roofline:
     @classmethod
     def of(cls, needs: Needs, seconds: float, limits: Limits) -> "Roofline":
         memory, arithmetic = needs.bytes_read / limits.bytes_per_second, needs.products / limits.products_per_second
-        least, bound = max(memory, arithmetic), "memory" if memory >= arithmetic else "arithmetic"
+        least = max(memory, arithmetic)
+        bound: Literal["memory", "arithmetic"] = "memory" if memory >= arithmetic else "arithmetic"
         return cls(needs.bytes_read / seconds, needs.products / seconds, bound, least / seconds, least)
 
 

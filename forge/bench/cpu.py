@@ -280,7 +280,8 @@ def _speed_table(figures: list[Facts], peers: list[str], spreads: int) -> Table:
             theirs = measured.get(peer)
             yield rate(theirs["tokens_per_second"].median) if theirs else NOTHING
             times = theirs and theirs["forge_is_times_as_fast"]
-            yield NOTHING if not times else times.times() if spreads > 1 else f"{ratio_text(times.median)} x"
+            spread = f" ({ratio_text(times.low)}–{ratio_text(times.high)})" if times and spreads > 1 else ""
+            yield f"{ratio_text(times.median)} x{spread}" if times else NOTHING
         line = ours["roofline"]
         yield f"{percent(line.share)} {line.bound}"
 

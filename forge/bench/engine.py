@@ -44,7 +44,8 @@ def bench_engine(
     options.check_speculation(speculate, draft, k)
     speculation = {"speculate": speculate, "draft": draft, "k": k, "speculate_fixed": speculate is not None}
     loading = options.model_options(kv=kv, device=device, threads=threads, num_blocks=num_blocks, **speculation)
-    hows: list[How] = ["static", "continuous", *(["speculative"] if speculate not in (None, "off") else [])]
+    hows: tuple[How, ...] = ("static", "continuous", "speculative")
+    hows = hows if speculate not in (None, "off") else hows[:2]
     ways: list[tuple[How, int]] = [("sequential", 1), *((how, size) for size in sizes for how in hows)]
     report = measure_ways(model, loading, (requests, prompt_tokens, max_tokens, seed), ways, reps)
     return report.as_json() if json else report

@@ -156,7 +156,8 @@ def _capacity(llm: LLM, maker: PromptMaker, prompt_tokens: int) -> Facts:
     generations, judges, prompt, output = 8, 24, 64, 192
     blocks = 3 * -(-(prompt + output) // size)
     starts, asked = maker.prompts(generations, prompt), maker.prompts(judges, prompt_tokens)
-    found, answers = {}, []
+    found: Facts = {}
+    answers = []
     for name, oneshot in CLASSES.items():
         speed, latencies, said = _beside(_small_engine(llm, blocks, oneshot), starts, output, asked)
         found |= {f"{name}_p95_ms": latency_ms(latencies, 0.95), f"{name}_tokens_per_second": speed}
@@ -253,11 +254,11 @@ def screen(facts: Facts) -> Iterator[Part]:
     if one := facts["capacity"]:
         p95s = one["decode_p95_ms"], one["oneshot_p95_ms"]
         speeds = one["decode_tokens_per_second"], one["oneshot_tokens_per_second"]
-        rows = [
+        beside = [
             ("judges, p95 latency, ms", *map(ms, p95s), f"{ratio_text(one['latency_ratio'])} x"),
             ("generations, tokens/s", *map(rate, speeds), f"{ratio_text(speeds[1] / speeds[0])} x"),
         ]
-        yield from (None, Table(("beside generations", "decode", "oneshot", ""), rows))
+        yield from (None, Table(("beside generations", "decode", "oneshot", ""), beside))
         pool, judges = plural(one["blocks"], "block"), plural(one["judges"], "judge")
         yield f"{one['generations']} generations of which the pool ({pool}) holds three; {judges}."
     if one := facts["packing"]:

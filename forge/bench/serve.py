@@ -222,14 +222,17 @@ async def _run(
             await target.begin(patience, prompts[0][::-1])
         number = plan.turns if peer is not None or engine_turn is not None else 1
         for part in filter(None, (prompts[first::number] for first in range(number))):
-            speeds = [await target.turn(part) for target in targets]
-            turns.append((*speeds, engine_turn(part)) if engine_turn is not None else tuple(speeds))
+            speed = await own.turn(part)
+            if peer is not None:
+                turns.append((speed, await targets[1].turn(part)))
+            elif engine_turn is not None:
+                turns.append((speed, engine_turn(part)))
     finally:
         for target in targets:
             target.client.close()
     if peer is not None:
         own.found.peer = targets[1].found
-    own.found.turns = turns if number > 1 else ()
+    own.found.turns = turns
     return own.found
 
 

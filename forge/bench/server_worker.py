@@ -5,7 +5,7 @@ Loading is from the command's start until the server answers, libraries and all.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,10 @@ class ServerWorker(Worker):
     ) -> Mapping[str, Any]:
         """A closed loop of streamed requests over HTTP, after a warm-up of its own."""
         assert self.server is not None, "it was loaded"
-        lengths = {"input_tokens": prompt_tokens, "output_tokens": output_tokens, "concurrency": concurrency}
+        plan = UniquePrompts(self.server.url, vocab_size=self._vocab_size)
+        plan = replace(plan, input_tokens=prompt_tokens, output_tokens=output_tokens, concurrency=concurrency)
         for count, own in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
-            plan = UniquePrompts(self.server.url, num_prompts=count, seed=own, vocab_size=self._vocab_size, **lengths)
-            found = run(plan)
+            found = run(replace(plan, num_prompts=count, seed=own))
         failed = [one.error for one in found.requests if one.error is not None]
         if failed:
             raise RuntimeError(f"{len(failed)} of {requests} requests failed: {one_line(failed[0])}")

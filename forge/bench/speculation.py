@@ -116,8 +116,8 @@ def run(
                         turns[case].append((plain, turn))
         llm.speculate_with("off")
         for proposer, k in cases:
-            case = {"proposer": proposer, "k": k, "batch": batch}
-            figures.append(case | _figure(turns[proposer, k]) | {"identical": identical[proposer, k]})
+            figure = {"proposer": proposer, "k": k, "batch": batch, **_figure(turns[proposer, k])}
+            figures.append(figure | {"identical": identical[proposer, k]})
         yield {"figures": figures}
 
 

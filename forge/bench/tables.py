@@ -28,8 +28,9 @@ class Table:
     def rich(self) -> RichTable:
         table = new_table()
         for number, heading in enumerate(self.headings):
-            justify, style = "left" if number < self.names else "right", (self.styles or {}).get(number)
-            table.add_column(heading, justify=justify, style=style, no_wrap=not self.wraps, overflow="fold")
+            style, wraps = (self.styles or {}).get(number), self.wraps
+            table.add_column(heading, style=style, no_wrap=not wraps, overflow="fold")
+            table.columns[number].justify = "left" if number < self.names else "right"
         for row in self.rows:
             table.add_row(*row)
         return table
