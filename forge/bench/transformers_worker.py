@@ -84,7 +84,7 @@ class TransformersWorker(Worker):
         """Steps as CUDA graphs, if this release can; the setting."""
         self._forward = self._torch.compile(self._model, mode="reduce-overhead", dynamic=False)
         try:
-            for _ in range(3):
+            for _ in range(4):
                 self._step()
         except Exception as error:
             self._forward = self._model
