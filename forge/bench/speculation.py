@@ -194,8 +194,8 @@ def _table(figures: Sequence[Facts]) -> Table:
         )
         for one in figures
     ]
-    rows = [
-        [title(cell) for cell in row] if one in best.values() else row for row, one in zip(rows, figures, strict=True)
+    bold = [
+        [title(cell) if one in best.values() else cell for cell in row] for row, one in zip(rows, figures, strict=True)
     ]
     headings = ("", "K", "α", "tokens\nper\ncycle", "speed-up", "least–most", "formula", "with\nverify", "tok/s")
-    return Table(headings, rows, wraps=True)
+    return Table(headings, bold, wraps=True)

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from forge.bench.http_client import ServerProblem, Timed
+from forge.bench.process import ProcessFailed
 from forge.bench.serve import (
     ServeBenchmark,
     ServePlan,
+    engine_turns,
     goodput,
     milliseconds,
     parse_goodput,
@@ -227,3 +229,11 @@ def test_the_screen_shows_a_peer_beside_the_server(capsys):
     result = replace(peer, turns=((3.0, 1.0), (8.0, 2.0)), peer=peer)
     draw(open_console(), screen(result))
     assert "3.50 (3.00 to 4.00)" in capsys.readouterr().out
+
+
+def test_the_engines_turns_run_in_a_process_of_its_own():
+    plan = ServePlan("x", input_tokens=3, output_tokens=4, num_prompts=4, concurrency=2, token_range=(1, 200))
+    with engine_turns("hash", {"num_blocks": 64}, plan) as turn:
+        assert turn(plan.prompts()) > 0
+        with pytest.raises(ProcessFailed, match="the engine, answer: UsageError"):
+            turn([[1] * 5000])
