@@ -36,7 +36,7 @@ PROPOSERS = ("draft", "ngram")
 BATCHES = (1, 4, 16)
 GUESSES = tuple(range(1, 9))
 SUMMARIES = (
-    "alpha", "tokens_per_cycle", "predicted", "predicted_with_verification", "guess_cost", "verify_cost",
+    "alpha", "tokens_per_cycle", "predicted", "predicted_with_verification", "draft_cost", "verify_cost",
 )  # fmt: skip
 """Of each turn; the median counts, None where nothing was proposed. predicted: (αK + 1) / (1 + K · t_draft / t_target);
 with_verification: the same with the measured time of the verification."""
