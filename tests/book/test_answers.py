@@ -56,3 +56,13 @@ def test_chapter_6(facts):
     assert limited["steps_by_class"]["mixed"] > plain["steps_by_class"]["mixed"]
     found = facts(forgotten)
     assert found["caught_by"] == "tokens" and found["different"] > 0 and found["message"] is None
+
+
+def test_chapter_8(facts):
+    two_words, planning, small_model = exercises(8)
+    sides = facts(two_words)["sides"]
+    assert sides[0]["blocks_held"] == sides[1]["blocks_held"] > 0 and sides[0]["steps"] == sides[1]["steps"]
+    planned = facts(planning)
+    assert sorted(side["tokens_cached"] for side in planned["sides"]) == [0, 1216]
+    sweep = facts(small_model)
+    assert sweep["identical"]
