@@ -66,3 +66,14 @@ def test_chapter_8(facts):
     assert sorted(side["tokens_cached"] for side in planned["sides"]) == [0, 1216]
     sweep = facts(small_model)
     assert sweep["identical"]
+
+
+def test_chapter_9(facts):
+    four_slots, small_pool, no_cache = exercises(9)
+    crowded = facts(four_slots)
+    assert crowded["metrics"]["most_running"] <= 4 and crowded["steps"]["batch_max"] == 4
+    assert crowded["first_ms"]["max"] > crowded["alone"]["end_to_end_ms"], "the last waits for the stories before it"
+    preempted = facts(small_pool)
+    assert preempted["identical"] and preempted["steps"]["preemptions"] > 0
+    uncached = facts(no_cache)
+    assert uncached["identical"] and uncached["steps"]["rows"] > 10 * uncached["steps"]["seen"]

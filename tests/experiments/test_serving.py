@@ -3,7 +3,7 @@
 import pytest
 
 from forge.experiments.serving import clients_object, print_clients
-from forge.experiments.serving.clients import Crowd, Crowded, Ending, Visit
+from forge.experiments.serving.clients import Crowd, Crowded, Ending, Overload, Visit
 from tests.views.records import piped, written
 
 
@@ -20,7 +20,17 @@ def crowded(**more) -> Crowded:
     seen = {"running": 9.0, "waiting": 0.0, "usage": 0.25, "aborted": 1.0, "generated": 700.0}
     fields = {"alone": visit("reads", 20), "afterwards": seen | {"running": 0.0, "usage": 0.0}} | more
     ending = Ending(visit("reads", 30), "503", 0, 0.4)
-    return Crowded(Crowd(), tuple(visits), (0.7, 2.0), (seen,), ending=ending, records=(), ready_seconds=1.0, **fields)
+    return Crowded(
+        Crowd(),
+        tuple(visits),
+        (0.7, 2.0),
+        (seen,),
+        overload=Overload(64, 429, 0.5, "1", 200),
+        ending=ending,
+        records=(),
+        ready_seconds=1.0,
+        **fields,
+    )
 
 
 @pytest.mark.parametrize("width", [80, 120])
