@@ -52,6 +52,7 @@ def test_another_story_alone_is_said_and_is_a_fact():
 
 def test_times_are_the_clients_own():
     facts = clients_object(crowded(), "tales", "prefix")
-    assert facts["first_ms"]["p50"] == pytest.approx(5.0) and facts["gap_ms"]["max"] == pytest.approx(10.0)
-    assert facts["clients"][2]["gap_ms"] is None, "what already lay there has no gaps"
+    assert facts["first_ms"]["p50"] == pytest.approx(5.0) and facts["longest_gap_ms"] == pytest.approx(10.0)
+    assert facts["per_token_ms"]["p50"] == pytest.approx(190 / 63)
+    assert facts["clients"][2]["per_token_ms"] is None, "what already lay there has no gaps"
     assert facts["steps"]["seen"] == 0 and facts["leaver"]["blocks"] is None and facts["late"]["done_after_ms"] is None
