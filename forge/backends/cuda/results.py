@@ -16,13 +16,14 @@ when the next step comes, they are set aside on the device (600 KB a row: 0.3 µ
 turns, and a result that is not read when its buffer's turn comes is read then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from weakref import ref
 
 import numpy as np
 import torch
 
 from forge.backends.cuda.sampling import SamplingRows, sample_into
+from forge.model.logits import Draw
 from forge.trace.records import Execution
 
 LEAST_ROWS = 1024
@@ -38,6 +39,7 @@ class StepLogits:
         next step takes its tokens from."""
         self._rows, self._samples, self._turn, self._passing = rows, samples, turn, passing
         self._argmax: tuple[list[int], list[float]] | None = None
+        self.sampled = False
         self.shape = (rows.shape[0], rows.shape[1])
         self.execution = execution
         """How they were computed."""
@@ -63,12 +65,12 @@ class StepLogits:
         return self._argmax
 
     @torch.inference_mode()
-    def sample(self, wanted: SamplingRows) -> None:
-        """Before the next step is launched: choose each row's token as its request asks. The next step may take it as
-        its input, and `argmax_rows` gives it, with its logit, in place of the argmax."""
-        assert self._argmax is None, "its tokens were read already"
-        sample_into(self._rows, wanted, self._samples)
+    def sample(self, draws: Sequence[Draw]) -> None:
+        """Choose each row's token behind the step, in place of its argmax."""
+        assert self._argmax is None and not self.sampled, "its tokens were read already"
+        sample_into(self._rows, SamplingRows.of(draws, self.shape[1], self._rows.device), self._samples)
         self._turn.fetch(self._samples[: len(self)])
+        self.sampled = True
 
     def release(self) -> None:
         self._rows, self._passing = self._rows[:0], False
