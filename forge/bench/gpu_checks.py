@@ -16,18 +16,29 @@ from forge.backends.cuda.kernels.parts import INTERPRETED
 from forge.backends.cuda.launches import Launches, TritonLauncher
 from forge.backends.cuda.network import Layer, Network, Norm
 from forge.backends.cuda.rotations import Rotations
+from forge.backends.cuda.sampling import SamplingRows, sample
+from forge.backends.cuda.shapes import DEFAULT_TUNING, Tuning
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.cuda.weights import DENSE, Q8, Matrix
 from forge.bench.cuda_tiles import products_of
 from forge.bench.drawn_model import drawn_matrix
 from forge.cache.kv_storage import KvLayout
+from forge.engine.sampling import choose_token
+from forge.engine.sampling_params import SamplingParams
 from forge.model.config import Qwen3Config
+from forge.model.logits import Draw
 from forge.model.manual_batch import Part, flat_batch
 
 TOLERANCE = 1e-2
 """Relative error of one operation in bfloat16 against float64."""
 EPS = 1e-6
 BLOCK_SIZE = 16
+ALL_SWITCHES = Tuning(tile_rows=128, split_k=True, prefetch=True, round_splits_up=True, new_key_last=True)
+DRAWN = (
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=0.7, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.5),
+)
 _UNUSED = cast(Any, None)
 """Parts of a network that no kernel under check reads."""
 
@@ -50,13 +61,20 @@ class Checked:
 class Checks:
     """The kernels of one model's sizes."""
 
-    def __init__(self, config: Qwen3Config, device: str, dependent: bool, repetitions: int):
+    def __init__(
+        self,
+        config: Qwen3Config,
+        device: str,
+        dependent: bool,
+        repetitions: int,
+        tuning: Tuning = DEFAULT_TUNING,
+    ):
         self._config, self._repetitions = config, repetitions
         self._device = torch.device(device)
         self._on_gpu = self._device.type == "cuda"
         where = torch.cuda.get_device_properties(self._device) if self._on_gpu else None
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._policy = Policy(heads, kv_heads, where.multi_processor_count if where else 2, False, False)
+        self._policy = Policy(heads, kv_heads, where.multi_processor_count if where else 2, False, False, tuning)
         network = Network(_UNUSED, (), _UNUSED, heads, kv_heads, config.head_dim, config.rope)
         self._rotations = Rotations(self._device)
         self._run = Launches(
@@ -64,7 +82,7 @@ class Checks:
         )
 
     def products(self, rows: tuple[int, ...], kinds: tuple[int, ...] = (DENSE, Q8)) -> Iterator[Checked]:
-        """Each product of a step, with what is fused into it, for each number of rows; `greatest` after the head."""
+        """Each product of a step, with what is fused into it, for each number of rows; logits with their argmax."""
         for name, (height, width) in products_of(self._config).items():
             for kind in kinds:
                 matrix = drawn_matrix(name, height, width, kind, self._device)
@@ -75,11 +93,11 @@ class Checks:
                     yield self._product(name, matrix, exact, count)
 
     def _product(self, name: str, matrix: Matrix, exact: torch.Tensor, rows: int) -> Checked:
-        run, norm = self._run, self._norm(matrix.columns)
-        source = torch.randn(rows, matrix.columns, device=self._device).bfloat16()
-        wide = source.double()
-        normed = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight.double()
-        before = torch.randn(rows, matrix.rows, device=self._device).bfloat16()
+        run, norm = self._run, self._norm(matrix.in_features)
+        source = torch.randn(rows, matrix.in_features, device=self._device).bfloat16()
+        x64 = source.double()
+        normed = x64 / (x64.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight.double()
+        before = torch.randn(rows, matrix.out_features, device=self._device).bfloat16()
         stream = torch.empty_like(before)
         samples = torch.empty((rows, 2), dtype=torch.int32, device=self._device)
         x = torch.empty_like(source)
@@ -90,26 +108,61 @@ class Checks:
                 return run.products(x, norm, (matrix,))
             if name == "gate_up":
                 return run.gated(x, norm, matrix)
-            if name == "head":
+            if name == "output_head":
                 logits = run.logits(x, norm, matrix)
-                run.greatest(logits, samples)
+                run.argmax(logits, samples)
                 return logits
             stream.copy_(before)
             run.add_product(stream, x, matrix)
             return stream
 
-        want = before.double() + wide @ exact.t() if name in ("output", "down") else normed @ exact.t()
+        want = before.double() + x64 @ exact.t() if name in ("output", "down") else normed @ exact.t()
         if name == "gate_up":
             gate, up = want.unflatten(-1, (-1, 2)).unbind(-1)
             want = torch.nn.functional.silu(gate) * up
         title = f"{name}, {rows} rows" + (", packed" if matrix.packed is not None else "")
-        if name != "head":
+        if name != "output_head":
             return self._repeated(title, compute, want)
         run._counters.zero_()
         found = self._repeated(title, compute, want)
         logits = compute()
         wrong = int((samples[:, 0].long() != logits.argmax(-1)).sum())
         return Checked(title, found.error, found.moved + wrong)
+
+    def embeddings(self, rows: int, kinds: tuple[int, ...] = (DENSE, Q8)) -> Iterator[Checked]:
+        """Rows of the embedding by token id: half of them known to the host, half taken from the step before."""
+        vocabulary, width = self._config.vocab_size, self._config.hidden_size
+        tokens = torch.randint(vocabulary, (rows, 2), dtype=torch.int32, device=self._device)
+        numbers = torch.arange(rows, dtype=torch.int32, device=self._device)
+        numbers = torch.where(numbers % 2 == 0, tokens[:, 0], -1 - numbers)
+        samples = torch.empty_like(tokens)
+        for kind in kinds:
+            matrix = drawn_matrix("embedding", vocabulary, width, kind, self._device)
+            exact = matrix.own_dense() if matrix.packed is None else matrix.packed.dense(torch.float32)
+            out = torch.empty((rows, width), dtype=torch.bfloat16, device=self._device)
+
+            def compute(matrix: Matrix = matrix, out: torch.Tensor = out) -> torch.Tensor:
+                samples.copy_(tokens)
+                self._run._gather(matrix, numbers, samples, out)
+                return out
+
+            title = f"embedding, {rows} rows" + (", packed" if matrix.packed is not None else "")
+            yield self._repeated(title, compute, exact[tokens[:, 0].long()].double())
+
+    def draws(self, rows: int) -> Iterator[Checked]:
+        """Tokens drawn on the device against the engine's draws on the host: the error is the share that differs."""
+        vocabulary = self._config.vocab_size
+        logits = 3 * torch.randn(rows, vocabulary, device=self._device)
+        for params in DRAWN:
+            draws = [Draw(params, 7 * row, row % 2, range(100 + row), 100) for row in range(rows)]
+            want = [
+                choose_token(row, params, draw.history, draw.seed, draw.sample_index, len(draw.history), 100)
+                for row, draw in zip(logits.cpu().numpy(), draws, strict=True)
+            ]
+            found = [sample(logits, SamplingRows.of(draws, vocabulary, self._device)).tolist() for _ in range(3)]
+            wrong = sum(a != b for a, b in zip(found[0], want, strict=True))
+            title = f"draws, {rows} rows, top_p {params.top_p:g}, presence_penalty {params.presence_penalty:g}"
+            yield Checked(title, wrong / rows, sum(each != found[0] for each in found))
 
     def decodes(self, rows: int, contexts: tuple[int, ...]) -> Iterator[Checked]:
         """The fused attention of a decode, for sequences that have each of `contexts` tokens in all."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -131,7 +131,8 @@ def compiling(report: Report) -> None:
 
 
 def kernels(report: Report) -> None:
-    from forge.bench.gpu_checks import Checks
+    from forge.backends.cuda.shapes import DEFAULT_TUNING
+    from forge.bench.gpu_checks import ALL_SWITCHES, Checks
 
     times = 2 if report.rehearsal else REPEATED
     with _device(report) as device:
@@ -139,17 +140,22 @@ def kernels(report: Report) -> None:
 
         wrong = 0
         for name in SIZES:
-            for dependent in (True, False) if device == "cuda" else (False,):
-                checks = Checks(_config(report, name, 2), device, dependent, times)
+            for dependent, tuning in product(
+                (True, False) if device == "cuda" else (False,), (DEFAULT_TUNING, ALL_SWITCHES)
+            ):
+                checks = Checks(_config(report, name, 2), device, dependent, times, tuning)
                 batches = (1, 3) if report.rehearsal else (1, 2, 4, 16, 17, 64)
                 contexts = (17,) if report.rehearsal else (1, 16, 17, 160, 2048, 4100)
                 spans = ((5, 9),) if report.rehearsal else ((0, 128), (0, 512), (100, 117), (4000, 4100))
-                title, worst = f"{name}, {'dependent' if dependent else 'ordered'}", 0.0
+                switched = ", all switches" if tuning is ALL_SWITCHES else ""
+                title, worst = f"{name}, {'dependent' if dependent else 'ordered'}{switched}", 0.0
                 for part in (
                     lambda c=checks, b=batches: c.products(b),
                     lambda c=checks, k=contexts: c.decodes(1, k),
                     lambda c=checks, k=contexts: c.decodes(7, k),
                     lambda c=checks, s=spans: c.prefills(s),
+                    lambda c=checks, b=batches: c.embeddings(b[-1]),
+                    lambda c=checks, b=batches, t=tuning: c.draws(b[-1]) if t is DEFAULT_TUNING else (),
                 ):
                     with report.part(f"{title}: stopped"), torch.inference_mode():
                         for found in part():
@@ -214,6 +220,8 @@ def steps(report: Report) -> None:
             report("profile", bench.profile())
         with report.part("single stream"):
             report("single stream", bench.single_stream())
+        with report.part("choosing tokens"):
+            report("choosing tokens, ms", bench.choosing())
         for load in LOADS[:2]:
             with report.part(load.name):
                 report(load.name, bench.load(load))
@@ -525,6 +533,28 @@ class _Bench:
             }
             for each in rows[:20]
         ]
+
+    def choosing(self) -> dict[str, float]:
+        """What it takes to draw a step's tokens on the device, with the launches and until the host knows them."""
+        import torch
+
+        from forge.backends.cuda.sampling import SamplingRows, sample
+        from forge.bench.gpu_checks import DRAWN
+        from forge.model.logits import Draw
+
+        device, vocabulary = self._llm.model.backend._device, self._llm.model.vocab_size
+        found = {}
+        for rows, params in product((1, 16, 64), DRAWN):
+            logits = torch.randn(rows, vocabulary, device=device)
+            draws = [Draw(params, row, 0, range(200), 100) for row in range(rows)]
+            seconds = []
+            for _ in range(3 if self._report.rehearsal else 10):
+                started = time.perf_counter()
+                sample(logits, SamplingRows.of(draws, vocabulary, device)).tolist()
+                seconds.append(time.perf_counter() - started)
+            settings = f"top_p {params.top_p:g}, presence_penalty {params.presence_penalty:g}"
+            found[f"{rows} rows, {settings}"] = round(1e3 * median(seconds), 3)
+        return found
 
     def single_stream(self) -> dict[str, Any]:
         """One request through the engine: milliseconds per token, in a steady state."""

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from importlib.util import find_spec
 
 import pytest
@@ -14,6 +16,7 @@ from forge.bench import gpu_session
 from forge.bench.gpu_session import STAGES, Session, Stage, chosen_stages, main
 from forge.errors import UsageError
 from tests.backends.cpu.models import ROOT, run_python
+from tests.bench.bare_machine import bare_environment, refused_packages
 
 
 def stage(name: str, seconds: float = 60) -> Stage:
@@ -174,17 +177,78 @@ def test_every_stage_exists():
     assert gpu_session.STAGES[0].name == "machine"
 
 
+# On a machine that has nothing but NumPy, torch and Triton
+
+HAS_TRITON = pytest.mark.skipif(not (find_spec("torch") and find_spec("triton")), reason="needs torch and triton")
+
+
+def test_the_bare_machine_has_none_of_the_projects_packages():
+    refused = refused_packages()
+    required = {re.split(r"[^\w.-]", one)[0] for one in metadata.requires("forge-llm") or ()}
+    required -= {"numpy", "torch", "triton", "jinja2", "packaging"}  # torch requires the last two, or may
+    installed = metadata.packages_distributions()
+    names = {module for module, owners in installed.items() if required & {owner.lower() for owner in owners}}
+    assert {"gguf", "numba", "tokenizers", "llguidance", "typer", "rich"} <= names <= refused | {"forge"}
+
+
 def test_the_session_itself_needs_the_standard_library_alone():
-    found = run_python(["tests/bench/only_torch.py", "forge.bench.gpu_session"], PYTHONPATH=str(ROOT))
+    code = (
+        "import sys, forge.bench.gpu_session;"
+        "loaded = {name.partition('.')[0] for name in sys.modules};"
+        "ours = {'forge', '__main__', '_distutils_hack', 'sitecustomize'};"
+        "print(sorted(loaded - set(sys.stdlib_module_names) - ours))"
+    )
+    found = run_python(["-c", code], **bare_environment())
 
-    assert found.stdout.splitlines() == ["[]", "refused []"], found.stderr
+    assert found.stdout.splitlines() == ["[]"], found.stderr
 
 
-@pytest.mark.skipif(not (find_spec("torch") and find_spec("triton")), reason="needs torch and triton")
-def test_the_core_path_needs_numpy_torch_and_triton_alone():
-    found = run_python(["tests/bench/only_torch.py", "generate"], PYTHONPATH=str(ROOT))
+GENERATE = """
+from forge import SamplingParams
+from forge.backends.cuda.interpreter import repaired_interpreter
+from forge.bench.drawn_model import drawn_llm
+from forge.model.synth import synthetic_config
 
-    assert found.stdout.splitlines() == ["refused []"], found.stderr
+sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+config = synthetic_config(num_layers=1, head_dim=16, vocab_size=270, **sizes)
+with repaired_interpreter():
+    for kv in ("paged", "prefix"):
+        llm = drawn_llm(config, device="cpu", kv=kv, max_model_len=32)
+        for params in ({}, {"temperature": 1.0, "seed": 1}, {"frequency_penalty": 1.0, "logprobs": 2}):
+            (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True, **params))
+            assert len(output.outputs[0].token_ids) == 2
+"""
+
+
+@HAS_TRITON
+def test_the_core_path_looks_for_no_package_but_numpy_torch_and_triton(tmp_path):
+    """Prefills and decodes, greedy and drawn."""
+    refused = tmp_path / "refused"
+    found = run_python(["-c", GENERATE], **bare_environment(refused))
+
+    assert found.returncode == 0, found.stderr
+    assert not refused.exists(), refused.read_text()
+
+
+@HAS_TRITON
+def test_stages_of_a_rehearsal_run_on_the_bare_machine(tmp_path):
+    """All that need no package; and those that do name it and are skipped."""
+    refused = tmp_path / "refused"
+    names = "machine,compiling,steps,large,quantized,bundled,tests,record,http,peers"
+    command = ["-m", "forge.bench.gpu_session", "--out", str(tmp_path / "out"), "--rehearse", "--stages", names]
+    done = run_python(command, **bare_environment(refused))
+
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path / "out")
+    wrong = {name: each for name, each in found.items() if each["status"] not in ("done", "skipped")}
+    assert wrong == {}, (tmp_path / "out/log.txt").read_text()[-4000:]
+    skipped = {name: each["reason"] for name, each in found.items() if each["status"] == "skipped"}
+    assert skipped.keys() == {"bundled", "tests", "record", "http", "peers"}
+    assert all(reason.startswith("needs ") for reason in skipped.values())
+    failed = [value for each in found.values() for value in each["figures"].values() if "'failed'" in str(value)]
+    assert failed == []
+    asked = {line.rpartition(":")[0].rpartition("/")[2] for line in refused.read_text().splitlines()}
+    assert asked == {"gpu_stages.py"}, "only the stages look for what is installed"
 
 
 def test_the_first_stage_names_what_is_missing(tmp_path):

@@ -67,7 +67,7 @@ class Launch:
 
 _FUSED = {"NORM": "RMSNorm", "GLU": "SwiGLU", "ADD": "residual"}
 """What a product may have fused into it, by the constant that says so."""
-_PLAIN_NAMES = {"gather_rows": "embedding", "norm_rope_store": "head norm, RoPE, KV write"}
+_PLAIN_NAMES = {"argmax_rows": "argmax", "gather_rows": "embedding", "norm_rope_store": "head norm, RoPE, KV write"}
 
 
 @dataclass(frozen=True)

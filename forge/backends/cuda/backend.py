@@ -125,7 +125,7 @@ class CudaBackend(Backend):
         """What a forward multiplies with: every matrix once, the output head included. Empty before `prepare`."""
         if self._fused is None:
             return []
-        return [*self._fused.network.products(), *(head for head in self._output_heads.values() if head is not None)]
+        return [*self._fused.network.products(), *filter(None, self._output_heads.values())]
 
     # Loading
 
@@ -171,7 +171,7 @@ class CudaBackend(Backend):
         steps = self._steps.get(storage)
         if steps is None:
             steps = self._steps[storage] = _Steps(Graphs(self._tuning.pause_gc), Results(self._device))
-        fused, results, head = self._fused, steps.results, self._output_head_of(forward_pass)
+        fused, results, output_head = self._fused, steps.results, self._output_head_of(forward_pass)
         assert fused is not None, "prepare fuses"
         in_float32 = fused.launches.attends_in_float32(storage)
         shape = shape_of(batch, fused.policy, storage.layout.block_size, in_float32)
@@ -187,13 +187,13 @@ class CudaBackend(Backend):
         fused.buffer.fill(shape, batch)
 
         def compute() -> torch.Tensor:
-            return forward(network, head, fused.launches, fused.buffer.inputs(shape), storage, results.samples)
+            return forward(network, output_head, fused.launches, fused.buffer.inputs(shape), storage, results.samples)
 
         why_eager = self._why_eager(shape)
         if why_eager is not None:
             self.execution = Execution("eager", why_eager, shape.num_rows)
             return compute()
-        out, self.execution = steps.graphs.run((shape, head is None), shape.num_rows, compute)
+        out, self.execution = steps.graphs.run((shape, output_head is None), shape.num_rows, compute)
         return out
 
     def last_graph(self, storage: TorchKvStorage) -> "torch.cuda.CUDAGraph | None":
@@ -269,11 +269,11 @@ class CudaBackend(Backend):
         return list(listing.found)
 
     def _copy_dense(self, network: Network) -> None:
-        """Dense copies of packed matrices for products of many rows, all or none; the head needs none."""
+        """Dense copies of packed matrices for products of many rows, all or none; the output head needs none."""
         packed = [matrix for matrix in network.products() if matrix.packed is not None]
         if self._dense_copies is None and self._on_gpu:
             free, _ = torch.cuda.mem_get_info(self._device)
-            needed = sum(m.rows * m.columns for m in packed) * self._dtype.itemsize
+            needed = sum(m.num_weights for m in packed) * self._dtype.itemsize
             wanted = needed <= SHARE_FOR_COPIES * free
         else:
             wanted = bool(self._dense_copies)

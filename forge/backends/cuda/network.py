@@ -119,7 +119,7 @@ class _LogitRows:
 
 @dataclass
 class Recorder(Operations):
-    """The seam's operations, noting what is computed from what."""
+    """The interface's operations, noting what is computed from what."""
 
     dtype: torch.dtype
     num_kv_heads: int
@@ -178,7 +178,9 @@ class Recorder(Operations):
 
     def to_numpy(self, x: _Product | _Normed) -> None:
         normed = x.x if isinstance(x, _Product) else x
-        assert isinstance(normed, _Normed) and isinstance(normed.x, _LogitRows), "the head reads normed logit rows"
+        assert isinstance(normed, _Normed) and isinstance(normed.x, _LogitRows), (
+            "the output head reads normed logit rows"
+        )
         self.network = Network(
             embedding=self._embedding,
             layers=tuple(self._layers),
@@ -196,7 +198,7 @@ class Recorder(Operations):
         source = value.x
         assert isinstance(source, _Normed) and all(product.x is source for product in products)
         assert source.x == _Stream(self._adds - 1)
-        self._num_heads = query.x.matrix.rows // self.head_dim
+        self._num_heads = query.x.matrix.out_features // self.head_dim
         return {
             "attention_norm": source.norm,
             "qkv": tuple(stacked([product.matrix for product in products])),
@@ -214,7 +216,7 @@ class Recorder(Operations):
 
 
 class Ending(Operations):
-    """The seam's operations, noting only what a forward pass ends in."""
+    """The interface's operations, noting only what a forward pass ends in."""
 
     def __init__(self):
         self.output_head: Matrix | None = None

@@ -1,19 +1,20 @@
-"""What the steps on one storage gave, while the device may already be at the next.
+"""What the steps on one storage gave, while the device may already be at the next: the timeline of a GPU's one stream.
 
-Of each logit row a step leaves the likeliest token and its logit in `samples`, at an address that never changes: the
-next step can take its input tokens from there, before the host has seen them. Behind every step a copy of its samples
-goes to memory of the host's, marked by an event, so that the host waits for that copy and for no later step.
+    stream   words·[ step 1 ]·copy·draw·copy·words·[ step 2 ]·copy·draw·copy·words·[ step 3 ]·copy
+    host     launch 1 · draw 1, launch 2 · read 1 · draw 2, launch 3 · read 2 · …
 
-    device   [ step n    ]copy [ step n + 1 ]copy [ step n + 2 ]copy
-    host      launch n + 1 · read n · launch n + 2 · read n + 1 · …
-    buffers                0            1            0            1
+    words    the step's inputs, from pinned memory (`inputs.py`): two buffers of the host's take turns
+    step     the forward pass, a graph's replay or kernel by kernel, and the argmax of each logit row into `samples`
+    draw     only where a request draws its token: the drawn tokens into `samples`, over the argmax (`sampling.py`)
+    copy     `samples` to memory of the host's, 8 bytes a row, marked by an event: two buffers take turns
 
-All that is on the device's line is one stream, in order: step n + 1 takes its tokens from `samples` after step n wrote
-them and its copy was made.
+The stream does all of it in order. So step 2 takes its tokens from `samples`, at an address that never changes, after
+step 1 and its draw wrote them and before the host has seen them; and the host waits for the event of one copy, never
+for a later step.
 
 Logits stay where they are. Those of a replayed graph lie where the next replay writes; if a caller still holds them
-when the next step comes, they are set aside on the device (600 KB a row: 0.3 µs each). Two buffers of the host's take
-turns, and a result that is not read when its buffer's turn comes is read then.
+when the next step comes, they are set aside on the device (600 KB a row: 0.3 µs each). A result that is not read when
+its buffer's turn comes is read then.
 """
 
 from collections.abc import Iterator, Sequence
@@ -101,7 +102,8 @@ class Results:
         self._count = 0
         self._last: ref[StepLogits] | None = None
         self.samples = torch.zeros((0, 2), dtype=torch.int32, device=device)
-        """Of each logit row of the last step the likeliest token, and the bits of its logit: int32 `[R or more, 2]`."""
+        """The token of each logit row of the last step (its argmax, unless it was drawn), and the bits of its logit:
+        int32 `[R or more, 2]`."""
 
     def reach(self, num_rows: int) -> bool:
         """Have room for the samples of so many rows. Returns whether they moved, which no graph survives."""

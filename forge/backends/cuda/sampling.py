@@ -24,14 +24,14 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
-_GREATEST = float(np.finfo(np.float32).max)
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class Penalties:
     """What changes each row's logits before its token is chosen."""
 
-    bias_places: torch.Tensor
+    bias_indices: torch.Tensor
     """int64 `[n]`: row * vocabulary + token of each entry of a bias."""
     bias: torch.Tensor
     """float64 `[n]`."""
@@ -46,14 +46,14 @@ class Penalties:
 
     @classmethod
     def of(cls, draws: Sequence[Draw], vocabulary: int, device: torch.device) -> "Penalties":
-        def places(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        def flat_indices(rows: Sequence[Sequence[int]]) -> torch.Tensor:
             found = [row * vocabulary + np.asarray(tokens, np.int64) for row, tokens in enumerate(rows)]
             return _on_device(np.concatenate(found), device)
 
         shape = len(draws), vocabulary
         seen = torch.zeros(shape, dtype=torch.bool, device=device)
-        seen.view(-1).index_fill_(0, places([draw.history for draw in draws]), True)
-        said = places([draw.history[draw.num_prompt_tokens :] for draw in draws])
+        seen.view(-1).index_fill_(0, flat_indices([draw.history for draw in draws]), True)
+        said = flat_indices([draw.history[draw.num_prompt_tokens :] for draw in draws])
         counts = torch.zeros(shape, dtype=torch.int32, device=device)
         counts.view(-1).index_add_(0, said, torch.ones_like(said, dtype=torch.int32))
         strengths = [
@@ -62,18 +62,18 @@ class Penalties:
         repetition, presence, frequency = _on_device(np.array(strengths).T, device)[:, :, None]
         biases = [dict(draw.params.logit_bias or ()) for draw in draws]
         values = np.array([value for each in biases for value in each.values()], np.float64)
-        bias_places = places([[*each] for each in biases])
-        return cls(bias_places, _on_device(values, device), repetition, presence, frequency, seen, counts)
+        bias_indices = flat_indices([[*each] for each in biases])
+        return cls(bias_indices, _on_device(values, device), repetition, presence, frequency, seen, counts)
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
         """float32 `[R, vocabulary]`: the bias added, then the repetition penalty, then presence and frequency."""
         values = logits.double()
-        values.view(-1).index_add_(0, self.bias_places, self.bias)
+        values.view(-1).index_add_(0, self.bias_indices, self.bias)
         repeated = torch.where(values > 0, values / self.repetition, values * self.repetition)
         values = torch.where(self.seen & (values > -torch.inf), repeated, values)
         values -= self.frequency * self.counts + self.presence * (self.counts > 0)
-        # What overflows becomes the greatest float32, which is still a number; -infinity stays "never".
-        return torch.where(values > -torch.inf, values.clamp(-_GREATEST, _GREATEST), values).float()
+        # What overflows becomes the largest float32, which is still a number; -infinity stays "never".
+        return torch.where(values > -torch.inf, values.clamp(-_LARGEST_FLOAT, _LARGEST_FLOAT), values).float()
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def sample_into(logits: torch.Tensor, rows: SamplingRows, samples: torch.Tensor) -> None:
-    """Leave each row's token and the bits of its logit in `samples`, int32 `[R or more, 2]`, as `greatest` does. Of a
-    row whose maximum is not finite it leaves that, so that the host can tell broken logits."""
+    """Leave each row's token and the bits of its logit in `samples`, int32 `[R or more, 2]`, as kernel `argmax_rows`
+    does. A row whose maximum is not finite gets that for its logit: so the host recognizes broken logits."""
     tokens, largest = sample(logits, rows), logits.amax(1, keepdim=True)
     chosen = torch.where(largest.isfinite(), logits.gather(1, tokens[:, None]), largest)
     samples[: len(logits), 0] = tokens.int()

@@ -1,0 +1,61 @@
+"""The checks of a session find wrong and moving results, and call no right one wrong."""
+
+import pytest
+import torch
+
+from forge.backends.cuda.weights import DENSE, Q8
+from forge.bench.gpu_checks import ALL_SWITCHES, Checked, Checks
+from forge.model.synth import synthetic_config
+
+CONFIG = synthetic_config(
+    num_layers=1,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=288,
+)
+
+
+def checks(device: str, **options) -> Checks:
+    return Checks(CONFIG, device, False, 2, **options)
+
+
+def everything(found: Checks) -> list[Checked]:
+    products = [*found.products((1, 3, 17), (DENSE, Q8)), *found.embeddings(5), *found.draws(3)]
+    return [*products, *found.decodes(3, (1, 17, 150)), *found.prefills(((0, 9), (20, 37)))]
+
+
+@pytest.mark.parametrize("options", [{}, {"tuning": ALL_SWITCHES}], ids=["as it is", "all switches"])
+def test_kernels_are_found_right(options, device):
+    found = everything(checks(device, **options))
+
+    assert [each for each in found if not each.is_right] == []
+    names = {each.name.split(",")[0] for each in found}
+    assert {"qkv", "output", "gate_up", "down", "output_head", "embedding", "draws", "decode"} <= names
+
+
+def test_a_wrong_a_moving_and_a_broken_result_are_found(device):
+    checked = checks(device)
+    want = torch.ones(4, 4, dtype=torch.float64, device=device)
+    results = {
+        "wrong": iter([want * 1.02] * 2),
+        "moving": iter([want, want * (1 + 1e-6)]),
+        "broken": iter([want * float("nan")] * 2),
+        "right": iter([want * 1.001] * 2),
+    }
+    found = {name: checked._repeated(name, lambda each=each: next(each), want) for name, each in results.items()}
+
+    assert [name for name, each in found.items() if each.is_right] == ["right"]
+    assert found["moving"].moved == 1
+
+
+def test_a_kernel_that_computes_something_else_is_found(device, monkeypatch):
+    checked = checks(device)
+    add_product = checked._run.add_product
+    monkeypatch.setattr(checked._run, "add_product", lambda stream, x, matrix: add_product(stream, x * 1.1, matrix))
+    monkeypatch.setattr(checked._run, "argmax", lambda logits, samples: samples.fill_(1))
+
+    wrong = {each.name.split(",")[0] for each in checked.products((3,), (DENSE,)) if not each.is_right}
+    assert wrong == {"output", "down", "output_head"}
