@@ -11,14 +11,16 @@ from typing import Any, cast
 
 import torch
 
+from forge.backends.cuda.backend import INTERPRETED_MULTIPROCESSORS
 from forge.backends.cuda.inputs import InputBuffer, Policy, shape_of
 from forge.backends.cuda.kernels.parts import INTERPRETED
-from forge.backends.cuda.launches import Launches, TritonLauncher
+from forge.backends.cuda.launches import Launcher, Launches, ListingLauncher, TritonLauncher
 from forge.backends.cuda.network import Layer, Network, Norm
 from forge.backends.cuda.rotations import Rotations
 from forge.backends.cuda.sampling import SamplingRows, sample
 from forge.backends.cuda.shapes import DEFAULT_TUNING, Tuning
 from forge.backends.cuda.storage import TorchKvStorage
+from forge.backends.cuda.warm_up import LaunchDescription
 from forge.backends.cuda.weights import DENSE, Q8, Matrix
 from forge.bench.cuda_tiles import products_of
 from forge.bench.drawn_model import drawn_matrix
@@ -58,6 +60,18 @@ class Checked:
         return self.error < TOLERANCE and not self.moved
 
 
+@dataclass(frozen=True)
+class Cases:
+    """Which numbers of rows, contexts and chunks are checked."""
+
+    rows: tuple[int, ...] = (1, 2, 4, 16, 17, 64)
+    contexts: tuple[int, ...] = (1, 16, 17, 160, 2048, 4100)
+    sequences: tuple[int, ...] = (1, 7)
+    """Of a decode."""
+    spans: tuple[tuple[int, int], ...] = ((0, 128), (0, 512), (100, 117), (4000, 4100))
+    """Start and end of a chunk."""
+
+
 class Checks:
     """The kernels of one model's sizes."""
 
@@ -68,18 +82,40 @@ class Checks:
         dependent: bool,
         repetitions: int,
         tuning: Tuning = DEFAULT_TUNING,
+        launcher: Launcher | None = None,
+        multiprocessors: int = INTERPRETED_MULTIPROCESSORS,
     ):
+        """launcher: in place of Triton's. multiprocessors: of a GPU that `device` is not."""
         self._config, self._repetitions = config, repetitions
         self._device = torch.device(device)
         self._on_gpu = self._device.type == "cuda"
         where = torch.cuda.get_device_properties(self._device) if self._on_gpu else None
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._policy = Policy(heads, kv_heads, where.multi_processor_count if where else 2, False, False, tuning)
+        multiprocessors = where.multi_processor_count if where else multiprocessors
+        self._policy = Policy(heads, kv_heads, multiprocessors, False, False, tuning)
         network = Network(_UNUSED, (), _UNUSED, heads, kv_heads, config.head_dim, config.rope)
         self._rotations = Rotations(self._device)
+        launcher = launcher or TritonLauncher(dependent)
         self._run = Launches(
-            network, self._policy, self._rotations, self._device, torch.bfloat16, TritonLauncher(dependent), INTERPRETED
+            network, self._policy, self._rotations, self._device, torch.bfloat16, launcher, INTERPRETED
         )
+
+    def parts(self, cases: Cases) -> dict[str, Iterator[Checked]]:
+        """All checks of kernels, in parts that can fail by themselves."""
+        decodes = {f"decodes of {count}": self.decodes(count, cases.contexts) for count in cases.sequences}
+        others = {"prefills": self.prefills(cases.spans), "embeddings": self.embeddings(max(cases.rows))}
+        return {"products": self.products(cases.rows), **decodes, **others}
+
+    @classmethod
+    def launches(
+        cls, config: Qwen3Config, dependent: bool, tuning: Tuning, multiprocessors: int, cases: Cases
+    ) -> list[LaunchDescription]:
+        """What the checks launch, each specialization once. Launches nothing."""
+        listing = ListingLauncher(dependent)
+        checks = cls(config, "meta", dependent, 1, tuning, listing, multiprocessors)
+        for part in checks.parts(cases).values():
+            list(part)
+        return list(listing.found)
 
     def products(self, rows: tuple[int, ...], kinds: tuple[int, ...] = (DENSE, Q8)) -> Iterator[Checked]:
         """Each product of a step, with what is fused into it, for each number of rows; logits with their argmax."""
@@ -125,6 +161,8 @@ class Checks:
             return self._repeated(title, compute, want)
         run._counters.zero_()
         found = self._repeated(title, compute, want)
+        if self._device.type == "meta":
+            return found
         logits = compute()
         wrong = int((samples[:, 0].long() != logits.argmax(-1)).sum())
         return Checked(title, found.error, found.moved + wrong)
@@ -249,6 +287,8 @@ class Checks:
 
     def _repeated(self, title: str, compute: Callable[[], torch.Tensor], want: torch.Tensor) -> Checked:
         result, replay = compute(), None
+        if self._device.type == "meta":
+            return Checked(title, 0.0, 0)
         if self._on_gpu:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()

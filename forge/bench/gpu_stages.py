@@ -132,41 +132,45 @@ def compiling(report: Report) -> None:
 
 
 def kernels(report: Report) -> None:
+    """Each kernel as it is and with all switches on, after the kernel before it and while that still runs."""
+    from forge.backends.cuda import warm_up
     from forge.backends.cuda.shapes import DEFAULT_TUNING
-    from forge.bench.gpu_checks import ALL_SWITCHES, Checks
+    from forge.bench.gpu_checks import ALL_SWITCHES, Cases, Checks
 
-    times = 2 if report.rehearsal else REPEATED
+    times, cases = REPEATED, Cases()
+    if report.rehearsal:
+        times, cases = 2, Cases(rows=(1, 3), contexts=(17,), sequences=(2,), spans=((5, 9),))
     with _device(report) as device:
         import torch
 
+        on_gpu = device == "cuda"
+        count = torch.cuda.get_device_properties(0).multi_processor_count if on_gpu else 132
+        names = SIZES if on_gpu else SIZES[:1]  # at toy sizes both are one
+        variants = list(product(names, (True, False) if on_gpu else (False,), (DEFAULT_TUNING, ALL_SWITCHES)))
+        listed: dict = {}
+        for name, dependent, tuning in variants:
+            listed |= dict.fromkeys(Checks.launches(_config(report, name, 2), dependent, tuning, count, cases))
+        report("kernels", len(listed))
+        if on_gpu:
+            report("not compiled", warm_up.compile_all(listed))
         wrong = 0
-        for name in SIZES[:1] if report.rehearsal else SIZES:  # at toy sizes both are one
-            for dependent, tuning in product(
-                (True, False) if device == "cuda" else (False,), (DEFAULT_TUNING, ALL_SWITCHES)
-            ):
-                checks = Checks(_config(report, name, 2), device, dependent, times, tuning)
-                batches = (1, 3) if report.rehearsal else (1, 2, 4, 16, 17, 64)
-                contexts = (17,) if report.rehearsal else (1, 16, 17, 160, 2048, 4100)
-                spans = ((5, 9),) if report.rehearsal else ((0, 128), (0, 512), (100, 117), (4000, 4100))
-                switched = ", all switches" if tuning is ALL_SWITCHES else ""
-                title, worst = f"{name}, {'dependent' if dependent else 'ordered'}{switched}", 0.0
-                for part in (
-                    lambda c=checks, b=batches: c.products(b),
-                    lambda c=checks, k=contexts: c.decodes(1, k),
-                    lambda c=checks, k=contexts: c.decodes(7, k),
-                    lambda c=checks, s=spans: c.prefills(s),
-                    lambda c=checks, b=batches: c.embeddings(b[-1]),
-                    lambda c=checks, b=batches, t=tuning: c.draws(b[-1]) if t is DEFAULT_TUNING else (),
-                ):
-                    with report.part(f"{title}: stopped"), torch.inference_mode():
-                        for found in part():
-                            wrong += not found.is_right
-                            if not found.is_right:
-                                report(f"WRONG {title}: {found.name}", asdict(found))
-                            else:
-                                worst = max(worst, found.error)
-                                report(f"last right, {title}", f"{found.name}: {found.error:.1e}", quiet=True)
-                report(f"largest error of a right one, {title}", worst)
+        for name, dependent, tuning in variants:
+            checks = Checks(_config(report, name, 2), device, dependent, times, tuning)
+            parts = checks.parts(cases)
+            if tuning is DEFAULT_TUNING:
+                parts["draws"] = checks.draws(max(cases.rows))
+            switched = ", all switches" if tuning is ALL_SWITCHES else ""
+            title, worst = f"{name}, {'dependent' if dependent else 'ordered'}{switched}", 0.0
+            for part, results in parts.items():
+                with report.part(f"{title}: {part} stopped"), torch.inference_mode():
+                    for found in results:
+                        wrong += not found.is_right
+                        if not found.is_right:
+                            report(f"WRONG {title}: {found.name}", asdict(found))
+                        else:
+                            worst = max(worst, found.error)
+                            report(f"last right, {title}", f"{found.name}: {found.error:.1e}", quiet=True)
+            report(f"largest error of a right one, {title}", worst)
         report("wrong", wrong)
 
 

@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from importlib import metadata
+import tomllib
 from importlib.util import find_spec
 
 import pytest
@@ -100,6 +102,64 @@ def test_a_stage_killed_in_the_middle_of_a_figure_keeps_the_whole_ones(tmp_path)
         assert found["figures"] == {f"figure {number}": number for number in range(len(found["figures"]))}
 
 
+def test_whatever_becomes_of_the_stages_every_whole_figure_is_kept(tmp_path):
+    """Random stages, some of them killed from outside at any moment, in several sessions that continue each other."""
+    rng = random.Random(5)
+    ends = {"works": "done", "fails": "failed", "is_killed": "killed", "skips": "skipped", "fails_in_part": "done"}
+    ends |= {"is_killed_at_random": "killed", "counts_until_killed": "killed"}
+    expected = {}
+    for _ in range(3):
+        names = rng.sample(sorted(ends), 4)
+        session = Session(tmp_path, 300, say=lambda text: _kill_counting(text, rng))
+        session.run([stage(name) for name in names])
+        expected |= {name: ends[name] for name in names}
+        found = results(tmp_path)
+        assert {name: each["status"] for name, each in found.items()} == expected
+        for name in ("is_killed_at_random", "counts_until_killed"):
+            figures = found.get(name, {"figures": {}})["figures"]
+            numbers = [value for title, value in figures.items() if title.startswith("figure")]
+            assert numbers == list(range(len(numbers)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "session.json"]
+
+
+def _kill_counting(text: str, rng: random.Random) -> None:
+    """Ends a stage that counts once it has said who it is, after a while."""
+    if text.startswith("  own process: "):
+        timer = threading.Timer(rng.random() / 5, os.kill, (int(text.rpartition(" ")[2]), signal.SIGKILL))
+        timer.start()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_stage_gets_more_than_its_deadline_and_all_together_no_more_than_the_budget(seed, tmp_path, monkeypatch):
+    """By a clock of its own: stages end early, in time, or are ended."""
+    rng, now, given = random.Random(seed), [1000.0], []
+
+    def supervise(self, each: Stage, seconds: float) -> dict[str, str]:
+        given.append((each, seconds))
+        now[0] += seconds if rng.random() < 0.3 else rng.uniform(0, seconds)
+        return {"status": "done"}
+
+    monkeypatch.setattr(gpu_session.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Session, "_supervise", supervise)
+    budget = rng.choice([60, 300, 540])
+    Session(tmp_path, budget, say=lambda text: None).run(STAGES)
+
+    assert now[0] <= 1000 + budget
+    assert all(0 < seconds <= each.seconds for each, seconds in given)
+    assert [each for each, _ in given] == list(STAGES[: len(given)])
+    left = results(tmp_path)
+    assert [name for name, each in left.items() if each["status"] == "not started"] == [
+        each.name for each in STAGES[len(given) :]
+    ]
+
+
+def test_the_first_command_comes_to_requests_of_4b_even_if_every_stage_takes_all_its_time():
+    names = [each.name for each in STAGES]
+    first = STAGES[: names.index("large") + 1]
+    assert sum(each.seconds for each in first) <= 540
+    assert sum(each.seconds for each in STAGES) <= 3 * 540, "and three commands to the end"
+
+
 def test_a_part_that_fails_costs_itself_alone(tmp_path):
     found = run(tmp_path, stage("fails_in_part"))["fails_in_part"]
 
@@ -183,12 +243,13 @@ HAS_TRITON = pytest.mark.skipif(not (find_spec("torch") and find_spec("triton"))
 
 
 def test_the_bare_machine_has_none_of_the_projects_packages():
-    refused = refused_packages()
-    required = {re.split(r"[^\w.-]", one)[0] for one in metadata.requires("forge-llm") or ()}
-    required -= {"numpy", "torch", "triton", "jinja2", "packaging"}  # torch requires the last two, or may
-    installed = metadata.packages_distributions()
-    names = {module for module, owners in installed.items() if required & {owner.lower() for owner in owners}}
-    assert {"gguf", "numba", "tokenizers", "llguidance", "typer", "rich"} <= names <= refused | {"forge"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {re.split(r"[^\w.-]", one)[0].replace("-", "_") for one in project["dependencies"]}
+    installed = {name for name in (required - {"numpy", "jinja2", "packaging"}) if find_spec(name)}  # torch has jinja2
+
+    assert {"gguf", "numba", "tokenizers", "typer", "rich"} <= installed
+    assert installed <= refused_packages()
+    assert not refused_packages() & {"numpy", "torch", "triton", "forge"}
 
 
 def test_the_session_itself_needs_the_standard_library_alone():

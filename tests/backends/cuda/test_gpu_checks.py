@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from forge.backends.cuda.weights import DENSE, Q8
-from forge.bench.gpu_checks import ALL_SWITCHES, Checked, Checks
+from forge.backends.cuda.launches import ListingLauncher
+from forge.backends.cuda.shapes import DEFAULT_TUNING
+from forge.backends.cuda.weights import DENSE
+from forge.bench.gpu_checks import ALL_SWITCHES, Cases, Checked, Checks
 from forge.model.synth import synthetic_config
 
 CONFIG = synthetic_config(
@@ -22,9 +24,11 @@ def checks(device: str, **options) -> Checks:
     return Checks(CONFIG, device, False, 2, **options)
 
 
+CASES = Cases(rows=(1, 17), contexts=(1, 150), sequences=(2,), spans=((20, 27),))
+
+
 def everything(found: Checks) -> list[Checked]:
-    products = [*found.products((1, 17), (DENSE, Q8)), *found.embeddings(5), *found.draws(3)]
-    return [*products, *found.decodes(2, (1, 150)), *found.prefills(((20, 27),))]
+    return [*(each for part in found.parts(CASES).values() for each in part), *found.draws(3)]
 
 
 @pytest.mark.parametrize("options", [{}, {"tuning": ALL_SWITCHES}], ids=["as it is", "all switches"])
@@ -34,6 +38,19 @@ def test_kernels_are_found_right(options, device):
     assert [each for each in found if not each.is_right] == []
     names = {each.name.split(",")[0] for each in found}
     assert {"qkv", "output", "gate_up", "down", "output_head", "embedding", "draws", "decode"} <= names
+
+
+@pytest.mark.parametrize("tuning", [DEFAULT_TUNING, ALL_SWITCHES], ids=["as it is", "all switches"])
+def test_everything_that_the_checks_launch_is_listed_before(tuning, device):
+    """So that a session compiles it in parallel."""
+    listing = ListingLauncher(False)
+    checked = checks(device, tuning=tuning, launcher=listing)
+    for part in checked.parts(CASES).values():
+        list(part)
+    listed = Checks.launches(CONFIG, False, tuning, checked._policy.multiprocessors, CASES)
+
+    assert len(listed) > 10
+    assert set(listing.found) <= set(listed)
 
 
 def test_a_wrong_a_moving_and_a_broken_result_are_found():
