@@ -251,7 +251,7 @@ def quantized(report: Report) -> None:
     from forge.bench.cuda import STEPS
 
     with _device(report) as device:
-        for name in SIZES:
+        for name in SIZES[:1] if report.rehearsal else SIZES:
             for kind in ("q8", "q4") if not report.rehearsal else ("q8",):
                 with report.part(f"{name} {kind}"):
                     bench = _Bench(report, device, name, 16, 256, KIND_NAMES.index(kind))

@@ -33,6 +33,7 @@ from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.cuda.timing import StepClock
 from forge.backends.cuda.weights import Matrix, load_matrix
 from forge.backends.devices import KERNELS
+from forge.backends.fusion import Fusion
 from forge.backends.timed import TimedOperations
 from forge.cache.kv_storage import KvLayout
 from forge.errors import UsageError
@@ -225,7 +226,7 @@ class CudaBackend(Backend):
         from forge.backends.cuda.launches import Launches, TritonLauncher
 
         recorder = Recorder(self._dtype, layout.num_kv_heads, layout.head_dim)
-        forward_pass(recorder, None, None)
+        forward_pass(Fusion(recorder), None, None)
         network = recorder.network
         assert network is not None, "a pass ends with to_numpy"
         self._copy_dense(network)
