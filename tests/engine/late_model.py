@@ -75,7 +75,7 @@ class LateModel(HashModel):
         for old in self._given[:-1]:
             old.overwrite()
         rows = super().forward(batch, storage)
-        self._last_tokens[storage] = tokens = rows.argmax(axis=1)
+        self._argmax[storage] = tokens = rows.argmax(axis=1)
         logits = LateLogits(rows, tokens)
         self._given = [*self._given[-1:], logits]
         return logits
