@@ -197,7 +197,8 @@ class Checks:
                 choose_token(row, params, draw.history, draw.seed, draw.sample_index, len(draw.history), 100)
                 for row, draw in zip(logits.cpu().numpy(), draws, strict=True)
             ]
-            found = [sample(logits, SamplingRows.of(draws, vocabulary, self._device)).tolist() for _ in range(3)]
+            rows_wanted = SamplingRows.of(draws, vocabulary, self._device)
+            found = [sample(logits, rows_wanted, self._run.launch).tolist() for _ in range(3)]
             wrong = sum(a != b for a, b in zip(found[0], want, strict=True))
             title = f"draws, {rows} rows, top_p {params.top_p:g}, presence_penalty {params.presence_penalty:g}"
             yield Checked(title, wrong / rows, sum(each != found[0] for each in found))

@@ -28,6 +28,7 @@ from forge.backends.cuda.network import Ending, Network, Recorder
 from forge.backends.cuda.plain import DeviceBatch, TorchOperations
 from forge.backends.cuda.results import LEAST_ROWS, Results
 from forge.backends.cuda.rotations import Rotations
+from forge.backends.cuda.sampling import list_draws
 from forge.backends.cuda.shapes import DEFAULT_TUNING, MULTIPROCESSORS, Tuning
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.cuda.timing import StepClock
@@ -169,11 +170,12 @@ class CudaBackend(Backend):
         from forge.backends.cuda.forward import forward
 
         self.prepare(forward_pass, storage.layout)
-        steps = self._steps.get(storage)
-        if steps is None:
-            steps = self._steps[storage] = _Steps(Graphs(self._tuning.pause_gc), Results(self._device))
-        fused, results, output_head = self._fused, steps.results, self._output_head_of(forward_pass)
+        fused, steps = self._fused, self._steps.get(storage)
         assert fused is not None, "prepare fuses"
+        if steps is None:
+            results = Results(self._device, fused.launches.launch)
+            steps = self._steps[storage] = _Steps(Graphs(self._tuning.pause_gc), results)
+        results, output_head = steps.results, self._output_head_of(forward_pass)
         in_float32 = fused.launches.attends_in_float32(storage)
         shape = shape_of(batch, fused.policy, storage.layout.block_size, in_float32)
         network = fused.network
@@ -267,6 +269,8 @@ class CudaBackend(Backend):
             buffer.reach(shape, 1)
             run.reserve(shape)
             forward(network, self._output_head_of(forward_pass), run, buffer.inputs(shape), storage, samples)
+        if self.runs_ahead:
+            list_draws(network.embedding.out_features, self._device, listing)
         return list(listing.found)
 
     def _copy_dense(self, network: Network) -> None:

@@ -96,7 +96,7 @@ class Launches:
     ):
         """exact: multiply in float32 where tensor cores would not."""
         self._network, self._policy, self._rotations = network, policy, rotations
-        self._device, self._dtype, self._launch, self._exact = device, dtype, launcher, exact
+        self._device, self._dtype, self.launch, self._exact = device, dtype, launcher, exact
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._counters = torch.zeros(LEAST_COUNTERS, dtype=torch.int32, device=device)
         self.step: Callable[[str, int], AbstractContextManager[None]] = lambda name, layer: nullcontext()
@@ -105,7 +105,7 @@ class Launches:
     def with_launcher(self, launcher: Launcher) -> Self:
         """The same steps, launched by another."""
         other = copy(self)
-        other._launch = launcher
+        other.launch = launcher
         return other
 
     def reserve(self, shape: Shape) -> bool:
@@ -159,7 +159,7 @@ class Launches:
             return out
         pairs = self.normed(x, norm) @ self._dense(gate_up).t()
         block = min(SWIGLU_COLUMNS, shapes.next_power_of_2(width))
-        self._launch(
+        self.launch(
             unfused.swiglu, (len(x), -(-width // block)), pairs, out, width, BLOCK=block, num_warps=4, num_stages=1
         )
         return out
@@ -188,7 +188,7 @@ class Launches:
     def store_heads(self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs) -> None:
         """Head norms and rotation of queries in place; keys and values into the cache."""
         network = self._network
-        self._launch(
+        self.launch(
             heads.norm_rope_store,
             (len(qkv),),
             qkv,
@@ -241,7 +241,7 @@ class Launches:
         out = self._empty(call.num_rows, network.num_heads * network.head_dim)
         block_d = max(16, shapes.next_power_of_2(network.head_dim))
         num_valid = tile.rows * self._block_group
-        self._launch(
+        self.launch(
             call.kernel,
             (call.num_tiles, network.num_kv_heads, splits),
             *call.reads,
@@ -284,7 +284,7 @@ class Launches:
         part = min(ARGMAX_COLUMNS, max(128, shapes.next_power_of_2(vocabulary)))
         parts = -(-vocabulary // part)
         found = torch.empty((num_rows, parts), dtype=torch.int64, device=self._device)
-        self._launch(
+        self.launch(
             argmax.argmax_rows,
             (num_rows, parts),
             logits,
@@ -354,13 +354,13 @@ class Launches:
             words = tiles[0] * tiles[1] * parts * tile.block_m * (tile.block_n + 1) if parts > 1 else 0
             partial = torch.empty(words, dtype=torch.float32, device=self._device)
             shared = partial, self._counters
-            self._launch(matmul.matmul, (*tiles, parts), x, *arrays, weight, out, *shared, len(x), *sizes, **flags)
+            self.launch(matmul.matmul, (*tiles, parts), x, *arrays, weight, out, *shared, len(x), *sizes, **flags)
             return
         grid = (-(-matrix.out_features // tile.block_n), len(x))
         if matrix.kind == DENSE:
-            self._launch(matvec.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
+            self.launch(matvec.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
         else:
-            self._launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
+            self.launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
 
     def _split_k(self, num_rows: int, matrix: Matrix, tile: shapes.Tile) -> int:
         if not self._policy.tuning.split_k or self._policy.invariant or num_rows > shapes.SPLIT_K_ROWS:
@@ -373,7 +373,7 @@ class Launches:
         width = x.shape[1]
         block = shapes.next_power_of_2(width)
         warps = min(16, max(1, block // 512))
-        self._launch(
+        self.launch(
             unfused.rms_norm,
             (len(x),),
             x,
@@ -405,7 +405,7 @@ class Launches:
     ) -> None:
         block = min(EMBED_COLUMNS, max(32, shapes.next_power_of_2(matrix.in_features)))
         values, scales, factors = matrix_arrays(matrix)
-        self._launch(
+        self.launch(
             unfused.gather_rows,
             (len(out), -(-matrix.in_features // block)),
             values,

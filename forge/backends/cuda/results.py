@@ -18,6 +18,8 @@ its buffer's turn comes is read then.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import numpy as np
@@ -27,6 +29,9 @@ from forge.backends.cuda.sampling import SamplingRows, sample_into
 from forge.model.logits import Draw
 from forge.trace.records import Execution
 
+if TYPE_CHECKING:
+    from forge.backends.cuda.launches import Launcher
+
 LEAST_ROWS = 1024
 MOST_PINNED_BYTES = 64 << 20
 """Copies of logits up to this size go through memory that the device writes directly, and that takes long to make."""
@@ -35,9 +40,18 @@ MOST_PINNED_BYTES = 64 << 20
 class StepLogits:
     """One step's logits: `forge.model.logits.DeviceLogits`."""
 
-    def __init__(self, rows: torch.Tensor, samples: torch.Tensor, turn: "_Turn", execution: Execution, passing: bool):
-        """rows: float32 `[R, vocab]` on the device, which the next step overwrites if `passing`. samples: where the
-        next step takes its tokens from."""
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        samples: torch.Tensor,
+        turn: "_Turn",
+        execution: Execution,
+        launch: "Launcher",
+    ):
+        """rows: float32 `[R, vocab]` on the device, which the next step overwrites if a graph wrote them. samples:
+        where the next step takes its tokens from."""
+        passing = execution.mode == "graph"
+        self._launch = launch
         self._rows, self._samples, self._turn, self._passing = rows, samples, turn, passing
         self._argmax: tuple[list[int], list[float]] | None = None
         self.sampled = False
@@ -69,7 +83,9 @@ class StepLogits:
     def sample(self, draws: Sequence[Draw]) -> None:
         """Choose each row's token behind the step, in place of its argmax."""
         assert self._argmax is None and not self.sampled, "its tokens were read already"
-        sample_into(self._rows, SamplingRows.of(draws, self.shape[1], self._rows.device), self._samples)
+        with torch.cuda.device(self._rows.device) if self._rows.device.type == "cuda" else nullcontext():
+            rows = SamplingRows.of(draws, self.shape[1], self._rows.device)
+            sample_into(self._rows, rows, self._samples, self._launch)
         self._turn.fetch(self._samples[: len(self)])
         self.sampled = True
 
@@ -96,8 +112,9 @@ class StepLogits:
 class Results:
     """The results of the steps on one storage, one after the other."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, launch: "Launcher"):
+        """launch: for the kernel that draws tokens."""
+        self._device, self._launch = device, launch
         self._turns: list[_Turn] = []
         self._count = 0
         self._last: ref[StepLogits] | None = None
@@ -128,7 +145,7 @@ class Results:
         self._count += 1
         turn.clear()
         turn.fetch(self.samples[:wanted])
-        found = StepLogits(logits[:wanted], self.samples, turn, execution, execution.mode == "graph")
+        found = StepLogits(logits[:wanted], self.samples, turn, execution, self._launch)
         turn.holder = self._last = ref(found)
         return found
 

@@ -6,6 +6,7 @@ import torch
 
 from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
+from forge.backends.cuda.launches import TritonLauncher
 from forge.backends.cuda.sampling import SamplingRows, sample
 from forge.engine.sampler import argmax_rows
 from forge.engine.sampling_params import SamplingParams
@@ -146,7 +147,7 @@ def test_a_step_takes_tokens_that_were_drawn_on_the_device_unseen(model):
     for position in range(6):
         expected = model.forward(decode(tokens, position), known)
         rows = SamplingRows.of(draws(position), model.vocab_size, device)
-        drawn = sample(torch.from_numpy(expected[:]).to(device), rows).tolist()
+        drawn = sample(torch.from_numpy(expected[:]).to(device), rows, TritonLauncher(False)).tolist()
         unseen = [[*own[:-1], -1 - row] for row, own in enumerate(tokens)] if position else tokens
         found = model.forward(decode(unseen, position), ahead)
         found.sample(draws(position))

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from forge.backends.cuda.sampling import SamplingRows, philox_words, sample, sample_into
+from forge.backends.cuda import sampling
+from forge.backends.cuda.launches import TritonLauncher
+from forge.backends.cuda.sampling import SamplingRows
 from forge.engine.rng import gumbel_argmax, token_words
 from forge.engine.sampling import choose_token, filtered
 from forge.engine.sampling_params import SamplingParams
@@ -20,20 +22,30 @@ def rows_of(draws, device, vocabulary=VOCABULARY) -> SamplingRows:
     return SamplingRows.of(draws, vocabulary, torch.device(device))
 
 
+def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    return sampling.sample(logits, rows, TritonLauncher(False))
+
+
 def name_of(draw: Draw) -> tuple[int, int, int]:
     return draw.seed, draw.sample_index, len(draw.history)
 
 
-def test_every_token_has_its_word_of_seed_sample_and_position(device):
-    names = [(0, 0, 0), (2**64 - 1, 3, 40_959), (1 << 32, 0, 5), (7, 2**31, 0)]
-    draws = [Draw(SamplingParams(temperature=1.0), seed, index, [1] * position, 0) for seed, index, position in names]
+@pytest.mark.parametrize("name", [(0, 0, 0), (2**64 - 1, 3, 40_959), (1 << 32, 0, 5), (7, 2**31, 0)])
+def test_every_token_has_its_noise_of_seed_sample_and_position(name, device):
+    """Of each two neighbours the one with more noise is drawn."""
+    seed, sample_index, position = name
+    draw = Draw(SamplingParams(temperature=1.0), seed, sample_index, range(position), 0)
+    logits = torch.full((VOCABULARY - 1, VOCABULARY), -torch.inf, device=device)
+    firsts = torch.arange(VOCABULARY - 1, device=device)
+    logits[firsts, firsts] = logits[firsts, firsts + 1] = 0.0
 
-    got = philox_words(rows_of(draws, device), VOCABULARY)
+    got = sample(logits, rows_of([draw] * len(logits), device))
 
-    assert got.tolist() == [token_words(np.arange(VOCABULARY), *name).tolist() for name in names]
+    words = token_words(np.arange(VOCABULARY), *name).astype(np.int64)
+    assert got.tolist() == (np.arange(VOCABULARY - 1) + (words[1:] > words[:-1])).tolist()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_tokens_are_those_of_the_engine_whatever_is_beside_them(seed, device):
     rng = np.random.default_rng(seed)
     count = 6
@@ -86,7 +98,7 @@ def test_tokens_are_those_of_the_engine_whatever_is_beside_them(seed, device):
 )
 def test_many_rows_of_a_large_vocabulary_get_the_engines_tokens(params, device):
     """So many tokens that the engine leaves out those that cannot win, and sorts no whole row."""
-    count, vocabulary = 48, 12_345
+    count, vocabulary = 6, 12_345
     asked = SamplingParams(**{"temperature": 0.8} | params)
     logits = np.random.default_rng(7).standard_normal((count, vocabulary), dtype=np.float32) * 2
     logits[::3] = np.round(logits[::3], 1)  # many are equal
@@ -99,16 +111,6 @@ def test_many_rows_of_a_large_vocabulary_get_the_engines_tokens(params, device):
     ]
 
 
-def test_draws_follow_the_probabilities(device):
-    """Over 4,000 positions, to five standard deviations."""
-    logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1])).to(device).repeat(4000, 1)
-    draws = [Draw(SamplingParams(temperature=1.0), 3, 0, range(position), 0) for position in range(4000)]
-
-    shares = torch.bincount(sample(logits, rows_of(draws, device, 4)), minlength=4).double().cpu() / 4000
-
-    assert torch.allclose(shares, torch.tensor([0.5, 0.25, 0.15, 0.1]).double(), atol=5 * 0.5 / 4000**0.5)
-
-
 def test_samples_are_left_for_the_next_step(device):
     logits = torch.randn(2, VOCABULARY, device=device)
     best_two = logits[0].topk(2).indices.tolist()
@@ -118,7 +120,7 @@ def test_samples_are_left_for_the_next_step(device):
     ]
     samples = torch.full((3, 2), -7, dtype=torch.int32, device=device)
 
-    sample_into(logits, rows_of(draws, device), samples)
+    sampling.sample_into(logits, rows_of(draws, device), samples, TritonLauncher(False))
 
     for row, token in enumerate(samples[:2, 0].tolist()):
         assert samples[row, 1:].view(torch.float32).item() == logits[row, token].item()
@@ -133,7 +135,7 @@ def test_a_broken_row_leaves_a_logit_that_is_not_finite(broken, device):
     draws = [Draw(SamplingParams(temperature=1.0), 1, 0, [1], 1)] * 2
     samples = torch.zeros((2, 2), dtype=torch.int32, device=device)
 
-    sample_into(logits, rows_of(draws, device), samples)
+    sampling.sample_into(logits, rows_of(draws, device), samples, TritonLauncher(False))
 
     assert samples[:, 1].view(torch.float32).isfinite().tolist() == [True, False]
 
@@ -142,8 +144,7 @@ def test_what_is_not_asked_for_is_not_computed(device, monkeypatch):
     greedy = SamplingParams(temperature=0.0, top_k=5)
     draw = Draw(greedy, 1, 0, [1], 1)
 
-    assert not rows_of([draw], device).draws
     plain = rows_of([draw, replace(draw, params=SamplingParams(temperature=1.0))], device)
-    assert plain.draws and not plain.sorts and not plain.floors and plain.penalties is None
+    assert not plain.sorts and not plain.floors and plain.penalties is None
     monkeypatch.setattr(torch, "sort", lambda *_, **__: pytest.fail("no row has a top-k or top-p"))
     assert len(sample(torch.randn(2, VOCABULARY, device=device), plain)) == 2
