@@ -351,6 +351,7 @@ def tests(report: Report) -> None:
         "--tb=short",
         "-p",
         "no:cacheprovider",
+        "--continue-on-collection-errors",
         "--confcutdir=tests/backends/cuda",  # the other tests' set-up needs hypothesis
         "tests/backends/cuda",
     ]

@@ -9,10 +9,10 @@ from tests.backends.cpu.models import ROOT
 INSTALLED = ("numpy", "torch", "triton")
 
 
-def refused_packages() -> set[str]:
-    """The names by which everything else that is installed here is imported."""
+def refused_packages(*also: str) -> set[str]:
+    """The names by which everything else that is installed here is imported. also: packages that it has too."""
     allowed: set[str] = set()
-    waiting = list(INSTALLED)
+    waiting = [*INSTALLED, *also]
     while waiting:
         name = _normal(waiting.pop())
         if name in allowed:
@@ -30,10 +30,14 @@ def refused_packages() -> set[str]:
     }
 
 
-def bare_environment(refused_imports: Path | None = None) -> dict[str, str]:
-    """Variables that make a Python process such a machine. refused_imports: a file for what forge looked for."""
+def bare_environment(refused_imports: Path | None = None, also: tuple[str, ...] = ()) -> dict[str, str]:
+    """Variables that make a Python process such a machine. refused_imports: a file for what forge looked for in vain."""
     paths = f"{ROOT / 'tests/bench/bare'}:{ROOT}"
-    found = {"PYTHONPATH": paths, "REFUSED_PACKAGES": ",".join(sorted(refused_packages())), "TRITON_INTERPRET": "1"}
+    found = {
+        "PYTHONPATH": paths,
+        "REFUSED_PACKAGES": ",".join(sorted(refused_packages(*also))),
+        "TRITON_INTERPRET": "1",
+    }
     return found | ({"REFUSED_IMPORTS": str(refused_imports)} if refused_imports is not None else {})
 
 

@@ -295,7 +295,9 @@ def test_the_core_path_looks_for_no_package_but_numpy_torch_and_triton(tmp_path)
 def test_stages_of_a_rehearsal_run_on_the_bare_machine(tmp_path):
     """All that need no package; and those that do name it and are skipped."""
     refused = tmp_path / "refused"
-    names = "machine,compiling,steps,large,quantized,bundled,tests,record,http,peers"
+    names = "machine,compiling,steps,bundled,tests,record,http,peers"
+    if os.environ.get("FORGE_HYPOTHESIS_PROFILE") == "fuzz":
+        names = ",".join(each.name for each in STAGES)
     command = ["-m", "forge.bench.gpu_session", "--out", str(tmp_path / "out"), "--rehearse", "--stages", names]
     done = run_python(command, **bare_environment(refused))
 
@@ -306,10 +308,22 @@ def test_stages_of_a_rehearsal_run_on_the_bare_machine(tmp_path):
     skipped = {name: each["reason"] for name, each in found.items() if each["status"] == "skipped"}
     assert skipped.keys() == {"bundled", "tests", "record", "http", "peers"}
     assert all(reason.startswith("needs ") for reason in skipped.values())
+    machine = found.pop("machine")
+    assert {"gguf"} == set(machine["figures"]["missing packages"]["model files"])
     failed = [value for each in found.values() for value in each["figures"].values() if "'failed'" in str(value)]
     assert failed == []
     asked = {line.rpartition(":")[0].rpartition("/")[2] for line in refused.read_text().splitlines()}
     assert asked == {"gpu_stages.py"}, "only the stages look for what is installed"
+
+
+@HAS_TRITON
+def test_the_cuda_tests_are_all_collected_where_nothing_but_pytest_is_added():
+    """One that is not would end the session's tests before they begin."""
+    command = ["-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "--confcutdir=tests/backends/cuda"]
+    done = run_python([*command, "tests/backends/cuda"], **bare_environment(also=("pytest",)))
+
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    assert "tests collected" in done.stdout.splitlines()[-1]
 
 
 def test_the_first_stage_names_what_is_missing(tmp_path):
