@@ -16,7 +16,7 @@ class ForwardBatch:
     """T rows of S sequences, R of which need logits. All arrays are int32 and C-contiguous."""
 
     token_ids: np.ndarray
-    """`[T]` the token of each row. Below 0, for models that run ahead (`Model.runs_ahead`): the likeliest token of row
+    """`[T]` the token of each row. Below 0, for models that run ahead (`Model.runs_ahead`): the argmax of row
     `-1 - token_ids[t]` of the logits of the forward before this one on the same storage, whether or not the host has
     looked at those."""
     positions: np.ndarray

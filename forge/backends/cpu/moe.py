@@ -45,7 +45,7 @@ _QUARTERS = 4
 
 @numba.njit
 def _argmax(logits, experts, below, after):
-    """The expert with the greatest logit among those that come after (`below`, `after`) in order of falling logits, the
+    """The expert with the largest logit among those that come after (`below`, `after`) in order of falling logits, the
     lower number first of equals."""
     best, found = ZERO, -1
     for expert in range(experts):
@@ -57,7 +57,7 @@ def _argmax(logits, experts, below, after):
 
 
 def route(op, ctx, thread, threads):
-    """The `num_used` experts of each row with the greatest logits, and their softmax. One item per row."""
+    """The `num_used` experts of each row with the largest logits, and their softmax. One item per row."""
     experts, used = op.num_experts, op.num_used
     while True:
         row = next_item(op, 1)

@@ -176,7 +176,7 @@ def test_a_result_is_the_callers_to_keep():
     model.backend._pool.close()
 
 
-def test_a_row_with_slot_minus_one_writes_nothing_and_changes_nobody():
+def test_a_row_with_slot_minus_one_writes_nothing_and_changes_no_other_row():
     model = model_of(SHAPES[0], 2)
     storage = new_storage(model, 2, 4)
     batch = flat_batch([Part([5, 6, 7], 0, 3, [1])], 4)

@@ -342,7 +342,7 @@ class AttentionBench(Bench):
         rng = np.random.default_rng(9)
         self.q_weight, self.k_weight = (1 + 0.2 * rng.standard_normal((2, head_dim))).astype(np.float32)
         self.q_norm, self.k_norm = self.vector(self.q_weight), self.vector(self.k_weight)
-        # The seam says that products read a norm; this one leaves ones and zeros of a row as they are.
+        # The interface says that products read a norm; this one leaves ones and zeros of a row as they are.
         self.out = self.identity(heads * head_dim)
 
     def operation(self, ops, x, batch, storage):

@@ -56,7 +56,7 @@ def test_odd_sizes_are_those_of_the_reference(sizes):
 
 
 def greedy(model, prompt: list[int], count: int) -> list[int]:
-    """`count` tokens, each the likeliest after those before it, one forward each over a paged storage."""
+    """`count` tokens, each the argmax after those before it, one forward each over a paged storage."""
     storage = new_storage(model, 16, 16, "float16")
     tokens, start = list(prompt), 0
     for _ in range(count):
