@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from forge.cli import options
+from forge.cli.arguments import make
 from forge.cli.running import load_model, run_label
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,10 +20,6 @@ _QUESTIONS = {
     "--class": "What does a generation's life cost a request that wants one token?",
     "--planning": "What does it save when requests wait for what one of them computes?",
 }
-_LOADING = (
-    "kv", "device", "threads", "max_model_len", "block_size", "num_blocks", "kv_memory", "kv_dtype", "quantize",
-    "invariant",
-)  # fmt: skip
 _WARM_UP = 2
 """Requests that are not timed."""
 
@@ -65,8 +62,7 @@ def compare_judging(
 
 
 def _load_side(side: Mapping[str, Any]) -> "LLM":
-    loading = options.model_options(**{option: side[option] for option in _LOADING}, max_num_seqs=side["batch"])
-    llm = load_model(side["model"], **loading, **_config(side))
+    llm = load_model(make(EngineArgs, {**side, "max_num_seqs": side["batch"]}, **_config(side)))
     llm.engine.report_probabilities = False  # they are not shown
     return llm
 

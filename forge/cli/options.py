@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from forge.cli import completion
-from forge.cli.arguments import was_given  # noqa: F401
+from forge.cli.arguments import JSON_HELP, JsonOption, was_given  # noqa: F401
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import StructuredOutput
 from forge.engine_args import KV_KINDS, EngineArgs, memory_bytes
@@ -344,7 +344,6 @@ StepOption = Annotated[
 SvgOption = Annotated[
     Path | None, typer.Option("--svg", help="Save the final picture in this file.", rich_help_panel=_OUTPUT)
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)]
 
 
 @dataclass(frozen=True)
@@ -357,7 +356,7 @@ class OutputArgs:
     step: bool = option(False, "Stop after each step and wait for a key.", _OUTPUT)
     svg: Path | None = option(None, "Save the final picture in this file.", _OUTPUT)
     lines: bool = option(True, "In a pipe, a line for each step.", _OUTPUT)
-    json: bool = option(False, "Print one JSON object.")
+    json: bool = option(False, JSON_HELP)
 
     def __post_init__(self) -> None:
         if self.show not in (None, *SHOWABLE):
