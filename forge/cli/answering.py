@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 from forge.cli.arguments import Takes
 from forge.cli.running import load_model
 from forge.engine_args import EngineArgs
+from forge.views.counting import CountingBar
+from forge.views.terminal import open_error_console
 
 if TYPE_CHECKING:
     from forge.llm import LLM
@@ -24,8 +26,6 @@ def load_answering(engine: EngineArgs) -> "LLM":
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[[int, int], None]]:
-    from forge.views.counting import CountingBar
-    from forge.views.terminal import open_error_console
 
     with CountingBar(open_error_console(), what) as bar:
         yield bar

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from forge.cli.running import INTERRUPTED, interruption, run_label
+from forge.views.summary import RunsResult
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from forge.llm import LLM, Prompt, Run
     from forge.trace.records import StepRecord
     from forge.views.blocks import BlockScreen
-    from forge.views.summary import RunsResult
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,11 @@ def drive_arrivals(
     arrivals: Sequence[Arrival],
     on_step: "Callable[[StepRecord], None]" = lambda record: None,
     keep_logits: bool = False,
-) -> "RunsResult":
+) -> RunsResult:
     """Run all requests to their ends, or to Ctrl-C, handing on every step as it happens.
 
     `arrivals` are in the order of their steps. `keep_logits` keeps those of every token, for comparing.
     """
-    from forge.views.summary import RunsResult
-
     records: list[StepRecord] = []
     runs: list[Run] = []
     logits: dict[int, list[np.ndarray]] = {}
@@ -75,10 +74,9 @@ def drive_arrivals(
 
 def watch_arrivals(
     llm: "LLM", arrivals: Sequence[Arrival], screen: "BlockScreen", pace: float, quiet: bool
-) -> "RunsResult":
+) -> RunsResult:
     """The same with its blocks on the terminal, unless `quiet`, and remembered in `screen`."""
     from forge.views.blocks import SilentBlocks, watch_blocks
-    from forge.views.terminal import open_console
 
     llm.engine.report_blocks = True
     screen.since = llm.engine.cache.stats()
@@ -89,7 +87,7 @@ def watch_arrivals(
         llm.engine.report_blocks = False
 
 
-def whole(result: "RunsResult") -> "RunsResult":
+def whole(result: RunsResult) -> RunsResult:
     """A result that Ctrl-C did not cut short: half an experiment says nothing, so that ends the command."""
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)

@@ -12,13 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forge.book.chapter_view import chapter_lines, chapters_object, print_chapters
+from forge.book.command_line import Given, Syntax, each
+from forge.book.pager import Pager
+from forge.book.progress import load_progress
+from forge.book.reading import Reading
+from forge.book.shelf import entries, find, next_entry
+from forge.book.straight import read_straight
 from forge.cli import completion, options
-from forge.cli.running import Found
+from forge.cli.running import INTERRUPTED, Found
+from forge.errors import UsageError
+from forge.views.report import Report
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
-    from forge.book.command_line import Given
     from forge.book.shelf import Entry
-    from forge.views.report import Report
 
 _CHAPTER = "Chapter"
 
@@ -45,11 +53,6 @@ _COUNTS = (
 
 def chapters(json: options.JsonOption = False) -> Found:
     """List the chapters, and how far you have come."""
-    from forge.book.chapter_view import chapter_lines, chapters_object, print_chapters
-    from forge.book.progress import load_progress
-    from forge.book.shelf import entries
-    from forge.views.report import Report
-
     lines = chapter_lines(entries(), load_progress())
     report = Report({"chapters": chapters_object(lines)}, lambda console: print_chapters(console, lines))
     return report.as_json() if json else report
@@ -68,7 +71,6 @@ def chapter(
     ],
 ) -> Found:
     """Read a chapter: the same as its own command, whose options it takes."""
-    from forge.book.shelf import find
     from forge.cli.main import parse_and_run
 
     return parse_and_run([find(name).command, *ctx.args])
@@ -76,10 +78,6 @@ def chapter(
 
 def next_chapter(pause: PauseOption = True) -> Found:
     """Go on where you stopped."""
-    from forge.book.progress import load_progress
-    from forge.book.shelf import entries, next_entry
-    from forge.views.terminal import open_console
-
     progress = load_progress()
     entry = next_entry(entries(), progress)
     if entry is None:
@@ -93,8 +91,6 @@ def reads_chapter(only: str | None, json: bool) -> bool:
 
     Raises `UsageError` for an `--only` that has no meaning.
     """
-    from forge.errors import UsageError
-
     if only not in (None, _ALONE):
         raise UsageError(f"--only takes {_ALONE}, and {only!r} is something else")
     return only is None and not json
@@ -102,9 +98,6 @@ def reads_chapter(only: str | None, json: bool) -> bool:
 
 def read_chapter(ctx: typer.Context, pause: bool) -> int:
     """Open the chapter whose command `ctx` is, with the options that it was given. Returns the exit status."""
-    from forge.book.command_line import Given
-    from forge.book.shelf import find
-
     values = {
         name: options.read_prompt(value) if name == "prompt" else _as_written(value)
         for name, value in ctx.params.items()
@@ -121,9 +114,7 @@ def _check(given: Mapping[str, str | tuple[str, ...]]) -> None:
     """
     from forge.backends.devices import check_device
     from forge.bench.workload import Range
-    from forge.book.command_line import each
     from forge.cache.factory import canonical_mode
-    from forge.errors import UsageError
     from forge.model.catalog import is_hash_model, resolve_model
     from forge.speculation.setup import DEFAULT_K, checked_mode
 
@@ -165,12 +156,7 @@ def _as_written(value: object) -> str | tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: int = 0) -> int:
-    from forge.book.pager import Pager
-    from forge.book.progress import load_progress
-    from forge.book.reading import Reading
-    from forge.book.straight import read_straight
-    from forge.views.terminal import open_console
+def _read(entry: "Entry", *, pause: bool, given: Given | None = None, page: int = 0) -> int:
 
     console = open_console()
     reading = Reading(entry.chapter, run_reported)
@@ -181,16 +167,13 @@ def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: in
     return read_straight(console, entry.number, reading)
 
 
-def run_reported(line: str) -> "Report":
+def run_reported(line: str) -> Report:
     """Run a command line that begins with forge, in this process; return what it found.
 
     Raises `ForgeError` as the command does, `UsageError` for one that cannot be run in a chapter, and
     `KeyboardInterrupt` where Ctrl-C ended it.
     """
     from forge.cli.main import parse_and_run
-    from forge.cli.running import INTERRUPTED
-    from forge.errors import UsageError
-    from forge.views.report import Report
 
     found = parse_and_run(_words(line))
     if found == INTERRUPTED:
@@ -208,9 +191,8 @@ def run_shell_line(line: str) -> int:
     return main(words[1:] if words[:1] == ["forge"] else words)
 
 
-def with_given(line: str, given: "Given") -> str:
+def with_given(line: str, given: Given) -> str:
     """A command line of a chapter with what the reader gave in it."""
-    from forge.book.command_line import Syntax
     from forge.cli.main import command_named
 
     words = _words(line)
@@ -229,8 +211,6 @@ def with_given(line: str, given: "Given") -> str:
 
 def _words(line: str) -> list[str]:
     """The words after forge. Raises `UsageError` where there is no forge, or a quotation mark is missing."""
-    from forge.errors import UsageError
-
     try:
         words = shlex.split(line)
     except ValueError:

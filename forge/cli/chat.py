@@ -10,6 +10,7 @@ from forge.cli.running import Watch, drive, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import ForgeError
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     from forge.llm import LLM, ChatSession
@@ -28,7 +29,6 @@ def chat(
     /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer.
     """
     from forge.views.chat import ChatView
-    from forge.views.terminal import open_console
 
     blocks, watch = output.shows_blocks(engine), Watch(output.trace, output.step)
     llm = load_model(engine)

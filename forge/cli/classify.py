@@ -7,6 +7,9 @@ import typer
 from forge.cli import options
 from forge.cli.answering import AnsweringEngine, counting, load_answering
 from forge.cli.arguments import command
+from forge.engine.tasks import classify_prompt
+from forge.errors import UsageError
+from forge.views.answers import classification_object, print_classifications
 from forge.views.report import Report
 
 _LABELS_NEEDED = "--labels takes two labels or more with commas: --labels happy,sad"
@@ -47,10 +50,6 @@ def classify(
 
     A model with a classification head has labels of its own and reads each text as it is.
     """
-    from forge.engine.tasks import classify_prompt
-    from forge.errors import UsageError
-    from forge.views.answers import classification_object, print_classifications
-
     names = [name.strip() for name in labels.split(",") if name.strip()]
     if len(names) == 1:
         raise UsageError(_LABELS_NEEDED)

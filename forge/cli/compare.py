@@ -18,10 +18,22 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
+from forge.views.comparison import (
+    Answer,
+    ComparisonProgress,
+    Side,
+    compare_runs,
+    comparison_object,
+    print_comparison,
+    print_interrupted,
+    question_for,
+)
+from forge.views.report import Report
+from forge.views.summary import RunResult
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     from forge.trace.records import StepRecord
-    from forge.views.comparison import Side
 
 _WORKLOAD = "Requests"
 MANY = 32
@@ -83,18 +95,6 @@ def compare(
 
     [dim]forge compare --kv on --speculate off vs draft[/dim]
     """
-    from forge.views.comparison import (
-        ComparisonProgress,
-        Side,
-        compare_runs,
-        comparison_object,
-        print_comparison,
-        print_interrupted,
-        question_for,
-    )
-    from forge.views.report import Report
-    from forge.views.terminal import open_console
-
     versus = versus_of(ctx)
     _settle(ctx.params, versus.right)
     if is_judging(versus):
@@ -173,7 +173,6 @@ def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
     """Many requests on either side: prompts of random lengths, or the prompt that was given, over and over."""
     from forge.bench.engine import identical, requests_in_common
     from forge.views.many import many_object, print_many
-    from forge.views.report import Report
 
     explicit = {name for name in ("kv", "prompt") if options.was_given(ctx, name)}
     workloads, labels, sides = zip(*(_serve_side(given, explicit) for given in (ctx.params, versus.right)), strict=True)
@@ -210,13 +209,10 @@ def _run_side(
     name: str,
     given: Mapping[str, Any],
     prompts: Sequence[str],
-    earlier: "Sequence[Side]",
+    earlier: Sequence[Side],
     on_step: "Callable[[int, StepRecord], None]",
-) -> "Side":
+) -> Side:
     """Load what this side asks for and run it. A seed that was not given is drawn once, for both sides."""
-    from forge.views.comparison import Answer, Side
-    from forge.views.summary import RunResult
-
     params = make(SamplingParams, given)
     if params.seed is None:
         seed = earlier[0].result.output.seed if earlier else secrets.randbits(32)

@@ -3,15 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from forge.bench.judging import judge_prompts, run_requests
 from forge.cli.arguments import make
 from forge.cli.running import load_model, run_label
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.views.judging import identical, judging_object, print_judging
+from forge.views.report import Report
+from forge.views.terminal import open_error_console
 
 if TYPE_CHECKING:
     from forge.cli.versus import Versus
     from forge.llm import LLM
-    from forge.views.report import Report
 
 LIVES = {"decode": False, "oneshot": True}
 """`--class`: whether a generation of one token is prefill-only."""
@@ -29,15 +32,9 @@ def is_judging(versus: "Versus") -> bool:
     return versus.option in _QUESTIONS
 
 
-def compare_judging(
-    given: Mapping[str, Any], versus: "Versus", texts: Sequence[str] | None, max_tokens: int
-) -> "Report":
+def compare_judging(given: Mapping[str, Any], versus: "Versus", texts: Sequence[str] | None, max_tokens: int) -> Report:
     """Run the texts, or `--requests` judge requests, all at once on both sides."""
-    from forge.bench.judging import judge_prompts, run_requests
     from forge.views.bench import BenchProgress
-    from forge.views.judging import identical, judging_object, print_judging
-    from forge.views.report import Report
-    from forge.views.terminal import open_error_console
 
     if texts is not None and given["requests"] is not None:
         raise UsageError("--requests makes requests up and --prompts reads them: give one of the two")

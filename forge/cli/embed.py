@@ -7,6 +7,7 @@ import typer
 from forge.cli import options
 from forge.cli.answering import AnsweringEngine, counting, load_answering
 from forge.cli.arguments import command
+from forge.views.answers import embedding_object, print_cosines
 from forge.views.report import Report
 
 
@@ -29,8 +30,6 @@ def embed(
 
     [dim]forge embed "the fox found a lantern" "a lantern was found" "the sea is cold"[/dim]
     """
-    from forge.views.answers import embedding_object, print_cosines
-
     inputs = options.read_texts(texts, file)
     llm = load_answering(engine)
     with counting("embed") as on_progress:

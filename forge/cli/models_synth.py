@@ -10,7 +10,11 @@ import typer
 from forge.cli import options
 from forge.cli.arguments import command
 from forge.errors import UsageError
+from forge.model.synth import SHAPES, synthetic_config
 from forge.option import option
+from forge.views.json_output import to_json
+from forge.views.terminal import open_console, open_error_console
+from forge.views.transfer import TransferBar, print_synthetic, synthetic_object
 
 if TYPE_CHECKING:
     from forge.model.config import Qwen3Config
@@ -59,9 +63,6 @@ def synth(
 ) -> None:
     """Write a GGUF file of random weights: a real shape to measure with, and no download. What it says is noise."""
     from forge.model.synth import default_file_name, find_quantization, synth
-    from forge.views.json_output import to_json
-    from forge.views.terminal import open_console, open_error_console
-    from forge.views.transfer import TransferBar, print_synthetic, synthetic_object
 
     find_quantization(type)
     config = _config(shape, {name: value for name, value in vars(sizes).items() if value is not None})
@@ -87,8 +88,6 @@ def synth(
 
 def _config(shape: str | None, given: dict[str, Any]) -> "Qwen3Config":
     """The named shape with what was given in place of its own; without a name, what was given."""
-    from forge.model.synth import SHAPES, synthetic_config
-
     if shape is None:
         missing = [
             field.metadata["flags"]

@@ -7,6 +7,7 @@ import typer
 from forge.cli import options
 from forge.cli.answering import AnsweringEngine, counting, load_answering
 from forge.cli.arguments import command
+from forge.views.answers import print_ranking, ranking_object
 from forge.views.report import Report
 
 _QUERY = "Query"
@@ -41,8 +42,6 @@ def rerank(
 
     [dim]forge rerank --query "who found the lantern" lines.txt[/dim]
     """
-    from forge.views.answers import print_ranking, ranking_object
-
     documents = options.read_prompts(file)
     llm = load_answering(engine)
     with counting("rerank") as on_progress:

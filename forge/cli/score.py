@@ -9,6 +9,7 @@ from forge.cli.answering import AnsweringEngine, counting, load_answering
 from forge.cli.arguments import command
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.views.answers import print_score, score_object
 from forge.views.report import Report
 
 _TOP = typer.Option("--top", help="List this many of the likeliest tokens at each place.", rich_help_panel="Output")
@@ -42,7 +43,6 @@ def logprobs(
 
 
 def _scored(engine: EngineArgs, prompt: str, continuation: str, top: int) -> Report:
-    from forge.views.answers import print_score, score_object
 
     if top < 0:
         raise UsageError(f"--top is a number of tokens, and not {top}")

@@ -1,5 +1,6 @@
 """`forge serve`: an OpenAI-compatible server on one engine that all requests share."""
 
+import logging
 import os
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +14,8 @@ from forge.cli.arguments import Takes, command, was_given
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.server.settings import Limits, Settings
+from forge.views.summary import RunLabel
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,8 +83,6 @@ def require_server() -> None:
 
 def _show(shown: ExitStack, ready: "Ready", loading: dict[str, Any]) -> "Callable[[StepRecord], None]":
     """What is called with every step's record."""
-    from forge.views.summary import RunLabel
-    from forge.views.terminal import open_console
     from forge.views.traffic import Traffic
 
     label = RunLabel(ready.model_name, ready.kv, ready.device, ready.device_description)
@@ -91,8 +92,6 @@ def _show(shown: ExitStack, ready: "Ready", loading: dict[str, Any]) -> "Callabl
 
 def _say_ready(model: str) -> "Callable[[str, Ready], None]":
     def say(url: str, ready: "Ready") -> None:
-        import logging
-
         log = logging.getLogger("forge.server").info
         log("%s is served at %s", model, url)
         said = ", ".join(f"{name} {value:g}" for name, value in ready.default_sampling.items())

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from forge.bench.workload import Arrival, Range, WorkloadRun, make_workload
 from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OutputArgs
@@ -18,6 +19,11 @@ from forge.cli.running import (
     new_history,
 )
 from forge.engine_args import EngineArgs
+from forge.errors import UsageError
+from forge.views.report import Report
+from forge.views.serving import print_serving, print_tenants, serving_object, tenant_objects
+from forge.views.serving_live import serving_view
+from forge.views.terminal import can_redraw, open_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,8 +68,6 @@ def trace_scheduler(
 
     [dim]forge trace-scheduler --requests 64 --num-blocks 48 --preempt lifo --mode recompute --step[/dim]
     """
-    from forge.bench.workload import Arrival, Range, make_workload
-
     limits = _tenants(tenants, engine.speculate)
     prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
     output_range = Range.parse(max_tokens, "--max-tokens")
@@ -86,8 +90,6 @@ def trace_scheduler(
 
 def _tenants(text: str | None, speculate: object) -> tuple[int, ...]:
     """Each tenant's draft tokens per cycle. Raises `UsageError` for what is no list of numbers."""
-    from forge.errors import UsageError
-
     if text is None:
         return ()
     if speculate in (None, "off"):
@@ -98,12 +100,6 @@ def _tenants(text: str | None, speculate: object) -> tuple[int, ...]:
 
 
 def _run(llm: "LLM", workload: "Workload", watch: Watch, output: OutputArgs, tenants: tuple[int, ...]) -> Found:
-    from forge.bench.workload import WorkloadRun
-    from forge.errors import UsageError
-    from forge.views.report import Report
-    from forge.views.serving import print_serving, print_tenants, serving_object, tenant_objects
-    from forge.views.serving_live import serving_view
-    from forge.views.terminal import can_redraw, open_console
 
     engine = llm.engine
     engine.report_probabilities = False  # they are not shown
