@@ -12,15 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forge.book.chapter_view import chapter_lines, chapters_object, print_chapters
+from forge.book.command_line import Given, Syntax, each
+from forge.book.pager import Pager
+from forge.book.progress import load_progress
+from forge.book.reading import Reading
+from forge.book.shelf import entries, find, next_entry
+from forge.book.straight import read_straight
 from forge.cli import completion, options
-from forge.cli.running import Found
+from forge.cli.running import INTERRUPTED, Found
+from forge.errors import UsageError
+from forge.views.report import Report
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     from forge.book.chapter import Chapter
-    from forge.book.command_line import Given
-    from forge.book.reading import Reading
     from forge.book.shelf import Entry
-    from forge.views.report import Report
 
 _CHAPTER = "Chapter"
 
@@ -55,10 +62,6 @@ def chapters(
     """List the chapters, and how far you have come."""
     if outcomes is not None:
         return _outcomes(outcomes)
-    from forge.book.chapter_view import chapter_lines, chapters_object, print_chapters
-    from forge.book.progress import load_progress
-    from forge.book.shelf import entries
-    from forge.views.report import Report
 
     lines = chapter_lines(entries(), load_progress())
     report = Report({"chapters": chapters_object(lines)}, lambda console: print_chapters(console, lines))
@@ -68,8 +71,6 @@ def chapters(
 def _outcomes(name: str) -> int:
     """Run a chapter's experiments and print every outcome that its text has."""
     from forge.book.outcomes import print_outcomes, render_outcomes
-    from forge.book.shelf import find
-    from forge.views.terminal import open_console
 
     reading = _reading(find(name).chapter)
     for run in reading.chapter.runs():
@@ -91,7 +92,6 @@ def chapter(
     ],
 ) -> Found:
     """Read a chapter: the same as its own command, whose options it takes."""
-    from forge.book.shelf import find
     from forge.cli.main import parse_and_run
 
     return parse_and_run([find(name).command, *ctx.args])
@@ -99,10 +99,6 @@ def chapter(
 
 def next_chapter(pause: PauseOption = True) -> Found:
     """Go on where you stopped."""
-    from forge.book.progress import load_progress
-    from forge.book.shelf import entries, next_entry
-    from forge.views.terminal import open_console
-
     progress = load_progress()
     entry = next_entry(entries(), progress)
     if entry is None:
@@ -116,8 +112,6 @@ def reads_chapter(only: str | None, json: bool) -> bool:
 
     Raises `UsageError` for an `--only` that has no meaning.
     """
-    from forge.errors import UsageError
-
     if only not in (None, _ALONE):
         raise UsageError(f"--only takes {_ALONE}, and {only!r} is something else")
     return only is None and not json
@@ -125,9 +119,6 @@ def reads_chapter(only: str | None, json: bool) -> bool:
 
 def read_chapter(ctx: typer.Context, pause: bool) -> int:
     """Open the chapter whose command `ctx` is, with the options that it was given. Returns the exit status."""
-    from forge.book.command_line import Given
-    from forge.book.shelf import find
-
     values = {
         name: options.read_prompt(value) if name == "prompt" else _as_written(value)
         for name, value in ctx.params.items()
@@ -143,9 +134,7 @@ def _check(given: Mapping[str, str | tuple[str, ...]]) -> None:
     Raises `UsageError`.
     """
     from forge.backends.devices import check_device
-    from forge.book.command_line import each
     from forge.cache.factory import canonical_mode
-    from forge.errors import UsageError
     from forge.model.catalog import is_hash_model, resolve_model
     from forge.speculation.setup import DEFAULT_K, checked_mode
     from forge.workload.requests import Range
@@ -188,11 +177,7 @@ def _as_written(value: object) -> str | tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: int = 0) -> int:
-    from forge.book.pager import Pager
-    from forge.book.progress import load_progress
-    from forge.book.straight import read_straight
-    from forge.views.terminal import open_console
+def _read(entry: "Entry", *, pause: bool, given: Given | None = None, page: int = 0) -> int:
 
     console = open_console()
     reading = _reading(entry.chapter, given)
@@ -203,10 +188,8 @@ def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: in
     return read_straight(console, entry.number, reading)
 
 
-def _reading(chapter: "Chapter", given: "Given | None" = None) -> "Reading":
-    from forge.book.command_line import each
+def _reading(chapter: "Chapter", given: Given | None = None) -> Reading:
     from forge.book.model_facts import model_facts
-    from forge.book.reading import Reading
 
     values = {name: each(value)[0] for name, value in (given.values if given else {}).items() if each(value)}
     options_given = {
@@ -215,16 +198,13 @@ def _reading(chapter: "Chapter", given: "Given | None" = None) -> "Reading":
     return Reading(chapter, run_reported, model=model_facts(**options_given) if "model" in chapter.names else {})
 
 
-def run_reported(line: str) -> "Report":
+def run_reported(line: str) -> Report:
     """Run a command line that begins with forge, in this process; return what it found.
 
     Raises `ForgeError` as the command does, `UsageError` for one that cannot be run in a chapter, and
     `KeyboardInterrupt` where Ctrl-C ended it.
     """
     from forge.cli.main import parse_and_run
-    from forge.cli.running import INTERRUPTED
-    from forge.errors import UsageError
-    from forge.views.report import Report
 
     found = parse_and_run(_words(line))
     if found == INTERRUPTED:
@@ -242,9 +222,8 @@ def run_shell_line(line: str) -> int:
     return main(words[1:] if words[:1] == ["forge"] else words)
 
 
-def with_given(line: str, given: "Given") -> str:
+def with_given(line: str, given: Given) -> str:
     """A command line of a chapter with what the reader gave in it."""
-    from forge.book.command_line import Syntax
     from forge.cli.main import command_named
 
     words = _words(line)
@@ -263,8 +242,6 @@ def with_given(line: str, given: "Given") -> str:
 
 def _words(line: str) -> list[str]:
     """The words after forge. Raises `UsageError` where there is no forge, or a quotation mark is missing."""
-    from forge.errors import UsageError
-
     try:
         words = shlex.split(line)
     except ValueError:

@@ -7,10 +7,19 @@ import typer
 
 from forge.cli import options
 from forge.cli.running import Found
+from forge.errors import UsageError
+from forge.trace.recorder import TraceError, read_trace
+from forge.views.figures import count
+from forge.views.history import History
+from forge.views.report import Report
+from forge.views.scheduler import print_step_line, scheduler_lines
+from forge.views.serving import print_serving, serving_object
+from forge.views.stepper import Stepper, require_terminal
+from forge.views.summary import RunLabel
+from forge.views.terminal import can_redraw, open_console, open_error_console
 
 if TYPE_CHECKING:
     from forge.trace.recorder import Trace
-    from forge.views.history import History
 
 TraceArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="What --trace has written.", show_default=False, dir_okay=False)
@@ -29,12 +38,6 @@ def replay(
 
     [dim]forge trace-scheduler --requests 64 --trace run.jsonl; forge replay run.jsonl --step[/dim]
     """
-    from forge.trace.recorder import read_trace
-    from forge.views.report import Report
-    from forge.views.serving import serving_object
-    from forge.views.stepper import Stepper, require_terminal
-    from forge.views.terminal import open_console, open_error_console
-
     console = open_console()
     if step:
         require_terminal(console)
@@ -57,9 +60,7 @@ def replay(
     return 0
 
 
-def _history(recorded: "Trace") -> "History":
-    from forge.views.history import History
-    from forge.views.summary import RunLabel
+def _history(recorded: "Trace") -> History:
 
     header = recorded.header
     label = RunLabel(header.model, header.kv, header.device, header.device_description)
@@ -70,12 +71,8 @@ def _history(recorded: "Trace") -> "History":
     return history
 
 
-def _show(console, history: "History") -> None:
+def _show(console, history: History) -> None:
     """Every step as a line in a pipe, the last step's picture on a terminal; then what it came to."""
-    from forge.views.scheduler import print_step_line, scheduler_lines
-    from forge.views.serving import print_serving
-    from forge.views.terminal import can_redraw
-
     if can_redraw(console) and history.records:
         for line in scheduler_lines(history, len(history) - 1, console.width, console.height):
             console.print(line)
@@ -101,11 +98,7 @@ def export(
     """
     import json
 
-    from forge.errors import UsageError
     from forge.trace.perfetto import perfetto_object
-    from forge.trace.recorder import TraceError, read_trace
-    from forge.views.figures import count
-    from forge.views.terminal import open_console
 
     if not perfetto:
         raise UsageError("say into which format: --perfetto")

@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge.cli.options import model_label
+from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import INTERRUPTED, ForgeError
+from forge.trace.records import EndRecord
+from forge.views.loading import LoadingBar
+from forge.views.summary import RunLabel, RunResult
+from forge.views.terminal import open_console, open_error_console
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine
     from forge.engine.outputs import RequestOutput
-    from forge.engine.sampling_params import SamplingParams
     from forge.llm import LLM
     from forge.trace.recorder import TraceHeader, TraceWriter
-    from forge.trace.records import EndRecord, StepRecord
+    from forge.trace.records import StepRecord
     from forge.views.history import History
-    from forge.views.summary import RunLabel, RunResult
 
 Found = Any
 """What a command may return: a `Report`, which the command line then shows; an exit status; or nothing."""
@@ -32,8 +35,6 @@ Found = Any
 def load_model(engine: EngineArgs | str, **changed: Any) -> "LLM":
     """The model, loaded and ready, with some options changed. What takes long shows on standard error."""
     from forge.llm import LLM
-    from forge.views.loading import LoadingBar
-    from forge.views.terminal import open_error_console
 
     args = replace(engine, **changed) if isinstance(engine, EngineArgs) else EngineArgs(engine, **changed)
     with LoadingBar(open_error_console(), model_label(args.model)) as bar:
@@ -42,8 +43,7 @@ def load_model(engine: EngineArgs | str, **changed: Any) -> "LLM":
     return llm
 
 
-def run_label(llm: "LLM") -> "RunLabel":
-    from forge.views.summary import RunLabel
+def run_label(llm: "LLM") -> RunLabel:
 
     return RunLabel(llm.model_name, llm.kv, llm.device, llm.device_description)
 
@@ -54,8 +54,6 @@ def warm_up(llm: "LLM", prompt: str) -> None:
 
     What a prefix cache would remember of them is forgotten.
     """
-    from forge.engine.sampling_params import SamplingParams
-
     max_tokens = 24 if llm.engine.speculation.proposers else 2
     llm.generate([prompt], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
     forget_prefixes(llm)
@@ -99,7 +97,6 @@ class Watch:
         self.steps = step
         if step:
             from forge.views.stepper import require_terminal
-            from forge.views.terminal import open_console
 
             require_terminal(open_console())
         self._writer = self._new_writer(trace) if trace is not None else None
@@ -129,13 +126,11 @@ UNWATCHED = Watch()
 def drive(
     llm: "LLM",
     run: AnyRun,
-    params: "SamplingParams",
+    params: SamplingParams,
     on_step: "Callable[[StepRecord], None]",
     watch: Watch = UNWATCHED,
-) -> "RunResult":
+) -> RunResult:
     """Advance `run` to its end, or to Ctrl-C, handing on every step as it happens."""
-    from forge.views.summary import RunResult
-
     driven = advance(llm, llm.engine, run, on_step, watch)
     label = run_label(llm)
     return RunResult(label, driven.records, run.outputs[0], not params.greedy, driven.interrupted, driven.left)
@@ -202,7 +197,6 @@ def _advance(
 
 def _stepper(llm: "LLM", engine: "Engine", history: "History | None"):
     from forge.views.stepper import Stepper
-    from forge.views.terminal import open_console
 
     history = history if history is not None else new_history(llm, engine)
     return Stepper(open_console(), history), history
@@ -236,8 +230,7 @@ def trace_header(llm: "LLM", engine: "Engine") -> "TraceHeader":
     )
 
 
-def end_record(output: "RequestOutput") -> "EndRecord":
-    from forge.trace.records import EndRecord
+def end_record(output: "RequestOutput") -> EndRecord:
 
     samples = output.outputs
     return EndRecord(
@@ -264,5 +257,5 @@ def interruption() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def exit_status(*results: "RunResult") -> int:
+def exit_status(*results: RunResult) -> int:
     return INTERRUPTED if any(result.interrupted and not result.left for result in results) else 0
