@@ -13,7 +13,7 @@ from rich.text import Text
 from rich.theme import Theme
 
 from forge.book.chapter import Block, Check, Finding, Predict, Prose, Run, Source, Step, Verdict
-from forge.book.reading import Reading, choice_name
+from forge.book.session import Session, choice_name
 from forge.book.source_code import Excerpt, excerpt
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.terminal import print_hanging
@@ -79,29 +79,29 @@ def draw_title(console: Console, number: int, title: str, place: str = "") -> No
     console.print(line)
 
 
-def draw_step(console: Console, step: Step, reading: Reading) -> None:
+def draw_step(console: Console, step: Step, session: Session) -> None:
     """All of a step's blocks, an empty line between two."""
     for index, block in enumerate(step):
         if index:
             console.print()
-        draw_block(console, block, reading)
+        draw_block(console, block, session)
 
 
-def draw_block(console: Console, block: Block, reading: Reading) -> None:
+def draw_block(console: Console, block: Block, session: Session) -> None:
     if isinstance(block, Prose):
-        draw_prose(console, reading.fill(block.text))
+        draw_prose(console, session.fill(block.text))
     elif isinstance(block, Run):
-        draw_run(console, block, reading)
+        draw_run(console, block, session)
     elif isinstance(block, Source):
         draw_source(console, excerpt(block.dotted, block.light, block.start, block.stop))
     elif isinstance(block, Predict):
-        _draw_question(console, block, reading)
+        _draw_question(console, block, session)
     elif isinstance(block, Verdict):
-        _draw_verdict(console, block.predict, reading)
+        _draw_verdict(console, block.predict, session)
     elif isinstance(block, Finding):
-        draw_prose(console, reading.finding(block) or UNKNOWN)
+        draw_prose(console, session.finding(block) or UNKNOWN)
     elif isinstance(block, Check):
-        _draw_check(console, block, reading)
+        _draw_check(console, block, session)
 
 
 def draw_prose(console: Console, text: str) -> None:
@@ -113,19 +113,19 @@ def draw_command(console: Console, command: str) -> None:
     console.print(Text.assemble(("$ ", QUIET), (command, ACCENT)))
 
 
-def draw_run(console: Console, run: Run, reading: Reading) -> None:
+def draw_run(console: Console, run: Run, session: Session) -> None:
     """The command, and what it found if it has been run."""
-    draw_command(console, reading.command(run))
-    report = reading.reports.get(run)
+    draw_command(console, session.command(run))
+    report = session.reports.get(run)
     if report is not None:
         console.print()
         report.draw(console)
-        draw_other_load(console, run, reading)
+        draw_other_load(console, run, session)
 
 
-def draw_other_load(console: Console, run: Run, reading: Reading) -> None:
+def draw_other_load(console: Console, run: Run, session: Session) -> None:
     """A sentence where other programs disturbed the run."""
-    load = reading.loads.get(run)
+    load = session.loads.get(run)
     if load is not None and load.is_busy:
         console.print(Text(f"\n{load.sentence}", TROUBLE))
 
@@ -167,40 +167,40 @@ def _draw_line(console: Console, line: Text, lit: bool, dim: bool, width: int) -
         console.print(shown, soft_wrap=True)
 
 
-def _draw_question(console: Console, predict: Predict, reading: Reading) -> None:
+def _draw_question(console: Console, predict: Predict, session: Session) -> None:
     console.print(Text("Predict", f"{TITLE} {ACCENT}"))
-    draw_prose(console, reading.fill(predict.question))
+    draw_prose(console, session.fill(predict.question))
     for index, choice in enumerate(predict.choices):
-        console.print(Text.assemble((f"  {choice_name(index)}  ", ACCENT), reading.fill(choice.text)))
-    if predict in reading.guesses:
-        console.print(Text(f"\nYou said {reading.guesses[predict].text}.", QUIET))
+        console.print(Text.assemble((f"  {choice_name(index)}  ", ACCENT), session.fill(choice.text)))
+    if predict in session.guesses:
+        console.print(Text(f"\nYou said {session.guesses[predict].text}.", QUIET))
 
 
-def _draw_verdict(console: Console, predict: Predict, reading: Reading) -> None:
-    verdict = reading.verdict(predict)
-    draw_prose(console, f"*{reading.fill(predict.short_question)}*")
+def _draw_verdict(console: Console, predict: Predict, session: Session) -> None:
+    verdict = session.verdict(predict)
+    draw_prose(console, f"*{session.fill(predict.short_question)}*")
     console.print(Text(verdict or UNKNOWN, f"{TITLE} {ACCENT}"))
-    explanation = reading.explanation(predict) if verdict else ""
+    explanation = session.explanation(predict) if verdict else ""
     if explanation:
         draw_prose(console, explanation)
 
 
-def _draw_check(console: Console, check: Check, reading: Reading) -> None:
+def _draw_check(console: Console, check: Check, session: Session) -> None:
     marks = {True: ("✓ ", GOOD), False: ("✗ ", TROUBLE), None: ("· ", QUIET)}
-    for judged in reading.judge(check.claims):
-        sentence = Text.assemble(marks[judged.holds], reading.fill(judged.claim.sentence))
+    for judged in session.judge(check.claims):
+        sentence = Text.assemble(marks[judged.holds], session.fill(judged.claim.sentence))
         print_hanging(console, sentence, _MARK, MAX_WIDTH)
         if judged.holds is False:
-            why = reading.fill(judged.claim.otherwise) or _why_not(check, reading)
+            why = session.fill(judged.claim.otherwise) or _why_not(check, session)
             print_hanging(console, Text(f"{' ' * _MARK}{why}", QUIET), _MARK, MAX_WIDTH)
         elif judged.holds is None:
             console.print(Text(f"{' ' * _MARK}{UNKNOWN}", QUIET))
 
 
-def _why_not(check: Check, reading: Reading) -> str:
+def _why_not(check: Check, session: Session) -> str:
     if check.certain:
         return REFUTED
-    return DISTURBED if reading.machine_was_busy else UNEXPECTED
+    return DISTURBED if session.machine_was_busy else UNEXPECTED
 
 
 def lines_of(console: Console, draw: Callable[[Console], None]) -> list[str]:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from forge.book.catalog import Entry
 from forge.book.chapter import Predict, Run, Step
 from forge.book.drawing import draw_command, draw_step, draw_title, lines_of
 from forge.book.progress import Progress, save_progress
-from forge.book.reading import Reading, parse_guess
-from forge.book.shelf import Entry
+from forge.book.session import Session, parse_guess
 from forge.errors import ForgeError
 from forge.views.keys import EOF, Keys, open_keys, read_line
 from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE
@@ -37,13 +37,13 @@ RunLine = Callable[[str], int]
 class Pager:
     """Shows a chapter page by page, and waits for a key between pages."""
 
-    def __init__(self, console: Console, entry: Entry, reading: Reading, progress: Progress, run_line: RunLine):
+    def __init__(self, console: Console, entry: Entry, session: Session, progress: Progress, run_line: RunLine):
         self._console = console
         self._entry = entry
-        self._reading = reading
+        self._session = session
         self._progress = progress
         self._run_line = run_line
-        self._steps = reading.chapter.steps()
+        self._steps = session.chapter.steps()
         self._page = 0
         self._screen = 0
         self._typed = ""
@@ -80,22 +80,22 @@ class Pager:
 
     def _catch_up(self, keys: Keys) -> None:
         """Run what this page or one before it needs and has not been run."""
-        for run in self._reading.unperformed(self._steps[: self._page + 1]):
+        for run in self._session.unperformed(self._steps[: self._page + 1]):
             self._perform(keys, run)
 
     def _perform(self, keys: Keys, run: Run) -> None:
         self._clear()
         self._draw_title()
-        draw_command(self._console, self._reading.command(run))
+        draw_command(self._console, self._session.command(run))
         self._console.print()
         with keys.paused():
-            self._reading.perform(run)
+            self._session.perform(run)
 
     # Showing
 
     def _screens(self) -> list[list[str]]:
         """The page's lines, as many to a screen as fit."""
-        lines = lines_of(self._console, lambda console: draw_step(console, self._step, self._reading))
+        lines = lines_of(self._console, lambda console: draw_step(console, self._step, self._session))
         if not self._redraws:
             return [lines]
         return split_lines(lines, max(LEAST, self._console.height - AROUND))
@@ -117,7 +117,7 @@ class Pager:
 
     def _draw_title(self) -> None:
         place = f"{self._page + 1} / {len(self._steps)}"
-        draw_title(self._console, self._entry.number, self._reading.chapter.title, place)
+        draw_title(self._console, self._entry.number, self._session.chapter.title, place)
         self._console.print()
 
     def _clear(self) -> None:
@@ -147,7 +147,7 @@ class Pager:
 
     def _asks(self) -> bool:
         """Whether the page ends with a question that has not been answered."""
-        return isinstance(self._step[-1], Predict) and self._step[-1] not in self._reading.guesses
+        return isinstance(self._step[-1], Predict) and self._step[-1] not in self._session.guesses
 
     def _go_on(self, keys: Keys, num_screens: int) -> bool:
         """Do what the reader asks for; False if that is to stop."""
@@ -215,7 +215,7 @@ class Pager:
     def _answer(self, predict: Predict) -> None:
         """Note down what was typed as the guess and go on; say what it should be where it is none."""
         try:
-            self._reading.guesses[predict] = parse_guess(predict, self._typed)
+            self._session.guesses[predict] = parse_guess(predict, self._typed)
             self._page, self._screen = min(self._page + 1, len(self._steps) - 1), 0
         except ForgeError as error:
             self._objection = f"That should be {error}."
@@ -223,7 +223,7 @@ class Pager:
 
     def _again(self, keys: Keys, run: Run) -> None:
         """Run the page's experiment with options that the reader chooses."""
-        before = self._reading.command(run)
+        before = self._session.command(run)
         self._leave_line()
         try:
             with keys.paused():
@@ -232,11 +232,11 @@ class Pager:
             return
         if not typed or not typed.strip():
             return
-        self._reading.commands[run] = typed.strip()
+        self._session.commands[run] = typed.strip()
         try:
             self._perform(keys, run)
         except ForgeError as error:
-            self._reading.commands[run] = before
+            self._session.commands[run] = before
             self._complain(str(error))
             keys.read_key()
         self._screen = 0

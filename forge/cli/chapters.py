@@ -16,10 +16,10 @@ from forge.cli import completion, options
 from forge.cli.running import Found
 
 if TYPE_CHECKING:
+    from forge.book.catalog import Entry
     from forge.book.chapter import Chapter
     from forge.book.command_line import Given
-    from forge.book.reading import Reading
-    from forge.book.shelf import Entry
+    from forge.book.session import Session
     from forge.views.report import Report
 
 _CHAPTER = "Chapter"
@@ -55,9 +55,9 @@ def chapters(
     """List the chapters, and how far you have come."""
     if outcomes is not None:
         return _outcomes(outcomes)
+    from forge.book.catalog import entries
     from forge.book.chapter_view import chapter_lines, chapters_object, print_chapters
     from forge.book.progress import load_progress
-    from forge.book.shelf import entries
     from forge.views.report import Report
 
     lines = chapter_lines(entries(), load_progress())
@@ -67,14 +67,14 @@ def chapters(
 
 def _outcomes(name: str) -> int:
     """Run a chapter's experiments and print every outcome that its text has."""
+    from forge.book.catalog import find
     from forge.book.outcomes import print_outcomes, render_outcomes
-    from forge.book.shelf import find
     from forge.views.terminal import open_console
 
-    reading = _reading(find(name).chapter)
-    for run in reading.chapter.runs():
-        reading.perform(run)
-    print_outcomes(open_console(), render_outcomes(reading.chapter, reading.measured))
+    session = _session(find(name).chapter)
+    for run in session.chapter.runs():
+        session.perform(run)
+    print_outcomes(open_console(), render_outcomes(session.chapter, session.measured))
     return 0
 
 
@@ -91,7 +91,7 @@ def chapter(
     ],
 ) -> Found:
     """Read a chapter: the same as its own command, whose options it takes."""
-    from forge.book.shelf import find
+    from forge.book.catalog import find
     from forge.cli.main import parse_and_run
 
     return parse_and_run([find(name).command, *ctx.args])
@@ -99,8 +99,8 @@ def chapter(
 
 def next_chapter(pause: PauseOption = True) -> Found:
     """Go on where you stopped."""
+    from forge.book.catalog import entries, next_entry
     from forge.book.progress import load_progress
-    from forge.book.shelf import entries, next_entry
     from forge.views.terminal import open_console
 
     progress = load_progress()
@@ -125,8 +125,8 @@ def reads_chapter(only: str | None, json: bool) -> bool:
 
 def read_chapter(ctx: typer.Context, pause: bool) -> int:
     """Open the chapter whose command `ctx` is, with the options that it was given. Returns the exit status."""
+    from forge.book.catalog import find
     from forge.book.command_line import Given
-    from forge.book.shelf import find
 
     values = {
         name: options.read_prompt(value) if name == "prompt" else _as_written(value)
@@ -190,29 +190,29 @@ def _as_written(value: object) -> str | tuple[str, ...]:
 
 def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: int = 0) -> int:
     from forge.book.pager import Pager
+    from forge.book.print_chapter import print_chapter
     from forge.book.progress import load_progress
-    from forge.book.straight import read_straight
     from forge.views.terminal import open_console
 
     console = open_console()
-    reading = _reading(entry.chapter, given)
+    session = _session(entry.chapter, given)
     if given is not None and given.values:
-        reading.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
+        session.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
     if pause and console.is_terminal and sys.stdin.isatty():
-        return Pager(console, entry, reading, load_progress(), run_shell_line).read(page)
-    return read_straight(console, entry.number, reading)
+        return Pager(console, entry, session, load_progress(), run_shell_line).read(page)
+    return print_chapter(console, entry.number, session)
 
 
-def _reading(chapter: "Chapter", given: "Given | None" = None) -> "Reading":
+def _session(chapter: "Chapter", given: "Given | None" = None) -> "Session":
     from forge.book.command_line import each
     from forge.book.model_facts import model_facts
-    from forge.book.reading import Reading
+    from forge.book.session import Session
 
     values = {name: each(value)[0] for name, value in (given.values if given else {}).items() if each(value)}
     options_given = {
         name: values[option] for name, option in (("name", "model"), ("kv_dtype",) * 2) if option in values
     }
-    return Reading(chapter, run_reported, model=model_facts(**options_given) if "model" in chapter.names else {})
+    return Session(chapter, run_reported, model=model_facts(**options_given) if "model" in chapter.names else {})
 
 
 def run_reported(line: str) -> "Report":

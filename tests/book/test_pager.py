@@ -7,11 +7,11 @@ import pytest
 from rich.text import Text
 
 from forge.book import pager
+from forge.book.catalog import Entry
 from forge.book.chapter import parse_chapter
 from forge.book.pager import Pager, split_lines
 from forge.book.progress import Progress, load_progress
-from forge.book.reading import Reading
-from forge.book.shelf import Entry
+from forge.book.session import Session
 from forge.errors import UsageError
 from forge.views.keys import EOF, RESIZE
 from forge.views.report import Report
@@ -89,9 +89,9 @@ class Reader:
         console = terminal(80, height)
         self._monkeypatch.setattr(pager, "open_keys", lambda console: FakeKeys(keys))
         self._monkeypatch.setattr(pager, "read_line", lambda prompt, prefill="": self.lines.pop(0))
-        reading = Reading(parse_chapter(TEXT), self.run_command)
+        session = Session(parse_chapter(TEXT), self.run_command)
         shell = self.shell_lines.append
-        self.status = Pager(console, self.entry, reading, self.progress, shell).read(page)
+        self.status = Pager(console, self.entry, session, self.progress, shell).read(page)
         screens = re.split(r"\x1b\[H\x1b\[2J|\x1b\[2J\x1b\[H", written(console))
         return [re.sub(r"\x1b\[[0-9;]*m", "", screen).strip("\n") for screen in screens if screen]
 

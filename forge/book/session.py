@@ -55,7 +55,7 @@ class Judged:
 
 
 @dataclass
-class Reading:
+class Session:
     """One reader's way through a chapter: pages shown, predictions made, commands run."""
 
     chapter: Chapter
