@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from forge.book.measured import check_expression, expressions_in, names_in
+from forge.book.source_code import Span
 from forge.errors import ForgeError
 
 _FENCE = re.compile(r"^(`{3,}|~{3,})\s*(.*?)\s*$")
@@ -50,8 +51,9 @@ class Source:
 
     dotted: str
     light: tuple[str, ...] = ()
-    start: str | None = None
-    stop: str | None = None
+    spans: tuple[Span, ...] = (Span(),)
+    omitted: str = ""
+    """In a few words, what is left out after the last span."""
 
 
 @dataclass(frozen=True)
@@ -317,19 +319,31 @@ def _run(words: Sequence[str], body: Sequence[str]) -> Run:
 
 
 def _source(words: Sequence[str], body: Sequence[str]) -> Source:
-    keys: dict[str, list[str]] = {"light": [], "from": [], "to": []}
     dotted = [text.strip() for text in body[:1]]
     if not dotted or not dotted[0]:
         raise ValueError("a source begins with a dotted name")
-    for text in body[1:]:
+    light: list[str] = []
+    spans: list[Span] = []
+    omitted = ""
+    for text in filter(str.strip, body[1:]):
         found = _KEY.match(text)
-        if text.strip() and (found is None or found["key"] not in keys):
-            raise ValueError(f"{text.strip()!r} is not one of light, from and to")
-        if found:
-            keys[found["key"]].append(found["value"])
-    if len(keys["from"]) > 1 or len(keys["to"]) > 1:
-        raise ValueError("a source has one beginning and one end")
-    return Source(dotted[0], tuple(keys["light"]), *(keys[key][0] if keys[key] else None for key in ("from", "to")))
+        if found is None or found["key"] not in ("light", "from", "to", "omit"):
+            raise ValueError(f"{text.strip()!r} is not one of light, from, to and omit")
+        key, value = found["key"], found["value"]
+        if key == "light":
+            light.append(value)
+        elif key == "omit":
+            omitted = value
+        elif key == "from" or not spans:
+            spans.append(Span(value if key == "from" else None, value if key == "to" else None, omitted))
+            omitted = ""
+        elif spans[-1].stop is None:
+            spans[-1] = replace(spans[-1], stop=value)
+        else:
+            raise ValueError("each 'to' but the first follows a 'from'")
+    if any(span.stop is None for span in spans[:-1]):
+        raise ValueError("each 'from' but the last has a 'to'")
+    return Source(dotted[0], tuple(light), tuple(spans) or (Span(),), omitted)
 
 
 def _predict(words: Sequence[str], body: Sequence[str]) -> Predict:

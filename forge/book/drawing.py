@@ -1,5 +1,6 @@
 """Blocks of a chapter as lines on a console, at whatever width it has now."""
 
+import re
 from collections.abc import Callable
 
 from rich import markdown
@@ -27,6 +28,7 @@ REFUTED = "Not so in this run. It follows from how the engine works, so this is 
 UNEXPECTED = "Not so in this run: this machine, or the options that you gave, make the difference."
 DISTURBED = "Not so in this run: other programs kept the machine busy."
 _LIT = "▌"
+_COMMENT = re.compile(r"(?:^\s*|  )(# .*)$")
 _MARK = 2
 """Columns of a claim's ✓ and the space behind it."""
 _THEME = Theme(
@@ -87,13 +89,14 @@ def draw_step(console: Console, step: Step, session: Session) -> None:
         draw_block(console, block, session)
 
 
-def draw_block(console: Console, block: Block, session: Session) -> None:
+def draw_block(console: Console, block: Block, session: Session, height: int | None = None) -> None:
+    """height: the lines of a screen, within which source is shortened."""
     if isinstance(block, Prose):
         draw_prose(console, session.fill(block.text))
     elif isinstance(block, Run):
         draw_run(console, block, session)
     elif isinstance(block, Source):
-        draw_source(console, excerpt(block.dotted, block.light, block.start, block.stop))
+        draw_source(console, excerpt(block.dotted, block.light, block.spans, block.omitted), height)
     elif isinstance(block, Predict):
         _draw_question(console, block, session)
     elif isinstance(block, Verdict):
@@ -130,41 +133,69 @@ def draw_other_load(console: Console, run: Run, session: Session) -> None:
         console.print(Text(f"\n{load.sentence}", TROUBLE))
 
 
-def draw_source(console: Console, shown: Excerpt) -> None:
-    """The lines between two rules, those that matter with a bar before them and the others dimmed where any is."""
+def draw_source(console: Console, shown: Excerpt, height: int | None = None) -> None:
+    """The lines between two rules, those that matter with a bar before them and the others dimmed where any is.
+
+    Of an excerpt that is higher than `height` the lines that matter are shown and those around them.
+    """
     width = min(console.width, MAX_SOURCE_WIDTH)
+    lines = _source_lines(shown, width)
+    room = min(height or 0, len(shown.lines))
+    while height is not None and len(lines) > height - 2 and room:
+        room -= 1
+        lines = _source_lines(shown.shortened(room), width)
     where = f"{shown.path}:{shown.first_line} · {shown.name}"
     console.print(Rule(Text(where, TITLE), align="left", style=QUIET), width=width)
-    if shown.cut_before:
-        console.print(Text("  …", QUIET))
-    code = Syntax("", "python", theme="ansi_dark", background_color="default").highlight("\n".join(shown.lines))
-    for index, line in enumerate(code.split("\n", allow_blank=True)[: len(shown.lines)]):
-        _draw_line(console, line, index in shown.lit, dim=bool(shown.lit), width=width)
-    if shown.cut_after:
-        console.print(Text("  …", QUIET))
+    for line in lines:
+        console.print(line, soft_wrap=True)
     console.print(Rule(style=QUIET), width=width)
 
 
-def _draw_line(console: Console, line: Text, lit: bool, dim: bool, width: int) -> None:
-    """One line of source; what does not fit goes on below, set in further than it began."""
-    line.rstrip()
-    indent = len(line.plain) - len(line.plain.lstrip()) + 4
-    room = max(width - 2, indent + 16)
+def _source_lines(shown: Excerpt, width: int) -> list[Text]:
+    code = Syntax("", "python", theme="ansi_dark", background_color="default").highlight("\n".join(shown.lines))
+    lines = []
+    for index, line in enumerate(code.split("\n", allow_blank=True)[: len(shown.lines)]):
+        line.rstrip()
+        is_lit = index in shown.lit
+        if index in shown.elided:
+            line = Text(line.plain, QUIET)
+        for piece in _wrapped(line, max(width - 2, 20)):
+            if bool(shown.lit) and not is_lit:
+                piece.stylize(Style(dim=True))
+            elif is_lit:
+                piece.stylize(TITLE)
+            gutter = Text(f"{_LIT} ", ACCENT) if is_lit else Text("  ")
+            lines.append(Text.assemble(gutter, piece, no_wrap=True, overflow="ignore"))
+            lines[-1].rstrip()
+    return lines
+
+
+def _wrapped(line: Text, room: int) -> list[Text]:
+    """A line of source in pieces that fit; a comment behind code comes before it, as a comment of its own."""
+    if line.cell_len <= room:
+        return [line]
+    indent = len(line.plain) - len(line.plain.lstrip())
+    comment = _COMMENT.search(line.plain)
+    if comment is None:
+        return _folded(line, room, indent + (0 if line.plain.lstrip().startswith('"""') else 4))
+    code, note = line.divide([comment.start(1)])
+    code.rstrip()
+    pieces = _folded(Text.assemble(" " * indent, note), room, indent, "# ")
+    return [*pieces, *_folded(code, room, indent + 4)] if code else pieces
+
+
+def _folded(line: Text, room: int, indent: int, mark: str = "") -> list[Text]:
+    """What does not fit goes on below, with `mark` before it."""
     pieces = [line]
+    indent = min(indent, room // 2)
     while pieces[-1].cell_len > room:
         rest = pieces.pop()
-        cut = rest.plain.rfind(" ", indent, room) + 1 or room
+        begins = len(rest.plain) - len(rest.plain.lstrip()) + len(mark)
+        cut = rest.plain.rfind(" ", begins + 1, room) + 1 or room
         first, after = rest.divide([cut])
-        pieces += [first, Text.assemble(" " * indent, after)]
-    for piece in pieces:
-        if dim and not lit:
-            piece.stylize(Style(dim=True))
-        elif lit:
-            piece.stylize(TITLE)
-        gutter = Text(f"{_LIT} ", ACCENT) if lit else Text("  ")
-        shown = Text.assemble(gutter, piece, no_wrap=True, overflow="ignore")
-        shown.rstrip()
-        console.print(shown, soft_wrap=True)
+        first.rstrip()
+        pieces += [first, Text.assemble(" " * indent, (mark, QUIET), after)]
+    return pieces
 
 
 def _draw_question(console: Console, predict: Predict, session: Session) -> None:

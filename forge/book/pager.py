@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.book.catalog import Entry
-from forge.book.chapter import Predict, Run, Step
-from forge.book.drawing import draw_command, draw_step, draw_title, lines_of
+from forge.book.chapter import Predict, Run, Source, Step
+from forge.book.drawing import draw_block, draw_command, draw_step, draw_title, lines_of
 from forge.book.progress import Progress, save_progress
 from forge.book.session import Session, parse_guess
 from forge.errors import ForgeError
@@ -95,10 +95,14 @@ class Pager:
 
     def _screens(self) -> list[list[str]]:
         """The page's lines, as many to a screen as fit."""
-        lines = lines_of(self._console, lambda console: draw_step(console, self._step, self._session))
         if not self._redraws:
-            return [lines]
-        return split_lines(lines, max(LEAST, self._console.height - AROUND))
+            return [lines_of(self._console, lambda console: draw_step(console, self._step, self._session))]
+        height = max(LEAST, self._console.height - AROUND)
+        paragraphs: list[list[str]] = []
+        for block in self._step:
+            lines = lines_of(self._console, lambda console: draw_block(console, block, self._session, height))  # noqa: B023
+            paragraphs += [lines] if isinstance(block, Source) else split_paragraphs(lines)
+        return on_screens(paragraphs, height)
 
     def _show(self, screens: Sequence[Sequence[str]]) -> None:
         self._clear()
@@ -261,21 +265,43 @@ class Pager:
         self._console.print(Text("\nAny key returns to the chapter.", QUIET))
 
 
-def split_lines(lines: Sequence[str], most: int) -> list[list[str]]:
-    """`lines` in screens of at most `most`, cut at empty lines unless what lies between two is higher than a screen."""
-    screens: list[list[str]] = []
-    rest = list(lines)
-    while len(rest) > most:
-        empty = [index for index, line in enumerate(rest) if _is_empty(line)]
-        before = [index for index in empty if 0 < index <= most]
-        after = next((index for index in empty if index > most), len(rest))
-        fits = bool(before) and after - before[-1] - 1 <= most
-        cut = before[-1] if fits or (before and before[-1] >= most // 2) else most
-        screens.append(rest[:cut])
-        rest = rest[cut:]
-        while rest and _is_empty(rest[0]):
-            rest.pop(0)
-    return [*screens, rest] if rest or not screens else screens
+def split_paragraphs(lines: Sequence[str]) -> list[list[str]]:
+    """`lines` cut where they are empty, but for the empty line below a heading."""
+    paragraphs: list[list[str]] = [[]]
+    for line in lines:
+        if not _is_empty(line):
+            paragraphs[-1].append(line)
+        elif paragraphs[-1]:
+            if _is_rule(paragraphs[-1][-1]):
+                paragraphs[-1].append(line)
+            else:
+                paragraphs.append([])
+    return [paragraph for paragraph in paragraphs if paragraph]
+
+
+def on_screens(paragraphs: Sequence[Sequence[str]], most: int) -> list[list[str]]:
+    """Screens of at most `most` lines with an empty one between paragraphs; a paragraph is cut only if it is higher."""
+    screens: list[list[str]] = [[]]
+    for paragraph in paragraphs:
+        used = len(screens[-1]) + 1 if screens[-1] else 0
+        if used and used + len(paragraph) > most and (len(paragraph) <= most or used > most // 2):
+            screens.append([])
+        elif used:
+            screens[-1].append("")
+        rest = list(paragraph)
+        while rest:
+            room = most - len(screens[-1])
+            screens[-1] += rest[:room]
+            rest = rest[room:]
+            if rest:
+                screens.append([])
+    return screens
+
+
+def _is_rule(line: str) -> bool:
+    """The line below a heading."""
+    plain = _ESCAPES.sub("", line).strip()
+    return bool(plain) and set(plain) == {"─"}
 
 
 def _is_empty(line: str) -> bool:

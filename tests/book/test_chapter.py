@@ -16,6 +16,7 @@ from forge.book.chapter import (
     Verdict,
     parse_chapter,
 )
+from forge.book.source_code import Span
 
 TEXT = """# 7 · A title
 
@@ -34,8 +35,12 @@ forge not a command
 forge.model.qwen3.Qwen3.forward
 light: one
 light: two
+omit: the start
 from: three
 to: four
+from: five
+to: six
+omit: the rest
 ```
 
 ```forge predict
@@ -111,7 +116,12 @@ def test_blocks_come_in_the_order_of_the_text(chapter):
 def test_each_kind_has_what_was_written(chapter):
     _, prose, source, number, choice, run, *_ = chapter.blocks
     assert isinstance(prose, Prose) and "## not a heading" in prose.text
-    assert source == Source("forge.model.qwen3.Qwen3.forward", ("one", "two"), "three", "four")
+    assert source == Source(
+        "forge.model.qwen3.Qwen3.forward",
+        ("one", "two"),
+        (Span("three", "four", "the start"), Span("five", "six")),
+        "the rest",
+    )
     assert number.question == "How long?\n\nWith a second paragraph."
     assert number.answer == "{{a.ms:ms}}" and number.why == "" and number.short_question == "How long, again?"
     assert number.outcomes == (
@@ -179,6 +189,8 @@ def block(kind: str, body: str) -> str:
         (block("run", ""), "c.md:5: a run is one command line"),
         (block("source", ""), "c.md:5: a source begins with a dotted name"),
         (block("source", "a.b\nbright: x"), "c.md:5: 'bright: x' is not one of"),
+        (block("source", "a.b\nfrom: x\nfrom: y"), "c.md:5: each 'from' but the last has a 'to'"),
+        (block("source", "a.b\nfrom: x\nto: y\nto: z"), "c.md:5: each 'to' but the first follows"),
         (block("predict", "How?"), "c.md:5: a prediction has an answer"),
         (block("predict", "How?\n\nanswer: 12"), "c.md:5: an answer is one placeholder"),
         (block("predict", "How?\n\n- this, if 1 > 0"), "c.md:5: of the choices one ends with ', otherwise'"),

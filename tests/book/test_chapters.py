@@ -110,7 +110,7 @@ def test_a_chapter_has_its_parts(entry):
 @each_chapter
 def test_every_source_is_there(entry):
     for source in blocks(entry, Source):
-        assert excerpt(source.dotted, source.light, source.start, source.stop).lines
+        assert excerpt(source.dotted, source.light, source.spans, source.omitted).lines
 
 
 @each_chapter

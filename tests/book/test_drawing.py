@@ -6,9 +6,10 @@ import pytest
 from rich.text import Text
 
 from forge.book.chapter import Check, Claim, Finding, Outcome, Prose, Run, Source, parse_chapter
-from forge.book.drawing import draw_block, draw_title, lines_of
+from forge.book.drawing import draw_block, draw_source, draw_title, lines_of
 from forge.book.other_load import OtherLoad
 from forge.book.session import Guess, Session
+from forge.book.source_code import Excerpt, Span
 from forge.views.report import Report
 from tests.views.records import piped, terminal, written
 
@@ -80,9 +81,33 @@ def test_source_is_marked_wrapped_and_kept_within_its_width(width, session):
 
 
 def test_an_excerpt_says_that_it_was_cut(session):
-    source = Source("forge.model.qwen3.Qwen3.hidden_rows", (), "ops.begin_layer(-1)", "ops.begin_layer(index)")
-    lines = drawn(source, session).splitlines()
-    assert lines[1] == lines[-2] == "  …" and lines[2] == "  ops.begin_layer(-1)"
+    span = Span("ops.begin_layer(-1)", "ops.begin_layer(index)")
+    lines = drawn(Source("forge.model.qwen3.Qwen3.hidden_rows", (), (span,), "the rest"), session).splitlines()
+    assert lines[1].startswith("  … ") and lines[1].endswith("lines") and lines[2] == "      ops.begin_layer(-1)"
+    assert lines[-2].strip() == "… the rest"
+
+
+def test_source_is_never_higher_than_a_screen_and_keeps_the_lines_that_matter(session):
+    source = Source("forge.engine.engine.Engine", ("def step(",))
+    console = piped(80)
+    draw_block(console, source, session, height=20)
+    lines = written(console).splitlines()
+    assert len(lines) <= 20 and any(line.startswith("▌") and "def step(" in line for line in lines)
+    assert any(re.search(r"… [\d,]+ lines", line) for line in lines)
+
+
+def test_a_wrapped_comment_is_a_comment():
+    code = "x = 1  # a comment that is too long for its line and goes on below"
+    shown = Excerpt("a.py", "f", 1, (f"    {code}", "    # alone, and just as long as the other comment"), frozenset())
+    console = piped(42)
+    draw_source(console, shown)
+    assert written(console).splitlines()[1:-1] == [
+        "      # a comment that is too long for",
+        "      # its line and goes on below",
+        "      x = 1",
+        "      # alone, and just as long as the",
+        "      # other comment",
+    ]
 
 
 def test_a_question_and_its_verdict(session):

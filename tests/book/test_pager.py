@@ -9,7 +9,7 @@ from rich.text import Text
 from forge.book import pager
 from forge.book.catalog import Entry
 from forge.book.chapter import parse_chapter
-from forge.book.pager import Pager, split_lines
+from forge.book.pager import Pager, on_screens, split_paragraphs
 from forge.book.progress import Progress, load_progress
 from forge.book.session import Session
 from forge.errors import UsageError
@@ -214,16 +214,24 @@ def test_a_page_higher_than_the_screen_is_shown_in_parts(reader):
     assert all(len(page.splitlines()) <= 9 for page in (first, second, last))
 
 
+def screens(lines, most):
+    return on_screens(split_paragraphs(lines), most)
+
+
 def test_lines_are_cut_where_one_is_empty():
     lines = ["a", "b", "", "c", "d", "", "e"]
-    assert split_lines(lines, 7) == [lines]
-    assert split_lines(lines, 6) == [["a", "b", "", "c", "d"], ["e"]]
-    assert split_lines(lines, 4) == [["a", "b"], ["c", "d", "", "e"]]
-    assert split_lines(list("abcdefg"), 3) == [list("abc"), list("def"), ["g"]]
-    assert split_lines([], 5) == [[]]
+    assert screens(lines, 7) == [lines]
+    assert screens(lines, 6) == [["a", "b", "", "c", "d"], ["e"]]
+    assert screens(lines, 4) == [["a", "b"], ["c", "d", "", "e"]]
+    assert screens(list("abcdefg"), 3) == [list("abc"), list("def"), ["g"]]
+    assert screens([], 5) == [[]]
 
 
 def test_a_block_that_fits_a_screen_is_not_cut():
     lines = ["a", "", *["x"] * 5]
-    assert split_lines(lines, 5) == [["a"], ["x"] * 5]
-    assert split_lines(["a", "\x1b[1m \x1b[0m", *["x"] * 5], 5) == [["a"], ["x"] * 5]
+    assert screens(lines, 5) == [["a"], ["x"] * 5]
+    assert screens(["a", "\x1b[1m \x1b[0m", *["x"] * 5], 5) == [["a"], ["x"] * 5]
+
+
+def test_a_heading_stays_with_its_text():
+    assert screens(["a", "b", "", "Heading", "───────", "", "c"], 6) == [["a", "b"], ["Heading", "───────", "", "c"]]
