@@ -13,8 +13,8 @@ from rich.syntax import Syntax
 from rich.text import Text
 from rich.theme import Theme
 
-from forge.book.chapter import Block, Check, Finding, Predict, Prose, Run, Source, Step, Verdict
-from forge.book.session import Session, choice_name
+from forge.book.chapter import Block, Check, Finding, Predict, Prose, Recap, Run, Source, Step, Verdict
+from forge.book.session import CLOSE, Session, choice_name
 from forge.book.source_code import Excerpt, excerpt
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.terminal import print_hanging
@@ -105,6 +105,8 @@ def draw_block(console: Console, block: Block, session: Session, height: int | N
         draw_prose(console, session.finding(block) or UNKNOWN)
     elif isinstance(block, Check):
         _draw_check(console, block, session)
+    elif isinstance(block, Recap):
+        _draw_recap(console, block, session)
 
 
 def draw_prose(console: Console, text: str) -> None:
@@ -226,6 +228,26 @@ def _draw_check(console: Console, check: Check, session: Session) -> None:
             print_hanging(console, Text(f"{' ' * _MARK}{why}", QUIET), _MARK, MAX_WIDTH)
         elif judged.holds is None:
             console.print(Text(f"{' ' * _MARK}{UNKNOWN}", QUIET))
+
+
+def _draw_recap(console: Console, recap: Recap, session: Session) -> None:
+    """What to remember, the reader's score, what to run next, and where `forge next` goes on."""
+    texts = []
+    right, judged = session.score()
+    if judged:
+        score = f"Your predictions: {right} of {judged} right, or within a factor of {CLOSE}."
+        texts.append(Text(score, f"{TITLE} {ACCENT}"))
+    if recap.commands:
+        commands = [Text.assemble(("  ", QUIET), (command, ACCENT)) for command in recap.commands]
+        texts.append(Text("\n").join([Text("To run next:"), *commands]))
+    if session.goes_on:
+        texts.append(Text(session.goes_on))
+    if recap.lines:
+        draw_prose(console, session.fill("\n".join(["## To remember", "", *(f"- {line}" for line in recap.lines)])))
+    for index, text in enumerate(texts):
+        if index or recap.lines:
+            console.print()
+        console.print(text)
 
 
 def _why_not(check: Check, session: Session) -> str:

@@ -5,15 +5,19 @@ anew whenever it is shown, from what was measured, so a terminal may change its 
 cannot be moved pages follow one another like lines.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from rich.console import Console
 from rich.text import Text
 
+from forge import __version__
 from forge.book.catalog import Entry
 from forge.book.chapter import Predict, Run, Source, Step
 from forge.book.drawing import draw_block, draw_command, draw_step, draw_title, lines_of
+from forge.book.paged_output import EnoughRead, paged_output
 from forge.book.progress import Progress, save_progress
 from forge.book.session import Session, parse_guess
 from forge.errors import ForgeError
@@ -57,8 +61,7 @@ class Pager:
         with open_keys(self._console) as keys:
             while True:
                 self._catch_up(keys)
-                self._progress.reach(self._entry.command, self._page, len(self._steps))
-                save_progress(self._progress)
+                self._save()
                 screens = self._screens()
                 self._screen = min(self._screen, len(screens) - 1)
                 self._show(screens)
@@ -70,6 +73,23 @@ class Pager:
                 if not goes_on:
                     self._leave_line()
                     return 0
+
+    def _save(self) -> None:
+        self._progress.session = {"of": self._identity, **self._session.saved()}
+        self._progress.reach(self._entry.command, self._page, len(self._steps))
+        save_progress(self._progress)
+
+    @property
+    def _identity(self) -> str:
+        """Of the chapter's text and the version of forge."""
+        return f"{__version__} {hashlib.sha256(self._entry.path.read_bytes()).hexdigest()[:16]}"
+
+    def resume(self) -> None:
+        """Take over what the runs of the session before found, if it was of this chapter as it is now."""
+        saved = self._progress.session
+        if self._progress.last == self._entry.command and saved.get("of") == self._identity:
+            with suppress(LookupError, TypeError, ValueError, AttributeError, ForgeError):
+                self._session.restore(saved)
 
     @property
     def _step(self) -> Step:
@@ -89,7 +109,8 @@ class Pager:
         draw_command(self._console, self._session.command(run))
         self._console.print()
         with keys.paused():
-            self._session.perform(run)
+            report = self._session.perform(run)
+        self._session.drawn[run] = tuple(lines_of(self._console, report.draw))
 
     # Showing
 
@@ -255,7 +276,8 @@ class Pager:
                 return
             if line and line.strip():
                 self._console.print()
-                self._run_line(line)
+                with suppress(EnoughRead), paged_output(self._console):
+                    self._run_line(line)
         if line and line.strip():
             self._console.print(Text("\nAny key returns to the chapter.", QUIET))
             keys.read_key()

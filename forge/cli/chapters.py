@@ -108,7 +108,7 @@ def next_chapter(pause: PauseOption = True) -> Found:
     if entry is None:
         open_console().print("You have finished every chapter. forge chapters lists them.")
         return 0
-    return _read(entry, pause=pause, page=progress.pages.get(entry.command, 0))
+    return _read(entry, pause=pause, page=progress.pages.get(entry.command))
 
 
 def reads_chapter(only: str | None, json: bool) -> bool:
@@ -188,7 +188,9 @@ def _as_written(value: object) -> str | tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: int = 0) -> int:
+def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: int | None = None) -> int:
+    """page: where to go on, with what an earlier session found; None to begin."""
+    from forge.book.catalog import entries
     from forge.book.pager import Pager
     from forge.book.print_chapter import print_chapter
     from forge.book.progress import load_progress
@@ -196,10 +198,16 @@ def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: in
 
     console = open_console()
     session = _session(entry.chapter, given)
+    following = [other for other in entries() if other.number == entry.number + 1]
+    for other in following:
+        session.goes_on = f"forge next goes on with chapter {other.number}, forge {other.command}."
     if given is not None and given.values:
         session.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
     if pause and console.is_terminal and sys.stdin.isatty():
-        return Pager(console, entry, session, load_progress(), run_shell_line).read(page)
+        pager = Pager(console, entry, session, load_progress(), run_shell_line)
+        if page is not None:
+            pager.resume()
+        return pager.read(page or 0)
     return print_chapter(console, entry.number, session)
 
 

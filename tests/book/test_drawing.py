@@ -5,7 +5,7 @@ import re
 import pytest
 from rich.text import Text
 
-from forge.book.chapter import Check, Claim, Finding, Outcome, Prose, Run, Source, parse_chapter
+from forge.book.chapter import Check, Claim, Finding, Outcome, Prose, Recap, Run, Source, parse_chapter
 from forge.book.drawing import draw_block, draw_source, draw_title, lines_of
 from forge.book.other_load import OtherLoad
 from forge.book.session import Guess, Session
@@ -111,7 +111,7 @@ def test_a_wrapped_comment_is_a_comment():
 
 
 def test_a_question_and_its_verdict(session):
-    predict, _, verdict = session.chapter.blocks
+    predict, _, verdict, _ = session.chapter.blocks
     assert drawn(predict, session) == "Predict\nWhich of these?\n  1  slow\n  2  fast\n"
     assert drawn(verdict, session) == "Which of these?\nIt is 2, fast.\nBecause 4.0 ms.\n"
     session.guesses[predict] = Guess("1", 0)
@@ -130,6 +130,18 @@ def test_a_check_says_what_holds(session):
     assert "other programs kept the machine busy" in drawn(expectation, session)
     told = Check((Claim("Slow.", "a.ms > 9", "It took only {{a.ms:ms}} ms."),), certain=False)
     assert drawn(told, session) == "✗ Slow.\n  It took only 4.0 ms.\n"
+
+
+def test_a_recap_says_what_to_remember_and_where_to_go_on(session):
+    predict, *_ = session.chapter.blocks
+    recap = Recap(("It took {{a.ms:ms}} ms.", "Two."), ("forge naive 8", "forge kv-cache"))
+    session.goes_on = "forge next goes on."
+    session.guesses[predict] = Guess("1", 0)
+    assert drawn(recap, session).splitlines() == [
+        "To remember", "───────────", "", " • It took 4.0 ms.", " • Two.", "",
+        "Your predictions: 0 of 1 right, or within a factor of 1.5.", "",
+        "To run next:", "  forge naive 8", "  forge kv-cache", "", "forge next goes on.",
+    ]  # fmt: skip
 
 
 def test_a_finding_is_the_sentence_of_this_run(session):
