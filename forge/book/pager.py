@@ -15,7 +15,7 @@ from rich.text import Text
 
 from forge import __version__
 from forge.book.catalog import Entry
-from forge.book.chapter import Predict, Run, Source, Step
+from forge.book.chapter import Block, Predict, Run, Source, Step
 from forge.book.drawing import draw_block, draw_command, draw_step, draw_title, lines_of
 from forge.book.paged_output import EnoughRead, paged_output
 from forge.book.progress import Progress, save_progress
@@ -29,6 +29,8 @@ from forge.views.text import one_line
 AROUND = 4
 """Lines of a screen that are not a page's own: the title, the keys and two empty ones."""
 LEAST = 4
+MOST_CUT = 4
+"""Source loses up to so many lines if it then fits below the text that leads to it."""
 _NEXT = ("enter", "space", "right", "down", "page-down", "n")
 _BACK = ("backspace", "left", "up", "page-up", "b")
 _QUIT = (EOF, "q")
@@ -121,9 +123,18 @@ class Pager:
         height = max(LEAST, self._console.height - AROUND)
         paragraphs: list[list[str]] = []
         for block in self._step:
-            lines = lines_of(self._console, lambda console: draw_block(console, block, self._session, height))  # noqa: B023
-            paragraphs += [lines] if isinstance(block, Source) else split_paragraphs(lines)
+            lines = self._lines(block, height)
+            if isinstance(block, Source):
+                room = height - len(on_screens(paragraphs, height)[-1]) - 1
+                if 0 < len(lines) - room <= MOST_CUT and room > height // 2:
+                    lines = self._lines(block, room)
+                paragraphs.append(lines)
+            else:
+                paragraphs += split_paragraphs(lines)
         return on_screens(paragraphs, height)
+
+    def _lines(self, block: Block, height: int) -> list[str]:
+        return lines_of(self._console, lambda console: draw_block(console, block, self._session, height))
 
     def _show(self, screens: Sequence[Sequence[str]]) -> None:
         self._clear()
@@ -153,9 +164,10 @@ class Pager:
 
     def _prompt(self) -> Text:
         """The last line of a page that asks."""
-        keys = Text.assemble(("[Enter]", ACCENT), (" passes  ", QUIET), ("[b]", ACCENT), ("ack  ", QUIET))
-        objection = Text(f"{self._objection} ", TROUBLE) if self._objection else Text("")
-        return Text.assemble(keys, objection, ("Your guess: ", TITLE), self._typed, "▌" if self._redraws else "")
+        before = Text.assemble(("[Enter]", ACCENT), (" passes  ", QUIET), ("[b]", ACCENT), ("ack  ", QUIET))
+        if self._objection:
+            before = Text(f"{self._objection} ", TROUBLE)
+        return Text.assemble(before, ("Your guess: ", TITLE), self._typed, "▌" if self._redraws else "")
 
     def _key_line(self, more: bool) -> Text:
         last = self._page == len(self._steps) - 1 and not more
