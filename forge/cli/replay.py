@@ -11,6 +11,7 @@ from forge.cli.running import Found
 if TYPE_CHECKING:
     from forge.trace.recorder import Trace
     from forge.views.history import History
+    from forge.views.report import Report
 
 TraceArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="What --trace has written.", show_default=False, dir_okay=False)
@@ -22,12 +23,16 @@ trace = typer.Typer(help="Turn a recorded run into other formats.", no_args_is_h
 def replay(
     file: TraceArgument,
     step: options.StepOption = False,
+    seq: Annotated[
+        int | None, typer.Option("--seq", metavar="NUMBER", help="One sequence's story.", show_default=False)
+    ] = None,
     svg: options.SvgOption = None,
     json: options.JsonOption = False,
 ) -> Found:
-    """Show a recorded run again, or walk through it step by step, forwards and backwards. Loads no model.
+    """Show a recorded run again, walk through it step by step, or tell one request's story. Loads no model.
 
     [dim]forge trace-scheduler --requests 64 --trace run.jsonl; forge replay run.jsonl --step[/dim]
+    [dim]forge replay run.jsonl --seq 27[/dim]
     """
     from forge.trace.recorder import read_trace
     from forge.views.report import Report
@@ -42,6 +47,8 @@ def replay(
     if recorded.note:
         open_error_console().print(f"{options.shown_path(file)}: {recorded.note}", soft_wrap=True)
     history = _history(recorded)
+    if seq is not None:
+        return _story(history, seq, json)
     if step and history.records:
         with Stepper(console, history) as stepper:
             stepper.walk()
@@ -55,6 +62,16 @@ def replay(
         return Report(found, lambda console: None).as_json()
     _show(console, history)
     return 0
+
+
+def _story(history: "History", seq_id: int, json: bool) -> "Report":
+    from forge.views.report import Report
+    from forge.views.request_story import print_story, request_of
+    from forge.views.serving import request_object
+
+    request = request_of(history.requests(), seq_id)
+    report = Report(request_object(request), lambda console: print_story(console, request, history.records))
+    return report.as_json() if json else report
 
 
 def _history(recorded: "Trace") -> "History":
