@@ -7,6 +7,7 @@ cannot be moved pages follow one another like lines.
 
 import hashlib
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -279,7 +280,7 @@ class Pager:
         self._screen = 0
 
     def _shell_line(self, keys: Keys) -> None:
-        """Run a command of the reader's, as their shell would."""
+        """Run a command of the reader's, as their shell would; `?TERM` looks a term up."""
         self._leave_line()
         with keys.paused():
             try:
@@ -289,7 +290,7 @@ class Pager:
             if line and line.strip():
                 self._console.print()
                 with suppress(EnoughRead), paged_output(self._console):
-                    self._run_line(line)
+                    self._run_line(_glossary_line(line) or line)
         if line and line.strip():
             self._console.print(Text("\nAny key returns to the chapter.", QUIET))
             keys.read_key()
@@ -297,6 +298,12 @@ class Pager:
     def _complain(self, message: str) -> None:
         self._console.print(Text(one_line(message), TROUBLE))
         self._console.print(Text("\nAny key returns to the chapter.", QUIET))
+
+
+def _glossary_line(line: str) -> str | None:
+    """`glossary TERM` for `?TERM`, with or without forge before it."""
+    found = re.match(r"^\s*(?:forge\s+)?\?\s*(.*\S)\s*$", line)
+    return None if found is None else shlex.join(["glossary", found[1]])
 
 
 def split_paragraphs(lines: Sequence[str]) -> list[list[str]]:

@@ -65,6 +65,30 @@ def chapters(
     return report.as_json() if json else report
 
 
+def glossary(
+    term: Annotated[
+        str | None, typer.Argument(metavar="TERM", help="A term, or a symbol of a screen.", show_default=False)
+    ] = None,
+    json: options.JsonOption = False,
+) -> Found:
+    """Say what a term or a symbol on a screen means.
+
+    [dim]forge glossary prefill[/dim]
+    """
+    from dataclasses import asdict
+
+    from forge.book.glossary import find_term, load_glossary, print_glossary, print_term
+    from forge.views.report import Report
+
+    every = load_glossary()
+    if term is None:
+        report = Report({"terms": [asdict(one) for one in every]}, lambda console: print_glossary(console, every))
+    else:
+        found = find_term(term, every)
+        report = Report(asdict(found), lambda console: print_term(console, found))
+    return report.as_json() if json else report
+
+
 def _outcomes(name: str) -> int:
     """Run a chapter's experiments and print every outcome that its text has."""
     from forge.book.catalog import find

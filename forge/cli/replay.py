@@ -29,7 +29,7 @@ def replay(
     svg: options.SvgOption = None,
     json: options.JsonOption = False,
 ) -> Found:
-    """Show a recorded run again, walk through it step by step, or tell one request's story. Loads no model.
+    """Show a recorded run again, step through it, or tell one request's story. Loads no model.
 
     [dim]forge trace-scheduler --requests 64 --trace run.jsonl; forge replay run.jsonl --step[/dim]
     [dim]forge replay run.jsonl --seq 27[/dim]

@@ -5,8 +5,8 @@ import re
 import shlex
 
 import pytest
-
 from forge.book.shelf import find
+
 from forge.cli.main import main
 
 FENCE = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)

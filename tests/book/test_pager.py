@@ -191,6 +191,12 @@ def test_a_command_of_ones_own(reader):
     assert reader.shell_lines == ["generate x"]
 
 
+def test_a_term_is_looked_up(reader):
+    reader.lines = ["?KV cache", "forge ?prefill"]
+    reader.read(":", "x", ":", "q")
+    assert reader.shell_lines == ["glossary 'KV cache'", "glossary prefill"]
+
+
 def test_the_last_page_has_the_score_and_where_to_go_on(reader):
     page = reader.read("n", "7", "enter", "n", "n", "q")[-1]
     assert "Your predictions: 1 of 1 right, or within a factor of 1.5." in page
