@@ -42,6 +42,7 @@ PANELS: dict[str, dict[str, str]] = {
         **experiments.summaries(),
         "build": "Write a part of the engine yourself: ten exercises, checked, and run by the real engine.",
         "glossary": "Say what a term or a symbol on a screen means.",
+        "tour": "Follow one request from HTTP to a token and back, with file and function at each station.",
     },
     "Run": {
         "generate": "Continue a prompt, and watch what every forward costs.",

@@ -35,6 +35,13 @@ class Pauses:
         return replace(record, started=self.without(record.started), ended=self.without(record.ended), arrived=arrived)
 
     def metrics(self, metrics: RequestMetrics) -> RequestMetrics:
-        moments = {name: getattr(metrics, name) for name in ("arrived", "admitted", "first_token", "last_token")}
-        known = {name: self.without(moment) for name, moment in moments.items() if moment is not None}
-        return replace(metrics, **known)
+        return replace(
+            metrics,
+            arrived=self.without(metrics.arrived),
+            admitted=self._without(metrics.admitted),
+            first_token=self._without(metrics.first_token),
+            last_token=self._without(metrics.last_token),
+        )
+
+    def _without(self, moment: float | None) -> float | None:
+        return None if moment is None else self.without(moment)

@@ -61,7 +61,7 @@ def test_a_term_is_found_in_any_case_and_number():
     assert find_term("17*9!", GLOSSARY).names[0] == "0*4 2*3! 13!"
     with pytest.raises(UsageError, match=r"did you mean .*prefill"):
         find_term("prefil", GLOSSARY)
-    with pytest.raises(UsageError, match=r"did you mean kv .*kv cache"):
+    with pytest.raises(UsageError, match=r"did you mean kv "):
         find_term("KV", GLOSSARY)
     with pytest.raises(UsageError, match="forge glossary lists"):
         find_term("zzzzzz", GLOSSARY)
