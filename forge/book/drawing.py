@@ -132,7 +132,8 @@ def draw_other_load(console: Console, run: Run, session: Session) -> None:
     """A sentence where other programs disturbed the run."""
     load = session.loads.get(run)
     if load is not None and load.is_busy:
-        console.print(Text(f"\n{load.sentence}", TROUBLE))
+        console.print()
+        print_hanging(console, Text(load.sentence, TROUBLE), 0, MAX_WIDTH)
 
 
 def draw_source(console: Console, shown: Excerpt, height: int | None = None) -> None:
