@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forge.book.catalog import entries, find, next_entry
 from forge.book.chapter_view import chapter_lines, chapters_object, print_chapters
 from forge.book.command_line import Given, Syntax, each
 from forge.book.pager import Pager
+from forge.book.print_chapter import print_chapter
 from forge.book.progress import load_progress
-from forge.book.reading import Reading
-from forge.book.shelf import entries, find, next_entry
-from forge.book.straight import read_straight
+from forge.book.session import Session
 from forge.cli import completion, options
 from forge.cli.running import INTERRUPTED, Found
 from forge.errors import UsageError
@@ -26,8 +26,8 @@ from forge.views.report import Report
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
+    from forge.book.catalog import Entry
     from forge.book.chapter import Chapter
-    from forge.book.shelf import Entry
 
 _CHAPTER = "Chapter"
 
@@ -68,14 +68,37 @@ def chapters(
     return report.as_json() if json else report
 
 
+def glossary(
+    term: Annotated[
+        str | None, typer.Argument(metavar="TERM", help="A term, or a symbol of a screen.", show_default=False)
+    ] = None,
+    json: options.JsonOption = False,
+) -> Found:
+    """Say what a term or a symbol on a screen means.
+
+    [dim]forge glossary prefill[/dim]
+    """
+    from dataclasses import asdict
+
+    from forge.book.glossary import find_term, load_glossary, print_glossary, print_term
+
+    every = load_glossary()
+    if term is None:
+        report = Report({"terms": [asdict(one) for one in every]}, lambda console: print_glossary(console, every))
+    else:
+        found = find_term(term, every)
+        report = Report(asdict(found), lambda console: print_term(console, found))
+    return report.as_json() if json else report
+
+
 def _outcomes(name: str) -> int:
     """Run a chapter's experiments and print every outcome that its text has."""
     from forge.book.outcomes import print_outcomes, render_outcomes
 
-    reading = _reading(find(name).chapter)
-    for run in reading.chapter.runs():
-        reading.perform(run)
-    print_outcomes(open_console(), render_outcomes(reading.chapter, reading.measured))
+    session = _session(find(name).chapter)
+    for run in session.chapter.runs():
+        session.perform(run)
+    print_outcomes(open_console(), render_outcomes(session.chapter, session.measured))
     return 0
 
 
@@ -99,12 +122,13 @@ def chapter(
 
 def next_chapter(pause: PauseOption = True) -> Found:
     """Go on where you stopped."""
+
     progress = load_progress()
     entry = next_entry(entries(), progress)
     if entry is None:
         open_console().print("You have finished every chapter. forge chapters lists them.")
         return 0
-    return _read(entry, pause=pause, page=progress.pages.get(entry.command, 0))
+    return _read(entry, pause=pause, page=progress.pages.get(entry.command))
 
 
 def reads_chapter(only: str | None, json: bool) -> bool:
@@ -119,6 +143,7 @@ def reads_chapter(only: str | None, json: bool) -> bool:
 
 def read_chapter(ctx: typer.Context, pause: bool) -> int:
     """Open the chapter whose command `ctx` is, with the options that it was given. Returns the exit status."""
+
     values = {
         name: options.read_prompt(value) if name == "prompt" else _as_written(value)
         for name, value in ctx.params.items()
@@ -177,25 +202,32 @@ def _as_written(value: object) -> str | tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _read(entry: "Entry", *, pause: bool, given: Given | None = None, page: int = 0) -> int:
+def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: int | None = None) -> int:
+    """page: where to go on, with what an earlier session found; None to begin."""
 
     console = open_console()
-    reading = _reading(entry.chapter, given)
+    session = _session(entry.chapter, given)
+    following = [other for other in entries() if other.number == entry.number + 1]
+    for other in following:
+        session.goes_on = f"forge next goes on with chapter {other.number}, forge {other.command}."
     if given is not None and given.values:
-        reading.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
+        session.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
     if pause and console.is_terminal and sys.stdin.isatty():
-        return Pager(console, entry, reading, load_progress(), run_shell_line).read(page)
-    return read_straight(console, entry.number, reading)
+        pager = Pager(console, entry, session, load_progress(), run_shell_line)
+        if page is not None:
+            pager.resume()
+        return pager.read(page or 0)
+    return print_chapter(console, entry.number, session)
 
 
-def _reading(chapter: "Chapter", given: Given | None = None) -> Reading:
+def _session(chapter: "Chapter", given: "Given | None" = None) -> "Session":
     from forge.book.model_facts import model_facts
 
     values = {name: each(value)[0] for name, value in (given.values if given else {}).items() if each(value)}
     options_given = {
         name: values[option] for name, option in (("name", "model"), ("kv_dtype",) * 2) if option in values
     }
-    return Reading(chapter, run_reported, model=model_facts(**options_given) if "model" in chapter.names else {})
+    return Session(chapter, run_reported, model=model_facts(**options_given) if "model" in chapter.names else {})
 
 
 def run_reported(line: str) -> Report:

@@ -31,12 +31,16 @@ trace = typer.Typer(help="Turn a recorded run into other formats.", no_args_is_h
 def replay(
     file: TraceArgument,
     step: options.StepOption = False,
+    seq: Annotated[
+        int | None, typer.Option("--seq", metavar="NUMBER", help="One sequence's story.", show_default=False)
+    ] = None,
     svg: options.SvgOption = None,
     json: options.JsonOption = False,
 ) -> Found:
-    """Show a recorded run again, or walk through it step by step, forwards and backwards. Loads no model.
+    """Show a recorded run again, step through it, or tell one request's story. Loads no model.
 
     [dim]forge trace-scheduler --requests 64 --trace run.jsonl; forge replay run.jsonl --step[/dim]
+    [dim]forge replay run.jsonl --seq 27[/dim]
     """
     console = open_console()
     if step:
@@ -45,6 +49,8 @@ def replay(
     if recorded.note:
         open_error_console().print(f"{options.shown_path(file)}: {recorded.note}", soft_wrap=True)
     history = _history(recorded)
+    if seq is not None:
+        return _story(history, seq, json)
     if step and history.records:
         with Stepper(console, history) as stepper:
             stepper.walk()
@@ -60,7 +66,16 @@ def replay(
     return 0
 
 
-def _history(recorded: "Trace") -> History:
+def _story(history: "History", seq_id: int, json: bool) -> "Report":
+    from forge.views.request_story import print_story, request_of
+    from forge.views.serving import request_object
+
+    request = request_of(history.requests(), seq_id)
+    report = Report(request_object(request), lambda console: print_story(console, request, history.records))
+    return report.as_json() if json else report
+
+
+def _history(recorded: "Trace") -> "History":
 
     header = recorded.header
     label = RunLabel(header.model, header.kv, header.device, header.device_description)

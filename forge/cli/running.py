@@ -5,7 +5,7 @@ between two steps, so that what was generated is kept. Here too a run is recorde
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from forge.engine.engine import Engine
     from forge.engine.outputs import RequestOutput
     from forge.llm import LLM
+    from forge.trace.pauses import Pauses
     from forge.trace.recorder import TraceHeader, TraceWriter
     from forge.trace.records import StepRecord
     from forge.views.history import History
@@ -87,6 +88,8 @@ class Driven:
     """Ctrl-C ended it, or the reader who stepped through it."""
     left: bool
     """It was the reader."""
+    outputs: "tuple[RequestOutput, ...]" = ()
+    """Their times, as those of the records, without the time for which the reader looked at steps."""
 
 
 class Watch:
@@ -133,7 +136,7 @@ def drive(
     """Advance `run` to its end, or to Ctrl-C, handing on every step as it happens."""
     driven = advance(llm, llm.engine, run, on_step, watch)
     label = run_label(llm)
-    return RunResult(label, driven.records, run.outputs[0], not params.greedy, driven.interrupted, driven.left)
+    return RunResult(label, driven.records, driven.outputs[0], not params.greedy, driven.interrupted, driven.left)
 
 
 def advance(
@@ -147,13 +150,21 @@ def advance(
     """Advance a run to its end, or to Ctrl-C, under `watch`. Where it is stepped through, `on_step` sees the steps when
     that is over: only one of the two can have the screen. `history`, if given, is fed every step first. Raises
     `ForgeError` if a sample ended as an `error`."""
+    from forge.trace.pauses import Pauses
+
     watch.begin(llm, engine)
+    pauses = Pauses()
     records: list[StepRecord] = []
     stepped = _stepper(llm, engine, history) if watch.steps else None
     if stepped is not None:
         stepper, history = stepped
         with interruption() as requested, stepper:
-            left = _advance(run, records, watch, history, lambda record: stepper.asks_for_another(requested))
+
+            def ask(record: "StepRecord") -> bool:
+                with pauses.pause():
+                    return stepper.asks_for_another(requested)
+
+            left = _advance(map(pauses.step, run), run.abort, records, watch, history, ask)
             if not left:
                 stepper.ended(requested)
             interrupted = requested()
@@ -167,30 +178,37 @@ def advance(
 
         left = False
         with interruption() as requested:
-            interrupted = _advance(run, records, watch, history, show)
-    for output in run.outputs:
+            interrupted = _advance(run, run.abort, records, watch, history, show)
+    outputs = tuple(_without_pauses(output, pauses) for output in run.outputs)
+    for output in outputs:
         watch.record(end_record(output))
-    for sample in [sample for output in run.outputs for sample in output.outputs]:
+    for sample in [sample for output in outputs for sample in output.outputs]:
         if sample.finish_reason == "error":
             raise ForgeError("; ".join(sample.errors))
-    return Driven(tuple(records), interrupted or left, left and not interrupted)
+    return Driven(tuple(records), interrupted or left, left and not interrupted, outputs)
+
+
+def _without_pauses(output: "RequestOutput", pauses: "Pauses") -> "RequestOutput":
+    samples = tuple(replace(sample, metrics=pauses.metrics(sample.metrics)) for sample in output.outputs)
+    return replace(output, outputs=samples)
 
 
 def _advance(
-    run: AnyRun,
+    steps: "Iterable[StepRecord]",
+    abort: "Callable[[], None]",
     records: "list[StepRecord]",
     watch: Watch,
     history: "History | None",
     goes_on: "Callable[[StepRecord], bool]",
 ) -> bool:
-    """Advance a run while `goes_on`; whether it was aborted because that said no."""
-    for record in run:
+    """Take the steps of a run while `goes_on`; whether it was aborted because that said no."""
+    for record in steps:
         records.append(record)
         watch.record(record)
         if history is not None:
             history.feed(record)
         if not goes_on(record):
-            run.abort()
+            abort()
             return True
     return False
 

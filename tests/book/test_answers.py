@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from forge.book.shelf import find
+from forge.book.catalog import find
 from forge.cli.main import main
 
 FENCE = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -76,12 +76,6 @@ def test_weights_in_a_cache_are_said_to_be_there():
     assert "More than memory delivers: tales" in written(console)
 
 
-def test_a_busy_machine_is_said_to_be_one():
-    console = piped(80)
-    print_kernels(console, KernelsResult(LIMITS, (LARGE,), load_average=2.5))
-    assert "busy (load 2.5)" in written(console)
-
-
 def test_one_model_is_compared_with_none():
     assert comparison_sentences([LARGE]) == []
 
