@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from forge.book.shelf import entries
+from forge.book.catalog import entries
 
 from forge import experiments
 from tests.cli.conftest import ROOT, environment
