@@ -4,7 +4,7 @@ import logging
 import os
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.util import find_spec
+from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,7 +76,7 @@ def address(host: str | None, port: int | None, variable: str | None) -> tuple[s
 
 def require_server() -> None:
     """Raises `UsageError` where the libraries that speak HTTP are not installed."""
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    missing = [name for name in ("fastapi", "uvicorn") if util.find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
