@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from forge.bench.judging import judge_prompts, run_requests
 from forge.cli.arguments import make
 from forge.cli.running import load_model, run_label
 from forge.engine_args import EngineArgs
@@ -11,6 +10,7 @@ from forge.errors import UsageError
 from forge.views.judging import identical, judging_object, print_judging
 from forge.views.report import Report
 from forge.views.terminal import open_error_console
+from forge.workload.judging import judge_prompts, run_requests
 
 if TYPE_CHECKING:
     from forge.cli.versus import Versus

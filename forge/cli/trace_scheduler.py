@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge.bench.workload import Arrival, Range, WorkloadRun, make_workload
 from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OutputArgs
@@ -24,12 +23,13 @@ from forge.views.report import Report
 from forge.views.serving import print_serving, print_tenants, serving_object, tenant_objects
 from forge.views.serving_live import serving_view
 from forge.views.terminal import can_redraw, open_console
+from forge.workload.requests import Arrival, Range, WorkloadRun, make_workload
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from forge.bench.workload import Workload
     from forge.llm import LLM
+    from forge.workload.requests import Workload
 
 _WORKLOAD = "Requests"
 

@@ -310,8 +310,7 @@ def print_kernels(console: Console, result: KernelsResult) -> None:
         console.print(Text(busy, TROUBLE))
     for model in result.models:
         console.print()
-        reads = f"every pass reads {size(model.passes[0].bytes_read)} of weights, {_threads(model.threads)}"
-        console.print(Text.assemble((model.name, TITLE), (f"  {reads}", QUIET)))
+        console.print(Text.assemble((model.name, TITLE), (f"  {reads(model)}, {_threads(model.threads)}", QUIET)))
         print_table(console, _table(model, limits))
     console.print()
     for line in roofline(result, console.width):
@@ -328,6 +327,18 @@ def limits_sentence(limits: Limits) -> str:
     return (
         f"This machine reads {memory:.1f} GB/s from memory and does {products:,.0f} G int8 products/s: "
         f"{limits.ridge:.1f} products in the time of one byte."
+    )
+
+
+def reads(model: Measured) -> str:
+    """The weights that a pass reads: of a mixture of experts more, the more rows there are."""
+    one, most = model.passes[0], model.passes[-1]
+    if not model.size.expert_bytes or most is one:
+        return f"every pass reads {size(one.bytes_read)} of weights"
+    used = model.size.bytes_of_used_experts(most.rows) / model.size.expert_bytes
+    return (
+        f"a row reads {size(one.bytes_read)} of {size(model.size.weight_bytes)} of weights, {count(most.rows)} rows "
+        f"{size(most.bytes_read)} ({percent(used)} of the experts)"
     )
 
 

@@ -1,5 +1,7 @@
 """The kernels chapter's screen, from figures made by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from forge.bench.cases import ModelSize
@@ -11,6 +13,7 @@ from forge.experiments.kernels import (
     comparison_sentences,
     kernels_object,
     print_kernels,
+    reads,
     roofline,
 )
 from tests.views.records import piped, written
@@ -46,6 +49,14 @@ def test_facts_are_what_was_measured():
     assert facts["ridge"] == 10 and [model["name"] for model in facts["models"]] == ["random-q8_0", "random-q4_0"]
     assert facts["models"][0]["passes"][2]["ms_per_row"] == pytest.approx(0.25)
     assert facts["models"][1]["passes"][0]["bound"] == "memory"
+
+
+def test_of_a_mixture_of_experts_it_says_what_a_row_reads_and_what_many_read():
+    size = replace(SIZE, expert_bytes=900_000_000, share_of_experts=1 / 16)
+    passes = tuple(Pass(rows, 100_000_000 + size.bytes_of_used_experts(rows), 1, 1.0) for rows in (1, 16))
+    said = reads(Measured("experts", size, 2, passes))
+    assert said == "a row reads 156.2 MB of 1.0 GB of weights, 16 rows 679.5 MB (64 % of the experts)"
+    assert reads(LARGE) == "every pass reads 100.0 MB of weights"
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
