@@ -44,10 +44,8 @@ def serve(
     from forge.server.serving import configure_logging
     from forge.server.serving import serve as run
 
-    host, port = (
-        value if was_given(ctx, name) else None for name, value in (("host", server.host), ("port", server.port))
-    )
-    host, port = address(host, port, os.environ.get(ADDRESS_VARIABLE))
+    given = (server.host if was_given(ctx, "host") else None, server.port if was_given(ctx, "port") else None)
+    host, port = address(*given, os.environ.get(ADDRESS_VARIABLE))
     model = str(engine.model)
     names = server.model_names or (() if Path(model).exists() else (model,))
     settings = replace(server, host=host, port=port, model_names=names, limits=limits)
