@@ -273,7 +273,7 @@ class Engine:
             preempted=plan.preempted,
             rejected=rejected,
             arrived=arrived,
-            block_table_entries=sum([len(item.block_table) for item in plan.items if item.phase != "oneshot"]),
+            block_table_entries=sum([len(item.block_table) for item in plan.items if item.phase != "prefill_only"]),
             temporary_bytes=self._model.temporary_bytes(batch.num_rows, len(batch.logit_rows)) if batch else 0,
             events=self.cache.take_events(),
             blocks=self.scheduler.block_map and _with_written(self.scheduler.block_map, batch, self.cache.block_size),
@@ -384,7 +384,7 @@ class Engine:
         if sequence.task is not GENERATE:
             sequence.length_limit = None
             sequence.prefill_only, sequence.max_output_tokens = True, int(sequence.task.sample)
-        elif config.oneshot and self.scheduler.prefill_only.scratch and not keeps_cache:
+        elif config.prefill_only and self.scheduler.prefill_only.scratch and not keeps_cache:
             sequence.prefill_only = sequence.max_output_tokens <= 1 and params.n == 1
             if sequence.prefill_only and params.prompt_logprobs is not None:
                 samples = sequence.max_output_tokens > 0

@@ -21,10 +21,10 @@ from rich.text import Text
 from forge.bench.cases import Case, ModelSize, measure_model, needs_of
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found
+from forge.cli.run_control import Found
 from forge.views.bench import BenchProgress
 from forge.views.charts import Curve, line_plot, row_of
-from forge.views.figures import count, ms, percent, size
+from forge.views.formatting import count, ms, percent, size
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.report import Report

@@ -16,9 +16,9 @@ from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, ShuttingDown
 from forge.server.errors import ApiError, install_handlers
-from forge.server.gate import Draining, Gate
 from forge.server.messages import Ready
 from forge.server.metrics import CONTENT_TYPE, Metrics
+from forge.server.middleware import Draining, Gate
 from forge.server.redaction import without_texts
 from forge.server.requests import DEFAULT_TOKENS, RequestReader, beside_the_loop, special_of
 from forge.server.responses import ChatShape, CompletionShape, Shape, ends_in_thinking, size_of, usage_object

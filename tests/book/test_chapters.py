@@ -18,7 +18,7 @@ from forge.book.source_code import excerpt
 from forge.cli.chapters import run_reported, with_given
 from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
-from forge.cli.running import INTERRUPTED
+from forge.cli.run_control import INTERRUPTED
 from forge.errors import UsageError
 from forge.experiments import kernels
 from forge.views.terminal import open_console
