@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.bench.cases import Case, ModelSize, measure_model, needs_of
+from forge.bench.cases import Case, Limits, ModelSize, measure_model, needs_of
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found
@@ -88,27 +88,6 @@ def _report_of(model: str | None, types: list[str] | None, threads: int | None) 
     with BenchProgress(open_error_console()) as progress:
         result = run(model, tuple(types or DEFAULT_TYPES), threads, progress)
     return Report(kernels_object(result), lambda console: print_kernels(console, result))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the machine can do at most: memory bandwidth and arithmetic."""
-
-    bytes_per_second: float
-    """What all threads together read from memory."""
-    products_per_second: float
-    """int8 multiplications, each with its addition, when the operands are near."""
-
-    @property
-    def ridge(self) -> float:
-        """Products per byte at which both limits are reached at once."""
-        return self.products_per_second / self.bytes_per_second
-
-    def or_better(self, other: "Limits") -> "Limits":
-        """Of each limit the higher one: what else the machine does can only lower them."""
-        return Limits(
-            max(self.bytes_per_second, other.bytes_per_second), max(self.products_per_second, other.products_per_second)
-        )
 
 
 @dataclass(frozen=True)
