@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.bench.cases import Case, Limits, ModelSize, measure_model, needs_of
+from forge.bench.cases import BLOCK_SIZE, Case, Limits, ModelSize, measure_model, needs_of
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found
@@ -209,7 +209,7 @@ def _made_up(quantization: str) -> Iterator[Path]:
 
 def _measure_model(path: Path, threads: int | None, on_progress: Progress) -> Measured:
     from forge.backends.cpu.backend import CpuBackend
-    from forge.bench.forge_worker import BLOCK_SIZE, batch_of
+    from forge.bench.forge_worker import batch_of
     from forge.llm import LLM
     from forge.model.catalog import model_name
     from forge.model.qwen3 import Qwen3
