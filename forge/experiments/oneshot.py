@@ -1,4 +1,4 @@
-"""8. Not every request has a long life: judge, classify, score, embed.
+"""8. Prefill-only requests: judge, classify, score, embed.
 
 [dim]forge oneshot --only run --requests 64[/dim]
 """
