@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.text import Text
 
-from forge.bench.server_process import ServerProcess
 from forge.book.source_code import excerpt
 from forge.errors import ForgeError
+from forge.server.server_process import ServerProcess
 from forge.trace.explain import explain_admission, explain_finish
 from forge.trace.records import ItemRecord, StepRecord
 from forge.views.figures import count, ms, plural

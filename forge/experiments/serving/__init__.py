@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.bench.server_process import ServerProcess
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found
@@ -25,6 +24,7 @@ from forge.cli.serve import require_server
 from forge.cli.watch import steps_of
 from forge.errors import ForgeError, UsageError
 from forge.experiments.serving.clients import Crowd, Crowded, Visit, visit_all
+from forge.server.server_process import ServerProcess
 from forge.trace.totals import percentile
 from forge.views.bench import BenchProgress
 from forge.views.charts import sparkline
