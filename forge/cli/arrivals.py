@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Self
 
 import typer
 
-from forge.cli.running import INTERRUPTED, interruption, run_label
+from forge.cli.running import INTERRUPTED, forget_prefixes, interruption, run_label
+from forge.views.summary import RunsResult
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from forge.llm import LLM, Prompt, Run
     from forge.trace.records import StepRecord
     from forge.views.blocks import BlockScreen
-    from forge.views.summary import RunsResult
+    from forge.views.cache_figures import CacheFigures
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,11 @@ def drive_arrivals(
     arrivals: Sequence[Arrival],
     on_step: "Callable[[StepRecord], None]" = lambda record: None,
     keep_logits: bool = False,
-) -> "RunsResult":
+) -> RunsResult:
     """Run all requests to their ends, or to Ctrl-C, handing on every step as it happens.
 
     `arrivals` are in the order of their steps. `keep_logits` keeps those of every token, for comparing.
     """
-    from forge.views.summary import RunsResult
-
     records: list[StepRecord] = []
     runs: list[Run] = []
     logits: dict[int, list[np.ndarray]] = {}
@@ -75,10 +76,9 @@ def drive_arrivals(
 
 def watch_arrivals(
     llm: "LLM", arrivals: Sequence[Arrival], screen: "BlockScreen", pace: float, quiet: bool
-) -> "RunsResult":
+) -> RunsResult:
     """The same with its blocks on the terminal, unless `quiet`, and remembered in `screen`."""
     from forge.views.blocks import SilentBlocks, watch_blocks
-    from forge.views.terminal import open_console
 
     llm.engine.report_blocks = True
     screen.since = llm.engine.cache.stats()
@@ -89,7 +89,41 @@ def watch_arrivals(
         llm.engine.report_blocks = False
 
 
-def whole(result: "RunsResult") -> "RunsResult":
+TIMES = 3
+"""How often a run is timed; the fastest counts."""
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """Arrivals that were watched once and then timed."""
+
+    screen: "BlockScreen"
+    """What was to be seen of them."""
+    watched: RunsResult
+    timed: RunsResult
+    """The same without a view."""
+
+    @classmethod
+    def of(cls, llm: "LLM", arrivals: Sequence[Arrival], question: str, pace: float, quiet: bool) -> Self:
+        """Watch, which warms up, and then time. Each run begins with an empty prefix index."""
+        from forge.views.blocks import BlockScreen
+
+        screen, timed = BlockScreen(question), []
+        forget_prefixes(llm)
+        watched = watch_arrivals(llm, arrivals, screen, pace, quiet)
+        for _ in range(TIMES):
+            forget_prefixes(llm)
+            timed.append(whole(drive_arrivals(llm, arrivals)))
+        return cls(screen, watched, min(timed, key=lambda result: result.seconds))
+
+    @cached_property
+    def figures(self) -> "CacheFigures":
+        from forge.views.cache_figures import CacheFigures
+
+        return CacheFigures.of(self.watched.records, self.watched.outputs)
+
+
+def whole(result: RunsResult) -> RunsResult:
     """A result that Ctrl-C did not cut short: half an experiment says nothing, so that ends the command."""
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)

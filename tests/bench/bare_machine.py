@@ -31,7 +31,7 @@ def refused_packages(*also: str) -> set[str]:
 
 
 def bare_environment(refused_imports: Path | None = None, also: tuple[str, ...] = ()) -> dict[str, str]:
-    """Variables that make a Python process such a machine. refused_imports: a file for what forge looks for in vain.
+    """Variables that make a Python process such a machine. refused_imports: a file for the imports that failed.
 
     also: packages that it has too."""
     paths = f"{ROOT / 'tests/bench/bare'}:{ROOT}"

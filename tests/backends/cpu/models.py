@@ -59,11 +59,11 @@ def memory_tensor(name: str, ggml_type: GGMLType | str, data: np.ndarray) -> Mem
     return MemoryTensor(name, tuple(new.element_shape()), ggml_type, new.encoded())
 
 
-class TeamBackend(CpuBackend):
+class ThreadedBackend(CpuBackend):
     """`cpu`, with all of its threads at work however small the model, which would run on one of them otherwise."""
 
-    def _runs_alone(self, program, batch) -> bool:
-        assert hasattr(CpuBackend, "_runs_alone"), "this overrides nothing any more"
+    def _runs_single_threaded(self, program, batch) -> bool:
+        assert hasattr(CpuBackend, "_runs_single_threaded"), "this overrides nothing any more"
         return False
 
 
