@@ -67,8 +67,8 @@ QWEN3_CHAT_TEMPLATE = """\
         {%- for call in message.tool_calls or [] -%}
             {%- set call = call.function or call -%}
             {%- set arguments = call.arguments if call.arguments is string else call.arguments | tojson -%}
-            {%- set one = '<tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": ' ~ arguments ~ '}\\n</tool_call>' -%}
-            {%- set calls.text = calls.text ~ calls.before ~ one -%}
+            {%- set json = '{"name": "' ~ call.name ~ '", "arguments": ' ~ arguments ~ '}' -%}
+            {%- set calls.text = calls.text ~ calls.before ~ '<tool_call>\\n' ~ json ~ '\\n</tool_call>' -%}
             {%- set calls.before = '\\n' -%}
         {%- endfor -%}
         {%- if loop.index0 > turns.question and (loop.last or thinking) -%}
