@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from forge import LLM
 
@@ -91,6 +91,8 @@ def test_langchain_embeddings_are_the_librarys(langchain, langchain_options, lib
 class Weather(BaseModel):
     """The weather of a place."""
 
+    model_config = ConfigDict(extra="forbid")  # random weights would add properties without end
+
     city: str = Field(max_length=4)
     day: Literal["today", "tomorrow"]
 
@@ -152,7 +154,7 @@ def instructor():
     return pytest.importorskip("instructor", reason="needs instructor: pip install instructor")
 
 
-@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
 def test_instructor_gives_pydantic_objects(instructor, roomy_client, mode):
     client = instructor.from_openai(roomy_client, mode=getattr(instructor.Mode, mode))
     asked = {"model": "small", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 300}
