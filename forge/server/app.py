@@ -70,7 +70,9 @@ class Service:
         self.draining = Draining()
         names = tuple(dict.fromkeys((*settings.model_names, ready.model_name)))
         self.tokenizer = ready.tokenizer()
-        self.reader = RequestReader(self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits)
+        self.reader = RequestReader(
+            self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits, ready.default_sampling
+        )
         self.metrics = Metrics(names[0], ready.max_model_len, ready.num_blocks, ready.block_size)
         client.on_step = self.metrics.take_step
         client.on_death = self.metrics.take_failures

@@ -1,0 +1,196 @@
+"""6. One decision per iteration: requests together, static and continuous.
+
+[dim]forge batching --only run --requests 32[/dim]
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge.bench.engine import Measured, identical, measure_all, speed_up
+from forge.bench.workload import Range, Workload, make_workload
+from forge.cli import options
+from forge.cli.bugs import BugOption, run_bug
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found, load_model, run_label
+from forge.views.bench import BenchProgress
+from forge.views.charts import bar
+from forge.views.figures import count, ms, percent, rate, times
+from forge.views.json_output import as_object
+from forge.views.many import identity_text, workload_text
+from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.report import Report
+from forge.views.serving import totals_object
+from forge.views.summary import RunLabel
+from forge.views.terminal import new_table, open_error_console, print_table
+
+if TYPE_CHECKING:
+    from forge.bench.engine import How
+
+_WORKLOAD = "Requests"
+BATCHES = (1, 4, 16)
+TURNS = 3
+"""Of each way; the one in the middle is shown."""
+QUESTION = "What does it buy to run requests together, and who pays?"
+_BAR = 14
+_WIDE = 94
+"""Columns from which on there is room for a bar."""
+
+
+def batching(
+    ctx: typer.Context,
+    requests: Annotated[
+        int, typer.Option("--requests", "-n", help="How many requests.", rich_help_panel=_WORKLOAD)
+    ] = 32,
+    prompt_tokens: options.PromptTokensOption = "16",
+    max_tokens: options.OutputTokensOption = "8:64",
+    seed: options.WorkloadSeedOption = 0,
+    model: options.ModelOption = "tales",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    bug: BugOption = None,
+    json: options.JsonOption = False,
+) -> Found:
+    if bug is not None:
+        return run_bug("batching", bug, device, threads, json)
+    if reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    loading = options.model_options(device=device, threads=threads)
+    report = measure_ways(model, loading, (requests, prompt_tokens, max_tokens, seed), ways_of(BATCHES), TURNS)
+    return report.as_json() if json else report
+
+
+def ways_of(batches: Sequence[int]) -> "list[tuple[How, int]]":
+    """One at a time, then each size static and continuous."""
+    larger = [batch for batch in batches if batch > 1]
+    ways: list[tuple[How, int]] = [("continuous", 1)]
+    for batch in larger:
+        ways += [("static", batch), ("continuous", batch)]
+    return ways
+
+
+def measure_ways(
+    model: str,
+    loading: dict,
+    asked: tuple[int, str, str, int],
+    ways: "Sequence[tuple[How, int]]",
+    turns: int,
+) -> Report:
+    """Load the model, run the workload that `asked` describes (requests, prompt tokens, output tokens, seed) in every
+    way, and report."""
+    number, prompt_tokens, max_tokens, seed = asked
+    prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
+    output_range = Range.parse(max_tokens, "--max-tokens")
+    llm = load_model(model, **({"kv": "paged"} | loading))
+    workload = make_workload(llm.tokenizer, number, prompt_range, output_range, seed=seed)
+    with BenchProgress(open_error_console()) as progress:
+        measured = measure_all(llm, workload, ways, turns, progress)
+    label = run_label(llm)
+    return Report(
+        batching_object(label, workload, measured),
+        lambda console: print_batching(console, label, workload, measured),
+        0 if identical(measured) else 1,
+    )
+
+
+def way_name(one: Measured) -> str:
+    """How facts name it: `sequential`, `static_4`, `continuous_16`."""
+    return one.how if one.how == "sequential" else f"{one.how}_{one.batch}"
+
+
+def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> dict[str, Any]:
+    """The experiment as facts: one object per way, under its name."""
+    return {
+        **as_object(label),
+        "requests": len(workload.requests),
+        "prompt_tokens": sum(len(request.prompt_token_ids) for request in workload.requests),
+        "max_output_tokens": workload.output_tokens,
+        "identical": identical(measured),
+        **{way_name(one): _way_object(one, measured[0]) for one in measured},
+    }
+
+
+def _way_object(one: Measured, first: Measured) -> dict[str, Any]:
+    found = as_object(one, "tokens_per_second", "ms_per_request", without=("totals", "tokens"))
+    return found | {"speed_up": speed_up(one, first), "totals": totals_object(one.totals)}
+
+
+def print_batching(console: Console, label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> None:
+    """The table, what it shows, and whether the tokens are the same."""
+    console.print(Text(QUESTION, TITLE))
+    console.print(Text(f"{label} · {workload_text(workload)}{turns_text(measured)}", QUIET))
+    console.print()
+    print_table(console, ways_table(measured, console.width))
+    console.print()
+    for sentence in batching_sentences(measured):
+        console.print(Text(sentence))
+    console.print(identity_text(measured))
+
+
+def turns_text(measured: Sequence[Measured]) -> str:
+    turns = len(measured[0].all_seconds)
+    return "" if turns == 1 else f", median of {turns} turns"
+
+
+def ways_table(measured: Sequence[Measured], width: int) -> Table:
+    figures = ("tok/s", "", "ms/req", "TTFT", "TPOT", "e2e", "e2e p99")
+    table = new_table("at once", *figures, last="" if width >= _WIDE else None)
+    most = max(one.tokens_per_second for one in measured)
+    for one in measured:
+        totals = one.totals
+        row: list[Text | str] = [
+            Text(f"{one.batch} {one.how}" if one.how != "sequential" else "sequential"),
+            rate(one.tokens_per_second),
+            times(speed_up(one, measured[0])),
+            ms(one.ms_per_request),
+            ms(totals.first_token.p50 if totals.first_token else None),
+            ms(totals.per_token.p50 if totals.per_token else None),
+            ms(totals.end_to_end.p50 if totals.end_to_end else None),
+            ms(totals.end_to_end.p99 if totals.end_to_end else None),
+        ]
+        if width >= _WIDE:
+            row.append(Text(bar(one.tokens_per_second, most, _BAR), ACCENT))
+        table.add_row(*row)
+    return table
+
+
+def batching_sentences(measured: Sequence[Measured]) -> list[str]:
+    """What the table shows, as measured."""
+    first, best = measured[0], max(measured, key=lambda one: one.tokens_per_second)
+    said = [
+        "ms/req: the whole time by the number of requests. TTFT, TPOT, end to end: medians, from the request's arrival."
+    ]
+    if best is not first:
+        said.append(
+            f"{best.batch} at once, {best.how}: {times(speed_up(best, first))} the tokens per second of "
+            f"{_phrase(first)}, while a token takes {ms(_per_token(best))} ms instead of {ms(_per_token(first))}."
+        )
+    pairs = {(one.how, one.batch): one for one in measured}
+    for one in measured:
+        if one.how == "speculative":
+            exact = "exact" if identical([first, one]) else "not exact"
+            rate_text = "nothing was proposed" if one.acceptance is None else f"{percent(one.acceptance)} accepted"
+            said.append(f"{one.batch} speculative: {rate_text}, {count(one.totals.num_steps)} steps, {exact}.")
+    for one in measured:
+        static = pairs.get(("static", one.batch))
+        if one.how == "continuous" and static is not None and one.batch == best.batch:
+            said.append(
+                f"Of {one.batch} slots, {static.totals.batch[0]:.1f} are busy on average in static batches, "
+                f"{one.totals.batch[0]:.1f} with continuous batching: {count(static.totals.num_steps)} "
+                f"steps become {count(one.totals.num_steps)}."
+            )
+    return said
+
+
+def _phrase(one: Measured) -> str:
+    return "one request after another" if one.how == "sequential" or one.batch == 1 else f"{one.batch}, {one.how}"
+
+
+def _per_token(one: Measured) -> float | None:
+    return one.totals.per_token.p50 if one.totals.per_token else None

@@ -1,0 +1,448 @@
+"""10. The same prompt on a GPU: launches, graphs, bandwidth.
+
+[dim]forge cuda --only run "Once upon a time" 32[/dim]
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from json import JSONDecodeError, loads
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge.cli import options
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found, drive, exit_status, load_model, run_label
+from forge.errors import UsageError
+from forge.experiments.cuda.plan import H200, SHAPE, Limits, PlannedStep, planned_steps
+from forge.views.figures import NOTHING, count, ms, plural, rate, size, times
+from forge.views.forwards import spaced
+from forge.views.json_output import as_object, to_json
+from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.report import Report
+from forge.views.summary import Forward, RunResult
+from forge.views.terminal import new_table, print_table
+from forge.views.text import one_line
+
+if TYPE_CHECKING:
+    from forge.backends.cuda.backend import CudaBackend
+
+LIMIT_BYTES, LIMIT_SECONDS = 1 << 30, 0.3
+"""How much of the GPU's limits is measured here: enough for a picture. `forge bench cuda` measures them well."""
+WARM_RUNS = 2
+"""Before the one that counts: kernels are compiled, then graphs captured."""
+RECORDED = Path(__file__).with_name("recorded_run.json")
+"""What a machine with a GPU measured, if any has."""
+QUESTION = "The same prompt on a GPU: what does a forward wait for there?"
+LEADS_ON = "Many sequences share one pass over the weights:\n  forge bench cuda --only decode1@160,decode16@160"
+COMPUTED = (
+    "There is no GPU here, and no run on one has been recorded: nothing below was measured. It is worked out from the "
+    f"sizes of {SHAPE} in bfloat16 and the published limits of an {H200.device}."
+)
+ROWS = 10
+HEIGHT, LEFT = 12, 11
+DRAWN = {"decode1@160": "1", "decode16@160": "2", "decode64@160": "3", "prefill512": "p"}
+"""Planned steps in the roofline picture, and their characters there."""
+Source = Literal["measured", "recorded"]
+
+
+def cuda(
+    ctx: typer.Context,
+    prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
+    max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
+    model: options.ModelOption = "tales",
+    threads: options.ThreadsOption = None,
+    kernels: Annotated[
+        str | None,
+        typer.Option("--kernels", help="triton, or torch: every operation by itself.", rich_help_panel="Model"),
+    ] = None,
+    graphs: Annotated[
+        bool,
+        typer.Option("--graphs/--no-graphs", help="Run with captured graphs too.", rich_help_panel="Model"),
+    ] = True,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record",
+            help="Save what was measured, for machines without a GPU.",
+            dir_okay=False,
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    json: options.JsonOption = False,
+) -> Found:
+    if record is None and reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    from forge.backends.devices import check_device, why_not_cuda
+
+    check_device("cuda", kernels=kernels)
+    reason = why_not_cuda()
+    if reason is not None and record is not None:
+        raise UsageError(reason.replace("--device cuda", "forge cuda --record").replace(": use --device cpu", ""))
+    if reason is not None:
+        report = _report(_recorded())
+    else:
+        report = _measure(prompt, max_tokens, model, threads, kernels, graphs)
+        if record is not None:
+            _save(report, record)
+    return report.as_json() if json else report
+
+
+def _report(measured: "Measured | None", *results: RunResult) -> Report:
+    from forge.model.synth import SHAPES
+
+    steps = planned_steps(SHAPES[SHAPE])
+    return Report(
+        cuda_object(measured, steps), lambda console: print_cuda(console, measured, steps), exit_status(*results)
+    )
+
+
+def _measure(
+    prompt: str, max_tokens: int, model: str, threads: int | None, kernels: str | None, graphs: bool
+) -> Report:
+    from forge.bench.cuda_limits_worker import measure
+    from forge.model.qwen3 import Qwen3
+
+    text = options.read_prompt(prompt)
+    params = options.sampling_params(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    on_cpu = load_model(model, kv="basic", device="cpu", **options.model_options(threads=threads))
+    results = [("cpu", "c", _warm_run(on_cpu, text, params))]
+    on_gpu = load_model(model, kv="basic", device="cuda", **options.model_options(kernels=kernels))
+    assert isinstance(on_gpu.model, Qwen3)
+    backend = cast("CudaBackend", on_gpu.model.backend)
+    by_itself = "cuda, torch" if kernels == "torch" else "cuda, kernel by kernel"
+    for name, mark, captured in ((by_itself, "k", False), ("cuda, graphs", "g", True)):
+        if captured and not (graphs and backend.can_capture):
+            continue
+        backend.uses_graphs = captured
+        results.append((name, mark, _warm_run(on_gpu, text, params)))
+    found = measure(LIMIT_BYTES, LIMIT_SECONDS)
+    matrices = backend.matrices
+    measured = Measured(
+        str(run_label(on_gpu)),
+        tuple(DeviceRun.of(*each) for each in results),
+        Work(sum(m.read_bytes for m in matrices), sum(m.rows * m.columns for m in matrices)),
+        Limits(found["device"], found["read_bytes_per_second"], 2 * found["products_per_second"]),
+        date.today().isoformat(),
+    )
+    return _report(measured, *(result for _, _, result in results))
+
+
+def _warm_run(llm, text: str, params) -> RunResult:
+    """The run, once everything is compiled and captured. As tokens are asked for their probabilities, no step is
+    launched before the one ahead of it was read, and each forward's time is its own."""
+    for _ in range(WARM_RUNS + 1):
+        result = drive(llm, llm.start([text], params), params, lambda record: None)
+        if result.interrupted:
+            break
+    return result
+
+
+def _recorded() -> "Measured | None":
+    """The run that comes with forge, if one does. Raises `UsageError` if it cannot be read."""
+    if not RECORDED.exists():
+        return None
+    try:
+        return measured_from(loads(RECORDED.read_text(encoding="utf-8")))
+    except (JSONDecodeError, KeyError, TypeError) as error:
+        raise UsageError(f"{RECORDED} is no run that forge cuda --record wrote: {error}") from None
+
+
+def _save(report: Report, path: Path) -> None:
+    """Raises `UsageError` where the file cannot be written."""
+    try:
+        path.write_text(to_json(report.facts) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+
+
+@dataclass(frozen=True)
+class DeviceRun:
+    """One way of running the prompt."""
+
+    name: str
+    """`cpu`, `cuda, kernel by kernel`, `cuda, graphs`."""
+    mark: str
+    """Its character in the roofline picture."""
+    forwards: tuple[Forward, ...]
+    token_ids: tuple[int, ...]
+    modes: tuple[str, ...] = ()
+    """How each forward was launched, where the device says: `graph` or `eager`."""
+
+    @classmethod
+    def of(cls, name: str, mark: str, result: RunResult) -> "DeviceRun":
+        launched = [record.execution.mode for record in result.records if record.execution is not None]
+        return cls(name, mark, result.forwards, tuple(result.output.outputs[0].token_ids), tuple(launched))
+
+    @property
+    def decode_ms(self) -> float | None:
+        """The median forward of one token."""
+        decodes = sorted(forward.ms for forward in self.forwards if forward.phase == "decode")
+        return decodes[len(decodes) // 2] if decodes else None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a forward of this model has to do: to read all weights once, and to multiply them by every row."""
+
+    weight_bytes: int
+    weights: int
+
+    def intensity(self, rows: int) -> float:
+        """Operations per byte read."""
+        return 2 * self.weights * rows / self.weight_bytes
+
+    def operations(self, rows: int) -> int:
+        return 2 * self.weights * rows
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Runs of one prompt, on a GPU whose limits were measured beside them."""
+
+    model: str
+    runs: tuple[DeviceRun, ...]
+    work: Work
+    limits: Limits
+    on: str
+    """The day, as 2026-11-20."""
+    source: Source = "measured"
+
+    @property
+    def floor_ms(self) -> float:
+        """What reading the weights once takes."""
+        return self.work.weight_bytes / self.limits.bytes_per_second * 1e3
+
+
+@dataclass(frozen=True)
+class Point:
+    """Something in the roofline picture."""
+
+    mark: str
+    name: str
+    intensity: float
+    """Operations per byte."""
+    operations_per_second: float
+
+
+def print_cuda(console: Console, measured: Measured | None, steps: Sequence[PlannedStep]) -> None:
+    """The whole experiment: per-forward times side by side, what graphs are worth, the roofline; or what is planned."""
+    console.print(Text(QUESTION, TITLE))
+    if measured is None:
+        _print_computed(console, steps)
+    else:
+        _print_measured(console, measured)
+    console.print()
+    console.print(Text(LEADS_ON, ACCENT))
+
+
+def _print_measured(console: Console, measured: Measured) -> None:
+    console.print(Text(f"{measured.limits.device}; {one_line(measured.model)}", QUIET))
+    if measured.source == "recorded":
+        console.print(Text(f"A recorded run, of {measured.on}: there is no GPU here.", ACCENT))
+    console.print()
+    print_table(console, _forward_table(measured.runs))
+    console.print()
+    for sentence in sentences(measured):
+        console.print(sentence)
+    console.print()
+    for line in roofline_lines(_points(measured), measured.limits, console.width):
+        console.print(line)
+
+
+def _print_computed(console: Console, steps: Sequence[PlannedStep]) -> None:
+    console.print(Text(COMPUTED, ACCENT))
+    console.print()
+    print_table(console, _step_table(steps))
+    console.print()
+    for sentence in planned_sentences(steps):
+        console.print(sentence)
+    console.print()
+    drawn = [
+        Point(DRAWN[step.name], step.title, step.intensity, step.operations / step.floor_ms(H200) * 1e3)
+        for step in steps
+        if step.name in DRAWN
+    ]
+    for line in roofline_lines(drawn, H200, console.width):
+        console.print(line)
+
+
+def cuda_object(measured: Measured | None, steps: Sequence[PlannedStep]) -> dict[str, Any]:
+    """The same for programs; nothing rounded. `runs` is empty where nothing was measured or recorded."""
+    limits = H200 if measured is None else measured.limits
+    found: dict[str, Any] = {
+        "source": "computed" if measured is None else measured.source,
+        "on": None if measured is None else measured.on,
+        "model": SHAPE if measured is None else measured.model,
+        **as_object(limits),
+        "weight_bytes": None if measured is None else measured.work.weight_bytes,
+        "weights": None if measured is None else measured.work.weights,
+        "floor_ms": None if measured is None else measured.floor_ms,
+        "runs": [] if measured is None else [_run_object(run) for run in measured.runs],
+    }
+    return found | {"published": H200.device, "steps": {_key(step): _step_object(step) for step in steps}}
+
+
+def measured_from(found: Mapping[str, Any]) -> Measured:
+    """What `cuda_object` made an object of, as a recorded run. Raises `KeyError` or `TypeError` for anything else."""
+    return Measured(
+        found["model"],
+        tuple(
+            DeviceRun(
+                run["name"],
+                run["mark"],
+                tuple(Forward(n, *forward) for n, forward in enumerate(run["forwards"], start=1)),
+                tuple(run["token_ids"]),
+                tuple(run["modes"]),
+            )
+            for run in found["runs"]
+        ),
+        Work(found["weight_bytes"], found["weights"]),
+        Limits(found["device"], found["bytes_per_second"], found["operations_per_second"]),
+        found["on"],
+        "recorded",
+    )
+
+
+def _run_object(run: DeviceRun) -> dict[str, Any]:
+    return as_object(run, without=("forwards",)) | {
+        "median_decode_ms": run.decode_ms,
+        "forward_ms": [forward.ms for forward in run.forwards],
+        "forwards": [[forward.phase, forward.tokens, forward.ms] for forward in run.forwards],
+    }
+
+
+def _key(step: PlannedStep) -> str:
+    """`decode1@160` as a name that a chapter's text can ask for: `decode1_160`."""
+    return step.name.replace("@", "_")
+
+
+def _step_object(step: PlannedStep) -> dict[str, Any]:
+    found = as_object(step, "intensity", "num_launches", without=("name",))
+    return found | {"floor_ms": step.floor_ms(H200), "bound": _bound(step)}
+
+
+def sentences(measured: Measured) -> list[str]:
+    """What the table says, in words and figures."""
+    middles = {run.name: run.decode_ms for run in measured.runs}
+    said = [f"{name}: {ms(value)} ms per decode at the median" for name, value in middles.items() if value]
+    said.append(
+        f"Reading every weight once takes {ms(measured.floor_ms)} ms at the bandwidth that was measured; no decode is "
+        "faster."
+    )
+    eager, graphs = (next((run.decode_ms for run in measured.runs if run.mark == mark), None) for mark in "kg")
+    if eager and graphs:
+        said.append(f"Launching a step as one graph instead of kernel by kernel: {times(eager / graphs)} as fast.")
+    said.append(_agreement(measured.runs))
+    return said
+
+
+def planned_sentences(steps: Sequence[PlannedStep]) -> list[str]:
+    """What the table of planned steps says."""
+    by_name = {step.name: step for step in steps}
+    one, many = by_name["decode1@160"], by_name["decode64@160"]
+    said = [
+        f"A decode of one row reads {size(one.bytes)}: {one.floor_ms(H200):.2f} ms at the published bandwidth, and no "
+        "decode can be faster.",
+        f"{many.rows} rows read the same weights: {many.floor_ms(H200):.2f} ms for {many.rows} tokens, not for one.",
+    ]
+    if one.launches is None:
+        return [*said, "Which kernels a step launches is asked of torch and Triton, which are not installed here."]
+    listed = ", ".join(f"{times_} {name}" for name, times_ in one.launches.items())
+    said.append(f"It is {one.num_launches} launches kernel by kernel: {listed}. As a graph it is one.")
+    return said
+
+
+def roofline_lines(points: Sequence[Point], limits: Limits, width: int) -> list[Text]:
+    """Operations per second over operations per byte, both logarithmic (Williams, Waterman and Patterson 2009).
+
+    The roof is the lower of two limits: bandwidth times intensity, and the rate of multiplication.
+    """
+    ridge = limits.operations_per_second / limits.bytes_per_second
+    x_low = math.log10(min(1.0, *(point.intensity for point in points)))
+    x_high = math.log10(max(ridge * 4, *(point.intensity for point in points)))
+    y_high = math.log10(limits.operations_per_second)
+    y_low = min(math.floor(math.log10(min(point.operations_per_second for point in points))), y_high - 1)
+    columns = max(20, width - LEFT)
+    grid = [[" "] * columns for _ in range(HEIGHT)]
+
+    def row_of(y: float) -> int:
+        return min(HEIGHT - 1, max(0, round((y_high - math.log10(y)) / (y_high - y_low) * (HEIGHT - 1))))
+
+    for column in range(columns):
+        x = 10 ** (x_low + (x_high - x_low) * column / (columns - 1))
+        limit = min(limits.operations_per_second, x * limits.bytes_per_second)
+        if math.log10(limit) >= y_low:
+            grid[row_of(limit)][column] = "─" if x >= ridge else "╱"
+    for point in points:
+        column = round((math.log10(point.intensity) - x_low) / (x_high - x_low) * (columns - 1))
+        grid[row_of(point.operations_per_second)][column] = point.mark
+    labels = {0: _operations(10**y_high), HEIGHT - 1: _operations(10**y_low)}
+    lines = [Text(f"{labels.get(row, ''):>{LEFT - 2}} │{''.join(cells)}".rstrip()) for row, cells in enumerate(grid)]
+    scale = f"{10**x_low:.1g}".ljust(columns - 8) + f"{10**x_high:,.0f}".rjust(8)
+    marks = "   ".join(f"{mark} {name}" for mark, name in {point.mark: point.name for point in points}.items())
+    below = Text("operations per byte read", QUIET)
+    return [*lines, Text(" " * (LEFT - 1) + "└" + scale), below, Text(marks, QUIET)]
+
+
+def _points(measured: Measured) -> list[Point]:
+    """The prefill and the median decode of each run."""
+    found = []
+    for run in measured.runs:
+        prefills = [(f.tokens, f.ms) for f in run.forwards if f.phase == "prefill" and f.ms > 0]
+        for rows, milliseconds in prefills[:1] + ([(1, run.decode_ms)] if run.decode_ms else []):
+            per_second = measured.work.operations(rows) / (milliseconds / 1e3)
+            found.append(Point(run.mark, run.name, measured.work.intensity(rows), per_second))
+    return found
+
+
+def _step_table(steps: Sequence[PlannedStep]) -> Table:
+    table = new_table("step", "kernels", "reads", "floor, ms", "bound by")
+    for step in steps:
+        launches = NOTHING if step.num_launches is None else count(step.num_launches)
+        table.add_row(step.title, launches, size(step.bytes), f"{step.floor_ms(H200):.2f}", _bound(step))
+    return table
+
+
+def _bound(step: PlannedStep) -> str:
+    return "memory" if step.is_bound_by_memory(H200) else "arithmetic"
+
+
+def _forward_table(runs: Sequence[DeviceRun]) -> Table:
+    table = new_table("ms per forward", *(run.name for run in runs))
+    shown = spaced(runs[0].forwards, ROWS)
+    for forward in shown:
+        index = forward.number - 1
+        table.add_row(f"{forward.phase} {plural(forward.tokens, 'token')}", *(_cell(run, index) for run in runs))
+    return table
+
+
+def _cell(run: DeviceRun, index: int) -> str:
+    if index >= len(run.forwards):
+        return ""
+    mode = run.modes[index] if index < len(run.modes) else ""
+    return f"{ms(run.forwards[index].ms)} {mode}".rstrip()
+
+
+def _agreement(runs: Sequence[DeviceRun]) -> str:
+    """Whether the runs said the same. They need not: their sums are added in other orders, in other precisions."""
+    shortest = min(len(run.token_ids) for run in runs)
+    for position in range(shortest):
+        if len({run.token_ids[position] for run in runs}) > 1:
+            return f"The texts agree in their first {plural(position, 'token')}, then a near tie fell the other way."
+    return f"All {len(runs)} runs chose the same {plural(shortest, 'token')}."
+
+
+def _operations(value: float) -> str:
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= limit:
+            return f"{rate(value / limit)} {unit}/s"
+    return f"{value:.0f} /s"

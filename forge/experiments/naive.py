@@ -1,0 +1,236 @@
+"""1. A forward pass, token by token, and where its time goes.
+
+[dim]forge naive --only run "Once upon a time" 32[/dim]
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from forge.cli import options
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found, Watch, drive, exit_status, load_model, run_label, warm_up
+from forge.views.charts import bar, sparkline
+from forge.views.figures import count, ms, percent, plural
+from forge.views.forwards import chart_rows, chart_scale, spaced
+from forge.views.generation import sample_texts, watching
+from forge.views.json_output import climb_object, run_object
+from forge.views.metrics import chart_heading, metrics_lines
+from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.report import Report
+from forge.views.summary import Forward, RunResult
+from forge.views.terminal import new_table, open_console, print_lines, print_table
+
+if TYPE_CHECKING:
+    from forge.model.backend import OperationTime
+
+MAX_TOKENS = 128
+"""Enough for the climb to be more than the machine's unrest."""
+QUESTION = "Why does every token cost more than the one before it?"
+LEADS_ON = "Keeping keys and values saves the repeated work. Both in one picture:\n  forge compare --kv off vs on"
+ROWS = 12
+_BAR = 28
+
+
+def naive(
+    ctx: typer.Context,
+    prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
+    max_tokens: options.MaxTokens = MAX_TOKENS,
+    model: options.ModelOption = "tales",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    trace: options.TraceOption = None,
+    step: options.StepOption = False,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    json: options.JsonOption = False,
+) -> Found:
+    watch = Watch(trace, step)
+    if not watch.is_on and reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    report = _measure(prompt, max_tokens, model, options.model_options(device=device, threads=threads), watch)
+    return report.as_json() if json else report
+
+
+def _measure(prompt: str, max_tokens: int, model: str, loading: dict, watch: Watch) -> Report:
+    text = options.read_prompt(prompt)
+    params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True)
+    llm = load_model(model, kv="off", **loading)
+    warm_up(llm, text)
+    with watching(open_console(), run_label(llm), text) as view:
+        result = drive(llm, llm.start([text], params), params, view.step, watch)
+    if not result.interrupted:  # once more, with a clock around every operation, which takes time of its own
+        llm.time_operations()
+        with watching(open_console(), run_label(llm), text) as view:
+            drive(llm, llm.start([text], params), params, view.step)
+    operations = llm.operation_times()
+    facts = naive_object(result, operations, llm.tokenizer.token_text)
+    return Report(facts, lambda console: print_naive(console, result, operations, text), exit_status(result))
+
+
+@dataclass(frozen=True)
+class Share:
+    """An operation or a layer, with its part of the time of all."""
+
+    name: str
+    ms: float
+    calls: int
+    share: float
+
+
+def naive_object(result: RunResult, operations: "Sequence[OperationTime]", token_text) -> dict[str, Any]:
+    """The experiment as facts: the run, its slope, what was computed again, and where the time went."""
+    shares = shares_by_operation(operations)
+    layers = [share for share in shares_by_layer(operations) if share.name != "outside"]
+    new = distinct_tokens(result)
+    return run_object(result, token_text) | {
+        "num_forwards": len(result.forwards),
+        "prompt_tokens": len(result.output.prompt_token_ids),
+        "distinct_tokens": new,
+        "repeated_share": 1 - new / result.tokens_computed if result.tokens_computed else None,
+        **climb_object(result.forwards),
+        "slope_ms": slope(result.forwards),
+        "matrices_share": matrices_share(shares),
+        "attention_share": attention_share(shares),
+        "layers_share": sum(layer.share for layer in layers),
+        "operations": [{"operation": s.name, "ms": s.ms, "calls": s.calls, "share": s.share} for s in shares],
+        "layers": [{"layer": int(layer.name), "ms": layer.ms, "share": layer.share} for layer in layers],
+    }
+
+
+def print_naive(console: Console, result: RunResult, operations: "Sequence[OperationTime]", prompt: str) -> None:
+    """The whole experiment: the text, the climbing chart, time by operation, time by layer."""
+    width = console.width
+    print_lines(console, [Text(QUESTION, TITLE), Text("")])
+    print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
+    print_lines(console, [Text(""), chart_heading(result.label, width), *_climb(result, width), Text("")])
+    print_lines(console, [Text(sentence) for sentence in climb_sentences(result)])
+    print_lines(console, [Text(""), *metrics_lines(result, width)])
+    if operations:
+        console.print()
+        _print_operations(console, operations)
+        _print_layers(console, operations)
+    print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+
+
+def climb_sentences(result: RunResult) -> list[str]:
+    """What the chart shows, in figures of this run."""
+    forwards = result.forwards
+    if len(forwards) < 3:
+        return ["Too few forwards to see a slope: ask for more tokens."]
+    second, last = forwards[1], forwards[-1]
+    new, total, rise = distinct_tokens(result), result.tokens_computed, slope(forwards)
+    rising = f" Each token in the sequence adds {rise:.3f} ms to every forward after it." if rise and rise > 0 else ""
+    return [
+        f"Forward {second.number} computed {plural(second.tokens, 'token')} in {ms(second.ms)} ms, forward "
+        f"{last.number} computed {count(last.tokens)} in {ms(last.ms)} ms: {last.ms / second.ms:.1f} times as long, "
+        f"for one new token each.{rising}",
+        f"{count(total)} tokens went through the model where {count(new)} different ones exist: "
+        f"{percent((total - new) / total)} of the work had been done before.",
+    ]
+
+
+def shares_by_operation(operations: "Iterable[OperationTime]") -> list[Share]:
+    """All layers together, longest first."""
+    return sorted(_shares((entry.operation, entry) for entry in operations), key=lambda share: -share.ms)
+
+
+def shares_by_layer(operations: "Iterable[OperationTime]") -> list[Share]:
+    """Layer by layer in order, what lies outside the layers last."""
+    ordered = sorted(operations, key=lambda entry: entry.layer if entry.layer >= 0 else 1 << 30)
+    return _shares((str(entry.layer) if entry.layer >= 0 else "outside", entry) for entry in ordered)
+
+
+def _shares(named: "Iterable[tuple[str, OperationTime]]") -> list[Share]:
+    times: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    for name, entry in named:
+        times[name] += entry.ms
+        calls[name] += entry.calls
+    total = sum(times.values()) or 1.0
+    return [Share(name, times[name], calls[name], times[name] / total) for name in times]
+
+
+def _climb(result: RunResult, width: int) -> list[Text]:
+    shown = spaced(result.forwards, ROWS)
+    return chart_rows(shown, chart_scale(shown), width)
+
+
+def distinct_tokens(result: RunResult) -> int:
+    """Tokens that had to go through the model at least once: the prompt's, and all but the last of the output."""
+    return result.forwards[0].tokens + len(result.forwards) - 1 if result.forwards else 0
+
+
+def slope(forwards: Sequence[Forward]) -> float | None:
+    """Milliseconds per token by least squares; None where all forwards have as many."""
+    if not forwards:
+        return None
+    mean_tokens = sum(forward.tokens for forward in forwards) / len(forwards)
+    mean_ms = sum(forward.ms for forward in forwards) / len(forwards)
+    spread = sum((forward.tokens - mean_tokens) ** 2 for forward in forwards)
+    if not spread:
+        return None
+    return sum((forward.tokens - mean_tokens) * (forward.ms - mean_ms) for forward in forwards) / spread
+
+
+def _print_operations(console: Console, operations: "Sequence[OperationTime]") -> None:
+    shares = shares_by_operation(operations)
+    table = new_table("operation", "ms", "calls", "share", last="")
+    for share in shares:
+        drawn = Text(bar(share.ms, shares[0].ms, _BAR), ACCENT)
+        table.add_row(share.name, ms(share.ms), Text(count(share.calls), QUIET), percent(share.share), drawn)
+    print_table(console, table)
+    console.print(Text(operations_sentence(shares)))
+
+
+def operations_sentence(shares: Sequence[Share]) -> str:
+    """Which operations the time goes to."""
+    matrices, attention = percent(matrices_share(shares)), percent(attention_share(shares))
+    return (
+        f"{matrices} of the time is matrix products, {attention} attention over the sequence. Every one of them runs "
+        "again for tokens whose result is already known."
+    )
+
+
+def matrices_share(shares: Sequence[Share]) -> float:
+    """Of the time, what products with a weight matrix take."""
+    return sum(share.share for share in shares if MATRICES.intersection(share.name.split(", ")))
+
+
+def attention_share(shares: Sequence[Share]) -> float:
+    return sum(share.share for share in shares if share.name == "attention")
+
+
+MATRICES = frozenset(
+    ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output head", "output"]
+)
+"""Operations that are products with a weight matrix, as the clock names them; fused ones are named `a, b`."""
+
+
+def _print_layers(console: Console, operations: "Sequence[OperationTime]") -> None:
+    shares = shares_by_layer(operations)
+    layers = [share for share in shares if share.name != "outside"]
+    outside = sum(share.ms for share in shares if share.name == "outside")
+    console.print()
+    if layers:
+        times = [share.ms for share in layers]
+        label = f"layers 0 to {len(layers) - 1}  "
+        strip = sparkline(times, max(times), max(8, console.width - len(label) - 26))
+        console.print(Text.assemble(label, (strip, ACCENT), f"  {ms(min(times))} to {ms(max(times))} ms each"))
+    console.print(Text(f"outside the layers (embedding, last norm, output head)  {ms(outside)} ms"))
+    console.print(Text(layers_sentence(layers, outside)))
+
+
+def layers_sentence(layers: Sequence[Share], outside: float) -> str:
+    """Whether the layers cost alike."""
+    if not layers:
+        return "No layer was timed."
+    inside = sum(share.ms for share in layers)
+    spread = max(share.ms for share in layers) / max(min(share.ms for share in layers), 1e-9)
+    alike = "the layers cost alike" if spread < 1.25 else f"the slowest layer takes {spread:.1f} times the fastest"
+    return f"{percent(inside / (inside + outside))} of the time is spent in the layers, and {alike}."

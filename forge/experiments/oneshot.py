@@ -1,0 +1,203 @@
+"""8. Not every request has a long life: judge, classify, score, embed.
+
+[dim]forge oneshot --only run --requests 64[/dim]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from forge.bench.judging import JudgeRun, judge_prompts, run_requests
+from forge.cli import options
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.compare_judging import LIVES
+from forge.cli.running import Found, load_model, run_label
+from forge.trace.records import Deferred, StepRecord
+from forge.views.bench import BenchProgress
+from forge.views.charts import sparkline
+from forge.views.figures import NOTHING, count, plural, size
+from forge.views.judging import identical, judging_object, print_judging
+from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.report import Report
+from forge.views.summary import RunLabel
+from forge.views.terminal import new_table, open_error_console, print_table
+
+WARM_UP = 2
+"""Requests that are not timed."""
+QUESTION = "What does a request that wants one token have to hold?"
+STRIP_WIDTH = 40
+STEPS_SHOWN = 6
+
+
+def oneshot(
+    ctx: typer.Context,
+    requests: Annotated[
+        int, typer.Option("--requests", "-n", help="How many requests.", rich_help_panel="Requests")
+    ] = 64,
+    max_tokens: Annotated[
+        int,
+        typer.Option("--max-tokens", help="Of each answer; above 1 both are generations.", rich_help_panel="Requests"),
+    ] = 1,
+    model: options.ModelOption = "tales",
+    kv: options.KvOption = "paged",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    num_blocks: options.NumBlocksOption = None,
+    max_num_seqs: options.MaxNumSeqsOption = None,
+    oneshot_tokens: options.OneshotTokensOption = None,
+    oneshot_memory: options.OneshotMemoryOption = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    json: options.JsonOption = False,
+) -> Found:
+    if reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    loading = options.model_options(
+        kv=kv,
+        device=device,
+        threads=threads,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        oneshot_tokens=oneshot_tokens,
+        oneshot_memory=oneshot_memory,
+    )
+    report = _measure(model, loading, requests, max_tokens)
+    return report.as_json() if json else report
+
+
+def _measure(model: str, loading: dict, requests: int, max_tokens: int) -> Report:
+    """The same requests through each life once, on one model, after a few that are not timed."""
+    llm = load_model(model, **loading)
+    prompts = judge_prompts(llm.tokenizer, requests)
+    lives = []
+    with BenchProgress(open_error_console()) as progress:
+        for name, keeps_nothing in LIVES.items():
+            progress(name)
+            records: list = []
+            run_requests(llm.new_engine(oneshot=keeps_nothing), prompts[:WARM_UP], max_tokens)
+            engine = llm.new_engine(oneshot=keeps_nothing)
+            lives.append(Life(name, run_requests(engine, prompts, max_tokens, on_step=records.append), tuple(records)))
+    scratch, layout = len(llm.engine.scheduler.prefill_only.scratch), llm.kv_layout
+    result = TwoLives(
+        run_label(llm),
+        sum(map(len, prompts)),
+        tuple(lives),
+        llm.engine.cache.stats().num_blocks,
+        scratch,
+        scratch * layout.block_size * layout.bytes_per_token,
+    )
+    return Report(lives_object(result), lambda console: print_lives(console, result), 0 if result.identical else 1)
+
+
+@dataclass(frozen=True)
+class Life:
+    """The requests in one of their lives."""
+
+    name: str
+    run: JudgeRun
+    records: tuple[StepRecord, ...]
+
+
+@dataclass(frozen=True)
+class TwoLives:
+    """The same judge's request as a generation and as a prefill-only request."""
+
+    label: RunLabel
+    prompt_tokens: int
+    lives: tuple[Life, ...]
+    """The generation's first."""
+    pool_blocks: int
+    scratch_blocks: int
+    """Past the pool: room for one step's prefill-only requests."""
+    scratch_bytes: int
+
+    @property
+    def runs(self) -> list[JudgeRun]:
+        return [life.run for life in self.lives]
+
+    @property
+    def identical(self) -> bool:
+        return identical(self.runs)
+
+
+def lives_object(result: TwoLives) -> dict[str, Any]:
+    """For `--json`: both sides, and each of their steps in short."""
+    found = judging_object(result.label, [life.name for life in result.lives], result.runs, result.prompt_tokens)
+    for side, life in zip(found["sides"], result.lives, strict=True):
+        side["per_step"] = [step_object(record) for record in life.records]
+    return found | {
+        "pool_blocks": result.pool_blocks,
+        "scratch_blocks": result.scratch_blocks,
+        "scratch_bytes": result.scratch_bytes,
+    }
+
+
+def step_object(record: StepRecord) -> dict[str, Any]:
+    deferred = [wait.reason for wait in record.waiting if isinstance(wait.reason, Deferred)]
+    return {
+        "class": record.execution_class,
+        "requests": len(record.items),
+        "answered": len(record.finished),
+        "rows": record.tokens_computed,
+        "found": sum(item.start for item in record.items if item.phase == "oneshot"),
+        "blocks_held": record.cache.used_blocks,
+        "deferred": len(deferred),
+        "prefix_owners": sorted({reason.owner for reason in deferred}),
+        "forward_ms": record.forward_ms,
+    }
+
+
+def print_lives(console: Console, result: TwoLives) -> None:
+    names = [life.name for life in result.lives]
+    print_judging(console, QUESTION, result.label, names, result.runs, result.prompt_tokens)
+    console.print()
+    _print_strips(console, result)
+    console.print()
+    _print_steps(console, result.lives[-1])
+    room = f"{plural(result.scratch_blocks, 'scratch block')} ({size(result.scratch_bytes)})"
+    console.print(Text(f"The pool has {plural(result.pool_blocks, 'block')}; past it lie {room}.", QUIET))
+
+
+def _print_strips(console: Console, result: TwoLives) -> None:
+    """Step by step, what goes through the model and what is held, each pair on one scale."""
+    figures = {
+        "rows in a step": lambda record: record.tokens_computed,
+        "blocks held": lambda record: record.cache.used_blocks,
+    }
+    for title, figure in figures.items():
+        series = [[figure(record) for record in life.records] for life in result.lives]
+        scale = max(map(max, series))
+        for index, (life, values) in enumerate(zip(result.lives, series, strict=True)):
+            strip = sparkline(values, scale, STRIP_WIDTH)
+            line = Text.assemble((f"{title if index == 0 else '':<16}", QUIET), no_wrap=True)
+            line.append(f"{life.name:<9}", sequence_style(index))
+            line.append(strip, sequence_style(index))
+            line.append(f"  to {count(max(values))}", QUIET)
+            console.print(line)
+
+
+def _print_steps(console: Console, life: Life) -> None:
+    table = new_table(None, "step", "answered", "rows", "tokens found", last="deferred")
+    shown = life.records[:STEPS_SHOWN]
+    for number, record in enumerate(shown, 1):
+        facts = step_object(record)
+        table.add_row(str(number), *(count(facts[name]) for name in ("answered", "rows", "found")), _waits(facts))
+    console.print(Text(f"The first steps as {life.name}", f"{TITLE} {ACCENT}"))
+    print_table(console, table)
+    left = len(life.records) - len(shown)
+    if left:
+        console.print(Text(f"… and {plural(left, 'more step', 'more steps')}", QUIET))
+
+
+def _waits(facts: dict[str, Any]) -> str:
+    """`63, while seq 0 computes their prefix`."""
+    owners: Sequence[int] = facts["prefix_owners"]
+    if not owners:
+        return NOTHING
+    named = ", ".join(map(str, owners[:3])) + (", …" if len(owners) > 3 else "")
+    computes = f"seq {named} computes" if len(owners) == 1 else f"seqs {named} compute"
+    return f"{count(facts['deferred'])}, while {computes} their prefix"

@@ -1,0 +1,275 @@
+"""4. The cache as virtual memory: a pool of blocks instead of one run per sequence.
+
+[dim]forge paged --only run --num-blocks 96 --sequences 16[/dim]
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from forge.cli import options
+from forge.cli.arrivals import Arrival, drive_arrivals, watch_arrivals, whole
+from forge.cli.bugs import BugOption, run_bug
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found, load_model
+from forge.errors import UsageError
+from forge.views.block_map import pool_lines
+from forge.views.blocks import BlockScreen, legend_line
+from forge.views.cache_figures import CacheFigures
+from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
+from forge.views.figures import count, plural, rate, share, size, times
+from forge.views.metrics import with_unit
+from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
+from forge.views.report import Report
+from forge.views.summary import RunsResult
+from forge.views.terminal import print_lines, print_table
+from forge.views.text import one_line, tail
+
+if TYPE_CHECKING:
+    from forge.llm import LLM
+
+_SIZES = "Sizes"
+LENGTHS = (0.5, 0.06, 0.25, 0.9, 0.12, 0.4)
+"""What the stories grow to, as shares of the longest that there may be; in turn, over and over."""
+ARRIVE_EVERY = 3
+"""Steps between one story and the next."""
+PACE = 40.0
+TIMES = 3
+QUESTION = "How many stories fit into the same memory?"
+LEADS_ON = "One prompt under the glass:\n  forge generate --kv paged --num-blocks 64 --show blocks --n 3 Once"
+NAMES = ("contiguous", "paged")
+_MAP_ROWS = 8
+
+
+def paged(
+    ctx: typer.Context,
+    prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
+    sequences: Annotated[
+        int, typer.Option("--sequences", help="Stories, of different lengths.", rich_help_panel=_SIZES)
+    ] = 12,
+    num_blocks: Annotated[int, typer.Option("--num-blocks", help="The pool.", rich_help_panel=_SIZES)] = 64,
+    block_size: Annotated[int, typer.Option("--block-size", help="Tokens per block.", rich_help_panel=_SIZES)] = 16,
+    max_model_len: Annotated[
+        int,
+        typer.Option("--max-model-len", help="Tokens that a story may have, at most.", rich_help_panel=_SIZES),
+    ] = 256,
+    model: options.ModelOption = "tales",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    pace: options.PaceOption = PACE,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    bug: BugOption = None,
+    json: options.JsonOption = False,
+) -> Found:
+    if bug is not None:
+        return run_bug("paged", bug, device, threads, json)
+    if reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    if sequences < 1:
+        raise UsageError(f"--sequences is at least 1, and {sequences} is less")
+    text, pace = options.read_prompt(prompt), options.checked_pace(pace)
+    loading = options.model_options(
+        device=device, threads=threads, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len
+    )
+    report = _measure(text, sequences, model, loading, pace, json)
+    return report.as_json() if json else report
+
+
+def _measure(prompt: str, sequences: int, model: str, loading: dict, pace: float, quiet: bool) -> Report:
+    runs: dict[str, PoolRun] = {}
+    for kind in ("basic", "paged"):
+        llm = load_model(model, kv=kind, max_num_seqs=sequences, **loading)
+        runs[kind] = _watch_and_measure(llm, _stories(llm, prompt, sequences), pace, quiet)
+    experiment = PagedExperiment(prompt, llm.max_model_len, llm.kv_layout.bytes_per_token, runs["basic"], runs["paged"])
+    return Report(paged_object(experiment), lambda console: print_paged(console, experiment))
+
+
+def _stories(llm: "LLM", prompt: str, sequences: int) -> list[Arrival]:
+    """Requests that grow to different lengths and come one after another."""
+    room = llm.max_model_len - len(llm.tokenizer.encode(prompt))
+    params = [
+        options.sampling_params(
+            max_tokens=max(1, int(room * LENGTHS[story % len(LENGTHS)])), temperature=0.8, seed=story, ignore_eos=True
+        )
+        for story in range(sequences)
+    ]
+    return [Arrival(prompt, params[story], story * ARRIVE_EVERY) for story in range(sequences)]
+
+
+def _watch_and_measure(llm: "LLM", arrivals: list[Arrival], pace: float, quiet: bool) -> "PoolRun":
+    """Once to be seen, which warms up too, and then to be timed."""
+    screen = BlockScreen(QUESTION)
+    watched = watch_arrivals(llm, arrivals, screen, pace, quiet)
+    timed = [whole(drive_arrivals(llm, arrivals)) for _ in range(TIMES)]
+    return PoolRun(screen, watched, min(timed, key=lambda result: result.seconds))
+
+
+@dataclass(frozen=True)
+class PoolRun:
+    """All stories in one kind of cache."""
+
+    screen: BlockScreen
+    """What was to be seen of them."""
+    watched: RunsResult
+    timed: RunsResult
+    """The same without a view, the fastest of a few times."""
+
+    @cached_property
+    def figures(self) -> CacheFigures:
+        return CacheFigures.of(self.watched.records, self.watched.outputs)
+
+    @property
+    def most_running(self) -> int:
+        """Sequences that had a part in one step."""
+        return max(len(record.items) for record in self.watched.records)
+
+    @property
+    def most_tokens(self) -> int:
+        """Held at once."""
+        return max(record.cache.tokens_held for record in self.watched.records)
+
+    @property
+    def steps_with_waiting(self) -> int:
+        """Steps after which a sequence was in the queue."""
+        return sum(bool(record.queues.waiting) for record in self.watched.records)
+
+    @property
+    def preempted(self) -> int:
+        return sum(len(record.preempted) for record in self.watched.records)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.timed.token_ids)) / self.timed.seconds
+
+
+@dataclass(frozen=True)
+class PagedExperiment:
+    """The results of `forge paged`."""
+
+    prompt: str
+    max_model_len: int
+    """Tokens that the contiguous cache reserves for each story."""
+    bytes_per_token: int
+    basic: PoolRun
+    paged: PoolRun
+
+    @property
+    def runs(self) -> tuple[PoolRun, PoolRun]:
+        return self.basic, self.paged
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each story had in the end, its prompt included."""
+        outputs = self.paged.watched.outputs
+        return [len(output.prompt_token_ids) + len(output.outputs[0].token_ids) for output in outputs]
+
+    @property
+    def identical(self) -> bool:
+        """Every story is the same in both, timed or watched."""
+        return len({result.token_ids for run in self.runs for result in (run.watched, run.timed)}) == 1
+
+
+def paged_object(experiment: PagedExperiment) -> dict[str, Any]:
+    """The experiment as facts."""
+    basic, paged = (_run_object(run) for run in experiment.runs)
+    figures = experiment.paged.figures
+    return {
+        "prompt": experiment.prompt,
+        "model": experiment.paged.watched.label.model,
+        "sequences": len(experiment.lengths),
+        "lengths": experiment.lengths,
+        "shortest": min(experiment.lengths),
+        "longest": max(experiment.lengths),
+        "max_model_len": experiment.max_model_len,
+        "block_size": figures.block_size,
+        "num_blocks": figures.num_blocks,
+        "pool_bytes": figures.num_blocks * figures.block_size * experiment.bytes_per_token,
+        "blocks_per_run": -(-experiment.max_model_len // figures.block_size),
+        "identical": experiment.identical,
+        "contiguous": basic,
+        "paged": paged,
+        "more_at_once": experiment.paged.most_running / experiment.basic.most_running,
+        "fewer_steps": basic["steps"] / paged["steps"],
+        "speed_up": paged["tokens_per_second"] / basic["tokens_per_second"],
+    }
+
+
+def _run_object(run: PoolRun) -> dict[str, Any]:
+    return run.figures.as_object() | {
+        "most_running": run.most_running,
+        "most_tokens_held": run.most_tokens,
+        "steps": len(run.timed.records),
+        "steps_with_waiting": run.steps_with_waiting,
+        "preempted": run.preempted,
+        "tokens_computed": run.timed.tokens_computed,
+        "milliseconds": run.timed.seconds * 1e3,
+        "tokens_per_second": run.tokens_per_second,
+    }
+
+
+def print_paged(console: Console, experiment: PagedExperiment) -> None:
+    """Both pools at their fullest, the figures side by side, and what they say."""
+    width, facts = console.width, paged_object(experiment)
+    of_what = (
+        f"{plural(facts['sequences'], 'story').replace('storys', 'stories')} of {facts['shortest']} to "
+        f"{facts['longest']} tokens · {plural(facts['num_blocks'], 'block')} of {facts['block_size']} tokens, "
+        f"{size(facts['pool_bytes'])}"
+    )
+    print_lines(console, [Text(QUESTION, TITLE), Text(of_what, QUIET)])
+    print_lines(console, [Text(one_line(tail(experiment.prompt, 200)), QUIET), Text("")])
+    for name, run in zip(NAMES, experiment.runs, strict=True):
+        assert run.screen.fullest is not None, "at least one step ran"
+        step, record = run.screen.fullest
+        assert record.blocks is not None
+        print_lines(console, [Text.assemble((name, TITLE), (f"  at its fullest, step {step}", QUIET))])
+        print_lines(console, [*pool_lines(record.blocks, run.screen.names, width, _MAP_ROWS), Text("")])
+    print_lines(console, [legend_line(width), Text("")])
+    print_table(console, two_sided_table(NAMES, _rows(experiment)))
+    console.print()
+    for sentence in paged_sentences(experiment):
+        console.print(Text(sentence))
+    console.print(_verdict(experiment))
+    console.print()
+    console.print(Text(LEADS_ON, ACCENT))
+
+
+def _rows(experiment: PagedExperiment) -> list[Row]:
+    runs, figures = experiment.runs, [run.figures for run in experiment.runs]
+    at_once, speeds = [run.most_running for run in runs], [run.tokens_per_second for run in runs]
+    return [
+        row("stories at once", count, at_once)._replace(ratio=times(at_once[1] / at_once[0])),
+        row("tokens held at once", count, [run.most_tokens for run in runs]),
+        row("blocks used at once", count, [one.most_blocks for one in figures]),
+        row("reserved and empty", share, [one.internal_fragmentation for one in figures]),
+        row("steps", count, [len(run.timed.records) for run in runs]),
+        row("of them with a queue", count, [run.steps_with_waiting for run in runs]),
+        row("preempted", count, [run.preempted for run in runs]),
+        row("all steps", milliseconds, [run.timed.seconds * 1e3 for run in runs]),
+        row("speed", lambda value: with_unit(rate(value), "tok/s"), speeds)._replace(
+            ratio=times(speeds[1] / speeds[0])
+        ),
+    ]
+
+
+def paged_sentences(experiment: PagedExperiment) -> list[str]:
+    """What the figures say."""
+    facts = paged_object(experiment)
+    contiguous, paged = facts["contiguous"], facts["paged"]
+    return [
+        f"Contiguous sets {facts['blocks_per_run']} blocks aside for a story when it begins, however short it will be: "
+        f"{share(contiguous['internal_fragmentation'])} of what was reserved stayed empty, and others waited for it.",
+        f"Paged takes a block when a token needs one, wherever it is free: {share(paged['internal_fragmentation'])} "
+        f"empty, less than {plural(facts['block_size'], 'slot')} per story.",
+    ]
+
+
+def _verdict(experiment: PagedExperiment) -> Text:
+    if experiment.identical:
+        tokens = sum(map(len, experiment.paged.timed.token_ids))
+        return Text.assemble(("✓ identical", GOOD), f": {plural(tokens, 'token')} of {len(experiment.lengths)} stories")
+    return Text("✗ the stories differ", TROUBLE)

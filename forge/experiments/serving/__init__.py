@@ -1,0 +1,336 @@
+"""9. One loop, many clients: a server, and what those who use it see.
+
+[dim]forge serving --only run --clients 16[/dim]
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from statistics import mean, median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge.bench.server_process import ServerProcess
+from forge.cli import options
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found
+from forge.cli.serve import require_server
+from forge.cli.watch import steps_of
+from forge.errors import ForgeError, UsageError
+from forge.experiments.serving.clients import Crowd, Crowded, Visit, visit_all
+from forge.trace.totals import percentile
+from forge.views.bench import BenchProgress
+from forge.views.charts import sparkline
+from forge.views.figures import NOTHING, count, ms, percent, plural
+from forge.views.json_output import as_object
+from forge.views.metrics import flowing
+from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
+from forge.views.report import Report
+from forge.views.summary import RunLabel
+from forge.views.terminal import can_redraw, new_table, open_console, open_error_console, print_table
+from forge.views.text import one_line
+from forge.views.traffic import Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forge.trace.records import StepRecord
+
+_CLIENTS = "Clients"
+LAST_STEPS = 2.0
+"""Seconds that what a server told last may take to come in."""
+QUESTION = "What do the clients of one loop see?"
+STRIP_WIDTH = 50
+ROWS_SHOWN = 10
+
+
+def serving(
+    ctx: typer.Context,
+    clients: Annotated[
+        int, typer.Option("--clients", "-n", help="Who read, beside two who do not.", rich_help_panel=_CLIENTS)
+    ] = 8,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of each story.", rich_help_panel=_CLIENTS)] = 256,
+    every: Annotated[
+        float, typer.Option("--every", help="Milliseconds between two of them.", rich_help_panel=_CLIENTS)
+    ] = 20.0,
+    model: options.ModelOption = "tales",
+    kv: options.KvOption = "prefix",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    num_blocks: options.NumBlocksOption = None,
+    max_num_seqs: options.MaxNumSeqsOption = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    json: options.JsonOption = False,
+) -> Found:
+    require_server()
+    if clients < 1 or max_tokens < 1 or not 0 <= every <= 10_000:
+        raise UsageError("--clients and --max-tokens are at least 1, --every 0 to 10,000 ms")
+    if reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    given = options.model_options(
+        device=device, threads=threads, num_blocks=num_blocks, max_num_seqs=max_num_seqs, model=model, kv=kv
+    )
+    spelled = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    report = _measure(Crowd(clients, max_tokens, every / 1e3), spelled, model, kv, json)
+    return report.as_json() if json else report
+
+
+def _measure(crowd: Crowd, spelled: Sequence[str], model: str, kv: str, quiet: bool) -> Report:
+    with ServerProcess(spelled) as server:
+        with BenchProgress(open_error_console()) as progress:
+            progress("starting forge serve")
+            server.wait_until_ready()
+        console = open_console()
+        shows = can_redraw(console) and not quiet
+        with Traffic(console, RunLabel(model, kv, "", "")) if shows else nullcontext() as traffic:
+            result = _let_them_come(server, crowd, traffic.step if traffic else lambda record: None)
+    facts = clients_object(result, model, kv)
+    return Report(facts, lambda console: print_clients(console, result, facts), 0 if facts["identical"] else 1)
+
+
+def _let_them_come(server: ServerProcess, crowd: Crowd, on_step: "Callable[[StepRecord], None]") -> Crowded:
+    """Follow the server's steps while the clients are there, and until it has ended."""
+    watcher = _Watcher(server.url, on_step)
+    try:
+        found, signalled = asyncio.run(visit_all(server.url, crowd, server.terminate, watcher.has_begun))
+        status = server.wait()
+        seconds = time.perf_counter() - signalled
+        watcher.wait()
+    finally:
+        watcher.look_away()
+    ending = replace(found.pop("ending"), exit_status=status, seconds=seconds)
+    return Crowded(crowd, **found, ending=ending, records=tuple(watcher.records), ready_seconds=server.ready_seconds)
+
+
+class _Watcher:
+    """Follows a server's steps in a thread of its own, as `forge watch` does."""
+
+    def __init__(self, url: str, on_step: "Callable[[StepRecord], None]"):
+        self.records: list[StepRecord] = []
+        self._url, self._on_step = url, on_step
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def has_begun(self) -> bool:
+        return bool(self.records)
+
+    def wait(self) -> None:
+        """The server has ended: take in what it told last."""
+        self._thread.join(LAST_STEPS)
+
+    def look_away(self) -> None:
+        """Nothing is shown from here on."""
+        self._on_step = lambda record: None
+
+    def _follow(self) -> None:
+        with suppress(ForgeError):  # the server is gone
+            for record in steps_of(self._url, None):
+                self.records.append(record)
+                self._on_step(record)
+
+
+def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
+    """For `--json`. Milliseconds throughout; a figure that this run does not have is None."""
+    readers = result.of("reads")
+    gaps = [gap for visit in readers for gap in visit.gaps_ms]
+    return {
+        "model": model,
+        "kv": kv,
+        "ready_seconds": result.ready_seconds,
+        "num_clients": len(result.visits),
+        "max_tokens": result.crowd.max_tokens,
+        "first_ms": _spread([visit.first_ms for visit in readers if visit.first_ms is not None]),
+        "gap_ms": _spread(gaps),
+        "end_to_end_ms": _spread([_whole_ms(visit) for visit in readers]),
+        "clients": [visit_object(visit) for visit in result.visits],
+        "alone": visit_object(result.alone),
+        "identical": result.alone.text == readers[0].text,
+        "steps": _steps_object(result),
+        "leaver": _leaver_object(result),
+        "late": _late_object(result),
+        "health": {"asked": len(result.health_ms), **_spread(result.health_ms)},
+        "metrics": {
+            "most_running": max((seen["running"] for seen in result.seen), default=0.0),
+            "most_used": max((seen["usage"] for seen in result.seen), default=0.0),
+            "aborted": result.afterwards["aborted"],
+            "running_afterwards": result.afterwards["running"],
+            "used_afterwards": result.afterwards["usage"],
+        },
+        "ending": {
+            "finish_reason": result.ending.stream.finish_reason,
+            "tokens": result.ending.stream.tokens,
+            **as_object(result.ending, without=("stream",)),
+        },
+    }
+
+
+def visit_object(visit: Visit) -> dict[str, Any]:
+    gaps = visit.gaps_ms if visit.kind != "late" else []  # what lay there already says nothing
+    return {
+        "kind": visit.kind,
+        "first_ms": visit.first_ms,
+        "gap_ms": median(gaps) if gaps else None,
+        "longest_gap_ms": max(gaps, default=None),
+        "end_to_end_ms": _whole_ms(visit),
+        "events": len(visit.events),
+        "tokens": visit.tokens,
+        "finish_reason": visit.finish_reason,
+        "text": visit.text,
+    }
+
+
+def _whole_ms(visit: Visit) -> float:
+    return (visit.ended - visit.asked) * 1e3
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    """Median, 95th percentile and the largest."""
+    if not values:
+        return {"p50": None, "p95": None, "max": None}
+    return {"p50": percentile(values, 0.5), "p95": percentile(values, 0.95), "max": max(values)}
+
+
+def _steps_object(result: Crowded) -> dict[str, Any]:
+    records = result.crowded_records
+    sizes = [len(record.items) for record in records]
+    seconds = sum(record.ended - record.started for record in records)
+    forwards = sum(record.forward_ms for record in records) / 1e3
+    return {
+        "seen": len(records),
+        "missed": result.steps_missed,
+        "batch_mean": mean(sizes) if sizes else None,
+        "batch_max": max(sizes, default=None),
+        "host_share": 1 - forwards / seconds if seconds else None,
+        "ms": _spread([(record.ended - record.started) * 1e3 for record in records])["p50"],
+    }
+
+
+def _leaver_object(result: Crowded) -> dict[str, Any]:
+    visit, held = result.leaver, None
+    steps, seq_id = result.steps_with(visit), result.sequence_of(visit)
+    if steps and steps[-1].cache.used_blocks:
+        last = next(item for item in steps[-1].items if item.seq_id == seq_id)
+        held = -(-(last.start + last.num_tokens) // steps[-1].cache.block_size)
+    return {
+        "events": len(visit.events),
+        "steps": visit.num_steps,
+        "steps_after": result.steps_after_leaving,
+        "blocks": held,
+    }
+
+
+def _late_object(result: Crowded) -> dict[str, Any]:
+    visit = result.late
+    return {
+        "tokens": visit.tokens,
+        "done_after_ms": visit.engine_ms,
+        "began_to_read_after_ms": (visit.began_to_read - visit.asked) * 1e3,
+        "all_read_after_ms": _whole_ms(visit),
+    }
+
+
+def print_clients(console: Console, result: Crowded, facts: dict[str, Any]) -> None:
+    """`facts`: those of `clients_object`."""
+    crowd = result.crowd
+    console.print(Text(QUESTION, TITLE))
+    come = f"{plural(facts['num_clients'], 'client')}, one every {crowd.every * 1e3:.0f} ms"
+    served = f"kv {facts['kv']} · {one_line(facts['model'])}"
+    console.print(Text(f"{come}, {plural(crowd.max_tokens, 'token')} each · {served}", QUIET))
+    console.print()
+    for line in _strips(result):
+        console.print(line)
+    console.print()
+    print_table(console, _table(result))
+    left = len(result.visits) - ROWS_SHOWN
+    if left > 0:
+        console.print(Text(f"… and {plural(left, 'more reader')}", QUIET))
+    console.print()
+    for line in _sentences(facts):
+        console.print(line)
+    console.print()
+    for line in flowing(_figures(facts), console.width):
+        console.print(line)
+    console.print()
+    console.print(_verdict(facts))
+
+
+def _strips(result: Crowded) -> list[Text]:
+    records, lines = result.crowded_records, []
+    for title, values in (
+        ("in the batch", [len(record.items) for record in records]),
+        ("rows in a step", [record.tokens_computed for record in records]),
+        ("blocks in use", [record.cache.used_blocks for record in records]),
+    ):
+        most = max(values, default=0)
+        strip = sparkline(values, most, STRIP_WIDTH)
+        lines.append(Text.assemble((f"{title:<16}", QUIET), (strip, ACCENT), (f"  to {count(most)}", QUIET)))
+    return lines
+
+
+def _table(result: Crowded) -> Table:
+    table = new_table("client", "TTFT, ms", "ITL, ms", "longest", "all, ms", "tokens", "events", last="ended")
+    for number, visit in enumerate(result.visits[:ROWS_SHOWN], 1):
+        facts = visit_object(visit)
+        table.add_row(
+            f"{number} {visit.kind}",
+            ms(facts["first_ms"]),
+            ms(facts["gap_ms"]),
+            ms(facts["longest_gap_ms"]),
+            f"{facts['end_to_end_ms']:.0f}",
+            NOTHING if visit.tokens is None else count(visit.tokens),
+            count(len(visit.events)),
+            visit.finish_reason or NOTHING,
+        )
+    return table
+
+
+def _sentences(facts: dict[str, Any]) -> list[Text]:
+    leaver, late, ending = facts["leaver"], facts["late"], facts["ending"]
+    after = plural(leaver["steps_after"], "step")
+    told = [
+        (
+            "leaves",
+            f"{plural(leaver['steps'], 'step')} for it, {after} after it hung up"
+            + (f"; {plural(leaver['blocks'], 'block')} given back" if leaver["blocks"] else ""),
+        ),
+        (
+            "late",
+            f"all was there after {late['done_after_ms'] or 0:.0f} ms, it read from "
+            f"{late['began_to_read_after_ms']:.0f} ms on",
+        ),
+        (
+            "SIGTERM",
+            f"{plural(ending['tokens'] or 0, 'token')} for who was there, {ending['refused']} for who came; "
+            f"exit {ending['exit_status']} after {ending['seconds']:.1f} s",
+        ),
+    ]
+    return [Text.assemble((f"{name:<9}", QUIET), text) for name, text in told]
+
+
+def _figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    health, metrics, steps = facts["health"], facts["metrics"], facts["steps"]
+    found = [
+        ("ready after", f"{facts['ready_seconds']:.1f} s"),
+        ("steps", f"{count(steps['seen'])}, {ms(steps['ms'])} ms"),
+        ("/health", f"{plural(health['asked'], 'time')}, {ms(health['p50'])} ms, {ms(health['max'])} at most"),
+        ("/metrics", f"{metrics['most_running']:.0f} running, {percent(metrics['most_used'])} of the pool at most"),
+        ("afterwards", f"{metrics['running_afterwards']:.0f} running, {percent(metrics['used_afterwards'])}"),
+        ("aborted", f"{metrics['aborted']:.0f}"),
+    ]
+    if steps["missed"]:
+        found.append(("steps not told", count(steps["missed"])))
+    return found
+
+
+def _verdict(facts: dict[str, Any]) -> Text:
+    if facts["identical"]:
+        return Text.assemble(("✓ identical", GOOD), ": the first client's story, in the crowd and alone")
+    return Text("✗ the first client's story is another one alone", TROUBLE)

@@ -1,0 +1,169 @@
+"""Four checks of a target and its draft, on their own models: what makes speculation exact, compared by running it.
+
+- The target as its own draft: every draft token is accepted.
+- The logits of a batched verification are, bit by bit, those of one forward per token.
+- In every cycle the target's cache grows by the emitted tokens, and the draft's cache never holds more of the text.
+- The output with the draft is the output without.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from forge.engine.sampling_params import SamplingParams
+from forge.llm import LLM
+from forge.speculation.draft import DraftProposer
+from forge.trace.records import SpecCycle, StepRecord
+from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
+from forge.views.report import Report
+from forge.views.terminal import print_hanging
+from forge.views.text import one_line
+
+PROMPTS = ("Once upon a time", "The cat sat on the mat. The cat sat on", "a")
+_FAILED = 1
+_NAME = 48
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One check."""
+
+    name: str
+    compared: str
+    """How much of what was compared."""
+    failure: str | None = None
+    """Where it first failed, and how; None if it held."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    token_ids: tuple[int, ...]
+    logits: list[np.ndarray]
+    records: list[StepRecord]
+    cached: list[dict[int, int]]
+    """After each step: the computed length of each running sequence in the target's cache."""
+    drafted: list[dict[int, int]]
+    """The same in the drafts' caches, the longest of them."""
+
+
+def check_pins(
+    llm: LLM, draft: Sequence[str | Path], params: SamplingParams, prompts: Sequence[str] = PROMPTS
+) -> tuple[Pin, ...]:
+    """Run every prompt without a draft, with the target as its own draft, and with `draft`. `llm` is left without."""
+    llm.speculate_with("off")
+    plain = [_run(llm, prompt, params) for prompt in prompts]
+    llm.speculate_with("draft", [llm.path or llm.model_name])
+    itself = [_run(llm, prompt, params) for prompt in prompts]
+    llm.speculate_with("draft", draft)
+    drafted = [_run(llm, prompt, params) for prompt in prompts]
+    llm.speculate_with("off")
+    found = (_accepts_itself(itself), _batched(plain, drafted), _advances(drafted), _same_output(plain, drafted))
+    return tuple(
+        replace(pin, failure="nothing was proposed") if not pin.failure and not _num_cycles(runs) else pin
+        for pin, runs in zip(found, (itself, drafted, drafted, drafted), strict=True)
+    )
+
+
+def _run(llm: LLM, prompt: str, params: SamplingParams) -> _Outcome:
+    run = llm.start([prompt], params, keep_logits=True)
+    cache, found = llm.engine.cache, _Outcome((), [], [], [], [])
+    drafts = [one for one in llm.engine.speculation.proposers if isinstance(one, DraftProposer)]
+    for record in run:
+        ids = [item.seq_id for item in record.items]
+        found.records.append(record)
+        found.cached.append({seq_id: cache.computed_length(seq_id) for seq_id in ids if seq_id in cache})
+        lengths = {
+            seq_id: [one.cache.computed_length(seq_id) for one in drafts if seq_id in one.cache] for seq_id in ids
+        }
+        found.drafted.append({seq_id: max(each) for seq_id, each in lengths.items() if each})
+    return replace(found, token_ids=run.outputs[0].outputs[0].token_ids, logits=run.logits)
+
+
+def _accepts_itself(runs: Sequence[_Outcome]) -> Pin:
+    proposed = accepted = 0
+    failure = None
+    for number, cycle in _cycles(runs):
+        proposed += len(cycle.proposed)
+        accepted += cycle.num_accepted
+        if cycle.num_accepted < len(cycle.proposed) and failure is None:
+            rejected = cycle.verdicts[cycle.num_accepted]
+            failure = (
+                f"prompt {number}, position {cycle.start + cycle.num_accepted}: the draft says token "
+                f"{rejected.token_id}, the target {rejected.target_argmax}"
+            )
+    compared = f"{accepted:,} of {proposed:,} draft tokens accepted"
+    return Pin("the target as its own draft is always accepted", compared, failure)
+
+
+def _batched(plain: Sequence[_Outcome], drafted: Sequence[_Outcome]) -> Pin:
+    rows, failure = 0, None
+    for number, (one, other) in enumerate(zip(plain, drafted, strict=True), start=1):
+        for place, (alone, together) in enumerate(zip(one.logits, other.logits, strict=False), start=1):
+            rows += 1
+            if alone.tobytes() != together.tobytes() and failure is None:
+                largest = float(np.abs(alone - together).max())
+                failure = f"prompt {number}, output token {place}: a logit differs by {largest:.3g}"
+    return Pin("batched verification is one forward per token", f"{rows:,} rows of logits, all bits", failure)
+
+
+def _advances(runs: Sequence[_Outcome]) -> Pin:
+    cycles, failure = 0, None
+    for number, run in enumerate(runs, start=1):
+        steps = zip(run.records, run.cached, [{}, *run.cached], run.drafted, strict=False)
+        for record, after, before, in_draft in steps:
+            for cycle in record.cycles:
+                if not (cycle.won and cycle.proposed and cycle.seq_id in after and cycle.seq_id in before):
+                    continue
+                cycles += 1
+                grown, emitted = after[cycle.seq_id] - before[cycle.seq_id], len(cycle.emitted)
+                where = f"prompt {number}, step {record.step}"
+                if grown != emitted:
+                    failure = failure or f"{where}: {emitted} tokens were emitted and the cache grew by {grown}"
+                known, longest = cycle.start + emitted, cycle.start - 1 + len(cycle.proposed)
+                if in_draft.get(cycle.seq_id, 0) > max(known, longest):
+                    failure = failure or f"{where}: the draft's cache holds {in_draft[cycle.seq_id]} of {known} tokens"
+    return Pin("the cache advances by what was emitted", f"{cycles:,} cycles", failure)
+
+
+def _same_output(plain: Sequence[_Outcome], drafted: Sequence[_Outcome]) -> Pin:
+    failure = None
+    for number, (one, other) in enumerate(zip(plain, drafted, strict=True), start=1):
+        if one.token_ids != other.token_ids and failure is None:
+            pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False), start=1)
+            place = next((place for place, (left, right) in pairs if left != right), None)
+            where = "one ends before the other" if place is None else f"output token {place} differs"
+            failure = f"prompt {number}: {where}"
+    tokens = sum(len(one.token_ids) for one in plain)
+    return Pin("the output is that of the target alone", f"{tokens:,} tokens of {len(plain)} prompts", failure)
+
+
+def _cycles(runs: Sequence[_Outcome]) -> Iterator[tuple[int, SpecCycle]]:
+    """(the prompt's number, the cycle), those without draft tokens left out."""
+    for number, run in enumerate(runs, start=1):
+        for record in run.records:
+            yield from ((number, cycle) for cycle in record.cycles if cycle.proposed)
+
+
+def _num_cycles(runs: Sequence[_Outcome]) -> int:
+    return sum(1 for _ in _cycles(runs))
+
+
+def pins_report(label: str, pins: Sequence[Pin]) -> Report:
+    """Exit status 1 if a check failed."""
+
+    def draw(console: Console) -> None:
+        console.print(Text("Is this pair exact?", TITLE))
+        console.print(Text(one_line(label), QUIET))
+        console.print()
+        for pin in pins:
+            sign, style = ("✓", GOOD) if pin.failure is None else ("✗", TROUBLE)
+            print_hanging(console, Text.assemble((f"{sign} ", style), f"{pin.name:<{_NAME}}", (pin.compared, QUIET)), 2)
+            if pin.failure is not None:
+                print_hanging(console, Text(f"  {one_line(pin.failure)}"), 2)
+
+    held = all(pin.failure is None for pin in pins)
+    return Report({"held": held, "pins": [asdict(pin) for pin in pins]}, draw, 0 if held else _FAILED)

@@ -1,0 +1,84 @@
+"""The kernels chapter's screen, from figures made by hand."""
+
+import pytest
+
+from forge.bench.cases import ModelSize
+from forge.experiments.kernels import (
+    KernelsResult,
+    Limits,
+    Measured,
+    Pass,
+    comparison_sentences,
+    kernels_object,
+    print_kernels,
+    roofline,
+)
+from tests.views.records import piped, written
+
+LIMITS = Limits(bytes_per_second=50e9, products_per_second=500e9)
+SIZE = ModelSize(0, 90_000_000, 10_000_000, 0, 1000, 1, 1, 1, 1, 4096, 4096)
+
+
+def measured(name: str, weight_bytes: int, ms: dict[int, float]) -> Measured:
+    passes = tuple(Pass(rows, weight_bytes, rows * 100_000_000, taken / 1e3) for rows, taken in ms.items())
+    return Measured(name, SIZE, 2, passes)
+
+
+LARGE = measured("random-q8_0", 100_000_000, {1: 2.0, 8: 2.2, 128: 32.0})
+HALF = measured("random-q4_0", 50_000_000, {1: 1.0, 8: 1.8, 128: 32.0})
+RESULT = KernelsResult(LIMITS, (LARGE, HALF))
+
+
+def test_the_ridge_parts_memory_from_arithmetic():
+    assert LIMITS.ridge == 10
+    one, eight, many = LARGE.passes
+    assert [found.bound(LIMITS) for found in (one, eight, many)] == ["memory", "memory", "arithmetic"]
+    assert one.share(LIMITS) == pytest.approx(1.0) and many.share(LIMITS) == pytest.approx(0.8)
+    assert one.intensity == 1 and many.products_per_second == pytest.approx(400e9)
+
+
+def test_of_two_measurements_of_a_limit_the_higher_one_counts():
+    assert Limits(50e9, 400e9).or_better(Limits(40e9, 500e9)) == LIMITS
+
+
+def test_facts_are_what_was_measured():
+    facts = kernels_object(RESULT)
+    assert facts["ridge"] == 10 and [model["name"] for model in facts["models"]] == ["random-q8_0", "random-q4_0"]
+    assert facts["models"][0]["passes"][2]["ms_per_row"] == pytest.approx(0.25)
+    assert facts["models"][1]["passes"][0]["bound"] == "memory"
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_screen_says_what_the_figures_mean(width):
+    console = piped(width)
+    print_kernels(console, RESULT)
+    out = " ".join(written(console).split())
+    assert "128 rows take 16.0 times as long as one, so a row among many costs 12 % of a row alone" in out
+    assert "2.00 times fewer bytes to read" in out and "2.00 times as fast, with 128 rows 1.00 times" in out
+    assert "More than memory" not in out
+    assert max(map(len, written(console).splitlines())) <= max(width, 66)
+
+
+def test_weights_in_a_cache_are_said_to_be_there():
+    console = piped(80)
+    print_kernels(console, KernelsResult(LIMITS, (measured("tales", 100_000_000, {1: 1.0}),)))
+    assert "More than memory delivers: tales" in written(console)
+
+
+def test_a_busy_machine_is_said_to_be_one():
+    console = piped(80)
+    print_kernels(console, KernelsResult(LIMITS, (LARGE,), load_average=2.5))
+    assert "busy (load 2.5)" in written(console)
+
+
+def test_one_model_is_compared_with_none():
+    assert comparison_sentences([LARGE]) == []
+
+
+def test_every_pass_has_a_mark_no_higher_than_the_roof():
+    plot = [line.plain for line in roofline(RESULT, 80)]
+    assert sum(line.count("●") for line in plot[1:-2]) == 3 and sum(line.count("○") for line in plot[1:-2]) == 3
+    assert plot[1].startswith("   500 ┤") and "products per byte" in plot[-2]
+    left = min(column for line in plot[1:-2] if (column := line.find("●")) >= 0)
+    lowest = max(row for row, line in enumerate(plot[1:-2]) if "●" in line)
+    assert plot[1 + lowest].find("●") == left  # a single row is the lowest and the leftmost
