@@ -185,7 +185,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         request_id = f"resp_{secrets.token_hex(12)}"
         with own_names():
             shape, generation = await _begin_chat(service, request_id, chat_request(body))
-        writer = ResponseWriter(request_id, service.reader.model(body.model), body, shape)
+        writer = ResponseWriter(request_id, service.reader.model(body.model), body, generation.params, shape)
         if not body.stream:
             outputs = await service.whole(generation, request)
             return JsonAnswer(await beside_the_loop(size_of(outputs), lambda: writer.body(outputs)))

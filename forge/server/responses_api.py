@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, ValidationError
 
 from forge.engine.outputs import RequestOutput
+from forge.engine.sampling_params import SamplingParams
 from forge.server.engine_client import Delta
 from forge.server.errors import ApiError, to_api_error, validation_error
 from forge.server.responses import ChatShape, usage_object
@@ -191,8 +192,8 @@ def _response_format(body: ResponsesRequest) -> Any:
 class ResponseWriter:
     """From a chat's chunks to the events of one response, and the response that they add up to."""
 
-    def __init__(self, request_id: str, model: str, body: ResponsesRequest, shape: ChatShape):
-        self._shape, self._body, self._request_id, self._model = shape, body, request_id, model
+    def __init__(self, request_id: str, model: str, body: ResponsesRequest, params: SamplingParams, shape: ChatShape):
+        self._request_id, self._model, self._body, self._params, self._shape = request_id, model, body, params, shape
         self._created = int(time.time())
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
@@ -267,11 +268,11 @@ class ResponseWriter:
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
-            "temperature": 1.0 if extra.get("temperature") is None else extra["temperature"],
+            "temperature": self._params.temperature,
             "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "top_p": 1.0 if extra.get("top_p") is None else extra["top_p"],
+            "top_p": self._params.top_p,
             "truncation": "disabled",
             "usage": None,
         }

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from tests.server.conftest import FIRST_TAG
 from tests.server.test_tools import END_OF_THINKING, STRICT, THINK, TOOLS, Weather
 
-ASKED = {"model": "small", "input": "Where is the fox?", "max_output_tokens": 300}
+ASKED = {"model": "small", "input": "Where is the fox?", "max_output_tokens": 300, "temperature": 1}
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 ONE_CALL = {"tools": FLAT, "tool_choice": "required", "parallel_tool_calls": False}
 
