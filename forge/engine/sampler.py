@@ -145,6 +145,7 @@ class Sampler:
             sequence.num_prompt_tokens,
             self._report_probabilities,
             sequence.matcher,
+            logits.argmax[row] if sequence.params.min_tokens <= sequence.num_output_tokens else None,
         )
         return self._emit(sequence, (token,), (own,))
 
