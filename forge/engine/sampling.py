@@ -86,7 +86,8 @@ def choose(
     num_prompt_tokens how many of them are the prompt's, needed where `params.penalizes_output`.
     wants_probability: compute the token's probability, which takes longer than a greedy choice itself; with
     `params.logprobs` it is computed in any case. matcher: which tokens may be chosen; probabilities are the model's own
-    all the same. argmax: that of `logits`, or their first NaN, where it is known. Raises `BrokenLogits` if the logits hold a NaN or +infinity, and `MatcherError`.
+    all the same. argmax: that of `logits`, or their first NaN, where it is known. Raises `BrokenLogits` if the logits
+    hold a NaN or +infinity, and `MatcherError`.
     """
     token_id = choose_token(logits, params, history, seed, sample_index, position, num_prompt_tokens, matcher, argmax)
     if not wants_probability and params.logprobs is None:
