@@ -344,7 +344,7 @@ def test_every_command_of_the_figures_can_be_typed():
     for line in lines:
         name, kind, *words = shlex.split(line)[1:]
         assert name == "bench"
-        command = command_named(name).commands[kind]
+        command = command_named(name).get_command(None, kind)
         command.make_context(kind, words)  # raises for an option that there is not
 
 

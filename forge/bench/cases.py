@@ -1,17 +1,19 @@
-"""The figures of `forge bench cpu`: what is computed for each, and what of the machine that takes at least.
+"""The figures of `forge bench cpu` and `cuda`: what each computes, and what that takes of the machine at least.
 
 A decode case fills its sequences' caches by prefill first, then times single steps that each compute one token per
 sequence *at the same position*: the key and value written there are overwritten by the next step. A prefill case
-computes all its tokens in one batch and the logits of the last. Token ids are random, the same for every contender.
+computes all its tokens in one batch and the logits of the last. Token ids are random, the same for every process.
 """
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
-from forge.errors import UsageError
-
+FORGE = "forge"
+"""What forge's own process is called beside its peers."""
+SEED = 1
+BLOCK_SIZE = 16
+"""Tokens of a KV block."""
 FLOAT_PRODUCT = 4
 """A float32 multiplication takes the room of this many int8 ones: the lanes of a vector are four times as wide."""
 
@@ -39,8 +41,8 @@ class Case:
         """Positions of each sequence, those of the step included."""
         return self.context + self.tokens
 
-    def token_ids(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """`[sequences][length]`, random; the same for every contender and every run."""
+    def token_ids(self, vocab_size: int, seed: int = SEED) -> list[list[int]]:
+        """`[sequences][length]`, random; the same for every process and every run."""
         rng = random.Random(f"{seed}-{self.name}")
         return [[rng.randrange(vocab_size) for _ in range(self.length)] for _ in range(self.sequences)]
 
@@ -55,19 +57,47 @@ CASES = (
 )
 
 
-def select_cases(names: str | Iterable[str] | None) -> tuple[Case, ...]:
-    """The cases that `names` (a list, or text with commas) asks for, in the order of `CASES`; None means all.
+CUDA_STEPS = (
+    *(
+        Case(f"decode{rows}@{context}", f"decode {rows} @ {context:,}", "decode", rows, context, 1)
+        for context in (160, 2048)
+        for rows in (1, 4, 16, 64)
+    ),
+    Case("prefill128", "prefill 128", "prefill", 1, 0, 128),
+    Case("prefill512", "prefill 512", "prefill", 1, 0, 512),
+)
 
-    Raises `UsageError` for a name that is none.
-    """
-    if names is None:
-        return CASES
-    wanted = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
-    known = {case.name for case in CASES}
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise UsageError(f"unknown figure {unknown[0]!r}; there are {', '.join(case.name for case in CASES)}")
-    return tuple(case for case in CASES if case.name in wanted)
+
+@dataclass(frozen=True)
+class Load:
+    """Requests in a closed loop: when one ends, the next begins."""
+
+    name: str
+    """What `--only` calls it."""
+    prompt_tokens: int
+    output_tokens: int
+    concurrency: int
+    requests: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.prompt_tokens} in, {self.output_tokens} out, {self.concurrency} at a time"
+
+    @property
+    def question(self) -> dict[str, int]:
+        """What a worker is asked."""
+        return {name: value for name, value in asdict(self).items() if name != "name"} | {"seed": SEED}
+
+
+CUDA_LOADS = (
+    Load("128in1@1", 128, 1, 1, 100),
+    Load("128in32@4", 128, 32, 4, 400),
+    *(
+        Load(f"512in1@{concurrency}", 512, 1, concurrency, requests)
+        for concurrency, requests in ((1, 100), (4, 400), (16, 800), (64, 2000), (96, 2000), (128, 2000))
+    ),
+)
+"""Figures and loads that engines publish for an H200, so that a run can be held against what others measured there."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +151,50 @@ def needs_of(case: Case, size: ModelSize) -> Needs:
         + case.sequences * case.context * size.kv_bytes,
         products=rows * size.layer_products + case.sequences * size.head_products + pairs * size.attention_products,
     )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the machine can do at most: memory bandwidth and arithmetic."""
+
+    bytes_per_second: float
+    """What all threads together read from memory."""
+    products_per_second: float
+    """int8 multiplications, each with its addition, when the operands are near."""
+
+    @property
+    def ridge(self) -> float:
+        """Products per byte at which both limits are reached at once."""
+        return self.products_per_second / self.bytes_per_second
+
+    def or_better(self, other: "Limits | None") -> "Limits":
+        """Of each limit the higher one: a limit that was reached once is one that can be reached."""
+        if other is None:
+            return self
+        return Limits(
+            max(self.bytes_per_second, other.bytes_per_second), max(self.products_per_second, other.products_per_second)
+        )
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A step against the machine's limits (Williams, Waterman and Patterson 2009)."""
+
+    bytes_per_second: float
+    """Of what the step must read at least."""
+    products_per_second: float
+    bound: Literal["memory", "arithmetic"]
+    """The limit that the step would meet first."""
+    share: float
+    """How much of that limit was reached: the least time that the step could take, over the time it took."""
+    limit_seconds: float
+
+    @classmethod
+    def of(cls, needs: Needs, seconds: float, limits: Limits) -> "Roofline":
+        memory, arithmetic = needs.bytes_read / limits.bytes_per_second, needs.products / limits.products_per_second
+        least = max(memory, arithmetic)
+        bound: Literal["memory", "arithmetic"] = "memory" if memory >= arithmetic else "arithmetic"
+        return cls(needs.bytes_read / seconds, needs.products / seconds, bound, least / seconds, least)
 
 
 def measure_model(path) -> ModelSize:

@@ -203,39 +203,39 @@ def bundled(report: Report) -> None:
 
 
 def steps(report: Report) -> None:
-    from forge.bench.cuda import LOADS, STEPS
+    from forge.bench.cases import CUDA_LOADS, CUDA_STEPS
 
     with _device(report) as device:
         bench = _Bench(report, device, "qwen3-0.6b", max_sequences=64, max_context=2176)
-        for case in STEPS if not report.rehearsal else ():
+        for case in CUDA_STEPS if not report.rehearsal else ():
             with report.part(case.name):
                 report(case.name, bench.step(case))
         with report.part("profile"):
             report("profile", bench.profile())
         with report.part("single stream"):
             report("single stream", bench.single_stream())
-        for load in LOADS[:2]:
+        for load in CUDA_LOADS[:2]:
             with report.part(load.name):
                 report(load.name, bench.load(load))
 
 
 def large(report: Report) -> None:
-    from forge.bench.cuda import LOADS, STEPS
+    from forge.bench.cases import CUDA_LOADS, CUDA_STEPS
 
     with _device(report) as device:
         bench = _Bench(report, device, "qwen3-4b", max_sequences=128, max_context=640)
         for name in ("512in1@1", "512in1@16", "512in1@96", "512in1@128"):
             with report.part(name):
-                load = next(load for load in LOADS if load.name == name)
+                load = next(load for load in CUDA_LOADS if load.name == name)
                 report(name, bench.load(replace(load, requests=max(load.concurrency * 6, load.requests // 4))))
         for name in ("decode1@160", "decode16@160", "prefill512") if not report.rehearsal else ():
             with report.part(name):
-                report(name, bench.step(next(case for case in STEPS if case.name == name)))
+                report(name, bench.step(next(case for case in CUDA_STEPS if case.name == name)))
 
 
 def quantized(report: Report) -> None:
     from forge.backends.cuda.weights import KIND_NAMES
-    from forge.bench.cuda import STEPS
+    from forge.bench.cases import CUDA_STEPS
 
     with _device(report) as device:
         for name in SIZES:
@@ -246,7 +246,7 @@ def quantized(report: Report) -> None:
                         report(f"{name} {kind}", bench.single_stream())
                         continue
                     for case in ("decode1@160", "decode16@160", "prefill128"):
-                        found = bench.step(next(each for each in STEPS if each.name == case))
+                        found = bench.step(next(each for each in CUDA_STEPS if each.name == case))
                         report(f"{name} {kind} {case}", found)
 
 
@@ -365,21 +365,20 @@ def http(report: Report) -> None:
 
 
 def peers(report: Report) -> None:
-    _needs("transformers", "gguf")
+    _needs("transformers", "gguf", "typer", "rich")
     _compare(report, "qwen3-0.6b", ("decode1@160", "decode16@160", "128in1@1", "128in32@4"), ("transformers",))
 
 
 def _compare(report: Report, model: str, only: tuple[str, ...], names: tuple[str, ...]) -> None:
     """A run of `forge bench cuda`, reported after every figure."""
-    from forge.bench.cuda import Effort, plan_for, run
-    from forge.bench.cuda_results import cuda_benchmark_object
+    from forge.bench.cuda import plan_for, run
+    from forge.views.json_output import plain
 
     if report.rehearsal:
         raise Skip("forge bench cuda needs a GPU")
-    for found in run(
-        plan_for(model, "BF16", ",".join(only), names, "paged", Effort()), lambda text: print(text, flush=True)
-    ):
-        report("result", cuda_benchmark_object(found))
+    plan = plan_for(model, "BF16", ",".join(only), list(names), "paged")
+    for found in run(plan, lambda text: print(text, flush=True)):
+        report("result", plain(found))
 
 
 def _needs(*names: str) -> None:
@@ -459,19 +458,17 @@ class _Bench:
         return bench
 
     def _begin(self, report: Report, llm) -> None:
-        from forge.bench.cuda_forge_worker import CudaForgeContender
+        from forge.bench.forge_worker import ForgeWorker
 
         self._report, self._llm = report, llm
         self._on_gpu = not report.rehearsal
-        self._contender = CudaForgeContender.of(llm)
+        self._worker = ForgeWorker(llm)
 
     def step(self, case, turns: int = 5) -> dict[str, Any]:
         """One step by two clocks: the host's, until it knows the tokens, and the device's own, of graph replays."""
-        from forge.bench.cuda import step_token_ids
-
-        ids = step_token_ids(case, self._llm.model.vocab_size)
-        prepared = self._contender.prepare(case.kind, case.context, ids)
-        seconds = [median(self._contender.turn(20, 0.1)["seconds"]) for _ in range(turns)]
+        ids = case.token_ids(self._llm.model.vocab_size)
+        prepared = self._worker.prepare(case.kind, case.context, ids)
+        seconds = [median(self._worker.turn(20, 0.1)["seconds"]) for _ in range(turns)]
         found = {
             "host_ms": round(1e3 * median(seconds), 4),
             "spread_ms": [round(1e3 * min(seconds), 4), round(1e3 * max(seconds), 4)],
@@ -479,13 +476,13 @@ class _Bench:
             "how": prepared["setting"],
         }
         if found["device_ms"] and case.kind == "decode":
-            bytes_read = self._contender.read_bytes + case.sequences * case.context * self._contender.kv_bytes
+            bytes_read = self._worker.read_bytes + case.sequences * case.context * self._worker.kv_bytes
             found["TB_per_s"] = round(bytes_read / found["device_ms"] / 1e9, 3)
         return found
 
     def _device_ms(self) -> float | None:
         """Of a replay of the last step's graph, many in a row; None if it was no graph's."""
-        graph = self._contender.last_graph
+        graph = self._worker.last_graph
         if graph is None or not self._on_gpu:
             return None
         import torch
@@ -499,12 +496,12 @@ class _Bench:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
-        from forge.bench.cuda import STEPS
+        from forge.bench.cases import CUDA_STEPS
 
         if not self._on_gpu:
             return []
-        self.step(STEPS[0], turns=1)
-        graph, count = self._contender.last_graph, 10
+        self.step(CUDA_STEPS[0], turns=1)
+        graph, count = self._worker.last_graph, 10
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
             for _ in range(count):
                 graph.replay()
@@ -555,15 +552,13 @@ class _Bench:
 
     def load(self, load) -> dict[str, Any]:
         """Requests in a closed loop, in process."""
-        from forge.bench.cuda import SEED
-        from forge.bench.cuda_results import LoadResult
+        from forge.bench.closed_loop import load_figures
 
         if self._report.rehearsal:
             load = replace(load, prompt_tokens=6, output_tokens=2, concurrency=2, requests=3)
-        found = LoadResult.of(load, "forge", self._contender.requests(**load.question, seed=SEED))
+        found = load_figures(load, self._worker.requests(**load.question))
         milliseconds = {}
         for name in ("first_token", "per_token", "end"):
-            percentiles = getattr(found, name)
-            if percentiles is not None:
-                milliseconds[f"{name}_ms"] = {key: round(1e3 * value, 3) for key, value in asdict(percentiles).items()}
-        return {"requests_per_s": round(found.requests_per_second, 2), **milliseconds}
+            if found[name] is not None:
+                milliseconds[f"{name}_ms"] = {key: round(1e3 * value, 3) for key, value in found[name].items()}
+        return {"requests_per_s": round(found["requests_per_second"], 2), **milliseconds}

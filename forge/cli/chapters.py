@@ -143,12 +143,12 @@ def _check(given: Mapping[str, str | tuple[str, ...]]) -> None:
     Raises `UsageError`.
     """
     from forge.backends.devices import check_device
-    from forge.bench.workload import Range
     from forge.book.command_line import each
     from forge.cache.factory import canonical_mode
     from forge.errors import UsageError
     from forge.model.catalog import is_hash_model, resolve_model
     from forge.speculation.setup import DEFAULT_K, checked_mode
+    from forge.workload.requests import Range
 
     models = [model for name in ("model", "draft") for model in each(given.get(name, ()))]
     for model in models:

@@ -201,9 +201,9 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
 
 def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
     """Many requests on either side: prompts of random lengths, or the prompt that was given, over and over."""
-    from forge.bench.engine import identical, requests_in_common
     from forge.views.many import many_object, print_many
     from forge.views.report import Report
+    from forge.workload.ways import identical, requests_in_common
 
     explicit = {name for name in ("kv", "prompt") if options.was_given(ctx, name)}
     workloads, labels, sides = zip(*(_serve_side(given, explicit) for given in (ctx.params, versus.right)), strict=True)
@@ -218,8 +218,8 @@ def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
 
 def _serve_side(given: Mapping[str, Any], explicit: set[str]):
     """Load what this side asks for and serve its requests."""
-    from forge.bench.engine import measure_all
-    from forge.bench.workload import Range, Request, Workload, make_workload
+    from forge.workload.requests import Range, Request, Workload, make_workload
+    from forge.workload.ways import measure_all
 
     number, batch, length = given["requests"] or MANY, given["batch"], given["max_tokens"]
     loading = {option: given[option] for option in (*_LOADING, *_SCHEDULING)} | {"max_num_seqs": batch}

@@ -36,11 +36,11 @@ def compare_judging(
     given: Mapping[str, Any], versus: "Versus", texts: Sequence[str] | None, max_tokens: int
 ) -> "Report":
     """Run the texts, or `--requests` judge requests, all at once on both sides."""
-    from forge.bench.judging import judge_prompts, run_requests
     from forge.views.bench import BenchProgress
     from forge.views.judging import identical, judging_object, print_judging
     from forge.views.report import Report
     from forge.views.terminal import open_error_console
+    from forge.workload.judging import judge_prompts, run_requests
 
     if texts is not None and given["requests"] is not None:
         raise UsageError("--requests makes requests up and --prompts reads them: give one of the two")

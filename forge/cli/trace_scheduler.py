@@ -19,8 +19,8 @@ from forge.cli.running import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from forge.bench.workload import Workload
     from forge.llm import LLM
+    from forge.workload.requests import Workload
 
 _WORKLOAD = "Requests"
 
@@ -83,7 +83,7 @@ def trace_scheduler(
 
     [dim]forge trace-scheduler --requests 64 --num-blocks 48 --preempt lifo --mode recompute --step[/dim]
     """
-    from forge.bench.workload import Arrival, Range, make_workload
+    from forge.workload.requests import Arrival, Range, make_workload
 
     options.check_speculation(speculate, draft, k, acceptance)
     limits = _tenants(tenants, speculate)
@@ -144,12 +144,12 @@ def _tenants(text: str | None, speculate: str | None) -> tuple[int, ...]:
 def _run(
     llm: "LLM", workload: "Workload", watch: Watch, svg, lines: bool, json: bool, tenants: tuple[int, ...]
 ) -> Found:
-    from forge.bench.workload import WorkloadRun
     from forge.errors import UsageError
     from forge.views.report import Report
     from forge.views.serving import print_serving, print_tenants, serving_object, tenant_objects
     from forge.views.serving_live import serving_view
     from forge.views.terminal import can_redraw, open_console
+    from forge.workload.requests import WorkloadRun
 
     engine = llm.engine
     engine.report_probabilities = False  # they are not shown

@@ -44,7 +44,7 @@ def short(monkeypatch):
         "ARRAY_BYTES": 1 << 22,
     }.items():
         monkeypatch.setattr(kernels, name, value)
-    monkeypatch.setattr("forge.experiments.paged.TIMES", 1)
+    monkeypatch.setattr("forge.cli.arrivals.TIMES", 1)
     monkeypatch.setattr("forge.experiments.batching.TURNS", 1)
 
 

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from forge import LLM
-from forge.bench.engine import identical, measure
-from forge.bench.workload import Arrival, Range, Request, Workload, WorkloadRun, make_workload
 from forge.errors import UsageError
+from forge.workload.requests import Arrival, Range, Request, Workload, WorkloadRun, make_workload
+from forge.workload.ways import identical, measure
 from tests.engine.scripted import muddled, new_engine
 from tests.small_models import write_small_qwen3
 

@@ -1,15 +1,17 @@
-"""Requests against an engine in the same process: as many at a time as asked for, each one's moments kept.
+"""A closed loop of requests against an engine in the same process: when a request ends, the next begins.
 
-A closed loop: when a request ends, the next begins. Every prompt is different from its first token on, so that no cache
-can help. It drives any engine that has `add`, which queues a prompt, and `step`, which advances everything and says
-whose tokens came and who ended.
+It drives any engine that has `add`, which queues a prompt, and `step`, which advances all of them and says which got a
+token and which ended. Each request's moments are kept.
 """
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from statistics import mean
+from typing import Any, Protocol
+
+from forge.bench.cases import Load
 
 
 class LoadedEngine(Protocol):
@@ -32,8 +34,33 @@ class Moments:
     end: float
 
 
+def answered(setting: str, moments: Sequence[Moments], seconds: float) -> dict[str, Any]:
+    """What a worker answers of `requests`."""
+    first, end = [each.first_token for each in moments], [each.end for each in moments]
+    return {"setting": setting, "seconds": seconds, "first_token": first, "end": end}
+
+
+def load_figures(load: Load, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """One program's requests under one load, in seconds. per_token: from the first token to the last."""
+    first, end, steps = answer["first_token"], answer["end"], load.output_tokens - 1
+    return {
+        "setting": answer["setting"],
+        "requests_per_second": len(end) / answer["seconds"],
+        "first_token": percentiles(first),
+        "per_token": percentiles([(e - f) / steps for f, e in zip(first, end, strict=True)]) if steps else None,
+        "end": percentiles(end),
+    }
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """The nearest rank: a value that was measured."""
+    ordered = sorted(seconds)
+    ranks = {f"p{share}": ordered[max(0, -(-share * len(ordered) // 100) - 1)] for share in (50, 95)}
+    return {"mean": mean(ordered), **ranks}
+
+
 def unique_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Random prompts; no two of them begin with the same token, as long as there are enough tokens."""
+    """Random prompts; no two of them begin with the same token, if there are enough tokens, so no cache can help."""
     rng = random.Random(f"{seed}-{count}-{length}")
     firsts = rng.sample(range(vocab_size), min(count, vocab_size))
     return [

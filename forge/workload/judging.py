@@ -25,12 +25,10 @@ RUBRIC = (
     "it says alone. Take the last events for the ending, and what somebody has at the end for what they found. Where "
     "two answers seem possible, take the one that the story speaks of last. Say nothing else, and do not explain."
 )
-QUESTIONS = (
-    "Is the ending happy or sad?",
-    "Which place is in the story?",
-    "Who is the hero of the story?",
-)
-_STORIES = Path(__file__).with_name("held_out.txt")
+QUESTIONS = ("Is the ending happy or sad?", "Which place is in the story?", "Who is the hero of the story?")
+HELD_OUT = Path(__file__).with_name("held_out.txt")
+"""Text that the bundled models were not trained on: documents of `models/corpus` with numbers from `HELD_OUT` on, which
+training never reaches."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def judge_prompts(tokenizer: "Tokenizer", number: int) -> list[list[int]]:
 @cache
 def held_out_stories() -> tuple[str, ...]:
     """Stories that no training saw, without the conversations around some of them."""
-    documents = _STORIES.read_text(encoding="utf-8").split("<|endoftext|>")
+    documents = HELD_OUT.read_text(encoding="utf-8").split("<|endoftext|>")
     return tuple(document.strip() for document in documents if "<|im_start|>" not in document and document.strip())
 
 

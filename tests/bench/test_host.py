@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from forge.bench.host_time import HostTime, measure
+from forge.bench.host import measure, screen
+from forge.bench.tables import draw
 from forge.cli.main import main
-from forge.views.host_time import print_host_time
 from forge.views.terminal import open_console
 
 
@@ -15,20 +15,19 @@ from forge.views.terminal import open_console
 def test_every_batch_is_measured_over_steps_of_nothing_but_decodes(kv):
     times = measure(kv, batches=(1, 3), steps=5)
 
-    assert [(one.sequences, one.steps) for one in times] == [(1, 5), (3, 5)]
+    assert [(one["sequences"], one["steps"], one["bar"]) for one in times] == [(1, 5, 66), (3, 5, 78)]
     for one in times:
-        assert 0 < one.least <= one.median <= one.ninth_decile
-        assert min(one.schedule, one.sample, one.record) > 0
-
-
-def test_the_bar_is_60_and_6_per_sequence():
-    assert HostTime(16, 5, 1, 2, 3, 1, 1, 1).bar == 156
+        assert 0 < one["least"] <= one["median"] <= one["ninth_decile"]
+        assert min(one["schedule"], one["sample"], one["record"]) > 0
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_nothing_is_cut_off(width):
     file = io.StringIO()
-    print_host_time(open_console(file, width), [HostTime(64, 5, 251.2, 435.9, 1962.1, 171.4, 190.2, 60)], "a machine")
+    names = ("sequences", "steps", "least", "median", "ninth_decile", "schedule", "sample", "record", "bar")
+    one = dict(zip(names, (64, 5, 251.2, 435.9, 1962.1, 171.4, 190.2, 60, 444), strict=True))
+    console = open_console(file, width)
+    draw(console, screen({"steps": [one], "machine": "a machine"}))
 
     assert max(map(len, file.getvalue().splitlines())) <= width
     assert "436" in file.getvalue()
