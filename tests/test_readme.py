@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from forge.backends.cpu.compilation import cache_folder
-from forge.book.shelf import entries
+from forge.book.catalog import entries
 from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
 from forge.model.catalog import models_folder

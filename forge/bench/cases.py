@@ -106,7 +106,7 @@ class ModelSize:
 
     file_bytes: int
     layer_bytes: int
-    """Of the layers' tensors, as the file stores them."""
+    """Of the layers' tensors, as the file stores them; experts not included."""
     head_bytes: int
     """Of the output head, which may be the embedding too."""
     embedding_bytes: int
@@ -114,7 +114,8 @@ class ModelSize:
     row_bytes: int
     """Of one row of the embedding."""
     layer_products: int
-    """Multiplications per token in the layers' matrices, float ones counted `FLOAT_PRODUCT` times."""
+    """Multiplications per token in the layers' matrices, float ones counted `FLOAT_PRODUCT` times. Of a mixture of
+    experts: those of the experts that a token uses."""
     head_products: int
     """The same per row of logits."""
     attention_products: int
@@ -123,11 +124,19 @@ class ModelSize:
     """Of one token's keys and values in all layers, at two bytes per number."""
     vocab_size: int
     max_context: int
+    expert_bytes: int = 0
+    """Of all experts in all layers; 0 for a dense model."""
+    share_of_experts: float = 0.0
+    """That a token uses."""
 
     @property
     def weight_bytes(self) -> int:
         """Of all matrices and norms; a head that is the embedding too counts once."""
-        return self.layer_bytes + self.head_bytes + self.embedding_bytes
+        return self.layer_bytes + self.expert_bytes + self.head_bytes + self.embedding_bytes
+
+    def bytes_of_used_experts(self, rows: int) -> int:
+        """Of the experts that at least one of `rows` tokens uses, each layer's chosen evenly and independently."""
+        return round(self.expert_bytes * (1 - (1 - self.share_of_experts) ** rows))
 
 
 @dataclass(frozen=True)
@@ -135,17 +144,18 @@ class Needs:
     """What one step takes at least."""
 
     bytes_read: int
-    """Weights once, and the keys and values of all tokens before this step."""
+    """Weights once (of the experts those in use), and the keys and values of all tokens before this step."""
     products: int
     """Multiplications, counted as int8 ones."""
 
 
 def needs_of(case: Case, size: ModelSize) -> Needs:
-    """The least that `case` takes: every weight read once per step however many rows share it."""
+    """The least that `case` takes: every weight in use read once per step however many rows share it."""
     rows = case.tokens_per_step
     pairs = case.sequences * sum(case.context + row + 1 for row in range(case.tokens))
     return Needs(
         bytes_read=size.layer_bytes
+        + size.bytes_of_used_experts(rows)
         + size.head_bytes
         + rows * size.row_bytes
         + case.sequences * case.context * size.kv_bytes,
@@ -206,10 +216,12 @@ def measure_model(path) -> ModelSize:
     with open_weights(path) as weights:
         config = weights.config
         floats = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+        used = config.num_experts_per_tok
 
         def products(tensor) -> int:
-            elements = tensor.shape[0] * tensor.shape[1]
-            return elements * (FLOAT_PRODUCT if tensor.ggml_type in floats else 1)
+            *experts, rows, columns = tensor.shape
+            matrices = used if experts else 1
+            return matrices * rows * columns * (FLOAT_PRODUCT if tensor.ggml_type in floats else 1)
 
         names = [name for name in expected_tensors(config) if name.startswith("blk.")]
         layers = [weights.tensor(name) for name in names]
@@ -217,14 +229,16 @@ def measure_model(path) -> ModelSize:
         head = embedding if config.tie_word_embeddings else weights.tensor("output.weight")
         return ModelSize(
             file_bytes=weights.nbytes if path.is_dir() else path.stat().st_size,
-            layer_bytes=sum(tensor.nbytes for tensor in layers),
+            layer_bytes=sum(tensor.nbytes for tensor in layers if len(tensor.shape) < 3),
             head_bytes=head.nbytes,
             embedding_bytes=0 if config.tie_word_embeddings else embedding.nbytes,
             row_bytes=embedding.nbytes // embedding.shape[0],
-            layer_products=sum(products(tensor) for tensor in layers if len(tensor.shape) == 2),
+            layer_products=sum(products(tensor) for tensor in layers if len(tensor.shape) > 1),
             head_products=products(head),
             attention_products=2 * config.num_layers * config.query_size * FLOAT_PRODUCT,
             kv_bytes=2 * config.num_layers * config.key_value_size * 2,
             vocab_size=config.vocab_size,
             max_context=config.max_position_embeddings,
+            expert_bytes=sum(tensor.nbytes for tensor in layers if len(tensor.shape) == 3),
+            share_of_experts=used / config.num_experts if config.num_experts else 0.0,
         )

@@ -6,6 +6,7 @@ figures mean nothing, and it shows before the GPU comes whether anything breaks.
 """
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -131,35 +132,45 @@ def compiling(report: Report) -> None:
 
 
 def kernels(report: Report) -> None:
-    from forge.bench.gpu_checks import Checks
+    """Each kernel as it is and with all switches on, after the kernel before it and while that still runs."""
+    from forge.backends.cuda import warm_up
+    from forge.backends.cuda.shapes import DEFAULT_TUNING
+    from forge.bench.gpu_checks import ALL_SWITCHES, Cases, Checks
 
-    times = 2 if report.rehearsal else REPEATED
+    times, cases = REPEATED, Cases()
+    if report.rehearsal:
+        times, cases = 2, Cases(rows=(1, 3), contexts=(17,), sequences=(2,), spans=((5, 9),))
     with _device(report) as device:
         import torch
 
+        on_gpu = device == "cuda"
+        count = torch.cuda.get_device_properties(0).multi_processor_count if on_gpu else 132
+        names = SIZES if on_gpu else SIZES[:1]  # at toy sizes both are one
+        variants = list(product(names, (True, False) if on_gpu else (False,), (DEFAULT_TUNING, ALL_SWITCHES)))
+        listed: dict = {}
+        for name, dependent, tuning in variants:
+            listed |= dict.fromkeys(Checks.launches(_config(report, name, 2), dependent, tuning, count, cases))
+        report("kernels", len(listed))
+        if on_gpu:
+            report("not compiled", warm_up.compile_all(listed))
         wrong = 0
-        for name in SIZES:
-            for dependent in (True, False) if device == "cuda" else (False,):
-                checks = Checks(_config(report, name, 2), device, dependent, times)
-                batches = (1, 3) if report.rehearsal else (1, 2, 4, 16, 17, 64)
-                contexts = (17,) if report.rehearsal else (1, 16, 17, 160, 2048, 4100)
-                spans = ((5, 9),) if report.rehearsal else ((0, 128), (0, 512), (100, 117), (4000, 4100))
-                title, worst = f"{name}, {'dependent' if dependent else 'ordered'}", 0.0
-                for part in (
-                    lambda c=checks, b=batches: c.products(b),
-                    lambda c=checks, k=contexts: c.decodes(1, k),
-                    lambda c=checks, k=contexts: c.decodes(7, k),
-                    lambda c=checks, s=spans: c.prefills(s),
-                ):
-                    with report.part(f"{title}: stopped"), torch.inference_mode():
-                        for found in part():
-                            wrong += not found.is_right
-                            if not found.is_right:
-                                report(f"WRONG {title}: {found.name}", asdict(found))
-                            else:
-                                worst = max(worst, found.error)
-                                report(f"last right, {title}", f"{found.name}: {found.error:.1e}", quiet=True)
-                report(f"largest error of a right one, {title}", worst)
+        for name, dependent, tuning in variants:
+            checks = Checks(_config(report, name, 2), device, dependent, times, tuning)
+            parts = checks.parts(cases)
+            if tuning is DEFAULT_TUNING:
+                parts["draws"] = checks.draws(max(cases.rows))
+            switched = ", all switches" if tuning is ALL_SWITCHES else ""
+            title, worst = f"{name}, {'dependent' if dependent else 'ordered'}{switched}", 0.0
+            for part, results in parts.items():
+                with report.part(f"{title}: {part} stopped"), torch.inference_mode():
+                    for found in results:
+                        wrong += not found.is_right
+                        if not found.is_right:
+                            report(f"WRONG {title}: {found.name}", asdict(found))
+                        else:
+                            worst = max(worst, found.error)
+                            report(f"last right, {title}", f"{found.name}: {found.error:.1e}", quiet=True)
+            report(f"largest error of a right one, {title}", worst)
         report("wrong", wrong)
 
 
@@ -214,6 +225,8 @@ def steps(report: Report) -> None:
             report("profile", bench.profile())
         with report.part("single stream"):
             report("single stream", bench.single_stream())
+        with report.part("choosing tokens"):
+            report("choosing tokens, ms", bench.choosing())
         for load in CUDA_LOADS[:2]:
             with report.part(load.name):
                 report(load.name, bench.load(load))
@@ -238,7 +251,7 @@ def quantized(report: Report) -> None:
     from forge.bench.cases import CUDA_STEPS
 
     with _device(report) as device:
-        for name in SIZES:
+        for name in SIZES[:1] if report.rehearsal else SIZES:
             for kind in ("q8", "q4") if not report.rehearsal else ("q8",):
                 with report.part(f"{name} {kind}"):
                     bench = _Bench(report, device, name, 16, 256, KIND_NAMES.index(kind))
@@ -252,6 +265,7 @@ def quantized(report: Report) -> None:
 
 def switches(report: Report) -> None:
     """The same steps with each switch on, and with dependent launches off."""
+    from forge.backends.cuda import warm_up
     from forge.backends.cuda.backend import CudaBackend
     from forge.backends.cuda.launches import TritonLauncher
     from forge.backends.cuda.shapes import Tuning
@@ -282,6 +296,8 @@ def switches(report: Report) -> None:
                 if report.rehearsal:
                     report(name, bench.single_stream())
                     continue
+                if tuning is None:  # the backend compiles in parallel only what it launches itself
+                    warm_up.compile_missing(bench.expected_launches(dependent=False))
                 for case in cases:
                     report(f"{case.name} {name}", bench.step(case, turns=3))
 
@@ -321,9 +337,9 @@ def _best(found: list, like) -> list[str]:
 
 
 def tests(report: Report) -> None:
-    missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
-    if missing or not (ROOT / "tests/backends/cuda").exists():
-        raise Skip(f"needs {', '.join(missing)}" if missing else "the tests are not here")
+    _needs("pytest")
+    if not (ROOT / "tests/backends/cuda").exists():
+        raise Skip("the tests are not here")
     parallel = ["-n", "8"] if find_spec("xdist") else []
     limits = ["-k", "test_storage"] if report.rehearsal else []
     command = [
@@ -335,6 +351,8 @@ def tests(report: Report) -> None:
         "--tb=short",
         "-p",
         "no:cacheprovider",
+        "--continue-on-collection-errors",
+        "--confcutdir=tests/backends/cuda",  # the other tests' set-up needs hypothesis
         "tests/backends/cuda",
     ]
     done = subprocess.run(
@@ -464,6 +482,11 @@ class _Bench:
         self._on_gpu = not report.rehearsal
         self._worker = ForgeWorker(llm)
 
+    def expected_launches(self, dependent: bool) -> list:
+        model = self._llm.model
+        layout = model.kv_layout(1, 16, model.backend.default_kv_dtype)
+        return model.backend.expected_launches(model.forward_pass, layout, dependent)
+
     def step(self, case, turns: int = 5) -> dict[str, Any]:
         """One step by two clocks: the host's, until it knows the tokens, and the device's own, of graph replays."""
         ids = case.token_ids(self._llm.model.vocab_size)
@@ -523,20 +546,43 @@ class _Bench:
             for each in rows[:20]
         ]
 
+    def choosing(self) -> dict[str, float]:
+        """What it takes to draw a step's tokens on the device, with the launches and until the host knows them."""
+        import torch
+
+        from forge.backends.cuda.sampling import SamplingRows, sample
+        from forge.bench.gpu_checks import DRAWN
+        from forge.model.logits import Draw
+
+        backend, vocabulary = self._llm.model.backend, self._llm.model.vocab_size
+        device, launch = backend._device, backend._fused.launches.launch
+        found = {}
+        for rows, params in product((1, 16, 64), DRAWN):
+            logits = torch.randn(rows, vocabulary, device=device)
+            draws = [Draw(params, row, 0, range(200), 100) for row in range(rows)]
+            seconds = []
+            for _ in range(3 if self._report.rehearsal else 10):
+                started = time.perf_counter()
+                sample(logits, SamplingRows.of(draws, vocabulary, device), launch).tolist()
+                seconds.append(time.perf_counter() - started)
+            settings = f"top_p {params.top_p:g}, presence_penalty {params.presence_penalty:g}"
+            found[f"{rows} rows, {settings}"] = round(1e3 * median(seconds), 3)
+        return found
+
     def single_stream(self) -> dict[str, Any]:
         """One request through the engine: milliseconds per token, in a steady state."""
         from forge import SamplingParams
 
-        prompt, count = list(range(5, 133)), 512
+        prompt, count, rounds = list(range(5, 133)), 512, 2  # in the second round everything is captured
         if self._report.rehearsal:
-            prompt, count = prompt[:4], 3
+            prompt, count, rounds = prompt[:4], 2, 1
         count = min(count, self._llm.max_model_len - len(prompt))
         found = {}
         greedy = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         drawn = replace(greedy, temperature=0.8, top_p=0.95, seed=1)
         for name, params in (("greedy", greedy), ("drawn", drawn)):
             moments = []
-            for _ in range(2):  # the second time everything is captured
+            for _ in range(rounds):
                 moments = [time.perf_counter()]
                 run = self._llm.start([prompt], params)
                 moments += [time.perf_counter() for _ in run]
@@ -545,7 +591,7 @@ class _Bench:
             found[name] = {
                 "ttft_ms": round(1e3 * (moments[1] - moments[0]), 3),
                 "per_token_ms": round(median(steady), 4),
-                "p95_ms": round(steady[int(0.95 * (len(steady) - 1))], 4),
+                "p95_ms": round(steady[math.ceil(0.95 * (len(steady) - 1))], 4),
                 "tokens_per_s": round(1e3 * len(spans) / sum(spans), 1),
             }
         return found

@@ -112,6 +112,24 @@ def test_float_products_count_four_times(tmp_path):
     assert floats.layer_products == 4 * eight.layer_products
 
 
+def test_a_mixture_of_experts_reads_the_experts_in_use(tmp_path):
+    """A row reads its own 2 of 8; more rows read more of them; each row multiplies with 2 whatever the batch."""
+    path = write_small_qwen3(tmp_path / "m.gguf", tensor_type="Q8_0", num_experts=8, num_experts_per_tok=2)
+    size, dense = measure_model(path), measure_model(write_small_qwen3(tmp_path / "d.gguf", tensor_type="Q8_0"))
+    with GGUFFile.open(path) as file:
+        experts = sum(tensor.nbytes for name, tensor in file.tensors.items() if name.endswith("_exps.weight"))
+        total = sum(tensor.nbytes for tensor in file.tensors.values()) - file.tensors["output_norm.weight"].nbytes
+    assert size.expert_bytes == experts and size.weight_bytes == total
+    assert size.bytes_of_used_experts(1) == experts // 4
+    assert size.bytes_of_used_experts(2) == round(experts * (1 - 0.75**2))
+    assert size.bytes_of_used_experts(1000) == experts
+    one, sixteen = (needs_of(case(name), size).bytes_read for name in ("decode1", "decode16"))
+    assert sixteen - one > size.bytes_of_used_experts(16) - size.bytes_of_used_experts(1) > 0
+    router, feed_forward = 2 * 8 * 64 * 4, 2 * 3 * 64 * 96
+    assert size.layer_products == dense.layer_products + router + feed_forward
+    assert dense.expert_bytes == dense.bytes_of_used_experts(16) == 0
+
+
 def test_everybody_gets_the_same_tokens():
     one = case("decode4")
     ids = one.token_ids(100, seed=1)

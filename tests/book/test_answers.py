@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from forge.book.shelf import find
+from forge.book.catalog import find
 from forge.cli.main import main
 
 FENCE = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -77,3 +77,12 @@ def test_chapter_9(facts):
     assert preempted["identical"] and preempted["steps"]["preemptions"] > 0
     uncached = facts(no_cache)
     assert uncached["identical"] and uncached["steps"]["rows"] > 10 * uncached["steps"]["seen"]
+
+
+def test_chapter_10(facts):
+    with_prefix, floors, _ = exercises(10)
+    steps = facts(floors)["steps"]
+    one, many = steps["decode1_160"], steps["decode64_160"]
+    row_ms = (many["floor_ms"] - one["floor_ms"]) / 63
+    assert one["bound"] == many["bound"] == "memory" and 1e3 * row_ms == pytest.approx(3.8, abs=0.1)
+    assert len(facts(with_prefix)["steps"]) == 4

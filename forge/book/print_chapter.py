@@ -4,40 +4,40 @@ from rich.console import Console
 
 from forge.book.chapter import Check, Run, Step
 from forge.book.drawing import draw_block, draw_command, draw_other_load, draw_title
-from forge.book.reading import Reading
+from forge.book.session import Session
 
 FAILED = 1
 """The exit status when something that the chapter claims was not so."""
 
 
-def read_straight(console: Console, number: int, reading: Reading) -> int:
+def print_chapter(console: Console, number: int, session: Session) -> int:
     """Print the chapter, running each experiment where it stands. Returns the exit status."""
-    draw_title(console, number, reading.chapter.title)
+    draw_title(console, number, session.chapter.title)
     status = 0
-    for step in reading.chapter.steps():
-        status = max(status, _print_step(console, step, reading))
+    for step in session.chapter.steps():
+        status = max(status, _print_step(console, step, session))
         if status > FAILED:  # an experiment was interrupted
             break
     return status
 
 
-def _print_step(console: Console, step: Step, reading: Reading) -> int:
+def _print_step(console: Console, step: Step, session: Session) -> int:
     status = 0
     for block in step:
         console.print()
         if isinstance(block, Run):
-            draw_command(console, reading.command(block))
+            draw_command(console, session.command(block))
             console.print()
-            report = reading.perform(block)
+            report = session.perform(block)
             report.draw(console)
-            draw_other_load(console, block, reading)
+            draw_other_load(console, block, session)
             status = max(status, report.status)
         else:
-            draw_block(console, block, reading)
-        if isinstance(block, Check) and block.certain and _is_refuted(block, reading):
+            draw_block(console, block, session)
+        if isinstance(block, Check) and block.certain and _is_refuted(block, session):
             status = max(status, FAILED)
     return status
 
 
-def _is_refuted(check: Check, reading: Reading) -> bool:
-    return any(judged.holds is False for judged in reading.judge(check.claims))
+def _is_refuted(check: Check, session: Session) -> bool:
+    return any(judged.holds is False for judged in session.judge(check.claims))

@@ -12,9 +12,9 @@ def gather_rows(
     scales,
     factors,
     numbers,  # int32 [M], read if NUMBERED
-    samples,  # int32 [rows, 2], read for numbers below 0
-    out,  # [M, columns]
-    columns,
+    samples,  # int32 [R, 2], read for numbers below 0
+    out,  # [M, in_features]
+    in_features,
     NUMBERED: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -34,9 +34,9 @@ def gather_rows(
         chosen = tl.load(samples + 2 * (-1 - given), mask=given < 0, other=0)
         number = tl.where(given < 0, chosen, given).to(tl.int64)
     first = tl.program_id(1) * BLOCK_K
-    tile = weight_tile(values, scales, factors, number + tl.zeros((1,), tl.int64), first, columns, KIND, BLOCK_K)
+    tile = weight_tile(values, scales, factors, number + tl.zeros((1,), tl.int64), first, in_features, KIND, BLOCK_K)
     column = first + tl.arange(0, BLOCK_K)
-    tl.store(out + own * columns + column[None, :], tile, mask=(column < columns)[None, :])
+    tl.store(out + own * in_features + column[None, :], tile, mask=(column < in_features)[None, :])
 
 
 @triton.jit

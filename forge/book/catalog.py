@@ -13,7 +13,7 @@ from forge.errors import UsageError
 
 @dataclass(frozen=True)
 class Entry:
-    """One chapter on the shelf. Its text is read when it is asked for."""
+    """One chapter. Its text is read when it is asked for."""
 
     path: Path
 

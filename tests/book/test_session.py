@@ -2,7 +2,7 @@ import pytest
 
 from forge.book.chapter import Choice, Claim, Finding, Outcome, Predict, Run, parse_chapter
 from forge.book.other_load import OtherLoad
-from forge.book.reading import Guess, Reading, closeness, parse_guess
+from forge.book.session import Guess, Session, closeness, parse_guess
 from forge.errors import UsageError
 from forge.views.report import Report
 
@@ -16,19 +16,19 @@ BLOCKS = Predict("How many blocks?", "{{a.blocks:count}}", (), "")
 MEAN = Predict("How many tokens on average?", "{{a.mean:.1f}}", (), "")
 
 
-def reading(**facts) -> Reading:
+def session(**facts) -> Session:
     chapter = parse_chapter(f"# T\n\n```forge run a\n{RUN.command}\n```\n")
-    made = Reading(chapter, lambda command: Report(facts, lambda console: None))
+    made = Session(chapter, lambda command: Report(facts, lambda console: None))
     made.perform(RUN)
     return made
 
 
 def test_what_a_run_found_is_known_by_its_name():
-    assert reading(ms=4.0).fill("{{a.ms:ms}}") == "4.0"
+    assert session(ms=4.0).fill("{{a.ms:ms}}") == "4.0"
 
 
 def test_a_run_that_fails_leaves_what_was_known():
-    made = reading(ms=4.0)
+    made = session(ms=4.0)
 
     def fail(command):
         raise UsageError("no")
@@ -102,7 +102,7 @@ def test_how_close_a_guess_was(guess, actual, expected):
 
 
 def test_a_verdict_says_the_answer_and_how_close_the_guess_was():
-    made = reading(ms=4.0)
+    made = session(ms=4.0)
     assert made.verdict(HOW_LONG) == "It is 4.0."
     made.guesses = {HOW_LONG: Guess("8", 8.0), WHICH: Guess("1", 0)}
     assert made.verdict(HOW_LONG) == "You said 8. It is 4.0: your guess was too high by a factor of 2.0."
@@ -116,18 +116,18 @@ def test_a_verdict_says_the_answer_and_how_close_the_guess_was():
 def test_the_run_chooses_what_is_said():
     outcomes = (Outcome("answer > 10", "Slow: {{answer:.1f}}."), Outcome(None, "Fast."))
     predict = Predict("How long?", "{{a.ms:ms}}", (), "In any case.", outcomes)
-    assert reading(ms=12.0).explanation(predict) == "Slow: 12.0. In any case."
-    assert reading(ms=4.0).explanation(predict) == "Fast. In any case."
-    assert reading(ms=None).explanation(predict) == ""
+    assert session(ms=12.0).explanation(predict) == "Slow: 12.0. In any case."
+    assert session(ms=4.0).explanation(predict) == "Fast. In any case."
+    assert session(ms=None).explanation(predict) == ""
     choice = Predict("Which?", "", (Choice("slow", "a.ms > 10", "So slow."), Choice("fast", None, "So fast.")), "")
-    assert reading(ms=12.0).explanation(choice) == "So slow." and reading(ms=4.0).explanation(choice) == "So fast."
+    assert session(ms=12.0).explanation(choice) == "So slow." and session(ms=4.0).explanation(choice) == "So fast."
     finding = Finding((Outcome("a.ms > 10", "It took {{a.ms:ms}} ms."), Outcome(None, "Hardly anything.")))
-    assert reading(ms=12.0).finding(finding) == "It took 12.0 ms." and reading(ms=4.0).finding(finding)[0] == "H"
-    assert reading(ms=None).finding(finding) is None
+    assert session(ms=12.0).finding(finding) == "It took 12.0 ms." and session(ms=4.0).finding(finding)[0] == "H"
+    assert session(ms=None).finding(finding) is None
 
 
 def test_machine_and_model_can_be_asked_for_without_a_run():
-    made = reading(ms=4.0)
+    made = session(ms=4.0)
     made.model = {"num_layers": 12}
     assert made.fill("{{model.num_layers}} {{machine.busy}}") == "12 False"
     made.loads[RUN] = OtherLoad(1.5, 2)
@@ -135,11 +135,11 @@ def test_machine_and_model_can_be_asked_for_without_a_run():
 
 
 def test_a_run_that_does_not_tell_gives_no_verdict():
-    made = reading(ms=None)
+    made = session(ms=None)
     assert made.verdict(HOW_LONG) is None and made.verdict(WHICH) is None
-    assert reading().verdict(HOW_LONG) is None
+    assert session().verdict(HOW_LONG) is None
 
 
 def test_claims_hold_or_do_not_or_cannot_be_told():
     claims = [Claim("", "a.ms > 1"), Claim("", "a.ms > 10"), Claim("", "a.other")]
-    assert [judged.holds for judged in reading(ms=4.0).judge(claims)] == [True, False, None]
+    assert [judged.holds for judged in session(ms=4.0).judge(claims)] == [True, False, None]

@@ -1,7 +1,6 @@
-"""What the threads of a team run (see `team.py`): the walk through a program, and waiting for the next.
+"""What the threads of a pool run (see `thread_pool.py`): a program's operations, and waiting for the next program.
 
-Compiled to machine code like a kernel. `team` is the address of the memory that the threads share, in words of int64
-that `words.py` names.
+Compiled to machine code like a kernel. `pool` is the memory that the threads share (`op_layout.POOL`).
 """
 
 import numba
@@ -10,14 +9,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from forge.backends.cpu import words as w
 from forge.backends.cpu.llvm_code import I64, call_intrinsic
-from forge.backends.cpu.vectors import get_i64, put_i64
+from forge.backends.cpu.op_layout import INSIDE_SLOTS, OPERATION, OPERATION_BYTES
+from forge.backends.cpu.vectors import address, field_address
 
 _SPINS_BEFORE_YIELD = 4000
 _SPINS_BEFORE_SLEEP = 20_000
-_PLACES = 20
-"""Bits of a place in a program: the number of the program in the bits above, that of an operation in these."""
+_PLACE_BITS = 20
+"""Of a place in a program: the number of the program in the bits above, that of an operation in these."""
 
 
 @intrinsic
@@ -102,20 +101,34 @@ def call_kernel(typingctx, function, operation, context_address, thread, threads
     return types.void(*[types.int64] * 5), codegen
 
 
+_operation_type = numba.from_dtype(OPERATION)
+
+
+@intrinsic
+def operation_at(typingctx, program, number):
+    """An operation of the program at an address."""
+
+    def codegen(context, builder, sig, args):
+        start = builder.add(args[0], builder.mul(args[1], I64(OPERATION_BYTES)))
+        return builder.inttoptr(start, context.get_value_type(_operation_type))
+
+    return _operation_type(types.int64, types.int64), codegen
+
+
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
-@numba.njit
-def take(operation, count):
-    """Take the next `count` items of an operation's work; the first one's number."""
-    return atomic_add(operation + 8 * w.NEXT_WORD, count)
+@numba.njit(inline="always")
+def next_item(operation, count):
+    """Reserve the next `count` items of an operation's work for the caller; the first one's number."""
+    return atomic_add(field_address(operation, "next_item"), count)
 
 
-@numba.njit
+@numba.njit(inline="always")
 def claim(operation, stretch):
     """Whether the caller is the first to claim a stretch of an operation's work."""
     bit = np.int64(1) << stretch
-    return atomic_or(operation + 8 * w.CLAIM_WORD, bit) & bit == 0
+    return atomic_or(field_address(operation, "claimed"), bit) & bit == 0
 
 
 @numba.njit
@@ -130,35 +143,34 @@ def _wait(inside, done, place):
 
 
 @numba.njit
-def walk(team, thread, generation):
+def run_program(pool, thread, generation):
     """Do one thread's share of the program of that generation.
 
     A *stage* is the operations up to one after which all must wait. A kernel returns when all of its items are taken.
     So a thread that comes to the end of a stage closes it, and once no thread is inside any more it is done: one that
-    has not come by then need not be waited for. Places in a program only go up: TEAM_CLOSED is the first that may be
-    entered, TEAM_DONE the first that is not done. A late thread goes on from there.
+    has not come by then need not be waited for. Places in a program only go up: `closed` is the first that may be
+    entered, `done` the first that is not done. A late thread continues from there.
 
     A thread says that it is inside before it looks whether the stage is closed. So either it sees that, and leaves
     again, or the thread that closes the stage sees it, and waits. What belongs to a program is touched from inside
     only: when its last stage is done no thread touches it any more.
     """
-    program, num_ops = get_i64(team + 8 * w.TEAM_PROGRAM), get_i64(team + 8 * w.TEAM_NUM_OPS)
-    context, threads = get_i64(team + 8 * w.TEAM_CONTEXT), get_i64(team + 8 * w.TEAM_NUM_THREADS)
+    program, num_operations, context, threads = pool.program, pool.num_operations, pool.context, pool.num_threads
     if threads == 1:
-        for number in range(num_ops):
-            operation = program + number * w.OP_BYTES
-            call_kernel(get_i64(operation), operation, context, thread, threads)
+        for number in range(num_operations):
+            operation = operation_at(program, number)
+            call_kernel(operation.kernel, address(operation), context, thread, threads)
         return
-    closed, done = team + 8 * w.TEAM_CLOSED, team + 8 * w.TEAM_DONE
-    begin = generation << _PLACES
-    end = begin + (1 << _PLACES) - 1
+    closed, done = field_address(pool, "closed"), field_address(pool, "done")
+    begin = generation << _PLACE_BITS
+    end = begin + (1 << _PLACE_BITS) - 1
     place = begin
     while True:
         place = max(place, atomic_load(done))
-        if place >= end or place - begin >= num_ops:
+        if place >= end or place - begin >= num_operations:
             return
         number = place - begin
-        inside = team + 8 * (w.TEAM_INSIDE + number % w.TEAM_INSIDE_SLOTS)
+        inside = field_address(pool, "inside") + 8 * (number % INSIDE_SLOTS)
         atomic_add(inside, 1)
         following = atomic_load(closed)
         if following > place:
@@ -169,11 +181,11 @@ def walk(team, thread, generation):
             continue
         waits = False
         while not waits:
-            operation = program + number * w.OP_BYTES
-            call_kernel(get_i64(operation), operation, context, thread, threads)
-            waits = get_i64(operation + 8 * w.WAIT_WORD) != 0
+            operation = operation_at(program, number)
+            call_kernel(operation.kernel, address(operation), context, thread, threads)
+            waits = operation.waits != 0
             number += 1
-        place = begin + number if number < num_ops else end
+        place = begin + number if number < num_operations else end
         atomic_max(closed, place)
         atomic_add(inside, -1)
         _wait(inside, done, place)
@@ -181,38 +193,38 @@ def walk(team, thread, generation):
             atomic_max(done, place)
 
 
-def execute(team, thread):
+def execute(pool, thread):
     """A thread's share of the published program."""
-    put_i64(team + 8 * w.TEAM_SLEEPERS, 0)
-    walk(team, thread, get_i64(team + 8 * w.TEAM_GENERATION))
+    pool.sleepers = 0
+    run_program(pool, thread, pool.generation)
 
 
-def start(team, program, num_ops, context):
+def start(pool, program, num_operations, context):
     """Publish a program and run thread 0's share, unless threads are asleep: then only note which, as a mask.
 
     They have to be woken before another thread waits for them; Python does that.
     """
-    for number in range(num_ops):
-        put_i64(program + number * w.OP_BYTES + 8 * w.NEXT_WORD, 0)
-        put_i64(program + number * w.OP_BYTES + 8 * w.CLAIM_WORD, 0)
-    generation = get_i64(team + 8 * w.TEAM_GENERATION) + 1
-    atomic_max(team + 8 * w.TEAM_CLOSED, generation << _PLACES)
-    atomic_max(team + 8 * w.TEAM_DONE, generation << _PLACES)
-    put_i64(team + 8 * w.TEAM_PROGRAM, program)
-    put_i64(team + 8 * w.TEAM_NUM_OPS, num_ops)
-    put_i64(team + 8 * w.TEAM_CONTEXT, context)
-    atomic_add(team + 8 * w.TEAM_GENERATION, 1)
-    threads = get_i64(team + 8 * w.TEAM_NUM_THREADS)
+    for number in range(num_operations):
+        operation = operation_at(program, number)
+        operation.next_item = 0
+        operation.claimed = 0
+    generation = pool.generation + 1
+    atomic_max(field_address(pool, "closed"), generation << _PLACE_BITS)
+    atomic_max(field_address(pool, "done"), generation << _PLACE_BITS)
+    pool.program = program
+    pool.num_operations = num_operations
+    pool.context = context
+    atomic_add(field_address(pool, "generation"), 1)
     asleep = 0
-    for thread in range(1, threads):
-        asleep |= atomic_swap(team + 8 * (w.TEAM_ASLEEP + thread), 0) << thread
-    put_i64(team + 8 * w.TEAM_SLEEPERS, asleep)
+    for thread in range(1, pool.num_threads):
+        asleep |= atomic_swap(field_address(pool, "asleep") + 8 * thread, 0) << thread
+    pool.sleepers = asleep
     if asleep == 0:
-        walk(team, 0, generation)
+        run_program(pool, 0, generation)
     return asleep
 
 
-def serve(team, thread, generation):
+def serve(pool, thread, generation):
     """A worker: run each program as it is published; return when nothing has come for a while.
 
     Returns the last generation run. The thread is then marked asleep, and must wait for its lock, unless a program came
@@ -220,12 +232,12 @@ def serve(team, thread, generation):
     """
     spins = 0
     while True:
-        current = atomic_load(team + 8 * w.TEAM_GENERATION)
+        current = atomic_load(field_address(pool, "generation"))
         if current != generation:
             generation = current
-            if get_i64(team + 8 * w.TEAM_NUM_OPS) < 0:
+            if pool.num_operations < 0:
                 return -1
-            walk(team, thread, generation)
+            run_program(pool, thread, generation)
             spins = 0
             continue
         pause()
@@ -233,8 +245,8 @@ def serve(team, thread, generation):
         if spins % 1000 == 0:
             _sched_yield()
         if spins > _SPINS_BEFORE_SLEEP:
-            mark = team + 8 * (w.TEAM_ASLEEP + thread)
+            mark = field_address(pool, "asleep") + 8 * thread
             atomic_swap(mark, 1)
-            if atomic_load(team + 8 * w.TEAM_GENERATION) == generation or atomic_swap(mark, 0) == 0:
+            if atomic_load(field_address(pool, "generation")) == generation or atomic_swap(mark, 0) == 0:
                 return generation
             spins = 0

@@ -1,10 +1,10 @@
-"""The greatest logit of each row: what greedy sampling needs of a vocabulary of 150,000, found where the logits are.
+"""The argmax of each row of logits: what greedy sampling needs of a vocabulary of 150,000, found where the logits are.
 
 One row on one multiprocessor would take longer than a layer. So PART columns are a program's, and whichever program of
 a row is done last compares what all of them found: no second kernel, and no dependence on who was last.
 
 A logit and its token are compared as one integer of 64 bits: the logit's bits, turned so that integers are ordered as
-the numbers are (and a NaN above all), then the token's complement, so that the lowest of equals is the greatest.
+the numbers are (and a NaN above all), then the token's complement, so that the lowest token id of equals wins.
 """
 
 import triton
@@ -23,7 +23,7 @@ def ordered(logit, token):
 
 
 @triton.jit
-def greatest(
+def argmax_rows(
     logits,  # float32 [R, vocabulary]
     found,  # int64 [R, PARTS]: what each program found
     samples,  # int32 [R or more, 2]: token, the bits of its logit
@@ -40,7 +40,7 @@ def greatest(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * vocabulary
     token = part * PART + tl.arange(0, PART)
-    # Past the end stands what is never greater than a real token, nor equal and before it.
+    # Past the end stands what never wins against a real token.
     logit = tl.load(logits + token, mask=token < vocabulary, other=float("-inf"))
     best = tl.max(ordered(logit, token), axis=0)
     tl.store(found + row * PARTS + part, best)

@@ -3,7 +3,11 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from forge.book.chapter import ANSWER, Chapter, Claim, Finding, Outcome, Predict, Run, Step
 from forge.book.measured import Touch, Unmeasured, evaluate, fill
@@ -55,7 +59,7 @@ class Judged:
 
 
 @dataclass
-class Reading:
+class Session:
     """One reader's way through a chapter: pages shown, predictions made, commands run."""
 
     chapter: Chapter
@@ -68,6 +72,10 @@ class Reading:
     """What other programs took of the processors during each run."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Facts about the model that the chapter runs."""
+    drawn: dict[Run, tuple[str, ...]] = field(default_factory=dict)
+    """The lines of each report as they were drawn, for a session that goes on later."""
+    goes_on: str = ""
+    """What `forge next` opens after this chapter, in a sentence."""
 
     @property
     def measured(self) -> dict[str, Any]:
@@ -124,6 +132,49 @@ class Reading:
             return None
         return guess.value == actual if predict.choices else is_close(float(guess.value), actual)
 
+    def score(self) -> tuple[int, int]:
+        """(Guesses that were right or close, guesses whose answer is known)."""
+        judged = [self.is_right(predict) for predict in self.guesses]
+        return judged.count(True), sum(one is not None for one in judged)
+
+    def saved(self) -> dict[str, Any]:
+        """What `restore` needs to go on without running anything again; plain data."""
+        return {
+            "model": self.model,
+            "typed": {run.command: self.command(run) for run in self.chapter.runs()},
+            "runs": [
+                {
+                    "command": run.command,
+                    "facts": report.facts,
+                    "status": report.status,
+                    "lines": self.drawn.get(run, ()),
+                    "load": [self.loads[run].processors, self.loads[run].of],
+                }
+                for run, report in self.reports.items()
+            ],
+            "guesses": {predict.question: guess.text for predict, guess in self.guesses.items()},
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over the runs and the guesses of an earlier session; those that the chapter no longer has are left out.
+
+        Raises `LookupError`, `TypeError` or `ValueError` for what `saved` has not made.
+        """
+        runs = {run.command: run for run in self.chapter.runs()}
+        self.model = dict(saved["model"])
+        self.commands = {run: str(saved["typed"].get(command, command)) for command, run in runs.items()}
+        for found in saved["runs"]:
+            run = runs.get(found["command"])
+            if run is not None:
+                processors, of = found["load"]
+                lines = tuple(map(str, found["lines"]))
+                self.loads[run] = OtherLoad(float(processors), int(of))
+                self.reports[run] = Report(dict(found["facts"]), partial(_print_lines, lines), int(found["status"]))
+                self.drawn[run] = lines
+        for block in self.chapter.blocks:
+            if isinstance(block, Predict) and block.question in saved["guesses"]:
+                self.guesses[block] = parse_guess(block, saved["guesses"][block.question])
+
     def verdict(self, predict: Predict) -> str | None:
         """What the reader said, what the answer is, and how close that was; None where this run does not tell."""
         return self._choice_verdict(predict) if predict.choices else self._number_verdict(predict)
@@ -159,6 +210,13 @@ class Reading:
         measured = self.measured
         outcome = chosen(finding.outcomes, measured)
         return None if outcome is None else fill(outcome.text, measured)
+
+
+def _print_lines(lines: Sequence[str], console: Console) -> None:
+    for line in lines:
+        shown = Text.from_ansi(line)
+        shown.truncate(console.width)
+        console.print(shown)
 
 
 def chosen(outcomes: Sequence[Outcome], measured: Mapping[str, Any], touch: Touch | None = None) -> Outcome | None:

@@ -1,4 +1,4 @@
-"""A bug's trial: the same requests in the sound engine, with the bug and every invariant checked, and with the bug
+"""A bug's three runs: the same requests in the sound engine, with the bug and every invariant checked, and with the bug
 unchecked.
 """
 
@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forge.book.bugs import Bug, TrialRequest
+from forge.book.bugs import Bug, BugRequest
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from forge.llm import LLM
 
 MAX_STEPS = 1000
-"""More than any trial takes, so that a bug that goes round in circles ends too."""
+"""More than any run takes, so that a bug that goes round in circles ends too."""
 
 
 @dataclass(frozen=True)
-class TrialRun:
-    """What one run of a bug's trial brought."""
+class BugRun:
+    """What one run of a bug's requests brought."""
 
     steps: int
     """Steps that were made, the one that failed included."""
@@ -32,14 +32,14 @@ class TrialRun:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The three runs of a bug's trial, side by side."""
+class BugRuns:
+    """The three runs of a bug's requests, side by side."""
 
     bug: Bug
-    sound: TrialRun
-    checked: TrialRun
+    sound: BugRun
+    checked: BugRun
     """With the bug. Every invariant is checked as soon as a step is planned, and again when it is over."""
-    unchecked: TrialRun
+    unchecked: BugRun
     """With the bug and no checks."""
 
     @property
@@ -56,17 +56,17 @@ class Trial:
         return "tokens" if self.different else None
 
 
-def try_bug(bug: Bug, load: "Callable[[], LLM]") -> Trial:
-    """`load` makes an engine for the trial, a new one for each run."""
-    sound = run_trial(load(), bug.requests, checked=True)
+def run_with_and_without(bug: Bug, load: "Callable[[], LLM]") -> BugRuns:
+    """`load` makes a new engine for each run."""
+    sound = run_requests(load(), bug.requests, checked=True)
     with bug.switch():
-        checked = run_trial(load(), bug.requests, checked=True)
+        checked = run_requests(load(), bug.requests, checked=True)
     with bug.switch():
-        unchecked = run_trial(load(), bug.requests, checked=False)
-    return Trial(bug, sound, checked, unchecked)
+        unchecked = run_requests(load(), bug.requests, checked=False)
+    return BugRuns(bug, sound, checked, unchecked)
 
 
-def run_trial(llm: "LLM", requests: Sequence[TrialRequest], *, checked: bool) -> TrialRun:
+def run_requests(llm: "LLM", requests: Sequence[BugRequest], *, checked: bool) -> BugRun:
     """Run the requests to their ends, or to the first invariant that does not hold."""
     engine, steps, arrived = llm.engine, 0, 0
     check = engine.scheduler.check_invariants if checked else nullcontext
@@ -90,7 +90,7 @@ def run_trial(llm: "LLM", requests: Sequence[TrialRequest], *, checked: bool) ->
         failure = str(error)
     outputs = [engine.output(str(index)) for index, one in enumerate(requests[:arrived]) if one.hangs_up_after is None]
     samples = [sample for output in outputs for sample in output.outputs]
-    return TrialRun(
+    return BugRun(
         steps, tuple(sample.token_ids for sample in samples), tuple(sample.text for sample in samples), failure
     )
 
