@@ -354,7 +354,7 @@ BUGS: Mapping[str, Bug] = {
             "tokens",
             _matcher_ahead,
             _SMALL | {"speculate": "draft", "k": 4, "speculate_fixed": True},
-            (TrialRequest(_OTHER, {"max_tokens": 40, "structured": _FOUND}),),
+            (BugRequest(_OTHER, {"max_tokens": 40, "structured": _FOUND}),),
         ),
         Bug(
             "mask-after",
@@ -366,7 +366,7 @@ BUGS: Mapping[str, Bug] = {
             "tokens",
             _mask_after,
             _SMALL,
-            (TrialRequest(_OTHER, {"max_tokens": 40, "structured": _FOUND}),),
+            (BugRequest(_OTHER, {"max_tokens": 40, "structured": _FOUND}),),
         ),
     )
 }

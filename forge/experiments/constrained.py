@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
+from forge.cli.arguments import command
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.options import FormArgs
 from forge.cli.running import Found, drive, exit_status, load_model, run_label
 from forge.engine.sampling import log_sum_exp
 from forge.engine.sampling_params import SamplingParams
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 QUESTION = "What does a grammar allow, and what does the model give up for it?"
 LEADS_ON = 'Any form of your own:\n  forge generate --regex "[a-z]+ and [a-z]+" "The fox met"'
 MAX_TOKENS = 64
+PROPOSED = 8
+"""Forced tokens per cycle at most. Fixed, so that the number of passes does not depend on the machine."""
 STORY = (
     "A little fox named Maple lived near the old mill. One day she lost her silver lantern, and she was very sad. She "
     "looked for it in the garden and by the river. At last a kind owl found the lantern and gave it back. The fox "
@@ -53,8 +57,10 @@ FIELDS = {
 _INDENT = 14
 
 
+@command
 def constrained(
     ctx: typer.Context,
+    form: FormArgs,
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="What is asked, in a chat.", show_default="a story and a question")
     ] = PROMPT,
@@ -67,10 +73,6 @@ def constrained(
             rich_help_panel="Structured output (one of these)",
         ),
     ] = "hero,place,mood",
-    json_schema: options.JsonSchemaOption = None,
-    regex: options.RegexOption = None,
-    choice: options.ChoiceOption = None,
-    grammar: options.GrammarOption = None,
     model: options.ModelOption = "tales",
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
@@ -83,12 +85,9 @@ def constrained(
         return run_bug("constrained", bug, device, threads, json)
     if reads_chapter(only, json):
         return read_chapter(ctx, pause)
-    form = options.structured_output(json_schema, regex, choice, grammar) or StructuredOutput(
-        json=record_schema(fields)
-    )
-    report = _measure(
-        options.read_prompt(prompt), max_tokens, form, model, options.model_options(device=device, threads=threads)
-    )
+    wanted = form.structured_output() or StructuredOutput(json=record_schema(fields))
+    loading = options.model_options(device=device, threads=threads)
+    report = _measure(options.read_prompt(prompt), max_tokens, wanted, model, loading)
     return report.as_json() if json else report
 
 
@@ -106,7 +105,7 @@ def _measure(prompt: str, max_tokens: int, form: StructuredOutput, model: str, l
     """The same question without the form, with it, and with its forced text proposed; and once more with a look at
     every row of logits."""
     plain, params = load_model(model, kv="paged", **loading), SamplingParams(max_tokens, structured=form)
-    proposing = load_model(model, kv="paged", speculate="grammar", **loading)
+    proposing = load_model(model, kv="paged", speculate="grammar", k=PROPOSED, speculate_fixed=True, **loading)
     token_ids = plain.tokenizer.encode_chat([{"role": "user", "content": prompt}])[1]
     free_text = plain.generate([token_ids], SamplingParams(max_tokens))[0].outputs[0].text
     places = _places(plain, token_ids, params)

@@ -38,21 +38,6 @@ def test_the_order_of_the_fields_is_that_of_the_option_and_changes_the_answer(fo
     assert found["record"]["mood"] == found["free_text"] == "happy" != facts(forge)["record"]["mood"]
 
 
-def test_answers_to_the_exercises(forge):  # noqa: F811
-    words = facts(forge, "--choice", "happy", "--choice", "sad")
-    assert words["places"][0]["allowed"] == 5 and words["given_up"] == 0 and words["text"] == "happy"
-    per_token = {name: facts(forge, *given)["given_up_per_token"] for name, given in EXERCISES.items()}
-    assert round(per_token["record"]) == 11 and round(per_token["mood"]) == 12
-    assert round(per_token["sentence"], 1) == 6.5
-
-
-EXERCISES = {
-    "record": (),
-    "mood": ("--fields", "mood"),
-    "sentence": ("--regex", r"(Maple|The fox) was (happy|sad)\."),
-}
-
-
 def test_the_five_tokens_of_the_first_answer_are_those(compiler, tokenizer):  # noqa: F811
     from forge import StructuredOutput
 
