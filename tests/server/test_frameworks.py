@@ -1,6 +1,7 @@
-"""LangChain's and llama-index's own OpenAI classes, unmodified.
+"""LangChain's, instructor's and llama-index's own classes for OpenAI, unmodified.
 
-llama-index is not among the development requirements: it brings 115 MB and wants an older `openai` than the others.
+llama-index and instructor are not among the development requirements: the one brings 115 MB, and both want an older
+`openai` than the others.
 """
 
 import asyncio
@@ -151,7 +152,10 @@ def test_langchain_speaks_to_responses(langchain, roomy_server):
 
 @pytest.fixture(scope="module")
 def instructor():
-    return pytest.importorskip("instructor", reason="needs instructor: pip install instructor")
+    return pytest.importorskip(
+        "instructor",
+        reason="needs instructor, which wants older libraries: pip install --no-deps instructor docstring_parser",
+    )
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
