@@ -113,7 +113,7 @@ def shown_call(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     if isinstance(function["arguments"], str):
         found = _parsed(function["arguments"])
-        function["arguments"] = function["arguments"] if found is None else found
+        function["arguments"] = found if isinstance(found, dict) else function["arguments"]
     return {**call, "function": function}
 
 

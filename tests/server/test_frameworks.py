@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from forge import LLM
 
 QUESTION = "Tell me a story."
+INSTRUCTOR_NEEDED = "needs instructor, which wants older libraries: pip install --no-deps instructor docstring_parser"
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +153,7 @@ def test_langchain_speaks_to_responses(langchain, roomy_server):
 
 @pytest.fixture(scope="module")
 def instructor():
-    return pytest.importorskip(
-        "instructor",
-        reason="needs instructor, which wants older libraries: pip install --no-deps instructor docstring_parser",
-    )
+    return pytest.importorskip("instructor", reason=INSTRUCTOR_NEEDED)
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
