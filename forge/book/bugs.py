@@ -224,14 +224,12 @@ def _matcher_ahead() -> Iterator[None]:
 def _mask_after() -> Iterator[None]:
     """A token is chosen first. Where the grammar refuses it, the first token that is allowed comes in its place."""
 
-    def mask_afterwards(logits: np.ndarray, matcher, output) -> np.ndarray:
-        mask, choice = matcher.mask(output), int(logits.argmax())
-        scores = np.full_like(logits, -np.inf)
-        token_id = choice if mask[choice] else int(np.flatnonzero(mask)[0])
-        scores[token_id] = logits[token_id]
-        return scores
+    def mask_afterwards(logits: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        choice = int(logits.argmax())
+        allowed = np.array([choice]) if mask[choice] else np.flatnonzero(mask)[:1]
+        return allowed, logits[allowed]
 
-    with patch.object(sampling, "_masked", mask_afterwards):
+    with patch.object(sampling, "_allowed", mask_afterwards):
         yield
 
 
