@@ -86,3 +86,11 @@ def test_chapter_10(facts):
     row_ms = (many["floor_ms"] - one["floor_ms"]) / 63
     assert one["bound"] == many["bound"] == "memory" and 1e3 * row_ms == pytest.approx(3.8, abs=0.1)
     assert len(facts(with_prefix)["steps"]) == 4
+
+
+def test_chapter_11(facts):
+    words, mood, sentence = map(facts, exercises(11))
+    assert words["places"][0]["allowed"] == 5 and words["given_up"] == 0 and words["text"] == "happy"
+    assert round(facts("forge constrained --only run")["given_up_per_token"]) == 11
+    assert round(mood["given_up_per_token"]) == 12 and mood["record"] == {"mood": "happy"}
+    assert round(sentence["given_up_per_token"], 1) == 6.5 and sentence["text"] == "The fox was happy."
