@@ -2,6 +2,7 @@
 
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from forge.server.messages import Ready
     from forge.trace.records import StepRecord
 
-_SERVER, _SCHEDULER, _LIMITS = "Server", "Scheduler", "Limits"
+_SERVER, _SCHEDULER, _LIMITS, _CLUSTER = "Server", "Scheduler", "Limits", "Many engines (Ray Serve)"
 ADDRESS_VARIABLE = "FORGE_ADDR"
 OnEngineDeath = Literal["exit", "restart"]
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8080
@@ -108,6 +109,43 @@ def serve(
     log_interval: Annotated[
         float, typer.Option("--log-interval", help="Seconds between two lines; 0 for none.", rich_help_panel=_SERVER)
     ] = 10.0,
+    replicas: Annotated[
+        int | None, typer.Option("--replicas", help="Engines that answer.", rich_help_panel=_CLUSTER)
+    ] = None,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            "--router",
+            help="round-robin, p2c, least-tokens, prefix or prefix-estimate.",
+            show_default="prefix",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
+    prefill_replicas: Annotated[
+        int | None,
+        typer.Option("--prefill-replicas", help="Engines that only compute prompts.", rich_help_panel=_CLUSTER),
+    ] = None,
+    decode_replicas: Annotated[
+        int | None,
+        typer.Option("--decode-replicas", help="Engines that continue them.", rich_help_panel=_CLUSTER),
+    ] = None,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option("--max-replicas", help="Scale up to so many by running requests.", rich_help_panel=_CLUSTER),
+    ] = None,
+    target_requests: Annotated[
+        float | None,
+        typer.Option("--target-requests", help="Running requests per replica to aim at.", rich_help_panel=_CLUSTER),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--ray-address",
+            help="A Ray cluster; local starts one here.",
+            show_default="the one that runs here, or local",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
 ) -> int:
     """Serve a model over HTTP, as OpenAI's API has it.
 
@@ -115,6 +153,14 @@ def serve(
     """
     options.check_speculation(speculate, draft, k, acceptance)
     require_server()
+    cluster = options.model_options(
+        replicas=_answering(replicas, prefill_replicas, decode_replicas),
+        router=router,
+        prefill_replicas=prefill_replicas,
+        max_replicas=max_replicas,
+        target_requests=target_requests,
+        address=ray_address,
+    )
     from forge.server.serving import configure_logging
     from forge.server.serving import serve as run
     from forge.server.settings import Limits, Settings
@@ -163,10 +209,28 @@ def serve(
         check=check,
     )
     configure_logging()
+    if cluster:
+        from forge.cluster.requirements import require_ray
+
+        require_ray()
+        from forge.cluster.launch import ClusterOptions, serve_cluster
+
+        run = partial(serve_cluster, wanted=ClusterOptions(**cluster))
     if not live:
         return run(model, loading, settings, on_ready=_say_ready(model))
     with ExitStack() as shown:
         return run(model, loading, settings, lambda ready: _show(shown, ready, loading), _say_ready(model))
+
+
+def _answering(replicas: int | None, prefill_replicas: int | None, decode_replicas: int | None) -> int | None:
+    """How many engines answer. Raises `UsageError` where that is said in two ways, or not at all."""
+    from forge.errors import UsageError
+
+    if (prefill_replicas is None) != (decode_replicas is None):
+        raise UsageError("--prefill-replicas and --decode-replicas go together: give both")
+    if replicas is not None and decode_replicas is not None:
+        raise UsageError("with prefill apart from decode, --decode-replicas says how many engines answer")
+    return replicas if decode_replicas is None else decode_replicas
 
 
 def address(host: str | None, port: int | None, variable: str | None) -> tuple[str, int]:

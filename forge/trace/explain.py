@@ -73,6 +73,8 @@ def explain_admission(admission: AdmitRecord) -> str:
             text = f"again, to be recomputed, {blocks}"
         case "swap":
             return f"again, {blocks}; {cached} back from the host's pool"
+        case "handoff":
+            return f"{blocks}; {cached} handed over by another engine"
         case _:
             assert_never(admission.how)
     return f"{text}; {cached} from the cache" if admission.num_cached else text

@@ -144,10 +144,11 @@ class AdmitRecord:
     """The scheduler admitted a sequence: it runs from this step on."""
 
     seq_id: int
-    how: Literal["new", "recompute", "swap"]
-    """`new` for the first time; after a preemption, whether its tokens are computed again or swapped in."""
+    how: Literal["new", "recompute", "swap", "handoff"]
+    """`new` for the first time, `handoff` with blocks that another engine computed; after a preemption, whether its
+    tokens are computed again or swapped in."""
     num_cached: int
-    """Tokens found in the cache, or swapped in from the host's pool."""
+    """Tokens found in the cache, handed over, or swapped in from the host's pool."""
     num_blocks: int
     """Blocks allocated for it."""
 
