@@ -23,7 +23,7 @@ from forge.cluster.fleet import RouteRequest
 from forge.cluster.handoff import MIN_PROMPT
 from forge.cluster.metrics import ClusterMetrics
 from forge.cluster.replica import Report
-from forge.cluster.serve_router import Routing, routing_of
+from forge.cluster.routing import Routing, routing_of
 from forge.errors import ForgeError
 from forge.server.engine_client import EngineClient, RequestFailed
 from forge.server.messages import Abort, Answer, Ask, AskOneShots, Fault, Gauges, LoadFailed, Ready, Submit, Update, Watch, Withdraw

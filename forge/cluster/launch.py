@@ -28,7 +28,8 @@ from forge.cluster.client import ClusterClient
 from forge.cluster.fleet import Fleet
 from forge.cluster.replica import EngineReplica
 from forge.cluster.routers import new_router
-from forge.cluster.serve_router import forget_routings, router_options
+from forge.cluster.routing import forget_routings
+from forge.cluster.serve_router import router_options
 from forge.errors import UsageError
 from forge.server.messages import Ready
 from forge.server.serving import listen, serve_client
