@@ -68,7 +68,7 @@ $(INSTALLED_DEV): pyproject.toml | $(VENV)/.created
 $(OLDEST)/.installed: pyproject.toml
 	@$(OLDEST)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet uv
-	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable ".[serve,test]"
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable ".[test]"
 	@touch $@
 
 clean:

@@ -182,6 +182,8 @@ class LLM:
         self.path, self.model_name = loaded.path, loaded.name
         self.pooling: Pooling = loaded.pooling
         """How an embedding is made of hidden states by default."""
+        self.default_sampling = loaded.default_sampling
+        """The `SamplingParams` that the model's file recommends, by name; empty where it says nothing."""
         target, self.tokenizer = loaded.model, loaded.tokenizer
         self.device, self.device_description = device, loaded.device_description
         self.kv_dtype = kv_dtype or loaded.default_kv_dtype

@@ -5,18 +5,23 @@ it is run elsewhere, as `RUN_BY` says. What is neither fails. The commands of a 
 since one writes what the next reads.
 """
 
+import importlib.metadata
 import io
 import json
+import os
 import re
 import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from forge.backends.cpu.compilation import cache_folder
 from forge.book.shelf import entries
@@ -33,6 +38,7 @@ from tests.tokenizer.conftest import document  # noqa: F401 (a fixture)
 BOOK = ROOT / "chapters"
 PAGES = (ROOT / "README.md", *sorted((BOOK / "reference").glob("*.md")))
 README = PAGES[0].read_text(encoding="utf-8")
+EXTENDING = (BOOK / "reference" / "extending.md").read_text(encoding="utf-8")
 EXAMPLES = {path: path.read_text(encoding="utf-8") for path in sorted((BOOK / "examples").glob("*.py"))}
 PICTURES = BOOK / "pictures"
 CHAPTERS = {f"forge {entry.command}" for entry in entries()}
@@ -49,9 +55,7 @@ SHORTER = {
     "forge naive --model Qwen/Qwen3-0.6B-GGUF:Q8_0": "Once 8 --only run",
     "forge models synth qwen3-0.6b --type Q8_0 --out a.gguf": "--layers 1 --vocab 400",
     "forge models synth qwen3-0.6b --type Q8_0 --out qwen3-0.6b-q8_0.gguf": "--layers 1 --vocab 400",
-    "forge models synth qwen3-0.6b --type Q4_K_M --out qwen3-0.6b-q4_k_m.gguf": "--layers 1 --vocab 400",
     "forge bench cpu -m qwen3-0.6b-q8_0.gguf": "--quick --peer none --only decode1",
-    "forge bench cpu -m qwen3-0.6b-q4_k_m.gguf": "--quick --peer none --only decode1",
     "forge bench engine --requests 64": "--requests 4 --reps 1 --batch 4 --max-tokens 8",
     "forge bench cache": "--quick --length 32",
     "forge bench speculation": "--quick --tokens 8 --k 2 --batch 1 --speculate ngram",
@@ -76,8 +80,6 @@ RUN_BY = {
     "make demo": "tests/test_readme.py::test_every_target_of_make_is_there",
     "make pictures": "tests/test_readme.py::test_the_pictures_are_what_forge_draws",
     "source .venv/bin/activate": "a shell's own",
-    "pip install 'forge-llm[serve]'": "tests/test_readme.py::test_what_is_to_be_installed_has_a_name",
-    "pip install llama-cpp-python": "a peer, which no test needs",
     "forge serve --model tales --port 8080": "tests/test_readme.py::test_the_server_answers",
     "forge serve --live": f"{SERVED}::test_live_prints_every_step",
     "forge watch http://127.0.0.1:8080": f"{SERVED}::test_watch_shows_the_steps_of_a_server_elsewhere",
@@ -111,6 +113,7 @@ class Block:
 
 BLOCKS = [Block(page, *found) for page in PAGES for found in FENCE.findall(page.read_text(encoding="utf-8"))]
 SHELL = [block for block in BLOCKS if block.language == "sh"]
+FIRST_PAGE = [block for block in SHELL if block.page == PAGES[0]]
 LINES = [line for block in SHELL for line in block.lines]
 PYTHON = [block for block in BLOCKS if block.language == "python" and block.text not in EXAMPLES.values()]
 
@@ -157,7 +160,7 @@ def reader(folder, hub, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Tell me a story.\n")))
 
 
-@pytest.mark.parametrize("block", [block for block in SHELL if block.forge_lines], ids=str)
+@pytest.mark.parametrize("block", [block for block in SHELL if block.forge_lines and block not in FIRST_PAGE], ids=str)
 def test_every_command_works(block, reader, capfd, request):
     for line in block.forge_lines:
         typed = f"{line} {SHORTER.get(line, '')}"
@@ -198,9 +201,71 @@ def test_every_target_of_make_is_there(target, tmp_path, reader):
         assert main(shlex.split(line)[1:]) == 0
 
 
-def test_what_is_to_be_installed_has_a_name():
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert 'name = "forge-llm"' in project and "\nserve = [" in project
+def test_the_readme_needs_nothing_but_the_ordinary_installation(reader, hub, server, tmp_path):
+    """Its commands in the order in which they stand, with every package hidden that `make demo` does not install."""
+    lines = [
+        f"{line} {SHORTER.get(line, '')}".format(url=server.url) for block in FIRST_PAGE for line in block.forge_lines
+    ]
+    script = "\n".join(["import shlex, sys", _HIDE, "from forge.cli.main import main", _RUN_LINES])
+    hidden = json.dumps(sorted(_not_ordinary()))
+    environment = os.environ | {"HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT)}
+    (tmp_path / "models").symlink_to(models_folder())
+    found = subprocess.run(
+        [sys.executable, "-c", script, hidden, *lines],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    for module in ("forge.server.app", "forge.server.http_protocol"):
+        source = f"import sys\n{_HIDE}\nimport {module}"
+        subprocess.run([sys.executable, "-c", source, hidden], env=environment, check=True)
+
+
+_HIDE = """
+import json
+class Hidden:
+    names = set(json.loads(sys.argv[1]))
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+_RUN_LINES = """
+for line in sys.argv[2:]:
+    status = main(shlex.split(line)[1:])
+    if status not in (0, 3):
+        sys.exit(f"{line}: {status}")
+"""
+
+
+def _not_ordinary() -> set[str]:
+    """Top-level modules of the distributions that only the optional dependencies install."""
+    ordinary, new = set(), {"forge-llm"}
+    while new:
+        ordinary |= new
+        requirements = [Requirement(text) for name in new for text in _requires(name)]
+        needed = {
+            canonicalize_name(one.name) for one in requirements if not one.marker or one.marker.evaluate({"extra": ""})
+        }
+        new = needed - ordinary
+    modules = importlib.metadata.packages_distributions()
+    return {
+        module
+        for module, owners in modules.items()
+        if not any(canonicalize_name(owner) in ordinary for owner in owners) and module not in sys.stdlib_module_names
+    }
+
+
+def _requires(name: str) -> list[str]:
+    if name == "forge-llm":
+        return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    try:
+        return importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:  # not on this platform
+        return []
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
@@ -213,7 +278,7 @@ def test_every_python_block_runs(block, reader, request):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_shown_as_it_is_is_short_and_runs(path, capsys):
-    assert f"`chapters/examples/{path.name}`" in README and f"```python\n{EXAMPLES[path]}```" in README
+    assert f"`chapters/examples/{path.name}`" in EXTENDING and f"```python\n{EXAMPLES[path]}```" in EXTENDING
     lines = [line for line in EXAMPLES[path].splitlines() if line.strip()]
     assert len(lines) <= 35 and max(map(len, lines)) <= COLUMNS
     runpy.run_path(str(path))
@@ -236,6 +301,10 @@ def test_a_recorded_run_is_walked_through(tmp_path):
         terminal.wait_for("[q]uit")
         terminal.send("q")
         assert terminal.finish() == 0 and terminal.is_sane()
+
+
+def test_the_readme_is_a_first_page():
+    assert README.count("\n") <= 200
 
 
 def test_every_chapter_has_its_row():

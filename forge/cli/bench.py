@@ -190,8 +190,8 @@ def bench_engine(
     [dim]forge bench engine -m hash --draft hash:0.8[/dim]
     """
     from forge.bench.engine import How
-    from forge.cli.batching import measure_ways
     from forge.errors import UsageError
+    from forge.experiments.batching import measure_ways
 
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in batch.split(",")]
     if min(sizes) < 1 or reps < 1:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge.cli import options
-from forge.cli.oneshot import LIVES
 from forge.cli.running import load_model, run_label
 from forge.errors import UsageError
 
@@ -13,6 +12,8 @@ if TYPE_CHECKING:
     from forge.llm import LLM
     from forge.views.report import Report
 
+LIVES = {"decode": False, "oneshot": True}
+"""`--class`: whether a generation of one token is prefill-only."""
 PLANNING = {"off": False, "on": True}
 _QUESTIONS = {
     "--class": "What does a generation's life cost a request that wants one token?",

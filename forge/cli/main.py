@@ -17,33 +17,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from forge import __version__
-from forge.cli.batching import batching
+from forge import __version__, experiments
 from forge.cli.bench import bench
 from forge.cli.build import build
 from forge.cli.chapters import chapter, chapters, next_chapter
 from forge.cli.chat import chat
 from forge.cli.classify import classify
 from forge.cli.compare import compare
-from forge.cli.cuda import cuda
 from forge.cli.doctor import doctor
 from forge.cli.embed import embed
 from forge.cli.generate import generate
-from forge.cli.kernels import kernels
-from forge.cli.kv_cache import kv_cache
 from forge.cli.models import models
-from forge.cli.naive import naive
-from forge.cli.oneshot import oneshot
 from forge.cli.options import KV_KINDS
-from forge.cli.paged import paged
-from forge.cli.prefix import prefix
 from forge.cli.replay import replay, trace
 from forge.cli.rerank import rerank
 from forge.cli.running import INTERRUPTED
 from forge.cli.score import logprobs, score
 from forge.cli.serve import serve
-from forge.cli.serving import serving
-from forge.cli.speculation import speculation
 from forge.cli.trace_scheduler import trace_scheduler
 from forge.cli.versus import VersusCommand
 from forge.cli.watch import watch
@@ -60,8 +50,25 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Why a file that output was sent to takes no more of it."""
 _COMPLETION = ("install_completion", "show_completion")
 
+
+class _Commands(TyperGroup):
+    """The commands. An experiment is imported when it is named, not when all are listed."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        self.load(args[0])
+        return super().resolve_command(ctx, args)
+
+    def load(self, name: str) -> None:
+        if name in experiments.summaries():
+            function, doc = experiments.load(name)
+            one = typer.Typer(add_completion=False, rich_markup_mode="rich")
+            one.command(name, help=doc)(function)
+            self.commands[name] = typer.main.get_command(one)
+
+
 app = typer.Typer(
     name="forge",
+    cls=_Commands,
     help="LLM serving, step by step: run a Qwen3 model and watch every technique at work.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -91,16 +98,8 @@ _ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("chapters", rich_help_panel=_CHAPTERS)(chapters)
 app.command("chapter", rich_help_panel=_CHAPTERS, context_settings=_ANY_OPTIONS)(chapter)
 app.command("next", rich_help_panel=_CHAPTERS)(next_chapter)
-app.command("naive", rich_help_panel=_CHAPTERS)(naive)
-app.command("kv-cache", rich_help_panel=_CHAPTERS)(kv_cache)
-app.command("kernels", rich_help_panel=_CHAPTERS)(kernels)
-app.command("paged", rich_help_panel=_CHAPTERS)(paged)
-app.command("prefix", rich_help_panel=_CHAPTERS)(prefix)
-app.command("batching", rich_help_panel=_CHAPTERS)(batching)
-app.command("speculation", rich_help_panel=_CHAPTERS)(speculation)
-app.command("oneshot", rich_help_panel=_CHAPTERS)(oneshot)
-app.command("serving", rich_help_panel=_CHAPTERS)(serving)
-app.command("cuda", rich_help_panel=_CHAPTERS)(cuda)
+for name, summary in experiments.summaries().items():
+    app.command(name, help=summary, rich_help_panel=_CHAPTERS)(lambda: None)
 app.add_typer(build, name="build", rich_help_panel=_CHAPTERS)
 
 app.command("generate", rich_help_panel=_RUN)(generate)
@@ -185,15 +184,17 @@ def parse_and_run(args: Sequence[str]) -> "Report | int | None":
 
 def command_named(name: str) -> TyperCommand | TyperGroup | None:
     """The command, or the group of commands, that `forge NAME` is."""
-    found = _forge().commands.get(name)
+    group = _forge()
+    group.load(name)
+    found = group.commands.get(name)
     assert found is None or isinstance(found, TyperCommand | TyperGroup)
     return found
 
 
-def _forge() -> TyperGroup:
+def _forge() -> _Commands:
     """All commands. The options that set up a shell's completion work and are not listed: they are used once."""
     group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
+    assert isinstance(group, _Commands)
     for param in group.params:
         if isinstance(param, TyperOption):
             param.hidden = param.name in _COMPLETION

@@ -258,7 +258,7 @@ def require_server() -> None:
 
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise UsageError(f"serving needs {' and '.join(missing)}: pip install 'forge-llm[serve]'")
+        raise UsageError(f"serving needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def _show(shown: ExitStack, ready: "Ready", loading: dict[str, Any]) -> "Callable[[StepRecord], None]":
@@ -272,10 +272,16 @@ def _show(shown: ExitStack, ready: "Ready", loading: dict[str, Any]) -> "Callabl
     return shown.enter_context(traffic).step
 
 
-def _say_ready(model: str) -> "Callable[[str], None]":
-    def say(url: str) -> None:
+def _say_ready(model: str) -> "Callable[[str, Ready], None]":
+    def say(url: str, ready: "Ready") -> None:
         import logging
 
-        logging.getLogger("forge.server").info("%s is served at %s", model, url)
+        log = logging.getLogger("forge.server").info
+        log("%s is served at %s", model, url)
+        said = ", ".join(f"{name} {value:g}" for name, value in ready.default_sampling.items())
+        log(
+            "without sampling parameters a request is %s",
+            f"sampled as the file recommends: {said}" if said else "greedy",
+        )
 
     return say

@@ -34,12 +34,13 @@ from forge.model.config import (
 )
 from forge.model.rope import Yarn
 from forge.model.safetensors_file import GGML_TYPES, SafetensorsFile, SafetensorsTensor, shown_path
-from forge.model.weight_source import StackedTensor
+from forge.model.weight_source import StackedTensor, recommended_sampling
 from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 from forge.trace.records import Pooling
 
 CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "model.safetensors", "tokenizer.json"
+GENERATION_CONFIG = "generation_config.json"
 MODEL_TYPE, MOE_MODEL_TYPE = "qwen3", "qwen3_moe"
 CLASSIFICATION = "Qwen3ForSequenceClassification"
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3Model", CLASSIFICATION, "Qwen3MoeForCausalLM")
@@ -50,6 +51,8 @@ MAX_SHARDS = 1024
 MAX_LAYERS = 4096
 """A malformed file cannot make us list the tensors of 4,000 million layers. The largest Qwen3 has 94."""
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The fields of generation_config.json that are sampling parameters."""
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _BODY = "model."
 """What the names of all tensors but the head's begin with, unless a bare `Qwen3Model` was saved (Qwen3-Embedding)."""
@@ -94,6 +97,7 @@ class HuggingFaceDirectory:
         """`files` has the file of each tensor by Hugging Face's name. Checks that they are the tensors of `config`."""
         self.path, self.config = path, config
         self._files, self._body = files, _body(files)
+        self.default_sampling: Mapping[str, float] = _recommended_sampling(path / GENERATION_CONFIG)
         _check_tensors(path, config, files)
         names = expected_tensors(config)
         self.nbytes = sum(self.tensor(name).nbytes for name in names)
@@ -427,6 +431,12 @@ def _check_tied(files: Mapping[str, SafetensorsFile], name: str) -> None:
 def _pieces(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
     for start in range(0, arrays[0].size, _BYTES_COMPARED):
         yield tuple(array[start : start + _BYTES_COMPARED] for array in arrays)
+
+
+def _recommended_sampling(path: Path) -> dict[str, float]:
+    """What generation_config.json recommends; nothing where there is none, or where it recommends greedy decoding."""
+    values = _read_json(path) if path.is_file() else {}
+    return recommended_sampling(values, {name: name for name in _SAMPLING}) if values.get("do_sample") else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """From a name to a model that is ready to run: from weights on disk to a device, or without any of that."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge.model.backend import Array, Backend, Tensor
@@ -53,6 +53,8 @@ class LoadedModel:
     """What its keys and values are rounded to by default."""
     pooling: Pooling = "last"
     """How its file says that hidden states become an embedding."""
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
+    """The `SamplingParams` that its file recommends, by name; empty where it says nothing."""
 
 
 def load_model(
@@ -80,7 +82,7 @@ def load_model(
     with open_weights(path) as weights:
         tokenizer = Tokenizer(weights.tokenizer_spec())
         model = load_qwen3(weights, backend, on_progress)
-        pooling = weights.pooling
+        pooling, default_sampling = weights.pooling, weights.default_sampling
     return LoadedModel(
         name=model_name(path),
         model=model,
@@ -89,6 +91,7 @@ def load_model(
         device_description=backend.description,
         default_kv_dtype=backend.default_kv_dtype,
         pooling=pooling,
+        default_sampling=default_sampling,
     )
 
 

@@ -6,11 +6,11 @@ shape and of a type that forge computes with. So a loader has nothing left to ch
 that contradict each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,13 @@ from forge.trace.records import Pooling
 
 _MEAN = 1
 """llama.cpp's number for it."""
+_SAMPLING_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
 
 
 class SizedTensor(Tensor, Protocol):
@@ -40,6 +47,8 @@ class WeightSource(Protocol):
     """Of all tensors that the model uses, as stored."""
     pooling: Pooling
     """How hidden states become an embedding: `last` where the source does not say `mean`."""
+    default_sampling: Mapping[str, float]
+    """The `SamplingParams` that the source recommends, by name; empty where it says nothing."""
 
     def tensor(self, name: str) -> SizedTensor:
         """The tensor that llama.cpp calls `name`, `.weight` included; one of `expected_tensors(config)`."""
@@ -123,6 +132,12 @@ class ArrayTensor:
         return self.values
 
 
+def recommended_sampling(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, float]:
+    """The sampling parameters that a file recommends. `keys`: the file's name of each."""
+    stated = {name: values.get(key) for name, key in keys.items()}
+    return {name: value for name, value in stated.items() if isinstance(value, int | float)}
+
+
 def classifier_rows(head: Tensor) -> ArrayTensor:
     """A classification head as a matrix of logits, one row per label, at least two.
 
@@ -144,6 +159,7 @@ class GGUFWeights:
         self.nbytes = sum(file.tensors[name].nbytes for name in expected_tensors(self.config))
         architecture = file.metadata["general.architecture"]
         self.pooling: Pooling = "mean" if file.metadata.get(f"{architecture}.pooling_type") == _MEAN else "last"
+        self.default_sampling: Mapping[str, float] = recommended_sampling(file.metadata, _SAMPLING_KEYS)
         self._file = file
 
     def tensor(self, name: str) -> GGUFTensor:

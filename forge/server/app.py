@@ -68,7 +68,9 @@ class Service:
         self.draining = Draining()
         names = tuple(dict.fromkeys((*settings.model_names, ready.model_name)))
         self.tokenizer = ready.tokenizer()
-        self.reader = RequestReader(self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits)
+        self.reader = RequestReader(
+            self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits, ready.default_sampling
+        )
         self.metrics = client.new_metrics(names[0], ready)
         client.on_step = self.metrics.take_step
         client.on_death = self.metrics.take_failures

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from forge.engine.engine import Engine
 from forge.engine.handoff import KvHandoff
 from forge.engine.sampling_params import SamplingParams
-from forge.errors import ForgeError
+from forge.errors import ForgeError, UsageError
 from forge.llm import LLM
 from forge.server.messages import (
     Abort,
@@ -91,12 +92,22 @@ def ready_message(llm: LLM) -> Ready:
         llm.model.vocab_size,
         llm.load_seconds,
         llm.pooling,
+        _checked_sampling(llm.default_sampling),
         llm.model.labels,
         llm.engine.cache.stats().num_blocks,
         llm.engine.cache.block_size,
         type(llm.tokenizer),
         spec,
     )
+
+
+def _checked_sampling(recommended: Mapping[str, float]) -> Mapping[str, float]:
+    """What the model's file recommends, or nothing if it makes no sense."""
+    try:
+        SamplingParams(**recommended)  # type: ignore[arg-type]  # numbers by name
+    except UsageError:
+        return {}
+    return recommended
 
 
 class _Request:

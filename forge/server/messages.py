@@ -8,6 +8,7 @@ socket.
 
 import pickle
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any, NamedTuple
@@ -98,6 +99,8 @@ class Ready(NamedTuple):
     load_seconds: float
     pooling: Pooling
     """How the model's embeddings are made of its hidden states."""
+    default_sampling: Mapping[str, float]
+    """The sampling parameters that the model's file recommends; empty where it says nothing."""
     labels: tuple[str, ...]
     """Of its classification head, where it has one."""
     num_blocks: int

@@ -1,8 +1,9 @@
 """From a client's body to what the engine takes: token ids and `SamplingParams`, within the server's limits."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from forge.engine.sampling_params import SamplingParams
@@ -31,13 +32,21 @@ class RequestReader:
     """Reads bodies for one model."""
 
     def __init__(
-        self, tokenizer: Tokenizer, model_names: Sequence[str], vocab_size: int, max_model_len: int, limits: Limits
+        self,
+        tokenizer: Tokenizer,
+        model_names: Sequence[str],
+        vocab_size: int,
+        max_model_len: int,
+        limits: Limits,
+        default_sampling: Mapping[str, Any] = MappingProxyType({}),
     ):
+        """default_sampling: what a body that does not say gets; greedy where this does not say either."""
         self.tokenizer = tokenizer
         self.model_names = tuple(model_names)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.limits = limits
+        self.default_sampling = default_sampling
         self._longest = f"this model's maximum context length is {max_model_len} tokens"  # clients look for these words
         self._compile_grammar = GrammarCompiler(tokenizer, vocab_size)
         self._longest_token = max(map(len, tokenizer.spec.tokens))
@@ -199,7 +208,7 @@ class RequestReader:
         if n * num_prompts > limits.max_choices:
             raise ApiError(f"{num_prompts} prompts times n = {n} is more than {limits.max_choices}", param="n")
         given = {
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": None if body.top_k is None else max(0, body.top_k),
             "min_p": body.min_p,
@@ -219,8 +228,9 @@ class RequestReader:
             "structured": structured_output(body),
             **others,
         }
+        wanted = {name: value for name, value in given.items() if value is not None}
         try:
-            return SamplingParams(max_tokens, **{name: value for name, value in given.items() if value is not None})
+            return SamplingParams(max_tokens, **{**self.default_sampling, **wanted})
         except UsageError as error:
             raise ApiError(str(error), param=str(error).split()[0]) from None
 

@@ -42,13 +42,13 @@ def serve(
     options: dict[str, Any],
     settings: Settings,
     live: Callable[[Ready], Callable[[StepRecord], None]] | None = None,
-    on_ready: Callable[[str], None] | None = None,
+    on_ready: Callable[[str, Ready], None] | None = None,
 ) -> int:
     """Serve until a signal; return the exit status.
 
     `options` are keyword arguments of `LLM`. `live` is told what is served and gives what is called with every step's
-    record; `on_ready` is given the server's address once it answers. Raises the `ForgeError` of a model that cannot be
-    loaded, or an address that cannot be had.
+    record; `on_ready` is given the server's address and what is served, once it answers. Raises the `ForgeError` of a
+    model that cannot be loaded, or an address that cannot be had.
     """
     listening = listen(settings)
     client = EngineClient(model, options)
@@ -136,7 +136,7 @@ async def serve_client(client: EngineClient, ready: Ready, settings: Settings, l
     ]
     if on_ready is not None:
         host, port = listening.getsockname()[:2]
-        server.on_started = lambda: on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        server.on_started = lambda: on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", ready)
     try:
         await server.serve([listening])
         return 1 if client.dead else 0

@@ -4,16 +4,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from forge.engine.tasks import Classification, Score
 from forge.views.figures import plural
 from forge.views.logprobs import score_table
 from forge.views.palette import ACCENT, QUIET, TITLE
-from forge.views.terminal import print_table
+from forge.views.terminal import new_table, print_table
 from forge.views.text import one_line
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ def print_classifications(console: Console, texts: Sequence[str], found: Sequenc
     """A text: each label with its probability, the likeliest first. Several: a line for each."""
     if len(found) == 1:
         (one,) = found
-        table = _table("label", "probability", "logprob")
+        table = new_table("label", "probability", "logprob")
         for name in sorted(one.probabilities, key=one.probabilities.__getitem__, reverse=True):
             style = ACCENT if name == one.label else ""
             cells = f"{one.probabilities[name]:.3f}", f"{one.logprobs[name]:.3f}"
@@ -43,7 +41,7 @@ def print_classifications(console: Console, texts: Sequence[str], found: Sequenc
         print_table(console, table)
         return console.print(Text("probability: among the labels; logprob: among all that could come next", QUIET))
     names = list(found[0].probabilities)
-    table = _table("label", *map(one_line, names), last="text")
+    table = new_table("label", *map(one_line, names), last="text")
     for text, one in zip(texts, found, strict=True):
         table.add_row(
             Text(one_line(one.label), ACCENT), *(f"{one.probabilities[name]:.3f}" for name in names), _shown(text)
@@ -95,12 +93,12 @@ def print_cosines(console: Console, texts: Sequence[str], vectors: "np.ndarray",
         numbers = "  ".join(f"{value:+.3f}" for value in vectors[0, :8])
         console.print(Text(f"{numbers}  …"))
     elif len(texts) <= MOST_COSINES:
-        table = _table("cosine", *(str(number) for number in range(1, len(texts) + 1)), last="text")
+        table = new_table("cosine", *(str(number) for number in range(1, len(texts) + 1)), last="text")
         for number, (text, row) in enumerate(zip(texts, cosines, strict=True), start=1):
             table.add_row(str(number), *(f"{value:.3f}" for value in row), _shown(text))
         print_table(console, table)
     else:
-        table = _table("text", "nearest", "cosine", last="")
+        table = new_table("text", "nearest", "cosine", last="")
         for number, row in enumerate(cosines):
             order = sorted(range(len(row)), key=lambda other: -row[other])
             nearest = next(other for other in order if other != number)
@@ -122,7 +120,7 @@ def print_ranking(console: Console, query: str, documents: Sequence[str], scores
     console.print(Text(one_line(query), TITLE))
     console.print()
     answers = by == "answer"
-    table = _table("", *(("p(yes)", "margin") if answers else ("cosine",)), last="document")
+    table = new_table("", *(("p(yes)", "margin") if answers else ("cosine",)), last="document")
     for place, index in enumerate(ranked(scores), start=1):
         score = scores[index]
         cells = (f"{score:.3f}", f"{margin(score):+.2f}") if answers else (f"{score:.3f}",)
@@ -142,16 +140,6 @@ def margin(probability: float) -> float:
     if not 0 < probability < 1:
         return math.inf if probability else -math.inf
     return math.log(probability) - math.log1p(-probability)
-
-
-def _table(first: str, *figures: str, last: str | None = None) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column(first, no_wrap=True)
-    for heading in figures:
-        table.add_column(heading, justify="right", no_wrap=True)
-    if last is not None:
-        table.add_column(last, no_wrap=True, overflow="ellipsis")
-    return table
 
 
 def _shown(text: str) -> Text:

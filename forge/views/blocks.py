@@ -25,7 +25,7 @@ from forge.views.metrics import flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.streams import TextStreams
 from forge.views.summary import RunResult
-from forge.views.terminal import can_redraw
+from forge.views.terminal import can_redraw, print_lines
 from forge.views.text import neutralise, tail
 
 QUESTION = "Where does every token's key and value live?"
@@ -267,11 +267,6 @@ def step_line(screen: BlockScreen) -> str:
     figures = f"used {cache.used_blocks:>3}{cached}  free {cache.free_blocks:>3}"
     said = "; ".join(sentence.text for sentence in screen.latest)
     return f"step {screen.steps:>3}  {figures}  fragmentation {share(cache.internal_fragmentation):>6}  {said}".rstrip()
-
-
-def print_lines(console: Console, lines: list[Text]) -> None:
-    for line in lines:
-        console.print(line, no_wrap=True, overflow="ellipsis", crop=console.is_terminal)
 
 
 def _title(question: str, step: int, record: StepRecord, width: int) -> Text:

@@ -7,6 +7,7 @@ from typing import Any
 
 from forge.engine.outputs import RequestOutput
 from forge.trace.records import BlockEvicted, BlockSplit, StepRecord
+from forge.views.json_output import as_object
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,11 @@ class CacheFigures:
     """Used at once."""
     most_bytes_held: int
     most_bytes_reserved: int
-    fragmentation: float | None
+    internal_fragmentation: float | None
     """The share of reserved slots with nothing in them, over all steps together; None where nothing was reserved."""
-    most_saved: int
+    most_blocks_saved: int
     """References beyond the first, at once: blocks that sharing saved."""
-    splits: int
+    copy_on_write: int
     evictions: int
     prompt_tokens: int
     tokens_cached: int
@@ -44,9 +45,9 @@ class CacheFigures:
             most_blocks=max(cache.used_blocks for cache in caches),
             most_bytes_held=max(cache.bytes_held for cache in caches),
             most_bytes_reserved=max(cache.bytes_reserved for cache in caches),
-            fragmentation=1 - sum(cache.slots_filled for cache in caches) / reserved if reserved else None,
-            most_saved=max(cache.blocks_saved for cache in caches),
-            splits=sum(isinstance(event, BlockSplit) for event in events),
+            internal_fragmentation=1 - sum(cache.slots_filled for cache in caches) / reserved if reserved else None,
+            most_blocks_saved=max(cache.blocks_saved for cache in caches),
+            copy_on_write=sum(isinstance(event, BlockSplit) for event in events),
             evictions=sum(isinstance(event, BlockEvicted) for event in events),
             prompt_tokens=sum(metrics.num_prompt_tokens for metrics in samples),
             tokens_cached=sum(metrics.tokens_cached for metrics in samples),
@@ -57,20 +58,6 @@ class CacheFigures:
         """The share of prompt tokens that needed no computing."""
         return self.tokens_cached / self.prompt_tokens if self.prompt_tokens else 0.0
 
-
-def cache_figures_object(figures: CacheFigures) -> dict[str, Any]:
-    """For `--json`."""
-    return {
-        "block_size": figures.block_size,
-        "num_blocks": figures.num_blocks,
-        "most_blocks": figures.most_blocks,
-        "most_bytes_held": figures.most_bytes_held,
-        "most_bytes_reserved": figures.most_bytes_reserved,
-        "internal_fragmentation": figures.fragmentation,
-        "most_blocks_saved": figures.most_saved,
-        "copy_on_write": figures.splits,
-        "evictions": figures.evictions,
-        "prompt_tokens": figures.prompt_tokens,
-        "tokens_cached": figures.tokens_cached,
-        "hit_rate": figures.hit_rate,
-    }
+    def as_object(self) -> dict[str, Any]:
+        """For `--json`."""
+        return as_object(self, "hit_rate", without=("kind",))

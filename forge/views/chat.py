@@ -4,10 +4,11 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.trace.records import StepRecord
-from forge.views.blocks import BlockScreen, print_lines
+from forge.views.blocks import BlockScreen
 from forge.views.figures import count, ms, plural, rate
 from forge.views.palette import QUIET, TROUBLE
 from forge.views.summary import RunLabel, RunResult
+from forge.views.terminal import print_lines
 from forge.views.text import WordWrap, neutralise
 
 PROMPT = "you> "

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from forge.engine.outputs import RequestOutput
 from forge.trace.records import StepRecord, TokenRecord
-from forge.views.cache_figures import CacheFigures, cache_figures_object
+from forge.views.cache_figures import CacheFigures
 from forge.views.comparison_rows import comparison_rows, two_sided_table
 from forge.views.curves import curve_plot, shape_sentence, short_name
 from forge.views.figures import plural
@@ -185,7 +185,7 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
                 "last_over_second_forward": side.result.last_over_second,
                 **run_object(side.result, token_text=str),
                 **climb_object(side.result.forwards),
-                "cache": side.cache and cache_figures_object(side.cache),
+                "cache": side.cache and side.cache.as_object(),
                 **({"prompts": [_answer_object(answer) for answer in side.answers]} if several else {}),
             }
             for side in comparison.sides

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -12,6 +11,7 @@ from forge.views.curves import short_name
 from forge.views.figures import NOTHING, count, ms, percent, rate, share, size, times
 from forge.views.metrics import with_unit
 from forge.views.palette import QUIET, TITLE, sequence_style
+from forge.views.terminal import new_table
 
 if TYPE_CHECKING:
     from forge.views.cache_figures import CacheFigures
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 def two_sided_table(names: Sequence[str], rows: Sequence[Row]) -> Table:
     """The rows under the sides' names, each in its side's colour."""
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    table = new_table()
     table.add_column("")
     for index, name in enumerate(names):
         style = sequence_style(index)
@@ -102,14 +102,14 @@ def _blocks(caches: "Sequence[CacheFigures | None]") -> list[Row]:
     return [
         row("KV reserved", size, [cache and cache.most_bytes_reserved for cache in caches]),
         row("blocks used at once", count, [cache and cache.most_blocks for cache in caches]),
-        row("reserved and empty", share, [cache and cache.fragmentation for cache in caches]),
+        row("reserved and empty", share, [cache and cache.internal_fragmentation for cache in caches]),
     ]
 
 
 def _hits(caches: "Sequence[CacheFigures | None]", several: bool) -> list[Row]:
     rows = [row("prompt tokens found", _hit_text, caches)]
     if several:
-        rows.append(row("blocks saved at once", count, [cache and cache.most_saved for cache in caches]))
+        rows.append(row("blocks saved at once", count, [cache and cache.most_blocks_saved for cache in caches]))
     return rows
 
 

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from statistics import median
 from typing import Any
 
@@ -19,15 +20,27 @@ def to_json(value: Any) -> str:
     return json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
+def as_object(value: Any, *properties: str, without: Sequence[str] = ()) -> dict[str, Any]:
+    """A dataclass as a JSON object: its fields but those in `without`, then the named properties."""
+    names = [field.name for field in fields(value) if field.name not in without]
+    return {name: _plain(getattr(value, name)) for name in (*names, *properties)}
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as objects, tuples as lists, however deep."""
+    if is_dataclass(value):
+        return as_object(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def run_object(result: RunResult, token_text) -> dict[str, Any]:
     """One run. `token_text` turns a token id into its text, for alternatives that no record holds."""
     output = result.output
     first = output.outputs[0]
     return {
-        "model": result.label.model,
-        "kv": result.label.kv,
-        "device": result.label.device,
-        "device_description": result.label.device_description,
+        **as_object(result.label),
         "prompt": output.prompt,
         "prompt_token_ids": list(output.prompt_token_ids),
         "seed": output.seed,

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from math import exp
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -11,8 +10,8 @@ from rich.text import Text
 from forge.engine.outputs import CompletionOutput, RequestOutput
 from forge.engine.task import Logprobs
 from forge.engine.tasks import Score
-from forge.views.palette import QUIET, TITLE
-from forge.views.terminal import print_table
+from forge.views.palette import QUIET
+from forge.views.terminal import new_table, print_table
 from forge.views.text import quoted
 
 TokenText = Callable[[int], str]
@@ -42,10 +41,7 @@ def score_table(found: Score, alternatives: int, token_text: TokenText) -> Table
 
 
 def _table(what: str, rows: Iterable[tuple[int, Logprobs | None]], alternatives: int, token_text: TokenText) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style=TITLE, border_style=QUIET, pad_edge=False, show_edge=False)
-    table.add_column(what)
-    table.add_column("logprob", justify="right")
-    table.add_column("p", justify="right")
+    table = new_table(what, "logprob", "p")
     if alternatives:
         table.add_column("likeliest there", overflow="fold")
     for token_id, entry in rows:

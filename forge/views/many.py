@@ -3,22 +3,19 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from forge.bench.engine import Measured, identical
 from forge.bench.workload import Workload
 from forge.trace.totals import Percentiles
-from forge.views.batching import identity_text, workload_text
 from forge.views.curves import short_name
-from forge.views.figures import NOTHING, count, ms, percent, rate, times
+from forge.views.figures import NOTHING, count, ms, percent, plural, rate, times
 from forge.views.metrics import with_unit
-from forge.views.palette import QUIET, TITLE, sequence_style
+from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.serving import totals_object
 from forge.views.summary import RunLabel
-from forge.views.terminal import print_table
+from forge.views.terminal import new_table, print_table
 
 _QUESTIONS = {
     "--requests": "What do more requests change for each of them?",
@@ -65,7 +62,7 @@ def print_many(
     )
     console.print(Text(f"{ran} · {requests}", QUIET))
     console.print()
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    table = new_table()
     table.add_column("")
     for index, name in enumerate(names):
         style = sequence_style(index)
@@ -105,3 +102,26 @@ _ROWS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
     ("of them again", lambda side: count(side.totals.tokens_recomputed)),
     ("pool used", lambda side: percent(side.totals.utilization[0])),
 )
+
+
+def workload_text(workload: Workload) -> str:
+    """`64 requests, prompts of 16 tokens, outputs of 8 to 64`."""
+    prompts = [len(request.prompt_token_ids) for request in workload.requests]
+    outputs = [request.max_tokens for request in workload.requests]
+    return f"{plural(len(prompts), 'request')}, prompts of {_span(prompts)} tokens, outputs of {_span(outputs)}"
+
+
+def identity_text(measured: Sequence[Measured], requests: int | None = None) -> Text:
+    """Whether every way gave the same tokens, to all requests or to the first `requests`, which all ways had."""
+    if requests == 0:
+        return Text("tokens not compared: the two sides have no request in common", QUIET)
+    if not identical(measured, requests):
+        return Text("✗ the tokens differ between the ways", TROUBLE)
+    outputs = measured[0].tokens[:requests]
+    common = " that both sides have" if any(len(one.tokens) > len(outputs) for one in measured) else ""
+    same = f": {plural(len(outputs), 'request')}{common}, {count(sum(map(len, outputs)))} tokens each way"
+    return Text.assemble(("✓ identical", GOOD), same)
+
+
+def _span(values: Sequence[int]) -> str:
+    return str(min(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +15,7 @@ from forge.views.figures import NOTHING, count, parameters, plural, size
 from forge.views.metrics import Fact, flowing
 from forge.views.model_files import FileSummary, TensorLine, TokenizerSummary, TypeTotal, grouped
 from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE
-from forge.views.terminal import print_table
+from forge.views.terminal import new_table, print_table
 from forge.views.text import one_line, quoted
 
 _LONGEST_VALUE = 60
@@ -113,7 +112,7 @@ def _print_pairs(console: Console, pairs: Sequence[tuple[str, Any]]) -> None:
 
 
 def _types_table(types: Sequence[TypeTotal]) -> Table:
-    table = _new_table()
+    table = new_table()
     table.add_column("type")
     for name in ("tensors", "parameters", "bytes"):
         table.add_column(name, justify="right")
@@ -123,7 +122,7 @@ def _types_table(types: Sequence[TypeTotal]) -> Table:
 
 
 def _tensor_table(tensors: Sequence[TensorLine]) -> Table:
-    table = _new_table()
+    table = new_table()
     table.add_column("tensor", overflow="fold")
     table.add_column("shape", justify="right")
     table.add_column("type")
@@ -142,10 +141,6 @@ def _about(model: ListedModel) -> Text:
     if not model.present:
         return Text("missing: make models trains it again", TROUBLE)
     return Text(one_line(model.description))
-
-
-def _new_table() -> Table:
-    return Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
 
 
 def _clipped(text: str) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,11 +19,12 @@ from forge.trace.totals import Percentiles, Totals, totals_of
 from forge.views.charts import sparkline
 from forge.views.figures import NOTHING, count, ms, percent, plural, rate
 from forge.views.history import History
+from forge.views.json_output import as_object
 from forge.views.metrics import draft_facts, flowing
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.scheduler import chart_series
 from forge.views.summary import RunLabel
-from forge.views.terminal import print_table
+from forge.views.terminal import new_table, print_table
 from forge.views.text import one_line
 
 _LONGEST_WAITS = 3
@@ -43,10 +43,7 @@ def serving_object(
     """A run for `--json`: totals, every sequence's timeline with its `why` lines, and every step in short."""
     totals = totals_of(records, requests) if records else None
     return {
-        "model": label.model,
-        "kv": label.kv,
-        "device": label.device,
-        "device_description": label.device_description,
+        **as_object(label),
         "totals": None if totals is None else totals_object(totals),
         "sequences": [request_object(one) for one in requests],
         "speculation": [draft.as_json() for draft in draft_totals(record.cycles for record in records)],
@@ -161,9 +158,7 @@ def print_tenants(console: Console, tenants: Tenants) -> None:
     """A row per tenant; nothing without tenants."""
     if not tenants:
         return
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    for name in ("guesses at a time", "requests", "guessed", "accepted", "", "ms per token"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = new_table(None, "guesses at a time", "requests", "guessed", "accepted", "", "ms per token")
     for one in tenant_objects(tenants):
         share = NOTHING if one["acceptance"] is None else percent(one["acceptance"])
         figures = (one[name] for name in ("num_speculative_tokens", "requests", "proposed", "accepted"))
@@ -210,7 +205,7 @@ def preemptions_text(totals: Totals) -> str:
 
 
 def times_table(totals: Totals) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    table = new_table()
     table.add_column("milliseconds")
     for name in ("p50", "p90", "p99", "max"):
         table.add_column(name, justify="right", min_width=8)

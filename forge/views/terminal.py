@@ -4,11 +4,15 @@ Nothing printed through here is read as markup, so brackets in a prompt stay bra
 """
 
 import sys
+from collections.abc import Iterable
 from typing import IO, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from forge.views.palette import QUIET, TITLE
 
 
 class ClosedPipe(Exception):
@@ -58,6 +62,23 @@ def print_hanging(console: Console, text: Text, indent: int, most: int | None = 
     for line in rest.wrap(console, room) if rest else ():
         line.rstrip()
         console.print(Text.assemble(" " * indent, line))
+
+
+def new_table(first: str | None = None, *figures: str, last: str | None = None) -> Table:
+    """A table with a rule under its headings: a first column of names, figures flush right, and a last one of text."""
+    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
+    if first is not None:
+        table.add_column(first, no_wrap=True)
+    for heading in figures:
+        table.add_column(heading, justify="right", no_wrap=True)
+    if last is not None:
+        table.add_column(last, no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def print_lines(console: Console, lines: Iterable[Text]) -> None:
+    for line in lines:
+        console.print(line)
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -6,7 +6,6 @@ import shlex
 import pytest
 from rich.text import Text
 
-from forge.bench import kernels
 from forge.book.chapter import Check, Predict, Prose, Run, Source, Verdict, expressions_of, names_of
 from forge.book.command_line import Given
 from forge.book.drawing import draw_step, lines_of
@@ -20,6 +19,7 @@ from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
 from forge.cli.running import INTERRUPTED
 from forge.errors import UsageError
+from forge.experiments import kernels
 from forge.views.terminal import open_console
 from tests.views.records import terminal
 
@@ -43,8 +43,8 @@ def short(monkeypatch):
         "ARRAY_BYTES": 1 << 22,
     }.items():
         monkeypatch.setattr(kernels, name, value)
-    monkeypatch.setattr("forge.cli.paged.TIMES", 1)
-    monkeypatch.setattr("forge.cli.batching.TURNS", 1)
+    monkeypatch.setattr("forge.experiments.paged.TIMES", 1)
+    monkeypatch.setattr("forge.experiments.batching.TURNS", 1)
 
 
 def blocks(entry, kind) -> list:

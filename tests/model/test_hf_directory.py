@@ -187,6 +187,34 @@ def test_a_folder_runs_as_a_model(tmp_path):
     assert output.token_ids[0] == int(llm.logits(llm.tokenizer.encode("abc"))[-1].argmax())
 
 
+@pytest.mark.parametrize(
+    ("stated", "found"),
+    [
+        (None, {}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+        ({"do_sample": False, "temperature": 0.6}, {}),
+        ({"do_sample": True, "temperature": "hot", "eos_token_id": [1]}, {}),
+    ],
+)
+def test_sampling_that_a_folder_recommends_is_read(tmp_path, stated, found):
+    folder = write_folder(tmp_path / "tiny")
+    if stated is not None:
+        (folder / "generation_config.json").write_text(json.dumps(stated))
+    with open_weights(folder) as source:
+        assert source.default_sampling == found
+
+
+def test_sampling_that_a_gguf_file_recommends_is_read(tmp_path):
+    metadata = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
+    with open_weights(write_small_qwen3(tmp_path / "a.gguf", metadata=metadata)) as source:
+        assert source.default_sampling == {"temperature": 0.5, "top_k": 20}
+    with open_weights(write_small_qwen3(tmp_path / "b.gguf")) as source:
+        assert source.default_sampling == {}
+
+
 # --- its tokenizer
 
 

@@ -197,6 +197,22 @@ def test_the_bos_token_comes_where_the_model_wants_it_unless_the_body_does_not()
     assert first(schema.ChatRequest(messages=messages, add_special_tokens=True)) == 256
 
 
+@pytest.mark.parametrize(
+    ("recommended", "asked", "used"),
+    [
+        ({}, {}, (0.0, 0)),
+        ({}, {"temperature": 0.7}, (0.7, 0)),
+        ({"temperature": 0.6, "top_k": 20}, {}, (0.6, 20)),
+        ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.0, "top_k": -1}, (0.0, 0)),
+    ],
+)
+def test_a_body_that_says_nothing_is_greedy_unless_the_model_s_file_recommends_otherwise(recommended, asked, used):
+    tokenizer = ByteTokenizer()
+    reader = RequestReader(tokenizer, ["m"], tokenizer.vocab_size, 100, Limits(), recommended)
+    params = reader.completion_params(schema.CompletionRequest(prompt="a", **asked), [Prompt([1])])
+    assert (params.temperature, params.top_k) == used
+
+
 def pieces(generation: Generation) -> list[Delta]:
     async def take() -> list[Delta]:
         return await anext(generation.updates())

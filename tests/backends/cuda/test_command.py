@@ -7,8 +7,9 @@ import pytest
 from forge import llm as llm_module
 from forge.backends import devices
 from forge.backends.cuda import backend as backend_module
-from forge.bench import cuda_limits_worker, cuda_plan
+from forge.bench import cuda_limits_worker
 from forge.cli.main import main
+from forge.experiments import cuda
 from tests.backends.cuda.test_graphs import StandIn
 from tests.small_models import write_small_qwen3
 
@@ -33,7 +34,7 @@ def on_a_gpu_of_sorts(monkeypatch, device):
     monkeypatch.setattr(backend_module, "CudaBackend", OnCpu)
     monkeypatch.setattr(backend_module, "Graphs", StandIn)
     monkeypatch.setattr(cuda_limits_worker, "measure", lambda *_: LIMITS)
-    monkeypatch.setattr(cuda_plan, "planned_steps", lambda config: ())  # it takes a while, and has tests of its own
+    monkeypatch.setattr(cuda, "planned_steps", lambda config: ())  # it takes a while, and has tests of its own
 
 
 def test_three_runs_say_the_same_and_say_how_they_were_launched(on_a_gpu_of_sorts, tmp_path, capsys):

@@ -1,26 +1,140 @@
-"""The serving chapter's screen: what the loop did, step by step, and what each of its clients saw of it."""
+"""9. One loop, many clients: a server, and what those who use it see.
 
+[dim]forge serving --only run --clients 16[/dim]
+"""
+
+import asyncio
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from statistics import mean, median
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.box import SIMPLE_HEAD
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.bench.clients import Crowded, Visit
+from forge.bench.server_process import ServerProcess
+from forge.cli import options
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found
+from forge.cli.serve import require_server
+from forge.cli.watch import steps_of
+from forge.errors import ForgeError, UsageError
+from forge.experiments.serving.clients import Crowd, Crowded, Visit, visit_all
 from forge.trace.totals import percentile
+from forge.views.bench import BenchProgress
 from forge.views.charts import sparkline
 from forge.views.figures import NOTHING, count, ms, percent, plural
+from forge.views.json_output import as_object
 from forge.views.metrics import flowing
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
-from forge.views.terminal import print_table
+from forge.views.report import Report
+from forge.views.summary import RunLabel
+from forge.views.terminal import can_redraw, new_table, open_console, open_error_console, print_table
 from forge.views.text import one_line
+from forge.views.traffic import Traffic
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forge.trace.records import StepRecord
+
+_CLIENTS = "Clients"
+LAST_STEPS = 2.0
+"""Seconds that what a server told last may take to come in."""
 QUESTION = "What do the clients of one loop see?"
 STRIP_WIDTH = 50
 ROWS_SHOWN = 10
+
+
+def serving(
+    ctx: typer.Context,
+    clients: Annotated[
+        int, typer.Option("--clients", "-n", help="Who read, beside two who do not.", rich_help_panel=_CLIENTS)
+    ] = 8,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of each story.", rich_help_panel=_CLIENTS)] = 256,
+    every: Annotated[
+        float, typer.Option("--every", help="Milliseconds between two of them.", rich_help_panel=_CLIENTS)
+    ] = 20.0,
+    model: options.ModelOption = "tales",
+    kv: options.KvOption = "prefix",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    num_blocks: options.NumBlocksOption = None,
+    max_num_seqs: options.MaxNumSeqsOption = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    json: options.JsonOption = False,
+) -> Found:
+    require_server()
+    if clients < 1 or max_tokens < 1 or not 0 <= every <= 10_000:
+        raise UsageError("--clients and --max-tokens are at least 1, --every 0 to 10,000 ms")
+    if reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    given = options.model_options(
+        device=device, threads=threads, num_blocks=num_blocks, max_num_seqs=max_num_seqs, model=model, kv=kv
+    )
+    spelled = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    report = _measure(Crowd(clients, max_tokens, every / 1e3), spelled, model, kv, json)
+    return report.as_json() if json else report
+
+
+def _measure(crowd: Crowd, spelled: Sequence[str], model: str, kv: str, quiet: bool) -> Report:
+    with ServerProcess(spelled) as server:
+        with BenchProgress(open_error_console()) as progress:
+            progress("starting forge serve")
+            server.wait_until_ready()
+        console = open_console()
+        shows = can_redraw(console) and not quiet
+        with Traffic(console, RunLabel(model, kv, "", "")) if shows else nullcontext() as traffic:
+            result = _let_them_come(server, crowd, traffic.step if traffic else lambda record: None)
+    facts = clients_object(result, model, kv)
+    return Report(facts, lambda console: print_clients(console, result, facts), 0 if facts["identical"] else 1)
+
+
+def _let_them_come(server: ServerProcess, crowd: Crowd, on_step: "Callable[[StepRecord], None]") -> Crowded:
+    """Follow the server's steps while the clients are there, and until it has ended."""
+    watcher = _Watcher(server.url, on_step)
+    try:
+        found, signalled = asyncio.run(visit_all(server.url, crowd, server.terminate, watcher.has_begun))
+        status = server.wait()
+        seconds = time.perf_counter() - signalled
+        watcher.wait()
+    finally:
+        watcher.look_away()
+    ending = replace(found.pop("ending"), exit_status=status, seconds=seconds)
+    return Crowded(crowd, **found, ending=ending, records=tuple(watcher.records), ready_seconds=server.ready_seconds)
+
+
+class _Watcher:
+    """Follows a server's steps in a thread of its own, as `forge watch` does."""
+
+    def __init__(self, url: str, on_step: "Callable[[StepRecord], None]"):
+        self.records: list[StepRecord] = []
+        self._url, self._on_step = url, on_step
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def has_begun(self) -> bool:
+        return bool(self.records)
+
+    def wait(self) -> None:
+        """The server has ended: take in what it told last."""
+        self._thread.join(LAST_STEPS)
+
+    def look_away(self) -> None:
+        """Nothing is shown from here on."""
+        self._on_step = lambda record: None
+
+    def _follow(self) -> None:
+        with suppress(ForgeError):  # the server is gone
+            for record in steps_of(self._url, None):
+                self.records.append(record)
+                self._on_step(record)
 
 
 def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
@@ -53,9 +167,7 @@ def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
         "ending": {
             "finish_reason": result.ending.stream.finish_reason,
             "tokens": result.ending.stream.tokens,
-            "refused": result.ending.refused,
-            "exit_status": result.ending.exit_status,
-            "seconds": result.ending.seconds,
+            **as_object(result.ending, without=("stream",)),
         },
     }
 
@@ -164,11 +276,7 @@ def _strips(result: Crowded) -> list[Text]:
 
 
 def _table(result: Crowded) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("client")
-    for name in ("TTFT, ms", "ITL, ms", "longest", "all, ms", "tokens", "events"):
-        table.add_column(name, justify="right")
-    table.add_column("ended", no_wrap=True)
+    table = new_table("client", "TTFT, ms", "ITL, ms", "longest", "all, ms", "tokens", "events", last="ended")
     for number, visit in enumerate(result.visits[:ROWS_SHOWN], 1):
         facts = visit_object(visit)
         table.add_row(

@@ -3,8 +3,16 @@
 import pytest
 
 from forge.bench.cases import ModelSize
-from forge.bench.kernels import KernelsResult, Limits, Measured, Pass
-from forge.views.kernels import comparison_sentences, kernels_object, print_kernels, roofline
+from forge.experiments.kernels import (
+    KernelsResult,
+    Limits,
+    Measured,
+    Pass,
+    comparison_sentences,
+    kernels_object,
+    print_kernels,
+    roofline,
+)
 from tests.views.records import piped, written
 
 LIMITS = Limits(bytes_per_second=50e9, products_per_second=500e9)

@@ -5,12 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from forge.bench.cuda_plan import H200, SHAPE, Limits, num_weights, planned_steps
-from forge.cli import cuda as command
 from forge.cli.main import main
-from forge.model.synth import SHAPES
-from forge.trace.records import Execution
-from forge.views.cuda import (
+from forge.experiments import cuda as command
+from forge.experiments.cuda import (
     DeviceRun,
     Measured,
     Work,
@@ -21,6 +18,9 @@ from forge.views.cuda import (
     roofline_lines,
     sentences,
 )
+from forge.experiments.cuda.plan import H200, SHAPE, Limits, num_weights, planned_steps
+from forge.model.synth import SHAPES
+from forge.trace.records import Execution
 from tests.views.records import LABEL, piped, run_of, written
 
 LIMITS = Limits("a GPU", bytes_per_second=4e12, operations_per_second=8e14)

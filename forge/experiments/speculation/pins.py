@@ -7,17 +7,25 @@
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 from forge.speculation.draft import DraftProposer
 from forge.trace.records import SpecCycle, StepRecord
+from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
+from forge.views.report import Report
+from forge.views.terminal import print_hanging
+from forge.views.text import one_line
 
 PROMPTS = ("Once upon a time", "The cat sat on the mat. The cat sat on", "a")
+_FAILED = 1
+_NAME = 48
 
 
 @dataclass(frozen=True)
@@ -142,3 +150,20 @@ def _cycles(runs: Sequence[_Outcome]) -> Iterator[tuple[int, SpecCycle]]:
 
 def _num_cycles(runs: Sequence[_Outcome]) -> int:
     return sum(1 for _ in _cycles(runs))
+
+
+def pins_report(label: str, pins: Sequence[Pin]) -> Report:
+    """Exit status 1 if a check failed."""
+
+    def draw(console: Console) -> None:
+        console.print(Text("Is this pair exact?", TITLE))
+        console.print(Text(one_line(label), QUIET))
+        console.print()
+        for pin in pins:
+            sign, style = ("✓", GOOD) if pin.failure is None else ("✗", TROUBLE)
+            print_hanging(console, Text.assemble((f"{sign} ", style), f"{pin.name:<{_NAME}}", (pin.compared, QUIET)), 2)
+            if pin.failure is not None:
+                print_hanging(console, Text(f"  {one_line(pin.failure)}"), 2)
+
+    held = all(pin.failure is None for pin in pins)
+    return Report({"held": held, "pins": [asdict(pin) for pin in pins]}, draw, 0 if held else _FAILED)

@@ -1,28 +1,44 @@
-"""The GPU chapter's experiment: the same prompt on the CPU and on the GPU, with its steps launched one kernel at a time
-and as graphs. What does a forward cost there, and what does it wait for?
+"""10. The same prompt on a GPU: launches, graphs, bandwidth.
 
-Where there is no GPU it is a run that was recorded on one, and says so; or, where none was recorded, what follows from
-a model's sizes and a GPU's published limits, which is said to be computed.
+[dim]forge cuda --only run "Once upon a time" 32[/dim]
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from datetime import date
+from json import JSONDecodeError, loads
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from rich.box import SIMPLE_HEAD
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.bench.cuda_plan import H200, SHAPE, Limits, PlannedStep
+from forge.cli import options
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found, drive, exit_status, load_model, run_label
+from forge.errors import UsageError
+from forge.experiments.cuda.plan import H200, SHAPE, Limits, PlannedStep, planned_steps
 from forge.views.figures import NOTHING, count, ms, plural, rate, size, times
 from forge.views.forwards import spaced
+from forge.views.json_output import as_object, to_json
 from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.report import Report
 from forge.views.summary import Forward, RunResult
-from forge.views.terminal import print_table
+from forge.views.terminal import new_table, print_table
 from forge.views.text import one_line
 
+if TYPE_CHECKING:
+    from forge.backends.cuda.backend import CudaBackend
+
+LIMIT_BYTES, LIMIT_SECONDS = 1 << 30, 0.3
+"""How much of the GPU's limits is measured here: enough for a picture. `forge bench cuda` measures them well."""
+WARM_RUNS = 2
+"""Before the one that counts: kernels are compiled, then graphs captured."""
+RECORDED = Path(__file__).with_name("recorded_run.json")
+"""What a machine with a GPU measured, if any has."""
 QUESTION = "The same prompt on a GPU: what does a forward wait for there?"
 LEADS_ON = "Many sequences share one pass over the weights:\n  forge bench cuda --only decode1@160,decode16@160"
 COMPUTED = (
@@ -33,8 +49,119 @@ ROWS = 10
 HEIGHT, LEFT = 12, 11
 DRAWN = {"decode1@160": "1", "decode16@160": "2", "decode64@160": "3", "prefill512": "p"}
 """Planned steps in the roofline picture, and their characters there."""
-
 Source = Literal["measured", "recorded"]
+
+
+def cuda(
+    ctx: typer.Context,
+    prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
+    max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
+    model: options.ModelOption = "tales",
+    threads: options.ThreadsOption = None,
+    kernels: Annotated[
+        str | None,
+        typer.Option("--kernels", help="triton, or torch: every operation by itself.", rich_help_panel="Model"),
+    ] = None,
+    graphs: Annotated[
+        bool,
+        typer.Option("--graphs/--no-graphs", help="Run with captured graphs too.", rich_help_panel="Model"),
+    ] = True,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record",
+            help="Save what was measured, for machines without a GPU.",
+            dir_okay=False,
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    json: options.JsonOption = False,
+) -> Found:
+    if record is None and reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    from forge.backends.devices import check_device, why_not_cuda
+
+    check_device("cuda", kernels=kernels)
+    reason = why_not_cuda()
+    if reason is not None and record is not None:
+        raise UsageError(reason.replace("--device cuda", "forge cuda --record").replace(": use --device cpu", ""))
+    if reason is not None:
+        report = _report(_recorded())
+    else:
+        report = _measure(prompt, max_tokens, model, threads, kernels, graphs)
+        if record is not None:
+            _save(report, record)
+    return report.as_json() if json else report
+
+
+def _report(measured: "Measured | None", *results: RunResult) -> Report:
+    from forge.model.synth import SHAPES
+
+    steps = planned_steps(SHAPES[SHAPE])
+    return Report(
+        cuda_object(measured, steps), lambda console: print_cuda(console, measured, steps), exit_status(*results)
+    )
+
+
+def _measure(
+    prompt: str, max_tokens: int, model: str, threads: int | None, kernels: str | None, graphs: bool
+) -> Report:
+    from forge.bench.cuda_limits_worker import measure
+    from forge.model.qwen3 import Qwen3
+
+    text = options.read_prompt(prompt)
+    params = options.sampling_params(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    on_cpu = load_model(model, kv="basic", device="cpu", **options.model_options(threads=threads))
+    results = [("cpu", "c", _warm_run(on_cpu, text, params))]
+    on_gpu = load_model(model, kv="basic", device="cuda", **options.model_options(kernels=kernels))
+    assert isinstance(on_gpu.model, Qwen3)
+    backend = cast("CudaBackend", on_gpu.model.backend)
+    by_itself = "cuda, torch" if kernels == "torch" else "cuda, kernel by kernel"
+    for name, mark, captured in ((by_itself, "k", False), ("cuda, graphs", "g", True)):
+        if captured and not (graphs and backend.can_capture):
+            continue
+        backend.uses_graphs = captured
+        results.append((name, mark, _warm_run(on_gpu, text, params)))
+    found = measure(LIMIT_BYTES, LIMIT_SECONDS)
+    matrices = backend.matrices
+    measured = Measured(
+        str(run_label(on_gpu)),
+        tuple(DeviceRun.of(*each) for each in results),
+        Work(sum(m.read_bytes for m in matrices), sum(m.rows * m.columns for m in matrices)),
+        Limits(found["device"], found["read_bytes_per_second"], 2 * found["products_per_second"]),
+        date.today().isoformat(),
+    )
+    return _report(measured, *(result for _, _, result in results))
+
+
+def _warm_run(llm, text: str, params) -> RunResult:
+    """The run, once everything is compiled and captured. As tokens are asked for their probabilities, no step is
+    launched before the one ahead of it was read, and each forward's time is its own."""
+    for _ in range(WARM_RUNS + 1):
+        result = drive(llm, llm.start([text], params), params, lambda record: None)
+        if result.interrupted:
+            break
+    return result
+
+
+def _recorded() -> "Measured | None":
+    """The run that comes with forge, if one does. Raises `UsageError` if it cannot be read."""
+    if not RECORDED.exists():
+        return None
+    try:
+        return measured_from(loads(RECORDED.read_text(encoding="utf-8")))
+    except (JSONDecodeError, KeyError, TypeError) as error:
+        raise UsageError(f"{RECORDED} is no run that forge cuda --record wrote: {error}") from None
+
+
+def _save(report: Report, path: Path) -> None:
+    """Raises `UsageError` where the file cannot be written."""
+    try:
+        path.write_text(to_json(report.facts) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
 
 
 @dataclass(frozen=True)
@@ -155,9 +282,7 @@ def cuda_object(measured: Measured | None, steps: Sequence[PlannedStep]) -> dict
         "source": "computed" if measured is None else measured.source,
         "on": None if measured is None else measured.on,
         "model": SHAPE if measured is None else measured.model,
-        "device": limits.device,
-        "bytes_per_second": limits.bytes_per_second,
-        "operations_per_second": limits.operations_per_second,
+        **as_object(limits),
         "weight_bytes": None if measured is None else measured.work.weight_bytes,
         "weights": None if measured is None else measured.work.weights,
         "floor_ms": None if measured is None else measured.floor_ms,
@@ -188,14 +313,10 @@ def measured_from(found: Mapping[str, Any]) -> Measured:
 
 
 def _run_object(run: DeviceRun) -> dict[str, Any]:
-    return {
-        "name": run.name,
-        "mark": run.mark,
+    return as_object(run, without=("forwards",)) | {
         "median_decode_ms": run.decode_ms,
         "forward_ms": [forward.ms for forward in run.forwards],
         "forwards": [[forward.phase, forward.tokens, forward.ms] for forward in run.forwards],
-        "modes": list(run.modes),
-        "token_ids": list(run.token_ids),
     }
 
 
@@ -205,18 +326,8 @@ def _key(step: PlannedStep) -> str:
 
 
 def _step_object(step: PlannedStep) -> dict[str, Any]:
-    return {
-        "title": step.title,
-        "rows": step.rows,
-        "context": step.context,
-        "bytes": step.bytes,
-        "operations": step.operations,
-        "intensity": step.intensity,
-        "floor_ms": step.floor_ms(H200),
-        "bound": _bound(step),
-        "num_launches": step.num_launches,
-        "launches": dict(step.launches) if step.launches is not None else None,
-    }
+    found = as_object(step, "intensity", "num_launches", without=("name",))
+    return found | {"floor_ms": step.floor_ms(H200), "bound": _bound(step)}
 
 
 def sentences(measured: Measured) -> list[str]:
@@ -294,10 +405,7 @@ def _points(measured: Measured) -> list[Point]:
 
 
 def _step_table(steps: Sequence[PlannedStep]) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("step", no_wrap=True)
-    for heading in ("kernels", "reads", "floor, ms", "bound by"):
-        table.add_column(heading, justify="right")
+    table = new_table("step", "kernels", "reads", "floor, ms", "bound by")
     for step in steps:
         launches = NOTHING if step.num_launches is None else count(step.num_launches)
         table.add_row(step.title, launches, size(step.bytes), f"{step.floor_ms(H200):.2f}", _bound(step))
@@ -309,10 +417,7 @@ def _bound(step: PlannedStep) -> str:
 
 
 def _forward_table(runs: Sequence[DeviceRun]) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("ms per forward", no_wrap=True)
-    for run in runs:
-        table.add_column(run.name, justify="right")
+    table = new_table("ms per forward", *(run.name for run in runs))
     shown = spaced(runs[0].forwards, ROWS)
     for forward in shown:
         index = forward.number - 1

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from forge.bench import pins
 from forge.engine.sampling_params import SamplingParams
+from forge.experiments.speculation import pins
 from forge.llm import LLM
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, seed=0)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from forge.bench.clients import Crowd, Crowded, Ending, Visit, parse_metrics
 from forge.bench.server_process import ServerProcess
 from forge.errors import ForgeError
+from forge.experiments.serving.clients import Crowd, Crowded, Ending, Visit, parse_metrics
 from tests.cli.conftest import ROOT, environment, forge  # noqa: F401 (a fixture)
 
 FEW = ("--model", "hash", "--clients", "2", "--max-tokens", "40", "--every", "5")
@@ -51,7 +51,7 @@ def test_without_the_libraries_one_line_says_what_to_install(forge, monkeypatch)
     monkeypatch.setattr(util, "find_spec", lambda name: None)
     found = forge("serving")
     assert found.status == 2 and found.out == ""
-    assert found.err == "forge: serving needs fastapi and uvicorn: pip install 'forge-llm[serve]'\n"
+    assert found.err == "forge: serving needs fastapi and uvicorn: pip install fastapi uvicorn\n"
 
 
 @pytest.mark.parametrize("options", [("--clients", "0"), ("--max-tokens", "0"), ("--every", "-1"), ("--every", "nan")])

@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from forge.trace.records import ItemRecord, SpecCycle, SpecDecision, StepRecord, TokenRecord, TokenVerdict
-from forge.trace.speculation_summary import SpeculationSummary
-from forge.views.json_output import to_json
-from forge.views.speculation import (
+from forge.experiments.speculation import (
     LiveSpeculation,
     SpeculationResult,
     cycle_line,
@@ -18,6 +15,9 @@ from forge.views.speculation import (
     speculation_object,
     steps_of,
 )
+from forge.trace.records import ItemRecord, SpecCycle, SpecDecision, StepRecord, TokenRecord, TokenVerdict
+from forge.trace.speculation_summary import SpeculationSummary
+from forge.views.json_output import to_json
 from tests.views.records import LABEL, piped, run_of, step, terminal, written
 
 TEXTS = {1: " there", 2: " was", 3: " a", 4: " small", 5: " fox", 6: " tall", 7: " old"}

@@ -1,32 +1,76 @@
-"""The naive chapter's experiment: no cache. Why does every token cost more, and where does the time go?"""
+"""1. A forward pass, token by token, and where its time goes.
+
+[dim]forge naive --only run "Once upon a time" 32[/dim]
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
+import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from forge.cli import options
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found, Watch, drive, exit_status, load_model, run_label, warm_up
 from forge.views.charts import bar, sparkline
 from forge.views.figures import count, ms, percent, plural
 from forge.views.forwards import chart_rows, chart_scale, spaced
-from forge.views.generation import sample_texts
+from forge.views.generation import sample_texts, watching
 from forge.views.json_output import climb_object, run_object
 from forge.views.metrics import chart_heading, metrics_lines
 from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.report import Report
 from forge.views.summary import Forward, RunResult
-from forge.views.terminal import print_table
+from forge.views.terminal import new_table, open_console, print_lines, print_table
 
 if TYPE_CHECKING:
     from forge.model.backend import OperationTime
 
+MAX_TOKENS = 128
+"""Enough for the climb to be more than the machine's unrest."""
 QUESTION = "Why does every token cost more than the one before it?"
 LEADS_ON = "Keeping keys and values saves the repeated work. Both in one picture:\n  forge compare --kv off vs on"
 ROWS = 12
 _BAR = 28
+
+
+def naive(
+    ctx: typer.Context,
+    prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
+    max_tokens: options.MaxTokens = MAX_TOKENS,
+    model: options.ModelOption = "tales",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    trace: options.TraceOption = None,
+    step: options.StepOption = False,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    json: options.JsonOption = False,
+) -> Found:
+    watch = Watch(trace, step)
+    if not watch.is_on and reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    report = _measure(prompt, max_tokens, model, options.model_options(device=device, threads=threads), watch)
+    return report.as_json() if json else report
+
+
+def _measure(prompt: str, max_tokens: int, model: str, loading: dict, watch: Watch) -> Report:
+    text = options.read_prompt(prompt)
+    params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True)
+    llm = load_model(model, kv="off", **loading)
+    warm_up(llm, text)
+    with watching(open_console(), run_label(llm), text) as view:
+        result = drive(llm, llm.start([text], params), params, view.step, watch)
+    if not result.interrupted:  # once more, with a clock around every operation, which takes time of its own
+        llm.time_operations()
+        with watching(open_console(), run_label(llm), text) as view:
+            drive(llm, llm.start([text], params), params, view.step)
+    operations = llm.operation_times()
+    facts = naive_object(result, operations, llm.tokenizer.token_text)
+    return Report(facts, lambda console: print_naive(console, result, operations, text), exit_status(result))
 
 
 @dataclass(frozen=True)
@@ -62,16 +106,16 @@ def naive_object(result: RunResult, operations: "Sequence[OperationTime]", token
 def print_naive(console: Console, result: RunResult, operations: "Sequence[OperationTime]", prompt: str) -> None:
     """The whole experiment: the text, the climbing chart, time by operation, time by layer."""
     width = console.width
-    _print_lines(console, [Text(QUESTION, TITLE), Text("")])
-    _print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
-    _print_lines(console, [Text(""), chart_heading(result.label, width), *_climb(result, width), Text("")])
-    _print_lines(console, [Text(sentence) for sentence in climb_sentences(result)])
-    _print_lines(console, [Text(""), *metrics_lines(result, width)])
+    print_lines(console, [Text(QUESTION, TITLE), Text("")])
+    print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
+    print_lines(console, [Text(""), chart_heading(result.label, width), *_climb(result, width), Text("")])
+    print_lines(console, [Text(sentence) for sentence in climb_sentences(result)])
+    print_lines(console, [Text(""), *metrics_lines(result, width)])
     if operations:
         console.print()
         _print_operations(console, operations)
         _print_layers(console, operations)
-    _print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+    print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
 
 
 def climb_sentences(result: RunResult) -> list[str]:
@@ -136,15 +180,10 @@ def slope(forwards: Sequence[Forward]) -> float | None:
 
 def _print_operations(console: Console, operations: "Sequence[OperationTime]") -> None:
     shares = shares_by_operation(operations)
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("operation")
-    table.add_column("ms", justify="right")
-    table.add_column("calls", justify="right", style=QUIET)
-    table.add_column("share", justify="right")
-    table.add_column("")
+    table = new_table("operation", "ms", "calls", "share", last="")
     for share in shares:
         drawn = Text(bar(share.ms, shares[0].ms, _BAR), ACCENT)
-        table.add_row(share.name, ms(share.ms), count(share.calls), percent(share.share), drawn)
+        table.add_row(share.name, ms(share.ms), Text(count(share.calls), QUIET), percent(share.share), drawn)
     print_table(console, table)
     console.print(Text(operations_sentence(shares)))
 
@@ -195,8 +234,3 @@ def layers_sentence(layers: Sequence[Share], outside: float) -> str:
     spread = max(share.ms for share in layers) / max(min(share.ms for share in layers), 1e-9)
     alike = "the layers cost alike" if spread < 1.25 else f"the slowest layer takes {spread:.1f} times the fastest"
     return f"{percent(inside / (inside + outside))} of the time is spent in the layers, and {alike}."
-
-
-def _print_lines(console: Console, lines: Iterable[Text]) -> None:
-    for line in lines:
-        console.print(line)

@@ -1,26 +1,96 @@
-"""The screen of chapter 8: the same requests in two lives, what each life holds, and how its steps are filled."""
+"""8. Not every request has a long life: judge, classify, score, embed.
+
+[dim]forge oneshot --only run --requests 64[/dim]
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from rich.box import SIMPLE_HEAD
+import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from forge.bench.judging import JudgeRun
+from forge.bench.judging import JudgeRun, judge_prompts, run_requests
+from forge.cli import options
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.compare_judging import LIVES
+from forge.cli.running import Found, load_model, run_label
 from forge.trace.records import Deferred, StepRecord
+from forge.views.bench import BenchProgress
 from forge.views.charts import sparkline
 from forge.views.figures import NOTHING, count, plural, size
 from forge.views.judging import identical, judging_object, print_judging
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.report import Report
 from forge.views.summary import RunLabel
-from forge.views.terminal import print_table
+from forge.views.terminal import new_table, open_error_console, print_table
 
+WARM_UP = 2
+"""Requests that are not timed."""
 QUESTION = "What does a request that wants one token have to hold?"
 STRIP_WIDTH = 40
 STEPS_SHOWN = 6
+
+
+def oneshot(
+    ctx: typer.Context,
+    requests: Annotated[
+        int, typer.Option("--requests", "-n", help="How many requests.", rich_help_panel="Requests")
+    ] = 64,
+    max_tokens: Annotated[
+        int,
+        typer.Option("--max-tokens", help="Of each answer; above 1 both are generations.", rich_help_panel="Requests"),
+    ] = 1,
+    model: options.ModelOption = "tales",
+    kv: options.KvOption = "paged",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    num_blocks: options.NumBlocksOption = None,
+    max_num_seqs: options.MaxNumSeqsOption = None,
+    oneshot_tokens: options.OneshotTokensOption = None,
+    oneshot_memory: options.OneshotMemoryOption = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    json: options.JsonOption = False,
+) -> Found:
+    if reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    loading = options.model_options(
+        kv=kv,
+        device=device,
+        threads=threads,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        oneshot_tokens=oneshot_tokens,
+        oneshot_memory=oneshot_memory,
+    )
+    report = _measure(model, loading, requests, max_tokens)
+    return report.as_json() if json else report
+
+
+def _measure(model: str, loading: dict, requests: int, max_tokens: int) -> Report:
+    """The same requests through each life once, on one model, after a few that are not timed."""
+    llm = load_model(model, **loading)
+    prompts = judge_prompts(llm.tokenizer, requests)
+    lives = []
+    with BenchProgress(open_error_console()) as progress:
+        for name, keeps_nothing in LIVES.items():
+            progress(name)
+            records: list = []
+            run_requests(llm.new_engine(oneshot=keeps_nothing), prompts[:WARM_UP], max_tokens)
+            engine = llm.new_engine(oneshot=keeps_nothing)
+            lives.append(Life(name, run_requests(engine, prompts, max_tokens, on_step=records.append), tuple(records)))
+    scratch, layout = len(llm.engine.scheduler.prefill_only.scratch), llm.kv_layout
+    result = TwoLives(
+        run_label(llm),
+        sum(map(len, prompts)),
+        tuple(lives),
+        llm.engine.cache.stats().num_blocks,
+        scratch,
+        scratch * layout.block_size * layout.bytes_per_token,
+    )
+    return Report(lives_object(result), lambda console: print_lives(console, result), 0 if result.identical else 1)
 
 
 @dataclass(frozen=True)
@@ -111,11 +181,7 @@ def _print_strips(console: Console, result: TwoLives) -> None:
 
 
 def _print_steps(console: Console, life: Life) -> None:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("step", justify="right")
-    for name in ("answered", "rows", "tokens found"):
-        table.add_column(name, justify="right")
-    table.add_column("deferred", no_wrap=True)
+    table = new_table(None, "step", "answered", "rows", "tokens found", last="deferred")
     shown = life.records[:STEPS_SHOWN]
     for number, record in enumerate(shown, 1):
         facts = step_object(record)

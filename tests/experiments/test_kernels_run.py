@@ -1,8 +1,8 @@
 import pytest
 
-from forge.bench import kernels
 from forge.bench.cases import measure_model
 from forge.errors import UsageError
+from forge.experiments import kernels
 from tests.small_models import write_small_qwen3
 
 

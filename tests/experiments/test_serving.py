@@ -2,8 +2,8 @@
 
 import pytest
 
-from forge.bench.clients import Crowd, Crowded, Ending, Visit
-from forge.views.clients import clients_object, print_clients
+from forge.experiments.serving import clients_object, print_clients
+from forge.experiments.serving.clients import Crowd, Crowded, Ending, Visit
 from tests.views.records import piped, written
 
 

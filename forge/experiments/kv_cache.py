@@ -1,24 +1,69 @@
-"""The cache chapter's experiment: the same run with keys and values kept. What does a token cost, what is held?"""
+"""2. Prefill and decode are different work: keep keys and values.
 
-from collections.abc import Iterable, Sequence
+[dim]forge kv-cache --only run "Once upon a time" 32[/dim]
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
+from forge.cache.kv_storage import KV_ITEM_BYTES
+from forge.cli import options
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found, Watch, drive, exit_status, load_model, run_label, warm_up
 from forge.trace.records import StepRecord
 from forge.views.figures import count, ms, plural, size
 from forge.views.forwards import chart_rows, chart_scale, spaced
-from forge.views.generation import sample_texts
-from forge.views.json_output import climb_object, run_object
+from forge.views.generation import sample_texts, watching
+from forge.views.json_output import as_object, climb_object, run_object
 from forge.views.metrics import chart_heading, metrics_lines
 from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.report import Report
 from forge.views.summary import Forward, RunResult
+from forge.views.terminal import open_console, print_lines
 
+MAX_TOKENS = 128
+"""As many as in chapter 1, which this run is compared with."""
 QUESTION = "What does a token cost once keys and values are kept?"
 LEADS_ON = "The same tokens at another cost. Both in one picture:\n  forge compare --kv off vs on"
 ROWS = 12
+
+
+def kv_cache(
+    ctx: typer.Context,
+    prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
+    max_tokens: options.MaxTokens = MAX_TOKENS,
+    model: options.ModelOption = "tales",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    trace: options.TraceOption = None,
+    step: options.StepOption = False,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    json: options.JsonOption = False,
+) -> Found:
+    watch = Watch(trace, step)
+    if not watch.is_on and reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    report = _measure(prompt, max_tokens, model, options.model_options(device=device, threads=threads), watch)
+    return report.as_json() if json else report
+
+
+def _measure(prompt: str, max_tokens: int, model: str, loading: dict, watch: Watch) -> Report:
+    text = options.read_prompt(prompt)
+    params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True)
+    llm = load_model(model, kv="basic", **loading)
+    warm_up(llm, text)
+    with watching(open_console(), run_label(llm), text) as view:
+        result = drive(llm, llm.start([text], params), params, view.step, watch)
+    layout = llm.kv_layout
+    shape = KvShape(layout.num_layers, layout.num_kv_heads, layout.head_dim, KV_ITEM_BYTES[layout.kv_dtype])
+    facts = kv_cache_object(result, shape, llm.tokenizer.token_text)
+    return Report(facts, lambda console: print_kv_cache(console, result, shape, text), exit_status(result))
 
 
 @dataclass(frozen=True)
@@ -50,11 +95,7 @@ def kv_cache_object(result: RunResult, shape: KvShape, token_text) -> dict[str, 
         "prefill_ms": forwards[0].ms if forwards else None,
         "tokens_without_cache": tokens_without_cache(forwards),
         **climb_object(forwards),
-        "num_layers": shape.num_layers,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "bytes_per_number": shape.bytes_per_number,
-        "bytes_per_token": shape.bytes_per_token,
+        **as_object(shape, "bytes_per_token"),
         "slots_reserved": max((r.cache.used_blocks * r.cache.block_size for r in result.records), default=0),
         "held_bytes": held_bytes(result.records[-1], shape) if result.records else 0,
     }
@@ -69,12 +110,12 @@ def print_kv_cache(console: Console, result: RunResult, shape: KvShape, prompt: 
 
     shown = spaced(result.forwards, ROWS)
     rows = chart_rows(shown, chart_scale(shown), width, note)
-    _print_lines(console, [Text(QUESTION, TITLE), Text("")])
-    _print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
-    _print_lines(console, [Text(""), chart_heading(result.label, width), *rows, Text("")])
-    _print_lines(console, [Text(sentence) for sentence in cache_sentences(result, shape)])
-    _print_lines(console, [Text(shape.formula(), QUIET), Text(""), *metrics_lines(result, width)])
-    _print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+    print_lines(console, [Text(QUESTION, TITLE), Text("")])
+    print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
+    print_lines(console, [Text(""), chart_heading(result.label, width), *rows, Text("")])
+    print_lines(console, [Text(sentence) for sentence in cache_sentences(result, shape)])
+    print_lines(console, [Text(shape.formula(), QUIET), Text(""), *metrics_lines(result, width)])
+    print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
 
 
 def held_bytes(record: StepRecord, shape: KvShape) -> int:
@@ -102,8 +143,3 @@ def cache_sentences(result: RunResult, shape: KvShape) -> list[str]:
 def tokens_without_cache(forwards: Sequence[Forward]) -> int:
     """What the same forwards would have computed if each had begun at the first token."""
     return sum(forwards[0].tokens + index for index in range(len(forwards)))
-
-
-def _print_lines(console: Console, lines: Iterable[Text]) -> None:
-    for line in lines:
-        console.print(line)

@@ -1,26 +1,102 @@
-"""Ways of running the same requests side by side: throughput, what a request waits, and that nothing else changes."""
+"""6. One decision per iteration: requests together, static and continuous.
+
+[dim]forge batching --only run --requests 32[/dim]
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.box import SIMPLE_HEAD
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.bench.engine import Measured, identical, speed_up
-from forge.bench.workload import Workload
+from forge.bench.engine import Measured, identical, measure_all, speed_up
+from forge.bench.workload import Range, Workload, make_workload
+from forge.cli import options
+from forge.cli.bugs import BugOption, run_bug
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found, load_model, run_label
+from forge.views.bench import BenchProgress
 from forge.views.charts import bar
-from forge.views.figures import count, ms, percent, plural, rate, times
-from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
+from forge.views.figures import count, ms, percent, rate, times
+from forge.views.json_output import as_object
+from forge.views.many import identity_text, workload_text
+from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.report import Report
 from forge.views.serving import totals_object
 from forge.views.summary import RunLabel
-from forge.views.terminal import print_table
+from forge.views.terminal import new_table, open_error_console, print_table
 
+if TYPE_CHECKING:
+    from forge.bench.engine import How
+
+_WORKLOAD = "Requests"
+BATCHES = (1, 4, 16)
+TURNS = 3
+"""Of each way; the one in the middle is shown."""
 QUESTION = "What does it buy to run requests together, and who pays?"
 _BAR = 14
 _WIDE = 94
 """Columns from which on there is room for a bar."""
+
+
+def batching(
+    ctx: typer.Context,
+    requests: Annotated[
+        int, typer.Option("--requests", "-n", help="How many requests.", rich_help_panel=_WORKLOAD)
+    ] = 32,
+    prompt_tokens: options.PromptTokensOption = "16",
+    max_tokens: options.OutputTokensOption = "8:64",
+    seed: options.WorkloadSeedOption = 0,
+    model: options.ModelOption = "tales",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    bug: BugOption = None,
+    json: options.JsonOption = False,
+) -> Found:
+    if bug is not None:
+        return run_bug("batching", bug, device, threads, json)
+    if reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    loading = options.model_options(device=device, threads=threads)
+    report = measure_ways(model, loading, (requests, prompt_tokens, max_tokens, seed), ways_of(BATCHES), TURNS)
+    return report.as_json() if json else report
+
+
+def ways_of(batches: Sequence[int]) -> "list[tuple[How, int]]":
+    """One at a time, then each size static and continuous."""
+    larger = [batch for batch in batches if batch > 1]
+    ways: list[tuple[How, int]] = [("continuous", 1)]
+    for batch in larger:
+        ways += [("static", batch), ("continuous", batch)]
+    return ways
+
+
+def measure_ways(
+    model: str,
+    loading: dict,
+    asked: tuple[int, str, str, int],
+    ways: "Sequence[tuple[How, int]]",
+    turns: int,
+) -> Report:
+    """Load the model, run the workload that `asked` describes (requests, prompt tokens, output tokens, seed) in every
+    way, and report."""
+    number, prompt_tokens, max_tokens, seed = asked
+    prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
+    output_range = Range.parse(max_tokens, "--max-tokens")
+    llm = load_model(model, **({"kv": "paged"} | loading))
+    workload = make_workload(llm.tokenizer, number, prompt_range, output_range, seed=seed)
+    with BenchProgress(open_error_console()) as progress:
+        measured = measure_all(llm, workload, ways, turns, progress)
+    label = run_label(llm)
+    return Report(
+        batching_object(label, workload, measured),
+        lambda console: print_batching(console, label, workload, measured),
+        0 if identical(measured) else 1,
+    )
 
 
 def way_name(one: Measured) -> str:
@@ -31,10 +107,7 @@ def way_name(one: Measured) -> str:
 def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> dict[str, Any]:
     """The experiment as facts: one object per way, under its name."""
     return {
-        "model": label.model,
-        "kv": label.kv,
-        "device": label.device,
-        "device_description": label.device_description,
+        **as_object(label),
         "requests": len(workload.requests),
         "prompt_tokens": sum(len(request.prompt_token_ids) for request in workload.requests),
         "max_output_tokens": workload.output_tokens,
@@ -44,17 +117,8 @@ def batching_object(label: RunLabel, workload: Workload, measured: Sequence[Meas
 
 
 def _way_object(one: Measured, first: Measured) -> dict[str, Any]:
-    return {
-        "how": one.how,
-        "batch": one.batch,
-        "seconds": one.seconds,
-        "all_seconds": list(one.all_seconds),
-        "tokens_per_second": one.tokens_per_second,
-        "ms_per_request": one.ms_per_request,
-        "speed_up": speed_up(one, first),
-        "acceptance": one.acceptance,
-        "totals": totals_object(one.totals),
-    }
+    found = as_object(one, "tokens_per_second", "ms_per_request", without=("totals", "tokens"))
+    return found | {"speed_up": speed_up(one, first), "totals": totals_object(one.totals)}
 
 
 def print_batching(console: Console, label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> None:
@@ -69,25 +133,14 @@ def print_batching(console: Console, label: RunLabel, workload: Workload, measur
     console.print(identity_text(measured))
 
 
-def workload_text(workload: Workload) -> str:
-    """`64 requests, prompts of 16 tokens, outputs of 8 to 64`."""
-    prompts = [len(request.prompt_token_ids) for request in workload.requests]
-    outputs = [request.max_tokens for request in workload.requests]
-    return f"{plural(len(prompts), 'request')}, prompts of {_span(prompts)} tokens, outputs of {_span(outputs)}"
-
-
 def turns_text(measured: Sequence[Measured]) -> str:
     turns = len(measured[0].all_seconds)
     return "" if turns == 1 else f", median of {turns} turns"
 
 
 def ways_table(measured: Sequence[Measured], width: int) -> Table:
-    table = Table(box=SIMPLE_HEAD, border_style=QUIET, header_style=TITLE, pad_edge=False, show_edge=False)
-    table.add_column("at once", no_wrap=True)
-    for name in ("tok/s", "", "ms/req", "TTFT", "TPOT", "e2e", "e2e p99"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if width >= _WIDE:
-        table.add_column("", no_wrap=True)
+    figures = ("tok/s", "", "ms/req", "TTFT", "TPOT", "e2e", "e2e p99")
+    table = new_table("at once", *figures, last="" if width >= _WIDE else None)
     most = max(one.tokens_per_second for one in measured)
     for one in measured:
         totals = one.totals
@@ -135,25 +188,9 @@ def batching_sentences(measured: Sequence[Measured]) -> list[str]:
     return said
 
 
-def identity_text(measured: Sequence[Measured], requests: int | None = None) -> Text:
-    """Whether every way gave the same tokens, to all requests or to the first `requests`, which all ways had."""
-    if requests == 0:
-        return Text("tokens not compared: the two sides have no request in common", QUIET)
-    if not identical(measured, requests):
-        return Text("✗ the tokens differ between the ways", TROUBLE)
-    outputs = measured[0].tokens[:requests]
-    common = " that both sides have" if any(len(one.tokens) > len(outputs) for one in measured) else ""
-    same = f": {plural(len(outputs), 'request')}{common}, {count(sum(map(len, outputs)))} tokens each way"
-    return Text.assemble(("✓ identical", GOOD), same)
-
-
 def _phrase(one: Measured) -> str:
     return "one request after another" if one.how == "sequential" or one.batch == 1 else f"{one.batch}, {one.how}"
 
 
 def _per_token(one: Measured) -> float | None:
     return one.totals.per_token.p50 if one.totals.per_token else None
-
-
-def _span(values: Sequence[int]) -> str:
-    return str(min(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"

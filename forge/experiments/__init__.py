@@ -1,0 +1,30 @@
+"""The chapters' experiments, one module each: its options, its run, its facts, and how they are drawn.
+
+Module `kv_cache` is `forge kv-cache`, in the function of the module's name. Its docstring is the command's help; its
+first line begins with the chapter's number.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+
+@cache
+def summaries() -> dict[str, str]:
+    """Each command's summary in the order of the chapters, read from the files: no experiment is imported."""
+    found = {}
+    for module in iter_modules(__path__):
+        path = Path(__path__[0], module.name, "__init__.py") if module.ispkg else Path(__path__[0], f"{module.name}.py")
+        with path.open(encoding="utf-8") as file:
+            found[module.name.replace("_", "-")] = file.readline().strip().removeprefix('"""')
+    return dict(sorted(found.items(), key=lambda item: int(item[1].partition(".")[0])))
+
+
+def load(command: str) -> tuple[Callable[..., Any], str]:
+    """The function that `forge COMMAND` runs, and its help."""
+    name = command.replace("-", "_")
+    module = import_module(f"{__name__}.{name}")
+    return getattr(module, name), module.__doc__ or ""

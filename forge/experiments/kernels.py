@@ -1,0 +1,433 @@
+"""3. Decode is bound by memory, prefill by arithmetic.
+
+[dim]forge kernels --only run --type F16 --type Q4_0[/dim]
+"""
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge.bench.cases import Case, ModelSize, measure_model, needs_of
+from forge.cli import options
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found
+from forge.views.bench import BenchProgress
+from forge.views.charts import Curve, line_plot, row_of
+from forge.views.figures import count, ms, percent, size
+from forge.views.json_output import as_object
+from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE, sequence_style
+from forge.views.report import Report
+from forge.views.terminal import new_table, open_error_console, print_table
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+SHAPE_LAYERS = 8
+VOCABULARY = 4096
+"""Of the model that is made up: some layers of Qwen3-0.6B, 130 million weights, more than a processor's cache holds."""
+DEFAULT_TYPES = ("Q8_0", "Q4_0")
+ROUNDS, ROUND_SECONDS = 4, 0.02
+"""Each number of rows has its turn this often, and takes this long or one pass. The shortest pass counts: whatever else
+the machine does can only add time, and a burst of it does not last for all turns."""
+LIMIT_SECONDS = 0.2
+ARRAY_BYTES = 1 << 28
+Progress = Callable[[str], None]
+"""Called with what is about to be done."""
+Work = tuple[Case, Callable[[], object]]
+QUESTION = "What does a forward pass wait for?"
+BUSY = 1.0
+"""Processes that wanted a CPU in the minute before; from there on two threads are in one another's way."""
+_HEIGHT = 9
+_MAX_WIDTH = 66
+_MARKS = "●○◆◇■□"
+
+
+def kernels(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="The model to measure.",
+            show_default="one that is made up, larger than a processor's cache",
+            rich_help_panel="Model",
+        ),
+    ] = None,
+    types: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--type",
+            help="Make it up in this type; may be repeated.",
+            show_default="Q8_0 and Q4_0",
+            rich_help_panel="Model",
+        ),
+    ] = None,
+    threads: options.ThreadsOption = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    json: options.JsonOption = False,
+) -> Found:
+    if reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    report = _report_of(model, types, threads)
+    return report.as_json() if json else report
+
+
+def _report_of(model: str | None, types: list[str] | None, threads: int | None) -> Report:
+    with BenchProgress(open_error_console()) as progress:
+        result = run(model, tuple(types or DEFAULT_TYPES), threads, progress)
+    return Report(kernels_object(result), lambda console: print_kernels(console, result))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the machine can do at most: memory bandwidth and arithmetic."""
+
+    bytes_per_second: float
+    """What all threads together read from memory."""
+    products_per_second: float
+    """int8 multiplications, each with its addition, when the operands are near."""
+
+    @property
+    def ridge(self) -> float:
+        """Products per byte at which both limits are reached at once."""
+        return self.products_per_second / self.bytes_per_second
+
+    def or_better(self, other: "Limits") -> "Limits":
+        """Of each limit the higher one: what else the machine does can only lower them."""
+        return Limits(
+            max(self.bytes_per_second, other.bytes_per_second), max(self.products_per_second, other.products_per_second)
+        )
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward passes with one number of rows."""
+
+    rows: int
+    bytes_read: int
+    products: int
+    seconds: float
+    """The shortest's."""
+
+    @property
+    def intensity(self) -> float:
+        """Products per byte."""
+        return self.products / self.bytes_read
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes_read / self.seconds
+
+    @property
+    def products_per_second(self) -> float:
+        return self.products / self.seconds
+
+    def bound(self, limits: Limits) -> Literal["memory", "arithmetic"]:
+        """Which limit is nearer."""
+        return "memory" if self.intensity < limits.ridge else "arithmetic"
+
+    def share(self, limits: Limits) -> float:
+        """How much of the nearer limit is used; more than 1 where weights come from a cache and not from memory."""
+        by_memory = self.bytes_per_second / limits.bytes_per_second
+        by_arithmetic = self.products_per_second / limits.products_per_second
+        return by_memory if self.bound(limits) == "memory" else by_arithmetic
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model."""
+
+    name: str
+    size: ModelSize
+    threads: int
+    passes: tuple[Pass, ...]
+    """By rising number of rows; the first has one."""
+
+    def pass_of(self, rows: int) -> Pass:
+        return next(found for found in self.passes if found.rows == rows)
+
+
+@dataclass(frozen=True)
+class KernelsResult:
+    """The results of `forge kernels`."""
+
+    limits: Limits
+    models: tuple[Measured, ...]
+    load_average: float | None = None
+    """Of the minute before, where the system tells: how many processes wanted a CPU."""
+
+
+def run(
+    model: str | None,
+    types: Sequence[str] = DEFAULT_TYPES,
+    threads: int | None = None,
+    on_progress: Progress = lambda text: None,
+) -> KernelsResult:
+    """Measure the machine and `model`, or, without one, a model that is made up in each of `types`.
+
+    The files that are made up lie in a temporary folder and are gone afterwards. Raises `UsageError` for a model or a
+    type that does not exist.
+    """
+    from forge.model.catalog import resolve_model
+    from forge.model.synth import find_quantization
+
+    for name in types:
+        find_quantization(name)
+    path = resolve_model(model) if model is not None else None
+    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    on_progress("what this machine can do")
+    before = _limits(threads)
+    measured = []
+    if path is not None:
+        measured.append(_measure_model(path, threads, on_progress))
+    for name in types if path is None else ():
+        on_progress(f"making up a model in {name}")
+        with _made_up(name) as path:
+            measured.append(_measure_model(path, threads, on_progress))
+    on_progress("what this machine can do, once more")
+    return KernelsResult(before.or_better(_limits(threads)), tuple(measured), load_average)
+
+
+def _limits(threads: int | None) -> Limits:
+    from forge.backends.cpu.features import usable_cpus
+    from forge.bench.limits_worker import product_rate, read_bandwidth
+
+    threads = threads or usable_cpus()
+    return Limits(read_bandwidth(ARRAY_BYTES, LIMIT_SECONDS, threads), product_rate(LIMIT_SECONDS, threads))
+
+
+@contextmanager
+def _made_up(quantization: str) -> Iterator[Path]:
+    from forge.model.synth import SHAPES, synth, synthetic_config
+
+    shape = SHAPES["qwen3-0.6b"]
+    config = synthetic_config(
+        num_layers=SHAPE_LAYERS,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        vocab_size=VOCABULARY,
+    )
+    with tempfile.TemporaryDirectory(prefix="forge-") as folder:
+        path = Path(folder) / f"random-{quantization.lower()}.gguf"
+        synth(path, config, quantization, pure=True)
+        yield path
+
+
+def _measure_model(path: Path, threads: int | None, on_progress: Progress) -> Measured:
+    from forge.backends.cpu.backend import CpuBackend
+    from forge.bench.forge_worker import BLOCK_SIZE, batch_of
+    from forge.llm import LLM
+    from forge.model.catalog import model_name
+    from forge.model.qwen3 import Qwen3
+
+    size = measure_model(path)
+    most = min(ROWS[-1], size.max_context)
+    llm = LLM(path, device="cpu", threads=threads, max_model_len=most, max_num_seqs=1, block_size=BLOCK_SIZE)
+    blocks = -(-most // BLOCK_SIZE)
+    storage = llm.model.new_storage(llm.model.kv_layout(blocks, BLOCK_SIZE, llm.kv_dtype))
+    works: list[Work] = []
+    for rows in (rows for rows in ROWS if rows <= most):
+        case = Case(f"rows{rows}", f"{rows} rows", "prefill", sequences=1, context=0, tokens=rows)
+        batch = batch_of(case.token_ids(size.vocab_size, seed=1), 0, blocks)
+        works.append((case, partial(llm.model.forward, batch, storage)))
+    seconds = _shortest([work for _, work in works], lambda turn: on_progress(f"{model_name(path)}: {turn}"))
+    passes = []
+    for (case, _), shortest in zip(works, seconds, strict=True):
+        needs = needs_of(case, size)
+        passes.append(Pass(case.tokens, needs.bytes_read, needs.products, shortest))
+    assert isinstance(llm.model, Qwen3) and isinstance(llm.model.backend, CpuBackend)
+    return Measured(model_name(path), size, llm.model.backend.threads, tuple(passes))
+
+
+def _shortest(works: Sequence[Callable[[], object]], on_progress: Progress) -> list[float]:
+    """The seconds of the shortest pass of each, after one that is not counted."""
+    shortest = [math.inf] * len(works)
+    for work in works:
+        work()
+    for turn in range(ROUNDS):
+        on_progress(f"{turn + 1} of {ROUNDS}")
+        for index, work in enumerate(works):
+            spent = 0.0
+            while spent < ROUND_SECONDS:
+                started = time.perf_counter()
+                work()
+                taken = time.perf_counter() - started
+                spent += taken
+                shortest[index] = min(shortest[index], taken)
+    return shortest
+
+
+def kernels_object(result: KernelsResult) -> dict[str, Any]:
+    """The experiment as facts. Rates are per second; `memory` and `arithmetic` are shares of the machine's limits."""
+    limits = result.limits
+    return {
+        **as_object(limits, "ridge"),
+        "models": [_model_object(model, limits) for model in result.models],
+    }
+
+
+def _model_object(model: Measured, limits: Limits) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "weight_bytes": model.size.weight_bytes,
+        "threads": model.threads,
+        "passes": [
+            {
+                **as_object(found, "bytes_per_second", "products_per_second", "intensity", without=("seconds",)),
+                "ms": found.seconds * 1e3,
+                "ms_per_row": found.seconds * 1e3 / found.rows,
+                "bound": found.bound(limits),
+                "share": found.share(limits),
+            }
+            for found in model.passes
+        ],
+    }
+
+
+def print_kernels(console: Console, result: KernelsResult) -> None:
+    """The limits, a table per model, the roofline with every pass on it, and what it shows."""
+    limits = result.limits
+    console.print(Text(QUESTION, TITLE))
+    console.print()
+    console.print(limits_sentence(limits))
+    if result.load_average is not None and result.load_average > BUSY:
+        busy = f"Something else keeps this machine busy (load {result.load_average:.1f}): take the figures with care."
+        console.print(Text(busy, TROUBLE))
+    for model in result.models:
+        console.print()
+        reads = f"every pass reads {size(model.passes[0].bytes_read)} of weights, {_threads(model.threads)}"
+        console.print(Text.assemble((model.name, TITLE), (f"  {reads}", QUIET)))
+        print_table(console, _table(model, limits))
+    console.print()
+    for line in roofline(result, console.width):
+        console.print(line)
+    console.print()
+    for model in result.models:
+        console.print(growth_sentence(model))
+    for sentence in (*comparison_sentences(result.models), *cache_sentences(result)):
+        console.print(sentence)
+
+
+def limits_sentence(limits: Limits) -> str:
+    memory, products = limits.bytes_per_second / 1e9, limits.products_per_second / 1e9
+    return (
+        f"This machine reads {memory:.1f} GB/s from memory and does {products:,.0f} G int8 products/s: "
+        f"{limits.ridge:.1f} products in the time of one byte."
+    )
+
+
+def growth_sentence(model: Measured) -> str:
+    """How long rows take alone and together."""
+    one, most = model.passes[0], model.passes[-1]
+    if most is one:
+        return f"{model.name}: one row takes {ms(one.seconds * 1e3)} ms."
+    together = most.seconds / one.seconds
+    return (
+        f"{model.name}: {count(most.rows)} rows take {together:.1f} times as long as one, so a row among many costs "
+        f"{percent(together / most.rows)} of a row alone."
+    )
+
+
+def comparison_sentences(models: Sequence[Measured]) -> list[str]:
+    """The second model and on against the first, with one row and with many."""
+    sentences = []
+    for other in models[1:]:
+        first = models[0]
+        fewer = first.passes[0].bytes_read / other.passes[0].bytes_read
+        alone = first.passes[0].seconds / other.passes[0].seconds
+        many = first.passes[-1].seconds / other.passes[-1].seconds
+        sentences.append(
+            f"{other.name} has {fewer:.2f} times fewer bytes to read than {first.name}. With one row it is "
+            f"{alone:.2f} times as fast, with {count(other.passes[-1].rows)} rows {many:.2f} times."
+        )
+    return sentences
+
+
+def cache_sentences(result: KernelsResult) -> list[str]:
+    """A word where weights came faster than memory delivers."""
+    memory = result.limits.bytes_per_second
+    quick = [model.name for model in result.models if model.passes[0].bytes_per_second > 1.1 * memory]
+    if not quick:
+        return []
+    return [f"More than memory delivers: {', '.join(quick)} stays in the processor's own cache between two passes."]
+
+
+def roofline(result: KernelsResult, width: int) -> list[Text]:
+    """Products per second over products per byte, both logarithmic: the roof, and a mark for every pass."""
+    limits = result.limits
+    room = max(24, min(_MAX_WIDTH, width - 14))
+    every = [found for model in result.models for found in model.passes]
+    low, high = (math.log10(pick(found.intensity for found in every)) for pick in (min, max))
+    low, high = min(low, math.log10(limits.ridge) - 0.2), max(high, math.log10(limits.ridge) + 0.5)
+    top = math.log10(max(limits.products_per_second, *(found.products_per_second for found in every)))
+    bottom = math.log10(min(found.products_per_second for found in every)) - 0.15
+    roof = [
+        max(0.0, min(math.log10(limits.products_per_second), math.log10(limits.bytes_per_second) + x) - bottom)
+        for x in (low + (high - low) * column / (room * 2 - 1) for column in range(room * 2))
+    ]
+    lines = line_plot([Curve(roof, QUIET)], top - bottom, room * 2, room, _HEIGHT)
+    marks: dict[tuple[int, int], tuple[str, str]] = {}
+    for index, model in enumerate(result.models):
+        for found in model.passes:
+            column = round((math.log10(found.intensity) - low) / (high - low) * (room - 1))
+            row = row_of(max(0.0, math.log10(found.products_per_second) - bottom), top - bottom, _HEIGHT)
+            marks[row, column] = (_MARKS[index % len(_MARKS)], sequence_style(index))
+    labels = [f"{10**top / 1e9:,.0f}", *[""] * (_HEIGHT - 2), f"{10**bottom / 1e9:,.1f}"]
+    plot = [Text("G products/s", QUIET)]
+    for row, (label, line) in enumerate(zip(labels, lines, strict=True)):
+        edge = (f"{label:>6} ┤" if label else " " * 6 + " │", QUIET)
+        plot.append(Text.assemble(edge, *_marked(line, row, marks)))
+        plot[-1].rstrip()
+    axis = f"{10**low:.1f}{'products per byte':^{max(0, room - 8)}}{10**high:>5.0f}"
+    plot.append(Text(" " * 8 + axis, QUIET))
+    legend = Text(" " * 8)
+    for index, model in enumerate(result.models):
+        rows = f" {model.name}, {model.passes[0].rows} to {model.passes[-1].rows} rows   "
+        legend.append(_MARKS[index % len(_MARKS)], sequence_style(index)).append(rows)
+    legend.rstrip()
+    plot.append(legend)
+    return plot
+
+
+def _marked(line: Text, row: int, marks: dict[tuple[int, int], tuple[str, str]]) -> list[tuple[str, str]]:
+    """A line of the plot with the marks that lie on it."""
+    return [marks.get((row, column), (character, QUIET)) for column, character in enumerate(line.plain)]
+
+
+def _table(model: Measured, limits: Limits) -> Table:
+    table = new_table(None, "rows", "ms", "ms per row", "GB/s", "G products/s", last="of the limit")
+    for found in model.passes:
+        table.add_row(*_cells(found, limits))
+    return table
+
+
+def _cells(found: Pass, limits: Limits) -> list[Text | str]:
+    milliseconds = found.seconds * 1e3
+    share = Text(f"{percent(found.share(limits)):>6}  {found.bound(limits)}", ACCENT)
+    return [
+        count(found.rows),
+        f"{milliseconds:.2f}",
+        f"{milliseconds / found.rows:.3f}",
+        f"{found.bytes_per_second / 1e9:.1f}",
+        f"{found.products_per_second / 1e9:,.0f}",
+        share,
+    ]
+
+
+def _threads(threads: int) -> str:
+    return "1 thread" if threads == 1 else f"{threads} threads"

@@ -1,0 +1,495 @@
+"""7. Guess, verify, keep what agrees: which guesses does the target keep, and what is gained?
+
+[dim]forge speculation --only run "Once upon a time" 64 --k 4[/dim]
+
+[dim]forge speculation --revoke-draft-at 10[/dim]
+
+[dim]forge speculation pins --model TARGET --draft DRAFT[/dim]  four checks of a pair: is its output exact?
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from forge.cli import completion, options
+from forge.cli.bugs import BugOption, run_bug
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.running import Found, drive, exit_status, load_model, run_label, warm_up
+from forge.errors import UsageError
+from forge.experiments.speculation.borrowing import BorrowedRun, Revocation
+from forge.experiments.speculation.pins import check_pins, pins_report
+from forge.trace.records import SpecCycle, SpecDecision, StepRecord
+from forge.trace.speculation_summary import SpeculationSummary, cycle_object, cycles_of, draft_totals
+from forge.views.charts import bar, sparkline
+from forge.views.figures import count, ms, percent, plural, times
+from forge.views.generation import FRAMES_PER_SECOND, Unwatched
+from forge.views.json_output import run_object
+from forge.views.metrics import draft_facts, flowing
+from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
+from forge.views.report import Report
+from forge.views.speculation import Step, TokenText, marked_text, steps_of
+from forge.views.summary import RunLabel, RunResult
+from forge.views.terminal import can_redraw, open_console, print_hanging
+from forge.views.text import neutralise, quoted, tail
+
+if TYPE_CHECKING:
+    from forge.engine.sampling_params import SamplingParams
+    from forge.llm import LLM
+
+MAX_TOKENS = 64
+PINS = "pins"
+"""In place of a prompt: the four checks of a pair."""
+QUESTION = "Which guesses did the target keep?"
+CYCLES_SHOWN = 10
+CYCLE_INDENT, POSITION_INDENT = 10, 23
+"""Where a line goes on that does not fit: under the first guess, under the first position."""
+_BAR_WIDTH = 12
+_PROMPT_SHOWN = 120
+
+
+def speculation(
+    ctx: typer.Context,
+    prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
+    max_tokens: options.MaxTokens = MAX_TOKENS,
+    model: options.ModelOption = "tales",
+    kv: options.KvOption = "basic",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    max_model_len: options.MaxModelLenOption = None,
+    speculate: Annotated[
+        str,
+        typer.Option(
+            "--speculate",
+            help="The proposer: draft or ngram.",
+            autocompletion=completion.one_of("draft", "ngram"),
+            rich_help_panel="Speculation",
+        ),
+    ] = "draft",
+    draft: options.DraftOption = None,
+    k: options.KOption = None,
+    speculate_fixed: options.SpeculateFixedOption = False,
+    acceptance: options.AcceptanceOption = None,
+    revoke_draft_at: Annotated[
+        int | None,
+        typer.Option(
+            "--revoke-draft-at",
+            help="Take the draft back after this many output tokens: the experiment alone.",
+            rich_help_panel="Speculation",
+        ),
+    ] = None,
+    return_draft_at: Annotated[
+        int | None,
+        typer.Option(
+            "--return-draft-at",
+            help="Load the draft again after this many output tokens.",
+            rich_help_panel="Speculation",
+        ),
+    ] = None,
+    revoke_target_at: Annotated[
+        int | None,
+        typer.Option(
+            "--revoke-target-at",
+            help="Take the target back after this many output tokens, and give it back: the sequence waits.",
+            rich_help_panel="Speculation",
+        ),
+    ] = None,
+    temperature: options.TemperatureOption = 0.0,
+    top_p: options.TopPOption = 1.0,
+    top_k: options.TopKOption = 0,
+    seed: options.SeedOption = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    bug: BugOption = None,
+    json: options.JsonOption = False,
+) -> Found:
+    if bug is not None:
+        return run_bug("speculation", bug, device, threads, json)
+    if speculate == "off":
+        raise UsageError("--speculate off proposes nothing: take draft or ngram, or forge generate")
+    if revoke_draft_at is not None and (speculate != "draft" or revoke_draft_at < 1):
+        raise UsageError("--revoke-draft-at is a number of output tokens, at least 1, for --speculate draft")
+    if return_draft_at is not None and (revoke_draft_at is None or return_draft_at <= revoke_draft_at):
+        raise UsageError("--return-draft-at is a number of output tokens above --revoke-draft-at, which it needs")
+    if revoke_target_at is not None and revoke_target_at < 1:
+        raise UsageError(f"--revoke-target-at is a number of output tokens, at least 1, and not {revoke_target_at}")
+    revocation = Revocation(revoke_draft_at, return_draft_at, revoke_target_at, tuple(draft or ()))
+    if prompt == PINS and (speculate != "draft" or acceptance not in (None, "gumbel")):
+        raise UsageError("pins checks a draft model with --acceptance gumbel: other tokens need not be the target's")
+    if prompt != PINS and reads_chapter(only, json) and revoke_draft_at is None and revoke_target_at is None:
+        return read_chapter(ctx, pause)
+    drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    loading = {"kv": kv, "device": device, "threads": threads, "max_model_len": max_model_len}
+    if prompt == PINS:
+        llm = load_model(model, **options.model_options(**loading, k=k, speculate_fixed=True))
+        report = _pins(llm, draft or (), options.sampling_params(max_tokens=max_tokens, ignore_eos=True, **drawing))
+        return report.as_json() if json else report
+    guessing = {"speculate": speculate, "draft": draft, "k": k}
+    guessing |= {"speculate_fixed": speculate_fixed, "acceptance": acceptance}
+    llm = load_model(model, **options.model_options(**loading, **guessing))
+    report = _measure(llm, options.read_prompt(prompt), max_tokens, drawing, revocation)
+    return report.as_json() if json else report
+
+
+def _pins(llm: "LLM", draft: Sequence[str], params: "SamplingParams") -> Report:
+    names = ", ".join(draft) or "tales-draft"
+    params = params if params.seed is not None else _with_seed(params, 0)
+    how = "greedy" if params.greedy else f"sampled, seed {params.seed}"
+    return pins_report(f"{names} guesses for {llm.model_name} · {how}", check_pins(llm, draft, params))
+
+
+def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revocation: Revocation) -> Report:
+    """Run with guesses, then once more without."""
+    params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True, **drawing)
+    warm_up(llm, text)
+    speculation = llm.engine.speculation
+    names = [proposer.name for proposer in speculation.proposers]
+    with watching(open_console(), run_label(llm), text, llm.tokenizer.token_text) as view:
+        run = llm.start([text], params)
+        borrowed = BorrowedRun(llm, run, revocation)
+        guessed = drive(llm, borrowed, params, view.step)
+    llm.speculate_with("off")
+    plain = None
+    if not guessed.interrupted:
+        warm_up(llm, text)
+        plain = drive(llm, llm.start([text], _with_seed(params, run.seed)), params, lambda record: None)
+    result = SpeculationResult(
+        tuple(names),
+        guessed,
+        plain,
+        llm.tokenizer.token_text,
+        borrowed.draft_release_ms,
+        getattr(speculation, "acceptance", "gumbel"),
+        borrowed.told,
+    )
+    return Report(
+        speculation_object(result), lambda console: print_speculation(console, result, text), exit_status(guessed)
+    )
+
+
+def _with_seed(params, seed: int):
+
+    return replace(params, seed=seed)
+
+
+@dataclass(frozen=True)
+class SpeculationResult:
+    """A run with guesses, and the same without."""
+
+    proposers: tuple[str, ...]
+    guessed: RunResult
+    plain: RunResult | None
+    """None if the first was interrupted."""
+    token_text: TokenText
+    release_ms: float | None = None
+    """From the revocation of the draft to its release, if it was revoked."""
+    acceptance: str = "gumbel"
+    """The rule by which draft tokens stood."""
+    told: Sequence[str] = ()
+    """Sentences about models that were taken back and given back."""
+
+    @cached_property
+    def summary(self) -> SpeculationSummary | None:
+        return SpeculationSummary.of(self.plain.records, self.guessed.records) if self.plain else None
+
+    @property
+    def identical(self) -> bool | None:
+        """True if both runs gave the same tokens. None if they need not: drawn by rejection with a draft."""
+        drawn_apart = self.guessed.sampled and self.acceptance == "rejection"
+        if self.plain is None or (drawn_apart and any(name != "ngram" for name in self.proposers)):
+            return None
+        return self.plain.output.outputs[0].token_ids == self.guessed.output.outputs[0].token_ids
+
+
+def cycle_line(number: int, step: Step, token_text: TokenText) -> Text:
+    """`cycle 3   who lived ~by~  2 of 3  the target says " an" (p 0.41), not " by" (p 0.38)  1.3 + 0.9 ms`."""
+    cycle = step.winner
+    assert cycle is not None, "a plain step has no cycle to show"
+    line = Text.assemble((f"cycle {number:<3}", QUIET))
+    for index, token_id in enumerate(cycle.proposed):
+        guess = quoted(token_text(token_id))
+        bare = guess[1:-1].strip() or guess
+        kept = index < cycle.num_accepted
+        line.append(" ").append(bare if kept else f"~{bare}~", GOOD if kept else f"{QUIET} strike")
+    line.append(f"  {cycle.num_accepted} of {len(cycle.proposed)}", TITLE).append(f"  {why(step, token_text)}  ")
+    line.append(f"{ms(cycle.draft_ms)} + {ms(cycle.target_ms)} ms", QUIET)
+    return line
+
+
+def why(step: Step, token_text: TokenText) -> str:
+    """Why the run of guesses ended where it did."""
+    cycle = step.winner
+    assert cycle is not None, "a plain step has no guesses"
+    if not step.tokens or len(step.tokens) <= cycle.num_accepted:
+        return "the text ended in it"
+    own = step.tokens[-1]
+    said = quoted(token_text(own.token_id)) + _probability(own.probability)
+    if cycle.num_accepted == len(cycle.proposed):
+        return f"and the target adds {said}"
+    verdict = cycle.verdicts[cycle.num_accepted]
+    guess = quoted(token_text(verdict.token_id))
+    if verdict.draw is None:
+        return f"the target says {said}, not {guess}{_probability(verdict.target_probability)}"
+    if verdict.q == 1:
+        return f"the target draws {said}, not {guess} (p {verdict.p:.2f})"
+    kept = f"kept below {verdict.p:.2f} / {verdict.q:.2f}, it drew {verdict.draw:.2f}"
+    return f"{guess} falls ({kept}); drawn instead: {said}"
+
+
+def _probability(value: float | None) -> str:
+    return "" if value is None else f" (p {value:.2f})"
+
+
+def decision_sentence(decision: SpecDecision) -> str:
+    """What was decided about the number of guesses, and why."""
+    gain = f"predicted {times(decision.speed_up)}"
+    rate = "" if decision.accept_rate is None else f"acceptance {percent(decision.accept_rate)}, "
+    wait = f"; it is tried again in {plural(decision.retry_in, 'token')}" if decision.retry_in else ""
+    return {
+        "fixed": f"{plural(decision.k, 'guess', 'guesses')} a cycle, as asked for ({rate}{gain})",
+        "wins": f"{plural(decision.k, 'guess', 'guesses')} a cycle ({rate}{gain})",
+        "turned_down": f"turned down to {plural(decision.k, 'guess', 'guesses')} a cycle ({rate}{gain})",
+        "loses": f"switched off ({rate}{gain}){wait}",
+        "cannot_win": f"switched off: even guesses that are all right would not pay ({rate}{gain}){wait}",
+        "waits": f"off{wait}",
+        "probes": f"one guess to see whether it pays again ({rate}{gain})",
+        "on_again": f"on again with {plural(decision.k, 'guess', 'guesses')} a cycle ({rate}{gain})",
+    }[decision.reason]
+
+
+def decisions_told(steps: Sequence[Step]) -> list[str]:
+    """When guessing was switched off and on, and why; each with the step that it followed."""
+    told, on = [], True
+    for step in steps:
+        for cycle in step.cycles:
+            decision = cycle.then if cycle.proposed else cycle.decision
+            if decision is not None and not cycle.error and (decision.k > 0) != on:
+                on = not on
+                told.append(f"after step {step.number}: {decision_sentence(decision)}")
+    return told
+
+
+def acceptance_lines(summary: SpeculationSummary, width: int) -> list[Text]:
+    """A bar for each position of a run of guesses."""
+    label = "accepted by position "
+    lines = [Text.assemble((label, QUIET))]
+    for position, (accepted, proposed) in enumerate(summary.accepted_by_position, start=1):
+        drawn = bar(accepted / proposed, 1.0, _BAR_WIDTH - 2 * (len(summary.accepted_by_position) > 4))
+        share = Text.assemble((f"  {position} ", QUIET), (drawn, ACCENT), f" {percent(accepted / proposed)}")
+        if lines[-1].cell_len + share.cell_len > width:
+            lines.append(Text(" " * len(label)))
+        lines[-1].append_text(share)
+    return lines
+
+
+def course_lines(steps: Sequence[Step], width: int) -> list[Text]:
+    """Acceptance and the number of guesses as the text went on."""
+    cycles = [step.winner for step in steps if step.winner]
+    shares = [cycle.num_accepted / len(cycle.proposed) for cycle in cycles]
+    most = max(len(cycle.proposed) for cycle in cycles)
+    room = max(10, width - 30)
+    return [
+        Text.assemble(("α over the cycles    ", QUIET), (sparkline(shares, 1.0, room), ACCENT)),
+        Text.assemble(
+            ("guesses per cycle    ", QUIET),
+            (sparkline([len(cycle.proposed) for cycle in cycles], most, room), ACCENT),
+            f" {most} at most",
+        ),
+    ]
+
+
+def figures_lines(result: SpeculationResult, width: int) -> list[Text]:
+    summary = result.summary
+    assert summary is not None and result.plain is not None, "without both runs there are no figures"
+    steps = steps_of(result.guessed.records)
+    facts = [
+        ("α", f"{summary.alpha:.2f}"),
+        ("tokens per cycle", f"{summary.tokens_per_cycle:.1f}"),
+        ("target forwards", f"{count(len(steps))} instead of {count(len(result.plain.records))}"),
+        ("decode", f"{count(round(summary.speculative.tokens_per_second))} tok/s"),
+        ("without guesses", f"{count(round(summary.plain.tokens_per_second))} tok/s"),
+    ]
+    gained = [
+        ("speed-up predicted", f"{summary.predicted:.2f} x"),
+        ("t_draft / t_target", f"{summary.guess_cost:.2f}"),
+        ("with the verification as measured", f"{summary.predicted_with_verification:.2f} x"),
+        ("measured", f"{summary.measured:.2f} x"),
+    ]
+    return [
+        *acceptance_lines(summary, width),
+        *course_lines(steps, width),
+        *flowing(facts, width),
+        *flowing(gained, width),
+        *(flowing(draft_facts(result.guessed.records), width) if len(result.proposers) > 1 else []),
+    ]
+
+
+def difference_sentence(summary: SpeculationSummary) -> str:
+    """Why the formula and the clock differ."""
+    rows = summary.mean_k + 1
+    plain_other, other = summary.other_ms
+    return (
+        f"The formula takes a verification for one forward; of {rows:.1f} rows it took {summary.verify_cost:.2f}. "
+        f"Outside the models a plain step spends {plain_other:.3f} ms and one with guesses {other:.3f} ms."
+    )
+
+
+def print_speculation(console: Console, result: SpeculationResult, prompt: str) -> None:
+    """The text, the cycles, the figures, and whether anything was changed by it."""
+    steps = steps_of(result.guessed.records)
+    console.print(_heading(result.proposers, result.guessed, console.width))
+    console.print()
+    console.print(Text(neutralise(tail(prompt, _PROMPT_SHOWN)), QUIET) + marked_text(steps, result.token_text))
+    console.print(Text("[accepted guesses]  ~the guess that was rejected~  the target's own", QUIET))
+    console.print()
+    for line in _cycle_lines(steps, result.token_text):
+        print_hanging(console, line, CYCLE_INDENT)
+    for sentence in [*decisions_told(steps), *_failures(steps, result), *result.told]:
+        console.print(Text(sentence))
+    if result.summary is None:
+        reason = "interrupted" if result.guessed.interrupted else "no draft tokens were proposed: no figures"
+        console.print(Text(reason))
+        return
+    console.print()
+    for line in figures_lines(result, console.width):
+        print_hanging(console, line, POSITION_INDENT)
+    console.print(Text(difference_sentence(result.summary)))
+    console.print()
+    console.print(_verdict(result))
+
+
+def _cycle_lines(steps: Sequence[Step], token_text: TokenText) -> Iterator[Text]:
+    guessing = [step for step in steps if step.winner]
+    for number, step in enumerate(guessing[:CYCLES_SHOWN], start=1):
+        yield cycle_line(number, step, token_text)
+    if len(guessing) > CYCLES_SHOWN:
+        yield Text(f"… and {plural(len(guessing) - CYCLES_SHOWN, 'cycle')} more, all in --json", QUIET)
+
+
+def _failures(steps: Sequence[Step], result: SpeculationResult) -> Iterator[str]:
+    for step in steps:
+        for cycle in step.cycles:
+            if cycle.error:
+                released = "" if result.release_ms is None else f"; released {result.release_ms:.3f} ms after that"
+                yield f"step {step.number}: {cycle.error}{released}. The target goes on without {cycle.proposer}."
+
+
+def _verdict(result: SpeculationResult) -> Text:
+    tokens = plural(len(result.guessed.output.outputs[0].token_ids), "token")
+    if result.identical is None:
+        return Text(
+            f"{tokens}, drawn from the distribution that the target alone has; other draws than without a draft"
+        )
+    if result.identical:
+        return Text.assemble(("✓ identical", GOOD), f": {tokens} with guesses and without")
+    return Text.assemble(("✗ the tokens differ", TROUBLE), " with guesses and without")
+
+
+def _heading(proposers: Sequence[str], result: RunResult, width: int) -> Text:
+    how = f"seed {result.output.seed}" if result.sampled else "greedy"
+    what = f"{', '.join(proposers)} guesses for {result.label.model} · {how}"
+    room = width - len(QUESTION)
+    if len(what) + 3 > room:
+        return Text.assemble((QUESTION, TITLE), "\n", (what, QUIET))
+    return Text.assemble((QUESTION, TITLE), (f"{what:>{room}}", QUIET), no_wrap=True)
+
+
+def speculation_object(result: SpeculationResult) -> dict[str, Any]:
+    """Everything for `--json`: the run, its cycles, what they add up to."""
+    steps = steps_of(result.guessed.records)
+    summary = result.summary
+    found: dict[str, Any] = run_object(result.guessed, result.token_text) | {
+        "proposers": list(result.proposers),
+        "identical": result.identical,
+        "release_ms": result.release_ms,
+        "leases": list(result.told),
+        "drafts": [draft.as_json() for draft in draft_totals(step.cycles for step in steps)],
+        "errors": list(result.guessed.output.outputs[0].errors),
+        "cycles": [_cycle_object(step.number, cycle) for step in steps for cycle in step.cycles],
+        "num_cycles": len([cycle for cycle in cycles_of(result.guessed.records) if cycle.won and cycle.proposed]),
+        "reasons": dict(
+            Counter(cycle.decision.reason for step in steps for cycle in step.cycles if cycle.decision is not None)
+        ),
+    }
+    if summary is None or result.plain is None:
+        return found
+    return found | {
+        "alpha": summary.alpha,
+        "mean_k": summary.mean_k,
+        "tokens_per_cycle": summary.tokens_per_cycle,
+        "accepted_by_position": [accepted / proposed for accepted, proposed in summary.accepted_by_position],
+        "target_forwards": len(steps),
+        "plain_forwards": len(result.plain.records),
+        "guess_cost": summary.guess_cost,
+        "verify_cost": summary.verify_cost,
+        "guess_ms": summary.guess_ms,
+        "verify_ms": summary.verify_ms,
+        "plain_forward_ms": summary.plain.forward_ms,
+        "tokens_per_second": summary.speculative.tokens_per_second,
+        "plain_tokens_per_second": summary.plain.tokens_per_second,
+        "predicted": summary.predicted,
+        "predicted_with_verification": summary.predicted_with_verification,
+        "measured": summary.measured,
+    }
+
+
+def _cycle_object(step: int, cycle: SpecCycle) -> dict[str, Any]:
+    return {"step": step, **cycle_object(cycle)}
+
+
+class LiveSpeculation:
+    """The marked text as it grows, over the last cycle and what was accepted so far. Gone when the run has ended."""
+
+    def __init__(self, console: Console, label: RunLabel, prompt: str, token_text: TokenText):
+        self._console, self._label, self._prompt, self._token_text = console, label, prompt, token_text
+        self._steps: list[Step] = []
+        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._next_frame = 0.0
+
+    def __enter__(self) -> "LiveSpeculation":
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._live.update(Text(""), refresh=True)
+        self._live.stop()
+
+    def step(self, record: StepRecord) -> None:
+        self._steps.append(Step(len(self._steps) + 1, record.tokens, record.cycles))
+        now = time.monotonic()
+        if now >= self._next_frame:
+            self._live.update(self._frame(), refresh=True)
+            self._next_frame = time.monotonic() + 1 / FRAMES_PER_SECOND
+
+    def _frame(self) -> Group:
+        width, height = self._console.size
+        guessing = [step for step in self._steps if step.winner]
+        won = [cycle for step in guessing if (cycle := step.winner)]
+        proposed = sum(len(cycle.proposed) for cycle in won)
+        accepted = sum(cycle.num_accepted for cycle in won)
+        text = Text(neutralise(tail(self._prompt, _PROMPT_SHOWN)), QUIET) + marked_text(self._steps, self._token_text)
+        lines = [
+            Text(QUESTION, TITLE),
+            Text(""),
+            *list(text.wrap(self._console, width))[-max(1, height - 8) :],
+            Text(""),
+        ]
+        if guessing:
+            lines.append(cycle_line(len(guessing), guessing[-1], self._token_text))
+            share = accepted / proposed
+            lines.append(
+                Text.assemble(("accepted so far ", QUIET), (bar(share, 1.0, 24), ACCENT), f" {percent(share)}")
+            )
+        return Group(*lines)
+
+
+def watching(console: Console, label: RunLabel, prompt: str, token_text: TokenText) -> "LiveSpeculation | Unwatched":
+    """A view of a run on its way that leaves nothing behind."""
+    return LiveSpeculation(console, label, prompt, token_text) if can_redraw(console) else Unwatched()

@@ -1,0 +1,64 @@
+"""Imports point downwards: a folder of forge/ imports from those below it, wherever in a file the import stands."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forge
+
+ROOT = Path(forge.__file__).parent
+ORDER = (
+    ("experiments", "cli"),  # a chapter's experiment is a command; `forge --help` and `forge bench engine` know them
+    ("exercises",),
+    ("book",),
+    ("server",),
+    ("views",),
+    ("testing",),
+    ("bench",),
+    ("speculation",),
+    ("grammar",),
+    ("engine",),
+    ("backends",),
+    ("model",),
+    ("cache",),
+    ("gguf",),
+    ("tokenizer",),
+    ("trace",),
+)
+"""From the top down."""
+LEVELS = {folder: level for level, folders in enumerate(ORDER) for folder in folders}
+
+
+def imported_folders(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "forge":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forge."):
+            yield node.module.split(".")[1]
+
+
+@pytest.mark.parametrize("folder", LEVELS)
+def test_a_folder_imports_only_from_those_below_it(folder):
+    upward = {
+        f"{path.relative_to(ROOT)} imports {target}"
+        for path in (ROOT / folder).rglob("*.py")
+        for target in imported_folders(path)
+        if LEVELS.get(target, LEVELS[folder]) < LEVELS[folder]
+    }
+    assert not upward
+
+
+def test_every_folder_has_its_place():
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert folders == set(LEVELS)
+
+
+def test_only_the_command_line_and_the_engine_benchmark_know_the_experiments():
+    knowing = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        if path.relative_to(ROOT).parts[0] != "experiments" and "experiments" in imported_folders(path)
+    }
+    assert knowing == {"cli/main.py", "cli/bench.py"}
