@@ -13,6 +13,7 @@ ORDER = (
     ("experiments", "cli"),  # a chapter's experiment is a command; `forge --help` and `forge bench engine` know them
     ("exercises",),
     ("book",),
+    ("cluster",),
     ("server",),
     ("views",),
     ("testing",),
