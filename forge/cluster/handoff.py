@@ -15,10 +15,14 @@ MIN_PROMPT = 2
 """Tokens of the shortest prompt of which anything can be handed over: the last one is computed where it is sampled."""
 
 
+def prefill_params() -> SamplingParams:
+    """For a request that is computed for another engine. Its one token is not used."""
+    return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
 def prefill_of(submit: Submit) -> Submit:
     """The request that computes what another engine needs of this one: all of its prompt but the last token."""
-    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    return submit._replace(token_ids=submit.token_ids[:-1], params=params, prompt=None, stream=False)
+    return submit._replace(token_ids=submit.token_ids[:-1], params=prefill_params(), prompt=None, stream=False)
 
 
 class HandoffEngine(EngineServer):

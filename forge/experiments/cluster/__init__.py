@@ -129,7 +129,7 @@ def _measure(
     runs = []
     with BenchProgress(open_error_console()) as progress:
         progress("one engine")
-        large = LLM(first.loaded, kv="prefix", num_blocks=num_blocks * replicas, max_num_seqs=CLIENTS, threads=1)
+        large = LLM(model, kv="prefix", num_blocks=num_blocks * replicas, max_num_seqs=CLIENTS, threads=1)
         alone = run_talks([large.engine], "round-robin", talks(num_talks), params, CLIENTS)
         for name in routers or ROUTERS:
             progress(name)
