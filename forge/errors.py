@@ -4,6 +4,9 @@ A `ForgeError` carries a message that fits on one line and says what to do next.
 traceback; a library caller can catch it. Anything else that escapes is a bug in forge and keeps its traceback.
 """
 
+INTERRUPTED = 130
+"""The exit status of a run that Ctrl-C ended."""
+
 
 class ForgeError(Exception):
     """A mistake in what forge was given: a file, an option, a prompt. `str(error)` is one complete line."""

@@ -15,34 +15,28 @@ from typing import Any, Literal
 
 import numpy as np
 
-from forge.backends.devices import DEFAULT_DEVICE, check_device, create_backend, is_gpu, is_large_gpu
+from forge.backends.devices import create_backend, is_gpu
 from forge.cache.block_table import blocks_for
-from forge.cache.factory import DEFAULT_BLOCK_SIZE, CacheFactory, CacheSize, canonical_mode, create_kv_cache
-from forge.cache.kv_storage import KV_DTYPES, KvLayout, KvStorage
+from forge.cache.factory import CacheSize, create_kv_cache
+from forge.cache.kv_storage import KvLayout, KvStorage
 from forge.engine import tasks
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput
-from forge.engine.policies import (
-    DEFAULT_ONESHOT_MEMORY,
-    DEFAULT_ONESHOT_TOKENS,
-    AdmissionOrder,
-    SchedulerConfig,
-    VictimPolicy,
-)
+from forge.engine.policies import SchedulerConfig
 from forge.engine.proposer import NoSpeculation, Proposer, Speculation
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Readout, Task
+from forge.engine_args import EngineArgs, keywords_of
 from forge.errors import ForgeError, UsageError
 from forge.grammar.compiler import GrammarCompiler
 from forge.model.backend import OperationTime
-from forge.model.catalog import DEFAULT_MODEL
 from forge.model.forward_batch import ForwardBatch
-from forge.model.loader import LoadedModel, LoadProgress, load_model
+from forge.model.loader import load_model
 from forge.model.model import Model
 from forge.speculation.leases import Lease, lease_model
 from forge.speculation.setup import DEFAULT_K, Target, checked_acceptance, checked_mode, load_proposers
 from forge.speculation.speculator import Speculator
-from forge.trace.records import Pooling, PreemptionMode, StepRecord
+from forge.trace.records import Pooling, StepRecord
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -51,14 +45,6 @@ Progress = Callable[[int, int], None]
 
 MOST_ONESHOTS = 128
 """Requests that keep nothing in one step, about: the scratch blocks are counted for so many."""
-CPU_ONESHOT_MEMORY = 40 << 20
-"""Temporary bytes that a step takes for requests that keep nothing on the CPU: about what its caches hold. A forward
-over 2,048 rows of the 0.6B shape needs 134 MB and computes 970 tokens/s; over 512 rows 1,150."""
-LARGE_GPU_STEP_TOKENS = 8192
-"""Tokens of a step there, for the reason given next; not measured."""
-LARGE_GPU_ONESHOT_TOKENS, LARGE_GPU_ONESHOT_MEMORY = 8192, 4 << 30
-"""Its products come in waves of tiles, one per multiprocessor. Counted, not measured: 2,048 rows by a matrix of 2,560
-make 160 tiles of 128 x 256, two waves of which 132 multiprocessors idle through 39 %; 8,192 rows idle through 3 %."""
 DEFAULT_MAX_MODEL_LEN = 4096
 """The context that is reserved for by default, where the model has as much."""
 
@@ -67,117 +53,22 @@ class LLM:
     """One model, loaded, with one engine. Threads that use it together take turns, a step at a time; a process that was
     forked cannot use its parent's."""
 
-    def __init__(
-        self,
-        model: str | Path | LoadedModel = DEFAULT_MODEL,
-        *,
-        kv: str | CacheFactory = "off",
-        device: str = DEFAULT_DEVICE,
-        kv_dtype: str | None = None,
-        quantize: str | None = None,
-        invariant: bool = False,
-        kernels: str | None = None,
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        num_blocks: int | None = None,
-        kv_memory: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        threads: int | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int | None = None,
-        chunked_prefill: bool = True,
-        order: str | AdmissionOrder = "fcfs",
-        preempt: str | VictimPolicy = "lifo",
-        mode: PreemptionMode = "recompute",
-        num_host_blocks: int = 256,
-        prefix_planning: bool = True,
-        oneshot: bool = True,
-        oneshot_tokens: int | None = None,
-        oneshot_memory: int | None = None,
-        speculate: str | Proposer | None = None,
-        draft: str | Path | Sequence[str | Path] = (),
-        k: int = DEFAULT_K,
-        speculate_fixed: bool = False,
-        acceptance: str = "gumbel",
-        check: bool = False,
-        time_operations: bool = False,
-        on_load_progress: LoadProgress | None = None,
-        on_compile_progress: Callable[[int, int], None] | None = None,
-    ):
-        """Load a model.
-
-        model: a bundled or pulled model's name, the path of a GGUF file or a Hugging Face folder, or `hash`. kv: `off`,
-        `basic`, `on` (basic), `paged` or `prefix`. device: `cpu`, `reference` or `cuda`. kv_dtype: what keys and values
-        are rounded to, `float32`, `float16` or `bfloat16`; None takes the device's own. quantize: `q8_0` quantizes
-        float weights as they are loaded (cpu and cuda). invariant: one tiling for every number of rows, so that a
-        sequence's bits never depend on its batch (cuda; the other devices always keep that). kernels: `triton` or
-        `torch` (cuda). block_size: tokens per KV block. num_blocks: the KV pool's size; or
-        kv_memory: the bytes that it may take. gpu_memory_utilization: on cuda, the share of the GPU's memory that may
-        be in use in all, from which the pool's size follows where neither is given; None takes what `max_num_seqs`
-        sequences of `max_model_len` need, up to 0.9. threads: CPU threads, None for all that this process may use.
-        max_model_len: prompt and output tokens of one sequence at most, which bounds what is reserved; None takes the
-        model's context, up to 4,096. max_num_seqs: sequences that may run at once. max_num_batched_tokens: tokens that
-        one step may compute; None is 8,192 on a large GPU and 512 elsewhere. chunked_prefill: whether prompts may come
-        in pieces beside decodes. order: `fcfs` or
-        `priority`. preempt: the victim when blocks run out, `lifo` or `least-progressed`. mode: `recompute` or `swap`
-        what a victim had. num_host_blocks: the pool to swap to. prefix_planning: whether requests that begin alike wait
-        while one of them computes what they share, and those that keep nothing share it at all. oneshot: whether a
-        generation of one token at most is a request that keeps nothing. oneshot_tokens, oneshot_memory: what a step
-        takes of such requests, in tokens and in temporary bytes; None for what suits the device. speculate: who
-        proposes draft tokens, `draft`, `ngram` or `grammar` (text that structured output leaves no choice
-        about); None or `off` for no speculation. draft: the draft model, or several that all guess; the bundled one if
-        not given. k: draft tokens per cycle, at most unless `speculate_fixed`. acceptance: which draft tokens stand
-        under sampling: `gumbel` (the same tokens as without a draft) or `rejection` (more are accepted; reproducible
-        only with `speculate_fixed`). check: look after every step whether each rule of the scheduler and the cache
-        holds, and raise AssertionError where one does not. time_operations: keep time per layer and operation, for
-        `operation_times()`. on_load_progress: called with (bytes loaded, bytes in all). on_compile_progress: called
-        with (kernels compiled, kernels in all) if any have to be, which happens once per machine.
-
-        What is not in forge is given as it is: model, a `LoadedModel`; kv, a function from a `CacheSize` to a
-        `KvCache`; order and preempt, functions of their own; speculate, a `Proposer`.
+    @keywords_of(EngineArgs)
+    def __init__(self, args: EngineArgs):
+        """Load a model. The arguments are the fields of `EngineArgs`.
 
         Raises `UsageError` for an option that has no meaning, the `ForgeError` of its format for a file that is not a
         sound Qwen3 model.
         """
-        _require_positive("block_size", block_size)
-        speculate = checked_mode(speculate, k)
-        self._acceptance = checked_acceptance(acceptance)
-        if max_num_batched_tokens is None and is_large_gpu(device):
-            max_num_batched_tokens = max(LARGE_GPU_STEP_TOKENS, max_num_seqs)
-        config = SchedulerConfig(
-            max_num_seqs,
-            max_num_batched_tokens,
-            chunked_prefill,
-            order,
-            preempt,
-            mode,
-            num_host_blocks,
-            prefix_planning,
-            oneshot,
-            oneshot_tokens if oneshot_tokens is not None else _default_oneshot_tokens(device),
-            oneshot_memory if oneshot_memory is not None else _default_oneshot_memory(device),
-        )
-        optional = {
-            "num_blocks": num_blocks,
-            "kv_memory": kv_memory,
-            "threads": threads,
-            "max_model_len": max_model_len,
-        }
-        for name, value in optional.items():
-            if value is not None:
-                _require_positive(name, value)
-        if gpu_memory_utilization is not None:
-            _check_gpu_memory(device, gpu_memory_utilization, num_blocks, kv_memory)
-        if kv_dtype not in (None, *KV_DTYPES):
-            raise UsageError(f"unknown kv dtype {kv_dtype!r}; supported: {', '.join(KV_DTYPES)}")
-        if not callable(kv):
-            canonical_mode(kv)  # an unknown one is refused before anything is loaded
         started = time.perf_counter()
-        check_device(device, quantize, invariant, kernels)
+        self._args, config = args, args.scheduler_config()
+        device, threads = args.device, args.threads
         loaded = load_model(
-            model,
-            lambda: create_backend(device, threads, quantize, on_compile_progress, invariant, kernels),
-            on_load_progress,
+            args.model,
+            lambda: create_backend(
+                device, threads, args.quantize, args.on_compile_progress, args.invariant, args.kernels
+            ),
+            args.on_load_progress,
         )
         self.path, self.model_name = loaded.path, loaded.name
         self.pooling: Pooling = loaded.pooling
@@ -186,26 +77,30 @@ class LLM:
         """The `SamplingParams` that the model's file recommends, by name; empty where it says nothing."""
         target, self.tokenizer = loaded.model, loaded.tokenizer
         self.device, self.device_description = device, loaded.device_description
-        self.kv_dtype = kv_dtype or loaded.default_kv_dtype
-        if time_operations:
+        self.kv_dtype = args.kv_dtype or loaded.default_kv_dtype
+        if args.time_operations:
             target.time_operations()
-        self.max_model_len = _usable_context(target.max_position_embeddings, max_model_len)
-        layout = target.kv_layout(0, block_size, self.kv_dtype)
+        self.max_model_len = _usable_context(target.max_position_embeddings, args.max_model_len)
+        layout = target.kv_layout(0, args.block_size, self.kv_dtype)
         target.prepare(layout)
-        if kv_memory is None and num_blocks is None and is_gpu(device):
-            kv_memory = self._kv_memory_on_gpu(target, layout, config, gpu_memory_utilization)
-        size = CacheSize(self.max_model_len, max_num_seqs, block_size, layout.bytes_per_token, num_blocks, kv_memory)
-        self._kv, self._cache_size, self._config = kv, size, config
+        pool_bytes = args.pool_bytes
+        if pool_bytes is None and args.num_blocks is None and is_gpu(device):
+            pool_bytes = self._kv_memory_on_gpu(target, layout, config, args.gpu_memory_utilization)
+        limits = self.max_model_len, config.max_num_seqs
+        self._cache_size = CacheSize(*limits, args.block_size, layout.bytes_per_token, args.num_blocks, pool_bytes)
+        self._config, self.max_num_seqs = config, config.max_num_seqs
         self._compile_grammar = GrammarCompiler(self.tokenizer, target.vocab_size)
-        self._max_k, self._speculate_fixed, self._check = k, speculate_fixed, check
-        self.max_num_seqs = config.max_num_seqs
         self.engine = self._engine_of(target, config)
         self.kv = self.engine.cache.kind
-        limits = self.max_model_len, max_num_seqs
         self._target = Target(self.tokenizer, target.vocab_size, self.path, *limits, device, threads, self.kv_dtype)
-        self.speculate_with(speculate, draft)
+        self.speculate_with(args.speculate, args.drafts)
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> "LLM":
+        """The same from options that stand together."""
+        return cls(**vars(args))
 
     def new_engine(self, **changed: Any) -> Engine:
         """An engine of its own on the same weights, with an empty cache of the same kind and size.
@@ -217,7 +112,7 @@ class LLM:
     def _engine_of(self, model: Model, config: SchedulerConfig) -> Engine:
         size = replace(self._cache_size, max_num_seqs=config.max_num_seqs)
         try:
-            cache, num_blocks = create_kv_cache(self._kv, size)
+            cache, num_blocks = create_kv_cache(self._args.cache, size)
         except MemoryError:
             raise UsageError(
                 "the KV cache does not fit in memory: lower --max-model-len, --max-num-seqs or --num-blocks"
@@ -233,7 +128,7 @@ class LLM:
             scratch,
         )
         engine.compile_grammar = self._compile_grammar
-        engine.checks_invariants = self._check
+        engine.checks_invariants = self._args.check
         return engine
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
@@ -399,7 +294,7 @@ class LLM:
         with self.engine.lock:
             return np.asarray(self.model.forward(batch, self._new_storage(self.model, num_blocks, block_size)))
 
-    def speculate_with(self, mode: str | Proposer, draft: str | Path | Sequence[str | Path] = ()) -> None:
+    def speculate_with(self, mode: str | Proposer | None, draft: str | Path | Sequence[str | Path] = ()) -> None:
         """From the next step on, guess by `draft` (the bundled one, or those given), by `ngram`, by `grammar`, by a
         proposer of one's own, or not (`off`).
 
@@ -416,10 +311,10 @@ class LLM:
             return NoSpeculation()
         return Speculator(
             self._proposers,
-            max_k=self._max_k,
+            max_k=self._args.k,
             vocab_size=self.model.vocab_size,
-            fixed=self._speculate_fixed,
-            acceptance=self._acceptance,
+            fixed=self._args.speculate_fixed,
+            acceptance=checked_acceptance(self._args.acceptance),
         )
 
     @property
@@ -660,27 +555,6 @@ def _usable_context(limit: int, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def _check_gpu_memory(device: str, utilization: float, num_blocks: int | None, kv_memory: int | None) -> None:
-    if device != "cuda":
-        raise UsageError(f"--gpu-memory-utilization is for --device cuda: on {device} give --kv-memory")
-    if num_blocks is not None or kv_memory is not None:
-        other = "--num-blocks" if num_blocks is not None else "--kv-memory"
-        raise UsageError(f"--gpu-memory-utilization and {other} both say how large the KV cache is: give one of them")
-    from forge.backends.cuda.sizes import checked_utilization
-
-    checked_utilization(utilization)
-
-
-def _default_oneshot_tokens(device: str) -> int:
-    return LARGE_GPU_ONESHOT_TOKENS if is_large_gpu(device) else DEFAULT_ONESHOT_TOKENS
-
-
-def _default_oneshot_memory(device: str) -> int:
-    if is_large_gpu(device):
-        return LARGE_GPU_ONESHOT_MEMORY
-    return CPU_ONESHOT_MEMORY if device == DEFAULT_DEVICE else DEFAULT_ONESHOT_MEMORY
-
-
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list of prompts."""
     if isinstance(prompts, str):
@@ -698,8 +572,3 @@ def _require_items(prompt: object) -> None:
     """Refuse what could be taken for a list of prompts or of token ids and is none: the keys of a dict, say."""
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
         raise UsageError(f"a prompt is text or a list of token ids, and not of type {type(prompt).__name__}")
-
-
-def _require_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {value!r}")

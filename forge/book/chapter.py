@@ -7,15 +7,21 @@ wrong with one is said with the line of the file on which it stands.
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from forge.book.measured import expressions_in, names_in
+from forge.book.measured import check_expression, expressions_in, names_in
 from forge.errors import ForgeError
 
 _FENCE = re.compile(r"^(`{3,}|~{3,})\s*(.*?)\s*$")
 _TITLE = re.compile(r"^# (?:\d+ · )?(.+)$")
-_CHOICE = re.compile(r"^- (?P<text>.+), if (?P<condition>.+)$")
+_CHOICE = re.compile(r"^- (?P<text>.+), (?:if (?P<condition>.+)|(?P<word>otherwise|never))$")
 _KEY = re.compile(r"^(?P<key>[a-z]+): *(?P<value>.*)$")
+
+
+ANSWER = "answer"
+"""In the conditions and texts of a prediction's outcomes: the number that is its answer."""
+GIVEN = ("machine", "model")
+"""Facts that are there without a run (`session.Session.given`)."""
 
 
 class ChapterError(ForgeError):
@@ -49,12 +55,23 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What is said if the run turned out in one way."""
+
+    condition: str | None
+    """An expression. None: whenever no condition before it holds."""
+    text: str
+
+
+@dataclass(frozen=True)
 class Choice:
-    """A question with answers to choose from."""
+    """One answer of a question that has answers to choose from."""
 
     text: str
-    condition: str
-    """An expression that is true where this is the right one. The first such choice is."""
+    condition: str | None
+    """An expression that is true where this is the right one. None: whenever no other is. `False`: never."""
+    why: str = ""
+    """What is said if it is the right one."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +83,29 @@ class Predict:
     """A number, as one placeholder: `{{climb.last_over_second:times}}`. Empty where there are choices."""
     choices: tuple[Choice, ...]
     why: str
-    """What is said once the answer is known."""
+    """What is true of every run, said after the outcome."""
+    outcomes: tuple[Outcome, ...] = ()
+    """The first whose condition holds is said once the answer is known."""
+    restated: str = ""
+    """The question as its verdict repeats it; by default its sentences that end with a question mark."""
+
+    @property
+    def expression(self) -> str:
+        """What the answer is computed from, where it is a number."""
+        return expressions_in(self.answer)[0]
+
+    @property
+    def short_question(self) -> str:
+        sentences = re.split(r"(?<=[.?!])\s+", self.question)
+        asking = [sentence for sentence in sentences if sentence.endswith("?")]
+        return self.restated or " ".join(asking) or self.question
 
     def names(self) -> set[str]:
         """The runs that its answer depends on."""
-        expressions = [choice.condition for choice in self.choices] or expressions_in(self.answer)
-        return set().union(*map(names_in, expressions))
+        choices = [choice.condition for choice in self.choices if choice.condition]
+        outcomes = [outcome.condition for outcome in self.outcomes if outcome.condition]
+        expressions = [*choices, *outcomes, *expressions_in(self.answer)]
+        return set().union(*map(names_in, expressions)) - {ANSWER, *GIVEN}
 
 
 @dataclass(frozen=True)
@@ -82,11 +116,20 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """What a page says about a run: the first outcome whose condition holds."""
+
+    outcomes: tuple[Outcome, ...]
+
+
+@dataclass(frozen=True)
 class Claim:
-    """A statement of a page that the run on the same page has to bear out."""
+    """A statement of a page that is held against the run on the same page."""
 
     sentence: str
     expression: str
+    otherwise: str = ""
+    """What is said where it does not hold."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +142,7 @@ class Check:
     busy machine may make them untrue."""
 
 
-Block = Prose | Run | Source | Predict | Verdict | Check
+Block = Prose | Run | Source | Predict | Verdict | Finding | Check
 Step = tuple[Block, ...]
 """What is read in one go: a pause follows it, or a question that it ends with."""
 
@@ -111,6 +154,12 @@ class Chapter:
     title: str
     blocks: tuple[Block, ...]
     """In the order of the text, verdicts where they are due."""
+
+    @property
+    def names(self) -> set[str]:
+        """Everything that its text asks for: runs, and those of `GIVEN` that it needs."""
+        expressions = [expression for block in self.blocks for expression in expressions_of(block)]
+        return set().union(*map(names_in, expressions)) - {ANSWER}
 
     def runs(self) -> tuple[Run, ...]:
         return tuple(block for block in self.blocks if isinstance(block, Run))
@@ -136,7 +185,12 @@ def parse_chapter(text: str, name: str = "chapter") -> Chapter:
         blocks = list(_blocks(lines[1:]))
     except _WrongLine as wrong:
         raise ChapterError(f"{name}:{wrong.line + 2}: {wrong.message}") from None
+    except SyntaxError as error:
+        raise ChapterError(f"{name}: not an expression: {(error.text or '').strip()}") from None
     names = [block.name for block in blocks if isinstance(block, Run) and block.name]
+    taken = sorted({ANSWER, *GIVEN} & set(names))
+    if taken:
+        raise ChapterError(f"{name}: no run can be called {taken[0]!r}: this name is taken")
     for block in blocks:
         unknown = sorted(names_of(block) - set(names))
         if unknown:
@@ -146,20 +200,26 @@ def parse_chapter(text: str, name: str = "chapter") -> Chapter:
 
 def names_of(block: Block) -> set[str]:
     """The runs that what `block` says depends on."""
-    return set().union(*map(names_in, expressions_of(block)))
+    return set().union(*map(names_in, expressions_of(block))) - {ANSWER, *GIVEN}
 
 
 def expressions_of(block: Block) -> list[str]:
     """Every expression in `block`, those in its texts included."""
+    texts: list[str] = []
+    conditions: list[str | None] = []
     if isinstance(block, Predict):
-        texts = [block.question, block.answer, block.why, *(choice.text for choice in block.choices)]
-        expressions = [choice.condition for choice in block.choices]
+        texts = [block.question, block.answer, block.why, block.restated]
+        texts += [text for choice in block.choices for text in (choice.text, choice.why)]
+        conditions = [choice.condition for choice in block.choices]
     elif isinstance(block, Check):
-        texts = [claim.sentence for claim in block.claims]
-        expressions = [claim.expression for claim in block.claims]
-    else:
-        texts, expressions = ([block.text] if isinstance(block, Prose) else []), []
-    return [*expressions, *(expression for text in texts for expression in expressions_in(text))]
+        texts = [text for claim in block.claims for text in (claim.sentence, claim.otherwise)]
+        conditions = [claim.expression for claim in block.claims]
+    elif isinstance(block, Prose):
+        texts = [block.text]
+    if isinstance(block, Predict | Finding):
+        texts += [outcome.text for outcome in block.outcomes]
+        conditions += [outcome.condition for outcome in block.outcomes]
+    return [*filter(None, conditions), *(expression for text in texts for expression in expressions_in(text))]
 
 
 class _WrongLine(Exception):
@@ -222,22 +282,28 @@ def _closing(lines: Sequence[str], opening: int, fence: str) -> int:
 def _prose(lines: Sequence[str]) -> Iterator[Prose]:
     text = "\n".join(lines).strip("\n")
     if text:
-        yield Prose(text)
+        block = Prose(text)
+        names_of(block)
+        yield block
 
 
 def _directive(words: Sequence[str], body: Sequence[str], line: int) -> Block:
     kinds: dict[str, Callable[[Sequence[str], Sequence[str]], Block]]
-    kinds = {"run": _run, "source": _source, "predict": _predict, "check": _check, "expect": _check}
+    kinds = {
+        "run": _run, "source": _source, "predict": _predict, "finding": _finding, "check": _check, "expect": _check
+    }  # fmt: skip
     if not words or words[0] not in kinds:
         raise _WrongLine(line, f"unknown directive {' '.join(words)!r}; there are {', '.join(kinds)}")
     if words[0] != "run" and len(words) > 1:
         raise _WrongLine(line, f"{words[0]} takes no name")
     try:
-        return kinds[words[0]](words, body)
+        block = kinds[words[0]](words, body)
+        names_of(block)
     except ValueError as error:
         raise _WrongLine(line, str(error)) from None
     except SyntaxError as error:
         raise _WrongLine(line, f"not an expression: {(error.text or '').strip()}") from None
+    return block
 
 
 def _run(words: Sequence[str], body: Sequence[str]) -> Run:
@@ -267,34 +333,94 @@ def _source(words: Sequence[str], body: Sequence[str]) -> Source:
 
 
 def _predict(words: Sequence[str], body: Sequence[str]) -> Predict:
-    question: list[str] = []
-    choices: list[Choice] = []
-    keys: dict[str, list[str]] = {}
-    last: list[str] = question
+    keys: dict[str, list[str]] = {"question": []}
+    choices: list[tuple[re.Match[str], list[str]]] = []
+    outcomes: list[tuple[str | None, list[str]]] = []
+    last = keys["question"]
     for text in body:
         found, choice = _KEY.match(text), _CHOICE.match(text)
-        if found and found["key"] in ("answer", "why"):
+        if found and found["key"] in ("answer", "restated", "why"):
             last = keys.setdefault(found["key"], [])
             last.append(found["value"])
-        elif choice and last is question:
-            names_in(choice["condition"])
-            choices.append(Choice(choice["text"], choice["condition"]))
+        elif found and found["key"] in _OUTCOMES:
+            last = _new_outcome(outcomes, found["key"], found["value"])
+        elif choice and (last is keys["question"] or (choices and last is choices[-1][1])):
+            last = []
+            choices.append((choice, last))
         else:
-            last.append(text)
+            last.append(text.strip() if choices else text)
     answer = " ".join(keys.get("answer", [])).strip()
     if bool(answer) == bool(choices):
         raise ValueError("a prediction has an answer, or choices of which each ends with ', if CONDITION'")
     if answer and len(expressions_in(answer)) != 1:
         raise ValueError("an answer is one placeholder, such as {{climb.last_over_second:times}}")
-    return Predict(_paragraph(question), answer, tuple(choices), _paragraph(keys.get("why", [])))
+    if choices and [choice["word"] for choice, _ in choices].count("otherwise") != 1:
+        raise ValueError("of the choices one ends with ', otherwise': it is right where no condition holds")
+    return Predict(
+        _paragraph(keys["question"]),
+        answer,
+        tuple(_choice(choice, why) for choice, why in choices),
+        _paragraph(keys.get("why", [])),
+        _outcomes(outcomes) if outcomes else (),
+        _paragraph(keys.get("restated", [])),
+    )
+
+
+def _choice(found: re.Match[str], why: Sequence[str]) -> Choice:
+    condition = {"otherwise": None, "never": "False"}.get(found["word"], found["condition"])
+    if condition is not None:
+        check_expression(condition)
+    return Choice(found["text"], condition, _paragraph(why))
+
+
+def _finding(words: Sequence[str], body: Sequence[str]) -> Finding:
+    outcomes: list[tuple[str | None, list[str]]] = []
+    last: list[str] | None = None
+    for text in body:
+        found = _KEY.match(text)
+        if found and found["key"] in _OUTCOMES:
+            last = _new_outcome(outcomes, found["key"], found["value"])
+        elif last is not None:
+            last.append(text)
+        elif text.strip():
+            raise ValueError("a finding begins with 'when: CONDITION'")
+    return Finding(_outcomes(outcomes))
+
+
+_OUTCOMES = ("when", "otherwise")
+
+
+def _new_outcome(outcomes: list[tuple[str | None, list[str]]], key: str, value: str) -> list[str]:
+    """Begin an outcome; returns the lines of its text. What stands behind `when:` is its condition."""
+    if outcomes and outcomes[-1][0] is None:
+        raise ValueError("'otherwise' is the last outcome")
+    outcomes.append((value, []) if key == "when" else (None, [value]))
+    return outcomes[-1][1]
+
+
+def _outcomes(found: Sequence[tuple[str | None, Sequence[str]]]) -> tuple[Outcome, ...]:
+    if not found or found[-1][0] is not None:
+        raise ValueError("an 'otherwise' is missing: what is said where none of the conditions holds?")
+    outcomes = tuple(Outcome(condition, _paragraph(lines)) for condition, lines in found)
+    for outcome in outcomes:
+        if outcome.condition is not None:
+            check_expression(outcome.condition)
+        if not outcome.text:
+            raise ValueError(f"no sentence for {outcome.condition or 'otherwise'!r}")
+    return outcomes
 
 
 def _check(words: Sequence[str], body: Sequence[str]) -> Check:
     claims: list[Claim] = []
     sentence: list[str] = []
     for text in body:
-        if text.startswith("    "):
-            names_in(text)
+        found = _KEY.match(text)
+        if found and found["key"] == "otherwise" and claims and not sentence:
+            claims[-1] = replace(claims[-1], otherwise=found["value"])
+        elif text.startswith("    ") and claims and claims[-1].otherwise and not sentence:
+            claims[-1] = replace(claims[-1], otherwise=f"{claims[-1].otherwise} {text.strip()}")
+        elif text.startswith("    "):
+            check_expression(text)
             claims.append(Claim(" ".join(sentence), text.strip()))
             sentence = []
         elif text.strip():

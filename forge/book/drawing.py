@@ -12,7 +12,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 from rich.theme import Theme
 
-from forge.book.chapter import Block, Check, Predict, Prose, Run, Source, Step, Verdict
+from forge.book.chapter import Block, Check, Finding, Predict, Prose, Run, Source, Step, Verdict
 from forge.book.reading import Reading, choice_name
 from forge.book.source_code import Excerpt, excerpt
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
@@ -23,7 +23,9 @@ MAX_WIDTH = 96
 """Prose is set no wider: longer lines are hard to follow."""
 MAX_SOURCE_WIDTH = 124
 UNKNOWN = "This run does not tell."
-UNEXPECTED = "not so in this run (a busy machine, or other options?)"
+REFUTED = "Not so in this run. It follows from how the engine works, so this is a bug in forge."
+UNEXPECTED = "Not so in this run: this machine, or the options that you gave, make the difference."
+DISTURBED = "Not so in this run: other programs kept the machine busy."
 _LIT = "▌"
 _MARK = 2
 """Columns of a claim's ✓ and the space behind it."""
@@ -96,6 +98,8 @@ def draw_block(console: Console, block: Block, reading: Reading) -> None:
         _draw_question(console, block, reading)
     elif isinstance(block, Verdict):
         _draw_verdict(console, block.predict, reading)
+    elif isinstance(block, Finding):
+        draw_prose(console, reading.finding(block) or UNKNOWN)
     elif isinstance(block, Check):
         _draw_check(console, block, reading)
 
@@ -116,6 +120,14 @@ def draw_run(console: Console, run: Run, reading: Reading) -> None:
     if report is not None:
         console.print()
         report.draw(console)
+        draw_other_load(console, run, reading)
+
+
+def draw_other_load(console: Console, run: Run, reading: Reading) -> None:
+    """A sentence where other programs disturbed the run."""
+    load = reading.loads.get(run)
+    if load is not None and load.is_busy:
+        console.print(Text(f"\n{load.sentence}", TROUBLE))
 
 
 def draw_source(console: Console, shown: Excerpt) -> None:
@@ -166,9 +178,11 @@ def _draw_question(console: Console, predict: Predict, reading: Reading) -> None
 
 def _draw_verdict(console: Console, predict: Predict, reading: Reading) -> None:
     verdict = reading.verdict(predict)
+    draw_prose(console, f"*{reading.fill(predict.short_question)}*")
     console.print(Text(verdict or UNKNOWN, f"{TITLE} {ACCENT}"))
-    if verdict and predict.why:
-        draw_prose(console, reading.fill(predict.why))
+    explanation = reading.explanation(predict) if verdict else ""
+    if explanation:
+        draw_prose(console, explanation)
 
 
 def _draw_check(console: Console, check: Check, reading: Reading) -> None:
@@ -177,11 +191,16 @@ def _draw_check(console: Console, check: Check, reading: Reading) -> None:
         sentence = Text.assemble(marks[judged.holds], reading.fill(judged.claim.sentence))
         print_hanging(console, sentence, _MARK, MAX_WIDTH)
         if judged.holds is False:
-            why = "not so in this run" if check.certain else UNEXPECTED
-            told = Text(f"{' ' * _MARK}{why}: {judged.claim.expression}", QUIET)
-            print_hanging(console, told, _MARK, MAX_WIDTH)
+            why = reading.fill(judged.claim.otherwise) or _why_not(check, reading)
+            print_hanging(console, Text(f"{' ' * _MARK}{why}", QUIET), _MARK, MAX_WIDTH)
         elif judged.holds is None:
             console.print(Text(f"{' ' * _MARK}{UNKNOWN}", QUIET))
+
+
+def _why_not(check: Check, reading: Reading) -> str:
+    if check.certain:
+        return REFUTED
+    return DISTURBED if reading.machine_was_busy else UNEXPECTED
 
 
 def lines_of(console: Console, draw: Callable[[Console], None]) -> list[str]:

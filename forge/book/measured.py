@@ -1,14 +1,16 @@
-"""Expressions over what runs have measured: `{{climb.late_ms:ms}}` in a text, `climb.late_ms > 2` in a check.
+"""Expressions over what runs have measured: `{{climb.late_ms:ms}}` in a text, `climb.late_ms > 2` in a condition.
 
 A run directive has a name, and the facts of its report are that name's attributes, exactly as `--json` prints them.
-Expressions are Python's, with a handful of functions and nothing else in reach. They come from the chapters, which are
-part of this package and trusted like its code.
+Expressions are a part of Python's: comparisons, arithmetic, comprehensions and the functions of `FUNCTIONS`. Anything
+else is refused before it is evaluated.
 """
 
 import ast
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from statistics import median
+from types import CodeType
 from typing import Any
 
 from forge.views import figures
@@ -35,7 +37,14 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
     "size": figures.size,
     "times": figures.times,
 }
-"""The formats that have a name; any other is Python's own, such as `.2f`."""
+"""The formats that have a name. `plural token` gives `1 token`, `8 tokens`; others are Python's own, such as `.2f`."""
+_PLURAL = "plural "
+
+_ALLOWED = (
+    ast.Expression, ast.BoolOp, ast.boolop, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop, ast.Compare, ast.cmpop,
+    ast.Call, ast.Name, ast.expr_context, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.List, ast.Tuple,
+    ast.GeneratorExp, ast.ListComp, ast.comprehension, ast.IfExp,
+)  # fmt: skip
 
 _PLACEHOLDER = re.compile(r"\{\{(?P<expression>.+?)(?::(?P<format>[^:{}\[\]\"']+))?\}\}", re.DOTALL)
 
@@ -44,46 +53,66 @@ class Unmeasured(Exception):
     """An expression asks for what no run has measured, or not in a way that it can be worked out."""
 
 
+Path = tuple[str | int, ...]
+Touch = Callable[[Path, Any], Any]
+"""Called with where a single value lies and the value; returns what is read in its place."""
+
+
 class Facts:
     """A JSON object whose entries are read as attributes, objects inside it too."""
 
-    def __init__(self, entries: Mapping[str, Any]):
-        self._entries = entries
+    def __init__(self, entries: Mapping[str, Any], path: Path = (), touch: Touch | None = None):
+        self._entries, self._path, self._touch = entries, path, touch
 
     def __getattr__(self, name: str) -> Any:
         entries = self.__dict__.get("_entries", {})
         if name not in entries:
             raise AttributeError(f"nothing called {name} was measured; there are {', '.join(sorted(entries))}")
-        return _readable(entries[name])
+        return _readable(entries[name], (*self._path, name), self._touch)
 
 
-def evaluate(expression: str, measured: Mapping[str, Mapping[str, Any]]) -> Any:
+def evaluate(expression: str, measured: Mapping[str, Any], touch: Touch | None = None) -> Any:
     """The value of `expression`; `measured` has the facts of each run by its name.
 
     Raises `Unmeasured` for a run that has not happened, a figure that it does not have, or one that this run is too
-    short to have.
+    short to have; `SyntaxError` for what is no expression (`check_expression`).
     """
-    names = {name: Facts(facts) for name, facts in measured.items()}
+    names = {name: _readable(facts, (name,), touch) for name, facts in measured.items()}
     try:
-        return eval(expression, {"__builtins__": FUNCTIONS, **names})
+        return eval(_compiled(expression), {"__builtins__": FUNCTIONS, **names})
     except (ArithmeticError, AttributeError, LookupError, NameError, TypeError, ValueError) as error:
         raise Unmeasured(f"{expression}: {error}") from None
 
 
+def check_expression(expression: str) -> ast.Expression:
+    """Its syntax tree. Raises `SyntaxError` unless it consists of comparisons, arithmetic and `FUNCTIONS` alone."""
+    tree = ast.parse(expression.strip(), mode="eval")
+    for node in ast.walk(tree):
+        is_called = isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS)
+        is_private = isinstance(node, ast.Attribute) and node.attr.startswith("_")
+        if not isinstance(node, _ALLOWED) or isinstance(node, ast.Pow) or is_called or is_private:
+            raise SyntaxError("not allowed", ("", 1, 1, expression))
+    return tree
+
+
+@lru_cache(1024)
+def _compiled(expression: str) -> CodeType:
+    return compile(check_expression(expression), "<chapter>", "eval")
+
+
 def names_in(expression: str) -> set[str]:
     """The names that `expression` asks for, functions and its own variables excluded."""
-    nodes = list(ast.walk(ast.parse(expression.strip(), mode="eval")))
-    names = [node for node in nodes if isinstance(node, ast.Name)]
+    names = [node for node in ast.walk(check_expression(expression)) if isinstance(node, ast.Name)]
     own = {name.id for name in names if isinstance(name.ctx, ast.Store)}
     return {name.id for name in names} - own - set(FUNCTIONS)
 
 
-def fill(text: str, measured: Mapping[str, Mapping[str, Any]]) -> str:
+def fill(text: str, measured: Mapping[str, Any], touch: Touch | None = None) -> str:
     """`text` with every `{{expression:format}}` worked out; `–` where that cannot be done."""
 
     def figure(match: re.Match) -> str:
         try:
-            return formatted(evaluate(match["expression"], measured), match["format"])
+            return formatted(evaluate(match["expression"], measured, touch), match["format"])
         except Unmeasured:
             return figures.NOTHING
 
@@ -101,15 +130,17 @@ def formatted(value: Any, form: str | None) -> str:
         return figures.NOTHING
     if form is not None and form in FORMATS:
         return FORMATS[form](value)
+    if form is not None and form.startswith(_PLURAL):
+        return figures.plural(value, form.removeprefix(_PLURAL))
     try:
         return format(value, form or "")
     except (TypeError, ValueError) as error:
         raise Unmeasured(f"{value!r} has no format {form!r}: {error}") from None
 
 
-def _readable(value: Any) -> Any:
+def _readable(value: Any, path: Path, touch: Touch | None) -> Any:
     if isinstance(value, Mapping):
-        return Facts(value)
+        return Facts(value, path, touch)
     if isinstance(value, list | tuple):
-        return [_readable(entry) for entry in value]
-    return value
+        return [_readable(entry, (*path, index), touch) for index, entry in enumerate(value)]
+    return value if touch is None else touch(path, value)

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.book.chapter import Chapter, Claim, Predict, Run, Step
-from forge.book.measured import Unmeasured, evaluate, expressions_in, fill
+from forge.book.chapter import ANSWER, Chapter, Claim, Finding, Outcome, Predict, Run, Step
+from forge.book.measured import Touch, Unmeasured, evaluate, fill
+from forge.book.other_load import LoadMeter, OtherLoad
 from forge.errors import UsageError
 from forge.views.report import Report
 
@@ -14,7 +15,22 @@ RunCommand = Callable[[str], Report]
 """Runs a command line and returns what it found. Raises `ForgeError` for one that cannot run."""
 
 _NUMBER = re.compile(r"^(?P<number>[-+]?[\d,]*\.?\d+(?:e[-+]?\d+)?)\s*(?P<unit>\S.*)?$", re.IGNORECASE)
-_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9}
+_UNITS: Mapping[str, Mapping[str, float]] = {
+    "ms": {"ms": 1, "milliseconds": 1, "s": 1e3, "seconds": 1e3, "µs": 1e-3, "us": 1e-3, "microseconds": 1e-3},
+    "percent": {"": 0.01, "%": 0.01, "percent": 0.01},
+    "rate": {"tok/s": 1, "tokens/s": 1, "/s": 1},
+    "size": {"b": 1, "byte": 1, "bytes": 1, "kb": 1e3, "kib": 1 << 10, "mb": 1e6, "mib": 1 << 20, "gb": 1e9},
+    "times": {"x": 1, "×": 1, "times": 1},
+}  # fmt: skip
+"""Format of an answer → the units that a guess may have, and the factor of each. No unit is the answer's own."""
+_EXAMPLES = {
+    "count": "a whole number, such as 12",
+    "ms": "a number of milliseconds, such as 2.5",
+    "percent": "a percentage, such as 35 %",
+    "rate": "a number per second, such as 150",
+    "size": "a size in bytes, such as 6144 or 6.1 kB",
+    "times": "a number of times, such as 2.5",
+}
 ON_THE_MARK, CLOSE = 1.1, 1.5
 """A guess that is off by no more than this factor."""
 
@@ -48,19 +64,30 @@ class Reading:
     """The command lines that the reader put in place of the chapter's."""
     reports: dict[Run, Report] = field(default_factory=dict)
     guesses: dict[Predict, Guess] = field(default_factory=dict)
+    loads: dict[Run, OtherLoad] = field(default_factory=dict)
+    """What other programs took of the processors during each run."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Facts about the model that the chapter runs."""
 
     @property
-    def measured(self) -> dict[str, Mapping[str, Any]]:
-        """The facts of each named run that has happened."""
-        return {run.name: report.facts for run, report in self.reports.items() if run.name}
+    def measured(self) -> dict[str, Any]:
+        """The facts of each named run that has happened, and `GIVEN`, which are there in any case."""
+        named = {run.name: report.facts for run, report in self.reports.items() if run.name}
+        return {"machine": {"busy": self.machine_was_busy}, "model": self.model} | named
+
+    @property
+    def machine_was_busy(self) -> bool:
+        """Whether other programs disturbed one of the runs so far."""
+        return any(load.is_busy for load in self.loads.values())
 
     def command(self, run: Run) -> str:
         return self.commands.get(run, run.command)
 
     def perform(self, run: Run) -> Report:
         """Run it, again if need be. Raises whatever the command raises, with what was measured before still there."""
+        meter = LoadMeter()
         report = self.run_command(self.command(run))
-        self.reports[run] = report
+        self.reports[run], self.loads[run] = report, meter.read()
         return report
 
     def unperformed(self, steps: Sequence[Step]) -> list[Run]:
@@ -83,32 +110,105 @@ class Reading:
 
     def right_choice(self, predict: Predict) -> int | None:
         """The index of the choice that turned out right; None where nothing tells."""
-        try:
-            holds = [bool(evaluate(choice.condition, self.measured)) for choice in predict.choices]
-        except Unmeasured:
+        return right_choice(predict, self.measured)
+
+    def answer(self, predict: Predict) -> float | None:
+        """The number that turned out right; None where nothing tells."""
+        return right_answer(predict, self.measured)
+
+    def is_right(self, predict: Predict) -> bool | None:
+        """Whether the guess was right, or close; None without a guess or an answer."""
+        guess = self.guesses.get(predict)
+        actual = self.right_choice(predict) if predict.choices else self.answer(predict)
+        if guess is None or actual is None:
             return None
-        return holds.index(True) if any(holds) else None
+        return guess.value == actual if predict.choices else is_close(float(guess.value), actual)
 
     def verdict(self, predict: Predict) -> str | None:
-        """What the answer is, and how close the guess was, in a sentence or two; None where this run does not tell."""
-        guess = self.guesses.get(predict)
-        if predict.choices:
-            right = self.right_choice(predict)
-            if right is None:
-                return None
-            answer = f"It is {choice_name(right)}, {self.fill(predict.choices[right].text)}."
-            if guess is None:
-                return answer
-            return f"{answer} You said {choice_name(int(guess.value))}{', too' if guess.value == right else ''}."
-        answer = self.fill(predict.answer)
-        try:
-            (expression,) = expressions_in(predict.answer)
-            actual = float(evaluate(expression, self.measured))
-        except (Unmeasured, TypeError, ValueError):
+        """What the reader said, what the answer is, and how close that was; None where this run does not tell."""
+        return self._choice_verdict(predict) if predict.choices else self._number_verdict(predict)
+
+    def _choice_verdict(self, predict: Predict) -> str | None:
+        guess, right = self.guesses.get(predict), self.right_choice(predict)
+        if right is None:
             return None
+        answer = f"{choice_name(right)}, {self.fill(predict.choices[right].text)}."
+        if guess is None:
+            return f"It is {answer}"
+        if guess.value == right:
+            return f"You said {choice_name(right)}, and it is {answer}"
+        return f"You said {guess.text}, {self.fill(predict.choices[int(guess.value)].text)}. It is {answer}"
+
+    def _number_verdict(self, predict: Predict) -> str | None:
+        guess, actual = self.guesses.get(predict), self.answer(predict)
+        if actual is None:
+            return None
+        answer = self.fill(predict.answer)
         if guess is None:
             return f"It is {answer}."
-        return f"It is {answer}. You said {guess.text}: {closeness(float(guess.value), actual)}."
+        in_its_form = fill(predict.answer.replace(predict.expression, ANSWER), {ANSWER: guess.value})
+        said = "exact" if in_its_form == answer else closeness(float(guess.value), actual)
+        return f"You said {guess.text}. It is {answer}: your guess was {said}."
+
+    def explanation(self, predict: Predict) -> str:
+        """What is said after the verdict, as this run turned out; empty where it does not tell."""
+        return explanation(predict, self.measured)
+
+    def finding(self, finding: Finding) -> str | None:
+        """The sentences that this run bears out; None where it does not tell."""
+        measured = self.measured
+        outcome = chosen(finding.outcomes, measured)
+        return None if outcome is None else fill(outcome.text, measured)
+
+
+def chosen(outcomes: Sequence[Outcome], measured: Mapping[str, Any], touch: Touch | None = None) -> Outcome | None:
+    """The first outcome whose condition holds; None where nothing tells."""
+    for outcome in outcomes:
+        try:
+            if outcome.condition is None or evaluate(outcome.condition, measured, touch):
+                return outcome
+        except Unmeasured:
+            return None
+    return None
+
+
+def right_choice(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> int | None:
+    try:
+        holds = [
+            choice.condition is not None and bool(evaluate(choice.condition, measured, touch))
+            for choice in predict.choices
+        ]
+    except Unmeasured:
+        return None
+    otherwise = [choice.condition for choice in predict.choices].index(None)
+    return holds.index(True) if any(holds) else otherwise
+
+
+def right_answer(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> float | int | None:
+    try:
+        value = evaluate(predict.expression, measured, touch)
+    except Unmeasured:
+        return None
+    return value if isinstance(value, float | int) else None
+
+
+def explanation(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> str:
+    """The chosen outcome's text, that of the right choice, and what is true of every run."""
+    texts = []
+    if predict.choices:
+        right = right_choice(predict, measured, touch)
+        if right is None:
+            return ""
+        texts.append(predict.choices[right].why)
+    else:
+        answer = right_answer(predict, measured, touch)
+        if answer is None:
+            return ""
+        measured = {**measured, ANSWER: answer}
+    if predict.outcomes:
+        outcome = chosen(predict.outcomes, measured, touch)
+        texts.append("" if outcome is None else outcome.text)
+    return " ".join(fill(text, measured, touch) for text in (*texts, predict.why) if text)
 
 
 def choice_name(index: int) -> str:
@@ -124,26 +224,35 @@ def parse_guess(predict: Predict, text: str) -> Guess:
         if text not in names:
             raise UsageError(f"one of {', '.join(names)}")
         return Guess(text, names.index(text))
+    form = predict.answer.removesuffix("}}").rpartition(":")[2]
+    example = _EXAMPLES.get(form, "a number")
     found = _NUMBER.match(text)
     if found is None:
-        raise UsageError("a number")
-    value = float(found["number"].replace(",", ""))
-    unit = (found["unit"] or "").lower()
-    if predict.answer.endswith(":percent}}"):
-        value /= 100
-    elif predict.answer.endswith(":size}}"):
-        value *= _PREFIXES.get(unit[:1], 1)
-    return Guess(text, value)
+        raise UsageError(example)
+    value, unit = float(found["number"].replace(",", "")), (found["unit"] or "").lower()
+    units = {"": 1.0, **_UNITS.get(form, dict.fromkeys(re.findall(r"\w+", predict.question.lower()), 1))}
+    if unit not in units or (form == "percent" and not unit and 0 < abs(value) < 1):
+        raise UsageError(example)
+    if form == "count" and not value.is_integer():
+        raise UsageError(example)
+    return Guess(text, int(value) if form == "count" else value * units[unit])
+
+
+def is_close(guess: float, actual: float) -> bool:
+    """Off by no more than the factor `CLOSE`."""
+    if guess <= 0 or actual <= 0:
+        return guess == actual
+    return max(guess / actual, actual / guess) <= CLOSE
 
 
 def closeness(guess: float, actual: float) -> str:
     """In words, how far off a guess is."""
     if guess == actual:
-        return "exactly"
+        return "exact"
+    side = "low" if guess < actual else "high"
     if guess <= 0 or actual <= 0:
-        return "too low" if guess < actual else "too high"
+        return f"too {side}"
     factor = max(guess / actual, actual / guess)
     if factor <= ON_THE_MARK:
-        return "on the mark"
-    side = "low" if guess < actual else "high"
-    return f"close, a little {side}" if factor <= CLOSE else f"too {side}, by a factor of {factor:,.1f}"
+        return "nearly exact"
+    return f"a little too {side}" if is_close(guess, actual) else f"too {side} by a factor of {factor:,.1f}"

@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from forge.book.chapter import Check, Run, Step
-from forge.book.drawing import draw_block, draw_command, draw_title
+from forge.book.drawing import draw_block, draw_command, draw_other_load, draw_title
 from forge.book.reading import Reading
 
 FAILED = 1
@@ -30,6 +30,7 @@ def _print_step(console: Console, step: Step, reading: Reading) -> int:
             console.print()
             report = reading.perform(block)
             report.draw(console)
+            draw_other_load(console, block, reading)
             status = max(status, report.status)
         else:
             draw_block(console, block, reading)

@@ -16,7 +16,9 @@ from forge.cli import completion, options
 from forge.cli.running import Found
 
 if TYPE_CHECKING:
+    from forge.book.chapter import Chapter
     from forge.book.command_line import Given
+    from forge.book.reading import Reading
     from forge.book.shelf import Entry
     from forge.views.report import Report
 
@@ -43,8 +45,16 @@ _COUNTS = (
 """What is at least 1 wherever it can be given."""
 
 
-def chapters(json: options.JsonOption = False) -> Found:
+def chapters(
+    json: options.JsonOption = False,
+    outcomes: Annotated[
+        str | None,
+        typer.Option(metavar="CHAPTER", help="For authors: every outcome of its verdicts, as rendered.", hidden=True),
+    ] = None,
+) -> Found:
     """List the chapters, and how far you have come."""
+    if outcomes is not None:
+        return _outcomes(outcomes)
     from forge.book.chapter_view import chapter_lines, chapters_object, print_chapters
     from forge.book.progress import load_progress
     from forge.book.shelf import entries
@@ -53,6 +63,19 @@ def chapters(json: options.JsonOption = False) -> Found:
     lines = chapter_lines(entries(), load_progress())
     report = Report({"chapters": chapters_object(lines)}, lambda console: print_chapters(console, lines))
     return report.as_json() if json else report
+
+
+def _outcomes(name: str) -> int:
+    """Run a chapter's experiments and print every outcome that its text has."""
+    from forge.book.outcomes import print_outcomes, render_outcomes
+    from forge.book.shelf import find
+    from forge.views.terminal import open_console
+
+    reading = _reading(find(name).chapter)
+    for run in reading.chapter.runs():
+        reading.perform(run)
+    print_outcomes(open_console(), render_outcomes(reading.chapter, reading.measured))
+    return 0
 
 
 def chapter(
@@ -168,17 +191,28 @@ def _as_written(value: object) -> str | tuple[str, ...]:
 def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: int = 0) -> int:
     from forge.book.pager import Pager
     from forge.book.progress import load_progress
-    from forge.book.reading import Reading
     from forge.book.straight import read_straight
     from forge.views.terminal import open_console
 
     console = open_console()
-    reading = Reading(entry.chapter, run_reported)
+    reading = _reading(entry.chapter, given)
     if given is not None and given.values:
         reading.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
     if pause and console.is_terminal and sys.stdin.isatty():
         return Pager(console, entry, reading, load_progress(), run_shell_line).read(page)
     return read_straight(console, entry.number, reading)
+
+
+def _reading(chapter: "Chapter", given: "Given | None" = None) -> "Reading":
+    from forge.book.command_line import each
+    from forge.book.model_facts import model_facts
+    from forge.book.reading import Reading
+
+    values = {name: each(value)[0] for name, value in (given.values if given else {}).items() if each(value)}
+    options_given = {
+        name: values[option] for name, option in (("name", "model"), ("kv_dtype",) * 2) if option in values
+    }
+    return Reading(chapter, run_reported, model=model_facts(**options_given) if "model" in chapter.names else {})
 
 
 def run_reported(line: str) -> "Report":

@@ -92,3 +92,22 @@ def one_of(*names: str) -> Callable[[str], list[str]]:
 
 def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
+
+
+COMPLETIONS: dict[str, Callable[[str], list[str]]] = {
+    "model": models,
+    "draft": models,
+    "kv": kv_modes,
+    "kv_dtype": kv_dtypes,
+    "device": devices,
+    "quantize": quantize_types,
+    "kernels": one_of("triton", "torch"),
+    "speculate": proposers,
+    "acceptance": one_of("gumbel", "rejection"),
+    "order": orders,
+    "preempt": victim_policies,
+    "mode": preemption_modes,
+    "on_engine_death": one_of("exit", "restart"),
+    "show": one_of("blocks"),
+}
+"""What is offered for the value of an option, by the name of its field."""

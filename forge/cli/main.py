@@ -1,7 +1,7 @@
 """The console script: which commands there are, and what becomes of an error.
 
-Importing this module loads typer and nothing heavier, so that `forge --help` answers at once: every command imports
-what it needs when it runs.
+Importing this module loads typer and nothing heavier, so that `forge --help` answers at once: a command's module is
+imported when the command is named. A new command is a function in a module of its own and a line in the table here.
 """
 
 import errno
@@ -12,32 +12,15 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from forge import __version__, experiments
-from forge.cli.bench import bench
-from forge.cli.build import build
-from forge.cli.chapters import chapter, chapters, next_chapter
-from forge.cli.chat import chat
-from forge.cli.classify import classify
-from forge.cli.compare import compare
-from forge.cli.doctor import doctor
-from forge.cli.embed import embed
-from forge.cli.generate import generate
-from forge.cli.models import models
-from forge.cli.options import KV_KINDS
-from forge.cli.replay import replay, trace
-from forge.cli.rerank import rerank
-from forge.cli.running import INTERRUPTED
-from forge.cli.score import logprobs, score
-from forge.cli.serve import serve
-from forge.cli.trace_scheduler import trace_scheduler
 from forge.cli.versus import VersusCommand
-from forge.cli.watch import watch
-from forge.errors import ForgeError, UsageError
+from forge.errors import INTERRUPTED, ForgeError, UsageError
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -51,19 +34,88 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _COMPLETION = ("install_completion", "show_completion")
 
 
+PANELS: dict[str, dict[str, str]] = {
+    "Chapters": {
+        "chapters": "List the chapters, and how far you have come.",
+        "chapter": "Read a chapter: the same as its own command, whose options it takes.",
+        "next": "Go on where you stopped.",
+        **experiments.summaries(),
+        "build": "Write a part of the engine yourself: ten exercises, checked, and run by the real engine.",
+    },
+    "Run": {
+        "generate": "Continue a prompt, and watch what every forward costs.",
+        "chat": "Talk with a model. Its cache stays between turns: a turn computes only what is new.",
+        "classify": "Label probabilities of texts, from one forward pass each.",
+        "score": "The log-probability of each token of a continuation, their total, and the perplexity.",
+        "logprobs": "The log-probability of every token of a text, and what else could have stood there.",
+        "embed": "Texts as unit vectors, and the cosine of each two of them.",
+        "rerank": "The lines of a file in the order of their relevance to a query.",
+        "trace-scheduler": "Run many requests at once and see who runs, who waits, and why.",
+    },
+    "Inspect": {
+        "replay": "Show a recorded run again, or walk through it step by step, forwards and backwards. Loads no model.",
+        "trace": "Turn a recorded run into other formats.",
+        "models": "List models, look into a file, make one up, or download one.",
+        "doctor": "Look over this machine: Python, CPU, memory, libraries, GPU, models. Exit status 1 if something "
+        "needs mending.",
+    },
+    "Measure": {
+        "compare": "Run one prompt, or those of a file, on two sides that differ in one option, given as A vs B.",
+        "bench": "Measure speed beside llama.cpp and transformers, the caches, the engine, guessing ahead, or the "
+        "accuracy of quantization.",
+    },
+    "Serve": {
+        "serve": "Serve a model over HTTP, as OpenAI's API has it.",
+        "watch": "Show every step of a server as it happens. Ctrl-C ends the watching; the server goes on.",
+    },
+}
+"""The commands under the headings of the list, and what it says of each. `forge NAME` is the function, or the group of
+commands, of that name in `forge.cli.NAME`, or an experiment."""
+_ELSEWHERE = {
+    "chapter": "chapters:chapter",
+    "next": "chapters:next_chapter",
+    "logprobs": "score:logprobs",
+    "trace": "replay:trace",
+}
+"""Commands that share a module: module and function in `forge.cli`."""
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "chapter": {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}},
+    "compare": {"cls": VersusCommand},
+}
+
+
 class _Commands(TyperGroup):
-    """The commands. An experiment is imported when it is named, not when all are listed."""
+    """The commands. A command's module is imported when it is named, not when all are listed."""
+
+    def __init__(self, **attrs: Any):
+        super().__init__(**attrs)
+        for panel, commands in PANELS.items():
+            for name, summary in commands.items():
+                self.add_command(TyperCommand(name, help=summary, rich_help_panel=panel))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         self.load(args[0])
         return super().resolve_command(ctx, args)
 
     def load(self, name: str) -> None:
-        if name in experiments.summaries():
-            function, doc = experiments.load(name)
-            one = typer.Typer(add_completion=False, rich_markup_mode="rich")
-            one.command(name, help=doc)(function)
-            self.commands[name] = typer.main.get_command(one)
+        if name in self.commands:
+            self.commands[name] = _loaded(name)
+            self.commands[name].name = name
+
+
+def _loaded(name: str) -> TyperCommand | TyperGroup:
+    help, alone = None, typer.Typer(add_completion=False, rich_markup_mode="rich")
+    if name in experiments.summaries():
+        found, help = experiments.load(name)
+    else:
+        module, _, function = _ELSEWHERE.get(name, name.replace("-", "_")).partition(":")
+        found = getattr(import_module(f"forge.cli.{module}"), function or module)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_group(found)
+    alone.command(name, help=help, **_SETTINGS.get(name, {}))(found)
+    command = typer.main.get_command(alone)
+    assert isinstance(command, TyperCommand)
+    return command
 
 
 app = typer.Typer(
@@ -90,37 +142,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-_CHAPTERS, _RUN, _INSPECT, _MEASURE, _SERVE = "Chapters", "Run", "Inspect", "Measure", "Serve"
-_ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-app.command("chapters", rich_help_panel=_CHAPTERS)(chapters)
-app.command("chapter", rich_help_panel=_CHAPTERS, context_settings=_ANY_OPTIONS)(chapter)
-app.command("next", rich_help_panel=_CHAPTERS)(next_chapter)
-for name, summary in experiments.summaries().items():
-    app.command(name, help=summary, rich_help_panel=_CHAPTERS)(lambda: None)
-app.add_typer(build, name="build", rich_help_panel=_CHAPTERS)
-
-app.command("generate", rich_help_panel=_RUN)(generate)
-app.command("chat", rich_help_panel=_RUN)(chat)
-app.command("classify", rich_help_panel=_RUN)(classify)
-app.command("score", rich_help_panel=_RUN)(score)
-app.command("logprobs", rich_help_panel=_RUN)(logprobs)
-app.command("embed", rich_help_panel=_RUN)(embed)
-app.command("rerank", rich_help_panel=_RUN)(rerank)
-app.command("trace-scheduler", rich_help_panel=_RUN)(trace_scheduler)
-
-app.command("replay", rich_help_panel=_INSPECT)(replay)
-app.add_typer(trace, name="trace", rich_help_panel=_INSPECT)
-app.add_typer(models, name="models", rich_help_panel=_INSPECT)
-app.command("doctor", rich_help_panel=_INSPECT)(doctor)
-
-app.command("compare", rich_help_panel=_MEASURE, cls=VersusCommand)(compare)
-app.add_typer(bench, name="bench", rich_help_panel=_MEASURE)
-
-app.command("serve", rich_help_panel=_SERVE)(serve)
-app.command("watch", rich_help_panel=_SERVE)(watch)
 
 
 def run() -> NoReturn:
@@ -212,6 +233,8 @@ def _usage_error(error: Any) -> UsageError:
     """What typer found wrong with the command line, and where to look. Of `--kv` without a value, the values too."""
     option = getattr(error, "option_name", "")
     if option == "--kv" and type(error).__name__ == "BadOptionUsage":
+        from forge.engine_args import KV_KINDS
+
         missing = UsageError(f"--kv takes one of {', '.join(KV_KINDS)}")
         for kind, what in KV_KINDS.items():
             missing.add_note(f"  {kind:8}{what}")

@@ -4,19 +4,21 @@ Only types and help live here. What a value means, and whether it has a meaning,
 `UsageError` that says so.
 """
 
-import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from forge.cli import completion
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from forge.engine.sampling_params import SamplingParams
-    from forge.engine.structured_output import StructuredOutput
+from forge.cli.arguments import was_given  # noqa: F401
+from forge.engine.sampling_params import SamplingParams
+from forge.engine.structured_output import StructuredOutput
+from forge.engine_args import KV_KINDS, EngineArgs, memory_bytes
+from forge.errors import UsageError
+from forge.option import option
 
 _MODEL, _SAMPLING, _OUTPUT, _SPECULATION = "Model", "Sampling", "Output", "Speculation"
 _SCHEDULER, _WORKLOAD = "Scheduler", "Requests"
@@ -25,7 +27,6 @@ DEFAULT_PROMPT = "Once upon a time"
 DEFAULT_MAX_TOKENS = 32
 DEFAULT_PACE = 20.0
 SHOWABLE = ("blocks",)
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 
 PromptArgument = Annotated[
     str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.", show_default=False)
@@ -43,12 +44,6 @@ ModelOption = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-KV_KINDS = {
-    "off": "every forward computes the whole sequence again",
-    "basic": "a contiguous run per sequence (also: on)",
-    "paged": "blocks from one pool",
-    "prefix": "paged, and prompts that begin alike share blocks",
-}
 _KV_HELP = f"KV cache: {'; '.join(f'{kind}, {what}' for kind, what in KV_KINDS.items())}."
 
 
@@ -241,28 +236,6 @@ IgnoreEosOption = Annotated[
 ]
 
 _FORM = "Structured output (one of these)"
-JsonSchemaOption = Annotated[
-    str | None,
-    typer.Option(
-        "--json-schema",
-        help="The output is JSON that this file's schema allows.",
-        metavar="FILE",
-        rich_help_panel=_FORM,
-    ),
-]
-RegexOption = Annotated[
-    str | None, typer.Option("--regex", help="The output matches this expression.", rich_help_panel=_FORM)
-]
-ChoiceOption = Annotated[
-    list[str] | None,
-    typer.Option("--choice", help="The output is one of these; to be repeated.", rich_help_panel=_FORM),
-]
-GrammarOption = Annotated[
-    str | None,
-    typer.Option(
-        "--grammar", help="The output follows this file's Lark grammar.", metavar="FILE", rich_help_panel=_FORM
-    ),
-]
 
 MaxNumSeqsOption = Annotated[
     int | None,
@@ -374,10 +347,50 @@ SvgOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)]
 
 
-def was_given(ctx: typer.Context, name: str) -> bool:
-    """Whether the parameter was given on the command line."""
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+@dataclass(frozen=True)
+class OutputArgs:
+    """What a command shows of its run, and where it records it. Raises `UsageError` for what it cannot show."""
+
+    show: str | None = option(None, "blocks: where every token's key and value lies.", _OUTPUT)
+    pace: float = option(DEFAULT_PACE, "Steps per second that a terminal shows; 0 does not wait.", _OUTPUT)
+    trace: Path | None = option(None, "Record every step in this file, for forge replay.", _OUTPUT)
+    step: bool = option(False, "Stop after each step and wait for a key.", _OUTPUT)
+    svg: Path | None = option(None, "Save the final picture in this file.", _OUTPUT)
+    lines: bool = option(True, "In a pipe, a line for each step.", _OUTPUT)
+    json: bool = option(False, "Print one JSON object.")
+
+    def __post_init__(self) -> None:
+        if self.show not in (None, *SHOWABLE):
+            raise UsageError(f"--show takes {' or '.join(SHOWABLE)}, and {self.show!r} is something else")
+        checked_pace(self.pace)
+
+    def shows_blocks(self, engine: EngineArgs) -> bool:
+        """Whether `--show blocks` was given. Raises `UsageError` with no cache."""
+        return shows_blocks(self.show, str(engine.cache))
+
+
+@dataclass(frozen=True)
+class FormArgs:
+    """The form that an output must have."""
+
+    json_schema: str | None = option(None, "The output is JSON that this file's schema allows.", _FORM, metavar="FILE")
+    regex: str | None = option(None, "The output matches this expression.", _FORM)
+    choice: Sequence[str] = option((), "The output is one of these; to be repeated.", _FORM)
+    grammar: str | None = option(None, "The output follows this file's Lark grammar.", _FORM, metavar="FILE")
+
+    def structured_output(self) -> "StructuredOutput | None":
+        """The form with the files read; None for no form. Raises `UsageError` for more than one."""
+        given = [self.json_schema, self.regex, self.choice or None, self.grammar]
+        if given.count(None) == len(given):
+            return None
+        if given.count(None) < len(given) - 1:
+            raise UsageError("an output has one form: give one of --json-schema, --regex, --choice and --grammar")
+        return StructuredOutput(
+            json=self.json_schema and read_text(self.json_schema),
+            regex=self.regex,
+            choice=self.choice or None,
+            grammar=self.grammar and read_text(self.grammar),
+        )
 
 
 def kv_or_default(kv: str | None, *speculate: str | None) -> str:
@@ -400,32 +413,14 @@ def check_speculation(
     speculate: str | None, draft: list[str] | None, k: int | None, acceptance: str | None = None
 ) -> None:
     """Raises `UsageError` for options of speculation without `--speculate`."""
-    from forge.errors import UsageError
-
     given = [name for name, value in (("--draft", draft), ("--k", k), ("--acceptance", acceptance)) if value]
     if given and speculate is None:
         how = "--speculate draft" if draft else "--speculate draft or ngram"
         raise UsageError(f"{given[0]} means nothing without guesses: give {how} too, or leave it out")
 
 
-def memory_bytes(text: str, option: str = "--kv-memory") -> int:
-    """`64MB` as a number of bytes: k, M, G and T are powers of 1000, with an i behind them of 1024.
-
-    Raises `UsageError` for anything else.
-    """
-    from forge.errors import UsageError
-
-    match = _BYTES.fullmatch(text.strip())
-    if match is None or (match[3] and not match[2]):
-        raise UsageError(f"{option} takes a size such as 64MB, 1.5GB or 256MiB, and {text!r} is none")
-    power = " kmgt".index(match[2].lower() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-
-
 def shows_blocks(show: str | None, kv: str) -> bool:
     """Whether `--show blocks` was given. Raises `UsageError` for anything else, or with no cache."""
-    from forge.errors import UsageError
-
     if show is None:
         return False
     if show not in SHOWABLE:
@@ -437,38 +432,14 @@ def shows_blocks(show: str | None, kv: str) -> bool:
 
 def checked_pace(pace: float) -> float:
     """`--pace`. Raises `UsageError` for a negative one."""
-    from forge.errors import UsageError
-
     if not 0 <= pace < float("inf"):
         raise UsageError(f"--pace is a number of steps per second, or 0 not to wait, and {pace} is neither")
     return pace
 
 
-def sampling_params(**given: Any) -> "SamplingParams":
+def sampling_params(**given: Any) -> SamplingParams:
     """`SamplingParams` from option values. Raises `UsageError` for one that has no meaning."""
-    from forge.engine.sampling_params import SamplingParams
-
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
-
-
-def structured_output(
-    json_schema: str | None, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> "StructuredOutput | None":
-    """The form that was asked for, with the files read; None for no form. Raises `UsageError`."""
-    if json_schema is None and regex is None and not choice and grammar is None:
-        return None
-    from forge.engine.structured_output import StructuredOutput
-    from forge.errors import UsageError
-
-    given = [json_schema, regex, choice or None, grammar]
-    if sum(one is not None for one in given) > 1:
-        raise UsageError("an output has one form: give one of --json-schema, --regex, --choice and --grammar")
-    return StructuredOutput(
-        json=json_schema and read_text(json_schema),
-        regex=regex,
-        choice=choice or None,
-        grammar=grammar and read_text(grammar),
-    )
 
 
 def read_prompt(argument: str) -> str:
@@ -478,10 +449,6 @@ def read_prompt(argument: str) -> str:
     """
     if argument != "-":
         return argument
-    import sys
-
-    from forge.errors import UsageError
-
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -490,18 +457,14 @@ def read_prompt(argument: str) -> str:
 
 def read_prompts(path: str) -> list[str]:
     """The prompts of a file, one to a line; empty lines are none. Raises `UsageError` for one without any."""
-    from forge.errors import UsageError
-
     prompts = [line for line in read_text(path).splitlines() if line.strip()]
     if not prompts:
         raise UsageError(f"{path} has no prompt in it: write one to a line")
     return prompts
 
 
-def read_texts(arguments: "Sequence[str] | None", path: str | None) -> list[str]:
+def read_texts(arguments: Sequence[str] | None, path: str | None) -> list[str]:
     """The texts that were given, then those of a file. Raises `UsageError` where there is none."""
-    from forge.errors import UsageError
-
     texts = [read_prompt(argument) for argument in arguments or ()]
     if path is not None:
         texts += read_prompts(path)
@@ -514,8 +477,6 @@ def read_texts(arguments: "Sequence[str] | None", path: str | None) -> list[str]
 
 def read_text(path: str) -> str:
     """What is in a file. Raises `UsageError` if that cannot be read, or is not text."""
-    from forge.errors import UsageError
-
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge.cli.options import model_label
-from forge.errors import ForgeError
+from forge.engine_args import EngineArgs
+from forge.errors import INTERRUPTED, ForgeError
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine
@@ -26,18 +27,17 @@ if TYPE_CHECKING:
 
 Found = Any
 """What a command may return: a `Report`, which the command line then shows; an exit status; or nothing."""
-INTERRUPTED = 130
-"""The exit status of a run that Ctrl-C ended."""
 
 
-def load_model(model: str, **options: Any) -> "LLM":
-    """The model, loaded and ready. What takes long shows on standard error."""
+def load_model(engine: EngineArgs | str, **changed: Any) -> "LLM":
+    """The model, loaded and ready, with some options changed. What takes long shows on standard error."""
     from forge.llm import LLM
     from forge.views.loading import LoadingBar
     from forge.views.terminal import open_error_console
 
-    with LoadingBar(open_error_console(), model_label(model)) as loading_bar:
-        llm = LLM(model, on_load_progress=loading_bar, on_compile_progress=loading_bar.compiling, **options)
+    args = replace(engine, **changed) if isinstance(engine, EngineArgs) else EngineArgs(engine, **changed)
+    with LoadingBar(open_error_console(), model_label(args.model)) as bar:
+        llm = LLM.from_engine_args(replace(args, on_load_progress=bar, on_compile_progress=bar.compiling))
     llm.engine.report_probabilities = True
     return llm
 

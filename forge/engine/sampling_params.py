@@ -7,7 +7,9 @@ from functools import cached_property
 
 from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
+from forge.option import option
 
+_SAMPLING = "Sampling"
 _GREATEST = sys.float_info.max
 
 
@@ -18,17 +20,17 @@ class SamplingParams:
     Raises `UsageError` for a value that has no meaning (NaN and infinities included), naming it.
     """
 
-    max_tokens: int = 16
+    max_tokens: int = option(16, "Output tokens at most.", _SAMPLING)
     """Output tokens at most. 0 is valid only where `prompt_logprobs` are asked for."""
-    temperature: float = 0.0
+    temperature: float = option(0.0, "0 is greedy: always the most probable token.")
     """0 takes the likeliest token; otherwise logits are divided by it before anything is filtered."""
-    top_p: float = 1.0
+    top_p: float = option(1.0, "Keep the most probable tokens up to this sum.", _SAMPLING)
     """Keep the smallest set of likeliest tokens whose probabilities reach this sum (Holtzman et al. 2020)."""
-    top_k: int = 0
+    top_k: int = option(0, "Keep this many of the most probable; 0 keeps all.", _SAMPLING)
     """Keep the k likeliest tokens. 0 keeps all."""
-    min_p: float = 0.0
+    min_p: float = option(0.0, "Keep tokens this times as probable as the most probable.", _SAMPLING)
     """Keep tokens at least this times as likely as the likeliest (Nguyen et al. 2024)."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = option(1.0, "Above 1 repeats less.", _SAMPLING)
     """Logits of tokens already in the prompt or output are divided by it if positive, multiplied if negative
     (Keskar et al. 2019)."""
     presence_penalty: float = 0.0
@@ -37,17 +39,17 @@ class SamplingParams:
     """Taken from them once for each time that they are."""
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
     """What is added to the logits of single tokens, by token id; kept as pairs, ascending."""
-    seed: int | None = None
+    seed: int | None = option(None, "Same seed, same tokens.", shown="drawn, and shown")
     """Same seed, same tokens. None draws a fresh one, which the output reports."""
-    stop: str | Sequence[str] | None = ()
+    stop: str | Sequence[str] | None = option((), "End before this text; may be repeated.", _SAMPLING)
     """Output ends before the first of these strings, which may span tokens."""
-    ignore_eos: bool = False
+    ignore_eos: bool = option(False, "Go on past the end-of-text token.", _SAMPLING)
     """Go on past the end-of-sequence token."""
-    n: int = 1
+    n: int = option(1, "Samples of the same prompt.", _SAMPLING)
     """Independent samples of the same prompt."""
-    logprobs: int | None = None
+    logprobs: int | None = option(None, "List this many likeliest tokens per output token.", "Output")
     """How many of the likeliest tokens to report with each output token; None reports none."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = option(None, "The same for each prompt token.", "Output")
     """The same for each prompt token."""
     stop_token_ids: Sequence[int] | None = ()
     """Output ends with any of these tokens."""

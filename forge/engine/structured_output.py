@@ -12,11 +12,12 @@ import json
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from forge.errors import ForgeError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np  # the command line describes a `StructuredOutput` without it
 
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
@@ -66,7 +67,7 @@ class MatcherError(ForgeError):
 class Matcher(Protocol):
     """A grammar's state in one sequence. `output` are always the sequence's output tokens so far."""
 
-    def mask(self, output: Items[int]) -> np.ndarray:
+    def mask(self, output: Items[int]) -> "np.ndarray":
         """True for every token that may come next: bool `[vocab]`, read-only, never all False. Where the output may
         end, that includes the tokens that end it. Raises `MatcherError`."""
         ...

@@ -7,6 +7,7 @@ first line begins with the chapter's number.
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.machinery import FileFinder
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -17,7 +18,9 @@ def summaries() -> dict[str, str]:
     """Each command's summary in the order of the chapters, read from the files: no experiment is imported."""
     found = {}
     for module in iter_modules(__path__):
-        path = Path(__path__[0], module.name, "__init__.py") if module.ispkg else Path(__path__[0], f"{module.name}.py")
+        assert isinstance(module.module_finder, FileFinder)
+        folder = Path(module.module_finder.path)
+        path = folder / module.name / "__init__.py" if module.ispkg else folder / f"{module.name}.py"
         with path.open(encoding="utf-8") as file:
             found[module.name.replace("_", "-")] = file.readline().strip().removeprefix('"""')
     return dict(sorted(found.items(), key=lambda item: int(item[1].partition(".")[0])))

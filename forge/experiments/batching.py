@@ -4,6 +4,8 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,11 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.bench.engine import Measured, identical, measure_all, speed_up
-from forge.bench.workload import Range, Workload, make_workload
+from forge.bench.workload import Arrival as WorkloadArrival
+from forge.bench.workload import Range, Workload, WorkloadRun, make_workload
 from forge.cli import options
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found, load_model, run_label
+from forge.errors import UsageError
+from forge.trace.timeline import timeline_of
+from forge.trace.totals import Percentiles, totals_of
 from forge.views.bench import BenchProgress
 from forge.views.charts import bar
 from forge.views.figures import count, ms, percent, rate, times
@@ -30,12 +36,17 @@ from forge.views.terminal import new_table, open_error_console, print_table
 
 if TYPE_CHECKING:
     from forge.bench.engine import How
+    from forge.llm import LLM
 
 _WORKLOAD = "Requests"
 BATCHES = (1, 4, 16)
-TURNS = 3
-"""Of each way; the one in the middle is shown."""
+TURNS = 2
+"""Of each way; the faster one is shown."""
 QUESTION = "What does it buy to run requests together, and who pays?"
+BUDGET_QUESTION = "What does a long prompt cost those that decode beside it?"
+NUM_STORIES, STORY_TOKENS = 8, 96
+NUM_PROMPTS, LONG_PROMPT, STEPS_BETWEEN = 6, 400, 12
+"""Long prompts come one by one while the stories decode."""
 _BAR = 14
 _WIDE = 94
 """Columns from which on there is room for a bar."""
@@ -45,13 +56,21 @@ def batching(
     ctx: typer.Context,
     requests: Annotated[
         int, typer.Option("--requests", "-n", help="How many requests.", rich_help_panel=_WORKLOAD)
-    ] = 32,
+    ] = 96,
     prompt_tokens: options.PromptTokensOption = "16",
     max_tokens: options.OutputTokensOption = "8:64",
     seed: options.WorkloadSeedOption = 0,
     model: options.ModelOption = "tales",
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            "--budgets",
+            help="Long prompts that come while stories decode, with these tokens a step instead: 32,128,512.",
+            rich_help_panel="Scheduler",
+        ),
+    ] = None,
     only: OnlyOption = None,
     pause: PauseOption = True,
     bug: BugOption = None,
@@ -62,6 +81,9 @@ def batching(
     if reads_chapter(only, json):
         return read_chapter(ctx, pause)
     loading = options.model_options(device=device, threads=threads)
+    if budgets is not None:
+        report = measure_budgets(model, loading, parse_budgets(budgets), seed)
+        return report.as_json() if json else report
     report = measure_ways(model, loading, (requests, prompt_tokens, max_tokens, seed), ways_of(BATCHES), TURNS)
     return report.as_json() if json else report
 
@@ -96,6 +118,110 @@ def measure_ways(
         batching_object(label, workload, measured),
         lambda console: print_batching(console, label, workload, measured),
         0 if identical(measured) else 1,
+    )
+
+
+@dataclass(frozen=True)
+class BudgetRun:
+    """Stories that decode while long prompts come, with one limit of tokens a step."""
+
+    name: str
+    budget: int | None
+    """Tokens that a step may compute; None where prompts are computed whole, in steps of their own."""
+    num_steps: int
+    tokens_per_second: float
+    rows: Percentiles
+    """What the model computed from one token of a story to its next: rows, the story's own included."""
+    gap_ms: Percentiles
+    """The same as time."""
+    first_token_ms: float
+    """Of the long prompts, the median."""
+
+
+def parse_budgets(text: str) -> list[int]:
+    """`32,128,512`. Raises `UsageError`."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) >= 1 for word in words):
+        raise UsageError(f"--budgets takes numbers of tokens with commas between them, such as 32,128, not {text!r}")
+    return sorted({int(word) for word in words})
+
+
+def measure_budgets(model: str, loading: dict, budgets: Sequence[int], seed: int) -> Report:
+    """The same stories and prompts with every budget, and with whole prompts."""
+    llm = load_model(model, **({"kv": "paged"} | loading))
+    stories = make_workload(llm.tokenizer, NUM_STORIES, Range(16, 16), Range(STORY_TOKENS, STORY_TOKENS), seed=seed)
+    length = min(LONG_PROMPT, llm.max_model_len - 8)
+    arrival = WorkloadArrival("every", STEPS_BETWEEN)
+    prompts = make_workload(llm.tokenizer, NUM_PROMPTS, Range(length, length), Range(4, 4), arrival, seed=seed + 1)
+    late = [replace(one, arrival=one.arrival + STEPS_BETWEEN) for one in prompts.requests]
+    workload = Workload((*stories.requests, *late), "steps")
+    runs = []
+    with BenchProgress(open_error_console()) as progress:
+        for budget in [*budgets, None]:
+            progress("whole prompts" if budget is None else f"{budget} tokens a step")
+            turns = [_run_budget(llm, workload, budget) for _ in range(TURNS)]
+            runs.append(min(turns, key=lambda one: one.gap_ms.p99))
+    label = run_label(llm)
+    facts = {**as_object(label), "prompt_tokens": length, "stories": NUM_STORIES, "prompts": NUM_PROMPTS}
+    return Report(
+        facts | {one.name: as_object(one) for one in runs},
+        lambda console: print_budgets(console, label, length, runs),
+    )
+
+
+def _run_budget(llm: "LLM", workload: Workload, budget: int | None) -> BudgetRun:
+    longest = max(len(request.prompt_token_ids) for request in workload.requests)
+    engine = llm.new_engine(
+        max_num_seqs=len(workload.requests),
+        max_num_batched_tokens=longest if budget is None else budget,
+        chunked_prefill=budget is not None,
+    )
+    steps = list(WorkloadRun(engine, workload))
+    rows, gaps = [], []
+    for seq_id in range(NUM_STORIES):
+        own = [number for number, step in enumerate(steps) if any(token.seq_id == seq_id for token in step.tokens)]
+        for before, after in pairwise(own):
+            rows.append(float(sum(step.tokens_computed for step in steps[before + 1 : after + 1])))
+            gaps.append((steps[after].ended - steps[before].ended) * 1e3)
+    requests = timeline_of(steps).requests()
+    totals = totals_of(steps, requests)
+    late = [request.time_to_first_token_ms for request in requests[NUM_STORIES:]]
+    name = "whole" if budget is None else f"chunks_{budget}"
+    speed = totals.tokens_per_second or 0.0
+    return BudgetRun(name, budget, len(steps), speed, _all_of(rows), _all_of(gaps), _all_of(late).p50)
+
+
+def _all_of(values: Sequence[float | None]) -> Percentiles:
+    found = Percentiles.of(values)
+    assert found is not None, "there is a story, and it has several tokens"
+    return found
+
+
+def print_budgets(console: Console, label: RunLabel, length: int, runs: Sequence[BudgetRun]) -> None:
+    """A row per budget: what the stories notice, and what the prompts do."""
+    console.print(Text(BUDGET_QUESTION, TITLE))
+    about = f"{NUM_STORIES} stories decode, {NUM_PROMPTS} prompts of {length} tokens come"
+    console.print(Text(f"{label} · {about}, the better of {TURNS} turns", QUIET))
+    console.print()
+    table = new_table("tokens a step", "steps", "tok/s", "rows between", "most", "gap p50", "p99", "TTFT")
+    for one in runs:
+        table.add_row(
+            "whole prompts" if one.budget is None else count(one.budget),
+            count(one.num_steps),
+            rate(one.tokens_per_second),
+            count(round(one.rows.p50)),
+            count(round(one.rows.maximum)),
+            ms(one.gap_ms.p50),
+            ms(one.gap_ms.p99),
+            ms(one.first_token_ms),
+        )
+    print_table(console, table)
+    console.print()
+    console.print(
+        Text(
+            "rows between: what the model computes from one token of a story to its next, the median and the most. "
+            "gap: the same in milliseconds. TTFT: of the long prompts, the median."
+        )
     )
 
 
@@ -135,7 +261,7 @@ def print_batching(console: Console, label: RunLabel, workload: Workload, measur
 
 def turns_text(measured: Sequence[Measured]) -> str:
     turns = len(measured[0].all_seconds)
-    return "" if turns == 1 else f", median of {turns} turns"
+    return {1: "", 2: ", the faster of 2 turns"}.get(turns, f", median of {turns} turns")
 
 
 def ways_table(measured: Sequence[Measured], width: int) -> Table:

@@ -4,7 +4,6 @@
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,20 +11,18 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
-from forge.cli.arrivals import Arrival, drive_arrivals, watch_arrivals, whole
+from forge.cli.arrivals import Arrival, WatchedRun
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found, load_model
 from forge.errors import UsageError
 from forge.views.block_map import pool_lines
-from forge.views.blocks import BlockScreen, legend_line
-from forge.views.cache_figures import CacheFigures
+from forge.views.blocks import legend_line
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
 from forge.views.figures import count, plural, rate, share, size, times
-from forge.views.metrics import with_unit
-from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
+from forge.views.metrics import verdict, with_unit
+from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report
-from forge.views.summary import RunsResult
 from forge.views.terminal import print_lines, print_table
 from forge.views.text import one_line, tail
 
@@ -38,7 +35,6 @@ LENGTHS = (0.5, 0.06, 0.25, 0.9, 0.12, 0.4)
 ARRIVE_EVERY = 3
 """Steps between one story and the next."""
 PACE = 40.0
-TIMES = 3
 QUESTION = "How many stories fit into the same memory?"
 LEADS_ON = "One prompt under the glass:\n  forge generate --kv paged --num-blocks 64 --show blocks --n 3 Once"
 NAMES = ("contiguous", "paged")
@@ -84,7 +80,7 @@ def _measure(prompt: str, sequences: int, model: str, loading: dict, pace: float
     runs: dict[str, PoolRun] = {}
     for kind in ("basic", "paged"):
         llm = load_model(model, kv=kind, max_num_seqs=sequences, **loading)
-        runs[kind] = _watch_and_measure(llm, _stories(llm, prompt, sequences), pace, quiet)
+        runs[kind] = PoolRun.of(llm, _stories(llm, prompt, sequences), QUESTION, pace, quiet)
     experiment = PagedExperiment(prompt, llm.max_model_len, llm.kv_layout.bytes_per_token, runs["basic"], runs["paged"])
     return Report(paged_object(experiment), lambda console: print_paged(console, experiment))
 
@@ -101,27 +97,9 @@ def _stories(llm: "LLM", prompt: str, sequences: int) -> list[Arrival]:
     return [Arrival(prompt, params[story], story * ARRIVE_EVERY) for story in range(sequences)]
 
 
-def _watch_and_measure(llm: "LLM", arrivals: list[Arrival], pace: float, quiet: bool) -> "PoolRun":
-    """Once to be seen, which warms up too, and then to be timed."""
-    screen = BlockScreen(QUESTION)
-    watched = watch_arrivals(llm, arrivals, screen, pace, quiet)
-    timed = [whole(drive_arrivals(llm, arrivals)) for _ in range(TIMES)]
-    return PoolRun(screen, watched, min(timed, key=lambda result: result.seconds))
-
-
 @dataclass(frozen=True)
-class PoolRun:
+class PoolRun(WatchedRun):
     """All stories in one kind of cache."""
-
-    screen: BlockScreen
-    """What was to be seen of them."""
-    watched: RunsResult
-    timed: RunsResult
-    """The same without a view, the fastest of a few times."""
-
-    @cached_property
-    def figures(self) -> CacheFigures:
-        return CacheFigures.of(self.watched.records, self.watched.outputs)
 
     @property
     def most_running(self) -> int:
@@ -233,7 +211,9 @@ def print_paged(console: Console, experiment: PagedExperiment) -> None:
     console.print()
     for sentence in paged_sentences(experiment):
         console.print(Text(sentence))
-    console.print(_verdict(experiment))
+    told = plural(sum(map(len, experiment.paged.timed.token_ids)), "token")
+    same = f"{told} of {len(experiment.lengths)} stories"
+    console.print(verdict(experiment.identical, same, "the stories differ"))
     console.print()
     console.print(Text(LEADS_ON, ACCENT))
 
@@ -266,10 +246,3 @@ def paged_sentences(experiment: PagedExperiment) -> list[str]:
         f"Paged takes a block when a token needs one, wherever it is free: {share(paged['internal_fragmentation'])} "
         f"empty, less than {plural(facts['block_size'], 'slot')} per story.",
     ]
-
-
-def _verdict(experiment: PagedExperiment) -> Text:
-    if experiment.identical:
-        tokens = sum(map(len, experiment.paged.timed.token_ids))
-        return Text.assemble(("✓ identical", GOOD), f": {plural(tokens, 'token')} of {len(experiment.lengths)} stories")
-    return Text("✗ the stories differ", TROUBLE)

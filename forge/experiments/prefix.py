@@ -4,7 +4,6 @@
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,17 +11,17 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
-from forge.cli.arrivals import Arrival, drive_arrivals, watch_arrivals, whole
+from forge.cli.arrivals import Arrival, WatchedRun, drive_arrivals, watch_arrivals, whole
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found, forget_prefixes, load_model
 from forge.errors import UsageError
 from forge.trace.records import BlockSplit, PrefixHit
 from forge.views.blocks import BlockScreen
-from forge.views.cache_figures import CacheFigures
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
 from forge.views.figures import NOTHING, count, plural, share, times
-from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
+from forge.views.metrics import verdict
+from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.report import Report
 from forge.views.summary import RunsResult
 from forge.views.terminal import print_lines, print_table
@@ -166,17 +165,11 @@ def _middle_of_a_block(start: int, max_tokens: int, block_size: int) -> int:
     return shifted if 0 < shifted < max_tokens - 1 else place
 
 
-def _share_rubric(llm: "LLM", texts: list[str], pace: float, quiet: bool) -> "RubricRun":
+def _share_rubric(llm: "LLM", texts: list[str], pace: float, quiet: bool) -> WatchedRun:
     """Requests that come one step after another, once to be seen and then to be timed."""
     params = options.sampling_params(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     arrivals = [Arrival(text, params, step) for step, text in enumerate(texts)]
-    screen = BlockScreen(RUBRIC_QUESTION)
-    watched = watch_arrivals(llm, arrivals, screen, pace, quiet)
-    timed = []
-    for _ in range(3):
-        forget_prefixes(llm)
-        timed.append(whole(drive_arrivals(llm, arrivals)))
-    return RubricRun(screen, watched, min(timed, key=lambda result: result.seconds))
+    return WatchedRun.of(llm, arrivals, RUBRIC_QUESTION, pace, quiet)
 
 
 @dataclass(frozen=True)
@@ -218,29 +211,15 @@ class Fork:
 
 
 @dataclass(frozen=True)
-class RubricRun:
-    """The requests in one kind of cache."""
-
-    screen: BlockScreen
-    watched: RunsResult
-    timed: RunsResult
-    """The same without a view, the fastest of a few times."""
-
-    @cached_property
-    def figures(self) -> CacheFigures:
-        return CacheFigures.of(self.timed.records, self.timed.outputs)
-
-
-@dataclass(frozen=True)
 class PrefixExperiment:
     """The results of `forge prefix`."""
 
     prompt: str
     fork: Fork
     rubric_tokens: int
-    alone: RubricRun
+    alone: WatchedRun
     """With `paged`: every request computes the rubric."""
-    shared: RubricRun
+    shared: WatchedRun
     """With `prefix`."""
 
     @property
@@ -300,7 +279,7 @@ def prefix_object(experiment: PrefixExperiment) -> dict[str, Any]:
     }
 
 
-def _run_object(run: RubricRun) -> dict[str, Any]:
+def _run_object(run: WatchedRun) -> dict[str, Any]:
     return run.figures.as_object() | {
         "tokens_computed": run.timed.tokens_computed,
         "time_to_first_token_ms": run.timed.time_to_first_token_ms,
@@ -371,14 +350,11 @@ def _print_rubric(console: Console, experiment: PrefixExperiment) -> None:
     console.print()
     print_table(console, two_sided_table(NAMES, _rows(alone, shared)))
     console.print()
-    if experiment.identical:
-        tokens = sum(map(len, shared.timed.token_ids))
-        console.print(Text.assemble(("✓ identical", GOOD), f": {plural(tokens, 'token')} of {requests}"))
-    else:
-        console.print(Text("✗ the answers differ", TROUBLE))
+    same = f"{plural(sum(map(len, shared.timed.token_ids)), 'token')} of {requests}"
+    console.print(verdict(experiment.identical, same, "the answers differ"))
 
 
-def _rows(*runs: RubricRun) -> list[Row]:
+def _rows(*runs: WatchedRun) -> list[Row]:
     figures = [run.figures for run in runs]
     first = [run.timed.time_to_first_token_ms for run in runs]
     gained = times(first[0] / first[1]) if first[0] is not None and first[1] else NOTHING

@@ -9,8 +9,8 @@ from rich.text import Text
 from forge.bench.judging import JudgeRun
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
 from forge.views.figures import count, plural, rate, size, times
-from forge.views.metrics import with_unit
-from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
+from forge.views.metrics import verdict, with_unit
+from forge.views.palette import QUIET, TITLE
 from forge.views.summary import RunLabel
 from forge.views.terminal import print_table
 from forge.views.text import one_line
@@ -67,12 +67,10 @@ def print_judging(
     console.print()
     print_table(console, two_sided_table(names, judging_rows(runs)))
     console.print()
-    if identical(runs):
-        tokens = plural(sum(map(len, runs[0].answers)), "token")
-        console.print(Text.assemble(("✓ identical", GOOD), f": {tokens} of {requests}"))
-    else:
-        differing = sum(one != other for one, other in zip(runs[0].answers, runs[1].answers, strict=True))
-        console.print(Text(f"✗ {plural(differing, 'answer')} of {requests} differ", TROUBLE))
+    tokens = plural(sum(map(len, runs[0].answers)), "token")
+    differing = sum(one != other for one, other in zip(runs[0].answers, runs[1].answers, strict=True))
+    different = f"{plural(differing, 'answer')} of {requests} differ"
+    console.print(verdict(identical(runs), f"{tokens} of {requests}", different))
 
 
 def judging_rows(runs: Sequence[JudgeRun]) -> list[Row]:

@@ -11,8 +11,8 @@ from forge.bench.workload import Workload
 from forge.trace.totals import Percentiles
 from forge.views.curves import short_name
 from forge.views.figures import NOTHING, count, ms, percent, plural, rate, times
-from forge.views.metrics import with_unit
-from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
+from forge.views.metrics import verdict, with_unit
+from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.serving import totals_object
 from forge.views.summary import RunLabel
 from forge.views.terminal import new_table, print_table
@@ -115,12 +115,10 @@ def identity_text(measured: Sequence[Measured], requests: int | None = None) -> 
     """Whether every way gave the same tokens, to all requests or to the first `requests`, which all ways had."""
     if requests == 0:
         return Text("tokens not compared: the two sides have no request in common", QUIET)
-    if not identical(measured, requests):
-        return Text("✗ the tokens differ between the ways", TROUBLE)
     outputs = measured[0].tokens[:requests]
     common = " that both sides have" if any(len(one.tokens) > len(outputs) for one in measured) else ""
-    same = f": {plural(len(outputs), 'request')}{common}, {count(sum(map(len, outputs)))} tokens each way"
-    return Text.assemble(("✓ identical", GOOD), same)
+    same = f"{plural(len(outputs), 'request')}{common}, {count(sum(map(len, outputs)))} tokens each way"
+    return verdict(identical(measured, requests), same, "the tokens differ between the ways")
 
 
 def _span(values: Sequence[int]) -> str:

@@ -7,12 +7,17 @@ from rich.text import Text
 from forge.trace.records import Spread, StepRecord
 from forge.trace.speculation_summary import draft_totals
 from forge.views.figures import count, ms, percent, plural, rate, size
-from forge.views.palette import QUIET
+from forge.views.palette import GOOD, QUIET, TROUBLE
 from forge.views.summary import RunLabel, RunResult
 from forge.views.text import one_line
 
 Fact = tuple[str, str]
 """A name and its figure, unit included."""
+
+
+def verdict(identical: bool, same: str, other: str) -> Text:
+    """`✓ identical: 72 tokens of 4 requests`, or `✗ the answers differ`."""
+    return Text.assemble(("✓ identical", GOOD), f": {same}") if identical else Text(f"✗ {other}", TROUBLE)
 
 
 def run_facts(result: RunResult) -> list[Fact]:

@@ -2,7 +2,20 @@
 
 import pytest
 
-from forge.book.chapter import Chapter, ChapterError, Check, Predict, Prose, Run, Source, Verdict, parse_chapter
+from forge.book.chapter import (
+    Chapter,
+    ChapterError,
+    Check,
+    Choice,
+    Finding,
+    Outcome,
+    Predict,
+    Prose,
+    Run,
+    Source,
+    Verdict,
+    parse_chapter,
+)
 
 TEXT = """# 7 · A title
 
@@ -31,15 +44,22 @@ How long?
 With a second paragraph.
 
 answer: {{a.ms:ms}}
-why: Because
+restated: How long, again?
+when: answer > 2 and not machine.busy
+Because
 of that.
+otherwise: Because it is fast.
 ```
 
 ```forge predict
 Which?
 
 - this one, if a.ms > 1
-- that one, with a comma, if True
+  Because of this,
+  over two lines.
+- that one, with a comma, otherwise
+- a third, never
+why: In any case.
 ```
 
 ```forge run a
@@ -59,6 +79,16 @@ And so is this.
 ```forge expect
 Fast.
     a.ms < 1
+otherwise: Not fast,
+    for once.
+```
+
+```forge finding
+when: a.ms < 1
+It is fast.
+
+otherwise:
+It is not fast: {{a.ms:ms}} ms.
 ```
 """
 
@@ -74,7 +104,7 @@ def kinds(blocks) -> list[str]:
 
 def test_blocks_come_in_the_order_of_the_text(chapter):
     assert chapter.title == "A title"
-    expected = "Prose Prose Source Predict Predict Run Verdict Verdict Prose Check Check"
+    expected = "Prose Prose Source Predict Predict Run Verdict Verdict Prose Check Check Finding"
     assert " ".join(kinds(chapter.blocks)) == expected
 
 
@@ -83,9 +113,17 @@ def test_each_kind_has_what_was_written(chapter):
     assert isinstance(prose, Prose) and "## not a heading" in prose.text
     assert source == Source("forge.model.qwen3.Qwen3.forward", ("one", "two"), "three", "four")
     assert number.question == "How long?\n\nWith a second paragraph."
-    assert number.answer == "{{a.ms:ms}}" and number.why == "Because\nof that."
-    assert [entry.text for entry in choice.choices] == ["this one", "that one, with a comma"]
-    assert [entry.condition for entry in choice.choices] == ["a.ms > 1", "True"]
+    assert number.answer == "{{a.ms:ms}}" and number.why == "" and number.short_question == "How long, again?"
+    assert number.outcomes == (
+        Outcome("answer > 2 and not machine.busy", "Because\nof that."),
+        Outcome(None, "Because it is fast."),
+    )
+    assert choice.choices == (
+        Choice("this one", "a.ms > 1", "Because of this,\nover two lines."),
+        Choice("that one, with a comma", None),
+        Choice("a third", "False"),
+    )
+    assert choice.why == "In any case." and choice.short_question == "Which?"
     assert run == Run("a", 'forge naive --only run "Once upon a time" 32')
 
 
@@ -94,6 +132,16 @@ def test_checks_are_certain_and_expectations_are_not(chapter):
     assert [claim.sentence for claim in check.claims] == ["It is so, over two lines.", "And so is this."]
     assert [claim.expression for claim in check.claims] == ["a.ms > 0", "a.ms < 5"]
     assert check.certain and not expectation.certain
+    assert [claim.otherwise for claim in (*check.claims, *expectation.claims)] == ["", "", "Not fast, for once."]
+
+
+def test_a_finding_has_its_outcomes(chapter):
+    finding = chapter.blocks[-1]
+    assert finding == Finding((Outcome("a.ms < 1", "It is fast."), Outcome(None, "It is not fast: {{a.ms:ms}} ms.")))
+
+
+def test_a_chapter_knows_what_it_asks_for(chapter):
+    assert chapter.names == {"a", "machine"}
 
 
 def test_a_step_begins_at_a_heading_and_at_a_run_and_ends_with_a_question(chapter):
@@ -101,7 +149,7 @@ def test_a_step_begins_at_a_heading_and_at_a_run_and_ends_with_a_question(chapte
         ["Prose"],
         ["Prose", "Source", "Predict"],
         ["Predict"],
-        ["Run", "Verdict", "Verdict", "Prose", "Check", "Check"],
+        ["Run", "Verdict", "Verdict", "Prose", "Check", "Check", "Finding"],
     ]
 
 
@@ -133,6 +181,15 @@ def block(kind: str, body: str) -> str:
         (block("source", "a.b\nbright: x"), "c.md:5: 'bright: x' is not one of"),
         (block("predict", "How?"), "c.md:5: a prediction has an answer"),
         (block("predict", "How?\n\nanswer: 12"), "c.md:5: an answer is one placeholder"),
+        (block("predict", "How?\n\n- this, if 1 > 0"), "c.md:5: of the choices one ends with ', otherwise'"),
+        (block("predict", "How?\n\nanswer: {{a.ms}}\nwhen: a.ms > 1\nSo."), "c.md:5: an 'otherwise' is missing"),
+        (block("finding", "when: 1 > 0\nSo."), "c.md:5: an 'otherwise' is missing"),
+        (block("finding", "when: 1 > 0\notherwise: So."), "c.md:5: no sentence for '1 > 0'"),
+        (block("finding", "otherwise: So.\nwhen: 1 > 0\nSo."), "c.md:5: 'otherwise' is the last outcome"),
+        (block("finding", "when: open('x')\nSo.\notherwise: No."), "c.md:5: not an expression: open('x')"),
+        (block("finding", "when: b.ms > 1\nSo.\notherwise: No."), "c.md: no run is called 'b'"),
+        (block("run model", "forge naive"), "c.md: no run can be called 'model'"),
+        ("# T\n\nIt took {{a.ms >}} ms.\n", "c.md: not an expression"),
         (block("check", "No expression."), "c.md:5: a check is sentences"),
         (block("check", "No.\n    a.ms >"), "c.md:5: not an expression"),
         (block("check", "Unknown.\n    a.ms > 1"), "c.md: no run is called 'a'"),

@@ -6,10 +6,11 @@ import shlex
 import pytest
 from rich.text import Text
 
-from forge.book.chapter import Check, Predict, Prose, Run, Source, Verdict, expressions_of, names_of
+from forge.book.chapter import ANSWER, GIVEN, Check, Predict, Prose, Run, Source, Verdict, expressions_of, names_of
 from forge.book.command_line import Given
 from forge.book.drawing import draw_step, lines_of
 from forge.book.measured import evaluate, expressions_in, names_in
+from forge.book.outcomes import render_outcomes
 from forge.book.reading import Reading
 from forge.book.shelf import chapters_folder, entries
 from forge.book.source_code import excerpt
@@ -43,7 +44,7 @@ def short(monkeypatch):
         "ARRAY_BYTES": 1 << 22,
     }.items():
         monkeypatch.setattr(kernels, name, value)
-    monkeypatch.setattr("forge.experiments.paged.TIMES", 1)
+    monkeypatch.setattr("forge.cli.arrivals.TIMES", 1)
     monkeypatch.setattr("forge.experiments.batching.TURNS", 1)
 
 
@@ -57,6 +58,25 @@ def typed_commands(entry) -> list[str]:
     fenced = [line for kind, body in FENCE.findall(text) if kind == "sh" for line in body.splitlines()]
     runs = {run.command for run in entry.chapter.runs()}
     return [line for line in fenced if line.startswith("forge ") and line not in runs]
+
+
+def ill_formed(text: str) -> str | None:
+    """What is wrong with a text as it is rendered, as far as a program can tell."""
+    faults = {
+        "a figure is missing": r"(?<!\d)–|\{\{|\bNone\b|\bnan\b|\binf\b",
+        "no sentence begins or ends so": r"^[a-z]|[^.?!:)`*]$",
+        "a full stop too many": r"\.\.(?!\.)|[,;] ?\.| [,.;]",
+        "singular and plural": r"(?<![\d.,])1 (?:tokens|rows|blocks|steps|requests|sequences|passes|forwards|times)\b",
+        "a word twice": r"\b(\w+) \1\b",
+    }
+    plain = " ".join(text.split())
+    return next((fault for fault, pattern in faults.items() if re.search(pattern, plain)), None)
+
+
+def test_a_text_that_is_not_well_formed_is_noticed():
+    assert not ill_formed("It took 4.0 ms, 1 step and 1.1 times as long. So (it is).")
+    assert ill_formed("It took – ms.") and ill_formed("It took 1 steps.") and ill_formed("It is is so.")
+    assert ill_formed("it is.") and ill_formed("It is") and ill_formed("It is..")
 
 
 def test_chapters_are_numbered_without_a_gap_and_each_is_a_command():
@@ -102,7 +122,7 @@ def test_nothing_is_said_before_it_is_measured(entry):
         elif isinstance(block, Predict):
             texts = (block.question, *(choice.text for choice in block.choices))
             asked = {name for text in texts for expression in expressions_in(text) for name in names_in(expression)}
-            assert asked <= over
+            assert asked <= {*over, *GIVEN}
         else:
             assert names_of(block.predict if isinstance(block, Verdict) else block) <= over
 
@@ -123,7 +143,7 @@ def test_a_chapter_runs_to_its_end_and_its_checks_hold(entry, capfd, short):
     assert max(map(len, out.splitlines())) <= 80
     for block in entry.chapter.blocks:
         for expression in expressions_of(block):
-            assert evaluate(expression, reading.measured) is not None
+            assert evaluate(expression, {**reading.measured, ANSWER: 1}) is not None
     for width in WIDTHS:
         for step in entry.chapter.steps():
             lines = lines_of(terminal(width), lambda console, step=step: draw_step(console, step, reading))
@@ -131,6 +151,9 @@ def test_a_chapter_runs_to_its_end_and_its_checks_hold(entry, capfd, short):
     certain = [judged for check in blocks(entry, Check) if check.certain for judged in reading.judge(check.claims)]
     assert certain and all(judged.holds for judged in certain)
     assert all(reading.verdict(predict) for predict in blocks(entry, Predict))
+    for outcome in render_outcomes(entry.chapter, reading.measured):
+        assert outcome.text is not None, f"no facts lead to this outcome of {outcome.question!r}: {outcome.condition}"
+        assert not ill_formed(outcome.text), f"{ill_formed(outcome.text)}: {outcome.text}"
 
 
 @each_chapter

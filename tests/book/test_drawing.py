@@ -5,8 +5,9 @@ import re
 import pytest
 from rich.text import Text
 
-from forge.book.chapter import Check, Claim, Prose, Run, Source, parse_chapter
+from forge.book.chapter import Check, Claim, Finding, Outcome, Prose, Run, Source, parse_chapter
 from forge.book.drawing import draw_block, draw_title, lines_of
+from forge.book.other_load import OtherLoad
 from forge.book.reading import Guess, Reading
 from forge.views.report import Report
 from tests.views.records import piped, terminal, written
@@ -17,7 +18,7 @@ TEXT = """# 3 · T
 Which of these?
 
 - slow, if a.ms > 10
-- fast, if True
+- fast, otherwise
 why: Because {{a.ms:ms}} ms.
 ```
 
@@ -87,18 +88,37 @@ def test_an_excerpt_says_that_it_was_cut(reading):
 def test_a_question_and_its_verdict(reading):
     predict, _, verdict = reading.chapter.blocks
     assert drawn(predict, reading) == "Predict\nWhich of these?\n  1  slow\n  2  fast\n"
-    assert drawn(verdict, reading) == "It is 2, fast.\nBecause 4.0 ms.\n"
+    assert drawn(verdict, reading) == "Which of these?\nIt is 2, fast.\nBecause 4.0 ms.\n"
     reading.guesses[predict] = Guess("1", 0)
     assert drawn(predict, reading).endswith("\nYou said 1.\n")
-    assert drawn(verdict, reading).startswith("It is 2, fast. You said 1.\n")
+    assert drawn(verdict, reading).startswith("Which of these?\nYou said 1, slow. It is 2, fast.\n")
 
 
 def test_a_check_says_what_holds(reading):
     claims = (Claim("It is {{a.ms:ms}}.", "a.ms == 4"), Claim("Slow.", "a.ms > 9"), Claim("Who knows.", "a.x"))
     out = drawn(Check(claims, certain=True), reading)
     assert "✓ It is 4.0." in out and "✗ Slow." in out and "· Who knows." in out
-    assert "not so in this run: a.ms > 9" in out and "busy" not in out
-    assert "busy machine" in drawn(Check(claims, certain=False), reading)
+    assert "so this is a bug" in out and "a.ms" not in out
+    expectation = Check(claims, certain=False)
+    assert "options that you gave" in drawn(expectation, reading)
+    reading.loads[reading.chapter.runs()[0]] = OtherLoad(1.5, 2)
+    assert "other programs kept the machine busy" in drawn(expectation, reading)
+    told = Check((Claim("Slow.", "a.ms > 9", "It took only {{a.ms:ms}} ms."),), certain=False)
+    assert drawn(told, reading) == "✗ Slow.\n  It took only 4.0 ms.\n"
+
+
+def test_a_finding_is_the_sentence_of_this_run(reading):
+    finding = Finding((Outcome("a.ms > 9", "Slow."), Outcome(None, "Fast: {{a.ms:ms}} ms.")))
+    assert drawn(finding, reading) == "Fast: 4.0 ms.\n"
+    reading.reports.clear()
+    assert drawn(finding, reading) == "This run does not tell.\n"
+
+
+def test_a_busy_machine_is_said_to_be_one(reading):
+    (run,) = reading.chapter.runs()
+    assert "busy" not in drawn(run, reading)
+    reading.loads[run] = OtherLoad(1.5, 2)
+    assert "Other programs kept 1.5 of 2 processors busy during this run" in drawn(run, reading)
 
 
 def test_no_colour_where_none_is_wanted(reading):

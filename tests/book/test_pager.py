@@ -128,13 +128,16 @@ def test_going_past_the_last_page_ends_the_chapter(reader):
 def test_a_guess_is_typed_and_held_against_what_was_measured(reader):
     pages = reader.read("n", "4", "backspace", "1", "4", "enter", "q")
     assert "Your guess: ▌" in pages[1] and "Your guess: 14▌" in pages[5]
-    assert "It is 7. You said 14: too high, by a factor of 2.0." in pages[-1] and "It took 7 ms." in pages[-1]
+    assert (
+        "How long?\nYou said 14. It is 7: your guess was too high by a factor of 2.0." in pages[-1]
+        and "It took 7 ms." in pages[-1]
+    )
 
 
 def test_an_answer_that_is_none_is_asked_for_again(reader):
     pages = reader.read("n", "-", "enter", "7", "enter", "q")
     assert "That should be a number. Your guess: ▌" in pages[3]
-    assert "That should be" not in pages[4] and "You said 7: exactly" in pages[-1]
+    assert "That should be" not in pages[4] and "You said 7. It is 7: your guess was exact." in pages[-1]
 
 
 def test_passing_gives_the_answer_without_a_guess(reader):

@@ -30,8 +30,8 @@ from forge.views.bench import BenchProgress
 from forge.views.charts import sparkline
 from forge.views.figures import NOTHING, count, ms, percent, plural
 from forge.views.json_output import as_object
-from forge.views.metrics import flowing
-from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
+from forge.views.metrics import flowing, verdict
+from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report
 from forge.views.summary import RunLabel
 from forge.views.terminal import can_redraw, new_table, open_console, open_error_console, print_table
@@ -259,7 +259,8 @@ def print_clients(console: Console, result: Crowded, facts: dict[str, Any]) -> N
     for line in flowing(_figures(facts), console.width):
         console.print(line)
     console.print()
-    console.print(_verdict(facts))
+    same, other = "the first client's story, in the crowd and alone", "the first client's story is another one alone"
+    console.print(verdict(facts["identical"], same, other))
 
 
 def _strips(result: Crowded) -> list[Text]:
@@ -328,9 +329,3 @@ def _figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if steps["missed"]:
         found.append(("steps not told", count(steps["missed"])))
     return found
-
-
-def _verdict(facts: dict[str, Any]) -> Text:
-    if facts["identical"]:
-        return Text.assemble(("✓ identical", GOOD), ": the first client's story, in the crowd and alone")
-    return Text("✗ the first client's story is another one alone", TROUBLE)

@@ -32,8 +32,8 @@ from forge.views.charts import bar, sparkline
 from forge.views.figures import count, ms, percent, plural, times
 from forge.views.generation import FRAMES_PER_SECOND, Unwatched
 from forge.views.json_output import run_object
-from forge.views.metrics import draft_facts, flowing
-from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
+from forge.views.metrics import draft_facts, flowing, verdict
+from forge.views.palette import ACCENT, GOOD, QUIET, TITLE
 from forge.views.report import Report
 from forge.views.speculation import Step, TokenText, marked_text, steps_of
 from forge.views.summary import RunLabel, RunResult
@@ -387,9 +387,7 @@ def _verdict(result: SpeculationResult) -> Text:
         return Text(
             f"{tokens}, drawn from the distribution that the target alone has; other draws than without a draft"
         )
-    if result.identical:
-        return Text.assemble(("✓ identical", GOOD), f": {tokens} with guesses and without")
-    return Text.assemble(("✗ the tokens differ", TROUBLE), " with guesses and without")
+    return verdict(result.identical, f"{tokens} with guesses and without", "the tokens differ with guesses and without")
 
 
 def _heading(proposers: Sequence[str], result: RunResult, width: int) -> Text:

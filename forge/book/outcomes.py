@@ -1,0 +1,201 @@
+"""Every outcome of every verdict and finding of a chapter, with facts that lead to it.
+
+A run shows one outcome of each. To see the others, single facts of that run are varied until their conditions hold: so
+each outcome is known to be reachable, and its sentences are read with numbers under which they are said.
+"""
+
+import ast
+import math
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from forge.book.chapter import ANSWER, Block, Chapter, Check, Finding, Outcome, Predict
+from forge.book.measured import Path, Touch, Unmeasured, check_expression, evaluate, fill
+from forge.book.reading import chosen, explanation, right_answer, right_choice
+from forge.views.palette import QUIET, TITLE, TROUBLE
+from forge.views.text import one_line
+
+TRIES = 4000
+OTHERWISE = "otherwise"
+_CONSTANT = re.compile(r"(?<![\w.\]])\d[\d_]*\.?\d*(?:e-?\d+)?|\"[^\"]*\"|'[^']*'")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One outcome as a reader would see it."""
+
+    question: str
+    """Of the prediction; or the beginning of the sentence, for a finding or a claim."""
+    condition: str
+    """`otherwise` for the last one."""
+    text: str | None
+    """None where no facts were found that lead to it."""
+
+
+def render_outcomes(chapter: Chapter, measured: Mapping[str, Any]) -> list[Rendered]:
+    """`measured`: the facts of a real run of the chapter, from which the search starts."""
+    return [rendered for block in chapter.blocks for rendered in _rendered(block, measured)]
+
+
+def print_outcomes(console: Console, outcomes: Sequence[Rendered]) -> None:
+    question = None
+    for outcome in outcomes:
+        if outcome.question != question:
+            question = outcome.question
+            console.print(Text(f"\n{question}", TITLE))
+        console.print(Text(f"when {outcome.condition}" if outcome.condition != OTHERWISE else OTHERWISE, QUIET))
+        shown = Text("no facts were found that lead to it", TROUBLE) if outcome.text is None else one_line(outcome.text)
+        console.print(Padding(shown, (0, 0, 0, 2), expand=False))
+
+
+def _rendered(block: Block, measured: Mapping[str, Any]) -> Iterator[Rendered]:
+    if isinstance(block, Predict):
+        yield from _of_prediction(block, measured)
+    elif isinstance(block, Finding):
+        for outcome in block.outcomes:
+            yield _find(outcome.text[:60], block.outcomes, outcome, measured)
+    elif isinstance(block, Check) and not block.certain:
+        for claim in block.claims:
+            if claim.otherwise:
+                outcomes = (Outcome(claim.expression, claim.sentence), Outcome(None, claim.otherwise))
+                yield from (_find(claim.sentence[:60], outcomes, outcome, measured) for outcome in outcomes)
+
+
+def _of_prediction(predict: Predict, measured: Mapping[str, Any]) -> Iterator[Rendered]:
+    question = predict.short_question
+    expressions = [predict.expression] if predict.answer else []
+    expressions += [outcome.condition for outcome in predict.outcomes if outcome.condition]
+    expressions += [choice.condition for choice in predict.choices if choice.condition]
+
+    def text(touch: Touch) -> str:
+        return f"{_answer(predict, measured, touch)} {explanation(predict, measured, touch)}".strip()
+
+    def find(condition: str | None, holds: Callable[[Touch], bool]) -> Rendered:
+        found = _search(holds, expressions, _with_answer(predict, measured, _untouched))
+        return Rendered(question, condition or OTHERWISE, None if found is None else text(found))
+
+    def is_right(index: int) -> Callable[[Touch], bool]:
+        return lambda touch: right_choice(predict, measured, touch) == index
+
+    def is_chosen(outcome: Outcome) -> Callable[[Touch], bool]:
+        return lambda touch: chosen(predict.outcomes, _with_answer(predict, measured, touch), touch) is outcome
+
+    for index, choice in enumerate(predict.choices):
+        if choice.condition != "False":
+            yield find(choice.condition, is_right(index))
+    for outcome in predict.outcomes:
+        yield find(outcome.condition, is_chosen(outcome))
+    if not predict.choices and not predict.outcomes:
+        yield Rendered(question, "always", text(_untouched))
+
+
+def _find(question: str, outcomes: Sequence[Outcome], outcome: Outcome, measured: Mapping[str, Any]) -> Rendered:
+    conditions = [one.condition for one in outcomes if one.condition]
+    found = _search(lambda touch: chosen(outcomes, measured, touch) is outcome, conditions, measured)
+    text = None if found is None else fill(outcome.text, measured, found)
+    return Rendered(question, outcome.condition or OTHERWISE, text)
+
+
+def _answer(predict: Predict, measured: Mapping[str, Any], touch: Touch) -> str:
+    if predict.choices:
+        right = right_choice(predict, measured, touch)
+        return "" if right is None else f"It is {right + 1}, {fill(predict.choices[right].text, measured, touch)}."
+    return f"It is {fill(predict.answer, measured, touch)}."
+
+
+def _with_answer(predict: Predict, measured: Mapping[str, Any], touch: Touch) -> Mapping[str, Any]:
+    return {**measured, ANSWER: right_answer(predict, measured, touch)} if predict.answer else measured
+
+
+def _untouched(path: Path, value: Any) -> Any:
+    return value
+
+
+def _search(holds: Callable[[Touch], bool], expressions: Sequence[str], measured: Mapping[str, Any]) -> Touch | None:
+    """Values in place of some that the expressions read, so that `holds`; None where none are found."""
+    if holds(_untouched):
+        return _untouched
+    leaves = _leaves(expressions, measured)
+    constants = [_constant(text) for expression in expressions for text in _CONSTANT.findall(expression)]
+    draw = random.Random(0)
+    for attempt in range(TRIES):
+        values = _varied(leaves, constants, draw, spread=0.1 + 3 * attempt / TRIES)
+
+        def touch(path: Path, value: Any, values: Mapping[Path, Any] = values) -> Any:
+            return values.get(path, value)
+
+        if holds(touch):
+            return touch
+    return None
+
+
+def _leaves(expressions: Sequence[str], measured: Mapping[str, Any]) -> dict[Path, Any]:
+    """The single values that the expressions read, by where they lie."""
+    read: dict[Path, Any] = {}
+
+    def note(path: Path, value: Any) -> Any:
+        if path[0] != ANSWER:
+            read[path] = value
+        return value
+
+    for expression in expressions:
+        for part in _parts(expression):
+            with suppress(Unmeasured):
+                evaluate(part, measured, note)
+    return read
+
+
+def _parts(expression: str) -> list[str]:
+    """The expression, and what in it need not have been evaluated: operands of `and` and `or`, all of a generator."""
+    parts = [expression]
+    for node in ast.walk(check_expression(expression)):
+        if isinstance(node, ast.BoolOp):
+            parts += map(ast.unparse, node.values)
+        elif isinstance(node, ast.GeneratorExp):
+            parts.append(ast.unparse(ast.ListComp(node.elt, node.generators)))
+    return parts
+
+
+def _varied(
+    leaves: Mapping[Path, Any], constants: Sequence[Any], draw: random.Random, spread: float
+) -> dict[Path, Any]:
+    """Other values for some of the leaves: each scaled by a factor of its own, or all by the same."""
+    chance = draw.choice((0.2, 0.5, 1.0))
+    together = 10 ** draw.uniform(-spread, spread)
+    at_once = draw.random() < 0.3
+    values = {}
+    for path, value in leaves.items():
+        if draw.random() < chance:
+            factor = together if at_once else 10 ** draw.uniform(-spread, spread)
+            other = _other(value, factor, constants, list(leaves.values()), draw)
+            is_share = str(path[-1]).endswith("share") and isinstance(other, float)
+            values[path] = min(1.0, other) if is_share else other
+    return values
+
+
+def _other(value: Any, factor: float, constants: Sequence[Any], values: Sequence[Any], draw: random.Random) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return draw.random() < 0.5
+    if value is None:
+        return draw.choice([None, 1.0, factor])
+    same = [one for one in (*constants, *values) if isinstance(one, str) == isinstance(value, str) and one is not None]
+    if isinstance(value, str) or draw.random() < 0.2:
+        return draw.choice(same) if same else value
+    varied = value * factor
+    return max(0, math.ceil(varied) if factor > 1 else math.floor(varied)) if isinstance(value, int) else varied
+
+
+def _constant(text: str) -> Any:
+    if text[0] in "\"'":
+        return text[1:-1]
+    number = float(text.replace("_", ""))
+    return int(number) if number.is_integer() else number

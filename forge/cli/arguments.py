@@ -1,0 +1,139 @@
+"""Dataclasses as options: a command that takes an `EngineArgs` has an option for each of its fields.
+
+    @command
+    def generate(prompt: Prompt, engine: EngineArgs, sampling: Annotated[SamplingParams, Takes(without="max_tokens")]):
+
+Fields with the metadata of `forge.option` become options: name, type, default and help come from the field. `Takes`
+names those of one command, and its own defaults.
+"""
+
+import builtins
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+import typer
+
+from forge.cli.completion import COMPLETIONS
+from forge.errors import UsageError
+from forge.option import flag_of
+
+_Made = TypeVar("_Made")
+_CONTEXT = "ctx"
+
+
+class Takes:
+    """Which fields of a dataclass a command takes, as words with spaces between them: those named, or all but those
+    `without`; and the command's own defaults."""
+
+    def __init__(self, names: str = "", *, without: str = "", **defaults: Any):
+        self.names, self.without, self.defaults = names.split(), without.split(), defaults
+
+    def fields_of(self, made: type) -> "list[Field[Any]]":
+        options = {field.name: field for field in fields(made) if "help" in field.metadata}
+        assert options.keys() >= {*self.names, *self.without, *self.defaults}, f"{made.__name__} has not all of these"
+        return [options[name] for name in self.names or options if name not in self.without]
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with options in the place of each parameter that is a dataclass, for typer to read."""
+    parameters: list[Parameter] = []
+    parts: dict[str, tuple[type, Takes]] = {}
+    for parameter in signature(function, eval_str=True).parameters.values():
+        made, *marks = get_args(parameter.annotation) if _is_annotated(parameter) else (parameter.annotation,)
+        if is_dataclass(made):
+            takes = parts[parameter.name] = (made, marks[0] if marks else Takes())
+            parameters += [_option(field, *takes) for field in takes[1].fields_of(made)]
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+    has_context = any(parameter.annotation is typer.Context for parameter in parameters)
+    if not has_context:
+        parameters.append(Parameter(_CONTEXT, Parameter.KEYWORD_ONLY, annotation=typer.Context))
+
+    @wraps(function)
+    def run(**given: Any) -> Any:
+        context = given[_CONTEXT] if has_context else given.pop(_CONTEXT)
+        for name, (made, takes) in parts.items():
+            chosen = takes.fields_of(made)
+            _check_needs(chosen, given, context)
+            values = {field.name: given.pop(field.name) for field in chosen}
+            given[name] = make(made, values)
+        return function(**given)
+
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {}
+    return run
+
+
+def make(made: Callable[..., _Made], values: Mapping[str, Any], **changed: Any) -> _Made:
+    """The dataclass from a command's parameters: what is None, or an empty list, was not given. `values` may have
+    others' parameters in it. Raises its `UsageError`."""
+    names = [field.name for field in fields(made)]  # type: ignore[arg-type]
+    given = {name: values[name] for name in names if values.get(name) is not None and values[name] != []}
+    return made(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()} | changed)
+
+
+def was_given(context: typer.Context, name: str) -> bool:
+    """Whether the parameter was given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _check_needs(chosen: "Sequence[Field[Any]]", given: Mapping[str, Any], context: typer.Context) -> None:
+    for field in chosen:
+        needed = field.metadata["needs"]
+        flag = needed.partition(" ")[0]
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in given and given[name] is None and was_given(context, field.name):
+            raise UsageError(f"{flag_of(field.name)} means nothing without {flag}: give {needed} too, or leave it out")
+
+
+def _is_annotated(parameter: Parameter) -> bool:
+    return get_origin(parameter.annotation) is Annotated
+
+
+def _option(field: "Field[Any]", made: type, takes: Takes) -> Parameter:
+    """The field as typer has options."""
+    words, kind = field.metadata, _kind(field, made)
+    default = takes.defaults.get(field.name, field.default)
+    default = None if default == () else default
+    flags = words["flags"].split() or [flag_of(field.name)]
+    if kind is bool and default:
+        flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
+    info = typer.Option(
+        *flags,
+        help=words["help"],
+        rich_help_panel=words["group"] or None,
+        show_default=default is not None or words["shown"] or False,
+        metavar=words["metavar"],
+        envvar=words["envvar"],
+        autocompletion=COMPLETIONS.get(field.name),
+        dir_okay=kind is not Path,
+    )
+    optional = Annotated[kind | None if default is None else kind, info]
+    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=optional)
+
+
+def _kind(field: "Field[Any]", made: type) -> Any:
+    """The type that the option's value has on the command line: text, where a field takes text or other things."""
+    found = eval(field.type, {}, _Names(made)) if isinstance(field.type, str) else field.type
+    members = get_args(found) if get_origin(found) in (Union, UnionType) else (found,)
+    kinds = {get_origin(member) or member for member in members}
+    if kinds & {Sequence, tuple}:
+        return list[str]
+    return next((kind for kind in (str, bool, int, float, Path) if kind in kinds), str)
+
+
+class _Names(dict[str, Any]):
+    """The names of a dataclass's module; those that only a type checker imports are `object`."""
+
+    def __init__(self, made: type):
+        super().__init__(vars(sys.modules[made.__module__]))
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, object)

@@ -1,0 +1,286 @@
+"""`EngineArgs`: every option of an engine once, with its type, default, help, and what it excludes.
+
+`LLM`'s keywords, the options of `forge generate`, `forge serve` and the other commands, and the chapters' come from
+these fields. A new option is one field here, and its use in `LLM`. Importing this module loads no engine, so that
+`--help` answers at once; an instance is checked when it is made, before anything is loaded.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import wraps
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from forge.errors import UsageError
+from forge.model.catalog import DEFAULT_MODEL
+from forge.option import flag_of, option
+from forge.trace.records import PreemptionMode
+
+if TYPE_CHECKING:
+    from forge.cache.factory import CacheFactory
+    from forge.engine.policies import AdmissionOrder, SchedulerConfig, VictimPolicy
+    from forge.engine.proposer import Proposer
+    from forge.model.loader import LoadedModel, LoadProgress
+
+_MODEL, _SPECULATION, _SCHEDULER = "Model", "Speculation", "Scheduler"
+KV_KINDS = {
+    "off": "every forward computes the whole sequence again",
+    "basic": "a contiguous run per sequence (also: on)",
+    "paged": "blocks from one pool",
+    "prefix": "paged, and prompts that begin alike share blocks",
+}
+CPU_ONESHOT_MEMORY = 40 << 20
+"""Temporary bytes that a step takes for prefill-only requests on the CPU: about what its caches hold. A forward over
+2,048 rows of the 0.6B shape needs 134 MB and computes 970 tokens/s; over 512 rows 1,150."""
+LARGE_GPU_STEP_TOKENS = 8192
+"""Tokens of a step there, for the reason given next; not measured."""
+LARGE_GPU_ONESHOT_TOKENS, LARGE_GPU_ONESHOT_MEMORY = 8192, 4 << 30
+"""Its products come in waves of tiles, one per multiprocessor. Counted, not measured: 2,048 rows by a matrix of 2,560
+make 160 tiles of 128 x 256, two waves of which 132 multiprocessors idle through 39 %; 8,192 rows idle through 3 %."""
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
+_P = ParamSpec("_P")
+_Built = TypeVar("_Built")
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """The options of an engine. Raises `UsageError` for a value that has no meaning, and for two that exclude each
+    other, naming them as on the command line."""
+
+    model: "str | Path | LoadedModel" = option(
+        DEFAULT_MODEL,
+        "A bundled or pulled model's name, a GGUF file, a Hugging Face folder, or hash.",
+        flags="--model -m",
+    )
+    _: KW_ONLY
+    kv: "str | CacheFactory | None" = option(
+        None,
+        f"KV cache: {'; '.join(f'{kind}, {what}' for kind, what in KV_KINDS.items())}.",
+        shown="off, or paged with --speculate",
+    )
+    """Or a function from a `CacheSize` to a `KvCache`."""
+    speculate: "str | Proposer | None" = option(
+        None,
+        "Guess tokens ahead and verify them together: draft, a small model; ngram, what followed before; grammar, "
+        "what a grammar leaves no choice about; off.",
+        shown="off",
+    )
+    """Or a `Proposer`."""
+
+    device: str = option("cpu", "cpu, reference or cuda.", _MODEL)
+    threads: int | None = option(None, "CPU threads.", _MODEL, shown="all usable CPUs")
+    quantize: str | None = option(None, "Quantize float weights as they are loaded: q8_0.", _MODEL)
+    max_model_len: int | None = option(
+        None,
+        "Prompt and output tokens at most; bounds the memory reserved.",
+        _MODEL,
+        shown="the model's context, up to 4,096",
+    )
+    block_size: int = option(16, "Tokens per KV block.", _MODEL)
+    num_blocks: int | None = option(
+        None, "Blocks in the KV cache's pool.", _MODEL, shown="512 for paged and prefix, or what one sequence may take"
+    )
+    kv_memory: int | str | None = option(None, "The pool's size in bytes instead: 64MB, 1.5GB, 256MiB.", _MODEL)
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Or from what the GPU has left: the share of its memory that may be in use.",
+        _MODEL,
+        shown="what all sequences need, up to 0.9",
+    )
+    kv_dtype: str | None = option(
+        None, "What keys and values are rounded to: float32, float16 or bfloat16.", _MODEL, shown="the device's own"
+    )
+    invariant: bool = option(
+        False, "One tiling for every batch, so that bits never depend on it (cuda; elsewhere they never do).", _MODEL
+    )
+    kernels: str | None = option(None, "triton, or torch (cuda).", _MODEL, shown="triton")
+
+    draft: str | Path | Sequence[str | Path] = option(
+        (),
+        "The draft model; may be repeated, then all of them guess.",
+        _SPECULATION,
+        shown="tales-draft",
+        needs="--speculate draft",
+    )
+    k: int = option(4, "Tokens to guess at a time, at most.", _SPECULATION, needs="--speculate draft or ngram")
+    speculate_fixed: bool = option(False, "Always guess that many, also where it loses.", _SPECULATION)
+    acceptance: str = option(
+        "gumbel",
+        "Which draft tokens stand when tokens are sampled: gumbel (the output is the same as without a draft) or "
+        "rejection (more are accepted; reproducible only with --speculate-fixed).",
+        _SPECULATION,
+        needs="--speculate draft or ngram",
+    )
+
+    max_num_seqs: int = option(16, "Sequences that may run at once.", _SCHEDULER)
+    max_num_batched_tokens: int | None = option(
+        None, "Tokens that one step may compute.", _SCHEDULER, shown="512, or 8,192 on a large GPU"
+    )
+    chunked_prefill: bool = option(
+        True, "Long prompts in pieces beside decodes, or whole in a step of their own.", _SCHEDULER
+    )
+    order: "str | AdmissionOrder" = option(
+        "fcfs",
+        "Who is admitted first: fcfs; priority; sjf, the shortest job; sjf-aged, the same without starvation.",
+        _SCHEDULER,
+    )
+    """Or a function of one's own, as is `preempt`."""
+    preempt: "str | VictimPolicy" = option(
+        "lifo", "Which sequence is preempted: lifo (the newest), or least-progressed.", _SCHEDULER
+    )
+    mode: PreemptionMode = option("recompute", "What becomes of them: recompute, or swap.", _SCHEDULER)
+    num_host_blocks: int = option(256, "Blocks in the pool to swap to.", _SCHEDULER)
+    prefix_planning: bool = option(
+        True, "Requests that begin alike wait while one of them computes what they share.", _SCHEDULER
+    )
+    """Without it, prefill-only requests share nothing."""
+    oneshot: bool = option(True, "A generation of one token at most is prefill-only.", _SCHEDULER)
+    oneshot_tokens: int | None = option(
+        None,
+        "Tokens of prefill-only requests in one step.",
+        _SCHEDULER,
+        shown="2,048, or 8,192 on a large GPU",
+    )
+    oneshot_memory: int | str | None = option(
+        None, "Temporary memory that a step may take for them.", _SCHEDULER, shown="what the caches bear"
+    )
+    check: bool = option(False, "After each step, see that every rule of scheduler and cache holds.", _SCHEDULER)
+    """Raises AssertionError where one does not."""
+
+    time_operations: bool = False
+    """Keep time per layer and operation, for `LLM.operation_times()`."""
+    on_load_progress: "LoadProgress | None" = None
+    """Called with (bytes loaded, bytes in all)."""
+    on_compile_progress: Callable[[int, int], None] | None = None
+    """Called with (kernels compiled, kernels in all) if any have to be, which happens once per machine."""
+
+    def __post_init__(self) -> None:
+        from forge.backends.devices import check_device
+        from forge.cache.factory import canonical_mode
+        from forge.cache.kv_storage import KV_DTYPES
+        from forge.speculation.setup import checked_acceptance, checked_mode
+
+        _require_positive("block_size", self.block_size)
+        checked_mode(self.speculate, self.k)
+        checked_acceptance(self.acceptance)
+        self._config(self.max_num_batched_tokens, self.oneshot_tokens, self.oneshot_bytes)  # checks the scheduler's
+        sizes = {"num_blocks": self.num_blocks, "kv_memory": self.pool_bytes}
+        for name, value in (sizes | {"threads": self.threads, "max_model_len": self.max_model_len}).items():
+            if value is not None:
+                _require_positive(name, value)
+        if self.gpu_memory_utilization is not None:
+            self._check_gpu_memory(self.gpu_memory_utilization)
+        if self.num_blocks is not None and self.kv_memory is not None:
+            raise UsageError("--num-blocks and --kv-memory both say how large the KV cache is: give one of them")
+        if self.kv_dtype not in (None, *KV_DTYPES):
+            raise UsageError(f"unknown kv dtype {self.kv_dtype!r}; supported: {', '.join(KV_DTYPES)}")
+        if isinstance(self.cache, str):
+            canonical_mode(self.cache)
+        check_device(self.device, self.quantize, self.invariant, self.kernels)
+
+    @property
+    def cache(self) -> "str | CacheFactory":
+        """The cache to make: speculation needs one, so there the default is paged."""
+        if self.kv is None:
+            return "off" if self.speculate in (None, "off") else "paged"
+        return self.kv.strip() if isinstance(self.kv, str) else self.kv
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """`kv_memory` as a number."""
+        return memory_bytes(self.kv_memory, "--kv-memory")
+
+    @property
+    def oneshot_bytes(self) -> int | None:
+        """`oneshot_memory` as a number."""
+        return memory_bytes(self.oneshot_memory, "--oneshot-memory")
+
+    @property
+    def drafts(self) -> Sequence[str | Path]:
+        return [self.draft] if isinstance(self.draft, str | Path) else self.draft
+
+    def scheduler_config(self) -> "SchedulerConfig":
+        """What the scheduler is set to, with what suits the device where nothing was given."""
+        from forge.backends.devices import is_large_gpu
+
+        step_tokens, oneshot_tokens, oneshot_bytes = (
+            self.max_num_batched_tokens,
+            self.oneshot_tokens,
+            self.oneshot_bytes,
+        )
+        if is_large_gpu(self.device):
+            step_tokens = step_tokens if step_tokens is not None else max(LARGE_GPU_STEP_TOKENS, self.max_num_seqs)
+            oneshot_tokens = oneshot_tokens if oneshot_tokens is not None else LARGE_GPU_ONESHOT_TOKENS
+            oneshot_bytes = oneshot_bytes if oneshot_bytes is not None else LARGE_GPU_ONESHOT_MEMORY
+        elif self.device == "cpu" and oneshot_bytes is None:
+            oneshot_bytes = CPU_ONESHOT_MEMORY
+        return self._config(step_tokens, oneshot_tokens, oneshot_bytes)
+
+    def _config(
+        self, step_tokens: int | None, oneshot_tokens: int | None, oneshot_bytes: int | None
+    ) -> "SchedulerConfig":
+        from forge.engine.policies import DEFAULT_ONESHOT_MEMORY, DEFAULT_ONESHOT_TOKENS, SchedulerConfig
+
+        return SchedulerConfig(
+            self.max_num_seqs,
+            step_tokens,
+            self.chunked_prefill,
+            self.order,
+            self.preempt,
+            self.mode,
+            self.num_host_blocks,
+            self.prefix_planning,
+            self.oneshot,
+            oneshot_tokens if oneshot_tokens is not None else DEFAULT_ONESHOT_TOKENS,
+            oneshot_bytes if oneshot_bytes is not None else DEFAULT_ONESHOT_MEMORY,
+        )
+
+    def _check_gpu_memory(self, utilization: float) -> None:
+        if self.device != "cuda":
+            raise UsageError(f"--gpu-memory-utilization is for --device cuda: on {self.device} give --kv-memory")
+        if self.num_blocks is not None or self.kv_memory is not None:
+            other = "--num-blocks" if self.num_blocks is not None else "--kv-memory"
+            raise UsageError(
+                f"--gpu-memory-utilization and {other} both say how large the KV cache is: give one of them"
+            )
+        from forge.backends.cuda.sizes import checked_utilization
+
+        checked_utilization(utilization)
+
+
+def memory_bytes(size: int | str | None, flag: str = "--kv-memory") -> int | None:
+    """`64MB` as a number of bytes: k, M, G and T are powers of 1000, with an i behind them of 1024. A number is itself.
+
+    Raises `UsageError` for any other text.
+    """
+    if not isinstance(size, str):
+        return size
+    match = _BYTES.fullmatch(size.strip())
+    if match is None or (match[3] and not match[2]):
+        raise UsageError(f"{flag} takes a size such as 64MB, 1.5GB or 256MiB, and {size!r} is none")
+    power = " kmgt".index(match[2].lower() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def keywords_of(
+    args: Callable[_P, EngineArgs],
+) -> Callable[[Callable[[_Built, EngineArgs], None]], Callable[Concatenate[_Built, _P], None]]:
+    """Give a constructor that takes `EngineArgs` their fields as its parameters, for callers, editors and mypy."""
+
+    def decorate(init: Callable[[_Built, EngineArgs], None]) -> Callable[Concatenate[_Built, _P], None]:
+        @wraps(init)
+        def construct(self: _Built, /, *given: _P.args, **named: _P.kwargs) -> None:
+            init(self, args(*given, **named))
+
+        parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *signature(args).parameters.values()]
+        construct.__signature__ = signature(args).replace(parameters=parameters)  # type: ignore[attr-defined]
+        return construct
+
+    return decorate
+
+
+def _require_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{flag_of(name)} must be a whole number of at least 1, got {value!r}")

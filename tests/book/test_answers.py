@@ -1,0 +1,46 @@
+"""What the chapters give as answers to their exercises is so: each exercise's command is run and its figures are read."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from forge.book.shelf import find
+from forge.cli.main import main
+
+FENCE = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def exercises(number: int) -> list[str]:
+    """The commands of a chapter's exercises."""
+    text = find(str(number)).path.read_text(encoding="utf-8")
+    return [
+        line
+        for block in FENCE.findall(text.split("## Exercises\n")[1].split("\n## ")[0])
+        for line in block.split("\n")
+        if line
+    ]
+
+
+@pytest.fixture
+def facts(capfd):
+    """Run a command line and return what it prints with `--json`."""
+
+    def run(line: str) -> dict:
+        main([*shlex.split(line)[1:], "--json"])
+        return json.loads(capfd.readouterr().out)
+
+    return run
+
+
+def test_chapter_6(facts):
+    swapping, small_budget, forgotten = exercises(6)
+    plain = facts("forge trace-scheduler --requests 12 --num-blocks 20")["totals"]
+    swapped = facts(swapping)["totals"]
+    assert plain["tokens_recomputed"] > 0 == swapped["tokens_recomputed"] and swapped["swaps"] > 0
+    assert plain["tokens_computed"] - swapped["tokens_computed"] == plain["tokens_recomputed"]
+    limited = facts(small_budget)["totals"]
+    assert limited["steps_by_class"]["mixed"] > plain["steps_by_class"]["mixed"]
+    found = facts(forgotten)
+    assert found["caught_by"] == "tokens" and found["different"] > 0 and found["message"] is None

@@ -1,0 +1,27 @@
+"""The table of commands: what the list says is what the commands say, and a module is imported when it is named."""
+
+import inspect
+
+import pytest
+
+from forge.cli.main import PANELS, command_named
+from tests.cli.test_imports import modules_after
+
+
+@pytest.mark.parametrize(("name", "summary"), [pair for commands in PANELS.values() for pair in commands.items()])
+def test_a_command_is_what_the_list_says(name, summary):
+    command = command_named(name)
+    assert command is not None and command.name == name and command.help
+    assert " ".join(inspect.cleandoc(command.help).split("\n\n")[0].split()) == summary
+
+
+def test_there_is_no_command_that_is_not_in_the_list():
+    assert command_named("nothing") is None
+
+
+def test_the_list_imports_no_command_and_a_command_no_other():
+    listed = modules_after("from forge.cli.main import main; main(['--help'])")
+    named = modules_after("from forge.cli.main import main; main(['generate', '--help'])")
+    commands = {f"forge.cli.{name.replace('-', '_')}" for names in PANELS.values() for name in names}
+    assert not listed & commands and not [name for name in listed if name.startswith("forge.experiments.")]
+    assert named & commands == {"forge.cli.generate"}
