@@ -88,6 +88,8 @@ class ClusterClient(EngineClient):
 
     def new_metrics(self, model_name: str, ready: Ready) -> ClusterMetrics:
         self.metrics = ClusterMetrics(model_name, ready, self.replica_of)
+        for _, name in self._followers:
+            self.metrics.join(name)
         return self.metrics
 
     def replica_of(self, request_id: str) -> str | None:
@@ -222,6 +224,8 @@ class ClusterClient(EngineClient):
             if (deployment, name) not in self._followers and not self._is_leaving:
                 task = asyncio.get_running_loop().create_task(self._follow(handle, name))
                 self._followers[deployment, name] = task
+                if self.metrics is not None:
+                    self.metrics.join(name)
         self._sum_gauges()
 
     async def _follow(self, handle: DeploymentHandle, name: str) -> None:

@@ -40,6 +40,10 @@ class ClusterMetrics:
         for step in report.steps:
             self.of(name).take_step(step)
 
+    def join(self, name: str) -> None:
+        """A replica runs."""
+        self._gauges.setdefault(name, Gauges())
+
     def leave(self, name: str) -> None:
         """A replica has ended: it has no gauges any more."""
         self._gauges.pop(name, None)

@@ -25,11 +25,12 @@ from forge.engine.step_plan import Outcome, StepPlan
 
 @dataclass(frozen=True)
 class StepTime:
-    """Milliseconds of a step: a fixed part, and one for each row by its kind."""
+    """Milliseconds of a step: a fixed part, and one for each row by its kind. The defaults were measured on the bundled
+    model `tales` with one thread of a Zen 4 core: prompts of 16 to 512 tokens, 1 to 32 sequences that decode."""
 
-    fixed: float = 6.0
-    prefill_token: float = 0.10
-    decode_token: float = 0.15
+    fixed: float = 0.3
+    prefill_token: float = 0.11
+    decode_token: float = 0.11
 
     def of(self, plan: StepPlan) -> float:
         """Seconds that a step takes."""
@@ -45,8 +46,9 @@ class SimulationOptions:
     replicas: int = 8
     router: str = "prefix"
     trace: TraceShape = TraceShape()
-    load: float = 0.7
-    """New conversations arrive so fast that this share of all replicas' time would be used without any cache hit..."""
+    load: float = 1.2
+    """Conversations begin so fast that this share of all replicas' time would be used without a cache hit: above 1, the
+    replicas keep up only because of their caches."""
     num_blocks: int = 1024
     """Of each replica's cache."""
     block_size: int = 64
@@ -230,13 +232,11 @@ class Simulation:
 
     def _arrive(self, turn: Turn) -> None:
         seq_id, size = next(self._names), self.options.block_size
-        began = time.perf_counter()
         keys = next(iter(self.replicas.values())).cache.prefix_keys(turn.prompt[:-1])
         request = RouteRequest(str(seq_id), keys, len(turn.prompt), len(turn.answer), size)
         decided = time.perf_counter()
         decision = self.router.route(request)
         self.result.decision_seconds += time.perf_counter() - decided
-        del began
         self.result.num_requests += 1
         self.result.prompt_tokens += len(turn.prompt)
         self.result.reasons[decision.why] = self.result.reasons.get(decision.why, 0) + 1

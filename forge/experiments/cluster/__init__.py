@@ -181,9 +181,8 @@ def print_routers(console: Console, facts: dict[str, Any], runs: "Sequence[Local
     one, most = facts["one_engine"], max(max(run.computed_by_replica) for run in runs)
     console.print(Text(QUESTION, TITLE))
     head = (
-        f"{plural(facts['requests'], 'request')} of conversations over {SYSTEMS} system prompts, "
-        f"{count(facts['prompt_tokens'])} prompt tokens, {plural(facts['replicas'], 'engine')}, "
-        f"{facts['num_blocks']} blocks each"
+        f"{plural(facts['requests'], 'request')}, {count(facts['prompt_tokens'])} prompt tokens, {SYSTEMS} system "
+        f"prompts; {plural(facts['replicas'], 'engine')} of {facts['num_blocks']} blocks"
     )
     print_lines(console, [Text(head, QUIET), Text("")])
     table = new_table("router", "computed", "found", "of one engine's", "busiest / mean")

@@ -25,8 +25,8 @@ from forge.views.terminal import new_table, open_error_console, print_lines, pri
 
 DECODING, DECODED = 4, 120
 """Sequences that decode, and the tokens of each."""
-PROMPT, EVERY = 1900, 24
-"""Tokens of the prompts that arrive, and steps between two of them."""
+PROMPT, ARRIVALS, EVERY = 1900, 4, 24
+"""Tokens of the prompts that arrive, how many, and the steps between two of them."""
 LENGTHS = (64, 512, 1900)
 """Of the prompts that are handed over and timed."""
 CHUNK = 128
@@ -87,11 +87,12 @@ def run_way(llm: LLM, name: str, decoded: int) -> Way:
     engine, prefills = llm.new_engine(**options), llm.new_engine()
     last: dict[int, float] = {}
     arrived: dict[int, float] = {}
+    num_arrivals = min(ARRIVALS, decoded // EVERY)
     seq_ids = [engine.add_request(f"d{number}", _prompt(8, number), params)[0] for number in range(DECODING)]
     names = [f"d{number}" for number in range(DECODING)]
     clock, steps = 0.0, 0
     while engine.has_unfinished():
-        if steps and steps % EVERY == 0 and any(seq_id in last for seq_id in seq_ids) and len(names) < 3 * DECODING:
+        if steps and steps % EVERY == 0 and steps <= EVERY * num_arrivals:
             prompt, request_id, waited, handoff = _prompt(PROMPT, 100 + steps), f"p{steps}", 0.0, None
             if name == "apart":
                 handoff, waited = _prefilled(prefills, prompt)

@@ -54,7 +54,7 @@ def print_scale(console: Console, facts: dict[str, Any], step_time: StepTime) ->
     console.print(Text(QUESTION, TITLE))
     head = (
         f"{count(facts['requests'])} requests of conversations and agents, simulated: a step takes "
-        f"{step_time.fixed:g} ms and {step_time.prefill_token:g} ms for each prompt token"
+        f"{step_time.fixed:g} ms, and {step_time.prefill_token:g} ms for each token"
     )
     print_lines(console, [Text(head, QUIET), Text("")])
     table = new_table("router", "engines", "found", "busiest", "TTFT p50", "p99", "decisions/s")
