@@ -40,7 +40,7 @@ PANELS: dict[str, dict[str, str]] = {
         "chapter": "Read a chapter: the same as its own command, whose options it takes.",
         "next": "Go on where you stopped.",
         **experiments.summaries(),
-        "build": "Write a part of the engine yourself: ten exercises, checked, and run by the real engine.",
+        "build": "Write a part of the engine yourself: eleven exercises, checked, and run by the real engine.",
     },
     "Run": {
         "generate": "Continue a prompt, and watch what every forward costs.",

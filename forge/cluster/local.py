@@ -13,8 +13,10 @@ from forge.cluster.events import EventLog
 from forge.cluster.fleet import Fleet, RouteDecision, RouteRequest
 from forge.cluster.routers import Router, new_router
 from forge.engine.engine import Engine
+from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
+from forge.trace.records import StepRecord
 
 
 @dataclass
@@ -101,6 +103,8 @@ class LocalCluster:
                 raise UsageError("routing by prefix needs engines with --kv prefix")
             self.logs[name] = EventLog()
             self.logs[name].observe(engine.cache.index)
+        self.on_step: Callable[[str, StepRecord], None] = lambda name, record: None
+        """Called with an engine's name and each of its steps."""
         self._index = PrefixIndex()
         self._where: dict[str, str] = {}
         """From the id of a request that runs to its engine."""
@@ -118,7 +122,7 @@ class LocalCluster:
         """One step of each engine that has work; the ids of the requests that ended in it."""
         for name, engine in self.engines.items():
             if engine.has_unfinished():
-                engine.step()
+                self.on_step(name, engine.step())
                 if self.router.needs_events:
                     self.fleet.apply(name, self.logs[name].take())
         ended = [one for one, name in self._where.items() if not self.engines[name].is_unfinished(one)]
@@ -126,7 +130,7 @@ class LocalCluster:
             self.fleet.end(request_id)
         return ended
 
-    def take_output(self, request_id: str):
+    def take_output(self, request_id: str) -> RequestOutput:
         """The output of a request that has ended; its engine forgets it."""
         engine = self.engines[self._where.pop(request_id)]
         output = engine.output(request_id)
