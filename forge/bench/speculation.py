@@ -65,7 +65,7 @@ class SpeculationFigure:
     """(αK + 1) / (1 + K · t_draft / t_target)."""
     predicted_with_verification: float | None
     """The same with the measured time of the verification."""
-    guess_cost: float | None
+    draft_cost: float | None
     verify_cost: float | None
     tokens_per_second: float
     plain_tokens_per_second: float
@@ -178,7 +178,7 @@ def _figure(case: SpeculationCase, turns: list[tuple[_Turn, _Turn]], identical: 
         most=ratios[-1],
         predicted=middle("predicted"),
         predicted_with_verification=middle("predicted_with_verification"),
-        guess_cost=middle("guess_cost"),
+        draft_cost=middle("draft_cost"),
         verify_cost=middle("verify_cost"),
         tokens_per_second=median(after.tokens_per_second for _, after in times),
         plain_tokens_per_second=median(before.tokens_per_second for before, _ in times),

@@ -83,6 +83,8 @@ class DecodeTime:
     """The decode steps of a run: those after the first token, until the last."""
 
     num_tokens: int
+    num_passes: int
+    """The target's forward passes, counted for each sequence in them."""
     ms: float
     forward_ms: float
     """The target's forward pass, in the median step."""
@@ -98,6 +100,7 @@ class DecodeTime:
         first = records[records.index(decoding[0]) - 1].ended if records[0] is not decoding[0] else decoding[0].started
         return cls(
             sum(len(record.tokens) for record in decoding),
+            sum(len(record.items) for record in decoding),
             (decoding[-1].ended - first) * 1e3,
             median(record.forward_ms for record in decoding),
             ((decoding[-1].ended - first) * 1e3 - sum(record.forward_ms + _draft_ms(record) for record in decoding))
@@ -123,13 +126,19 @@ class SpeculationSummary:
     emitted: int
     """Tokens that the cycles emitted."""
     accepted_by_position: tuple[tuple[int, int], ...]
-    """(accepted, proposed) of all first draft tokens, all second ones, …"""
-    guess_ms: float
+    """(cycles that accepted it, cycles) of the first draft token, the second, …"""
+    tested: int
+    """Draft tokens that were looked at: those accepted, and the first rejected one of each cycle."""
+    draft_ms: float
     """Proposing one token, for all sequences of a step together."""
     verify_ms: float
     """The target's forward of a cycle."""
     plain: DecodeTime
     speculative: DecodeTime
+    drafting_share: float
+    """Of the decode steps, those with a cycle."""
+    drafted_per_step: float
+    """Draft tokens of the longest cycle of each decode step, on average: the draft's passes per pass of the target."""
 
     @classmethod
     def of(cls, plain: Sequence[StepRecord], speculative: Sequence[StepRecord]) -> "SpeculationSummary | None":
@@ -139,23 +148,37 @@ class SpeculationSummary:
         if not cycles or plain_time is None or speculative_time is None:
             return None
         won = [cycle for cycle in cycles if cycle.won]
-        guessing = [record for record in speculative if any(cycle.proposed for cycle in record.cycles)]
+        drafting = [record for record in speculative if any(cycle.proposed for cycle in record.cycles)]
+        num_steps = sum(record.phase == "decode" and bool(record.items) for record in speculative)
         return cls(
             num_cycles=len(won),
             proposed=sum(len(cycle.proposed) for cycle in won),
             accepted=sum(cycle.num_accepted for cycle in won),
             emitted=sum(len(cycle.emitted) for cycle in won),
             accepted_by_position=_by_position(won),
-            guess_ms=median(_draft_ms(record) / _longest(record) for record in guessing),
-            verify_ms=median(record.forward_ms for record in guessing),
+            tested=sum(min(cycle.num_accepted + 1, len(cycle.proposed)) for cycle in won),
+            draft_ms=median(_draft_ms(record) / _longest(record) for record in drafting),
+            verify_ms=median(record.forward_ms for record in drafting),
             plain=plain_time,
             speculative=speculative_time,
+            drafting_share=len(drafting) / num_steps,
+            drafted_per_step=sum(_longest(record) for record in drafting) / num_steps,
         )
 
     @property
-    def alpha(self) -> float:
-        """Accepted over proposed."""
+    def acceptance(self) -> float:
+        """Accepted over proposed, the rate that servers report. It falls as K grows."""
         return self.accepted / self.proposed
+
+    @property
+    def alpha(self) -> float:
+        """Accepted over tested: the α of Leviathan et al. 2023, which hardly depends on K."""
+        return self.accepted / self.tested
+
+    def expected_tokens(self, k: int) -> float:
+        """(1 - α^(K + 1)) / (1 - α): the tokens that a cycle with K draft tokens emits on average, if each stands with
+        probability α independently of the others."""
+        return sum(self.alpha**power for power in range(k + 1))
 
     @property
     def mean_k(self) -> float:
@@ -167,9 +190,14 @@ class SpeculationSummary:
         return self.emitted / self.num_cycles
 
     @property
-    def guess_cost(self) -> float:
-        """t_draft / t_target."""
-        return self.guess_ms / self.plain.forward_ms
+    def tokens_per_pass(self) -> float:
+        """Tokens of a sequence per pass of the target, passes without draft tokens included."""
+        return self.speculative.num_tokens / self.speculative.num_passes
+
+    @property
+    def draft_cost(self) -> float:
+        """c = t_draft / t_target."""
+        return self.draft_ms / self.plain.forward_ms
 
     @property
     def verify_cost(self) -> float:
@@ -178,13 +206,15 @@ class SpeculationSummary:
 
     @property
     def predicted(self) -> float:
-        """(αK + 1) / (1 + K · t_draft / t_target)."""
-        return (self.accepted / self.num_cycles + 1) / (1 + self.mean_k * self.guess_cost)
+        """Tokens per pass over 1 + (draft tokens per pass) · c. Where each pass verifies K tokens, the divisor is
+        1 + K · c."""
+        return self.tokens_per_pass / (1 + self.drafted_per_step * self.draft_cost)
 
     @property
     def predicted_with_verification(self) -> float:
         """The same with the measured cost of verification in place of the 1."""
-        return (self.accepted / self.num_cycles + 1) / (self.verify_cost + self.mean_k * self.guess_cost)
+        passes = 1 + self.drafting_share * (self.verify_cost - 1)
+        return self.tokens_per_pass / (passes + self.drafted_per_step * self.draft_cost)
 
     @property
     def measured(self) -> float:
@@ -206,7 +236,7 @@ def _by_position(cycles: Sequence[SpecCycle]) -> tuple[tuple[int, int], ...]:
     return tuple(
         (
             sum(cycle.num_accepted > index for cycle in cycles),
-            sum(len(cycle.proposed) > index for cycle in cycles),
+            len(cycles),
         )
         for index in range(longest)
     )

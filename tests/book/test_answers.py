@@ -1,4 +1,4 @@
-"""What the chapters give as answers to their exercises is so: each exercise's command is run and its figures are read."""
+"""What the chapters give as answers to their exercises is so: each exercise is run, and its figures are read."""
 
 import json
 import re
@@ -32,6 +32,18 @@ def facts(capfd):
         return json.loads(capfd.readouterr().out)
 
     return run
+
+
+def test_chapter_7(facts):
+    twelve, seeded, classic, revoked = exercises(7)
+    found = facts(twelve)
+    by_position = found["accepted_by_position"]
+    assert len(by_position) == 12 and by_position == sorted(by_position, reverse=True)
+    assert by_position[-1] < found["draft_cost"] + 0.5, "the last positions are the ones that seldom pay"
+    assert facts(seeded)["identical"] is True
+    assert facts(classic)["identical"] is None, "another text of the same distribution: there is nothing to compare"
+    alone = facts(revoked)
+    assert alone["identical"] is True and alone["errors"] and alone["tokens_per_pass"] >= 1
 
 
 def test_chapter_6(facts):

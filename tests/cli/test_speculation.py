@@ -21,8 +21,8 @@ def test_speculation_shows_what_was_kept_and_gained(forge, pair):
 
     assert found.status == 0 and found.err == ""
     for expected in (
-        "Which guesses did the target keep?",
-        "little guesses for target",
+        "Which draft tokens did the target accept?",
+        "little drafts for target",
         "cycle 1",
         "α",
         "✓ identical: 24",
@@ -37,7 +37,7 @@ def test_speculation_as_json(forge, pair):
     assert found["identical"] is True
     assert 0 < found["alpha"] <= 1
     assert found["target_forwards"] < found["plain_forwards"] == 20
-    assert {"predicted", "measured", "verify_cost", "guess_cost", "cycles"} <= found.keys()
+    assert {"predicted", "measured", "verify_cost", "draft_cost", "cycles"} <= found.keys()
 
 
 def test_a_revoked_draft_costs_no_token(forge, pair):

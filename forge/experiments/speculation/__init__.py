@@ -1,4 +1,4 @@
-"""7. Guess, verify, keep what agrees: which guesses does the target keep, and what is gained?
+"""7. Guess, verify, keep what agrees: which draft tokens does the target accept, and what is gained?
 
 [dim]forge speculation --only run "Once upon a time" 64 --k 4[/dim]
 
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 MAX_TOKENS = 64
 PINS = "pins"
 """In place of a prompt: the four checks of a pair."""
-QUESTION = "Which guesses did the target keep?"
+QUESTION = "Which draft tokens did the target accept?"
 CYCLES_SHOWN = 10
 CYCLE_INDENT, POSITION_INDENT = 10, 23
-"""Where a line goes on that does not fit: under the first guess, under the first position."""
+"""Where a line goes on that does not fit: under the first draft token, under the first position."""
 _BAR_WIDTH = 12
 _PROMPT_SHOWN = 120
 
@@ -131,9 +131,9 @@ def speculation(
         llm = load_model(model, **options.model_options(**loading, k=k, speculate_fixed=True))
         report = _pins(llm, draft or (), options.sampling_params(max_tokens=max_tokens, ignore_eos=True, **drawing))
         return report.as_json() if json else report
-    guessing = {"speculate": speculate, "draft": draft, "k": k}
-    guessing |= {"speculate_fixed": speculate_fixed, "acceptance": acceptance}
-    llm = load_model(model, **options.model_options(**loading, **guessing))
+    drafting = {"speculate": speculate, "draft": draft, "k": k}
+    drafting |= {"speculate_fixed": speculate_fixed, "acceptance": acceptance}
+    llm = load_model(model, **options.model_options(**loading, **drafting))
     report = _measure(llm, options.read_prompt(prompt), max_tokens, drawing, revocation)
     return report.as_json() if json else report
 
@@ -142,11 +142,11 @@ def _pins(llm: "LLM", draft: Sequence[str], params: "SamplingParams") -> Report:
     names = ", ".join(draft) or "tales-draft"
     params = params if params.seed is not None else _with_seed(params, 0)
     how = "greedy" if params.greedy else f"sampled, seed {params.seed}"
-    return pins_report(f"{names} guesses for {llm.model_name} · {how}", check_pins(llm, draft, params))
+    return pins_report(f"{names} drafts for {llm.model_name} · {how}", check_pins(llm, draft, params))
 
 
 def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revocation: Revocation) -> Report:
-    """Run with guesses, then once more without."""
+    """Run with draft tokens, then once more without."""
     params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True, **drawing)
     warm_up(llm, text)
     speculation = llm.engine.speculation
@@ -154,15 +154,15 @@ def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revocation: 
     with watching(open_console(), run_label(llm), text, llm.tokenizer.token_text) as view:
         run = llm.start([text], params)
         borrowed = BorrowedRun(llm, run, revocation)
-        guessed = drive(llm, borrowed, params, view.step)
+        drafted = drive(llm, borrowed, params, view.step)
     llm.speculate_with("off")
     plain = None
-    if not guessed.interrupted:
+    if not drafted.interrupted:
         warm_up(llm, text)
         plain = drive(llm, llm.start([text], _with_seed(params, run.seed)), params, lambda record: None)
     result = SpeculationResult(
         tuple(names),
-        guessed,
+        drafted,
         plain,
         llm.tokenizer.token_text,
         borrowed.draft_release_ms,
@@ -170,7 +170,7 @@ def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revocation: 
         borrowed.told,
     )
     return Report(
-        speculation_object(result), lambda console: print_speculation(console, result, text), exit_status(guessed)
+        speculation_object(result), lambda console: print_speculation(console, result, text), exit_status(drafted)
     )
 
 
@@ -181,10 +181,10 @@ def _with_seed(params, seed: int):
 
 @dataclass(frozen=True)
 class SpeculationResult:
-    """A run with guesses, and the same without."""
+    """A run with draft tokens, and the same without."""
 
     proposers: tuple[str, ...]
-    guessed: RunResult
+    drafted: RunResult
     plain: RunResult | None
     """None if the first was interrupted."""
     token_text: TokenText
@@ -197,15 +197,15 @@ class SpeculationResult:
 
     @cached_property
     def summary(self) -> SpeculationSummary | None:
-        return SpeculationSummary.of(self.plain.records, self.guessed.records) if self.plain else None
+        return SpeculationSummary.of(self.plain.records, self.drafted.records) if self.plain else None
 
     @property
     def identical(self) -> bool | None:
         """True if both runs gave the same tokens. None if they need not: drawn by rejection with a draft."""
-        drawn_apart = self.guessed.sampled and self.acceptance == "rejection"
+        drawn_apart = self.drafted.sampled and self.acceptance == "rejection"
         if self.plain is None or (drawn_apart and any(name != "ngram" for name in self.proposers)):
             return None
-        return self.plain.output.outputs[0].token_ids == self.guessed.output.outputs[0].token_ids
+        return self.plain.output.outputs[0].token_ids == self.drafted.output.outputs[0].token_ids
 
 
 def cycle_line(number: int, step: Step, token_text: TokenText) -> Text:
@@ -214,8 +214,8 @@ def cycle_line(number: int, step: Step, token_text: TokenText) -> Text:
     assert cycle is not None, "a plain step has no cycle to show"
     line = Text.assemble((f"cycle {number:<3}", QUIET))
     for index, token_id in enumerate(cycle.proposed):
-        guess = quoted(token_text(token_id))
-        bare = guess[1:-1].strip() or guess
+        draft = quoted(token_text(token_id))
+        bare = draft[1:-1].strip() or draft
         kept = index < cycle.num_accepted
         line.append(" ").append(bare if kept else f"~{bare}~", GOOD if kept else f"{QUIET} strike")
     line.append(f"  {cycle.num_accepted} of {len(cycle.proposed)}", TITLE).append(f"  {why(step, token_text)}  ")
@@ -224,9 +224,9 @@ def cycle_line(number: int, step: Step, token_text: TokenText) -> Text:
 
 
 def why(step: Step, token_text: TokenText) -> str:
-    """Why the run of guesses ended where it did."""
+    """Why the run of draft tokens ended where it did."""
     cycle = step.winner
-    assert cycle is not None, "a plain step has no guesses"
+    assert cycle is not None, "a plain step has no draft tokens"
     if not step.tokens or len(step.tokens) <= cycle.num_accepted:
         return "the text ended in it"
     own = step.tokens[-1]
@@ -234,13 +234,13 @@ def why(step: Step, token_text: TokenText) -> str:
     if cycle.num_accepted == len(cycle.proposed):
         return f"and the target adds {said}"
     verdict = cycle.verdicts[cycle.num_accepted]
-    guess = quoted(token_text(verdict.token_id))
+    draft = quoted(token_text(verdict.token_id))
     if verdict.draw is None:
-        return f"the target says {said}, not {guess}{_probability(verdict.target_probability)}"
+        return f"the target says {said}, not {draft}{_probability(verdict.target_probability)}"
     if verdict.q == 1:
-        return f"the target draws {said}, not {guess} (p {verdict.p:.2f})"
+        return f"the target draws {said}, not {draft} (p {verdict.p:.2f})"
     kept = f"kept below {verdict.p:.2f} / {verdict.q:.2f}, it drew {verdict.draw:.2f}"
-    return f"{guess} falls ({kept}); drawn instead: {said}"
+    return f"{draft} is rejected ({kept}); drawn instead: {said}"
 
 
 def _probability(value: float | None) -> str:
@@ -248,24 +248,24 @@ def _probability(value: float | None) -> str:
 
 
 def decision_sentence(decision: SpecDecision) -> str:
-    """What was decided about the number of guesses, and why."""
+    """What was decided about the number of draft tokens, and why."""
     gain = f"predicted {times(decision.speed_up)}"
     rate = "" if decision.accept_rate is None else f"acceptance {percent(decision.accept_rate)}, "
     wait = f"; it is tried again in {plural(decision.retry_in, 'token')}" if decision.retry_in else ""
     return {
-        "fixed": f"{plural(decision.k, 'guess', 'guesses')} a cycle, as asked for ({rate}{gain})",
-        "wins": f"{plural(decision.k, 'guess', 'guesses')} a cycle ({rate}{gain})",
-        "turned_down": f"turned down to {plural(decision.k, 'guess', 'guesses')} a cycle ({rate}{gain})",
+        "fixed": f"{plural(decision.k, 'draft token')} a cycle, as asked for ({rate}{gain})",
+        "wins": f"{plural(decision.k, 'draft token')} a cycle ({rate}{gain})",
+        "turned_down": f"turned down to {plural(decision.k, 'draft token')} a cycle ({rate}{gain})",
         "loses": f"switched off ({rate}{gain}){wait}",
-        "cannot_win": f"switched off: even guesses that are all right would not pay ({rate}{gain}){wait}",
+        "cannot_win": f"switched off: even draft tokens that are all accepted would not pay ({rate}{gain}){wait}",
         "waits": f"off{wait}",
-        "probes": f"one guess to see whether it pays again ({rate}{gain})",
-        "on_again": f"on again with {plural(decision.k, 'guess', 'guesses')} a cycle ({rate}{gain})",
+        "probes": f"one draft token to see whether it pays again ({rate}{gain})",
+        "on_again": f"on again with {plural(decision.k, 'draft token')} a cycle ({rate}{gain})",
     }[decision.reason]
 
 
 def decisions_told(steps: Sequence[Step]) -> list[str]:
-    """When guessing was switched off and on, and why; each with the step that it followed."""
+    """When drafting was switched off and on, and why; each with the step that it followed."""
     told, on = [], True
     for step in steps:
         for cycle in step.cycles:
@@ -277,7 +277,7 @@ def decisions_told(steps: Sequence[Step]) -> list[str]:
 
 
 def acceptance_lines(summary: SpeculationSummary, width: int) -> list[Text]:
-    """A bar for each position of a run of guesses."""
+    """A bar for each position of a run of draft tokens."""
     label = "accepted by position "
     lines = [Text.assemble((label, QUIET))]
     for position, (accepted, proposed) in enumerate(summary.accepted_by_position, start=1):
@@ -290,15 +290,15 @@ def acceptance_lines(summary: SpeculationSummary, width: int) -> list[Text]:
 
 
 def course_lines(steps: Sequence[Step], width: int) -> list[Text]:
-    """Acceptance and the number of guesses as the text went on."""
+    """Acceptance and the number of draft tokens as the text went on."""
     cycles = [step.winner for step in steps if step.winner]
     shares = [cycle.num_accepted / len(cycle.proposed) for cycle in cycles]
     most = max(len(cycle.proposed) for cycle in cycles)
     room = max(10, width - 30)
     return [
-        Text.assemble(("α over the cycles    ", QUIET), (sparkline(shares, 1.0, room), ACCENT)),
+        Text.assemble(("accepted by cycle    ", QUIET), (sparkline(shares, 1.0, room), ACCENT)),
         Text.assemble(
-            ("guesses per cycle    ", QUIET),
+            ("draft tokens         ", QUIET),
             (sparkline([len(cycle.proposed) for cycle in cycles], most, room), ACCENT),
             f" {most} at most",
         ),
@@ -308,17 +308,18 @@ def course_lines(steps: Sequence[Step], width: int) -> list[Text]:
 def figures_lines(result: SpeculationResult, width: int) -> list[Text]:
     summary = result.summary
     assert summary is not None and result.plain is not None, "without both runs there are no figures"
-    steps = steps_of(result.guessed.records)
+    steps = steps_of(result.drafted.records)
     facts = [
-        ("α", f"{summary.alpha:.2f}"),
+        ("accepted / proposed", f"{summary.acceptance:.2f}"),
+        ("accepted / tested α", f"{summary.alpha:.2f}"),
         ("tokens per cycle", f"{summary.tokens_per_cycle:.1f}"),
         ("target forwards", f"{count(len(steps))} instead of {count(len(result.plain.records))}"),
         ("decode", f"{count(round(summary.speculative.tokens_per_second))} tok/s"),
-        ("without guesses", f"{count(round(summary.plain.tokens_per_second))} tok/s"),
+        ("without a draft", f"{count(round(summary.plain.tokens_per_second))} tok/s"),
     ]
     gained = [
         ("speed-up predicted", f"{summary.predicted:.2f} x"),
-        ("t_draft / t_target", f"{summary.guess_cost:.2f}"),
+        ("t_draft / t_target", f"{summary.draft_cost:.2f}"),
         ("with the verification as measured", f"{summary.predicted_with_verification:.2f} x"),
         ("measured", f"{summary.measured:.2f} x"),
     ]
@@ -327,7 +328,7 @@ def figures_lines(result: SpeculationResult, width: int) -> list[Text]:
         *course_lines(steps, width),
         *flowing(facts, width),
         *flowing(gained, width),
-        *(flowing(draft_facts(result.guessed.records), width) if len(result.proposers) > 1 else []),
+        *(flowing(draft_facts(result.drafted.records), width) if len(result.proposers) > 1 else []),
     ]
 
 
@@ -337,24 +338,24 @@ def difference_sentence(summary: SpeculationSummary) -> str:
     plain_other, other = summary.other_ms
     return (
         f"The formula takes a verification for one forward; of {rows:.1f} rows it took {summary.verify_cost:.2f}. "
-        f"Outside the models a plain step spends {plain_other:.3f} ms and one with guesses {other:.3f} ms."
+        f"Outside the models a plain step spends {plain_other:.3f} ms and one with draft tokens {other:.3f} ms."
     )
 
 
 def print_speculation(console: Console, result: SpeculationResult, prompt: str) -> None:
     """The text, the cycles, the figures, and whether anything was changed by it."""
-    steps = steps_of(result.guessed.records)
-    console.print(_heading(result.proposers, result.guessed, console.width))
+    steps = steps_of(result.drafted.records)
+    console.print(_heading(result.proposers, result.drafted, console.width))
     console.print()
     console.print(Text(neutralise(tail(prompt, _PROMPT_SHOWN)), QUIET) + marked_text(steps, result.token_text))
-    console.print(Text("[accepted guesses]  ~the guess that was rejected~  the target's own", QUIET))
+    console.print(Text("[accepted]  ~the first rejected draft token~  the target's own", QUIET))
     console.print()
     for line in _cycle_lines(steps, result.token_text):
         print_hanging(console, line, CYCLE_INDENT)
     for sentence in [*decisions_told(steps), *_failures(steps, result), *result.told]:
         console.print(Text(sentence))
     if result.summary is None:
-        reason = "interrupted" if result.guessed.interrupted else "no draft tokens were proposed: no figures"
+        reason = "interrupted" if result.drafted.interrupted else "no draft tokens were proposed: no figures"
         console.print(Text(reason))
         return
     console.print()
@@ -366,11 +367,11 @@ def print_speculation(console: Console, result: SpeculationResult, prompt: str) 
 
 
 def _cycle_lines(steps: Sequence[Step], token_text: TokenText) -> Iterator[Text]:
-    guessing = [step for step in steps if step.winner]
-    for number, step in enumerate(guessing[:CYCLES_SHOWN], start=1):
+    drafting = [step for step in steps if step.winner]
+    for number, step in enumerate(drafting[:CYCLES_SHOWN], start=1):
         yield cycle_line(number, step, token_text)
-    if len(guessing) > CYCLES_SHOWN:
-        yield Text(f"… and {plural(len(guessing) - CYCLES_SHOWN, 'cycle')} more, all in --json", QUIET)
+    if len(drafting) > CYCLES_SHOWN:
+        yield Text(f"… and {plural(len(drafting) - CYCLES_SHOWN, 'cycle')} more, all in --json", QUIET)
 
 
 def _failures(steps: Sequence[Step], result: SpeculationResult) -> Iterator[str]:
@@ -382,17 +383,17 @@ def _failures(steps: Sequence[Step], result: SpeculationResult) -> Iterator[str]
 
 
 def _verdict(result: SpeculationResult) -> Text:
-    tokens = plural(len(result.guessed.output.outputs[0].token_ids), "token")
+    tokens = plural(len(result.drafted.output.outputs[0].token_ids), "token")
     if result.identical is None:
         return Text(
             f"{tokens}, drawn from the distribution that the target alone has; other draws than without a draft"
         )
-    return verdict(result.identical, f"{tokens} with guesses and without", "the tokens differ with guesses and without")
+    return verdict(result.identical, f"{tokens} with a draft and without", "the tokens differ with a draft and without")
 
 
 def _heading(proposers: Sequence[str], result: RunResult, width: int) -> Text:
     how = f"seed {result.output.seed}" if result.sampled else "greedy"
-    what = f"{', '.join(proposers)} guesses for {result.label.model} · {how}"
+    what = f"{', '.join(proposers)} drafts for {result.label.model} · {how}"
     room = width - len(QUESTION)
     if len(what) + 3 > room:
         return Text.assemble((QUESTION, TITLE), "\n", (what, QUIET))
@@ -401,17 +402,17 @@ def _heading(proposers: Sequence[str], result: RunResult, width: int) -> Text:
 
 def speculation_object(result: SpeculationResult) -> dict[str, Any]:
     """Everything for `--json`: the run, its cycles, what they add up to."""
-    steps = steps_of(result.guessed.records)
+    steps = steps_of(result.drafted.records)
     summary = result.summary
-    found: dict[str, Any] = run_object(result.guessed, result.token_text) | {
+    found: dict[str, Any] = run_object(result.drafted, result.token_text) | {
         "proposers": list(result.proposers),
         "identical": result.identical,
         "release_ms": result.release_ms,
         "leases": list(result.told),
         "drafts": [draft.as_json() for draft in draft_totals(step.cycles for step in steps)],
-        "errors": list(result.guessed.output.outputs[0].errors),
+        "errors": list(result.drafted.output.outputs[0].errors),
         "cycles": [_cycle_object(step.number, cycle) for step in steps for cycle in step.cycles],
-        "num_cycles": len([cycle for cycle in cycles_of(result.guessed.records) if cycle.won and cycle.proposed]),
+        "num_cycles": len([cycle for cycle in cycles_of(result.drafted.records) if cycle.won and cycle.proposed]),
         "reasons": dict(
             Counter(cycle.decision.reason for step in steps for cycle in step.cycles if cycle.decision is not None)
         ),
@@ -419,15 +420,19 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
     if summary is None or result.plain is None:
         return found
     return found | {
+        "acceptance": summary.acceptance,
         "alpha": summary.alpha,
+        "expected_tokens": [summary.expected_tokens(k) for k in range(17)],
+        "tokens_per_pass": summary.tokens_per_pass,
+        "drafting_share": summary.drafting_share,
         "mean_k": summary.mean_k,
         "tokens_per_cycle": summary.tokens_per_cycle,
         "accepted_by_position": [accepted / proposed for accepted, proposed in summary.accepted_by_position],
         "target_forwards": len(steps),
         "plain_forwards": len(result.plain.records),
-        "guess_cost": summary.guess_cost,
+        "draft_cost": summary.draft_cost,
         "verify_cost": summary.verify_cost,
-        "guess_ms": summary.guess_ms,
+        "draft_ms": summary.draft_ms,
         "verify_ms": summary.verify_ms,
         "plain_forward_ms": summary.plain.forward_ms,
         "tokens_per_second": summary.speculative.tokens_per_second,
@@ -468,8 +473,8 @@ class LiveSpeculation:
 
     def _frame(self) -> Group:
         width, height = self._console.size
-        guessing = [step for step in self._steps if step.winner]
-        won = [cycle for step in guessing if (cycle := step.winner)]
+        drafting = [step for step in self._steps if step.winner]
+        won = [cycle for step in drafting if (cycle := step.winner)]
         proposed = sum(len(cycle.proposed) for cycle in won)
         accepted = sum(cycle.num_accepted for cycle in won)
         text = Text(neutralise(tail(self._prompt, _PROMPT_SHOWN)), QUIET) + marked_text(self._steps, self._token_text)
@@ -479,8 +484,8 @@ class LiveSpeculation:
             *list(text.wrap(self._console, width))[-max(1, height - 8) :],
             Text(""),
         ]
-        if guessing:
-            lines.append(cycle_line(len(guessing), guessing[-1], self._token_text))
+        if drafting:
+            lines.append(cycle_line(len(drafting), drafting[-1], self._token_text))
             share = accepted / proposed
             lines.append(
                 Text.assemble(("accepted so far ", QUIET), (bar(share, 1.0, 24), ACCENT), f" {percent(share)}")
