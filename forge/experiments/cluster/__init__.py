@@ -165,6 +165,8 @@ def routers_object(model: str, num_blocks: int, alone: "LocalRun", runs: "Sequen
                     why: sum(one.decision.why == why for one in run.routed)
                     for why in dict.fromkeys(one.decision.why for one in run.routed)
                 },
+                "believed_tokens": sum(one.decision.cached_tokens for one in run.routed),
+                "believed_wrongly": sum(one.decision.cached_tokens > one.cached_tokens for one in run.routed),
                 "decisions": [
                     asdict(one.decision) | {"prompt_tokens": one.prompt_tokens, "found": one.cached_tokens}
                     for one in run.routed
