@@ -26,7 +26,20 @@ from forge.cluster.replica import Report
 from forge.cluster.routing import Routing, routing_of
 from forge.errors import ForgeError
 from forge.server.engine_client import EngineClient, RequestFailed
-from forge.server.messages import Abort, Answer, Ask, AskOneShots, Fault, Gauges, LoadFailed, Ready, Submit, Update, Watch, Withdraw
+from forge.server.messages import (
+    Abort,
+    Answer,
+    Ask,
+    AskOneShots,
+    Fault,
+    Gauges,
+    LoadFailed,
+    Ready,
+    Submit,
+    Update,
+    Watch,
+    Withdraw,
+)
 
 logger = logging.getLogger("forge.server")
 
@@ -176,9 +189,7 @@ class ClusterClient(EngineClient):
 
     async def _ask(self, question: Ask) -> None:
         target = self.replica_of(question.arguments[0]) if question.arguments else None
-        await self._put(
-            question.number, self._handle.ask.remote(_aimed_at(target), question.what, question.arguments)
-        )
+        await self._put(question.number, self._handle.ask.remote(_aimed_at(target), question.what, question.arguments))
 
     async def _answer(self, question: AskOneShots) -> None:
         tokens = question.requests[0][0] if question.requests else []

@@ -24,6 +24,9 @@ class CacheEvents:
         return bool(self.published or self.evicted)
 
 
+NO_EVENTS = CacheEvents()
+
+
 class EventLog:
     """Collects the net changes of one prefix index. The engine's thread writes, another may take."""
 

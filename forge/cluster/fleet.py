@@ -1,7 +1,7 @@
 """What a router knows: the replicas, the requests that each has, and the prefixes that each has cached.
 
-A `Fleet` lives beside the router, in the process that routes. Loads are exact: a request counts from its decision to its
-end. Prefixes are what cache events told, so they trail a replica's cache by the time an event takes.
+A `Fleet` lives beside the router, in the process that routes. Loads are exact: a request counts from its decision to
+its end. Prefixes are what cache events told, so they trail a replica's cache by the time an event takes.
 """
 
 from collections.abc import Iterator, Sequence

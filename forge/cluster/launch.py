@@ -1,8 +1,8 @@
 """`forge serve --replicas`: replicas on Ray Serve, and the HTTP server of `forge serve` in front of them.
 
 The server runs in the process of the command and calls the replicas through Serve's handles, which route. So a request
-makes one hop, and everything that `forge serve` promises of HTTP (keys, limits, slow clients, SIGTERM) is the same code.
-Ray Serve starts the replicas, checks and restarts them, and scales them. On a cluster, `ray start` comes first and the
+makes one hop, and all that `forge serve` promises of HTTP (keys, limits, slow clients, SIGTERM) is the same code. Ray
+Serve starts the replicas, checks and restarts them, and scales them. On a cluster, `ray start` comes first and the
 command joins it; otherwise Ray runs on this machine for as long as the command does.
 """
 
@@ -76,7 +76,9 @@ class ClusterOptions:
 
 
 @contextmanager
-def cluster(model: str, options: dict[str, Any], wanted: ClusterOptions, grace: float = 10.0) -> Iterator[ClusterClient]:
+def cluster(
+    model: str, options: dict[str, Any], wanted: ClusterOptions, grace: float = 10.0
+) -> Iterator[ClusterClient]:
     """Replicas of a model that run, and a client of them, to be used on one loop. `options`: as for `LLM`.
 
     At the end the replicas end, and Ray too if it was started here.

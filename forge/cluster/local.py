@@ -1,4 +1,4 @@
-"""Several engines in one process, taking turns: the routers on real engines, where counts and tokens matter and not time.
+"""Several engines in one process, taking turns: the routers on real engines, for counts and tokens, not for time.
 
 What is counted is exact and the same in every run. Engines that run at once, and die, are Ray Serve's (`launch`).
 """

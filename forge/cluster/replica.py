@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from forge.cache.prefix import PrefixKvCache
-from forge.cluster.events import CacheEvents, EventLog
+from forge.cluster.events import NO_EVENTS, CacheEvents, EventLog
 from forge.cluster.fleet import RouteRequest
 from forge.cluster.handoff import HandoffEngine, prefill_of
 from forge.engine.handoff import KvHandoff
@@ -60,7 +60,7 @@ class Report:
 
     clock: float = 0.0
     """The replica's monotonic clock, in seconds, when this was sent."""
-    events: CacheEvents = CacheEvents()
+    events: CacheEvents = NO_EVENTS
     whole: bool = False
     """Whether `events` is all that the cache has, as the first report says."""
     gauges: Gauges | None = None

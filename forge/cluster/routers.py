@@ -9,8 +9,8 @@ behind Ray Serve (`serve_router`), in the simulation and in the experiment. To a
 | `round-robin` | nothing | equal requests | requests of different length; a conversation visits every cache |
 | `p2c` | requests of two random replicas | many routers at once: each needs two numbers | the same; as above |
 | `least-tokens` | tokens outstanding everywhere | requests of different length | as above |
-| `prefix` | cache events, then tokens outstanding | conversations, shared system prompts | prompts that share nothing: it is `least-tokens` |
-| `prefix-estimate` | what it routed before | the same, without events | caches that evict: it goes on believing in them |
+| `prefix` | cache events, tokens outstanding | conversations, shared system prompts | prompts that share nothing |
+| `prefix-estimate` | what it routed before | the same, without events | caches that evict |
 """
 
 import random
@@ -124,9 +124,7 @@ class PrefixRouter(Router):
         if holder.tokens - least.tokens <= self.threshold:
             return self._decision(request, holder, "prefix", candidates, least, held, holder, held)
         has, _ = self.fleet.prefixes.longest(request.keys, 1 << least.index)
-        return self._decision(
-            request, least, "holder_busy", candidates, least, has * request.block_size, holder, held
-        )
+        return self._decision(request, least, "holder_busy", candidates, least, has * request.block_size, holder, held)
 
     def _decision(
         self,

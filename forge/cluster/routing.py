@@ -1,7 +1,7 @@
 """A deployment's router in this process: what it knows, whom it chose, and why.
 
-Ray Serve makes the router of a deployment in each process that calls it. A `Routing` is where the two sides meet: Serve's
-router asks it to choose, and the server reads its decisions and feeds it cache events.
+Ray Serve makes the router of a deployment in each process that calls it. A `Routing` is where the two sides meet:
+Serve's router asks it to choose, and the server reads its decisions and feeds it cache events.
 """
 
 from collections import OrderedDict

@@ -1,7 +1,7 @@
 """The routers of `routers` as Ray Serve's request routers.
 
-Serve tells a request router which replicas run, and asks it for one per request. It copies this module's code, so what a
-process shares with its routers is in another module, `routing`.
+Serve tells a request router which replicas run, and asks it for one per request. It copies this module's code, so what
+a process shares with its routers is in another module, `routing`.
 """
 
 from typing import Any

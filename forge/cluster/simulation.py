@@ -1,8 +1,8 @@
 """Many engines on one clock that is not the machine's: what two cores cannot show.
 
-Each replica is a scheduler and a prefix cache, as they are, without a model: a step takes the time that `StepTime` says,
-which is measured on a real one, and its tokens are the trace's. The routers are the ones behind Ray Serve, unchanged, and
-learn of the caches by the same events, some milliseconds late. A run depends on its arguments alone.
+Each replica is a scheduler and a prefix cache, as they are, without a model: a step takes the time that `StepTime`
+says, which is measured on a real one, and its tokens are the trace's. The routers are the ones behind Ray Serve,
+unchanged, and learn of the caches by the same events, some milliseconds late. A run depends on its arguments alone.
 """
 
 import heapq
@@ -45,7 +45,7 @@ class SimulationOptions:
 
     replicas: int = 8
     router: str = "prefix"
-    trace: TraceShape = TraceShape()
+    trace: TraceShape = field(default_factory=TraceShape)
     load: float = 1.2
     """Conversations begin so fast that this share of all replicas' time would be used without a cache hit: above 1, the
     replicas keep up only because of their caches."""
@@ -54,7 +54,7 @@ class SimulationOptions:
     block_size: int = 64
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
-    step_time: StepTime = StepTime()
+    step_time: StepTime = field(default_factory=StepTime)
     event_delay: float = 0.01
     """Seconds from a change of a cache until the router knows of it."""
 

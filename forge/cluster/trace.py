@@ -1,7 +1,7 @@
 """Requests with prefixes in common, as a service sees them: conversations, shared system prompts, agents' trees.
 
 Tokens are drawn from a seed, so a trace is the same in every run. A request's prompt begins with a system prompt that
-many share; a later turn's begins with the whole conversation, answers included; an agent's branches begin with its task.
+many share; a later turn's with the whole conversation, answers included; an agent's branches with its task.
 """
 
 import random

@@ -37,7 +37,8 @@ RULES = {
         "Where do all requests go while nothing is outstanding?",
     ),
     "gap": Rule(
-        "A block is worth nothing without those before it.", "What is returned if the second of three blocks is missing?"
+        "A block is worth nothing without those before it.",
+        "What is returned if the second of three blocks is missing?",
     ),
     "longest": Rule(
         "The least busy holder of the longest prefix is chosen, if it is not too busy.",
@@ -48,7 +49,8 @@ RULES = {
         "Which difference is compared with the threshold, and what if they are equal?",
     ),
     "told": Rule(
-        "The decision tells the reason and the blocks of the chosen replica.", "Whose blocks were counted, and why here?"
+        "The decision tells the reason and the blocks of the chosen replica.",
+        "Whose blocks were counted, and why here?",
     ),
     "kept": Rule("Every request is answered once, as one engine answers it.", "Which request went nowhere?"),
     "little": Rule(
@@ -220,12 +222,12 @@ EXERCISE = Exercise(
     rules=RULES,
     hints=(
         "num_blocks is a loop over request.keys that ends at the first block that the replica does not have.",
-        "choose needs two replicas: the least busy candidate, and the least busy of those with the most blocks. Both are "
-        "a min with a key: lambda one: (one.tokens, one.routed_tokens).",
+        "choose needs two replicas: the least busy candidate, and the least busy of those with the most blocks. Both "
+        "are a min with a key: lambda one: (one.tokens, one.routed_tokens).",
         "If the most blocks are 0, it is the least busy. Otherwise compare holder.tokens - least.tokens with the "
         "threshold: more than it is too busy, as much as it is not.",
-        "The last argument of decision is about the chosen replica: for holder_busy those are the blocks of the least busy "
-        "one, which may be some.",
+        "The last argument of decision is about the chosen replica: for holder_busy those are the blocks of the least "
+        "busy one, which may be some.",
     ),
     solution=("forge.cluster.routers.PrefixRouter", "forge.cluster.fleet.PrefixMap.longest"),
     check=check,

@@ -59,9 +59,10 @@ def test_the_tokens_and_logits_are_those_of_one_engine(model: str, kv: str):
 
 def test_several_samples_share_what_was_handed_over():
     params = replace(PARAMS, n=3)
-    assert run(engine_of("hash"), PROMPT, prefilled("hash", PROMPT), params)[0] == run(
-        engine_of("hash"), PROMPT, None, params
-    )[0]
+    assert (
+        run(engine_of("hash"), PROMPT, prefilled("hash", PROMPT), params)[0]
+        == run(engine_of("hash"), PROMPT, None, params)[0]
+    )
 
 
 def test_without_room_in_the_host_pool_the_prompt_is_computed():

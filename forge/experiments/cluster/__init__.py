@@ -102,9 +102,7 @@ def talks(number: int, seed: int = 0) -> "list[Talk]":
 
     random_ = random.Random(seed)
     systems = [_words(random_, SYSTEM_TOKENS) for _ in range(SYSTEMS)]
-    return [
-        Talk(systems[one % SYSTEMS], [_words(random_, USER_TOKENS) for _ in range(TURNS)]) for one in range(number)
-    ]
+    return [Talk(systems[one % SYSTEMS], [_words(random_, USER_TOKENS) for _ in range(TURNS)]) for one in range(number)]
 
 
 def _words(random_: random.Random, length: int) -> list[int]:
@@ -179,7 +177,7 @@ def routers_object(model: str, num_blocks: int, alone: "LocalRun", runs: "Sequen
 
 
 def print_routers(console: Console, facts: dict[str, Any], runs: "Sequence[LocalRun]") -> None:
-    """Each router's totals, what each engine computed, and the first decisions of the last router that knows prefixes."""
+    """Each router's totals, what each engine computed, and some decisions of a router that knows prefixes."""
     one, most = facts["one_engine"], max(max(run.computed_by_replica) for run in runs)
     console.print(Text(QUESTION, TITLE))
     head = (

@@ -53,12 +53,11 @@ def measure_failure(replicas: int) -> Report:
         found = Failure(ray=False)
     else:
         options = ("--model", "hash", "--ray-address", "local", "--threads", "1", "--replicas", str(replicas))
-        with ServerProcess(options) as server:
-            with BenchProgress(open_error_console()) as progress:
-                progress(f"starting {replicas} engines")
-                server.wait_until_ready()
-                progress("killing one")
-                found = _kill_one(server, replicas)
+        with ServerProcess(options) as server, BenchProgress(open_error_console()) as progress:
+            progress(f"starting {replicas} engines")
+            server.wait_until_ready()
+            progress("killing one")
+            found = _kill_one(server, replicas)
     return Report(asdict(found), lambda console: print_failure(console, found), 1 if found.lost else 0)
 
 

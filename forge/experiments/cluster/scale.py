@@ -1,4 +1,4 @@
-"""`forge cluster --part scale`: the routers in front of more engines than this machine has cores, on a simulated clock."""
+"""`forge cluster --part scale`: routers before more engines than this machine has cores, on a simulated clock."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,5 +70,5 @@ def print_scale(console: Console, facts: dict[str, Any], step_time: StepTime) ->
                 rate(one["decisions_per_second"]),
             )
     print_table(console, table)
-    note = "busiest: requests over the mean. Milliseconds are the simulation's; decisions per second are this machine's."
+    note = "busiest: requests over the mean. Milliseconds are simulated; decisions per second are this machine's."
     print_lines(console, [Text(""), Text(note, QUIET)])
