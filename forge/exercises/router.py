@@ -60,6 +60,7 @@ RULES = {
 }
 
 _KNOWN: tuple[tuple[str, dict[str, tuple[int, int, str]], str, str], ...] = (
+    ("candidate", {"a": (0, 0, "xyz"), "b": (70, 0, ""), "c": (30, 0, "")}, "xyz", "bc"),
     ("least-busy", {"a": (50, 0, ""), "b": (20, 0, ""), "c": (90, 0, "")}, "xyz", "abc"),
     ("tie", {"a": (0, 90, ""), "b": (0, 10, ""), "c": (0, 50, "")}, "xyz", "abc"),
     ("longest", {"a": (0, 0, "x"), "b": (40, 0, "xy"), "c": (0, 0, "")}, "xyz", "abc"),
@@ -68,7 +69,6 @@ _KNOWN: tuple[tuple[str, dict[str, tuple[int, int, str]], str, str], ...] = (
     ("threshold", {"a": (513, 0, "xyz"), "b": (0, 0, "x"), "c": (9, 0, "")}, "xyz", "abc"),
     ("threshold", {"a": (512, 0, "xyz"), "b": (0, 0, "x"), "c": (9, 0, "")}, "xyz", "abc"),
     ("threshold", {"a": (300, 0, "xyz"), "b": (100, 0, "x"), "c": (9, 0, "")}, "xyz", "abc"),
-    ("candidate", {"a": (0, 0, "xyz"), "b": (70, 0, ""), "c": (30, 0, "")}, "xyz", "bc"),
     ("least-busy", {"a": (0, 0, "")}, "", "a"),
 )
 """(the rule that a wrong choice breaks, of each replica its tokens, those ever given to it and its blocks, the prompt's
@@ -126,11 +126,11 @@ class RouterTrial(Trial):
         self.require(found.cached_tokens == cached, "told", said)
 
     def _rule(self, rule: str, fleet: Fleet, own: RouteDecision, found: RouteDecision) -> str:
-        """The rule that a wrong choice breaks, where a fleet is a random one."""
-        if rule != "random":
-            return rule
-        if own.why == "holder_busy" or found.why == "holder_busy":
+        """The rule that a wrong choice breaks. For a random fleet it follows from the two decisions."""
+        if rule in ("random", "longest") and "holder_busy" in (own.why, found.why):
             return "threshold"
+        if rule not in ("random", "candidate"):
+            return rule
         if own.why == "prefix":
             return "longest"
         chosen = fleet.replicas[found.replica]
