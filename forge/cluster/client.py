@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -40,6 +40,7 @@ from forge.server.messages import (
     Watch,
     Withdraw,
 )
+from forge.trace.records import StepRecord
 
 logger = logging.getLogger("forge.server")
 
@@ -86,6 +87,7 @@ class ClusterClient(EngineClient):
         return message
 
     async def connect(self) -> None:
+        self._watched = self.on_record is not None
         for handle in self._handles:
             routing_of(handle.deployment_name).on_change = partial(self._follow_all, handle)
             self._follow_all(handle)
@@ -99,7 +101,9 @@ class ClusterClient(EngineClient):
     def close(self) -> None:
         """The replicas are ended by Ray Serve."""
 
-    def new_metrics(self, model_name: str, ready: Ready) -> ClusterMetrics:
+    def new_metrics(  # type: ignore[override]  # reads as one `Metrics`
+        self, model_name: str, ready: Ready
+    ) -> ClusterMetrics:
         self.metrics = ClusterMetrics(model_name, ready, self.replica_of)
         for _, name in self._followers:
             self.metrics.join(name)
@@ -161,7 +165,7 @@ class ClusterClient(EngineClient):
             if self._prefills is not None and len(submit.token_ids) >= MIN_PROMPT:
                 # Ray gives what this returns to the replica that continues; its bytes never come here.
                 calls.append(self._prefills.prefill.remote(route, submit))
-            stream = self._handle.options(stream=True).generate.remote(route, submit, *calls)
+            stream = self._streaming(self._handle).generate.remote(route, submit, *calls)
             calls.append(stream)
             async for update in stream:
                 has_sent = has_sent or bool(update.tokens or update.sample_ends)
@@ -181,6 +185,10 @@ class ClusterClient(EngineClient):
         finally:
             for handle in self._handles:
                 routing_of(handle.deployment_name).fleet.end(route.request_id)
+
+    @staticmethod
+    def _streaming(handle: DeploymentHandle) -> Any:
+        return handle.options(stream=True)
 
     def _route_of(self, submit: Submit) -> RouteRequest:
         keys = self._index.keys(submit.token_ids[:-1], self._block_size, submit.salt)
@@ -242,7 +250,7 @@ class ClusterClient(EngineClient):
     async def _follow(self, handle: DeploymentHandle, name: str) -> None:
         """Take in a replica's reports until it is gone."""
         while True:
-            stream = handle.options(stream=True).follow.remote(_aimed_at(name))
+            stream = self._streaming(handle).follow.remote(_aimed_at(name))
             try:
                 if self._watched:
                     await self._watch(name)
@@ -267,7 +275,13 @@ class ClusterClient(EngineClient):
             self._gauges_of[name] = report.gauges
             self._sum_gauges()
         if report.records:
-            self._take_in(Update(records=report.records))
+            self._take_in(Update(records=[self._located(name, record) for record in report.records]))
+
+    def _located(self, name: str, record: StepRecord) -> StepRecord:
+        """A step with the engine that took it, and why requests came to it."""
+        decisions = self.routing.decisions
+        routes = tuple([decisions[one.request_id] for one in record.arrived if one.request_id in decisions])
+        return replace(record, replica=name, routes=routes)
 
     def _sum_gauges(self) -> None:
         self.gauges = Gauges(*[sum(values) for values in zip(Gauges(), *self._gauges_of.values(), strict=True)])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from forge.cluster.events import CacheEvents
 from forge.errors import ForgeError
+from forge.trace.records import RouteRecord
 
 
 class NoReplica(ForgeError):
@@ -35,29 +36,6 @@ class RouteRequest:
     def num_tokens(self) -> int:
         """What it may make a replica compute, if nothing of its prompt is cached."""
         return self.num_prompt_tokens + self.max_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class RouteDecision:
-    """Where a request went, and the numbers that decided it."""
-
-    request_id: str
-    router: str
-    replica: str
-    why: str
-    """`turn`, `fewer_requests`, `fewer_tokens`, `prefix`, `no_prefix`, `holder_busy` or `target`."""
-    num_candidates: int
-    load: int
-    """Requests or tokens outstanding at the chosen replica, as the router counts."""
-    least_load: int
-    """The same of the least busy one."""
-    cached_tokens: int = 0
-    """Of the prompt, tokens that the chosen replica is known to have cached."""
-    holder: str | None = None
-    """Where the longest prefix is."""
-    holder_tokens: int = 0
-    """The length of that prefix."""
-    holder_load: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -171,7 +149,7 @@ class Fleet:
             self.prefixes.publish(replica.index, events.published)
             self.prefixes.evict(replica.index, events.evicted)
 
-    def begin(self, request: RouteRequest, decision: RouteDecision) -> None:
+    def begin(self, request: RouteRequest, decision: RouteRecord) -> None:
         """Count a request at the replica that was chosen; one that is routed again moves."""
         self.end(request.request_id)
         replica = self.replicas[decision.replica]

@@ -137,7 +137,7 @@ def _deploy(
     # Prompts go where their prefix is. What decodes elsewhere comes with its blocks, wherever it goes.
     router = "least-tokens" if wanted.prefill_replicas and name == ENGINES else wanted.router
     resources = {"num_cpus": options["threads"], "num_gpus": int(options.get("device") == "cuda")}
-    deployment = serve.deployment(
+    deployment: Any = serve.deployment(
         EngineReplica,
         name=name,
         ray_actor_options=resources,

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from forge.cache.prefix import PrefixKvCache
 from forge.cache.prefix_index import PrefixIndex
 from forge.cluster.events import EventLog
-from forge.cluster.fleet import Fleet, RouteDecision, RouteRequest
+from forge.cluster.fleet import Fleet, RouteRequest
 from forge.cluster.routers import Router, new_router
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
-from forge.trace.records import StepRecord
+from forge.trace.records import RouteRecord, StepRecord
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Talk:
 class Routed:
     """One request and where it went."""
 
-    decision: RouteDecision
+    decision: RouteRecord
     prompt_tokens: int
     cached_tokens: int
     """Found in the cache of the engine that it went to."""
@@ -109,7 +109,7 @@ class LocalCluster:
         self._where: dict[str, str] = {}
         """From the id of a request that runs to its engine."""
 
-    def submit(self, request_id: str, prompt: list[int], params: SamplingParams) -> RouteDecision:
+    def submit(self, request_id: str, prompt: list[int], params: SamplingParams) -> RouteRecord:
         """Route a request and queue it there."""
         size = next(iter(self.engines.values())).cache.block_size
         keys = self._index.keys(prompt[:-1], size)
@@ -149,7 +149,7 @@ def run_talks(
     """All turns of all conversations, `clients` of them at once, the next one drawn from those that wait for theirs."""
     cluster = LocalCluster(engines, router)
     run = LocalRun(cluster.router.name, len(engines), computed_by_replica=[0] * len(engines))
-    random_, running, number = random.Random(seed), dict[str, tuple[Talk, RouteDecision]](), 0
+    random_, running, number = random.Random(seed), dict[str, tuple[Talk, RouteRecord]](), 0
     while True:
         busy = [talk for talk, _ in running.values()]
         waiting = [talk for talk in talks if not talk.has_ended and not any(talk is one for one in busy)]

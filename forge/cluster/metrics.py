@@ -86,7 +86,7 @@ class ClusterMetrics:
 
 def _families(text: str) -> Iterator[tuple[str, list[str]]]:
     """The two lines that describe a name, and the lines with its values."""
-    header, lines = "", []
+    header, lines = "", list[str]()
     for line in text.splitlines(keepends=True):
         if line.startswith("# HELP"):
             if header:

@@ -118,8 +118,8 @@ class _Follower:
 class EngineReplica(asyncio.Protocol):
     """One engine of the cluster. Everything but the engine's thread runs on the actor's loop."""
 
-    async def __init__(self, own_name: Callable[[], str], model: str, options: dict[str, Any]):
-        """own_name: gives what the router calls it. model, options: as for `LLM`."""
+    async def __init__(self, own_name: Callable[[], str], model: str, options: dict[str, Any]):  # type: ignore[misc]
+        """Serve awaits it. own_name: gives what the router calls it. model, options: as for `LLM`."""
         self.name = own_name()
         self.dead = False
         self._failure: LoadFailed | None = None

@@ -19,8 +19,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-from forge.cluster.fleet import Fleet, Replica, RouteDecision, RouteRequest
+from forge.cluster.fleet import Fleet, Replica, RouteRequest
 from forge.errors import UsageError
+from forge.trace.records import RouteRecord
 
 DEFAULT_THRESHOLD = 512
 """Tokens that the holder of a prefix may have outstanding beyond the least busy replica."""
@@ -41,10 +42,10 @@ class Router(ABC):
         self.fleet = fleet
 
     @abstractmethod
-    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteDecision:
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         """One of the candidates, which are never none."""
 
-    def route(self, request: RouteRequest, names: Sequence[str] | None = None) -> RouteDecision:
+    def route(self, request: RouteRequest, names: Sequence[str] | None = None) -> RouteRecord:
         """Choose, and count the request there. names: what to choose among; None for all that run.
 
         Raises `NoReplica` if none of them runs.
@@ -65,13 +66,11 @@ class RoundRobin(Router):
         super().__init__(fleet)
         self._turn = 0
 
-    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteDecision:
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         chosen = candidates[self._turn % len(candidates)]
         self._turn += 1
         least = min([one.requests for one in candidates])
-        return RouteDecision(
-            request.request_id, self.name, chosen.name, "turn", len(candidates), chosen.requests, least
-        )
+        return RouteRecord(request.request_id, self.name, chosen.name, "turn", len(candidates), chosen.requests, least)
 
 
 class PowerOfTwoChoices(Router):
@@ -83,11 +82,11 @@ class PowerOfTwoChoices(Router):
         super().__init__(fleet)
         self._random = random.Random(seed)
 
-    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteDecision:
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         two = self._random.sample(candidates, min(2, len(candidates)))
         chosen = min(two, key=lambda one: one.requests)
         least = min([one.requests for one in two])
-        return RouteDecision(request.request_id, self.name, chosen.name, "fewer_requests", 2, chosen.requests, least)
+        return RouteRecord(request.request_id, self.name, chosen.name, "fewer_requests", 2, chosen.requests, least)
 
 
 class LeastOutstandingTokens(Router):
@@ -95,9 +94,9 @@ class LeastOutstandingTokens(Router):
 
     name = "least-tokens"
 
-    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteDecision:
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         chosen = min(candidates, key=_LOAD)
-        return RouteDecision(
+        return RouteRecord(
             request.request_id, self.name, chosen.name, "fewer_tokens", len(candidates), chosen.tokens, chosen.tokens
         )
 
@@ -113,7 +112,7 @@ class PrefixRouter(Router):
         super().__init__(fleet)
         self.threshold = threshold
 
-    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteDecision:
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         least = min(candidates, key=_LOAD)
         among = sum([1 << one.index for one in candidates])
         blocks, mask = self.fleet.prefixes.longest(request.keys, among)
@@ -136,8 +135,8 @@ class PrefixRouter(Router):
         cached: int,
         holder: Replica | None,
         held: int,
-    ) -> RouteDecision:
-        return RouteDecision(
+    ) -> RouteRecord:
+        return RouteRecord(
             request.request_id,
             self.name,
             chosen.name,
@@ -165,7 +164,7 @@ class EstimatedPrefixRouter(PrefixRouter):
         self._num_blocks = num_blocks
         self._sent: OrderedDict[tuple[str, int], None] = OrderedDict()
 
-    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteDecision:
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         decision = super().choose(request, candidates)
         prefixes, replicas = self.fleet.prefixes, self.fleet.replicas
         prefixes.publish(replicas[decision.replica].index, request.keys)

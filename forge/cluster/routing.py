@@ -7,8 +7,9 @@ Serve's router asks it to choose, and the server reads its decisions and feeds i
 from collections import OrderedDict
 from collections.abc import Callable
 
-from forge.cluster.fleet import Fleet, RouteDecision, RouteRequest
+from forge.cluster.fleet import Fleet, RouteRequest
 from forge.cluster.routers import Router, new_router
+from forge.trace.records import RouteRecord
 
 MAX_DECISIONS = 4096
 """Decisions that are remembered."""
@@ -20,7 +21,7 @@ class Routing:
     def __init__(self) -> None:
         self.fleet = Fleet()
         self.router: Router | None = None
-        self.decisions: OrderedDict[str, RouteDecision] = OrderedDict()
+        self.decisions: OrderedDict[str, RouteRecord] = OrderedDict()
         """The last of each request, the newest last."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when other replicas run than before."""

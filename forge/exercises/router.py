@@ -8,14 +8,14 @@ from types import ModuleType
 from typing import Any
 
 from forge.cluster.events import CacheEvents
-from forge.cluster.fleet import Fleet, RouteDecision, RouteRequest
+from forge.cluster.fleet import Fleet, RouteRequest
 from forge.cluster.local import LocalCluster, LocalRun, Talk, run_talks
 from forge.cluster.routers import PrefixRouter, Router
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.exercises.exercise import Exercise, Rule, Trial
 from forge.llm import LLM
-from forge.trace.records import StepRecord
+from forge.trace.records import RouteRecord, StepRecord
 
 _BLOCK, _NAMES, _FLEETS = 16, ("a", "b", "c"), 120
 _PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -112,7 +112,7 @@ class RouterTrial(Trial):
             f'router.choose(RouteRequest("r", {request.keys}, {request.num_prompt_tokens}, 8, 16), '
             f"fleet.candidates({list(among)}))"
         )
-        found: RouteDecision = self.call(line, router.choose, request, candidates)
+        found: RouteRecord = self.call(line, router.choose, request, candidates)
         after = [(one.requests, one.tokens, one.routed_tokens) for one in given.replicas.values()]
         self.require(before == after, "counted", f"requests, tokens and tokens given were {before}, and are {after}")
         name = getattr(found, "replica", None)
@@ -125,7 +125,7 @@ class RouterTrial(Trial):
         said = f"it said {found.cached_tokens} cached tokens, and {found.replica} has {cached}; {_shown(fleet)}"
         self.require(found.cached_tokens == cached, "told", said)
 
-    def _rule(self, rule: str, fleet: Fleet, own: RouteDecision, found: RouteDecision) -> str:
+    def _rule(self, rule: str, fleet: Fleet, own: RouteRecord, found: RouteRecord) -> str:
         """The rule that a wrong choice breaks. For a random fleet it follows from the two decisions."""
         if rule in ("random", "longest") and "holder_busy" in (own.why, found.why):
             return "threshold"
@@ -170,7 +170,7 @@ def _talks() -> list[Talk]:
 
 
 def _run(router: Any) -> LocalRun:
-    options = {"kv": "prefix", "num_blocks": 96, "max_num_seqs": 8, "threads": 1}
+    options: dict[str, Any] = {"kv": "prefix", "num_blocks": 96, "max_num_seqs": 8, "threads": 1}
     engines = [LLM("hash", **options).engine for _ in range(2)]
     return run_talks(engines, router, _talks(), _PARAMS, clients=4)
 

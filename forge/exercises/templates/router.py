@@ -16,8 +16,9 @@ Fill in the two functions. Then:
 
 from collections.abc import Sequence
 
-from forge.cluster.fleet import Replica, RouteDecision, RouteRequest
+from forge.cluster.fleet import Replica, RouteRequest
 from forge.cluster.routers import Router
+from forge.trace.records import RouteRecord
 
 
 class MyRouter(Router):
@@ -27,7 +28,7 @@ class MyRouter(Router):
     needs_events = True
     threshold = 512
 
-    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteDecision:
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         """One of the candidates, of which there is at least one. Changes nothing: the request is counted afterwards.
 
         Of a replica you need `tokens` (outstanding), `routed_tokens` (ever given to it: of several with as few tokens
@@ -53,11 +54,11 @@ class MyRouter(Router):
         """Whether a replica has a block, as its cache's events have told."""
         return bool(self.fleet.prefixes.holders.get(key, 0) >> replica.index & 1)
 
-    def decision(self, request: RouteRequest, chosen: Replica, why: str, num_blocks: int) -> RouteDecision:
+    def decision(self, request: RouteRequest, chosen: Replica, why: str, num_blocks: int) -> RouteRecord:
         least = min(replica.tokens for replica in self.fleet.replicas.values())
         cached = num_blocks * request.block_size
         number = len(self.fleet.replicas)
-        return RouteDecision(request.request_id, self.name, chosen.name, why, number, chosen.tokens, least, cached)
+        return RouteRecord(request.request_id, self.name, chosen.name, why, number, chosen.tokens, least, cached)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.running import Found
 from forge.errors import UsageError
+from forge.trace.explain import explain_route
 from forge.views.bench import BenchProgress
 from forge.views.charts import bar
 from forge.views.figures import count, percent, plural, times
@@ -131,7 +132,7 @@ def _measure(
         alone = run_talks([large.engine], "round-robin", talks(num_talks), params, CLIENTS)
         for name in routers or ROUTERS:
             progress(name)
-            chosen = ROUTERS[name]
+            chosen: Any = ROUTERS[name]
             if threshold is not None and issubclass(chosen, PrefixRouter):
                 chosen = partial(chosen, threshold=threshold)
             engines = [first.new_engine() for _ in range(replicas)]
@@ -226,22 +227,5 @@ def _print_decisions(console: Console, run: "LocalRun") -> None:
         seen[decision.why] = seen.get(decision.why, 0) + 1
         if seen[decision.why] <= DECISIONS_SHOWN // 3:
             line = Text(f"request {decision.request_id:>2} → engine {decision.replica}  ", no_wrap=True)
-            shown.append(line.append(explain_decision(decision), QUIET))
+            shown.append(line.append(explain_route(decision), QUIET))
     print_lines(console, [*shown, Text("")])
-
-
-def explain_decision(decision: Any) -> str:
-    """`240 tokens of it are cached there (load 80, least 40)`."""
-    match decision.why:
-        case "prefix":
-            held = plural(decision.cached_tokens, "token")
-            return f"has {held} of it; load {decision.load}, the least busy {decision.least_load}"
-        case "holder_busy":
-            return (
-                f"engine {decision.holder} has {decision.holder_tokens} tokens, but its load is "
-                f"{decision.holder_load}, here {decision.load}"
-            )
-        case "no_prefix":
-            return f"no engine has its beginning; load {decision.load}, the least"
-        case other:
-            return other.replace("_", " ")

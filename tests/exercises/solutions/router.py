@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from forge.cluster.fleet import Replica, RouteDecision, RouteRequest
+from forge.cluster.fleet import Replica, RouteRequest
 from forge.cluster.routers import Router
+from forge.trace.records import RouteRecord
 
 
 class MyRouter(Router):
@@ -11,7 +12,7 @@ class MyRouter(Router):
     needs_events = True
     threshold = 512
 
-    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteDecision:
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         least = min(candidates, key=lambda one: (one.tokens, one.routed_tokens))
         blocks = {one.name: self.num_blocks(one, request) for one in candidates}
         longest = max(blocks.values())
@@ -34,8 +35,8 @@ class MyRouter(Router):
     def has(self, replica: Replica, key: int) -> bool:
         return bool(self.fleet.prefixes.holders.get(key, 0) >> replica.index & 1)
 
-    def decision(self, request: RouteRequest, chosen: Replica, why: str, num_blocks: int) -> RouteDecision:
+    def decision(self, request: RouteRequest, chosen: Replica, why: str, num_blocks: int) -> RouteRecord:
         least = min(replica.tokens for replica in self.fleet.replicas.values())
         cached = num_blocks * request.block_size
         number = len(self.fleet.replicas)
-        return RouteDecision(request.request_id, self.name, chosen.name, why, number, chosen.tokens, least, cached)
+        return RouteRecord(request.request_id, self.name, chosen.name, why, number, chosen.tokens, least, cached)
