@@ -154,12 +154,13 @@ def serve(
     options.check_speculation(speculate, draft, k, acceptance)
     require_server()
     cluster = options.model_options(
-        replicas=_answering(replicas, prefill_replicas, decode_replicas),
+        replicas=replicas,
         router=router,
         prefill_replicas=prefill_replicas,
+        decode_replicas=decode_replicas,
         max_replicas=max_replicas,
         target_requests=target_requests,
-        address=ray_address,
+        ray_address=ray_address,
     )
     from forge.server.serving import configure_logging
     from forge.server.serving import serve as run
@@ -210,27 +211,17 @@ def serve(
     )
     configure_logging()
     if cluster:
-        from forge.cluster.requirements import require_ray
+        from forge.cluster.options import ClusterOptions, require_ray
 
+        wanted = ClusterOptions(**cluster)
         require_ray()
-        from forge.cluster.launch import ClusterOptions, serve_cluster
+        from forge.cluster.launch import serve_cluster
 
-        run = partial(serve_cluster, wanted=ClusterOptions(**cluster))
+        run = partial(serve_cluster, wanted=wanted)
     if not live:
         return run(model, loading, settings, on_ready=_say_ready(model))
     with ExitStack() as shown:
         return run(model, loading, settings, lambda ready: _show(shown, ready, loading), _say_ready(model))
-
-
-def _answering(replicas: int | None, prefill_replicas: int | None, decode_replicas: int | None) -> int | None:
-    """How many engines answer. Raises `UsageError` where that is said in two ways, or not at all."""
-    from forge.errors import UsageError
-
-    if (prefill_replicas is None) != (decode_replicas is None):
-        raise UsageError("--prefill-replicas and --decode-replicas go together: give both")
-    if replicas is not None and decode_replicas is not None:
-        raise UsageError("with prefill apart from decode, --decode-replicas says how many engines answer")
-    return replicas if decode_replicas is None else decode_replicas
 
 
 def address(host: str | None, port: int | None, variable: str | None) -> tuple[str, int]:

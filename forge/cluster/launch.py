@@ -16,7 +16,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -25,9 +24,8 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from forge.cluster.client import ClusterClient
-from forge.cluster.fleet import Fleet
+from forge.cluster.options import ClusterOptions
 from forge.cluster.replica import EngineReplica
-from forge.cluster.routers import new_router
 from forge.cluster.routing import forget_routings
 from forge.cluster.serve_router import router_options
 from forge.errors import UsageError
@@ -43,38 +41,6 @@ _MORE_THAN_ANY_QUEUE = 100_000
 """Requests of one replica: its engine queues them, so Serve has nothing to hold back."""
 
 
-@dataclass(frozen=True)
-class ClusterOptions:
-    """How many engines, and who chooses among them."""
-
-    replicas: int = 2
-    """That answer; with autoscaling, at least."""
-    router: str = "prefix"
-    max_replicas: int | None = None
-    """Serve scales up to so many by running requests; None for no scaling."""
-    target_requests: float = 8.0
-    """Running requests per replica that the scaling aims at."""
-    prefill_replicas: int = 0
-    """Engines that only compute prompts, for the others to continue."""
-    address: str | None = None
-    """Of a Ray cluster; None for the one that runs here, and otherwise a new one on this machine; `local` for a new
-    one in any case."""
-
-    def __post_init__(self) -> None:
-        new_router(self.router, Fleet())
-        if self.replicas < 1 or self.prefill_replicas < 0:
-            raise UsageError("--replicas must be at least 1, and --prefill-replicas at least 0")
-        if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise UsageError(f"--max-replicas {self.max_replicas} is less than the {self.replicas} replicas at least")
-        if self.target_requests <= 0:
-            raise UsageError(f"--target-requests must be above 0, and not {self.target_requests:g}")
-
-    @property
-    def most(self) -> int:
-        """Engines in all, at most."""
-        return (self.max_replicas or self.replicas) + self.prefill_replicas
-
-
 @contextmanager
 def cluster(
     model: str, options: dict[str, Any], wanted: ClusterOptions, grace: float = 10.0
@@ -88,7 +54,7 @@ def cluster(
     is_ours = _connect(wanted, max(cores, wanted.most * options["threads"]))
     try:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
-        engines = _deploy(ENGINES, model, options, wanted.replicas, wanted, grace)
+        engines = _deploy(ENGINES, model, options, wanted.answering, wanted, grace)
         prefills = None
         if wanted.prefill_replicas:
             prefills = _deploy(PREFILLS, model, options, wanted.prefill_replicas, wanted, grace)
@@ -104,13 +70,13 @@ def cluster(
 def _connect(wanted: ClusterOptions, num_cpus: int) -> bool:
     """Join a Ray cluster, or start one on this machine; whether it was started."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if wanted.address != "local":
+    if wanted.ray_address != "local":
         try:
-            ray.init(address=wanted.address or "auto", **quiet)
+            ray.init(address=wanted.ray_address or "auto", **quiet)
             return False
         except ConnectionError as error:
-            if wanted.address is not None:
-                raise UsageError(f"there is no Ray cluster at {wanted.address}: {error}") from None
+            if wanted.ray_address is not None:
+                raise UsageError(f"there is no Ray cluster at {wanted.ray_address}: {error}") from None
     ray.init(
         address="local",
         num_cpus=num_cpus,

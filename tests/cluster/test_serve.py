@@ -77,7 +77,7 @@ def route(server: Server, request_id: str) -> dict:
     return server.request(f"/debug/requests/{request_id}")[1]["route"]
 
 
-def test_a_prompt_goes_where_its_beginning_is_cached_and_the_reason_is_told(server):
+def test_a_prompt_goes_where_its_beginning_is_cached_and_why(server):
     first = completion(server, BEGINNING)[1]
     time.sleep(0.3)  # the event that the blocks are there
     again = completion(server, BEGINNING + "Every evening")[1]
@@ -192,6 +192,26 @@ def test_prefill_apart_gives_the_same_answers():
         timeline = server.request(f"/debug/requests/{found[0]['id']}")[1]
         assert "handed over by another engine" in json.dumps(timeline)
         assert until(server.is_idle, 10)
+    finally:
+        server.stop()
+
+
+def test_serve_adds_a_replica_when_requests_pile_up():
+    server = cluster("--replicas", "1", "--max-replicas", "2", "--target-requests", "1")
+    try:
+        stop = threading.Event()
+
+        def ask(number: int) -> None:
+            while not stop.is_set():
+                assert completion(server, f"{number} a", max_tokens=600)[0] == 200
+
+        with ThreadPoolExecutor(6) as pool:
+            asked = [pool.submit(ask, number) for number in range(6)]
+            try:
+                assert until(lambda: len(replica_pids(server)) == 2, 90)
+            finally:
+                stop.set()
+            [one.result(60) for one in asked]
     finally:
         server.stop()
 
