@@ -24,8 +24,10 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from forge.cluster.client import ClusterClient
+from forge.cluster.fleet import Fleet
 from forge.cluster.options import ClusterOptions
 from forge.cluster.replica import EngineReplica
+from forge.cluster.routers import new_router
 from forge.cluster.routing import forget_routings
 from forge.cluster.serve_router import router_options
 from forge.errors import UsageError
@@ -131,6 +133,8 @@ def serve_cluster(
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Serve from replicas until a signal; return the exit status. As `forge.server.serving.serve`."""
+    if new_router(wanted.router, Fleet()).needs_events and options.get("kv") != "prefix":
+        raise UsageError(f"--router {wanted.router} reads what prefix caches tell: give --kv prefix, or another router")
     listening = listen(settings)
     try:
         with cluster(model, options, wanted, settings.limits.grace) as client:
