@@ -6,10 +6,14 @@ its end. Prefixes are what cache events told, so they trail a replica's cache by
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from forge.cluster.events import CacheEvents
 from forge.errors import ForgeError
 from forge.trace.records import RouteRecord
+
+
+_ROUTED = attrgetter("routed_tokens")
 
 
 class NoReplica(ForgeError):
@@ -50,11 +54,15 @@ class Replica:
     tokens: int = 0
     """Outstanding: of each request its uncached prompt tokens and the tokens that it may generate."""
     routed_tokens: int = 0
-    """Of all requests that it was ever given. Decides between replicas of equal load."""
+    """Of all requests that it was ever given. Decides between replicas with as many tokens outstanding."""
 
-    @property
-    def load(self) -> tuple[int, int]:
-        return self.tokens, self.routed_tokens
+
+def least_busy(replicas: Sequence[Replica]) -> Replica:
+    """The one with the fewest tokens outstanding, of equals the one that was given the fewest so far. Written for
+    hundreds of replicas and thousands of decisions a second."""
+    fewest = min([one.tokens for one in replicas])
+    equals = [one for one in replicas if one.tokens == fewest]
+    return min(equals, key=_ROUTED) if len(equals) > 1 else equals[0]
 
 
 class PrefixMap:
@@ -99,6 +107,8 @@ class Fleet:
 
     replicas: dict[str, Replica] = field(default_factory=dict)
     prefixes: PrefixMap = field(default_factory=PrefixMap)
+    mask: int = 0
+    """The bits of all replicas."""
     _by_index: list[Replica | None] = field(default_factory=list)
     _outstanding: dict[str, tuple[Replica, int]] = field(default_factory=dict)
     """From a request's id to where it is and the tokens that it counts for."""
@@ -108,6 +118,7 @@ class Fleet:
         if name not in self.replicas:
             index = self._by_index.index(None) if None in self._by_index else len(self._by_index)
             self._by_index[index : index + 1] = [Replica(name, index)]
+            self.mask |= 1 << index
             self.replicas[name] = self._by_index[index]  # type: ignore[assignment]
         return self.replicas[name]
 
@@ -116,6 +127,7 @@ class Fleet:
         replica = self.replicas.pop(name, None)
         if replica is not None:
             self._by_index[replica.index] = None
+            self.mask &= ~(1 << replica.index)
             self.prefixes.forget(replica.index)
 
     def set_to(self, names: Sequence[str]) -> None:

@@ -53,6 +53,7 @@ def cluster(
     """
     cores = os.cpu_count() or 1
     options = options | {"threads": options.get("threads") or max(1, cores // wanted.most)}
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     is_ours = _connect(wanted, max(cores, wanted.most * options["threads"]))
     try:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})

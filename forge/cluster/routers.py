@@ -17,9 +17,8 @@ import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 
-from forge.cluster.fleet import Fleet, Replica, RouteRequest
+from forge.cluster.fleet import Fleet, Replica, RouteRequest, least_busy
 from forge.errors import UsageError
 from forge.trace.records import RouteRecord
 
@@ -27,8 +26,6 @@ DEFAULT_THRESHOLD = 512
 """Tokens that the holder of a prefix may have outstanding beyond the least busy replica."""
 ESTIMATED_BLOCKS = 1 << 16
 """Blocks that an estimate remembers in all."""
-
-_LOAD = attrgetter("load")
 
 
 class Router(ABC):
@@ -95,7 +92,7 @@ class LeastOutstandingTokens(Router):
     name = "least-tokens"
 
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
-        chosen = min(candidates, key=_LOAD)
+        chosen = least_busy(candidates)
         return RouteRecord(
             request.request_id, self.name, chosen.name, "fewer_tokens", len(candidates), chosen.tokens, chosen.tokens
         )
@@ -113,16 +110,17 @@ class PrefixRouter(Router):
         self.threshold = threshold
 
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
-        least = min(candidates, key=_LOAD)
-        among = sum([1 << one.index for one in candidates])
-        blocks, mask = self.fleet.prefixes.longest(request.keys, among)
+        fleet, least = self.fleet, least_busy(candidates)
+        is_all = len(candidates) == len(fleet.replicas)
+        among = fleet.mask if is_all else sum([1 << one.index for one in candidates])
+        blocks, mask = fleet.prefixes.longest(request.keys, among)
         if not blocks:
             return self._decision(request, least, "no_prefix", candidates, least, 0, None, 0)
-        holder = min(self.fleet.holders(mask), key=_LOAD)
+        holder = least_busy(list(fleet.holders(mask)))
         held = blocks * request.block_size
         if holder.tokens - least.tokens <= self.threshold:
             return self._decision(request, holder, "prefix", candidates, least, held, holder, held)
-        has, _ = self.fleet.prefixes.longest(request.keys, 1 << least.index)
+        has, _ = fleet.prefixes.longest(request.keys, 1 << least.index)
         return self._decision(request, least, "holder_busy", candidates, least, has * request.block_size, holder, held)
 
     def _decision(
