@@ -12,7 +12,6 @@ from forge.cluster.events import CacheEvents
 from forge.errors import ForgeError
 from forge.trace.records import RouteRecord
 
-
 _ROUTED = attrgetter("routed_tokens")
 
 
