@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from forge.bench.workload import Arrival, Range, WorkloadRun, make_workload
 from forge.cli.main import parse_and_run
 from forge.cli.options import sampling_params
 from forge.cli.running import advance, drive, load_model, new_history, run_label, warm_up
@@ -18,6 +17,7 @@ from forge.views.generation import LiveGeneration
 from forge.views.picture import draw_busiest_step, picture_console, save_picture
 from forge.views.report import Report
 from forge.views.terminal import ForgeConsole, print_lines
+from forge.workload.requests import Arrival, Range, WorkloadRun, make_workload
 
 FOLDER = Path(__file__).parent / "pictures"
 GENERATED = 'forge generate --kv basic "Once upon a time" 32'

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from forge.engine.proposer import Proposer
     from forge.model.loader import LoadedModel, LoadProgress
 
-_MODEL, _SPECULATION, _SCHEDULER = "Model", "Speculation", "Scheduler"
+_MODEL, _SPECULATION, _SCHEDULER, _SWITCHES = "Model", "Speculation", "Scheduler", "Scheduler switches"
 KV_KINDS = {
     "off": "every forward computes the whole sequence again",
     "basic": "a contiguous run per sequence (also: on)",
@@ -119,7 +119,7 @@ class EngineArgs:
         None, "Tokens that one step may compute.", _SCHEDULER, shown="512, or 8,192 on a large GPU"
     )
     chunked_prefill: bool = option(
-        True, "Long prompts in pieces beside decodes, or whole in a step of their own.", _SCHEDULER
+        True, "Long prompts in pieces beside decodes, or whole in a step of their own.", _SWITCHES
     )
     order: "str | AdmissionOrder" = option(
         "fcfs",
@@ -133,10 +133,10 @@ class EngineArgs:
     mode: PreemptionMode = option("recompute", "What becomes of them: recompute, or swap.", _SCHEDULER)
     num_host_blocks: int = option(256, "Blocks in the pool to swap to.", _SCHEDULER)
     prefix_planning: bool = option(
-        True, "Requests that begin alike wait while one of them computes what they share.", _SCHEDULER
+        True, "Requests that begin alike wait while one of them computes what they share.", _SWITCHES
     )
     """Without it, prefill-only requests share nothing."""
-    oneshot: bool = option(True, "A generation of one token at most is prefill-only.", _SCHEDULER)
+    oneshot: bool = option(True, "A generation of one token at most is prefill-only.", _SWITCHES)
     oneshot_tokens: int | None = option(
         None,
         "Tokens of prefill-only requests in one step.",

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from forge.backends.cpu.compilation import cache_folder
-from forge.book.shelf import entries
+from forge.book.catalog import entries
 from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
 from forge.model.catalog import models_folder
@@ -350,7 +350,7 @@ def test_every_command_of_the_figures_can_be_typed():
     for line in lines:
         name, kind, *words = shlex.split(line)[1:]
         assert name == "bench"
-        command = command_named(name).commands[kind]
+        command = command_named(name).get_command(None, kind)
         command.make_context(kind, words)  # raises for an option that there is not
 
 

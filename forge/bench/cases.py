@@ -1,17 +1,19 @@
-"""The figures of `forge bench cpu`: what is computed for each, and what of the machine that takes at least.
+"""The figures of `forge bench cpu` and `cuda`: what each computes, and what that takes of the machine at least.
 
 A decode case fills its sequences' caches by prefill first, then times single steps that each compute one token per
 sequence *at the same position*: the key and value written there are overwritten by the next step. A prefill case
-computes all its tokens in one batch and the logits of the last. Token ids are random, the same for every contender.
+computes all its tokens in one batch and the logits of the last. Token ids are random, the same for every process.
 """
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
-from forge.errors import UsageError
-
+FORGE = "forge"
+"""What forge's own process is called beside its peers."""
+SEED = 1
+BLOCK_SIZE = 16
+"""Tokens of a KV block."""
 FLOAT_PRODUCT = 4
 """A float32 multiplication takes the room of this many int8 ones: the lanes of a vector are four times as wide."""
 
@@ -39,8 +41,8 @@ class Case:
         """Positions of each sequence, those of the step included."""
         return self.context + self.tokens
 
-    def token_ids(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """`[sequences][length]`, random; the same for every contender and every run."""
+    def token_ids(self, vocab_size: int, seed: int = SEED) -> list[list[int]]:
+        """`[sequences][length]`, random; the same for every process and every run."""
         rng = random.Random(f"{seed}-{self.name}")
         return [[rng.randrange(vocab_size) for _ in range(self.length)] for _ in range(self.sequences)]
 
@@ -55,19 +57,47 @@ CASES = (
 )
 
 
-def select_cases(names: str | Iterable[str] | None) -> tuple[Case, ...]:
-    """The cases that `names` (a list, or text with commas) asks for, in the order of `CASES`; None means all.
+CUDA_STEPS = (
+    *(
+        Case(f"decode{rows}@{context}", f"decode {rows} @ {context:,}", "decode", rows, context, 1)
+        for context in (160, 2048)
+        for rows in (1, 4, 16, 64)
+    ),
+    Case("prefill128", "prefill 128", "prefill", 1, 0, 128),
+    Case("prefill512", "prefill 512", "prefill", 1, 0, 512),
+)
 
-    Raises `UsageError` for a name that is none.
-    """
-    if names is None:
-        return CASES
-    wanted = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
-    known = {case.name for case in CASES}
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise UsageError(f"unknown figure {unknown[0]!r}; there are {', '.join(case.name for case in CASES)}")
-    return tuple(case for case in CASES if case.name in wanted)
+
+@dataclass(frozen=True)
+class Load:
+    """Requests in a closed loop: when one ends, the next begins."""
+
+    name: str
+    """What `--only` calls it."""
+    prompt_tokens: int
+    output_tokens: int
+    concurrency: int
+    requests: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.prompt_tokens} in, {self.output_tokens} out, {self.concurrency} at a time"
+
+    @property
+    def question(self) -> dict[str, int]:
+        """What a worker is asked."""
+        return {name: value for name, value in asdict(self).items() if name != "name"} | {"seed": SEED}
+
+
+CUDA_LOADS = (
+    Load("128in1@1", 128, 1, 1, 100),
+    Load("128in32@4", 128, 32, 4, 400),
+    *(
+        Load(f"512in1@{concurrency}", 512, 1, concurrency, requests)
+        for concurrency, requests in ((1, 100), (4, 400), (16, 800), (64, 2000), (96, 2000), (128, 2000))
+    ),
+)
+"""Figures and loads that engines publish for an H200, so that a run can be held against what others measured there."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +106,7 @@ class ModelSize:
 
     file_bytes: int
     layer_bytes: int
-    """Of the layers' tensors, as the file stores them."""
+    """Of the layers' tensors, as the file stores them; experts not included."""
     head_bytes: int
     """Of the output head, which may be the embedding too."""
     embedding_bytes: int
@@ -84,7 +114,8 @@ class ModelSize:
     row_bytes: int
     """Of one row of the embedding."""
     layer_products: int
-    """Multiplications per token in the layers' matrices, float ones counted `FLOAT_PRODUCT` times."""
+    """Multiplications per token in the layers' matrices, float ones counted `FLOAT_PRODUCT` times. Of a mixture of
+    experts: those of the experts that a token uses."""
     head_products: int
     """The same per row of logits."""
     attention_products: int
@@ -93,11 +124,19 @@ class ModelSize:
     """Of one token's keys and values in all layers, at two bytes per number."""
     vocab_size: int
     max_context: int
+    expert_bytes: int = 0
+    """Of all experts in all layers; 0 for a dense model."""
+    share_of_experts: float = 0.0
+    """That a token uses."""
 
     @property
     def weight_bytes(self) -> int:
         """Of all matrices and norms; a head that is the embedding too counts once."""
-        return self.layer_bytes + self.head_bytes + self.embedding_bytes
+        return self.layer_bytes + self.expert_bytes + self.head_bytes + self.embedding_bytes
+
+    def bytes_of_used_experts(self, rows: int) -> int:
+        """Of the experts that at least one of `rows` tokens uses, each layer's chosen evenly and independently."""
+        return round(self.expert_bytes * (1 - (1 - self.share_of_experts) ** rows))
 
 
 @dataclass(frozen=True)
@@ -105,22 +144,67 @@ class Needs:
     """What one step takes at least."""
 
     bytes_read: int
-    """Weights once, and the keys and values of all tokens before this step."""
+    """Weights once (of the experts those in use), and the keys and values of all tokens before this step."""
     products: int
     """Multiplications, counted as int8 ones."""
 
 
 def needs_of(case: Case, size: ModelSize) -> Needs:
-    """The least that `case` takes: every weight read once per step however many rows share it."""
+    """The least that `case` takes: every weight in use read once per step however many rows share it."""
     rows = case.tokens_per_step
     pairs = case.sequences * sum(case.context + row + 1 for row in range(case.tokens))
     return Needs(
         bytes_read=size.layer_bytes
+        + size.bytes_of_used_experts(rows)
         + size.head_bytes
         + rows * size.row_bytes
         + case.sequences * case.context * size.kv_bytes,
         products=rows * size.layer_products + case.sequences * size.head_products + pairs * size.attention_products,
     )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the machine can do at most: memory bandwidth and arithmetic."""
+
+    bytes_per_second: float
+    """What all threads together read from memory."""
+    products_per_second: float
+    """int8 multiplications, each with its addition, when the operands are near."""
+
+    @property
+    def ridge(self) -> float:
+        """Products per byte at which both limits are reached at once."""
+        return self.products_per_second / self.bytes_per_second
+
+    def or_better(self, other: "Limits | None") -> "Limits":
+        """Of each limit the higher one: a limit that was reached once is one that can be reached."""
+        if other is None:
+            return self
+        return Limits(
+            max(self.bytes_per_second, other.bytes_per_second), max(self.products_per_second, other.products_per_second)
+        )
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A step against the machine's limits (Williams, Waterman and Patterson 2009)."""
+
+    bytes_per_second: float
+    """Of what the step must read at least."""
+    products_per_second: float
+    bound: Literal["memory", "arithmetic"]
+    """The limit that the step would meet first."""
+    share: float
+    """How much of that limit was reached: the least time that the step could take, over the time it took."""
+    limit_seconds: float
+
+    @classmethod
+    def of(cls, needs: Needs, seconds: float, limits: Limits) -> "Roofline":
+        memory, arithmetic = needs.bytes_read / limits.bytes_per_second, needs.products / limits.products_per_second
+        least = max(memory, arithmetic)
+        bound: Literal["memory", "arithmetic"] = "memory" if memory >= arithmetic else "arithmetic"
+        return cls(needs.bytes_read / seconds, needs.products / seconds, bound, least / seconds, least)
 
 
 def measure_model(path) -> ModelSize:
@@ -132,10 +216,12 @@ def measure_model(path) -> ModelSize:
     with open_weights(path) as weights:
         config = weights.config
         floats = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+        used = config.num_experts_per_tok
 
         def products(tensor) -> int:
-            elements = tensor.shape[0] * tensor.shape[1]
-            return elements * (FLOAT_PRODUCT if tensor.ggml_type in floats else 1)
+            *experts, rows, columns = tensor.shape
+            matrices = used if experts else 1
+            return matrices * rows * columns * (FLOAT_PRODUCT if tensor.ggml_type in floats else 1)
 
         names = [name for name in expected_tensors(config) if name.startswith("blk.")]
         layers = [weights.tensor(name) for name in names]
@@ -143,14 +229,16 @@ def measure_model(path) -> ModelSize:
         head = embedding if config.tie_word_embeddings else weights.tensor("output.weight")
         return ModelSize(
             file_bytes=weights.nbytes if path.is_dir() else path.stat().st_size,
-            layer_bytes=sum(tensor.nbytes for tensor in layers),
+            layer_bytes=sum(tensor.nbytes for tensor in layers if len(tensor.shape) < 3),
             head_bytes=head.nbytes,
             embedding_bytes=0 if config.tie_word_embeddings else embedding.nbytes,
             row_bytes=embedding.nbytes // embedding.shape[0],
-            layer_products=sum(products(tensor) for tensor in layers if len(tensor.shape) == 2),
+            layer_products=sum(products(tensor) for tensor in layers if len(tensor.shape) > 1),
             head_products=products(head),
             attention_products=2 * config.num_layers * config.query_size * FLOAT_PRODUCT,
             kv_bytes=2 * config.num_layers * config.key_value_size * 2,
             vocab_size=config.vocab_size,
             max_context=config.max_position_embeddings,
+            expert_bytes=sum(tensor.nbytes for tensor in layers if len(tensor.shape) == 3),
+            share_of_experts=used / config.num_experts if config.num_experts else 0.0,
         )

@@ -1,74 +1,51 @@
 """`forge bench cuda`: forge beside transformers on one GPU, on the same weights, in one run.
 
-The order of things: the GPU's limits; then each contender by itself (two of them would share its memory and clocks): it
+The order of things: the GPU's limits; then each program by itself (two of them would share its memory and clocks): it
 loads the model, takes its turns of every figure, and serves every load of requests. forge serves them twice, in process
-and over HTTP. Figures and loads are those that
-engines publish for an H200, so that a run can be held against what others measured there.
+and over HTTP. Figures and loads are those that engines publish for an H200 (`cases.py`).
 """
 
-import random
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated
 
-from forge.bench.cases import Case
-from forge.bench.contender import Contender, ContenderError, ContenderMissing, Launch
-from forge.bench.cuda_results import CudaBenchmark, CudaLimits, Load, LoadResult, Speed, StepResult
-from forge.bench.results import FORGE, Skipped
+import typer
+
+from forge.backends.devices import why_not_cuda
+from forge.bench.cases import BLOCK_SIZE, CUDA_LOADS, CUDA_STEPS, FORGE, Case, Load
+from forge.bench.closed_loop import load_figures
+from forge.bench.options import QuickOption, at_least_one, option, select_cases, select_peers
+from forge.bench.process import Effort, Launch, Runner, measure_limits
+from forge.bench.results import Facts, Figure, Progress, last_of, shown, silent
+from forge.bench.tables import Part, Table, title, trouble
+from forge.cli import options
+from forge.cli.running import Found
 from forge.errors import UsageError
+from forge.model.catalog import resolve_model
+from forge.model.synth import SHAPES, default_file_name, synth
+from forge.model.weight_source import open_weights
+from forge.views.bench import progress_line
+from forge.views.figures import NOTHING, count, percent
+from forge.views.text import one_line
 
 HTTP = "forge over HTTP"
-WORKERS = {FORGE: "cuda_forge_worker", HTTP: "cuda_http_worker", "transformers": "cuda_transformers_worker"}
+PEERS = {"transformers": "transformers_worker"}
 """Name → worker module."""
-PEERS = tuple(name for name in WORKERS if name not in (FORGE, HTTP))
+WORKERS = {FORGE: "forge_worker", HTTP: "server_worker", **PEERS}
 DEFAULT_MODEL = "qwen3-0.6b"
-DEFAULT_TYPE = "BF16"
-SEED = 1
-
-STEPS = (
-    *(
-        Case(f"decode{rows}@{context}", f"decode {rows} @ {context:,}", "decode", rows, context, 1)
-        for context in (160, 2048)
-        for rows in (1, 4, 16, 64)
-    ),
-    Case("prefill128", "prefill 128", "prefill", 1, 0, 128),
-    Case("prefill512", "prefill 512", "prefill", 1, 0, 512),
-)
-LOADS = (
-    Load("128in1@1", 128, 1, 1, 100),
-    Load("128in32@4", 128, 32, 4, 400),
-    *(
-        Load(f"512in1@{concurrency}", 512, 1, concurrency, requests)
-        for concurrency, requests in ((1, 100), (4, 400), (16, 800), (64, 2000), (96, 2000), (128, 2000))
-    ),
-)
-PUBLISHED_LOADS = {"qwen3-0.6b": ("128in1@1", "128in32@4"), "qwen3-4b": tuple(load.name for load in LOADS[2:])}
+PUBLISHED_LOADS = {"qwen3-0.6b": ("128in1@1", "128in32@4"), "qwen3-4b": tuple(load.name for load in CUDA_LOADS[2:])}
 """The loads that are published for a shape; another model gets those of the first."""
+SCHEMA = 1
+"""Counts up when a name in the JSON changes its meaning."""
 
-Progress = Callable[[str], None]
-"""Called with what is about to be done."""
 
-
-@dataclass(frozen=True)
-class Effort:
-    """How long a run measures."""
-
-    repetitions: int = 5
-    decode_steps: int = 20
-    turn_seconds: float = 0.3
-    limit_seconds: float = 1.0
-    array_bytes: int = 4 << 30
-    request_share: float = 1.0
-    """Of each load's requests."""
-
-    @classmethod
-    def quick(cls) -> "Effort":
-        """Enough to see that everything runs; too little to believe."""
-        return cls(2, 3, 0.02, 0.1, 1 << 28, request_share=0.02)
+EFFORT = Effort(5, decode_steps=20, turn_seconds=0.3, limit_seconds=1.0, array_bytes=4 << 30)
+QUICK = Effort(2, decode_steps=3, turn_seconds=0.02, limit_seconds=0.1, array_bytes=1 << 28, request_share=0.02)
+"""Enough to see that everything runs; too little to believe."""
 
 
 @dataclass(frozen=True)
@@ -77,75 +54,87 @@ class Plan:
 
     model: str = DEFAULT_MODEL
     """A published shape, made up with random weights, or whatever `--model` takes."""
-    quantization: str = DEFAULT_TYPE
+    quantization: str = "BF16"
     """Of a made-up model."""
-    steps: tuple[Case, ...] = STEPS
-    loads: tuple[Load, ...] = LOADS[:2]
-    peers: tuple[str, ...] = PEERS
+    steps: tuple[Case, ...] = CUDA_STEPS
+    loads: tuple[Load, ...] = CUDA_LOADS[:2]
+    peers: tuple[str, ...] = tuple(PEERS)
     kv: str = "paged"
-    effort: Effort = Effort()
+    effort: Effort = EFFORT
 
 
-def plan_for(model: str, quantization: str, only: str | None, peers: Sequence[str], kv: str, effort: Effort) -> Plan:
+def bench_cuda(
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="qwen3-0.6b, qwen3-1.7b or qwen3-4b with random weights; or a model as elsewhere."
+        ),
+    ] = DEFAULT_MODEL,
+    type: Annotated[str, option("Of random weights: BF16, Q8_0, Q4_0, Q4_K_M, …", "--type", "-t")] = "BF16",
+    only: Annotated[
+        str | None,
+        option(
+            "Figures, with commas: decode1@160 … decode64@2048, prefill128, prefill512, 128in1@1, 128in32@4, "
+            "512in1@1 … 512in1@128.",
+            default="all steps, and the loads that are published for the shape",
+        ),
+    ] = None,
+    peer: Annotated[list[str] | None, option("transformers, all or none.", default="all")] = None,
+    kv: options.KvOption = "paged",
+    reps: Annotated[int | None, option("Turns per figure; 5 if not given.")] = None,
+    quick: QuickOption = False,
+    json: options.JsonOption = False,
+) -> Found:
+    """Decode, prefill and whole requests on this GPU, with the share of its measured bandwidth.
+
+    Requests run in process, and over HTTP as clients of `forge serve` see them.
+
+    [dim]forge bench cuda -m qwen3-4b --only 512in1@64,512in1@128[/dim]
+    """
+    at_least_one(reps=reps)
+    effort = QUICK if quick else EFFORT
+    effort = effort if reps is None else replace(effort, repetitions=reps)
+    plan = plan_for(model, type, only, peer, kv, effort)
+    if reason := why_not_cuda():  # before anything is made or started
+        raise UsageError(reason.replace("--device cuda", "forge bench cuda").replace(": use --device cpu", ""))
+    with progress_line() as progress:
+        facts = last_of(run(plan, progress))
+    return shown(facts, screen(facts), json)
+
+
+def plan_for(
+    model: str, quantization: str, only: str | None, peers: list[str] | None, kv: str, effort: Effort = EFFORT
+) -> Plan:
     """The plan that these options mean. Raises `UsageError` for a name that is none."""
-    names = [name.strip() for name in only.split(",")] if only else None
-    known = [case.name for case in STEPS] + [load.name for load in LOADS]
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        raise UsageError(f"unknown figure {unknown[0]!r}; there are {', '.join(known)}")
-    wanted_loads = names or PUBLISHED_LOADS.get(model, PUBLISHED_LOADS[DEFAULT_MODEL])
-    chosen = PEERS if list(peers) == ["all"] else () if list(peers) == ["none"] else tuple(peers)
-    strangers = [name for name in chosen if name not in PEERS]
-    if strangers:
-        raise UsageError(f"unknown peer {strangers[0]!r}; there are {', '.join(PEERS)}, all and none")
-    return Plan(
-        model,
-        quantization,
-        tuple(case for case in STEPS if names is None or case.name in names),
-        tuple(load for load in LOADS if load.name in wanted_loads),
-        chosen,
-        kv,
-        effort,
-    )
+    chosen = select_cases(only, (*CUDA_STEPS, *CUDA_LOADS))
+    published = PUBLISHED_LOADS.get(model, PUBLISHED_LOADS[DEFAULT_MODEL])
+    loads = [one for one in chosen if isinstance(one, Load) and (only is not None or one.name in published)]
+    steps = tuple(one for one in chosen if isinstance(one, Case))
+    return Plan(model, quantization, steps, tuple(loads), select_peers(peers, PEERS), kv, effort)
 
 
-def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[CudaBenchmark, None, None]:
+def run(plan: Plan, on_progress: Progress = silent) -> Generator[Facts, None, None]:
     """Measure, yielding what is known so far after each figure; the last value is the whole.
 
-    Raises `UsageError` for a model that does not exist, `ContenderError` if forge itself fails, or sees no GPU. A peer
+    Raises `UsageError` for a model that does not exist, `ProcessFailed` if forge itself fails, or sees no GPU. A peer
     that fails is left out from there on, and its reason is in the result. Closing the iterator ends every process.
     """
-    result = CudaBenchmark(model=plan.model, limits=None, contenders={}, steps=(), loads=(), skipped=())
+    facts: Facts = {"schema": SCHEMA, "model": plan.model, "limits": None, "contenders": {}, "steps": [], "loads": []}
     on_progress("what this GPU can do")
-    result = replace(result, limits=measure_limits(plan.effort))
-    yield result
-    with model_file(plan, on_progress) as (path, vocab_size):
+    facts |= {"limits": measure_limits("cuda_limits_worker", plan.effort), "skipped": [], "interrupted": False}
+    yield facts
+    with Runner(on_progress) as runner, model_file(plan, on_progress) as (path, vocab_size):
+        facts["skipped"] = runner.skipped
         for name in (FORGE, *([HTTP] if plan.loads else []), *plan.peers):
-            try:
-                for so_far in _measure(plan, name, path, vocab_size, result, on_progress):
-                    result = so_far
-                    yield result
-            except ContenderError as error:
-                if name == FORGE:
-                    raise
-                result = replace(result, skipped=(*result.skipped, Skipped(name, str(error))))
-    yield result
-
-
-def measure_limits(effort: Effort) -> CudaLimits:
-    """The GPU's limits, measured in a process of its own. Raises `ContenderMissing` where there is none."""
-    with Contender(Launch("the limits", "cuda_limits_worker")) as worker:
-        found = worker.ask("measure", array_bytes=effort.array_bytes, seconds=effort.limit_seconds)
-    return CudaLimits(**found)
+            for _ in _measure(plan, name, path, vocab_size, facts, runner):
+                yield facts
+            runner.close(name)
+    yield facts
 
 
 @contextmanager
 def model_file(plan: Plan, on_progress: Progress) -> Iterator[tuple[Path, int]]:
     """The model's path and vocabulary; a published shape is written with random weights, and gone afterwards."""
-    from forge.model.catalog import resolve_model
-    from forge.model.synth import SHAPES, default_file_name, synth
-    from forge.model.weight_source import open_weights
-
     if plan.model in SHAPES:
         with TemporaryDirectory(prefix="forge-bench-") as folder:
             path = Path(folder) / default_file_name(plan.model, plan.quantization)
@@ -159,51 +148,87 @@ def model_file(plan: Plan, on_progress: Progress) -> Iterator[tuple[Path, int]]:
     yield path, vocab_size
 
 
-def _measure(
-    plan: Plan, name: str, path: Path, vocab_size: int, result: CudaBenchmark, on_progress: Progress
-) -> Generator[CudaBenchmark, None, None]:
-    """Everything about one contender."""
-    on_progress(f"{name} loads")
-    longest = [case.length for case in plan.steps] + [load.prompt_tokens + load.output_tokens for load in plan.loads]
+def _measure(plan: Plan, name: str, path: Path, vocab_size: int, facts: Facts, runner: Runner) -> Iterator[None]:
+    """Everything about one program, after each figure of it."""
+    runner.say(f"{name} loads")
+    longest = max([case.length for case in plan.steps] + [one.prompt_tokens + one.output_tokens for one in plan.loads])
     most = max((load.concurrency for load in plan.loads), default=1)
-    with Contender(Launch(name, WORKERS[name])) as contender:
-        loaded = contender.ask(
-            "load", model=str(path.absolute()), max_context=max(longest), max_sequences=most, kv=plan.kv
-        )
-        result = replace(result, contenders={**result.contenders, name: loaded})
-        for case in plan.steps if name != HTTP else ():
-            try:
-                step = _take_turns(plan, contender, case, vocab_size, on_progress)
-                result = replace(result, steps=(*result.steps, step))
-            except ContenderMissing as reason:
-                result = replace(result, skipped=(*result.skipped, Skipped(f"{name}, {case.title}", str(reason))))
-            yield result
-        for load in plan.loads:
-            load = replace(load, requests=max(load.concurrency, round(load.requests * plan.effort.request_share)))
-            on_progress(f"{load.title}: {name}")
-            try:
-                answer = contender.ask("requests", **load.question, seed=SEED)
-                result = replace(result, loads=(*result.loads, LoadResult.of(load, name, answer)))
-            except ContenderMissing as reason:
-                result = replace(result, skipped=(*result.skipped, Skipped(f"{name}, {load.title}", str(reason))))
-            yield result
+    sizes = {"max_model_len": longest, "max_num_seqs": most, "num_blocks": most * -(-longest // BLOCK_SIZE)}
+    given = {"model": str(path.absolute()), "device": "cuda", "kv": plan.kv, "block_size": BLOCK_SIZE, **sizes}
+    about = runner.attempt(name, partial(runner.open, Launch(name, WORKERS[name]), **given))
+    if about is None:
+        return
+    facts["contenders"][name] = about
+    for case in plan.steps if name != HTTP else ():
+        if name not in runner.processes:
+            return
+        turns = runner.take_turns(case, vocab_size, plan.effort, in_parts=True)
+        facts["steps"] += [step(case, name, one, facts) for one in turns.values()]
+        yield
+    for load in plan.loads:
+        if name not in runner.processes:
+            return
+        load = replace(load, requests=max(load.concurrency, round(load.requests * plan.effort.request_share)))
+        runner.say(f"{load.title}: {name}")
+        if answer := runner.ask(name, "requests", f"{name}, {load.title}", **load.question):
+            facts["loads"].append({"load": load, "contender": name, **load_figures(load, answer)})
+        yield
 
 
-def _take_turns(plan: Plan, contender: Contender, case: Case, vocab_size: int, on_progress: Progress) -> StepResult:
-    on_progress(f"{case.title}: {contender.name}")
-    effort = plan.effort
-    token_ids = step_token_ids(case, vocab_size)
-    prepared = contender.ask("prepare", kind=case.kind, context=case.context, token_ids=token_ids)
-    seconds, tops = [], ()
-    for _ in range(effort.repetitions):
-        steps = effort.decode_steps if case.kind == "decode" else 1
-        answer: dict[str, Any] = contender.ask("turn", min_steps=steps, min_seconds=effort.turn_seconds)
-        seconds.append(median(answer["seconds"]))
-        tops = tuple(answer["top_tokens"])
-    return StepResult(case, contender.name, Speed.of(seconds), prepared["setting"], tops)
+def step(case: Case, name: str, taken: Facts, facts: Facts) -> Facts:
+    """One program's steps of one case; of a decode of forge, also the share of the bandwidth that it reaches: it has
+    to read the weights once, and the keys and values before it."""
+    seconds, share, about = Figure.of(taken["seconds"]), None, facts["contenders"][name]
+    if name == FORGE and case.kind == "decode":
+        needed = about["read_bytes"] + case.sequences * case.context * about["kv_bytes"]
+        share = needed / seconds.median / facts["limits"]["read_bytes_per_second"]
+    return {"name": case.name, "contender": name, **taken, "seconds": seconds, "bandwidth_share": share}
 
 
-def step_token_ids(case: Case, vocab_size: int) -> list[list[int]]:
-    """Random tokens, the same in every run."""
-    rng = random.Random(f"{SEED}-{case.name}")
-    return [[rng.randrange(vocab_size) for _ in range(case.length)] for _ in range(case.sequences)]
+def screen(facts: Facts) -> Iterator[Part]:
+    """The GPU and what ran on it; steps; loads of requests; what was left out."""
+    limits, steps, loads = facts["limits"], facts["steps"], facts["loads"]
+    yield title("How fast is this model on this GPU?")
+    yield f"{limits['device']}, {limits['memory_bytes'] / 2**30:.0f} GiB; {limits['versions']}"
+    copy, read = (limits[f"{name}_bytes_per_second"] / 1e12 for name in ("copy", "read"))
+    flops = 2 * limits["products_per_second"] / 1e12
+    yield f"limits measured: copy {copy:.2f} TB/s, read {read:.2f} TB/s, bfloat16 {flops:.0f} TFLOP/s"
+    for name, about in facts["contenders"].items():
+        yield f"{name}: {one_line(about['description'])}; loaded in {about['seconds']:.1f} s"
+    if steps:
+        names = list(dict.fromkeys(one["contender"] for one in steps))
+        cases = {case.name: case.title for case in CUDA_STEPS}
+        by_case = {(one["name"], one["contender"]): one for one in steps}
+        rows = []
+        for name in dict.fromkeys(one["name"] for one in steps):
+            ours, found = by_case.get((name, FORGE)), [by_case.get((name, each)) for each in names]
+            share = ours and ours["bandwidth_share"]
+            own = percent(share) if share is not None else NOTHING, one_line(ours["setting"]) if ours else NOTHING
+            times = [one["seconds"].text(milliseconds) if one else NOTHING for one in found]
+            rows.append((cases[name], *times, *own))
+        yield from (None, Table(("ms per step", *names, "of the bandwidth", "forge ran"), rows, wraps=True))
+    if loads:
+        headings = ("ms (P50, P95)", "", "requests", "requests/s", "first token", "per token", "end to end")
+        rows = [
+            (
+                one["load"].title,
+                one["contender"],
+                count(one["load"].requests),
+                f"{one['requests_per_second']:,.1f}",
+                *(_pair(one[name]) for name in ("first_token", "per_token", "end")),
+            )
+            for one in loads
+        ]
+        yield from (None, Table(headings, rows, names=2, wraps=True))
+    for skipped in facts["skipped"]:
+        yield trouble(f"left out: {one_line(skipped['name'])}: {one_line(skipped['reason'])}")
+    if facts["interrupted"]:
+        yield trouble("interrupted: what was measured until then")
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
+
+
+def _pair(values: Mapping[str, float] | None) -> str:
+    return NOTHING if values is None else f"{milliseconds(values['p50'])}, {milliseconds(values['p95'])}"

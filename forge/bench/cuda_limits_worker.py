@@ -8,7 +8,7 @@ The fastest of many passes counts, because a limit is what is possible.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forge.bench.worker import Missing, peak_memory, serve
+from forge.bench.worker import Missing, Worker, serve_requests
 
 
 def measure(array_bytes: int, seconds: float, side: int = 8192) -> Mapping[str, Any]:
@@ -54,5 +54,9 @@ def fastest(torch, work: Callable[[], object], seconds: float) -> float:
     return best
 
 
+class LimitsWorker(Worker):
+    measure = staticmethod(measure)
+
+
 if __name__ == "__main__":
-    serve({"measure": measure, "memory": peak_memory})
+    serve_requests(LimitsWorker())

@@ -52,7 +52,7 @@ class Timed:
             tile = f"{n:3} x {k:4}, {self.tile.num_warps} warps, {self.tile.num_stages} stages"
         found = f"{self.seconds * 1e6:8.1f} µs  {self.bytes_per_second / 1e12:5.2f} TB/s"
         mark = "  ← chosen" if self.is_chosen else ""
-        return f"{self.product:8} {self.rows:3} rows  {self.failed or found}  {tile}{mark}"
+        return f"{self.product:11} {self.rows:3} rows  {self.failed or found}  {tile}{mark}"
 
 
 class TriedLaunches(Launches):
@@ -112,11 +112,14 @@ def _tried(run: TriedLaunches, matrix: Matrix, rows: Sequence[int]) -> Iterator[
     """Rows, tile and whether it is chosen; the output head is never cuBLAS's."""
     for num_rows in rows:
         run.tried = run.by_cublas = None
-        chosen, wide = run.tile_for(num_rows, matrix), run._by_cublas(num_rows, matrix) and matrix.name != "head"
+        chosen, by_cublas = (
+            run.tile_for(num_rows, matrix),
+            run._by_cublas(num_rows, matrix) and matrix.name != "output_head",
+        )
         for tile in neighbours(chosen):
-            yield num_rows, tile, tile == chosen and not wide
-        if num_rows > 1 and matrix.kind == DENSE and matrix.name != "head":
-            yield num_rows, None, wide
+            yield num_rows, tile, tile == chosen and not by_cublas
+        if num_rows > 1 and matrix.kind == DENSE and matrix.name != "output_head":
+            yield num_rows, None, by_cublas
 
 
 def products_of(config: Qwen3Config) -> dict[str, tuple[int, int]]:
@@ -126,7 +129,7 @@ def products_of(config: Qwen3Config) -> dict[str, tuple[int, int]]:
         "output": (config.hidden_size, config.query_size),
         "gate_up": (2 * config.intermediate_size, config.hidden_size),
         "down": (config.hidden_size, config.intermediate_size),
-        "head": (config.vocab_size, config.hidden_size),
+        "output_head": (config.vocab_size, config.hidden_size),
     }
 
 
@@ -148,15 +151,15 @@ def multiply_all(
     run: Launches, name: str, copies: Sequence[Matrix], num_rows: int, config: Qwen3Config, device: torch.device
 ) -> None:
     """The product as a decode step does it, once for every copy."""
-    x = torch.ones((num_rows, copies[0].columns), dtype=torch.bfloat16, device=device)
-    stream = torch.zeros((num_rows, copies[0].rows), dtype=torch.bfloat16, device=device)
-    norm = Norm(torch.ones(copies[0].columns, device=device), config.rms_norm_eps)
+    x = torch.ones((num_rows, copies[0].in_features), dtype=torch.bfloat16, device=device)
+    stream = torch.zeros((num_rows, copies[0].out_features), dtype=torch.bfloat16, device=device)
+    norm = Norm(torch.ones(copies[0].in_features, device=device), config.rms_norm_eps)
     for matrix in copies:
         if name in ("output", "down"):
             run.add_product(stream, x, matrix)
         elif name == "gate_up":
             run.gated(x, norm, matrix)
-        elif name == "head":
+        elif name == "output_head":
             run.logits(x, norm, matrix)
         else:
             run.products(x, norm, (matrix,))

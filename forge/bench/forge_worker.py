@@ -1,79 +1,143 @@
-"""forge as a contender: `Qwen3.forward` on the cpu device, without sampling, as `llama_decode` is without it."""
+"""forge as a process that is measured: forward passes without sampling, as its peers', and whole requests through its
+engine.
+"""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-if TYPE_CHECKING or __package__:
-    from forge.bench.worker import peak_memory, serve, take_turn, timed
-else:
-    from worker import peak_memory, serve, take_turn, timed
+import numpy as np
 
-BLOCK_SIZE = 16
+from forge import LLM, SamplingParams, __version__
+from forge.backends.devices import why_not_cuda
+from forge.bench.cases import BLOCK_SIZE
+from forge.bench.closed_loop import answered, drive, unique_prompts
+from forge.bench.worker import Missing, Worker, serve_requests, timed
+from forge.engine.sampler import argmax_rows
+from forge.model.forward_batch import ForwardBatch
+from forge.model.qwen3 import Qwen3
+
 CHUNK = 512
 """Tokens of a sequence that are filled in at a time."""
+WARM_ROUNDS = 3
+"""Untimed steps on a GPU, and untimed requests per slot before a load: kernels compiled, graphs captured."""
 
 
-class ForgeContender:
-    """One loaded model, and the batch that is timed."""
+class ForgeWorker(Worker):
+    """One loaded model, the batch that is timed, and its engine."""
 
-    def __init__(self):
-        self._llm = None
-        self._batch = self._storage = None
-        self._expected = 0.0
+    def __init__(self, llm: LLM | None = None):
+        """llm: one that is loaded already."""
+        if llm is not None:
+            self._llm = llm
+        self._batch: Any = None
+        self._storage: Any = None
 
-    def load(self, model: str, threads: int, max_context: int) -> Mapping[str, Any]:
-        import forge.backends.cpu.backend  # noqa: F401 (loading libraries is no part of loading a file)
-        from forge import LLM, __version__
-        from forge.model.qwen3 import Qwen3
-
+    def load(self, model: str, **options: Any) -> Mapping[str, Any]:
+        """options: those of `LLM`."""
+        device = options.get("device")
+        if device == "cuda" and (reason := why_not_cuda()):
+            raise Missing(reason)
+        if device == "cpu":
+            import forge.backends.cpu.backend  # noqa: F401 (loading libraries is no part of loading a file)
         compiled: list[int] = []
-        llm = self._llm = LLM(
-            model,
-            device="cpu",
-            threads=threads,
-            max_model_len=max_context,
-            max_num_seqs=1,
-            block_size=BLOCK_SIZE,
-            on_compile_progress=lambda done, total: compiled.append(done),
-        )
-        assert isinstance(llm.model, Qwen3)
+        llm = self._llm = LLM(model, **options, on_compile_progress=lambda done, total: compiled.append(done))
+        kv = f"{llm.kv} in {llm.kv_dtype}" if "kv" in options else llm.kv_dtype
+        on_cpu = {"weight_bytes": _packed_bytes(llm.model)}
+        on_gpu = {"read_bytes": self.read_bytes, "kv_bytes": self.kv_bytes}
         return {
-            "description": f"forge {__version__}, {llm.device_description}, KV {llm.kv_dtype}",
+            "description": f"forge {__version__}, {llm.device_description}, KV {kv}",
             "seconds": llm.load_seconds,
             "first_time": bool(compiled),
-            "weight_bytes": _packed_bytes(llm.model.weights),
+            **(on_cpu if device == "cpu" else on_gpu),
         }
+
+    @property
+    def read_bytes(self) -> int:
+        """Of weights that one decode step reads: every matrix once, and of the embedding a row."""
+        return sum(getattr(matrix, "read_bytes", 0) for matrix in _matrices(self._llm.model, embedding=False))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Per token."""
+        return self._llm.kv_layout.bytes_per_token
+
+    @property
+    def last_graph(self):
+        """The CUDA graph of the step that was timed last; None if it was launched kernel by kernel."""
+        return self._llm.model.backend.last_graph(self._storage)
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         sequences, length = len(token_ids), len(token_ids[0])
         blocks = -(-length // BLOCK_SIZE)
-        model = self._llm.model
-        self._storage = model.new_storage(model.kv_layout(sequences * blocks, BLOCK_SIZE, self._llm.kv_dtype))
+        model, dtype = self._llm.model, self._llm.kv_dtype
+        self._storage = None
+        self._storage = model.new_storage(model.kv_layout(sequences * blocks, BLOCK_SIZE, dtype))
         for index, ids in enumerate(token_ids):
             for start in range(0, context, CHUNK):
                 stop = min(context, start + CHUNK)
                 model.forward(batch_of([ids[start:stop]], start, blocks, first=index), self._storage)
         self._batch = batch_of([ids[context:] for ids in token_ids], context, blocks)
-        self._expected = self._step()
-        return {"setting": f"{self._llm.kv_dtype} KV", "seconds": self._expected}
+        for _ in range(1 if self._llm.device == "cpu" else WARM_ROUNDS):
+            self._expected = self._step()
+        assert isinstance(model, Qwen3)
+        execution = getattr(model.backend, "execution", None)
+        eager = f"{dtype} KV" if self._llm.device == "cpu" else "eager"
+        how = f"{execution.mode}: {execution.reason}" if execution is not None else eager
+        return {"setting": how, "seconds": self._expected}
 
-    def turn(self, min_steps: int, min_seconds: float) -> Mapping[str, Any]:
-        seconds = take_turn(self._step, min_steps, min_seconds, self._expected)
-        self._expected = seconds[-1]
-        return {"seconds": seconds, "top_tokens": self._top_tokens}
+    def requests(
+        self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
+    ) -> Mapping[str, Any]:
+        """A closed loop of requests in this process, after a warm-up of its own."""
+        self._batch = self._storage = None
+        for count, own in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
+            prompts = unique_prompts(count, prompt_tokens, self._llm.model.vocab_size, own)
+            found = drive(_Engine(self._llm), prompts, output_tokens, concurrency)
+        return answered("in process, greedy", *found)
+
+    def answer(self, prompts: Sequence[str | list[int]], output_tokens: int, concurrency: int) -> Mapping[str, Any]:
+        """These requests in a closed loop: output tokens per second."""
+        ids = [self._llm.tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
+        _, seconds = drive(_Engine(self._llm), ids, output_tokens, concurrency)
+        return {"tokens_per_second": len(prompts) * output_tokens / seconds}
 
     def _step(self) -> float:
-        logits, seconds = timed(lambda: self._llm.model.forward(self._batch, self._storage))
-        self._top_tokens = logits.argmax(axis=1).tolist()
+        """On a GPU a step is over when the host knows its tokens."""
+        forward = self._llm.model.forward
+        if self._llm.device == "cpu":
+            logits, seconds = timed(lambda: forward(self._batch, self._storage))
+            self._top_tokens = logits.argmax(axis=1).tolist()
+            return seconds
+        (self._top_tokens, _), seconds = timed(lambda: argmax_rows(forward(self._batch, self._storage)))
         return seconds
 
 
-def batch_of(token_ids: list[list[int]], start: int, blocks: int, first: int = 0):
+class _Engine:
+    """An `LLM`'s engine as a `LoadedEngine`."""
+
+    def __init__(self, llm: LLM):
+        self._engine = llm.engine
+        self._request_of: dict[int, str] = {}
+        self._count = 0
+
+    def add(self, prompt: Sequence[int], output_tokens: int) -> int:
+        self._count += 1
+        request_id = f"bench-{id(self)}-{self._count}"
+        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+        (number,) = self._engine.add_request(request_id, prompt, params)
+        self._request_of[number] = request_id
+        return number
+
+    def step(self) -> tuple[Sequence[int], Sequence[int]]:
+        record = self._engine.step()
+        ended = [finish.seq_id for finish in record.finished]
+        for number in ended:
+            self._engine.forget(self._request_of.pop(number))
+        return [token.seq_id for token in record.tokens], ended
+
+
+def batch_of(token_ids: list[list[int]], start: int, blocks: int, first: int = 0) -> ForwardBatch:
     """Rows of sequences `first`, `first + 1`, … from position `start` on, with the logits of each one's last."""
-    import numpy as np
-
-    from forge.model.forward_batch import ForwardBatch
-
     sequences, count = len(token_ids), len(token_ids[0])
     tables = np.arange(first * blocks, (first + sequences) * blocks, dtype=np.int32).reshape(sequences, blocks)
     positions = np.tile(np.arange(start, start + count, dtype=np.int32), sequences)
@@ -90,14 +154,22 @@ def batch_of(token_ids: list[list[int]], start: int, blocks: int, first: int = 0
     )
 
 
-def _packed_bytes(weights) -> int:
-    """Bytes of all matrices as forge has laid them out in memory, a tied one once."""
-    matrices = {id(weights.embedding): weights.embedding, id(weights.head): weights.head}
+def _matrices(model: Any, embedding: bool) -> list[Any]:
+    """A model's arrays of weights, a tied one once. embedding: where that is not the head, it too."""
+    weights = getattr(model, "weights", None)
+    if weights is None:
+        return []
+    found = {id(one): one for one in [weights.head, *([weights.embedding] if embedding else [])]}
     for layer in weights.layers:
-        matrices |= {id(value): value for value in vars(layer).values() if hasattr(value, "packed")}
-    return sum(matrix.packed.nbytes for matrix in matrices.values())
+        found |= {id(value): value for value in vars(layer).values()}
+    return list(found.values())
+
+
+def _packed_bytes(model: Any) -> int:
+    """Bytes of all matrices as forge has laid them out in memory."""
+    packed = (getattr(matrix, "packed", None) for matrix in _matrices(model, embedding=True))
+    return sum(one.nbytes for one in packed if one is not None)
 
 
 if __name__ == "__main__":
-    contender = ForgeContender()
-    serve({"load": contender.load, "prepare": contender.prepare, "turn": contender.turn, "memory": peak_memory})
+    serve_requests(ForgeWorker())

@@ -11,23 +11,36 @@ from typing import Any, cast
 
 import torch
 
+from forge.backends.cuda.backend import INTERPRETED_MULTIPROCESSORS
 from forge.backends.cuda.inputs import InputBuffer, Policy, shape_of
 from forge.backends.cuda.kernels.parts import INTERPRETED
-from forge.backends.cuda.launches import Launches, TritonLauncher
+from forge.backends.cuda.launches import Launcher, Launches, ListingLauncher, TritonLauncher
 from forge.backends.cuda.network import Layer, Network, Norm
 from forge.backends.cuda.rotations import Rotations
+from forge.backends.cuda.sampling import SamplingRows, sample
+from forge.backends.cuda.shapes import DEFAULT_TUNING, Tuning
 from forge.backends.cuda.storage import TorchKvStorage
+from forge.backends.cuda.warm_up import LaunchDescription
 from forge.backends.cuda.weights import DENSE, Q8, Matrix
 from forge.bench.cuda_tiles import products_of
 from forge.bench.drawn_model import drawn_matrix
 from forge.cache.kv_storage import KvLayout
+from forge.engine.sampling import choose_token
+from forge.engine.sampling_params import SamplingParams
 from forge.model.config import Qwen3Config
+from forge.model.logits import Draw
 from forge.model.manual_batch import Part, flat_batch
 
 TOLERANCE = 1e-2
 """Relative error of one operation in bfloat16 against float64."""
 EPS = 1e-6
 BLOCK_SIZE = 16
+ALL_SWITCHES = Tuning(tile_rows=128, split_k=True, prefetch=True, round_splits_up=True, new_key_last=True)
+DRAWN = (
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=0.7, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.5),
+)
 _UNUSED = cast(Any, None)
 """Parts of a network that no kernel under check reads."""
 
@@ -47,24 +60,65 @@ class Checked:
         return self.error < TOLERANCE and not self.moved
 
 
+@dataclass(frozen=True)
+class Cases:
+    """Which numbers of rows, contexts and chunks are checked."""
+
+    rows: tuple[int, ...] = (1, 2, 4, 16, 17, 64)
+    contexts: tuple[int, ...] = (1, 16, 17, 160, 2048, 4100)
+    sequences: tuple[int, ...] = (1, 7)
+    """Of a decode."""
+    spans: tuple[tuple[int, int], ...] = ((0, 128), (0, 512), (100, 117), (4000, 4100))
+    """Start and end of a chunk."""
+
+
 class Checks:
     """The kernels of one model's sizes."""
 
-    def __init__(self, config: Qwen3Config, device: str, dependent: bool, repetitions: int):
+    def __init__(
+        self,
+        config: Qwen3Config,
+        device: str,
+        dependent: bool,
+        repetitions: int,
+        tuning: Tuning = DEFAULT_TUNING,
+        launcher: Launcher | None = None,
+        multiprocessors: int = INTERPRETED_MULTIPROCESSORS,
+    ):
+        """launcher: in place of Triton's. multiprocessors: of a GPU that `device` is not."""
         self._config, self._repetitions = config, repetitions
         self._device = torch.device(device)
         self._on_gpu = self._device.type == "cuda"
         where = torch.cuda.get_device_properties(self._device) if self._on_gpu else None
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._policy = Policy(heads, kv_heads, where.multi_processor_count if where else 2, False, False)
+        multiprocessors = where.multi_processor_count if where else multiprocessors
+        self._policy = Policy(heads, kv_heads, multiprocessors, False, False, tuning)
         network = Network(_UNUSED, (), _UNUSED, heads, kv_heads, config.head_dim, config.rope)
         self._rotations = Rotations(self._device)
+        launcher = launcher or TritonLauncher(dependent)
         self._run = Launches(
-            network, self._policy, self._rotations, self._device, torch.bfloat16, TritonLauncher(dependent), INTERPRETED
+            network, self._policy, self._rotations, self._device, torch.bfloat16, launcher, INTERPRETED
         )
 
+    def parts(self, cases: Cases) -> dict[str, Iterator[Checked]]:
+        """All checks of kernels, in parts that can fail by themselves."""
+        decodes = {f"decodes of {count}": self.decodes(count, cases.contexts) for count in cases.sequences}
+        others = {"prefills": self.prefills(cases.spans), "embeddings": self.embeddings(max(cases.rows))}
+        return {"products": self.products(cases.rows), **decodes, **others}
+
+    @classmethod
+    def launches(
+        cls, config: Qwen3Config, dependent: bool, tuning: Tuning, multiprocessors: int, cases: Cases
+    ) -> list[LaunchDescription]:
+        """What the checks launch, each specialization once. Launches nothing."""
+        listing = ListingLauncher(dependent)
+        checks = cls(config, "meta", dependent, 1, tuning, listing, multiprocessors)
+        for part in checks.parts(cases).values():
+            list(part)
+        return list(listing.found)
+
     def products(self, rows: tuple[int, ...], kinds: tuple[int, ...] = (DENSE, Q8)) -> Iterator[Checked]:
-        """Each product of a step, with what is fused into it, for each number of rows; `greatest` after the head."""
+        """Each product of a step, with what is fused into it, for each number of rows; logits with their argmax."""
         for name, (height, width) in products_of(self._config).items():
             for kind in kinds:
                 matrix = drawn_matrix(name, height, width, kind, self._device)
@@ -75,11 +129,11 @@ class Checks:
                     yield self._product(name, matrix, exact, count)
 
     def _product(self, name: str, matrix: Matrix, exact: torch.Tensor, rows: int) -> Checked:
-        run, norm = self._run, self._norm(matrix.columns)
-        source = torch.randn(rows, matrix.columns, device=self._device).bfloat16()
-        wide = source.double()
-        normed = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight.double()
-        before = torch.randn(rows, matrix.rows, device=self._device).bfloat16()
+        run, norm = self._run, self._norm(matrix.in_features)
+        source = torch.randn(rows, matrix.in_features, device=self._device).bfloat16()
+        x64 = source.double()
+        normed = x64 / (x64.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight.double()
+        before = torch.randn(rows, matrix.out_features, device=self._device).bfloat16()
         stream = torch.empty_like(before)
         samples = torch.empty((rows, 2), dtype=torch.int32, device=self._device)
         x = torch.empty_like(source)
@@ -90,26 +144,64 @@ class Checks:
                 return run.products(x, norm, (matrix,))
             if name == "gate_up":
                 return run.gated(x, norm, matrix)
-            if name == "head":
+            if name == "output_head":
                 logits = run.logits(x, norm, matrix)
-                run.greatest(logits, samples)
+                run.argmax(logits, samples)
                 return logits
             stream.copy_(before)
             run.add_product(stream, x, matrix)
             return stream
 
-        want = before.double() + wide @ exact.t() if name in ("output", "down") else normed @ exact.t()
+        want = before.double() + x64 @ exact.t() if name in ("output", "down") else normed @ exact.t()
         if name == "gate_up":
             gate, up = want.unflatten(-1, (-1, 2)).unbind(-1)
             want = torch.nn.functional.silu(gate) * up
         title = f"{name}, {rows} rows" + (", packed" if matrix.packed is not None else "")
-        if name != "head":
+        if name != "output_head":
             return self._repeated(title, compute, want)
         run._counters.zero_()
         found = self._repeated(title, compute, want)
+        if self._device.type == "meta":
+            return found
         logits = compute()
         wrong = int((samples[:, 0].long() != logits.argmax(-1)).sum())
         return Checked(title, found.error, found.moved + wrong)
+
+    def embeddings(self, rows: int, kinds: tuple[int, ...] = (DENSE, Q8)) -> Iterator[Checked]:
+        """Rows of the embedding by token id: half of them known to the host, half taken from the step before."""
+        vocabulary, width = self._config.vocab_size, self._config.hidden_size
+        tokens = torch.randint(vocabulary, (rows, 2), dtype=torch.int32, device=self._device)
+        numbers = torch.arange(rows, dtype=torch.int32, device=self._device)
+        numbers = torch.where(numbers % 2 == 0, tokens[:, 0], -1 - numbers)
+        samples = torch.empty_like(tokens)
+        for kind in kinds:
+            matrix = drawn_matrix("embedding", vocabulary, width, kind, self._device)
+            exact = matrix.own_dense() if matrix.packed is None else matrix.packed.dense(torch.float32)
+            out = torch.empty((rows, width), dtype=torch.bfloat16, device=self._device)
+
+            def compute(matrix: Matrix = matrix, out: torch.Tensor = out) -> torch.Tensor:
+                samples.copy_(tokens)
+                self._run._gather(matrix, numbers, samples, out)
+                return out
+
+            title = f"embedding, {rows} rows" + (", packed" if matrix.packed is not None else "")
+            yield self._repeated(title, compute, exact[tokens[:, 0].long()].double())
+
+    def draws(self, rows: int) -> Iterator[Checked]:
+        """Tokens drawn on the device against the engine's draws on the host: the error is the share that differs."""
+        vocabulary = self._config.vocab_size
+        logits = 3 * torch.randn(rows, vocabulary, device=self._device)
+        for params in DRAWN:
+            draws = [Draw(params, 7 * row, row % 2, range(100 + row), 100) for row in range(rows)]
+            want = [
+                choose_token(row, params, draw.history, draw.seed, draw.sample_index, len(draw.history), 100)
+                for row, draw in zip(logits.cpu().numpy(), draws, strict=True)
+            ]
+            rows_wanted = SamplingRows.of(draws, vocabulary, self._device)
+            found = [sample(logits, rows_wanted, self._run.launch).tolist() for _ in range(3)]
+            wrong = sum(a != b for a, b in zip(found[0], want, strict=True))
+            title = f"draws, {rows} rows, top_p {params.top_p:g}, presence_penalty {params.presence_penalty:g}"
+            yield Checked(title, wrong / rows, sum(each != found[0] for each in found))
 
     def decodes(self, rows: int, contexts: tuple[int, ...]) -> Iterator[Checked]:
         """The fused attention of a decode, for sequences that have each of `contexts` tokens in all."""
@@ -196,6 +288,8 @@ class Checks:
 
     def _repeated(self, title: str, compute: Callable[[], torch.Tensor], want: torch.Tensor) -> Checked:
         result, replay = compute(), None
+        if self._device.type == "meta":
+            return Checked(title, 0.0, 0)
         if self._on_gpu:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()

@@ -59,8 +59,8 @@ def _stages(*rows: tuple[str, float, str]) -> tuple[Stage, ...]:
 STAGES = _stages(
     ("machine", 40, "versions, clocks, limits, missing packages"),
     ("compiling", 90, "all kernels compiled, in parallel"),
-    ("kernels", 120, "every kernel in bfloat16 against float64, dependent launches on and off, 50 times"),
-    ("bundled", 60, "the bundled model against the CPU"),
+    ("kernels", 130, "every kernel in bfloat16 against float64, dependent launches on and off, 50 times"),
+    ("bundled", 40, "the bundled model against the CPU"),
     ("steps", 120, "0.6B: steps by host and device clock, the top kernels, requests"),
     ("large", 120, "4B: 512 in, 1 out at 1, 16, 96 and 128 at a time"),
     ("switches", 150, "what each switch is worth"),

@@ -6,6 +6,7 @@ figures mean nothing, and it shows before the GPU comes whether anything breaks.
 """
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -131,35 +132,45 @@ def compiling(report: Report) -> None:
 
 
 def kernels(report: Report) -> None:
-    from forge.bench.gpu_checks import Checks
+    """Each kernel as it is and with all switches on, after the kernel before it and while that still runs."""
+    from forge.backends.cuda import warm_up
+    from forge.backends.cuda.shapes import DEFAULT_TUNING
+    from forge.bench.gpu_checks import ALL_SWITCHES, Cases, Checks
 
-    times = 2 if report.rehearsal else REPEATED
+    times, cases = REPEATED, Cases()
+    if report.rehearsal:
+        times, cases = 2, Cases(rows=(1, 3), contexts=(17,), sequences=(2,), spans=((5, 9),))
     with _device(report) as device:
         import torch
 
+        on_gpu = device == "cuda"
+        count = torch.cuda.get_device_properties(0).multi_processor_count if on_gpu else 132
+        names = SIZES if on_gpu else SIZES[:1]  # at toy sizes both are one
+        variants = list(product(names, (True, False) if on_gpu else (False,), (DEFAULT_TUNING, ALL_SWITCHES)))
+        listed: dict = {}
+        for name, dependent, tuning in variants:
+            listed |= dict.fromkeys(Checks.launches(_config(report, name, 2), dependent, tuning, count, cases))
+        report("kernels", len(listed))
+        if on_gpu:
+            report("not compiled", warm_up.compile_all(listed))
         wrong = 0
-        for name in SIZES:
-            for dependent in (True, False) if device == "cuda" else (False,):
-                checks = Checks(_config(report, name, 2), device, dependent, times)
-                batches = (1, 3) if report.rehearsal else (1, 2, 4, 16, 17, 64)
-                contexts = (17,) if report.rehearsal else (1, 16, 17, 160, 2048, 4100)
-                spans = ((5, 9),) if report.rehearsal else ((0, 128), (0, 512), (100, 117), (4000, 4100))
-                title, worst = f"{name}, {'dependent' if dependent else 'ordered'}", 0.0
-                for part in (
-                    lambda c=checks, b=batches: c.products(b),
-                    lambda c=checks, k=contexts: c.decodes(1, k),
-                    lambda c=checks, k=contexts: c.decodes(7, k),
-                    lambda c=checks, s=spans: c.prefills(s),
-                ):
-                    with report.part(f"{title}: stopped"), torch.inference_mode():
-                        for found in part():
-                            wrong += not found.is_right
-                            if not found.is_right:
-                                report(f"WRONG {title}: {found.name}", asdict(found))
-                            else:
-                                worst = max(worst, found.error)
-                                report(f"last right, {title}", f"{found.name}: {found.error:.1e}", quiet=True)
-                report(f"largest error of a right one, {title}", worst)
+        for name, dependent, tuning in variants:
+            checks = Checks(_config(report, name, 2), device, dependent, times, tuning)
+            parts = checks.parts(cases)
+            if tuning is DEFAULT_TUNING:
+                parts["draws"] = checks.draws(max(cases.rows))
+            switched = ", all switches" if tuning is ALL_SWITCHES else ""
+            title, worst = f"{name}, {'dependent' if dependent else 'ordered'}{switched}", 0.0
+            for part, results in parts.items():
+                with report.part(f"{title}: {part} stopped"), torch.inference_mode():
+                    for found in results:
+                        wrong += not found.is_right
+                        if not found.is_right:
+                            report(f"WRONG {title}: {found.name}", asdict(found))
+                        else:
+                            worst = max(worst, found.error)
+                            report(f"last right, {title}", f"{found.name}: {found.error:.1e}", quiet=True)
+            report(f"largest error of a right one, {title}", worst)
         report("wrong", wrong)
 
 
@@ -203,42 +214,44 @@ def bundled(report: Report) -> None:
 
 
 def steps(report: Report) -> None:
-    from forge.bench.cuda import LOADS, STEPS
+    from forge.bench.cases import CUDA_LOADS, CUDA_STEPS
 
     with _device(report) as device:
         bench = _Bench(report, device, "qwen3-0.6b", max_sequences=64, max_context=2176)
-        for case in STEPS if not report.rehearsal else ():
+        for case in CUDA_STEPS if not report.rehearsal else ():
             with report.part(case.name):
                 report(case.name, bench.step(case))
         with report.part("profile"):
             report("profile", bench.profile())
         with report.part("single stream"):
             report("single stream", bench.single_stream())
-        for load in LOADS[:2]:
+        with report.part("choosing tokens"):
+            report("choosing tokens, ms", bench.choosing())
+        for load in CUDA_LOADS[:2]:
             with report.part(load.name):
                 report(load.name, bench.load(load))
 
 
 def large(report: Report) -> None:
-    from forge.bench.cuda import LOADS, STEPS
+    from forge.bench.cases import CUDA_LOADS, CUDA_STEPS
 
     with _device(report) as device:
         bench = _Bench(report, device, "qwen3-4b", max_sequences=128, max_context=640)
         for name in ("512in1@1", "512in1@16", "512in1@96", "512in1@128"):
             with report.part(name):
-                load = next(load for load in LOADS if load.name == name)
+                load = next(load for load in CUDA_LOADS if load.name == name)
                 report(name, bench.load(replace(load, requests=max(load.concurrency * 6, load.requests // 4))))
         for name in ("decode1@160", "decode16@160", "prefill512") if not report.rehearsal else ():
             with report.part(name):
-                report(name, bench.step(next(case for case in STEPS if case.name == name)))
+                report(name, bench.step(next(case for case in CUDA_STEPS if case.name == name)))
 
 
 def quantized(report: Report) -> None:
     from forge.backends.cuda.weights import KIND_NAMES
-    from forge.bench.cuda import STEPS
+    from forge.bench.cases import CUDA_STEPS
 
     with _device(report) as device:
-        for name in SIZES:
+        for name in SIZES[:1] if report.rehearsal else SIZES:
             for kind in ("q8", "q4") if not report.rehearsal else ("q8",):
                 with report.part(f"{name} {kind}"):
                     bench = _Bench(report, device, name, 16, 256, KIND_NAMES.index(kind))
@@ -246,12 +259,13 @@ def quantized(report: Report) -> None:
                         report(f"{name} {kind}", bench.single_stream())
                         continue
                     for case in ("decode1@160", "decode16@160", "prefill128"):
-                        found = bench.step(next(each for each in STEPS if each.name == case))
+                        found = bench.step(next(each for each in CUDA_STEPS if each.name == case))
                         report(f"{name} {kind} {case}", found)
 
 
 def switches(report: Report) -> None:
     """The same steps with each switch on, and with dependent launches off."""
+    from forge.backends.cuda import warm_up
     from forge.backends.cuda.backend import CudaBackend
     from forge.backends.cuda.launches import TritonLauncher
     from forge.backends.cuda.shapes import Tuning
@@ -282,6 +296,8 @@ def switches(report: Report) -> None:
                 if report.rehearsal:
                     report(name, bench.single_stream())
                     continue
+                if tuning is None:  # the backend compiles in parallel only what it launches itself
+                    warm_up.compile_missing(bench.expected_launches(dependent=False))
                 for case in cases:
                     report(f"{case.name} {name}", bench.step(case, turns=3))
 
@@ -321,9 +337,9 @@ def _best(found: list, like) -> list[str]:
 
 
 def tests(report: Report) -> None:
-    missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
-    if missing or not (ROOT / "tests/backends/cuda").exists():
-        raise Skip(f"needs {', '.join(missing)}" if missing else "the tests are not here")
+    _needs("pytest")
+    if not (ROOT / "tests/backends/cuda").exists():
+        raise Skip("the tests are not here")
     parallel = ["-n", "8"] if find_spec("xdist") else []
     limits = ["-k", "test_storage"] if report.rehearsal else []
     command = [
@@ -335,6 +351,8 @@ def tests(report: Report) -> None:
         "--tb=short",
         "-p",
         "no:cacheprovider",
+        "--continue-on-collection-errors",
+        "--confcutdir=tests/backends/cuda",  # the other tests' set-up needs hypothesis
         "tests/backends/cuda",
     ]
     done = subprocess.run(
@@ -365,21 +383,20 @@ def http(report: Report) -> None:
 
 
 def peers(report: Report) -> None:
-    _needs("transformers", "gguf")
+    _needs("transformers", "gguf", "typer", "rich")
     _compare(report, "qwen3-0.6b", ("decode1@160", "decode16@160", "128in1@1", "128in32@4"), ("transformers",))
 
 
 def _compare(report: Report, model: str, only: tuple[str, ...], names: tuple[str, ...]) -> None:
     """A run of `forge bench cuda`, reported after every figure."""
-    from forge.bench.cuda import Effort, plan_for, run
-    from forge.bench.cuda_results import cuda_benchmark_object
+    from forge.bench.cuda import plan_for, run
+    from forge.views.json_output import plain
 
     if report.rehearsal:
         raise Skip("forge bench cuda needs a GPU")
-    for found in run(
-        plan_for(model, "BF16", ",".join(only), names, "paged", Effort()), lambda text: print(text, flush=True)
-    ):
-        report("result", cuda_benchmark_object(found))
+    plan = plan_for(model, "BF16", ",".join(only), list(names), "paged")
+    for found in run(plan, lambda text: print(text, flush=True)):
+        report("result", plain(found))
 
 
 def _needs(*names: str) -> None:
@@ -459,19 +476,22 @@ class _Bench:
         return bench
 
     def _begin(self, report: Report, llm) -> None:
-        from forge.bench.cuda_forge_worker import CudaForgeContender
+        from forge.bench.forge_worker import ForgeWorker
 
         self._report, self._llm = report, llm
         self._on_gpu = not report.rehearsal
-        self._contender = CudaForgeContender.of(llm)
+        self._worker = ForgeWorker(llm)
+
+    def expected_launches(self, dependent: bool) -> list:
+        model = self._llm.model
+        layout = model.kv_layout(1, 16, model.backend.default_kv_dtype)
+        return model.backend.expected_launches(model.forward_pass, layout, dependent)
 
     def step(self, case, turns: int = 5) -> dict[str, Any]:
         """One step by two clocks: the host's, until it knows the tokens, and the device's own, of graph replays."""
-        from forge.bench.cuda import step_token_ids
-
-        ids = step_token_ids(case, self._llm.model.vocab_size)
-        prepared = self._contender.prepare(case.kind, case.context, ids)
-        seconds = [median(self._contender.turn(20, 0.1)["seconds"]) for _ in range(turns)]
+        ids = case.token_ids(self._llm.model.vocab_size)
+        prepared = self._worker.prepare(case.kind, case.context, ids)
+        seconds = [median(self._worker.turn(20, 0.1)["seconds"]) for _ in range(turns)]
         found = {
             "host_ms": round(1e3 * median(seconds), 4),
             "spread_ms": [round(1e3 * min(seconds), 4), round(1e3 * max(seconds), 4)],
@@ -479,13 +499,13 @@ class _Bench:
             "how": prepared["setting"],
         }
         if found["device_ms"] and case.kind == "decode":
-            bytes_read = self._contender.read_bytes + case.sequences * case.context * self._contender.kv_bytes
+            bytes_read = self._worker.read_bytes + case.sequences * case.context * self._worker.kv_bytes
             found["TB_per_s"] = round(bytes_read / found["device_ms"] / 1e9, 3)
         return found
 
     def _device_ms(self) -> float | None:
         """Of a replay of the last step's graph, many in a row; None if it was no graph's."""
-        graph = self._contender.last_graph
+        graph = self._worker.last_graph
         if graph is None or not self._on_gpu:
             return None
         import torch
@@ -499,12 +519,12 @@ class _Bench:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
-        from forge.bench.cuda import STEPS
+        from forge.bench.cases import CUDA_STEPS
 
         if not self._on_gpu:
             return []
-        self.step(STEPS[0], turns=1)
-        graph, count = self._contender.last_graph, 10
+        self.step(CUDA_STEPS[0], turns=1)
+        graph, count = self._worker.last_graph, 10
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
             for _ in range(count):
                 graph.replay()
@@ -526,20 +546,43 @@ class _Bench:
             for each in rows[:20]
         ]
 
+    def choosing(self) -> dict[str, float]:
+        """What it takes to draw a step's tokens on the device, with the launches and until the host knows them."""
+        import torch
+
+        from forge.backends.cuda.sampling import SamplingRows, sample
+        from forge.bench.gpu_checks import DRAWN
+        from forge.model.logits import Draw
+
+        backend, vocabulary = self._llm.model.backend, self._llm.model.vocab_size
+        device, launch = backend._device, backend._fused.launches.launch
+        found = {}
+        for rows, params in product((1, 16, 64), DRAWN):
+            logits = torch.randn(rows, vocabulary, device=device)
+            draws = [Draw(params, row, 0, range(200), 100) for row in range(rows)]
+            seconds = []
+            for _ in range(3 if self._report.rehearsal else 10):
+                started = time.perf_counter()
+                sample(logits, SamplingRows.of(draws, vocabulary, device), launch).tolist()
+                seconds.append(time.perf_counter() - started)
+            settings = f"top_p {params.top_p:g}, presence_penalty {params.presence_penalty:g}"
+            found[f"{rows} rows, {settings}"] = round(1e3 * median(seconds), 3)
+        return found
+
     def single_stream(self) -> dict[str, Any]:
         """One request through the engine: milliseconds per token, in a steady state."""
         from forge import SamplingParams
 
-        prompt, count = list(range(5, 133)), 512
+        prompt, count, rounds = list(range(5, 133)), 512, 2  # in the second round everything is captured
         if self._report.rehearsal:
-            prompt, count = prompt[:4], 3
+            prompt, count, rounds = prompt[:4], 2, 1
         count = min(count, self._llm.max_model_len - len(prompt))
         found = {}
         greedy = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         drawn = replace(greedy, temperature=0.8, top_p=0.95, seed=1)
         for name, params in (("greedy", greedy), ("drawn", drawn)):
             moments = []
-            for _ in range(2):  # the second time everything is captured
+            for _ in range(rounds):
                 moments = [time.perf_counter()]
                 run = self._llm.start([prompt], params)
                 moments += [time.perf_counter() for _ in run]
@@ -548,22 +591,20 @@ class _Bench:
             found[name] = {
                 "ttft_ms": round(1e3 * (moments[1] - moments[0]), 3),
                 "per_token_ms": round(median(steady), 4),
-                "p95_ms": round(steady[int(0.95 * (len(steady) - 1))], 4),
+                "p95_ms": round(steady[math.ceil(0.95 * (len(steady) - 1))], 4),
                 "tokens_per_s": round(1e3 * len(spans) / sum(spans), 1),
             }
         return found
 
     def load(self, load) -> dict[str, Any]:
         """Requests in a closed loop, in process."""
-        from forge.bench.cuda import SEED
-        from forge.bench.cuda_results import LoadResult
+        from forge.bench.closed_loop import load_figures
 
         if self._report.rehearsal:
             load = replace(load, prompt_tokens=6, output_tokens=2, concurrency=2, requests=3)
-        found = LoadResult.of(load, "forge", self._contender.requests(**load.question, seed=SEED))
+        found = load_figures(load, self._worker.requests(**load.question))
         milliseconds = {}
         for name in ("first_token", "per_token", "end"):
-            percentiles = getattr(found, name)
-            if percentiles is not None:
-                milliseconds[f"{name}_ms"] = {key: round(1e3 * value, 3) for key, value in asdict(percentiles).items()}
-        return {"requests_per_s": round(found.requests_per_second, 2), **milliseconds}
+            if found[name] is not None:
+                milliseconds[f"{name}_ms"] = {key: round(1e3 * value, 3) for key, value in found[name].items()}
+        return {"requests_per_s": round(found["requests_per_second"], 2), **milliseconds}

@@ -22,7 +22,7 @@ from forge.backends.cpu.features import usable_cpus
 from forge.backends.cpu.packing import Q8, aligned_empty, huge_pages
 from forge.backends.cpu.tiles import GROUP, LINE, MAX_ROWS
 from forge.backends.cpu.vectors import LANES, call_tile
-from forge.bench.worker import peak_memory, serve
+from forge.bench.worker import Worker, serve_requests
 
 TILE_COLUMNS = 512
 """Inputs of the tile: 8 kB of weights and 4 kB of activations, far less than any first-level data cache."""
@@ -141,5 +141,9 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+class LimitsWorker(Worker):
+    measure = staticmethod(measure)
+
+
 if __name__ == "__main__":
-    serve({"measure": measure, "memory": peak_memory})
+    serve_requests(LimitsWorker())

@@ -1,4 +1,4 @@
-"""llama.cpp as a contender, through llama-cpp-python: `llama_decode` and nothing above it.
+"""llama.cpp as a peer, through llama-cpp-python: `llama_decode` and nothing above it.
 
 Runs with any interpreter that has `llama_cpp`; imports nothing of forge. Its best setting: flash attention on auto, a
 ubatch of 512, weights repacked as llama.cpp likes; with several sequences, one KV buffer for all or one for each,
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from forge.bench.worker import Missing, peak_memory, plural, serve, take_turn, timed
+    from forge.bench.worker import Missing, Worker, plural, serve_requests, timed
 else:
-    from worker import Missing, peak_memory, plural, serve, take_turn, timed
+    from worker import Missing, Worker, plural, serve_requests, timed
 
     sys.path.pop(0)  # this folder's modules are not for others to find
 
@@ -23,14 +23,13 @@ TRIAL_STEPS = 4
 """Steps of each setting when the faster one is chosen."""
 
 
-class LlamaCppContender:
+class LlamaCppWorker(Worker):
     """One loaded model, and a context for the case at hand."""
 
     def __init__(self):
         self._lib = self._model = self._context = None
-        self._expected = 0.0
 
-    def load(self, model: str, threads: int, max_context: int) -> Mapping[str, Any]:
+    def load(self, model: str, threads: int, max_model_len: int, **others: Any) -> Mapping[str, Any]:
         if os.path.isdir(model):
             raise Missing("llama.cpp reads GGUF files only")
         lib = self._lib = _library()
@@ -40,7 +39,7 @@ class LlamaCppContender:
             self._model = lib.llama_model_load_from_file(model.encode(), lib.llama_model_default_params())
             if not self._model:
                 raise RuntimeError(f"llama.cpp does not load {model}")
-            self._open_context(sequences=1, length=max_context, unified=True)
+            self._open_context(sequences=1, length=max_model_len, unified=True)
 
         _, seconds = timed(ready)
         self._close_context()
@@ -63,11 +62,6 @@ class LlamaCppContender:
         self._expected = found[best]
         buffers = "" if len(token_ids) == 1 else ", one KV buffer" if best else ", a KV buffer per sequence"
         return {"setting": f"flash attention auto, ubatch {UBATCH}, f16 KV{buffers}", "seconds": self._expected}
-
-    def turn(self, min_steps: int, min_seconds: float) -> Mapping[str, Any]:
-        seconds = take_turn(self._step, min_steps, min_seconds, self._expected)
-        self._expected = seconds[-1]
-        return {"seconds": seconds, "top_tokens": self._top_tokens}
 
     def _set_up(self, unified: bool) -> None:
         """A fresh context with every sequence's cache filled."""
@@ -158,5 +152,4 @@ def _instructions(lib) -> str:
 
 
 if __name__ == "__main__":
-    contender = LlamaCppContender()
-    serve({"load": contender.load, "prepare": contender.prepare, "turn": contender.turn, "memory": peak_memory})
+    serve_requests(LlamaCppWorker())

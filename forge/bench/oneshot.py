@@ -1,4 +1,4 @@
-"""`forge bench oneshot`: requests of one token as generations and as requests that keep nothing, in the same run.
+"""`forge bench oneshot`: requests of one token as generations and as prefill-only requests, in the same run.
 
 One model, loaded once. Two engines, which differ in the class of such requests alone, take turns, and a ratio is taken
 turn by turn. Beside the sweep over callers: a control with longer answers, where the gain must vanish; judges beside
@@ -7,169 +7,140 @@ generations that fill the pool; and what packing many short prompts into one for
 
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Annotated
 
-from forge.bench.judging import JudgeRun, latency_ms, run_requests
-from forge.bench.results import Middle
-from forge.bench.workload import PASSAGE
+from forge.bench.options import at_least_one, option
+from forge.bench.results import Facts, Figure, Progress, ratios, shown, silent
+from forge.bench.tables import Part, Table, ratio_text, title, verdict, where
+from forge.cache.paged import PagedKvCache
+from forge.cli import machine, options
+from forge.cli.arguments import Takes, command
+from forge.cli.running import Found, load_model
+from forge.engine.engine import Engine
+from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-
-if TYPE_CHECKING:
-    from forge.engine.engine import Engine
-    from forge.llm import LLM
+from forge.llm import LLM
+from forge.views.bench import progress_line
+from forge.views.figures import ms, plural, rate
+from forge.workload.judging import latency_ms, run_requests
+from forge.workload.requests import PASSAGE
 
 PARTS = ("sweep", "control", "capacity", "packing")
 CONCURRENCIES = (1, 4, 16, 64, 128)
 PROMPT_TOKENS = 128
 CONTROL_TOKENS, CONTROL_CONCURRENCY = 32, 4
 SEED = 1
-
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Level:
-    """So many callers, each with so many tokens in and out."""
-
-    concurrency: int
-    prompt_tokens: int
-    output_tokens: int
-    requests: int
-    decode: Middle
-    """Requests per second."""
-    oneshot: Middle
-    ratio: Middle
-    """oneshot over decode, turn by turn."""
-    decode_p95_ms: float
-    """The median of the turns'."""
-    oneshot_p95_ms: float
+CLASSES = {"decode": False, "oneshot": True}
+"""Name → whether a generation of one token is prefill-only."""
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """Judges that come while more long generations run than the pool holds."""
+@command
+def bench_oneshot(
+    engine: Annotated[
+        EngineArgs,
+        Takes("model kv device threads num_blocks max_num_seqs oneshot_tokens oneshot_memory", kv="paged"),
+    ],
+    only: Annotated[str | None, option(f"Parts, with commas: {', '.join(PARTS)}.", default="all")] = None,
+    concurrency: Annotated[str, option("Callers, with commas.")] = "1,4,16,64,128",
+    prompt_tokens: Annotated[int, option("Of each.")] = PROMPT_TOKENS,
+    requests: Annotated[
+        int | None, option("In a turn.", "--requests", "-n", default="twice the callers, at least 16")
+    ] = None,
+    reps: Annotated[int, option("Turns; the median counts.")] = 5,
+    json: options.JsonOption = False,
+) -> Found:
+    """Requests of one token as generations and prefill-only: requests/s, latency, capacity, packing.
 
-    blocks: int
-    generations: int
-    judges: int
-    decode_p95_ms: float
-    oneshot_p95_ms: float
-    latency_ratio: float
-    """How many times longer the 95th percentile is as a generation."""
-    decode_tokens_per_second: float
-    """Of the generations, until the last of them has ended."""
-    oneshot_tokens_per_second: float
-    identical: bool
-
-
-@dataclass(frozen=True)
-class Packing:
-    """The same number of prompt tokens as one prompt and as many."""
-
-    tokens: int
-    short_tokens: int
-    one: Middle
-    """Tokens per second."""
-    many: Middle
-    ratio: Middle
-
-
-@dataclass(frozen=True)
-class OneShotBenchmark:
-    """The results of `forge bench oneshot`: prefill-only requests beside generations."""
-
-    model: str
-    kv: str
-    device: str
-    machine: str
-    repetitions: int
-    levels: tuple[Level, ...]
-    control: Level | None
-    capacity: Capacity | None
-    packing: Packing | None
-    identical: bool
-    """Both lives gave every request the same tokens."""
+    [dim]forge bench oneshot -m hash[/dim]
+    """
+    callers = [int(number) if number.strip().isdecimal() else 0 for number in concurrency.split(",")]
+    if min(callers) < 1:
+        raise UsageError(f"--concurrency takes numbers of callers such as 1,16,128, and not {concurrency!r}")
+    llm = load_model(engine)
+    parts = [part.strip() for part in only.split(",")] if only else PARTS
+    with progress_line() as progress:
+        facts = run(llm, parts, callers, prompt_tokens, requests, reps, progress)
+    facts["machine"] = machine.cpu_model()
+    return shown(facts, screen(facts), json, 0 if facts["identical"] else 1)
 
 
 def run(
-    llm: "LLM",
+    llm: LLM,
     parts: Sequence[str] = PARTS,
     concurrencies: Sequence[int] = CONCURRENCIES,
     prompt_tokens: int = PROMPT_TOKENS,
     requests: int | None = None,
     repetitions: int = 5,
-    on_progress: Progress = lambda text: None,
-    machine: str = "",
-) -> OneShotBenchmark:
-    """Measure. Raises `UsageError` for an unknown part or a number out of range."""
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown:
-        raise UsageError(f"unknown part {unknown[0]!r}; there are {', '.join(PARTS)}")
-    if min(*concurrencies, prompt_tokens, repetitions, requests or 1) < 1:
-        raise UsageError("--concurrency, --prompt-tokens, --requests and --reps are at least 1")
+    on_progress: Progress = silent,
+) -> Facts:
+    """Measure. identical: both classes gave every request the same tokens. Raises `UsageError` for an unknown part or a
+    number out of range."""
+    for part in parts:
+        if part not in PARTS:
+            raise UsageError(f"unknown part {part!r}; there are {', '.join(PARTS)}")
+    at_least_one(concurrency=min(concurrencies), prompt_tokens=prompt_tokens, requests=requests, reps=repetitions)
     maker = PromptMaker(llm)
     same: list[bool] = []
-    engines = [llm.new_engine(oneshot=oneshot) for oneshot in (False, True)]
+    engines = {name: llm.new_engine(oneshot=oneshot) for name, oneshot in CLASSES.items()}
 
-    def level(concurrency: int, output_tokens: int) -> Level:
+    def level(concurrency: int, output_tokens: int) -> Facts:
+        """So many callers, each with so many tokens in and out: requests per second, and the turns' median of the 95th
+        percentile of the latency."""
+        on_progress(f"{prompt_tokens} in, {output_tokens} out, {concurrency} at once")
         number = requests or max(16, 2 * concurrency)
-        found: tuple[list[JudgeRun], list[JudgeRun]] = ([], [])
-        for engine in engines:
+        rates: dict[str, list[float]] = {name: [] for name in engines}
+        p95s: dict[str, list[float]] = {name: [] for name in engines}
+        for engine in engines.values():
             run_requests(engine, maker.prompts(2, prompt_tokens), output_tokens)
         for turn in range(repetitions):
-            prompts = maker.prompts(number, prompt_tokens)
-            for which in (0, 1) if turn % 2 else (1, 0):
-                found[which].append(run_requests(engines[which], prompts, output_tokens, concurrency))
-            same.append(found[0][-1].answers == found[1][-1].answers)
-        decode, fast = ([one.requests_per_second for one in runs] for runs in found)
-        return Level(
-            concurrency,
-            prompt_tokens,
-            output_tokens,
-            number,
-            decode=Middle.of(decode),
-            oneshot=Middle.of(fast),
-            ratio=Middle.of([ours / theirs for theirs, ours in zip(decode, fast, strict=True)]),
-            decode_p95_ms=median(one.p95_ms for one in found[0]),
-            oneshot_p95_ms=median(one.p95_ms for one in found[1]),
-        )
+            prompts, answers = maker.prompts(number, prompt_tokens), []
+            for name in engines if turn % 2 else reversed(engines):
+                one = run_requests(engines[name], prompts, output_tokens, concurrency)
+                rates[name].append(one.requests_per_second)
+                p95s[name].append(one.p95_ms)
+                answers.append(one.answers)
+            same.append(answers[0] == answers[1])
+        return {
+            "concurrency": concurrency,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "requests": number,
+            **{name: Figure.of(each) for name, each in rates.items()},
+            "ratio": Figure.of(ratios(rates["oneshot"], rates["decode"])),
+            **{f"{name}_p95_ms": median(each) for name, each in p95s.items()},
+        }
 
-    levels, control, capacity, packing = [], None, None, None
-    if "sweep" in parts:
-        for concurrency in concurrencies:
-            on_progress(f"{prompt_tokens} in, 1 out, {concurrency} at once")
-            levels.append(level(concurrency, 1))
-    if "control" in parts:
-        on_progress(f"{prompt_tokens} in, {CONTROL_TOKENS} out, {CONTROL_CONCURRENCY} at once")
-        control = level(CONTROL_CONCURRENCY, CONTROL_TOKENS)
+    levels = [level(concurrency, 1) for concurrency in concurrencies] if "sweep" in parts else []
+    control = level(CONTROL_CONCURRENCY, CONTROL_TOKENS) if "control" in parts else None
+    capacity = packing = None
     if "capacity" in parts:
         on_progress("judges beside generations that fill the pool")
         capacity = _capacity(llm, maker, prompt_tokens)
-        same.append(capacity.identical)
+        same.append(capacity["identical"])
     if "packing" in parts:
         on_progress("many prompts in one forward")
         packing = _packing(llm, maker, prompt_tokens, repetitions)
-    return OneShotBenchmark(
-        llm.model_name,
-        llm.kv,
-        f"{llm.device} ({llm.device_description})",
-        machine,
-        repetitions,
-        tuple(levels),
-        control,
-        capacity,
-        packing,
-        all(same),
-    )
+    return {
+        "model": llm.model_name,
+        "kv": llm.kv,
+        "device": f"{llm.device} ({llm.device_description})",
+        "repetitions": repetitions,
+        "levels": levels,
+        "control": control,
+        "capacity": capacity,
+        "packing": packing,
+        "identical": all(same),
+    }
 
 
 class PromptMaker:
     """Prompts that have nothing in common, of tokens that a model has seen."""
 
-    def __init__(self, llm: "LLM"):
+    def __init__(self, llm: LLM):
         self._passage = list(llm.tokenizer.encode(PASSAGE))
         self._rng = random.Random(SEED)
 
@@ -177,26 +148,32 @@ class PromptMaker:
         return [self._rng.choices(self._passage, k=length) for _ in range(number)]
 
 
-def _capacity(llm: "LLM", maker: PromptMaker, prompt_tokens: int) -> Capacity:
-    """Eight generations, of which the pool holds three; a judge with every tenth step while they run."""
+def _capacity(llm: LLM, maker: PromptMaker, prompt_tokens: int) -> Facts:
+    """Eight generations, of which the pool holds three; a judge with every tenth step while they run. latency_ratio:
+    how many times longer the 95th percentile of the judges' latency is as a generation. tokens_per_second: of the
+    generations, until the last of them has ended."""
     size = llm.kv_layout.block_size
     generations, judges, prompt, output = 8, 24, 64, 192
     blocks = 3 * -(-(prompt + output) // size)
     starts, asked = maker.prompts(generations, prompt), maker.prompts(judges, prompt_tokens)
-    found = [_beside(_small_engine(llm, blocks, oneshot), starts, output, asked) for oneshot in (False, True)]
-    (decode_rate, decode_ms, said), (oneshot_rate, oneshot_ms, also_said) = found
-    slow, fast = latency_ms(decode_ms, 0.95), latency_ms(oneshot_ms, 0.95)
-    identical = said == also_said
-    return Capacity(blocks, generations, judges, slow, fast, slow / fast, decode_rate, oneshot_rate, identical)
+    found: Facts = {}
+    answers = []
+    for name, oneshot in CLASSES.items():
+        speed, latencies, said = _beside(_small_engine(llm, blocks, oneshot), starts, output, asked)
+        found |= {f"{name}_p95_ms": latency_ms(latencies, 0.95), f"{name}_tokens_per_second": speed}
+        answers.append(said)
+    return {
+        "blocks": blocks,
+        "generations": generations,
+        "judges": judges,
+        **found,
+        "latency_ratio": found["decode_p95_ms"] / found["oneshot_p95_ms"],
+        "identical": answers[0] == answers[1],
+    }
 
 
-def _small_engine(llm: "LLM", blocks: int, oneshot: bool) -> "Engine":
+def _small_engine(llm: LLM, blocks: int, oneshot: bool) -> Engine:
     """An engine with a paged cache of so many blocks and scratch as the model's own has."""
-    from dataclasses import replace
-
-    from forge.cache.paged import PagedKvCache
-    from forge.engine.engine import Engine
-
     own = llm.engine
     size, scratch = llm.kv_layout.block_size, len(own.scheduler.prefill_only.scratch)
     storage = llm.model.new_storage(llm.model.kv_layout(blocks + scratch, size, llm.kv_dtype))
@@ -207,21 +184,19 @@ def _small_engine(llm: "LLM", blocks: int, oneshot: bool) -> "Engine":
 
 
 def _beside(
-    engine: "Engine", generations: Sequence[Sequence[int]], output: int, judges: Sequence[Sequence[int]]
+    engine: Engine, generations: Sequence[Sequence[int]], output: int, judges: Sequence[Sequence[int]]
 ) -> tuple[float, list[float], list]:
     """Generations' tokens per second, the judges' latencies in ms, and the tokens of every request."""
-    from forge.engine.sampling_params import SamplingParams
-
     long = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-    one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    for number, prompt in enumerate(generations):
-        engine.add_request(f"generation-{number}", prompt, long)
-    open_generations = [f"generation-{number}" for number in range(len(generations))]
-    to_come = list(enumerate(judges))
+    one = replace(long, max_tokens=1)
+    names = [f"generation-{number}" for number in range(len(generations))]
+    for name, prompt in zip(names, generations, strict=True):
+        engine.add_request(name, prompt, long)
+    unfinished, to_come = names, list(enumerate(judges))
     asked: dict[str, float] = {}
     latencies: dict[str, float] = {}
     began, ended, steps = time.perf_counter(), 0.0, 0
-    while open_generations or asked or to_come:
+    while unfinished or asked or to_come:
         if to_come and steps % 10 == 9:
             number, prompt = to_come.pop(0)
             asked[f"judge-{number}"] = time.perf_counter()
@@ -232,31 +207,63 @@ def _beside(
             for request_id in [name for name in asked if record.finished and not engine.is_unfinished(name)]:
                 latencies[request_id] = (now - asked.pop(request_id)) * 1e3
             if record.finished:
-                open_generations = [name for name in open_generations if engine.is_unfinished(name)]
-                ended = ended or (0.0 if open_generations else now)
+                unfinished = [name for name in unfinished if engine.is_unfinished(name)]
+                ended = ended or (0.0 if unfinished else now)
         steps += 1
-    names = [*(f"generation-{number}" for number in range(len(generations))), *latencies]
-    said = sorted((name, engine.output(name).outputs[0].token_ids) for name in names)
+    said = sorted((name, engine.output(name).outputs[0].token_ids) for name in (*names, *latencies))
     return len(generations) * output / (ended - began), list(latencies.values()), said
 
 
-def _packing(llm: "LLM", maker: PromptMaker, short: int, repetitions: int) -> Packing:
-    """One prompt as long as a step's budget allows, and as many short ones in one forward."""
+def _packing(llm: LLM, maker: PromptMaker, short: int, repetitions: int) -> Facts:
+    """Tokens per second of one prompt as long as a step's budget allows, and of as many short ones in one forward."""
     budget = min(llm.engine.scheduler.config.oneshot_tokens, llm.max_model_len)
     number = max(1, budget // short)
     engine = llm.new_engine(oneshot=True, oneshot_tokens=number * short)
-    rates: list[list[float]] = [[], []]
+    rates: dict[str, list[float]] = {"one": [], "many": []}
     for turn in range(repetitions + 1):
-        for which in (0, 1) if turn % 2 else (1, 0):
-            prompts = maker.prompts(1, number * short) if which == 0 else maker.prompts(number, short)
+        for name in rates if turn % 2 else reversed(rates):
+            prompts = maker.prompts(1, number * short) if name == "one" else maker.prompts(number, short)
             found = run_requests(engine, prompts)
             if turn:
-                rates[which].append(found.tokens_computed / found.seconds)
-    one, many = rates
-    ratio = Middle.of([ours / theirs for theirs, ours in zip(one, many, strict=True)])
-    return Packing(number * short, short, Middle.of(one), Middle.of(many), ratio)
+                rates[name].append(found.tokens_computed / found.seconds)
+    figures = {name: Figure.of(each) for name, each in rates.items()}
+    return {"tokens": number * short, "short_tokens": short, **figures} | {
+        "ratio": Figure.of(ratios(rates["many"], rates["one"]))
+    }
 
 
-def oneshot_benchmark_object(result: OneShotBenchmark) -> dict[str, Any]:
-    """For `--json`: rates per second and milliseconds, nothing rounded."""
-    return asdict(result)
+def screen(facts: Facts) -> Iterator[Part]:
+    yield title("What does a generation's life cost a request that wants one token?")
+    yield where(facts, f"kv {facts['kv']}, {plural(facts['repetitions'], 'turn')}")
+    levels = [*facts["levels"], *filter(None, [facts["control"]])]
+    if levels:
+        rows = [
+            (
+                f"{one['concurrency']} at once",
+                str(one["output_tokens"]),
+                rate(one["decode"].median),
+                rate(one["oneshot"].median),
+                one["ratio"].times(),
+                f"{ms(one['decode_p95_ms'])}, {ms(one['oneshot_p95_ms'])}",
+            )
+            for one in levels
+        ]
+        yield from (None, Table(("requests/s", "out", "decode", "oneshot", "ratio", "p95, ms"), rows))
+        tokens = plural(levels[0]["prompt_tokens"], "prompt token")
+        yield f"{tokens} each. Medians (least–most); p95 of the latency, decode, oneshot."
+    if one := facts["capacity"]:
+        p95s = one["decode_p95_ms"], one["oneshot_p95_ms"]
+        speeds = one["decode_tokens_per_second"], one["oneshot_tokens_per_second"]
+        beside = [
+            ("judges, p95 latency, ms", *map(ms, p95s), f"{ratio_text(one['latency_ratio'])} x"),
+            ("generations, tokens/s", *map(rate, speeds), f"{ratio_text(speeds[1] / speeds[0])} x"),
+        ]
+        yield from (None, Table(("beside generations", "decode", "oneshot", ""), beside))
+        pool, judges = plural(one["blocks"], "block"), plural(one["judges"], "judge")
+        yield f"{one['generations']} generations of which the pool ({pool}) holds three; {judges}."
+    if one := facts["packing"]:
+        speeds = rate(one["one"].median), rate(one["many"].median)
+        row = (plural(one["tokens"], "token"), *speeds, one["ratio"].times())
+        headings = ("prefill, tokens/s", "one prompt", f"prompts of {one['short_tokens']}", "ratio")
+        yield from (None, Table(headings, [row]))
+    yield from (None, verdict(facts["identical"], "both classes gave every request the same tokens"))

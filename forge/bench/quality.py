@@ -12,22 +12,29 @@ A file that is a quantization of another is held against that one's reference to
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated
 
 import numpy as np
+import typer
+from rich.text import Text
 
+from forge.bench.results import Facts, Progress, shown, silent
+from forge.bench.tables import Part, Table, title
+from forge.cache.kv_storage import KV_DTYPES
+from forge.cli import options
+from forge.cli.running import Found
 from forge.errors import UsageError
+from forge.llm import LLM
+from forge.views.bench import progress_line
+from forge.views.figures import count, plural
+from forge.views.palette import QUIET
+from forge.views.text import one_line
+from forge.workload.judging import HELD_OUT
 
-if TYPE_CHECKING:
-    from forge.llm import LLM
-
-HELD_OUT = Path(__file__).with_name("held_out.txt")
-"""Text that the bundled models were not trained on: documents of `models/corpus` with numbers from `HELD_OUT` on, which
-training never reaches."""
 WINDOW = 512
 """Tokens that a variant reads from an empty cache."""
 ROWS_AT_ONCE = 64
@@ -37,57 +44,36 @@ DEFAULT_MODELS = ("tales-q8_0", "tales-q4_0")
 DEFAULT_TOKENS = 2048
 SCHEMA = 1
 
-Progress = Callable[[str], None]
 
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to compute."""
-
-    model: str
-    device: str
-    kv_dtype: str
-
-    @property
-    def is_reference(self) -> bool:
-        return (self.device, self.kv_dtype) == REFERENCE
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """A variant held against a reference."""
-
-    reference: str
-    """The model whose float32 reference it is."""
-    kl: float
-    """Mean, in nats per token."""
-    kl_max: float
-    """The worst position's."""
-    top1_agreement: float
-    """Share of positions."""
-
-
-@dataclass(frozen=True)
-class Quality:
-    """What one variant said about the text."""
-
-    variant: Variant
-    perplexity: float
-    against: tuple[Divergence, ...]
-    """Its own file's reference first."""
-
-
-@dataclass(frozen=True)
-class QualityBenchmark:
-    """One run."""
-
-    text: str
-    """Where the text came from."""
-    tokens: int
-    """Predicted, in all windows together."""
-    windows: int
-    window: int
-    qualities: tuple[Quality, ...]
+def bench_quality(
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A bundled model's name, or a GGUF file; may be repeated. The others are held against the first too.",
+            show_default=", ".join(DEFAULT_MODELS),
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        list[str] | None, typer.Option(help="float32, float16 or bfloat16; may be repeated.", show_default="all three")
+    ] = None,
+    device: Annotated[
+        list[str] | None, typer.Option(help="cpu, reference or cuda; may be repeated.", show_default="cpu")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Held-out text, UTF-8.", show_default="held-out stories")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to read at most.")] = DEFAULT_TOKENS,
+    threads: options.ThreadsOption = None,
+    json: options.JsonOption = False,
+) -> Found:
+    """Perplexity and KL divergence against float32 on held-out text, by quantization and KV dtype."""
+    for dtype in kv_dtype or ():
+        if dtype not in KV_DTYPES:
+            raise UsageError(f"unknown kv dtype {dtype!r}; supported: {', '.join(KV_DTYPES)}")
+    path = Path(text).expanduser() if text else None
+    with progress_line() as progress:
+        facts = run(models or DEFAULT_MODELS, kv_dtype or KV_DTYPES, device or ["cpu"], path, tokens, threads, progress)
+    return shown(facts, screen(facts), json)
 
 
 @dataclass
@@ -105,26 +91,32 @@ class Tally:
         self.kl_max = max(self.kl_max, float(divergences.max()))
         self.agreed += agreed
 
-    def result(self, reference: str) -> Divergence:
-        return Divergence(reference, self.kl / self.positions, self.kl_max, self.agreed / self.positions)
+    def result(self, reference: str) -> Facts:
+        """kl: the mean, in nats per token; kl_max: the worst position's; top1_agreement: the share of positions."""
+        kl, agreement = self.kl / self.positions, self.agreed / self.positions
+        return {"reference": reference, "kl": kl, "kl_max": self.kl_max, "top1_agreement": agreement}
 
 
 @dataclass
-class _Running:
-    """A variant while the text goes by."""
+class _Variant:
+    """One way to compute, while the text goes by."""
 
-    variant: Variant
-    llm: "LLM"
-    references: tuple[str, ...]
+    model: str
+    device: str
+    kv_dtype: str
+    llm: LLM
+    tallies: dict[str, Tally]
+    """By the model whose float32 reference it is held against, its own file's first."""
     nll: float = 0.0
-    tallies: dict[str, Tally] = field(default_factory=dict)
 
-    def __post_init__(self):
-        self.tallies = {name: Tally() for name in self.references}
+    @property
+    def is_reference(self) -> bool:
+        return (self.device, self.kv_dtype) == REFERENCE
 
-    def result(self, tokens: int) -> Quality:
-        against = tuple(tally.result(name) for name, tally in self.tallies.items())
-        return Quality(self.variant, perplexity(self.nll, tokens), against)
+    def result(self, tokens: int) -> Facts:
+        named = {"model": self.model, "device": self.device, "kv_dtype": self.kv_dtype}
+        against = [tally.result(name) for name, tally in self.tallies.items()]
+        return named | {"perplexity": perplexity(self.nll, tokens), "against": against}
 
 
 def run(
@@ -134,8 +126,8 @@ def run(
     text: Path | None = None,
     tokens: int = DEFAULT_TOKENS,
     threads: int | None = None,
-    on_progress: Progress = lambda text: None,
-) -> QualityBenchmark:
+    on_progress: Progress = silent,
+) -> Facts:
     """Measure every model on every device with every KV dtype, and each model's float32 reference.
 
     The first model's reference is what the others are held against besides their own. tokens: of the text, at most.
@@ -144,8 +136,6 @@ def run(
     """
     if tokens < 2:
         raise UsageError(f"--tokens is at least 2, and {tokens} is less")
-    from forge.llm import LLM
-
     loaded: dict[tuple[str, str], LLM] = {}
     for model in dict.fromkeys(models):
         for device in dict.fromkeys([REFERENCE[0], *devices]):
@@ -156,18 +146,20 @@ def run(
     for llm in loaded.values():
         if not _speaks_like(llm, first):
             raise UsageError(f"{llm.model_name} and {first.model_name} have different vocabularies: one at a time")
-    runnings = list(_variants(loaded, models, kv_dtypes, devices))
+    variants = list(_variants(loaded, models, kv_dtypes, devices))
     for number, window in enumerate(windows, start=1):
         on_progress(f"window {number} of {len(windows)}")
-        _read_window(window, runnings)
+        _read_window(window, variants)
     predicted = sum(len(window) - 1 for window in windows)
-    return QualityBenchmark(
-        text=str(text) if text else "held-out stories",
-        tokens=predicted,
-        windows=len(windows),
-        window=max(map(len, windows)),
-        qualities=tuple(running.result(predicted) for running in runnings),
-    )
+    return {
+        "schema": SCHEMA,
+        "benchmark": "quality",
+        "text": str(text) if text else "held-out stories",
+        "tokens": predicted,
+        "windows": len(windows),
+        "window": max(map(len, windows)),
+        "variants": [variant.result(predicted) for variant in variants],
+    }
 
 
 def perplexity(nll: float, tokens: int) -> float:
@@ -202,48 +194,30 @@ def divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
     return out
 
 
-def quality_object(result: QualityBenchmark) -> dict[str, Any]:
-    """A run for `--json`."""
-    return {
-        "schema": SCHEMA,
-        "benchmark": "quality",
-        "text": result.text,
-        "tokens": result.tokens,
-        "windows": result.windows,
-        "window": result.window,
-        "variants": [
-            asdict(quality.variant)
-            | {"perplexity": quality.perplexity, "against": [asdict(one) for one in quality.against]}
-            for quality in result.qualities
-        ],
-    }
-
-
-def _variants(loaded, models, kv_dtypes, devices) -> Iterator[_Running]:
+def _variants(loaded, models, kv_dtypes, devices) -> Iterator[_Variant]:
     """Each model's reference, then its variants."""
     for model in dict.fromkeys(models):
-        references = tuple(dict.fromkeys([model, models[0]]))
         wanted = [REFERENCE, *((device, kv_dtype) for device in devices for kv_dtype in kv_dtypes)]
         for device, kv_dtype in dict.fromkeys(wanted):
-            yield _Running(Variant(model, device, kv_dtype), loaded[model, device], references)
+            tallies = {name: Tally() for name in dict.fromkeys([model, models[0]])}
+            yield _Variant(model, device, kv_dtype, loaded[model, device], tallies)
 
 
-def _read_window(window: list[int], runnings: list[_Running]) -> None:
-    """Let every variant predict one window: the references first, because all others are held against them."""
+def _read_window(window: list[int], variants: list[_Variant]) -> None:
+    """Every variant predicts one window: the references first, because all others are held against them."""
     references: dict[str, np.ndarray] = {}
-    for running in sorted(runnings, key=lambda running: not running.variant.is_reference):
-        running.llm.kv_dtype = running.variant.kv_dtype  # what `logits` rounds to: its storage is made per call
-        logits = running.llm.logits(window)[:-1]
-        if running.variant.is_reference:
-            references[running.variant.model] = logits
-        running.nll += negative_log_likelihood(logits, window[1:])
-        for name, tally in running.tallies.items():
-            reference = references[name]
-            agreed = int((reference.argmax(axis=1) == logits.argmax(axis=1)).sum())
-            tally.add(divergences(reference, logits), agreed)
+    for variant in sorted(variants, key=lambda variant: not variant.is_reference):
+        variant.llm.kv_dtype = variant.kv_dtype  # what `logits` rounds to: its storage is made per call
+        logits = variant.llm.logits(window)[:-1]
+        if variant.is_reference:
+            references[variant.model] = logits
+        variant.nll += negative_log_likelihood(logits, window[1:])
+        for name, tally in variant.tallies.items():
+            agreed = int((references[name].argmax(axis=1) == logits.argmax(axis=1)).sum())
+            tally.add(divergences(references[name], logits), agreed)
 
 
-def _windows(llm: "LLM", text: str, tokens: int, window: int) -> list[list[int]]:
+def _windows(llm: LLM, text: str, tokens: int, window: int) -> list[list[int]]:
     """The first `tokens` tokens of the text, cut into windows; a last one that predicts nothing is left out."""
     ids = llm.tokenizer.encode(text, allow_special=True)[:tokens]
     cuts = [*range(0, len(ids), window), len(ids)]
@@ -253,7 +227,7 @@ def _windows(llm: "LLM", text: str, tokens: int, window: int) -> list[list[int]]
     return windows
 
 
-def _speaks_like(llm: "LLM", other: "LLM") -> bool:
+def _speaks_like(llm: LLM, other: LLM) -> bool:
     ids = [model.tokenizer.encode("Once upon a time there was a fox, 1 2 3: \u00e9\u4e2d") for model in (llm, other)]
     return llm.model.vocab_size == other.model.vocab_size and ids[0] == ids[1]
 
@@ -271,3 +245,37 @@ def _read(text: Path | None) -> str:
 def _parts(rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     for start in range(0, len(rows), ROWS_AT_ONCE):
         yield start, rows[start : start + ROWS_AT_ONCE]
+
+
+def screen(facts: Facts) -> Iterator[Part]:
+    """Perplexity by variant, and how far each is from float32: a table per model."""
+    yield title("What do quantization and rounding cost in accuracy?")
+    text = f"{one_line(facts['text'])}: {plural(facts['tokens'], 'token')} predicted"
+    yield from (f"{text} in {plural(facts['windows'], 'window')} of {count(facts['window'])}", None)
+    for model, group in groupby(facts["variants"], key=lambda one: one["model"]):
+        variants = list(group)
+        headings, rows = [_short_name(model), "KV", "perplexity"], []
+        for number in range(len(variants[0]["against"])):
+            star = "*" * number
+            headings += [f"KL{star}", *(["worst"] if number == 0 else []), f"top 1{star}"]
+        for one in variants:
+            cells = [one["device"], one["kv_dtype"], f"{one['perplexity']:,.4f}"]
+            for number, each in enumerate(one["against"]):
+                worst = [f"{each['kl_max'] * 1e3:,.0f}"] if number == 0 else []
+                cells += [f"{each['kl'] * 1e3:,.3f}", *worst, f"{each['top1_agreement'] * 100:.2f} %"]
+            is_reference = (one["device"], one["kv_dtype"]) == REFERENCE
+            rows.append([Text(cell, QUIET) for cell in cells] if is_reference else cells)
+        yield from (Table(headings, rows, names=2), None)
+    if any(len(one["against"]) > 1 for one in facts["variants"]):
+        first = _short_name(facts["variants"][0]["model"])
+        yield f"* held against {first} in float32, not against the file itself."
+    yield (
+        "KL: divergence from the float32 reference's distribution, in thousandths of a nat per token; worst: the "
+        "largest of any token; top 1: how often both hold the same token for the likeliest. The reference multiplies "
+        "dequantized weights in float32; cpu rounds activations to int8 too."
+    )
+
+
+def _short_name(model: str) -> str:
+    """Of a path, the file's name without its ending."""
+    return one_line(Path(model).name.removesuffix(".gguf"))

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from forge.bench.worker import end_with_parent
 from forge.errors import ForgeError
 
 PATIENCE = 600.0
@@ -32,7 +33,13 @@ class ServerProcess:
     def __enter__(self) -> "ServerProcess":
         self._began = time.perf_counter()
         # In this process's group: what ends all of that (Ctrl-C, a terminal that closes) ends the server too.
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            self._command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=end_with_parent,  # which may be killed
+        )
         self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
         return self

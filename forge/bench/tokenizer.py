@@ -5,18 +5,33 @@ matched, the ids with their text left as text, the decoded text, and the text de
 encode 100 times each, and all 800 must agree. Both are called from Python, as a serving engine here would call them.
 """
 
+import json as json_text
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from operator import methodcaller
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Annotated, Any
 
+import typer
+
+from forge.bench.results import Facts, Progress, shown, silent
+from forge.bench.tables import Part, Table, ratio_text, title, trouble, verdict, where
 from forge.bench.tokenizer_inputs import inputs
-from forge.errors import ForgeError
+from forge.bench.worker import timed
+from forge.cli import machine, options
+from forge.cli.running import Found
+from forge.errors import ForgeError, UsageError
+from forge.gguf import GGUFFile
+from forge.model.catalog import is_hash_model, resolve_model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerSpec, spec_from_gguf
+from forge.tokenizer.fast import tokenizer_json
+from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
+from forge.views.bench import progress_line
+from forge.views.figures import count
+from forge.views.palette import ACCENT
+from forge.views.text import one_line
 
 BATCHES = (1, 4, 16, 64)
 BATCH_INPUT = "medium_prose"
@@ -24,61 +39,39 @@ THREADS, ENCODES = 8, 100
 TURN_SECONDS = 0.15
 """Calls of one kind go on for about so long, and are at least three."""
 
-Progress = Callable[[str], None]
-
 
 class NotEqual(ForgeError):
     """The two tokenizers disagree: there is nothing to time."""
 
 
-@dataclass(frozen=True)
-class Times:
+def bench_tokenizer(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="A bundled or pulled model, a GGUF file, a tokenizer.json, or a folder with one."
+        ),
+    ] = "tales",
+    json: options.JsonOption = False,
+) -> Found:
+    """Encode, decode, streams, batches, threads and load time, over seventeen kinds of text, against tokenizers.
+
+    Nothing is timed before all results are equal.
+
+    [dim]forge bench tokenizer path/to/tokenizer.json[/dim]
+    """
+    if is_hash_model(source):
+        raise UsageError("the hash model reads bytes: there is no tokenizer to measure")
+    path = Path(source).expanduser()
+    with progress_line() as progress:
+        facts = run(path if path.suffix == ".json" else resolve_model(source), progress)
+    facts["machine"] = machine.cpu_model()
+    return shown(facts, screen(facts), json)
+
+
+def times(name: str, chars: int, tokens: int, theirs: float, ours: float) -> Facts:
     """Microseconds per call, medians."""
-
-    name: str
-    chars: int
-    tokens: int
-    theirs: float
-    ours: float
-
-    @property
-    def speed_up(self) -> float:
-        return self.theirs / self.ours
-
-
-@dataclass(frozen=True)
-class TokenizerBenchmark:
-    """The results of `forge bench tokenizer`."""
-
-    source: str
-    vocabulary: int
-    implementation: str
-    """What encodes on our side."""
-    fallback_reason: str | None
-    machine: str
-    encode: tuple[Times, ...]
-    decode: tuple[Times, ...]
-    streaming: Times
-    """Per token."""
-    batch: tuple[Times, ...]
-    """Per batch; `name` is its size."""
-    concurrent: Times
-    """Per encode, with 8 threads."""
-    load: Times
-
-
-class Contestant(Protocol):
-    """One tokenizer with all that is measured of it."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_plain(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def stream(self, ids: Sequence[int]) -> list[str]: ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    size = {"name": name, "chars": chars, "tokens": tokens}
+    return size | {"theirs": theirs, "ours": ours, "speed_up": theirs / ours}
 
 
 class Ours:
@@ -141,16 +134,12 @@ class Theirs:
 def open_spec(path: Path) -> TokenizerSpec:
     """The tokenizer of a GGUF file, of a tokenizer.json, or of a folder with one. Raises the error of its format."""
     if path.is_dir() or path.suffix == ".json":
-        from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
-
         return spec_from_tokenizer_json(path)
-    from forge.gguf import GGUFFile
-
     with GGUFFile.open(path) as file:
         return spec_from_gguf(file)
 
 
-def run(path: Path, on_progress: Progress = lambda text: None, machine: str = "", loads: int = 3) -> TokenizerBenchmark:
+def run(path: Path, on_progress: Progress = silent, loads: int = 3) -> Facts:
     """Check, then measure. Raises `NotEqual` where the two disagree, before any time is taken."""
     if path.is_dir():
         path /= "tokenizer.json"
@@ -169,33 +158,29 @@ def run(path: Path, on_progress: Progress = lambda text: None, machine: str = ""
         on_progress(f"encode and decode {name}")
         ids = theirs.encode(text)
         size = name, len(text), len(ids)
-        encode.append(Times(*size, *_times(methodcaller("encode", text), theirs, ours)))
-        decode.append(Times(*size, *_times(methodcaller("decode", ids), theirs, ours)))
+        encode.append(times(*size, *_times(methodcaller("encode", text), theirs, ours)))
+        decode.append(times(*size, *_times(methodcaller("decode", ids), theirs, ours)))
     on_progress("streams, batches, threads")
-    text = texts[BATCH_INPUT]
-    ids = theirs.encode(texts["very_long"])
-    per_token = (seconds / len(ids) for seconds in _times(lambda one: one.stream(ids), theirs, ours))
-    batch = [
-        Times(str(number), len(text), number, *_times(methodcaller("encode_batch", [text] * number), theirs, ours))
-        for number in BATCHES
-    ]
+    text, long = texts[BATCH_INPUT], texts["very_long"]
+    ids = theirs.encode(long)
+    per_token = [us / len(ids) for us in _times(methodcaller("stream", ids), theirs, ours)]
+    batches = [(n, _times(methodcaller("encode_batch", [text] * n), theirs, ours)) for n in BATCHES]
     at_once = [_threads_seconds(one, text) * 1e6 for one in (theirs, ours)]
-    return TokenizerBenchmark(
-        path.name,
-        len(spec.tokens),
-        ours.tokenizer.implementation,
-        ours.tokenizer.fallback_reason,
-        machine,
-        tuple(encode),
-        tuple(decode),
-        Times("per token", len(texts["very_long"]), len(ids), *per_token),
-        tuple(batch),
-        Times(f"{THREADS} threads", len(text), THREADS * ENCODES, *at_once),
-        Times("load", 0, len(spec.tokens), their_load * 1e6, our_load * 1e6),
-    )
+    return {
+        "source": path.name,
+        "vocabulary": len(spec.tokens),
+        "implementation": ours.tokenizer.implementation,
+        "fallback_reason": ours.tokenizer.fallback_reason,
+        "encode": encode,
+        "decode": decode,
+        "streaming": times("per token", len(long), len(ids), *per_token),
+        "batch": [times(str(number), len(text), number, *taken) for number, taken in batches],
+        "concurrent": times(f"{THREADS} threads", len(text), THREADS * ENCODES, *at_once),
+        "load": times("load", 0, len(spec.tokens), their_load * 1e6, our_load * 1e6),
+    }
 
 
-def check_equal(ours: Contestant, theirs: Contestant, name: str, text: str) -> None:
+def check_equal(ours: "Ours | Theirs", theirs: "Ours | Theirs", name: str, text: str) -> None:
     """Raises `NotEqual` unless both encode `text` alike, with and without control tokens, and decode alike, at once and
     token by token."""
     ids = theirs.encode(text)
@@ -210,7 +195,7 @@ def check_equal(ours: Contestant, theirs: Contestant, name: str, text: str) -> N
             raise NotEqual(f"{what} differs from Hugging Face tokenizers on {name}: nothing is timed")
 
 
-def check_threads(ours: Contestant, text: str, expected: Sequence[int]) -> None:
+def check_threads(ours: "Ours | Theirs", text: str, expected: Sequence[int]) -> None:
     """Raises `NotEqual` unless 8 threads that encode 100 times each all get `expected`."""
     with ThreadPoolExecutor(THREADS) as threads:
         found = threads.map(lambda _: [ours.encode(text) == expected for _ in range(ENCODES)], range(THREADS))
@@ -218,28 +203,13 @@ def check_threads(ours: Contestant, text: str, expected: Sequence[int]) -> None:
             raise NotEqual(f"encode differs when {THREADS} threads do it at once: nothing is timed")
 
 
-def tokenizer_benchmark_object(result: TokenizerBenchmark) -> dict[str, Any]:
-    """For `--json`: microseconds, nothing rounded."""
-    found = asdict(result)
-    for name in ("encode", "decode", "batch"):
-        for times, one in zip(found[name], getattr(result, name), strict=True):
-            times["speed_up"] = one.speed_up
-    for name in ("streaming", "concurrent", "load"):
-        found[name]["speed_up"] = getattr(result, name).speed_up
-    return found
-
-
 def _loaded(load: Callable[[], Any], times: int) -> tuple[Any, float]:
     """What was loaded, and the median of the seconds that it took."""
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        found = load()
-        seconds.append(time.perf_counter() - started)
-    return found, median(seconds)
+    found = [timed(load) for _ in range(times)]
+    return found[-1][0], median(seconds for _, seconds in found)
 
 
-def _times(call: Callable[[Any], Any], theirs: Contestant, ours: Contestant) -> tuple[float, float]:
+def _times(call: Callable[[Any], Any], theirs: "Ours | Theirs", ours: "Ours | Theirs") -> tuple[float, float]:
     """Microseconds per call of each, the two taking turns."""
     seconds: list[list[float]] = [[], []]
     began = time.perf_counter()
@@ -252,29 +222,49 @@ def _times(call: Callable[[Any], Any], theirs: Contestant, ours: Contestant) -> 
     return their_seconds * 1e6, our_seconds * 1e6
 
 
-def _threads_seconds(one: Contestant, text: str) -> float:
+def _threads_seconds(one: "Ours | Theirs", text: str) -> float:
     """Seconds per encode with 8 threads at it."""
     with ThreadPoolExecutor(THREADS) as threads:
-        seconds = []
-        for _ in range(5):
-            started = time.perf_counter()
+
+        def encode_all() -> None:
             list(threads.map(lambda _: [one.encode(text) for _ in range(ENCODES)], range(THREADS)))
-            seconds.append((time.perf_counter() - started) / (THREADS * ENCODES))
-    return median(seconds)
+
+        return median(timed(encode_all)[1] for _ in range(5)) / (THREADS * ENCODES)
 
 
 def _document(spec: TokenizerSpec) -> str:
     """A tokenizer.json of the whole tokenizer: NFC in front, added tokens matched."""
-    import json
-
-    from forge.tokenizer.fast import tokenizer_json
-
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     controls = set(spec.control_ids)
-    document = json.loads(tokenizer_json(spec))
+    document = json_text.loads(tokenizer_json(spec))
     document["normalizer"] = {"type": "NFC"}
     document["added_tokens"] = [
         {"id": token_id, "content": spec.tokens[token_id], "special": token_id in controls, **flags}
         for token_id in sorted({*controls, *spec.user_defined_ids})
     ]
-    return json.dumps(document)
+    return json_text.dumps(document)
+
+
+def screen(facts: Facts) -> Iterator[Part]:
+    yield title("How fast is text turned into tokens, and back?")
+    on = where({"machine": facts["machine"]}, "µs per call, medians")
+    yield f"{one_line(facts['source'])}, {count(facts['vocabulary'])} tokens{on}"
+    if reason := facts["fallback_reason"]:
+        yield trouble(f"the fast path is not used: {one_line(reason)}")
+    yield verdict(True, "equal ids and texts on every input, and from 8 threads at once")
+    peers = ("tokenizers", "fast path", "faster")
+    for kind in ("encode", "decode"):
+        rows = [(one["name"], count(one["chars"]), count(one["tokens"]), *_cells(one)) for one in facts[kind]]
+        yield from (None, Table((kind, "chars", "tokens", *peers), rows, styles={4: ACCENT}))
+    others = {f"encode a batch of {one['name']}": one for one in facts["batch"]} | {
+        f"{THREADS} threads x {ENCODES} encodes, per encode": facts["concurrent"],
+        "streaming decode, per token": facts["streaming"],
+        "load": facts["load"],
+    }
+    yield from (None, Table(("", *peers), [(name, *_cells(one)) for name, one in others.items()]))
+    yield f"Batches and threads: {BATCH_INPUT}. Both are called from Python."
+
+
+def _cells(one: Facts) -> tuple[str, ...]:
+    shown = (f"{value:,.{0 if value >= 100 else 1 if value >= 1 else 2}f}" for value in (one["theirs"], one["ours"]))
+    return *shown, f"{ratio_text(one['speed_up'])} x"

@@ -2,8 +2,8 @@
 several scripts. Each has the length that its kind has in the tables of Prelude's tokenizer, on which this is modelled.
 """
 
-from forge.bench.judging import held_out_stories
-from forge.bench.workload import PASSAGE
+from forge.workload.judging import held_out_stories
+from forge.workload.requests import PASSAGE
 
 _CHINESE = (
     "河边的磨坊还没有轮子的时候,孩子们就坐在岸上听水说话。它讲起自己出生的那座山,讲起冬天踩着冰过河的狐狸,"

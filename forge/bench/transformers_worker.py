@@ -1,32 +1,38 @@
-"""Hugging Face transformers as a contender: Qwen3ForCausalLM in bfloat16, its weights dequantized from the same file.
+"""Hugging Face transformers as a peer: Qwen3ForCausalLM in bfloat16, its weights dequantized from the same file.
 
 transformers reads GGUF files itself where `accelerate` is installed, and Hugging Face folders of course; otherwise
 forge's reader gives it the weights. It multiplies in bfloat16 whatever the file holds, so it reads two bytes per weight
 where forge reads one, or half of one.
+
+On a GPU it runs at its best: a static cache compiled with CUDA graphs for steps (where compiling fails, uncompiled with
+the same cache, and the setting says so), and its own continuous batching for requests.
 """
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from forge.bench.worker import Missing, peak_memory, plural, serve, take_turn, timed
+    from forge.bench.worker import Missing, Worker, one_line, plural, serve_requests, timed
 else:
-    from worker import Missing, peak_memory, plural, serve, take_turn, timed
+    from worker import Missing, Worker, one_line, plural, serve_requests, timed
 
     sys.path.pop(0)  # this folder's modules are not for others to find
 
 
-class TransformersContender:
+class TransformersWorker(Worker):
     """One loaded model, and the cache of the case at hand."""
 
-    def __init__(self):
-        self._model = None
-        self._expected = 0.0
+    _torch: Any
+    _library: Any
+    _model: Any
+    _cache: Any
+    _step_ids: Any
+    """`[sequences, tokens]` that a step computes."""
 
-    def load(self, model: str, threads: int, max_context: int) -> Mapping[str, Any]:
+    def load(self, model: str, device: str, threads: int | None = None, **others: Any) -> Mapping[str, Any]:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
@@ -37,43 +43,125 @@ class TransformersContender:
         transformers.Qwen3ForCausalLM  # noqa: B018 (imported on first use, which is no part of loading a file)
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
-        self._torch, self._cache_type = torch, transformers.DynamicCache
+        self._torch, self._library, self._on_gpu = torch, transformers, device == "cuda"
+        if self._on_gpu:
+            if not torch.cuda.is_available():
+                raise Missing(f"torch {torch.__version__} sees no GPU")
+            torch.set_float32_matmul_precision("high")
+        if threads is not None:
+            torch.set_num_threads(threads)
         try:
             (found, reader), seconds = timed(lambda: _load(model, torch, transformers))
         except Exception as error:
             raise Missing(f"transformers {transformers.__version__} does not load this model: {error}") from None
-        self._model = found.eval()
+        self._model, more = timed(lambda: found.eval().cuda() if self._on_gpu else found.eval())
         versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
-        description = f"{versions}, {plural(threads)}, bfloat16, weights read by {reader}"
-        return {"description": description, "seconds": seconds, "first_time": False}
+        used = f", {plural(threads)}" if threads is not None else ""
+        description = f"{versions}{used}, bfloat16, weights read by {reader}"
+        return {"description": description, "seconds": seconds + more, "first_time": False}
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         self._past = context
-        ids = self._torch.tensor(token_ids)
-        self._cache = self._cache_type()
+        ids = self._torch.tensor(token_ids, device="cuda" if self._on_gpu else None)
+        setting = f"bfloat16, attention {self._model.config._attn_implementation}"
+        if self._on_gpu:
+            self._torch._dynamo.reset()
+            room = -(-(ids.shape[1] + 1) // 64) * 64
+            self._cache = self._library.StaticCache(config=self._model.config, max_cache_len=room)
+        else:
+            self._cache = self._library.DynamicCache()
         if context:
             self._model(ids[:, :context], past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self._step_ids = ids[:, context:]
+        self._step_ids, self._forward, self._positions = ids[:, context:].contiguous(), self._model, {}
+        if self._on_gpu:
+            self._positions = {"position_ids": self._torch.arange(context, ids.shape[1], device="cuda")[None]}
+            setting = self._compile()
         self._expected = self._step()
-        return {"setting": f"bfloat16, attention {self._model.config._attn_implementation}", "seconds": self._expected}
+        return {"setting": setting, "seconds": self._expected}
 
-    def turn(self, min_steps: int, min_seconds: float) -> Mapping[str, Any]:
-        seconds = take_turn(self._step, min_steps, min_seconds, self._expected)
-        self._expected = seconds[-1]
-        return {"seconds": seconds, "top_tokens": self._top_tokens}
+    def _compile(self) -> str:
+        """Steps as CUDA graphs, if this release can; the setting."""
+        self._forward = self._torch.compile(self._model, mode="reduce-overhead", dynamic=False)
+        try:
+            for _ in range(4):
+                self._step()
+        except Exception as error:
+            self._forward = self._model
+            return f"static cache, uncompiled ({one_line(error)[:80]})"
+        return "static cache, compiled, CUDA graphs"
+
+    def requests(
+        self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
+    ) -> Mapping[str, Any]:
+        """Its continuous batching, `concurrency` requests at a time, through the manager that its server uses too."""
+        from forge.bench.closed_loop import answered, drive, unique_prompts
+
+        self._cache = None
+        config = self._library.GenerationConfig(
+            max_new_tokens=output_tokens, do_sample=False, use_cache=True, eos_token_id=-1
+        )
+        try:
+            manager = self._model.init_continuous_batching(generation_config=config)
+            manager.warmup()  # its CUDA graphs
+            manager.start()
+        except Exception as error:
+            raise Missing(f"no continuous batching here: {one_line(error)}") from None
+        try:
+            for count, own in ((3 * concurrency, seed + 1), (requests, seed)):  # the first are not timed
+                prompts = unique_prompts(count, prompt_tokens, self._model.config.vocab_size, own)
+                found = drive(_Manager(manager), prompts, output_tokens, concurrency)
+        finally:
+            manager.stop(block=True)
+        return answered("its continuous batching, in process", *found)
 
     def _step(self) -> float:
-        if self._past == 0:
-            self._cache = self._cache_type()
-        output, seconds = timed(
-            lambda: self._model(self._step_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        )
-        self._top_tokens = output.logits[:, -1].argmax(-1).tolist()
-        if self._past:
-            self._cache.crop(-self._step_ids.shape[1])  # takes this many off the end
+        """On a GPU a step is over when the host knows its tokens."""
+        if self._past == 0 and not self._on_gpu:
+            self._cache = self._library.DynamicCache()
+        if self._on_gpu:
+            self._torch.cuda.synchronize()
+
+        def forward():
+            output = self._forward(
+                self._step_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **self._positions
+            )
+            return output.logits[:, -1].argmax(-1).tolist() if self._on_gpu else output
+
+        found, seconds = timed(forward)
+        self._top_tokens = found if self._on_gpu else found.logits[:, -1].argmax(-1).tolist()
+        length = self._step_ids.shape[1]
+        if self._on_gpu:
+            for layer in self._cache.layers:  # back to where the step began, so that the next one does the same
+                layer.cumulative_length.sub_(length)
+        elif self._past:
+            self._cache.crop(-length)  # takes this many off the end
         return seconds
+
+
+class _Manager:
+    """A continuous batching manager as a `LoadedEngine`. It streams, so that a first token can be seen."""
+
+    def __init__(self, manager):
+        self._manager = manager
+        self._numbers: dict[str, int] = {}
+
+    def add(self, prompt: Sequence[int], output_tokens: int) -> int:
+        number = len(self._numbers)
+        request_id = self._manager.add_request(
+            list(prompt), max_new_tokens=output_tokens, streaming=True, eos_token_id=-1
+        )
+        self._numbers[request_id] = number
+        return number
+
+    def step(self) -> tuple[list[int], list[int]]:
+        result = self._manager.get_result(timeout=60)
+        if result is None:
+            raise RuntimeError("its continuous batching gave no result for a minute")
+        if result.error:
+            raise RuntimeError(result.error)
+        number = self._numbers[result.request_id]
+        return ([number] if result.generated_tokens else []), ([number] if result.is_finished() else [])
 
 
 def _load(path: str, torch, transformers):
@@ -128,5 +216,4 @@ def _read_by_forge(path: str, torch, transformers):
 
 
 if __name__ == "__main__":
-    contender = TransformersContender()
-    serve({"load": contender.load, "prepare": contender.prepare, "turn": contender.turn, "memory": peak_memory})
+    serve_requests(TransformersWorker())

@@ -1,4 +1,4 @@
-"""A contender's side of a benchmark: a process that is told what to do line by line, and does nothing in between.
+"""A process's own side of a benchmark: it is told what to do line by line, and does nothing in between.
 
 The conversation is one JSON object per line on standard input, answered by one JSON object per line on standard output:
 
@@ -14,6 +14,7 @@ it ends, and at once: the input is read by a thread that does nothing else. Ctrl
 Only the standard library is used here, because a worker may run in an interpreter that has no forge.
 """
 
+import ctypes
 import json
 import os
 import queue
@@ -21,22 +22,41 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-Handler = Callable[..., Mapping[str, Any]]
-"""Takes a request's fields but `do` as keyword arguments; what it returns is the answer."""
 
 WORTH_WARMING_SECONDS = 0.2
 """A step that takes longer is not repeated before it is timed: waking up costs it nothing that could be seen."""
 MOST_STEPS = 200
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG."""
 
 
 class Missing(Exception):
     """What would be measured is not installed here, or cannot take this model. The text says why."""
 
 
-def serve(handlers: Mapping[str, Handler]) -> None:
+class Worker:
+    """What answers requests: each of its public methods is one, takes the request's fields but `do`, and returns the
+    answer. A program that computes steps has `load`, `prepare` and `_step`, which returns a step's seconds."""
+
+    _expected = 0.0
+    """Seconds of the last step."""
+    _top_tokens: Sequence[int] = ()
+
+    def turn(self, min_steps: int, min_seconds: float) -> Mapping[str, Any]:
+        seconds = take_turn(self._step, min_steps, min_seconds, self._expected)
+        self._expected = seconds[-1]
+        return {"seconds": seconds, "top_tokens": self._top_tokens}
+
+    def memory(self) -> Mapping[str, Any]:
+        return {"peak_bytes": peak_memory()}
+
+    def _step(self) -> float:
+        raise NotImplementedError
+
+
+def serve_requests(worker: object) -> None:
     """Answer requests until standard input closes. Returns never: the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -44,7 +64,7 @@ def serve(handlers: Mapping[str, Handler]) -> None:
     requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
     while True:
-        answer = respond(handlers, requests.get())
+        answer = respond(worker, requests.get())
         try:
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
@@ -52,11 +72,11 @@ def serve(handlers: Mapping[str, Handler]) -> None:
             os._exit(0)
 
 
-def respond(handlers: Mapping[str, Handler], line: str) -> dict[str, Any]:
+def respond(worker: object, line: str) -> dict[str, Any]:
     """The answer to one line."""
     try:
         request = json.loads(line)
-        return {"ok": dict(handlers[request.pop("do")](**request))}
+        return {"ok": dict(getattr(worker, request.pop("do"))(**request))}
     except Missing as reason:
         return {"missing": one_line(reason)}
     except Exception as error:
@@ -77,17 +97,23 @@ def take_turn(step: Callable[[], float], min_steps: int, min_seconds: float, exp
     return taken
 
 
-def peak_memory() -> Mapping[str, Any]:
+def peak_memory() -> int:
     """The most memory that this process ever had, in bytes: its high-water mark, mapped files' pages included."""
     try:
         with open("/proc/self/status", encoding="ascii") as status:
-            kilobytes = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-        return {"peak_bytes": kilobytes * 1024}
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
     except (OSError, StopIteration):
         import resource
 
-        unit = 1 if sys.platform == "darwin" else 1024
-        return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def end_with_parent() -> None:
+    """In a new process, before it begins: its parent may be killed, and no other process knows of it."""
+    try:
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
+    except AttributeError:  # not on this system
+        pass
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:

@@ -1,4 +1,4 @@
-"""A bug's trial on a screen: the rule, the mistake, what caught it, and what a user would have read otherwise."""
+"""A bug's runs on a screen: the rule, the mistake, what caught it, and what a user would have read otherwise."""
 
 from collections.abc import Iterator
 from itertools import takewhile
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.book.trial import Trial
+from forge.book.bug_runs import BugRuns
 from forge.views.figures import count, plural
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.terminal import print_table
@@ -20,41 +20,41 @@ _LEAD = 24
 """Characters shown of what two texts have in common before they part."""
 
 
-def bug_object(trial: Trial) -> dict[str, Any]:
-    """The trial as facts."""
-    bug, index = trial.bug, next(iter(trial.different), None)
+def bug_object(runs: BugRuns) -> dict[str, Any]:
+    """The runs as facts."""
+    bug, index = runs.bug, next(iter(runs.different), None)
     return {
         "bug": bug.name,
         "chapter": bug.chapter,
         "rule": bug.rule,
         "mistake": bug.mistake,
         "known": bug.known,
-        "caught_by": trial.caught_by,
-        "message": trial.checked.failure,
-        "step": trial.checked.steps if trial.checked.failure is not None else None,
-        "steps": trial.sound.steps,
-        "sound": trial.sound.failure is None,
-        "samples": len(trial.sound.token_ids),
-        "different": len(trial.different),
-        "unchecked_failure": trial.unchecked.failure,
-        "unchecked_steps": trial.unchecked.steps,
-        "said": None if index is None else trial.sound.texts[index],
-        "said_with_bug": None if index is None else trial.unchecked.texts[index],
+        "caught_by": runs.caught_by,
+        "message": runs.checked.failure,
+        "step": runs.checked.steps if runs.checked.failure is not None else None,
+        "steps": runs.sound.steps,
+        "sound": runs.sound.failure is None,
+        "samples": len(runs.sound.token_ids),
+        "different": len(runs.different),
+        "unchecked_failure": runs.unchecked.failure,
+        "unchecked_steps": runs.unchecked.steps,
+        "said": None if index is None else runs.sound.texts[index],
+        "said_with_bug": None if index is None else runs.unchecked.texts[index],
     }
 
 
-def print_bug(console: Console, trial: Trial) -> None:
-    bug = trial.bug
+def print_bug(console: Console, runs: BugRuns) -> None:
+    bug = runs.bug
     console.print(Text.assemble(("What catches it? ", TITLE), (bug.name, QUIET)))
     console.print()
     print_table(console, _labelled(("the rule", bug.rule), ("the bug", bug.mistake), ("known from", bug.known)))
     console.print()
-    print_table(console, _labelled(*zip(_NAMES, _findings(trial), strict=True)))
-    for index in trial.different[:1]:
+    print_table(console, _labelled(*zip(_NAMES, _findings(runs), strict=True)))
+    for index in runs.different[:1]:
         console.print()
-        print_table(console, _texts(console.width, trial.sound.texts[index], trial.unchecked.texts[index]))
+        print_table(console, _texts(console.width, runs.sound.texts[index], runs.unchecked.texts[index]))
     console.print()
-    console.print(_verdict(trial))
+    console.print(_verdict(runs))
 
 
 def _labelled(*rows: tuple[str, str | Text]) -> Table:
@@ -66,8 +66,8 @@ def _labelled(*rows: tuple[str, str | Text]) -> Table:
     return table
 
 
-def _findings(trial: Trial) -> Iterator[Text]:
-    sound, checked, unchecked = trial.sound, trial.checked, trial.unchecked
+def _findings(runs: BugRuns) -> Iterator[Text]:
+    sound, checked, unchecked = runs.sound, runs.checked, runs.unchecked
     tokens = sum(map(len, sound.token_ids))
     if sound.failure is None:
         yield Text.assemble(
@@ -79,10 +79,10 @@ def _findings(trial: Trial) -> Iterator[Text]:
         yield Text(f"{plural(checked.steps, 'step')}, and every invariant held")
     else:
         yield Text.assemble(("✗ ", TROUBLE), f"step {checked.steps}: {one_line(checked.failure)}")
-    said = f"{len(trial.different)} of {plural(len(sound.token_ids), 'sample')} said something else"
+    said = f"{len(runs.different)} of {plural(len(sound.token_ids), 'sample')} said something else"
     if unchecked.failure is not None:
         said = f"step {unchecked.steps}: {one_line(unchecked.failure)}; until then {said}"
-    yield Text.assemble(("✗ ", TROUBLE), said) if unchecked.failure or trial.different else Text("nothing to be seen")
+    yield Text.assemble(("✗ ", TROUBLE), said) if unchecked.failure or runs.different else Text("nothing to be seen")
 
 
 def _texts(width: int, sound: str, unchecked: str) -> Table:
@@ -104,9 +104,9 @@ def _texts(width: int, sound: str, unchecked: str) -> Table:
     return table
 
 
-def _verdict(trial: Trial) -> Text:
-    if trial.caught_by == "invariant":
-        return Text.assemble(("✓ caught", GOOD), f" by an invariant, in step {trial.checked.steps}")
-    if trial.caught_by == "tokens":
+def _verdict(runs: BugRuns) -> Text:
+    if runs.caught_by == "invariant":
+        return Text.assemble(("✓ caught", GOOD), f" by an invariant, in step {runs.checked.steps}")
+    if runs.caught_by == "tokens":
         return Text.assemble(("✓ caught", GOOD), " by comparing what was said: no invariant sees it")
     return Text.assemble(("✗ unnoticed", TROUBLE))

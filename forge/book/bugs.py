@@ -1,6 +1,6 @@
 """Bugs as lessons: each puts one mistake that a real engine has made back into the engine.
 
-A bug replaces a method for the length of a `with`; outside of it the engine is as it was. `trial` runs the requests.
+A bug replaces a method for the length of a `with`; outside of it the engine is as it was. `bug_runs` runs the requests.
 
 A bug is caught in one of two ways: an invariant does not hold (`invariant`), or only the output differs (`tokens`).
 """
@@ -24,8 +24,8 @@ CaughtBy = Literal["invariant", "tokens"]
 
 
 @dataclass(frozen=True)
-class TrialRequest:
-    """One request of a bug's trial."""
+class BugRequest:
+    """One of the requests that a bug is shown with."""
 
     prompt: str
     params: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Bug:
     caught_by: CaughtBy
     switch: Callable[[], AbstractContextManager[None]]
     loading: Mapping[str, Any]
-    requests: Sequence[TrialRequest]
+    requests: Sequence[BugRequest]
 
 
 def find_bug(name: str, chapter: str) -> Bug:
@@ -218,9 +218,9 @@ BUGS: Mapping[str, Bug] = {
             _freed_block,
             _SMALL,
             (
-                TrialRequest(_STORY, _drawn(40, stop=".")),
-                TrialRequest(_OTHER, _greedy(24), step=8),
-                TrialRequest(_STORY, _greedy(24), step=10),
+                BugRequest(_STORY, _drawn(40, stop=".")),
+                BugRequest(_OTHER, _greedy(24), step=8),
+                BugRequest(_STORY, _greedy(24), step=10),
             ),
         ),
         Bug(
@@ -232,7 +232,7 @@ BUGS: Mapping[str, Bug] = {
             "invariant",
             _decref_first,
             _SMALL,
-            (TrialRequest(_STORY, _drawn(24, ignore_eos=True)),),
+            (BugRequest(_STORY, _drawn(24, ignore_eos=True)),),
         ),
         Bug(
             "in-flight-hit",
@@ -244,7 +244,7 @@ BUGS: Mapping[str, Bug] = {
             "invariant",
             _in_flight_hit,
             _SMALL | {"kv": "prefix", "max_num_seqs": 4, "max_num_batched_tokens": 24},
-            (TrialRequest(_STORY, _greedy(24), hangs_up_after=1), TrialRequest(_STORY, _greedy(24), step=1)),
+            (BugRequest(_STORY, _greedy(24), hangs_up_after=1), BugRequest(_STORY, _greedy(24), step=1)),
         ),
         Bug(
             "full-hit",
@@ -256,7 +256,7 @@ BUGS: Mapping[str, Bug] = {
             "invariant",
             _full_hit,
             _SMALL | {"kv": "prefix"},
-            (TrialRequest(_STORY, _greedy(24)), TrialRequest(_STORY, _greedy(24), step=4)),
+            (BugRequest(_STORY, _greedy(24)), BugRequest(_STORY, _greedy(24), step=4)),
         ),
         Bug(
             "stale-count",
@@ -268,9 +268,9 @@ BUGS: Mapping[str, Bug] = {
             _stale_count,
             _SMALL | {"num_blocks": 10},
             (
-                TrialRequest(_SHORT, _greedy(60)),
-                TrialRequest(_OTHER, _greedy(40)),
-                TrialRequest(_STORY, _greedy(48)),
+                BugRequest(_SHORT, _greedy(60)),
+                BugRequest(_OTHER, _greedy(40)),
+                BugRequest(_STORY, _greedy(48)),
             ),
         ),
         Bug(
@@ -282,7 +282,7 @@ BUGS: Mapping[str, Bug] = {
             "tokens",
             _query_start,
             _SMALL | {"device": "reference", "max_num_seqs": 4, "max_num_batched_tokens": 24},
-            (TrialRequest(_OTHER, _greedy(12)),),
+            (BugRequest(_OTHER, _greedy(12)),),
         ),
         Bug(
             "rollback",
@@ -293,7 +293,7 @@ BUGS: Mapping[str, Bug] = {
             "invariant",
             _rollback,
             _SMALL | {"speculate": "draft", "k": 4, "speculate_fixed": True},
-            (TrialRequest(_OTHER, _greedy(32)),),
+            (BugRequest(_OTHER, _greedy(32)),),
         ),
     )
 }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from forge.book.measured import check_expression, expressions_in, names_in
+from forge.book.source_code import Span
 from forge.errors import ForgeError
 
 _FENCE = re.compile(r"^(`{3,}|~{3,})\s*(.*?)\s*$")
@@ -50,8 +51,9 @@ class Source:
 
     dotted: str
     light: tuple[str, ...] = ()
-    start: str | None = None
-    stop: str | None = None
+    spans: tuple[Span, ...] = (Span(),)
+    omitted: str = ""
+    """In a few words, what is left out after the last span."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,18 @@ class Check:
     busy machine may make them untrue."""
 
 
-Block = Prose | Run | Source | Predict | Verdict | Finding | Check
+@dataclass(frozen=True)
+class Recap:
+    """What a chapter ends with. The reader's score and where to go on are added when it is shown."""
+
+    lines: tuple[str, ...] = ()
+    """What to remember, in sentences."""
+    commands: tuple[str, ...] = ()
+    """What to run next."""
+
+
+RECAP_LINES = 5
+Block = Prose | Run | Source | Predict | Verdict | Finding | Check | Recap
 Step = tuple[Block, ...]
 """What is read in one go: a pause follows it, or a question that it ends with."""
 
@@ -153,7 +166,7 @@ class Chapter:
 
     title: str
     blocks: tuple[Block, ...]
-    """In the order of the text, verdicts where they are due."""
+    """In the order of the text, verdicts where they are due, the recap last."""
 
     @property
     def names(self) -> set[str]:
@@ -165,10 +178,10 @@ class Chapter:
         return tuple(block for block in self.blocks if isinstance(block, Run))
 
     def steps(self) -> tuple[Step, ...]:
-        """A step begins at each heading of the second level, at each run, and after each question."""
+        """A step begins at each heading of the second level, at each run, at the recap, and after each question."""
         steps: list[list[Block]] = [[]]
         for block in self.blocks:
-            starts = isinstance(block, Run) or (isinstance(block, Prose) and block.text.startswith("## "))
+            starts = isinstance(block, Run | Recap) or (isinstance(block, Prose) and block.text.startswith("## "))
             if (starts or _ends(steps[-1])) and steps[-1]:
                 steps.append([])
             steps[-1].append(block)
@@ -195,7 +208,11 @@ def parse_chapter(text: str, name: str = "chapter") -> Chapter:
         unknown = sorted(names_of(block) - set(names))
         if unknown:
             raise ChapterError(f"{name}: no run is called {unknown[0]!r}; there are {', '.join(names) or 'none'}")
-    return Chapter(title[1], tuple(_with_verdicts(blocks)))
+    recaps = [block for block in blocks if isinstance(block, Recap)]
+    if len(recaps) > 1:
+        raise ChapterError(f"{name}: a chapter has one recap, and this one has {len(recaps)}")
+    others = [block for block in blocks if not isinstance(block, Recap)]
+    return Chapter(title[1], (*_with_verdicts(others), *(recaps or [Recap()])))
 
 
 def names_of(block: Block) -> set[str]:
@@ -216,6 +233,8 @@ def expressions_of(block: Block) -> list[str]:
         conditions = [claim.expression for claim in block.claims]
     elif isinstance(block, Prose):
         texts = [block.text]
+    elif isinstance(block, Recap):
+        texts = [*block.lines]
     if isinstance(block, Predict | Finding):
         texts += [outcome.text for outcome in block.outcomes]
         conditions += [outcome.condition for outcome in block.outcomes]
@@ -290,7 +309,8 @@ def _prose(lines: Sequence[str]) -> Iterator[Prose]:
 def _directive(words: Sequence[str], body: Sequence[str], line: int) -> Block:
     kinds: dict[str, Callable[[Sequence[str], Sequence[str]], Block]]
     kinds = {
-        "run": _run, "source": _source, "predict": _predict, "finding": _finding, "check": _check, "expect": _check
+        "run": _run, "source": _source, "predict": _predict, "finding": _finding, "check": _check, "expect": _check,
+        "recap": _recap,
     }  # fmt: skip
     if not words or words[0] not in kinds:
         raise _WrongLine(line, f"unknown directive {' '.join(words)!r}; there are {', '.join(kinds)}")
@@ -317,19 +337,31 @@ def _run(words: Sequence[str], body: Sequence[str]) -> Run:
 
 
 def _source(words: Sequence[str], body: Sequence[str]) -> Source:
-    keys: dict[str, list[str]] = {"light": [], "from": [], "to": []}
     dotted = [text.strip() for text in body[:1]]
     if not dotted or not dotted[0]:
         raise ValueError("a source begins with a dotted name")
-    for text in body[1:]:
+    light: list[str] = []
+    spans: list[Span] = []
+    omitted = ""
+    for text in filter(str.strip, body[1:]):
         found = _KEY.match(text)
-        if text.strip() and (found is None or found["key"] not in keys):
-            raise ValueError(f"{text.strip()!r} is not one of light, from and to")
-        if found:
-            keys[found["key"]].append(found["value"])
-    if len(keys["from"]) > 1 or len(keys["to"]) > 1:
-        raise ValueError("a source has one beginning and one end")
-    return Source(dotted[0], tuple(keys["light"]), *(keys[key][0] if keys[key] else None for key in ("from", "to")))
+        if found is None or found["key"] not in ("light", "from", "to", "omit"):
+            raise ValueError(f"{text.strip()!r} is not one of light, from, to and omit")
+        key, value = found["key"], found["value"]
+        if key == "light":
+            light.append(value)
+        elif key == "omit":
+            omitted = value
+        elif key == "from" or not spans:
+            spans.append(Span(value if key == "from" else None, value if key == "to" else None, omitted))
+            omitted = ""
+        elif spans[-1].stop is None:
+            spans[-1] = replace(spans[-1], stop=value)
+        else:
+            raise ValueError("each 'to' but the first follows a 'from'")
+    if any(span.stop is None for span in spans[:-1]):
+        raise ValueError("each 'from' but the last has a 'to'")
+    return Source(dotted[0], tuple(light), tuple(spans) or (Span(),), omitted)
 
 
 def _predict(words: Sequence[str], body: Sequence[str]) -> Predict:
@@ -428,6 +460,24 @@ def _check(words: Sequence[str], body: Sequence[str]) -> Check:
     if sentence or not claims or not all(claim.sentence for claim in claims):
         raise ValueError("a check is sentences, each followed by an expression that is indented by four spaces")
     return Check(tuple(claims), certain=words[0] == "check")
+
+
+def _recap(words: Sequence[str], body: Sequence[str]) -> Recap:
+    lines: list[str] = []
+    commands: list[str] = []
+    for text in filter(str.strip, body):
+        found = _KEY.match(text)
+        if found and found["key"] == "run":
+            commands.append(found["value"])
+        elif text.startswith("- "):
+            lines.append(text.removeprefix("- "))
+        elif lines and text.startswith("  "):
+            lines[-1] += f" {text.strip()}"
+        else:
+            raise ValueError(f"{text.strip()!r} is neither '- A sentence.' nor 'run: forge …'")
+    if not 0 < len(lines) <= RECAP_LINES:
+        raise ValueError(f"a recap has 1 to {RECAP_LINES} lines, and this one has {len(lines)}")
+    return Recap(tuple(lines), tuple(commands))
 
 
 def _paragraph(lines: Sequence[str]) -> str:

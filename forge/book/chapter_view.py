@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from forge.book.catalog import Entry
 from forge.book.progress import Progress
-from forge.book.shelf import Entry
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE
 from forge.views.terminal import print_table
 

@@ -1,5 +1,6 @@
 """Blocks of a chapter as lines on a console, at whatever width it has now."""
 
+import re
 from collections.abc import Callable
 
 from rich import markdown
@@ -12,8 +13,8 @@ from rich.syntax import Syntax
 from rich.text import Text
 from rich.theme import Theme
 
-from forge.book.chapter import Block, Check, Finding, Predict, Prose, Run, Source, Step, Verdict
-from forge.book.reading import Reading, choice_name
+from forge.book.chapter import Block, Check, Finding, Predict, Prose, Recap, Run, Source, Step, Verdict
+from forge.book.session import CLOSE, Session, choice_name
 from forge.book.source_code import Excerpt, excerpt
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.terminal import print_hanging
@@ -27,6 +28,7 @@ REFUTED = "Not so in this run. It follows from how the engine works, so this is 
 UNEXPECTED = "Not so in this run: this machine, or the options that you gave, make the difference."
 DISTURBED = "Not so in this run: other programs kept the machine busy."
 _LIT = "▌"
+_COMMENT = re.compile(r"(?:^\s*|  )(# .*)$")
 _MARK = 2
 """Columns of a claim's ✓ and the space behind it."""
 _THEME = Theme(
@@ -79,29 +81,32 @@ def draw_title(console: Console, number: int, title: str, place: str = "") -> No
     console.print(line)
 
 
-def draw_step(console: Console, step: Step, reading: Reading) -> None:
+def draw_step(console: Console, step: Step, session: Session) -> None:
     """All of a step's blocks, an empty line between two."""
     for index, block in enumerate(step):
         if index:
             console.print()
-        draw_block(console, block, reading)
+        draw_block(console, block, session)
 
 
-def draw_block(console: Console, block: Block, reading: Reading) -> None:
+def draw_block(console: Console, block: Block, session: Session, height: int | None = None) -> None:
+    """height: the lines of a screen, within which source is shortened."""
     if isinstance(block, Prose):
-        draw_prose(console, reading.fill(block.text))
+        draw_prose(console, session.fill(block.text))
     elif isinstance(block, Run):
-        draw_run(console, block, reading)
+        draw_run(console, block, session)
     elif isinstance(block, Source):
-        draw_source(console, excerpt(block.dotted, block.light, block.start, block.stop))
+        draw_source(console, excerpt(block.dotted, block.light, block.spans, block.omitted), height)
     elif isinstance(block, Predict):
-        _draw_question(console, block, reading)
+        _draw_question(console, block, session)
     elif isinstance(block, Verdict):
-        _draw_verdict(console, block.predict, reading)
+        _draw_verdict(console, block.predict, session)
     elif isinstance(block, Finding):
-        draw_prose(console, reading.finding(block) or UNKNOWN)
+        draw_prose(console, session.finding(block) or UNKNOWN)
     elif isinstance(block, Check):
-        _draw_check(console, block, reading)
+        _draw_check(console, block, session)
+    elif isinstance(block, Recap):
+        _draw_recap(console, block, session)
 
 
 def draw_prose(console: Console, text: str) -> None:
@@ -113,94 +118,143 @@ def draw_command(console: Console, command: str) -> None:
     console.print(Text.assemble(("$ ", QUIET), (command, ACCENT)))
 
 
-def draw_run(console: Console, run: Run, reading: Reading) -> None:
+def draw_run(console: Console, run: Run, session: Session) -> None:
     """The command, and what it found if it has been run."""
-    draw_command(console, reading.command(run))
-    report = reading.reports.get(run)
+    draw_command(console, session.command(run))
+    report = session.reports.get(run)
     if report is not None:
         console.print()
         report.draw(console)
-        draw_other_load(console, run, reading)
+        draw_other_load(console, run, session)
 
 
-def draw_other_load(console: Console, run: Run, reading: Reading) -> None:
+def draw_other_load(console: Console, run: Run, session: Session) -> None:
     """A sentence where other programs disturbed the run."""
-    load = reading.loads.get(run)
+    load = session.loads.get(run)
     if load is not None and load.is_busy:
-        console.print(Text(f"\n{load.sentence}", TROUBLE))
+        console.print()
+        print_hanging(console, Text(load.sentence, TROUBLE), 0, MAX_WIDTH)
 
 
-def draw_source(console: Console, shown: Excerpt) -> None:
-    """The lines between two rules, those that matter with a bar before them and the others dimmed where any is."""
+def draw_source(console: Console, shown: Excerpt, height: int | None = None) -> None:
+    """The lines between two rules, those that matter with a bar before them and the others dimmed where any is.
+
+    Of an excerpt that is higher than `height` the lines that matter are shown and those around them.
+    """
     width = min(console.width, MAX_SOURCE_WIDTH)
+    lines = _source_lines(shown, width)
+    room = min(height or 0, len(shown.lines))
+    while height is not None and len(lines) > height - 2 and room:
+        room -= 1
+        lines = _source_lines(shown.shortened(room), width)
     where = f"{shown.path}:{shown.first_line} · {shown.name}"
     console.print(Rule(Text(where, TITLE), align="left", style=QUIET), width=width)
-    if shown.cut_before:
-        console.print(Text("  …", QUIET))
-    code = Syntax("", "python", theme="ansi_dark", background_color="default").highlight("\n".join(shown.lines))
-    for index, line in enumerate(code.split("\n", allow_blank=True)[: len(shown.lines)]):
-        _draw_line(console, line, index in shown.lit, dim=bool(shown.lit), width=width)
-    if shown.cut_after:
-        console.print(Text("  …", QUIET))
+    for line in lines:
+        console.print(line, soft_wrap=True)
     console.print(Rule(style=QUIET), width=width)
 
 
-def _draw_line(console: Console, line: Text, lit: bool, dim: bool, width: int) -> None:
-    """One line of source; what does not fit goes on below, set in further than it began."""
-    line.rstrip()
-    indent = len(line.plain) - len(line.plain.lstrip()) + 4
-    room = max(width - 2, indent + 16)
+def _source_lines(shown: Excerpt, width: int) -> list[Text]:
+    code = Syntax("", "python", theme="ansi_dark", background_color="default").highlight("\n".join(shown.lines))
+    lines = []
+    for index, line in enumerate(code.split("\n", allow_blank=True)[: len(shown.lines)]):
+        line.rstrip()
+        is_lit = index in shown.lit
+        if index in shown.elided:
+            line = Text(line.plain, QUIET)
+        for piece in _wrapped(line, max(width - 2, 20)):
+            if bool(shown.lit) and not is_lit:
+                piece.stylize(Style(dim=True))
+            elif is_lit:
+                piece.stylize(TITLE)
+            gutter = Text(f"{_LIT} ", ACCENT) if is_lit else Text("  ")
+            lines.append(Text.assemble(gutter, piece, no_wrap=True, overflow="ignore"))
+            lines[-1].rstrip()
+    return lines
+
+
+def _wrapped(line: Text, room: int) -> list[Text]:
+    """A line of source in pieces that fit; a comment behind code comes before it, as a comment of its own."""
+    if line.cell_len <= room:
+        return [line]
+    indent = len(line.plain) - len(line.plain.lstrip())
+    comment = _COMMENT.search(line.plain)
+    if comment is None:
+        return _folded(line, room, indent + (0 if line.plain.lstrip().startswith('"""') else 4))
+    code, note = line.divide([comment.start(1)])
+    code.rstrip()
+    pieces = _folded(Text.assemble(" " * indent, note), room, indent, "# ")
+    return [*pieces, *_folded(code, room, indent + 4)] if code else pieces
+
+
+def _folded(line: Text, room: int, indent: int, mark: str = "") -> list[Text]:
+    """What does not fit goes on below, with `mark` before it."""
     pieces = [line]
+    indent = min(indent, room // 2)
     while pieces[-1].cell_len > room:
         rest = pieces.pop()
-        cut = rest.plain.rfind(" ", indent, room) + 1 or room
+        begins = len(rest.plain) - len(rest.plain.lstrip()) + len(mark)
+        cut = rest.plain.rfind(" ", begins + 1, room) + 1 or room
         first, after = rest.divide([cut])
-        pieces += [first, Text.assemble(" " * indent, after)]
-    for piece in pieces:
-        if dim and not lit:
-            piece.stylize(Style(dim=True))
-        elif lit:
-            piece.stylize(TITLE)
-        gutter = Text(f"{_LIT} ", ACCENT) if lit else Text("  ")
-        shown = Text.assemble(gutter, piece, no_wrap=True, overflow="ignore")
-        shown.rstrip()
-        console.print(shown, soft_wrap=True)
+        first.rstrip()
+        pieces += [first, Text.assemble(" " * indent, (mark, QUIET), after)]
+    return pieces
 
 
-def _draw_question(console: Console, predict: Predict, reading: Reading) -> None:
+def _draw_question(console: Console, predict: Predict, session: Session) -> None:
     console.print(Text("Predict", f"{TITLE} {ACCENT}"))
-    draw_prose(console, reading.fill(predict.question))
+    draw_prose(console, session.fill(predict.question))
     for index, choice in enumerate(predict.choices):
-        console.print(Text.assemble((f"  {choice_name(index)}  ", ACCENT), reading.fill(choice.text)))
-    if predict in reading.guesses:
-        console.print(Text(f"\nYou said {reading.guesses[predict].text}.", QUIET))
+        console.print(Text.assemble((f"  {choice_name(index)}  ", ACCENT), session.fill(choice.text)))
+    if predict in session.guesses:
+        console.print(Text(f"\nYou said {session.guesses[predict].text}.", QUIET))
 
 
-def _draw_verdict(console: Console, predict: Predict, reading: Reading) -> None:
-    verdict = reading.verdict(predict)
-    draw_prose(console, f"*{reading.fill(predict.short_question)}*")
+def _draw_verdict(console: Console, predict: Predict, session: Session) -> None:
+    verdict = session.verdict(predict)
+    draw_prose(console, f"*{session.fill(predict.short_question)}*")
     console.print(Text(verdict or UNKNOWN, f"{TITLE} {ACCENT}"))
-    explanation = reading.explanation(predict) if verdict else ""
+    explanation = session.explanation(predict) if verdict else ""
     if explanation:
         draw_prose(console, explanation)
 
 
-def _draw_check(console: Console, check: Check, reading: Reading) -> None:
+def _draw_check(console: Console, check: Check, session: Session) -> None:
     marks = {True: ("✓ ", GOOD), False: ("✗ ", TROUBLE), None: ("· ", QUIET)}
-    for judged in reading.judge(check.claims):
-        sentence = Text.assemble(marks[judged.holds], reading.fill(judged.claim.sentence))
+    for judged in session.judge(check.claims):
+        sentence = Text.assemble(marks[judged.holds], session.fill(judged.claim.sentence))
         print_hanging(console, sentence, _MARK, MAX_WIDTH)
         if judged.holds is False:
-            why = reading.fill(judged.claim.otherwise) or _why_not(check, reading)
+            why = session.fill(judged.claim.otherwise) or _why_not(check, session)
             print_hanging(console, Text(f"{' ' * _MARK}{why}", QUIET), _MARK, MAX_WIDTH)
         elif judged.holds is None:
             console.print(Text(f"{' ' * _MARK}{UNKNOWN}", QUIET))
 
 
-def _why_not(check: Check, reading: Reading) -> str:
+def _draw_recap(console: Console, recap: Recap, session: Session) -> None:
+    """What to remember, the reader's score, what to run next, and where `forge next` goes on."""
+    texts = []
+    right, judged = session.score()
+    if judged:
+        score = f"Your predictions: {right} of {judged} right, or within a factor of {CLOSE}."
+        texts.append(Text(score, f"{TITLE} {ACCENT}"))
+    if recap.commands:
+        commands = [Text.assemble(("  ", QUIET), (command, ACCENT)) for command in recap.commands]
+        texts.append(Text("\n").join([Text("To run next:"), *commands]))
+    if session.goes_on:
+        texts.append(Text(session.goes_on))
+    if recap.lines:
+        draw_prose(console, session.fill("\n".join(["## To remember", "", *(f"- {line}" for line in recap.lines)])))
+    for index, text in enumerate(texts):
+        if index or recap.lines:
+            console.print()
+        console.print(text)
+
+
+def _why_not(check: Check, session: Session) -> str:
     if check.certain:
         return REFUTED
-    return DISTURBED if reading.machine_was_busy else UNEXPECTED
+    return DISTURBED if session.machine_was_busy else UNEXPECTED
 
 
 def lines_of(console: Console, draw: Callable[[Console], None]) -> list[str]:

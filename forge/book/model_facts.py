@@ -9,7 +9,7 @@ from forge.model.catalog import DEFAULT_MODEL, is_hash_model, model_name, resolv
 def model_facts(name: str = DEFAULT_MODEL, kv_dtype: str | None = None) -> dict[str, Any]:
     """Reads the header of the model's file. Raises what `resolve_model` and `open_weights` raise."""
     if is_hash_model(name):
-        from forge.model.hash_model import VOCAB_SIZE
+        from forge.tokenizer.byte_tokenizer import VOCAB_SIZE
 
         # The shape of its cache: one number for a key, one for a value.
         return _facts(name, kv_dtype or "float32", num_layers=1, num_kv_heads=1, head_dim=1, vocab_size=VOCAB_SIZE)

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from forge.book.chapter import ANSWER, Block, Chapter, Check, Finding, Outcome, Predict
 from forge.book.measured import Path, Touch, Unmeasured, check_expression, evaluate, fill
-from forge.book.reading import chosen, explanation, right_answer, right_choice
+from forge.book.session import chosen, explanation, right_answer, right_choice
 from forge.views.palette import QUIET, TITLE, TROUBLE
 from forge.views.text import one_line
 

@@ -5,17 +5,22 @@ anew whenever it is shown, from what was measured, so a terminal may change its 
 cannot be moved pages follow one another like lines.
 """
 
+import hashlib
 import re
+import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from rich.console import Console
 from rich.text import Text
 
-from forge.book.chapter import Predict, Run, Step
-from forge.book.drawing import draw_command, draw_step, draw_title, lines_of
+from forge import __version__
+from forge.book.catalog import Entry
+from forge.book.chapter import Block, Predict, Run, Source, Step
+from forge.book.drawing import draw_block, draw_command, draw_step, draw_title, lines_of
+from forge.book.paged_output import EnoughRead, paged_output
 from forge.book.progress import Progress, save_progress
-from forge.book.reading import Reading, parse_guess
-from forge.book.shelf import Entry
+from forge.book.session import Session, parse_guess
 from forge.errors import ForgeError
 from forge.views.keys import EOF, Keys, open_keys, read_line
 from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE
@@ -25,6 +30,8 @@ from forge.views.text import one_line
 AROUND = 4
 """Lines of a screen that are not a page's own: the title, the keys and two empty ones."""
 LEAST = 4
+MOST_CUT = 4
+"""Source loses up to so many lines if it then fits below the text that leads to it."""
 _NEXT = ("enter", "space", "right", "down", "page-down", "n")
 _BACK = ("backspace", "left", "up", "page-up", "b")
 _QUIT = (EOF, "q")
@@ -37,13 +44,13 @@ RunLine = Callable[[str], int]
 class Pager:
     """Shows a chapter page by page, and waits for a key between pages."""
 
-    def __init__(self, console: Console, entry: Entry, reading: Reading, progress: Progress, run_line: RunLine):
+    def __init__(self, console: Console, entry: Entry, session: Session, progress: Progress, run_line: RunLine):
         self._console = console
         self._entry = entry
-        self._reading = reading
+        self._session = session
         self._progress = progress
         self._run_line = run_line
-        self._steps = reading.chapter.steps()
+        self._steps = session.chapter.steps()
         self._page = 0
         self._screen = 0
         self._typed = ""
@@ -57,8 +64,7 @@ class Pager:
         with open_keys(self._console) as keys:
             while True:
                 self._catch_up(keys)
-                self._progress.reach(self._entry.command, self._page, len(self._steps))
-                save_progress(self._progress)
+                self._save()
                 screens = self._screens()
                 self._screen = min(self._screen, len(screens) - 1)
                 self._show(screens)
@@ -71,6 +77,23 @@ class Pager:
                     self._leave_line()
                     return 0
 
+    def _save(self) -> None:
+        self._progress.session = {"of": self._identity, **self._session.saved()}
+        self._progress.reach(self._entry.command, self._page, len(self._steps))
+        save_progress(self._progress)
+
+    @property
+    def _identity(self) -> str:
+        """Of the chapter's text and the version of forge."""
+        return f"{__version__} {hashlib.sha256(self._entry.path.read_bytes()).hexdigest()[:16]}"
+
+    def resume(self) -> None:
+        """Take over what the runs of the session before found, if it was of this chapter as it is now."""
+        saved = self._progress.session
+        if self._progress.last == self._entry.command and saved.get("of") == self._identity:
+            with suppress(LookupError, TypeError, ValueError, AttributeError, ForgeError):
+                self._session.restore(saved)
+
     @property
     def _step(self) -> Step:
         return self._steps[self._page]
@@ -80,25 +103,39 @@ class Pager:
 
     def _catch_up(self, keys: Keys) -> None:
         """Run what this page or one before it needs and has not been run."""
-        for run in self._reading.unperformed(self._steps[: self._page + 1]):
+        for run in self._session.unperformed(self._steps[: self._page + 1]):
             self._perform(keys, run)
 
     def _perform(self, keys: Keys, run: Run) -> None:
         self._clear()
         self._draw_title()
-        draw_command(self._console, self._reading.command(run))
+        draw_command(self._console, self._session.command(run))
         self._console.print()
         with keys.paused():
-            self._reading.perform(run)
+            report = self._session.perform(run)
+        self._session.drawn[run] = tuple(lines_of(self._console, report.draw))
 
     # Showing
 
     def _screens(self) -> list[list[str]]:
         """The page's lines, as many to a screen as fit."""
-        lines = lines_of(self._console, lambda console: draw_step(console, self._step, self._reading))
         if not self._redraws:
-            return [lines]
-        return split_lines(lines, max(LEAST, self._console.height - AROUND))
+            return [lines_of(self._console, lambda console: draw_step(console, self._step, self._session))]
+        height = max(LEAST, self._console.height - AROUND)
+        paragraphs: list[list[str]] = []
+        for block in self._step:
+            lines = self._lines(block, height)
+            if isinstance(block, Source):
+                room = height - len(on_screens(paragraphs, height)[-1]) - 1
+                if 0 < len(lines) - room <= MOST_CUT and room > height // 2:
+                    lines = self._lines(block, room)
+                paragraphs.append(lines)
+            else:
+                paragraphs += split_paragraphs(lines)
+        return on_screens(paragraphs, height)
+
+    def _lines(self, block: Block, height: int) -> list[str]:
+        return lines_of(self._console, lambda console: draw_block(console, block, self._session, height))
 
     def _show(self, screens: Sequence[Sequence[str]]) -> None:
         self._clear()
@@ -117,7 +154,7 @@ class Pager:
 
     def _draw_title(self) -> None:
         place = f"{self._page + 1} / {len(self._steps)}"
-        draw_title(self._console, self._entry.number, self._reading.chapter.title, place)
+        draw_title(self._console, self._entry.number, self._session.chapter.title, place)
         self._console.print()
 
     def _clear(self) -> None:
@@ -128,9 +165,10 @@ class Pager:
 
     def _prompt(self) -> Text:
         """The last line of a page that asks."""
-        keys = Text.assemble(("[Enter]", ACCENT), (" passes  ", QUIET), ("[b]", ACCENT), ("ack  ", QUIET))
-        objection = Text(f"{self._objection} ", TROUBLE) if self._objection else Text("")
-        return Text.assemble(keys, objection, ("Your guess: ", TITLE), self._typed, "▌" if self._redraws else "")
+        before = Text.assemble(("[Enter]", ACCENT), (" passes  ", QUIET), ("[b]", ACCENT), ("ack  ", QUIET))
+        if self._objection:
+            before = Text(f"{self._objection} ", TROUBLE)
+        return Text.assemble(before, ("Your guess: ", TITLE), self._typed, "▌" if self._redraws else "")
 
     def _key_line(self, more: bool) -> Text:
         last = self._page == len(self._steps) - 1 and not more
@@ -147,7 +185,7 @@ class Pager:
 
     def _asks(self) -> bool:
         """Whether the page ends with a question that has not been answered."""
-        return isinstance(self._step[-1], Predict) and self._step[-1] not in self._reading.guesses
+        return isinstance(self._step[-1], Predict) and self._step[-1] not in self._session.guesses
 
     def _go_on(self, keys: Keys, num_screens: int) -> bool:
         """Do what the reader asks for; False if that is to stop."""
@@ -215,7 +253,7 @@ class Pager:
     def _answer(self, predict: Predict) -> None:
         """Note down what was typed as the guess and go on; say what it should be where it is none."""
         try:
-            self._reading.guesses[predict] = parse_guess(predict, self._typed)
+            self._session.guesses[predict] = parse_guess(predict, self._typed)
             self._page, self._screen = min(self._page + 1, len(self._steps) - 1), 0
         except ForgeError as error:
             self._objection = f"That should be {error}."
@@ -223,7 +261,7 @@ class Pager:
 
     def _again(self, keys: Keys, run: Run) -> None:
         """Run the page's experiment with options that the reader chooses."""
-        before = self._reading.command(run)
+        before = self._session.command(run)
         self._leave_line()
         try:
             with keys.paused():
@@ -232,17 +270,17 @@ class Pager:
             return
         if not typed or not typed.strip():
             return
-        self._reading.commands[run] = typed.strip()
+        self._session.commands[run] = typed.strip()
         try:
             self._perform(keys, run)
         except ForgeError as error:
-            self._reading.commands[run] = before
+            self._session.commands[run] = before
             self._complain(str(error))
             keys.read_key()
         self._screen = 0
 
     def _shell_line(self, keys: Keys) -> None:
-        """Run a command of the reader's, as their shell would."""
+        """Run a command of the reader's, as their shell would; `?TERM` looks a term up."""
         self._leave_line()
         with keys.paused():
             try:
@@ -251,7 +289,8 @@ class Pager:
                 return
             if line and line.strip():
                 self._console.print()
-                self._run_line(line)
+                with suppress(EnoughRead), paged_output(self._console):
+                    self._run_line(_glossary_line(line) or line)
         if line and line.strip():
             self._console.print(Text("\nAny key returns to the chapter.", QUIET))
             keys.read_key()
@@ -261,21 +300,49 @@ class Pager:
         self._console.print(Text("\nAny key returns to the chapter.", QUIET))
 
 
-def split_lines(lines: Sequence[str], most: int) -> list[list[str]]:
-    """`lines` in screens of at most `most`, cut at empty lines unless what lies between two is higher than a screen."""
-    screens: list[list[str]] = []
-    rest = list(lines)
-    while len(rest) > most:
-        empty = [index for index, line in enumerate(rest) if _is_empty(line)]
-        before = [index for index in empty if 0 < index <= most]
-        after = next((index for index in empty if index > most), len(rest))
-        fits = bool(before) and after - before[-1] - 1 <= most
-        cut = before[-1] if fits or (before and before[-1] >= most // 2) else most
-        screens.append(rest[:cut])
-        rest = rest[cut:]
-        while rest and _is_empty(rest[0]):
-            rest.pop(0)
-    return [*screens, rest] if rest or not screens else screens
+def _glossary_line(line: str) -> str | None:
+    """`glossary TERM` for `?TERM`, with or without forge before it."""
+    found = re.match(r"^\s*(?:forge\s+)?\?\s*(.*\S)\s*$", line)
+    return None if found is None else shlex.join(["glossary", found[1]])
+
+
+def split_paragraphs(lines: Sequence[str]) -> list[list[str]]:
+    """`lines` cut where they are empty, but for the empty line below a heading."""
+    paragraphs: list[list[str]] = [[]]
+    for line in lines:
+        if not _is_empty(line):
+            paragraphs[-1].append(line)
+        elif paragraphs[-1]:
+            if _is_rule(paragraphs[-1][-1]):
+                paragraphs[-1].append(line)
+            else:
+                paragraphs.append([])
+    return [paragraph for paragraph in paragraphs if paragraph]
+
+
+def on_screens(paragraphs: Sequence[Sequence[str]], most: int) -> list[list[str]]:
+    """Screens of at most `most` lines with an empty one between paragraphs; a paragraph is cut only if it is higher."""
+    screens: list[list[str]] = [[]]
+    for paragraph in paragraphs:
+        used = len(screens[-1]) + 1 if screens[-1] else 0
+        if used and used + len(paragraph) > most and (len(paragraph) <= most or used > most // 2):
+            screens.append([])
+        elif used:
+            screens[-1].append("")
+        rest = list(paragraph)
+        while rest:
+            room = most - len(screens[-1])
+            screens[-1] += rest[:room]
+            rest = rest[room:]
+            if rest:
+                screens.append([])
+    return screens
+
+
+def _is_rule(line: str) -> bool:
+    """The line below a heading."""
+    plain = _ESCAPES.sub("", line).strip()
+    return bool(plain) and set(plain) == {"─"}
 
 
 def _is_empty(line: str) -> bool:

@@ -1,4 +1,4 @@
-"""How far a reader has come: which chapters were finished, and where the last one was left.
+"""How far a reader has come: which chapters were finished, where the last one was left, and what its runs found.
 
 One small JSON file in the user's state folder (`$XDG_STATE_HOME/forge`, by default `~/.local/state/forge`). It is a
 convenience: one that cannot be read counts as empty, one that cannot be written is not written.
@@ -6,10 +6,13 @@ convenience: one that cannot be read counts as empty, one that cannot be written
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from forge.views.json_output import to_json
 
 
 @dataclass
@@ -21,6 +24,8 @@ class Progress:
     finished: set[str] = field(default_factory=set)
     last: str | None = None
     """The chapter that was read last."""
+    session: Mapping[str, Any] = field(default_factory=dict)
+    """Of the last chapter, if it was left in the middle: `Session.saved`, and what identifies its text."""
 
     def reach(self, command: str, page: int, num_pages: int) -> None:
         """The reader is on a page. The last one finishes the chapter, which begins anew when it is opened again."""
@@ -28,6 +33,7 @@ class Progress:
         if page >= num_pages - 1:
             self.finished.add(command)
             self.pages.pop(command, None)
+            self.session = {}
         else:
             self.pages[command] = page
 
@@ -47,16 +53,22 @@ def load_progress() -> Progress:
 
 
 def save_progress(progress: Progress) -> None:
-    state = {"pages": progress.pages, "finished": sorted(progress.finished), "last": progress.last}
+    state = {
+        "pages": progress.pages,
+        "finished": sorted(progress.finished),
+        "last": progress.last,
+        "session": progress.session,
+    }
     with suppress(OSError, RuntimeError):  # the latter where there is no home
         path = state_file()
         path.parent.mkdir(parents=True, exist_ok=True)
         written = path.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(state), encoding="utf-8")
+        written.write_text(to_json(state), encoding="utf-8")
         written.replace(path)
 
 
 def _progress(found: Any) -> Progress:
     pages = {str(command): int(page) for command, page in found["pages"].items()}
     last = found["last"]
-    return Progress(pages, set(map(str, found["finished"])), None if last is None else str(last))
+    session = dict(found.get("session", {}))
+    return Progress(pages, set(map(str, found["finished"])), None if last is None else str(last), session)

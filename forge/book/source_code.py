@@ -7,10 +7,11 @@ never by number: a chapter whose source has changed under it fails loudly instea
 import ast
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forge.errors import ForgeError
+from forge.views.figures import plural
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -22,8 +23,18 @@ class SourceError(ForgeError):
 
 
 @dataclass(frozen=True)
+class Span:
+    """Lines of a definition: from the next that contains `start` to the next that contains `stop`."""
+
+    start: str | None = None
+    stop: str | None = None
+    omitted: str = ""
+    """In a few words, what is left out before it."""
+
+
+@dataclass(frozen=True)
 class Excerpt:
-    """Consecutive lines of a definition."""
+    """Lines of a definition, and an elision where some are left out."""
 
     path: str
     """From the folder that holds the package: `forge/model/qwen3.py`."""
@@ -35,35 +46,91 @@ class Excerpt:
     """Without the indentation that they share."""
     lit: frozenset[int]
     """Indices of the lines that matter."""
-    cut_before: bool = False
-    """The definition begins earlier."""
-    cut_after: bool = False
-    """The definition goes on."""
+    elided: frozenset[int] = frozenset()
+    """Indices of the lines that stand for others: `… the checks`."""
+
+    def shortened(self, most: int) -> "Excerpt":
+        """About `most` lines of it: the first, those that matter and those around them, with elisions for the rest."""
+        matter = {0, *self.lit, *self.elided}
+        by_distance = sorted(range(len(self.lines)), key=lambda index: min(abs(index - other) for other in matter))
+        kept = {*matter, *by_distance[:most]}
+        shown = _Shown()
+        for index, line in enumerate(self.lines):
+            if index in kept:
+                shown.add(line, index in self.lit, index in self.elided)
+            elif index - 1 in kept:
+                end = next((other for other in range(index, len(self.lines)) if other in kept), len(self.lines))
+                shown.elide(self.lines[index:end])
+        return replace(self, lines=tuple(shown.lines), lit=frozenset(shown.lit), elided=frozenset(shown.elided))
 
 
-def excerpt(dotted: str, light: Sequence[str] = (), start: str | None = None, stop: str | None = None) -> Excerpt:
-    """The definition that `dotted` names, from the line that contains `start` to the next that contains `stop`.
+class _Shown:
+    """Lines of an excerpt in the making."""
 
-    Raises `SourceError` if there is no such definition, or one of the patterns is in no line of it.
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.lit: set[int] = set()
+        self.elided: set[int] = set()
+
+    def add(self, line: str, is_lit: bool = False, is_elided: bool = False) -> None:
+        self.lit |= {len(self.lines)} if is_lit else set()
+        self.elided |= {len(self.lines)} if is_elided else set()
+        self.lines.append(line)
+
+    def elide(self, lines: Sequence[str], words: str = "") -> None:
+        """One line that stands for `lines`: `… the checks`, or how many they are."""
+        written = [line for line in lines if line.strip()]
+        if written:
+            indent = " " * (len(written[0]) - len(written[0].lstrip()))
+            self.add(f"{indent}… {words or plural(len(written), 'line')}", is_elided=True)
+
+
+def excerpt(dotted: str, light: Sequence[str] = (), spans: Sequence[Span] = (Span(),), omitted: str = "") -> Excerpt:
+    """The definition that `dotted` names, or `spans` of it; of a docstring its first paragraph.
+
+    omitted: in a few words, what is left out after the last span. Raises `SourceError` if there is no such definition,
+    or one of the patterns is in no line of it.
     """
     path, qualified = _locate(dotted)
     text = path.read_text(encoding="utf-8")
     node = _definition(ast.parse(text), qualified, dotted)
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     lines = text.splitlines()[first - 1 : node.end_lineno]
-    begin = _find(lines, start, 0, dotted) if start else 0
-    end = _find(lines, stop, begin, dotted) if stop else len(lines) - 1
-    shown = textwrap.dedent("\n".join(lines[begin : end + 1])).split("\n")
-    lit = {index for pattern in light for index in _containing(shown, pattern, dotted)}
+    details = _details(node, lines, first)
+    shown, at = _Shown(), 0
+    begins: int | None = None
+    for span in spans:
+        begin = _find(lines, span.start, at, dotted) if span.start else at
+        end = _find(lines, span.stop, begin, dotted) if span.stop else len(lines) - 1
+        begins = begin if begins is None else begins
+        shown.elide(lines[at:begin], span.omitted)
+        for index in range(begin, end + 1):
+            if index not in details:
+                shown.add(lines[index])
+            elif index == details.start:
+                shown.elide([lines[detail] for detail in details])
+        at = end + 1
+    shown.elide(lines[at:], omitted)
+    dedented = textwrap.dedent("\n".join(shown.lines)).split("\n")
+    lit = {index for pattern in light for index in _containing(dedented, pattern, dotted)}
     return Excerpt(
         path=str(path.relative_to(PACKAGE.parent)),
         name=".".join(qualified),
-        first_line=first + begin,
-        lines=tuple(shown),
+        first_line=first + (begins or 0),
+        lines=tuple(dedented),
         lit=frozenset(lit),
-        cut_before=begin > 0,
-        cut_after=end < len(lines) - 1,
+        elided=frozenset(shown.elided),
     )
+
+
+def _details(node: _Definition, lines: Sequence[str], first: int) -> range:
+    """Where the docstring's second paragraph and all after it stand, its closing marks left out."""
+    begin = node.body[0]
+    if ast.get_docstring(node) is None or begin.end_lineno is None:
+        return range(0)
+    docstring = range(begin.lineno - first, begin.end_lineno - first)
+    blank = next((index for index in docstring if not lines[index].strip()), docstring.stop)
+    return range(blank, docstring.stop)
 
 
 def _locate(dotted: str) -> tuple[Path, list[str]]:

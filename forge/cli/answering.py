@@ -3,26 +3,29 @@ bar on standard error where there are many inputs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from forge.cli import options
+from forge.cli.arguments import Takes
 from forge.cli.running import load_model
+from forge.engine_args import EngineArgs
+from forge.views.counting import CountingBar
+from forge.views.terminal import open_error_console
 
 if TYPE_CHECKING:
     from forge.llm import LLM
 
+AnsweringEngine = Annotated[EngineArgs, Takes("model Model oneshot_tokens oneshot_memory", kv="prefix")]
+"""What several inputs begin with is computed once."""
 
-def load_answering(model: str, **given: Any) -> "LLM":
-    """The model with a prefix cache: what several inputs begin with is computed once."""
-    llm = load_model(model, kv="prefix", **options.model_options(**given))
+
+def load_answering(engine: EngineArgs) -> "LLM":
+    llm = load_model(engine)
     llm.engine.report_probabilities = False  # they are not shown
     return llm
 
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[[int, int], None]]:
-    from forge.views.counting import CountingBar
-    from forge.views.terminal import open_error_console
 
     with CountingBar(open_error_console(), what) as bar:
         yield bar

@@ -22,48 +22,64 @@ import typer
 from forge.cli.completion import COMPLETIONS
 from forge.errors import UsageError
 from forge.option import flag_of
+from forge.views.report import Report
 
 _Made = TypeVar("_Made")
 _CONTEXT = "ctx"
+JSON_HELP = "Print one JSON object."
+JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
 class Takes:
-    """Which fields of a dataclass a command takes, as words with spaces between them: those named, or all but those
-    `without`; and the command's own defaults."""
+    """Which fields of a dataclass a command takes, as words with spaces between them: those named, by name or by their
+    heading, or all but those `without`. And the command's own defaults; a field with one that is not taken is fixed."""
 
     def __init__(self, names: str = "", *, without: str = "", **defaults: Any):
-        self.names, self.without, self.defaults = names.split(), without.split(), defaults
+        self.names, self.without, self.defaults = set(names.split()), set(without.split()), defaults
 
     def fields_of(self, made: type) -> "list[Field[Any]]":
-        options = {field.name: field for field in fields(made) if "help" in field.metadata}
-        assert options.keys() >= {*self.names, *self.without, *self.defaults}, f"{made.__name__} has not all of these"
-        return [options[name] for name in self.names or options if name not in self.without]
+        options = [field for field in fields(made) if "help" in field.metadata]
+        known = {word for field in options for word in (field.name, field.metadata["group"])}
+        unknown = (self.names | self.without | self.defaults.keys()) - known
+        assert not unknown, f"{made.__name__} has no {', '.join(sorted(unknown))}"
+        return [
+            field
+            for field in options
+            if (not self.names or self.names & {field.name, field.metadata["group"]}) and field.name not in self.without
+        ]
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with options in the place of each parameter that is a dataclass, for typer to read."""
+    """The function with options in the place of each parameter that is a dataclass, for typer to read. One that returns
+    a `Report`, and does not ask for it itself, has `--json`."""
     parameters: list[Parameter] = []
     parts: dict[str, tuple[type, Takes]] = {}
-    for parameter in signature(function, eval_str=True).parameters.values():
+    found = signature(function, eval_str=True)
+    for parameter in found.parameters.values():
         made, *marks = get_args(parameter.annotation) if _is_annotated(parameter) else (parameter.annotation,)
         if is_dataclass(made):
             takes = parts[parameter.name] = (made, marks[0] if marks else Takes())
             parameters += [_option(field, *takes) for field in takes[1].fields_of(made)]
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-    has_context = any(parameter.annotation is typer.Context for parameter in parameters)
-    if not has_context:
+    context = next((one.name for one in parameters if one.annotation is typer.Context), None)
+    if context is None:
         parameters.append(Parameter(_CONTEXT, Parameter.KEYWORD_ONLY, annotation=typer.Context))
+    adds_json = found.return_annotation is Report and all(one.name != "json" for one in parameters)
+    if adds_json:
+        parameters.append(Parameter("json", Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption))
 
     @wraps(function)
     def run(**given: Any) -> Any:
-        context = given[_CONTEXT] if has_context else given.pop(_CONTEXT)
+        as_json = adds_json and given.pop("json")
+        caller = given[context] if context is not None else given.pop(_CONTEXT)
         for name, (made, takes) in parts.items():
             chosen = takes.fields_of(made)
-            _check_needs(chosen, given, context)
+            _check_needs(chosen, given, caller)
             values = {field.name: given.pop(field.name) for field in chosen}
-            given[name] = make(made, values)
-        return function(**given)
+            given[name] = make(made, takes.defaults | values)
+        report = function(**given)
+        return report.as_json() if as_json else report
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {}

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Self
 import typer
 
 from forge.cli.running import INTERRUPTED, forget_prefixes, interruption, run_label
+from forge.views.summary import RunsResult
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from forge.trace.records import StepRecord
     from forge.views.blocks import BlockScreen
     from forge.views.cache_figures import CacheFigures
-    from forge.views.summary import RunsResult
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,11 @@ def drive_arrivals(
     arrivals: Sequence[Arrival],
     on_step: "Callable[[StepRecord], None]" = lambda record: None,
     keep_logits: bool = False,
-) -> "RunsResult":
+) -> RunsResult:
     """Run all requests to their ends, or to Ctrl-C, handing on every step as it happens.
 
     `arrivals` are in the order of their steps. `keep_logits` keeps those of every token, for comparing.
     """
-    from forge.views.summary import RunsResult
-
     records: list[StepRecord] = []
     runs: list[Run] = []
     logits: dict[int, list[np.ndarray]] = {}
@@ -77,10 +76,9 @@ def drive_arrivals(
 
 def watch_arrivals(
     llm: "LLM", arrivals: Sequence[Arrival], screen: "BlockScreen", pace: float, quiet: bool
-) -> "RunsResult":
+) -> RunsResult:
     """The same with its blocks on the terminal, unless `quiet`, and remembered in `screen`."""
     from forge.views.blocks import SilentBlocks, watch_blocks
-    from forge.views.terminal import open_console
 
     llm.engine.report_blocks = True
     screen.since = llm.engine.cache.stats()
@@ -101,8 +99,8 @@ class WatchedRun:
 
     screen: "BlockScreen"
     """What was to be seen of them."""
-    watched: "RunsResult"
-    timed: "RunsResult"
+    watched: RunsResult
+    timed: RunsResult
     """The same without a view."""
 
     @classmethod
@@ -125,7 +123,7 @@ class WatchedRun:
         return CacheFigures.of(self.watched.records, self.watched.outputs)
 
 
-def whole(result: "RunsResult") -> "RunsResult":
+def whole(result: RunsResult) -> RunsResult:
     """A result that Ctrl-C did not cut short: half an experiment says nothing, so that ends the command."""
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)

@@ -1,14 +1,14 @@
 """`--bug NAME` of a chapter's command: put one known bug back into the engine, and see what catches it."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from forge.book.bug_view import bug_object, print_bug
+from forge.book.bugs import find_bug
 from forge.cli import completion, options
 from forge.cli.running import load_model
-
-if TYPE_CHECKING:
-    from forge.views.report import Report
+from forge.views.report import Report
 
 _MODEL = "tales"
 UNNOTICED = 1
@@ -28,15 +28,12 @@ BugOption = Annotated[
 
 
 def run_bug(chapter: str, name: str, device: str | None, threads: int | None, json: bool) -> "Report":
-    """The trial of one of a chapter's bugs, in which texts are compared that the bundled model tells."""
-    from forge.book.bug_view import bug_object, print_bug
-    from forge.book.bugs import find_bug
-    from forge.book.trial import try_bug
-    from forge.views.report import Report
+    """The runs of one of a chapter's bugs, in which texts are compared that the bundled model tells."""
+    from forge.book.bug_runs import run_with_and_without
 
     bug = find_bug(name, chapter)
     given = options.model_options(device=device, threads=threads)
-    trial = try_bug(bug, lambda: load_model(_MODEL, **{**given, **bug.loading}))
-    is_caught = trial.sound.failure is None and trial.caught_by is not None
-    report = Report(bug_object(trial), lambda console: print_bug(console, trial), 0 if is_caught else UNNOTICED)
+    runs = run_with_and_without(bug, lambda: load_model(_MODEL, **{**given, **bug.loading}))
+    is_caught = runs.sound.failure is None and runs.caught_by is not None
+    report = Report(bug_object(runs), lambda console: print_bug(console, runs), 0 if is_caught else UNNOTICED)
     return report.as_json() if json else report

@@ -7,10 +7,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forge.cli import options
+from forge.exercises import running, session
+from forge.exercises.catalog import available, find_entry
+from forge.exercises.screens import (
+    print_comparison,
+    print_hint,
+    print_list,
+    print_result,
+    print_solution,
+    print_started,
+)
+from forge.exercises.session import load_builds, next_entry, save_builds
+from forge.views.report import Report
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     from forge.exercises.catalog import Entry
-    from forge.views.report import Report
 
 build = typer.Typer(
     help="Write a part of the engine yourself: eleven exercises, checked, and run by the real engine.",
@@ -36,10 +48,6 @@ def list_exercises(ctx: typer.Context, folder: FolderOption = _FOLDER, json: opt
     """
     if ctx.invoked_subcommand is not None:
         return None
-    from forge.exercises.catalog import available
-    from forge.exercises.screens import print_list
-    from forge.exercises.session import load_builds, next_entry
-    from forge.views.report import Report
 
     builds, entries = load_builds(), available()
     started = {entry.number for entry in entries if (folder / entry.file_name).is_file()}
@@ -66,10 +74,6 @@ def list_exercises(ctx: typer.Context, folder: FolderOption = _FOLDER, json: opt
 @build.command("start")
 def start(number: Number = None, folder: FolderOption = _FOLDER) -> None:
     """Write the file of an exercise: what is given, and what to fill in. Never overwrites a file."""
-    from forge.exercises import session
-    from forge.exercises.screens import print_started
-    from forge.views.terminal import open_console
-
     entry = _entry(number)
     print_started(open_console(), entry, str(session.start(entry, folder)))
 
@@ -80,10 +84,6 @@ def check(number: Number = None, folder: FolderOption = _FOLDER, json: options.J
 
     The exit status is 0 if it keeps them all, 1 if not.
     """
-    from forge.exercises import session
-    from forge.exercises.screens import print_result
-    from forge.views.report import Report
-
     entry = _entry(number)
     result = session.check(entry, session.path_of(entry, folder))
     report = Report(result.as_object(), lambda console: print_result(console, entry, result), 0 if result.passed else 1)
@@ -98,10 +98,6 @@ def run(
     json: options.JsonOption = False,
 ) -> Any:
     """Run the real engine on your code, and compare tokens and speed with the engine's own."""
-    from forge.exercises import running, session
-    from forge.exercises.screens import print_comparison
-    from forge.views.report import Report
-
     entry = _entry(number)
     comparison = running.run(entry, session.path_of(entry, folder), model)
     return _shown(
@@ -117,10 +113,6 @@ def run(
 @build.command("hint")
 def hint(number: Number = None) -> None:
     """One hint further each time; the last one stays."""
-    from forge.exercises.screens import print_hint
-    from forge.exercises.session import load_builds, save_builds
-    from forge.views.terminal import open_console
-
     entry = _entry(number)
     builds, hints = load_builds(), entry.exercise().hints
     builds.hints[entry.number] = min(builds.hints.get(entry.number, 0) + 1, len(hints))
@@ -131,19 +123,12 @@ def hint(number: Number = None) -> None:
 @build.command("solution")
 def solution(number: Number = None) -> None:
     """The engine's own source."""
-    from forge.exercises.screens import print_solution
-    from forge.views.terminal import open_console
-
     print_solution(open_console(), _entry(number).exercise())
 
 
 @build.command("watch")
 def watch(number: Number = None, folder: FolderOption = _FOLDER) -> None:
     """Check again whenever the file is saved. Ctrl-C ends it."""
-    from forge.exercises import session
-    from forge.exercises.screens import print_result
-    from forge.views.terminal import open_console
-
     entry = _entry(number)
     path, checked = session.path_of(entry, folder), None
     console = open_console()
@@ -158,11 +143,9 @@ def watch(number: Number = None, folder: FolderOption = _FOLDER) -> None:
 
 
 def _entry(number: str | None) -> "Entry":
-    from forge.exercises.catalog import available, find_entry
-    from forge.exercises.session import load_builds, next_entry
 
     return find_entry(number) if number is not None else next_entry(load_builds()) or available()[-1]
 
 
-def _shown(report: "Report", json: bool) -> "Report":
+def _shown(report: Report, json: bool) -> Report:
     return report.as_json() if json else report

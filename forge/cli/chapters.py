@@ -12,15 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forge.book.catalog import entries, find, next_entry
+from forge.book.chapter_view import chapter_lines, chapters_object, print_chapters
+from forge.book.command_line import Given, Syntax, each
+from forge.book.pager import Pager
+from forge.book.print_chapter import print_chapter
+from forge.book.progress import load_progress
+from forge.book.session import Session
 from forge.cli import completion, options
-from forge.cli.running import Found
+from forge.cli.running import INTERRUPTED, Found
+from forge.errors import UsageError
+from forge.views.report import Report
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
+    from forge.book.catalog import Entry
     from forge.book.chapter import Chapter
-    from forge.book.command_line import Given
-    from forge.book.reading import Reading
-    from forge.book.shelf import Entry
-    from forge.views.report import Report
 
 _CHAPTER = "Chapter"
 
@@ -55,26 +62,43 @@ def chapters(
     """List the chapters, and how far you have come."""
     if outcomes is not None:
         return _outcomes(outcomes)
-    from forge.book.chapter_view import chapter_lines, chapters_object, print_chapters
-    from forge.book.progress import load_progress
-    from forge.book.shelf import entries
-    from forge.views.report import Report
 
     lines = chapter_lines(entries(), load_progress())
     report = Report({"chapters": chapters_object(lines)}, lambda console: print_chapters(console, lines))
     return report.as_json() if json else report
 
 
+def glossary(
+    term: Annotated[
+        str | None, typer.Argument(metavar="TERM", help="A term, or a symbol of a screen.", show_default=False)
+    ] = None,
+    json: options.JsonOption = False,
+) -> Found:
+    """Say what a term or a symbol on a screen means.
+
+    [dim]forge glossary prefill[/dim]
+    """
+    from dataclasses import asdict
+
+    from forge.book.glossary import find_term, load_glossary, print_glossary, print_term
+
+    every = load_glossary()
+    if term is None:
+        report = Report({"terms": [asdict(one) for one in every]}, lambda console: print_glossary(console, every))
+    else:
+        found = find_term(term, every)
+        report = Report(asdict(found), lambda console: print_term(console, found))
+    return report.as_json() if json else report
+
+
 def _outcomes(name: str) -> int:
     """Run a chapter's experiments and print every outcome that its text has."""
     from forge.book.outcomes import print_outcomes, render_outcomes
-    from forge.book.shelf import find
-    from forge.views.terminal import open_console
 
-    reading = _reading(find(name).chapter)
-    for run in reading.chapter.runs():
-        reading.perform(run)
-    print_outcomes(open_console(), render_outcomes(reading.chapter, reading.measured))
+    session = _session(find(name).chapter)
+    for run in session.chapter.runs():
+        session.perform(run)
+    print_outcomes(open_console(), render_outcomes(session.chapter, session.measured))
     return 0
 
 
@@ -91,7 +115,6 @@ def chapter(
     ],
 ) -> Found:
     """Read a chapter: the same as its own command, whose options it takes."""
-    from forge.book.shelf import find
     from forge.cli.main import parse_and_run
 
     return parse_and_run([find(name).command, *ctx.args])
@@ -99,16 +122,13 @@ def chapter(
 
 def next_chapter(pause: PauseOption = True) -> Found:
     """Go on where you stopped."""
-    from forge.book.progress import load_progress
-    from forge.book.shelf import entries, next_entry
-    from forge.views.terminal import open_console
 
     progress = load_progress()
     entry = next_entry(entries(), progress)
     if entry is None:
         open_console().print("You have finished every chapter. forge chapters lists them.")
         return 0
-    return _read(entry, pause=pause, page=progress.pages.get(entry.command, 0))
+    return _read(entry, pause=pause, page=progress.pages.get(entry.command))
 
 
 def reads_chapter(only: str | None, json: bool) -> bool:
@@ -116,8 +136,6 @@ def reads_chapter(only: str | None, json: bool) -> bool:
 
     Raises `UsageError` for an `--only` that has no meaning.
     """
-    from forge.errors import UsageError
-
     if only not in (None, _ALONE):
         raise UsageError(f"--only takes {_ALONE}, and {only!r} is something else")
     return only is None and not json
@@ -125,8 +143,6 @@ def reads_chapter(only: str | None, json: bool) -> bool:
 
 def read_chapter(ctx: typer.Context, pause: bool) -> int:
     """Open the chapter whose command `ctx` is, with the options that it was given. Returns the exit status."""
-    from forge.book.command_line import Given
-    from forge.book.shelf import find
 
     values = {
         name: options.read_prompt(value) if name == "prompt" else _as_written(value)
@@ -143,12 +159,10 @@ def _check(given: Mapping[str, str | tuple[str, ...]]) -> None:
     Raises `UsageError`.
     """
     from forge.backends.devices import check_device
-    from forge.bench.workload import Range
-    from forge.book.command_line import each
     from forge.cache.factory import canonical_mode
-    from forge.errors import UsageError
     from forge.model.catalog import is_hash_model, resolve_model
     from forge.speculation.setup import DEFAULT_K, checked_mode
+    from forge.workload.requests import Range
 
     models = [model for name in ("model", "draft") for model in each(given.get(name, ()))]
     for model in models:
@@ -188,43 +202,41 @@ def _as_written(value: object) -> str | tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: int = 0) -> int:
-    from forge.book.pager import Pager
-    from forge.book.progress import load_progress
-    from forge.book.straight import read_straight
-    from forge.views.terminal import open_console
+def _read(entry: "Entry", *, pause: bool, given: "Given | None" = None, page: int | None = None) -> int:
+    """page: where to go on, with what an earlier session found; None to begin."""
 
     console = open_console()
-    reading = _reading(entry.chapter, given)
+    session = _session(entry.chapter, given)
+    following = [other for other in entries() if other.number == entry.number + 1]
+    for other in following:
+        session.goes_on = f"forge next goes on with chapter {other.number}, forge {other.command}."
     if given is not None and given.values:
-        reading.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
+        session.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
     if pause and console.is_terminal and sys.stdin.isatty():
-        return Pager(console, entry, reading, load_progress(), run_shell_line).read(page)
-    return read_straight(console, entry.number, reading)
+        pager = Pager(console, entry, session, load_progress(), run_shell_line)
+        if page is not None:
+            pager.resume()
+        return pager.read(page or 0)
+    return print_chapter(console, entry.number, session)
 
 
-def _reading(chapter: "Chapter", given: "Given | None" = None) -> "Reading":
-    from forge.book.command_line import each
+def _session(chapter: "Chapter", given: "Given | None" = None) -> "Session":
     from forge.book.model_facts import model_facts
-    from forge.book.reading import Reading
 
     values = {name: each(value)[0] for name, value in (given.values if given else {}).items() if each(value)}
     options_given = {
         name: values[option] for name, option in (("name", "model"), ("kv_dtype",) * 2) if option in values
     }
-    return Reading(chapter, run_reported, model=model_facts(**options_given) if "model" in chapter.names else {})
+    return Session(chapter, run_reported, model=model_facts(**options_given) if "model" in chapter.names else {})
 
 
-def run_reported(line: str) -> "Report":
+def run_reported(line: str) -> Report:
     """Run a command line that begins with forge, in this process; return what it found.
 
     Raises `ForgeError` as the command does, `UsageError` for one that cannot be run in a chapter, and
     `KeyboardInterrupt` where Ctrl-C ended it.
     """
     from forge.cli.main import parse_and_run
-    from forge.cli.running import INTERRUPTED
-    from forge.errors import UsageError
-    from forge.views.report import Report
 
     found = parse_and_run(_words(line))
     if found == INTERRUPTED:
@@ -242,9 +254,8 @@ def run_shell_line(line: str) -> int:
     return main(words[1:] if words[:1] == ["forge"] else words)
 
 
-def with_given(line: str, given: "Given") -> str:
+def with_given(line: str, given: Given) -> str:
     """A command line of a chapter with what the reader gave in it."""
-    from forge.book.command_line import Syntax
     from forge.cli.main import command_named
 
     words = _words(line)
@@ -263,8 +274,6 @@ def with_given(line: str, given: "Given") -> str:
 
 def _words(line: str) -> list[str]:
     """The words after forge. Raises `UsageError` where there is no forge, or a quotation mark is missing."""
-    from forge.errors import UsageError
-
     try:
         words = shlex.split(line)
     except ValueError:

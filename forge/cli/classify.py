@@ -5,13 +5,19 @@ from typing import Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.answering import counting, load_answering
-from forge.cli.running import Found
+from forge.cli.answering import AnsweringEngine, counting, load_answering
+from forge.cli.arguments import command
+from forge.engine.tasks import classify_prompt
+from forge.errors import UsageError
+from forge.views.answers import classification_object, print_classifications
+from forge.views.report import Report
 
 _LABELS_NEEDED = "--labels takes two labels or more with commas: --labels happy,sad"
 
 
+@command
 def classify(
+    engine: AnsweringEngine,
     texts: options.TextsArgument = None,
     labels: Annotated[
         str,
@@ -35,14 +41,7 @@ def classify(
         bool, typer.Option("--raw", help="A text is the whole prompt, and nothing is asked.", rich_help_panel="Texts")
     ] = False,
     file: options.FileOption = None,
-    model: options.ModelOption = "tales",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    max_model_len: options.MaxModelLenOption = None,
-    oneshot_tokens: options.OneshotTokensOption = None,
-    oneshot_memory: options.OneshotMemoryOption = None,
-    json: options.JsonOption = False,
-) -> Found:
+) -> Report:
     """Label probabilities of texts, from one forward pass each.
 
     [dim]forge classify --labels happy,sad "The fox lost his lantern, and nobody came to look for it."[/dim]
@@ -51,19 +50,13 @@ def classify(
 
     A model with a classification head has labels of its own and reads each text as it is.
     """
-    from forge.engine.tasks import classify_prompt
-    from forge.errors import UsageError
-    from forge.views.answers import classification_object, print_classifications
-    from forge.views.report import Report
-
     names = [name.strip() for name in labels.split(",") if name.strip()]
     if len(names) == 1:
         raise UsageError(_LABELS_NEEDED)
     if raw and question is not None:
         raise UsageError("--question is not asked with --raw: give one of the two")
     inputs = options.read_texts(texts, file)
-    loading = {"device": device, "threads": threads, "max_model_len": max_model_len}
-    llm = load_answering(model, **loading, oneshot_tokens=oneshot_tokens, oneshot_memory=oneshot_memory)
+    llm = load_answering(engine)
     by_head = bool(llm.model.labels) and not names
     if not names and not by_head:
         raise UsageError(_LABELS_NEEDED)
@@ -71,8 +64,7 @@ def classify(
     prompts = inputs if raw else [classify_prompt(llm.tokenizer, text, names, question) for text in inputs]
     with counting("classify") as on_progress:
         found = llm.classify(prompts, names, on_progress=on_progress)
-    report = Report(
+    return Report(
         {"model": llm.model_name, "results": classification_object(inputs, found)},
         lambda console: print_classifications(console, inputs, found),
     )
-    return report.as_json() if json else report

@@ -2,21 +2,38 @@
 
 import secrets
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command, make
 from forge.cli.arrivals import Arrival, drive_arrivals
 from forge.cli.compare_judging import compare_judging, is_judging
 from forge.cli.running import Found, exit_status, load_model, run_label, warm_up
 from forge.cli.versus import Versus, versus_of
+from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
+from forge.errors import UsageError
+from forge.option import option
+from forge.views.comparison import (
+    Answer,
+    ComparisonProgress,
+    Side,
+    compare_runs,
+    comparison_object,
+    print_comparison,
+    print_interrupted,
+    question_for,
+)
+from forge.views.report import Report
+from forge.views.summary import RunResult
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     from forge.trace.records import StepRecord
-    from forge.views.comparison import Side
 
 _WORKLOAD = "Requests"
 MANY = 32
@@ -24,45 +41,36 @@ MANY = 32
 DIFFERENT = 1
 """The exit status when the two sides' tokens differ."""
 
-_LOADING = (
-    "kv", "device", "threads", "max_model_len", "block_size", "num_blocks", "kv_memory", "kv_dtype", "quantize",
-    "invariant",
-)  # fmt: skip
-_SCHEDULING = ("max_num_batched_tokens", "chunked_prefill", "order", "preempt", "mode")
 _OF_MANY = ("requests", "batch", "max_num_batched_tokens", "order", "preempt", "mode")
 """Options that mean something for many requests alone."""
-_SPECULATION = ("speculate", "draft", "k", "speculate_fixed", "acceptance")
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 
 
+@dataclass(frozen=True)
+class ManyArgs:
+    """Options of a comparison that is about many requests."""
+
+    requests: int | None = option(None, "Run as many requests instead of one.", _WORKLOAD, flags="--requests -n")
+    prompt_tokens: str = option("16:64", "Tokens of each prompt: 16, or 16:256.", _WORKLOAD)
+    batch: int | None = option(None, "Of many requests, how many run at once.", _WORKLOAD)
+    execution_class: str = option(
+        "oneshot", "Life of a request of one token: oneshot, or decode.", _WORKLOAD, flags="--class"
+    )
+    planning: str = option(
+        "on",
+        "Wait for what another request computes: on, or off. With it a file's prompts come all at once.",
+        _WORKLOAD,
+    )
+
+
+@command
 def compare(
     ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
-    model: options.ModelOption = "tales",
-    kv: options.KvWish = None,
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    max_model_len: options.MaxModelLenOption = None,
-    block_size: options.BlockSizeOption = None,
-    num_blocks: options.NumBlocksOption = None,
-    kv_memory: options.KvMemoryOption = None,
-    kv_dtype: options.KvDtypeOption = None,
-    quantize: options.QuantizeOption = None,
+    *,
+    sampling: Annotated[SamplingParams, Takes(without="max_tokens n logprobs prompt_logprobs")],
+    engine: Annotated[EngineArgs, Takes(without="invariant max_num_seqs prefix_planning oneshot")],
     invariant: options.InvariantOption = False,
-    speculate: options.SpeculateOption = None,
-    draft: options.DraftOption = None,
-    k: options.KOption = None,
-    speculate_fixed: options.SpeculateFixedOption = False,
-    acceptance: options.AcceptanceOption = None,
-    temperature: options.TemperatureOption = 0.0,
-    top_p: options.TopPOption = 1.0,
-    top_k: options.TopKOption = 0,
-    min_p: options.MinPOption = 0.0,
-    repetition_penalty: options.RepetitionPenaltyOption = 1.0,
-    seed: options.SeedOption = None,
-    stop: options.StopOption = None,
-    ignore_eos: options.IgnoreEosOption = False,
     prompts: Annotated[
         str | None,
         typer.Option(
@@ -71,34 +79,7 @@ def compare(
             rich_help_panel="Prompt",
         ),
     ] = None,
-    requests: Annotated[
-        int | None,
-        typer.Option("--requests", "-n", help="Run as many requests instead of one.", rich_help_panel=_WORKLOAD),
-    ] = None,
-    prompt_tokens: options.PromptTokensOption = "16:64",
-    batch: Annotated[
-        int | None,
-        typer.Option("--batch", help="Of many requests, how many run at once.", rich_help_panel=_WORKLOAD),
-    ] = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokensOption = None,
-    chunked_prefill: options.ChunkedPrefillOption = True,
-    order: options.OrderOption = None,
-    preempt: options.PreemptOption = None,
-    mode: options.ModeOption = None,
-    execution_class: Annotated[
-        str,
-        typer.Option(
-            "--class", help="Life of a request of one token: oneshot, or decode.", rich_help_panel="Scheduler"
-        ),
-    ] = "oneshot",
-    planning: Annotated[
-        str,
-        typer.Option(
-            "--planning",
-            help="Wait for what another request computes: on, or off. With it a file's prompts come all at once.",
-            rich_help_panel="Scheduler",
-        ),
-    ] = "on",
+    many: ManyArgs,
     json: options.JsonOption = False,
 ) -> Found:
     """Run one prompt, or those of a file, on two sides that differ in one option, given as A vs B.
@@ -114,23 +95,11 @@ def compare(
 
     [dim]forge compare --kv on --speculate off vs draft[/dim]
     """
-    from forge.views.comparison import (
-        ComparisonProgress,
-        Side,
-        compare_runs,
-        comparison_object,
-        print_comparison,
-        print_interrupted,
-        question_for,
-    )
-    from forge.views.report import Report
-    from forge.views.terminal import open_console
-
     versus = versus_of(ctx)
-    _keep_invariance_for_the_gpu(ctx.params, versus.right)
+    _settle(ctx.params, versus.right)
     if is_judging(versus):
         return _compare_judging(ctx, versus)
-    if any(given[option] is not None for given in (ctx.params, versus.right) for option in _OF_MANY):
+    if any(options.was_given(ctx, option) for option in _OF_MANY):
         return _compare_many(ctx, versus)
     if prompts is None:
         texts = [options.read_prompt(prompt)]
@@ -141,8 +110,7 @@ def compare(
     sides: list[Side] = []
     with ComparisonProgress(console, question, versus.names, max_tokens, quiet=json) as progress:
         for name, given in zip(versus.names, (ctx.params, versus.right), strict=True):
-            kv = options.kv_or_default(given["kv"], ctx.params["speculate"], versus.right["speculate"])
-            side = _run_side(name, {**given, "kv": kv, "max_tokens": max_tokens}, texts, sides, progress.step)
+            side = _run_side(name, {**given, "max_tokens": max_tokens}, texts, sides, progress.step)
             sides.append(side)
             if side.result.interrupted:
                 break
@@ -159,12 +127,16 @@ def compare(
     return report.as_json() if json else report
 
 
-def _keep_invariance_for_the_gpu(left: dict[str, Any], right: MutableMapping[str, Any]) -> None:
-    """`--invariant` is for the side on the GPU, if the other one is not: there it is refused."""
+def _settle(left: dict[str, Any], right: MutableMapping[str, Any]) -> None:
+    """`--invariant` is for the side on the GPU, if the other one is not: there it is refused. Where one side speculates
+    both have the cache that this needs, unless one was given."""
     devices = left["device"], right["device"]
+    speculates = any(side["speculate"] not in (None, "off") for side in (left, right))
     for side in (left, right):
         needless = "cuda" in devices and side["device"] != "cuda"
-        side["invariant"] = (side["invariant"] and not needless) or None
+        side["invariant"] = side["invariant"] and not needless
+        if side["kv"] is None and speculates:
+            side["kv"] = "paged"
 
 
 def _compare_judging(ctx: typer.Context, versus: Versus) -> Found:
@@ -189,8 +161,6 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
 
     Raises `UsageError` for a prompt beside them.
     """
-    from forge.errors import UsageError
-
     given = [name for name in ("prompt", "max_tokens") if options.was_given(ctx, name)]
     if not given:
         return max_tokens
@@ -201,9 +171,8 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
 
 def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
     """Many requests on either side: prompts of random lengths, or the prompt that was given, over and over."""
-    from forge.bench.engine import identical, requests_in_common
     from forge.views.many import many_object, print_many
-    from forge.views.report import Report
+    from forge.workload.ways import identical, requests_in_common
 
     explicit = {name for name in ("kv", "prompt") if options.was_given(ctx, name)}
     workloads, labels, sides = zip(*(_serve_side(given, explicit) for given in (ctx.params, versus.right)), strict=True)
@@ -218,12 +187,12 @@ def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
 
 def _serve_side(given: Mapping[str, Any], explicit: set[str]):
     """Load what this side asks for and serve its requests."""
-    from forge.bench.engine import measure_all
-    from forge.bench.workload import Range, Request, Workload, make_workload
+    from forge.workload.requests import Range, Request, Workload, make_workload
+    from forge.workload.ways import measure_all
 
-    number, batch, length = given["requests"] or MANY, given["batch"], given["max_tokens"]
-    loading = {option: given[option] for option in (*_LOADING, *_SCHEDULING)} | {"max_num_seqs": batch}
-    llm = load_model(given["model"], **options.model_options(**loading | ({} if "kv" in explicit else {"kv": "paged"})))
+    number, length = given["requests"] or MANY, given["max_tokens"]
+    kv = {} if "kv" in explicit else {"kv": "paged"}
+    llm = load_model(make(EngineArgs, {**given, "max_num_seqs": given["batch"]}, **kv))
     if "prompt" in explicit:
         token_ids = tuple(llm.tokenizer.encode(options.read_prompt(given["prompt"])))
         workload = Workload((Request(token_ids, length),) * number)
@@ -240,19 +209,15 @@ def _run_side(
     name: str,
     given: Mapping[str, Any],
     prompts: Sequence[str],
-    earlier: "Sequence[Side]",
+    earlier: Sequence[Side],
     on_step: "Callable[[int, StepRecord], None]",
-) -> "Side":
+) -> Side:
     """Load what this side asks for and run it. A seed that was not given is drawn once, for both sides."""
-    from forge.views.comparison import Answer, Side
-    from forge.views.summary import RunResult
-
-    params = options.sampling_params(**{option: given[option] for option in _SAMPLING})
+    params = make(SamplingParams, given)
     if params.seed is None:
         seed = earlier[0].result.output.seed if earlier else secrets.randbits(32)
         params = replace(params, seed=seed)
-    loading = options.model_options(**{option: given[option] for option in (*_LOADING, *_SPECULATION)})
-    llm = load_model(given["model"], **loading)
+    llm = load_model(make(EngineArgs, given))
     warm_up(llm, prompts[0])
     arrivals = [Arrival(prompt, params, step) for step, prompt in enumerate(prompts)]
     found = drive_arrivals(llm, arrivals, lambda record: on_step(len(earlier), record), keep_logits=True)

@@ -3,14 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from forge.cli import options
+from forge.cli.arguments import make
 from forge.cli.running import load_model, run_label
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.views.judging import identical, judging_object, print_judging
+from forge.views.report import Report
+from forge.views.terminal import open_error_console
+from forge.workload.judging import judge_prompts, run_requests
 
 if TYPE_CHECKING:
     from forge.cli.versus import Versus
     from forge.llm import LLM
-    from forge.views.report import Report
 
 LIVES = {"decode": False, "oneshot": True}
 """`--class`: whether a generation of one token is prefill-only."""
@@ -19,10 +23,6 @@ _QUESTIONS = {
     "--class": "What does a generation's life cost a request that wants one token?",
     "--planning": "What does it save when requests wait for what one of them computes?",
 }
-_LOADING = (
-    "kv", "device", "threads", "max_model_len", "block_size", "num_blocks", "kv_memory", "kv_dtype", "quantize",
-    "invariant",
-)  # fmt: skip
 _WARM_UP = 2
 """Requests that are not timed."""
 
@@ -32,15 +32,9 @@ def is_judging(versus: "Versus") -> bool:
     return versus.option in _QUESTIONS
 
 
-def compare_judging(
-    given: Mapping[str, Any], versus: "Versus", texts: Sequence[str] | None, max_tokens: int
-) -> "Report":
+def compare_judging(given: Mapping[str, Any], versus: "Versus", texts: Sequence[str] | None, max_tokens: int) -> Report:
     """Run the texts, or `--requests` judge requests, all at once on both sides."""
-    from forge.bench.judging import judge_prompts, run_requests
     from forge.views.bench import BenchProgress
-    from forge.views.judging import identical, judging_object, print_judging
-    from forge.views.report import Report
-    from forge.views.terminal import open_error_console
 
     if texts is not None and given["requests"] is not None:
         raise UsageError("--requests makes requests up and --prompts reads them: give one of the two")
@@ -65,8 +59,7 @@ def compare_judging(
 
 
 def _load_side(side: Mapping[str, Any]) -> "LLM":
-    loading = options.model_options(**{option: side[option] for option in _LOADING}, max_num_seqs=side["batch"])
-    llm = load_model(side["model"], **loading, **_config(side))
+    llm = load_model(make(EngineArgs, {**side, "max_num_seqs": side["batch"]}, **_config(side)))
     llm.engine.report_probabilities = False  # they are not shown
     return llm
 

@@ -68,10 +68,10 @@ def proposers(incomplete: str) -> list[str]:
 
 def chapters(incomplete: str) -> list[str]:
     """Their commands, and their numbers where one is being typed."""
-    from forge.book.shelf import entries
+    from forge.book.catalog import entries
 
-    shelf = entries()
-    return _beginning([entry.command for entry in shelf] + [str(entry.number) for entry in shelf], incomplete)
+    every = entries()
+    return _beginning([entry.command for entry in every] + [str(entry.number) for entry in every], incomplete)
 
 
 def bugs(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -5,11 +5,15 @@ from typing import Annotated, Any, cast
 import typer
 
 from forge.cli import options
-from forge.cli.answering import counting, load_answering
-from forge.cli.running import Found
+from forge.cli.answering import AnsweringEngine, counting, load_answering
+from forge.cli.arguments import command
+from forge.views.answers import embedding_object, print_cosines
+from forge.views.report import Report
 
 
+@command
 def embed(
+    engine: AnsweringEngine,
     texts: options.TextsArgument = None,
     file: options.FileOption = None,
     pooling: Annotated[
@@ -21,29 +25,17 @@ def embed(
             rich_help_panel="Texts",
         ),
     ] = None,
-    model: options.ModelOption = "tales",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    max_model_len: options.MaxModelLenOption = None,
-    oneshot_tokens: options.OneshotTokensOption = None,
-    oneshot_memory: options.OneshotMemoryOption = None,
-    json: options.JsonOption = False,
-) -> Found:
+) -> Report:
     """Texts as unit vectors, and the cosine of each two of them.
 
     [dim]forge embed "the fox found a lantern" "a lantern was found" "the sea is cold"[/dim]
     """
-    from forge.views.answers import embedding_object, print_cosines
-    from forge.views.report import Report
-
     inputs = options.read_texts(texts, file)
-    loading = {"device": device, "threads": threads, "max_model_len": max_model_len}
-    llm = load_answering(model, **loading, oneshot_tokens=oneshot_tokens, oneshot_memory=oneshot_memory)
+    llm = load_answering(engine)
     with counting("embed") as on_progress:
         vectors = llm.embed(inputs, cast(Any, pooling), on_progress=on_progress)  # it checks `pooling`
     used = pooling or llm.pooling
-    report = Report(
+    return Report(
         {"model": llm.model_name, "pooling": used, **embedding_object(inputs, vectors)},
         lambda console: print_cosines(console, inputs, vectors, used),
     )
-    return report.as_json() if json else report

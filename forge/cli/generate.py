@@ -11,6 +11,9 @@ from forge.cli.options import FormArgs, OutputArgs
 from forge.cli.running import Watch, drive, exit_status, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
+from forge.views.generation import GenerationView, generation_view
+from forge.views.json_output import run_object, to_json
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     from forge.llm import LLM
@@ -68,8 +71,6 @@ def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
 
 def _run_json(llm: "LLM", text: str, token_ids: list[int] | None, params: SamplingParams, watch: Watch) -> int:
     from forge.views.blocks import BlockScreen, blocks_object
-    from forge.views.json_output import run_object, to_json
-    from forge.views.terminal import open_console
 
     screen, blocks = BlockScreen(), []
 
@@ -96,9 +97,7 @@ def _run_shown(
     pace: float,
 ) -> int:
     from forge.views.blocks import BlockGeneration
-    from forge.views.generation import GenerationView, generation_view
     from forge.views.logprobs import print_logprobs
-    from forge.views.terminal import open_console
 
     console = open_console()
     shown = text if token_ids is None or echo else ""

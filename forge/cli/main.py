@@ -41,6 +41,8 @@ PANELS: dict[str, dict[str, str]] = {
         "next": "Go on where you stopped.",
         **experiments.summaries(),
         "build": "Write a part of the engine yourself: eleven exercises, checked, and run by the real engine.",
+        "glossary": "Say what a term or a symbol on a screen means.",
+        "tour": "Follow one request from HTTP to a token and back, with file and function at each station.",
     },
     "Run": {
         "generate": "Continue a prompt, and watch what every forward costs.",
@@ -53,7 +55,7 @@ PANELS: dict[str, dict[str, str]] = {
         "trace-scheduler": "Run many requests at once and see who runs, who waits, and why.",
     },
     "Inspect": {
-        "replay": "Show a recorded run again, or walk through it step by step, forwards and backwards. Loads no model.",
+        "replay": "Show a recorded run again, step through it, or tell one request's story. Loads no model.",
         "trace": "Turn a recorded run into other formats.",
         "models": "List models, look into a file, make one up, or download one.",
         "doctor": "Look over this machine: Python, CPU, memory, libraries, GPU, models. Exit status 1 if something "
@@ -73,6 +75,7 @@ PANELS: dict[str, dict[str, str]] = {
 commands, of that name in `forge.cli.NAME`, or an experiment."""
 _ELSEWHERE = {
     "chapter": "chapters:chapter",
+    "glossary": "chapters:glossary",
     "next": "chapters:next_chapter",
     "logprobs": "score:logprobs",
     "trace": "replay:trace",

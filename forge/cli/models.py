@@ -8,11 +8,17 @@ import typer
 from forge.cli import completion, options
 from forge.cli.models_pull import pull
 from forge.cli.models_synth import synth
+from forge.gguf import GGUFError, GGUFFile
+from forge.model.catalog import HASH_MODEL, bundled_models, resolve_model
+from forge.model.config import why_unsupported
+from forge.model.pulled import pulled_models
+from forge.views.json_output import to_json
+from forge.views.model_files import main_type, parameter_count, summarise, summary_object
+from forge.views.models import ListedModel, listed_object, print_inspection, print_models
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from forge.views.models import ListedModel
 
 models = typer.Typer(
     help="List models, look into a file, make one up, or download one.", no_args_is_help=True, rich_markup_mode="rich"
@@ -24,10 +30,6 @@ models.command("pull")(pull)
 @models.command("list")
 def list_models(json: options.JsonOption = False) -> None:
     """The models that come with forge, and those that were pulled."""
-    from forge.views.json_output import to_json
-    from forge.views.models import listed_object, print_models
-    from forge.views.terminal import open_console
-
     listed = _bundled() + _computed() + _pulled()
     if json:
         open_console().print(to_json([listed_object(model) for model in listed]), soft_wrap=True)
@@ -50,13 +52,6 @@ def inspect_model(
     json: options.JsonOption = False,
 ) -> None:
     """What is in a model file: header, hyper-parameters, tokenizer, tensors, bytes per token in the cache."""
-    from forge.gguf import GGUFFile
-    from forge.model.catalog import resolve_model
-    from forge.views.json_output import to_json
-    from forge.views.model_files import summarise, summary_object
-    from forge.views.models import print_inspection
-    from forge.views.terminal import open_console
-
     with GGUFFile.open(resolve_model(model)) as file:
         summary = summarise(
             options.shown_path(file.path),
@@ -72,11 +67,8 @@ def inspect_model(
         print_inspection(open_console(), summary, everything)
 
 
-def _bundled() -> "list[ListedModel]":
+def _bundled() -> list[ListedModel]:
     """The bundled models, with what the headers of those that are present say."""
-    from forge.model.catalog import bundled_models
-    from forge.views.models import ListedModel
-
     listed = []
     for model in bundled_models():
         entry = ListedModel(
@@ -91,20 +83,14 @@ def _bundled() -> "list[ListedModel]":
     return listed
 
 
-def _computed() -> "list[ListedModel]":
+def _computed() -> list[ListedModel]:
     """The model without a file."""
-    from forge.model.catalog import HASH_MODEL
-    from forge.views.models import ListedModel
-
     description = "computes a hash of the text and nothing else: for watching the scheduler"
     return [ListedModel(HASH_MODEL, (), "no file", 0, description, True, type="none", parameters=0)]
 
 
-def _pulled() -> "list[ListedModel]":
+def _pulled() -> list[ListedModel]:
     """What `forge models pull` has brought."""
-    from forge.model.pulled import pulled_models
-    from forge.views.models import ListedModel
-
     listed = []
     for model in pulled_models():
         entry = ListedModel(
@@ -119,12 +105,8 @@ def _pulled() -> "list[ListedModel]":
     return listed
 
 
-def _with_header(entry: "ListedModel", path: "Path") -> "ListedModel":
+def _with_header(entry: ListedModel, path: "Path") -> ListedModel:
     """The entry with what the file's header says, or with what is wrong with it."""
-    from forge.gguf import GGUFError, GGUFFile
-    from forge.model.config import why_unsupported
-    from forge.views.model_files import main_type, parameter_count
-
     try:
         with GGUFFile.open(path) as file:
             tensors = list(file.tensors.values())

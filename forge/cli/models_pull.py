@@ -6,6 +6,9 @@ from typing import Annotated
 import typer
 
 from forge.cli import options
+from forge.views.json_output import to_json
+from forge.views.terminal import open_console, open_error_console
+from forge.views.transfer import TransferBar, print_pulled, pulled_object
 
 
 def pull(
@@ -21,9 +24,6 @@ def pull(
 ) -> None:
     """Download a model from the Hugging Face hub: a GGUF file, or a folder of safetensors. Resumes, and verifies."""
     from forge.model.pull import pull
-    from forge.views.json_output import to_json
-    from forge.views.terminal import open_console, open_error_console
-    from forge.views.transfer import TransferBar, print_pulled, pulled_object
 
     try:
         with TransferBar(open_error_console()) as bar:

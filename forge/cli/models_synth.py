@@ -1,5 +1,6 @@
 """`forge models synth`: a model file of random weights in a real model's shape."""
 
+from dataclasses import dataclass, fields
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,6 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forge.cli import options
+from forge.cli.arguments import command
+from forge.errors import UsageError
+from forge.model.synth import SHAPES, synthetic_config
+from forge.option import option
+from forge.views.json_output import to_json
+from forge.views.terminal import open_console, open_error_console
+from forge.views.transfer import TransferBar, print_synthetic, synthetic_object
 
 if TYPE_CHECKING:
     from forge.model.config import Qwen3Config
@@ -15,7 +23,26 @@ _SHAPE, _FILE = "Shape", "File"
 _PUBLISHED = "the shape's"
 
 
+@dataclass(frozen=True)
+class ShapeArgs:
+    """The numbers of a shape, by the names that `synthetic_config` has for them."""
+
+    num_layers: int | None = option(None, "Layers.", _SHAPE, flags="--layers", shown=_PUBLISHED)
+    hidden_size: int | None = option(None, "Width.", _SHAPE, flags="--hidden", shown=_PUBLISHED)
+    intermediate_size: int | None = option(None, "Width of the feed-forward.", _SHAPE, flags="--ffn", shown=_PUBLISHED)
+    num_attention_heads: int | None = option(None, "Query heads.", _SHAPE, flags="--heads", shown=_PUBLISHED)
+    num_key_value_heads: int | None = option(None, "Key and value heads.", _SHAPE, flags="--kv-heads", shown=_PUBLISHED)
+    head_dim: int | None = option(None, "Width of a head.", _SHAPE, shown="128")
+    vocab_size: int | None = option(None, "Tokens.", _SHAPE, flags="--vocab", shown="151936")
+    max_position_embeddings: int | None = option(None, "Context length.", _SHAPE, flags="--context", shown="40960")
+    tie_word_embeddings: bool | None = option(
+        None, "Whether the output matrix is the embedding.", _SHAPE, flags="--tied/--untied", shown="tied"
+    )
+
+
+@command
 def synth(
+    sizes: ShapeArgs,
     shape: Annotated[
         str | None,
         typer.Argument(metavar="SHAPE", help="qwen3-0.6b, qwen3-1.7b or qwen3-4b; or give every number yourself."),
@@ -32,62 +59,13 @@ def synth(
         bool, typer.Option("--pure", help="Every matrix of that type, no mixture.", rich_help_panel=_FILE)
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.", rich_help_panel=_FILE)] = False,
-    layers: Annotated[
-        int | None, typer.Option("--layers", help="Layers.", show_default=_PUBLISHED, rich_help_panel=_SHAPE)
-    ] = None,
-    hidden: Annotated[
-        int | None, typer.Option("--hidden", help="Width.", show_default=_PUBLISHED, rich_help_panel=_SHAPE)
-    ] = None,
-    ffn: Annotated[
-        int | None,
-        typer.Option("--ffn", help="Width of the feed-forward.", show_default=_PUBLISHED, rich_help_panel=_SHAPE),
-    ] = None,
-    heads: Annotated[
-        int | None, typer.Option("--heads", help="Query heads.", show_default=_PUBLISHED, rich_help_panel=_SHAPE)
-    ] = None,
-    kv_heads: Annotated[
-        int | None,
-        typer.Option("--kv-heads", help="Key and value heads.", show_default=_PUBLISHED, rich_help_panel=_SHAPE),
-    ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option("--head-dim", help="Width of a head.", show_default="128", rich_help_panel=_SHAPE)
-    ] = None,
-    vocab: Annotated[
-        int | None, typer.Option("--vocab", help="Tokens.", show_default="151936", rich_help_panel=_SHAPE)
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option("--context", help="Context length.", show_default="40960", rich_help_panel=_SHAPE)
-    ] = None,
-    tied: Annotated[
-        bool | None,
-        typer.Option(
-            "--tied/--untied",
-            help="Whether the output matrix is the embedding.",
-            show_default="tied",
-            rich_help_panel=_SHAPE,
-        ),
-    ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Write a GGUF file of random weights: a real shape to measure with, and no download. What it says is noise."""
     from forge.model.synth import default_file_name, find_quantization, synth
-    from forge.views.json_output import to_json
-    from forge.views.terminal import open_console, open_error_console
-    from forge.views.transfer import TransferBar, print_synthetic, synthetic_object
 
     find_quantization(type)
-    given = {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "max_position_embeddings": context,
-        "tie_word_embeddings": tied,
-    }
-    config = _config(shape, {name: value for name, value in given.items() if value is not None})
+    config = _config(shape, {name: value for name, value in vars(sizes).items() if value is not None})
     name = shape.lower() if shape else "synthetic"
     path = out or Path(default_file_name(name, type))
     with TransferBar(open_error_console()) as bar:
@@ -110,18 +88,12 @@ def synth(
 
 def _config(shape: str | None, given: dict[str, Any]) -> "Qwen3Config":
     """The named shape with what was given in place of its own; without a name, what was given."""
-    from forge.errors import UsageError
-    from forge.model.synth import SHAPES, synthetic_config
-
     if shape is None:
-        required = {
-            "num_layers": "--layers",
-            "hidden_size": "--hidden",
-            "intermediate_size": "--ffn",
-            "num_attention_heads": "--heads",
-            "num_key_value_heads": "--kv-heads",
-        }
-        missing = [option for name, option in required.items() if name not in given]
+        missing = [
+            field.metadata["flags"]
+            for field in fields(ShapeArgs)
+            if field.metadata["shown"] == _PUBLISHED and field.name not in given
+        ]
         if missing:
             raise UsageError(f"without a shape ({', '.join(SHAPES)}) give {', '.join(missing)}")
         return synthetic_config(**given)

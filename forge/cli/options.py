@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from forge.cli import completion
-from forge.cli.arguments import was_given  # noqa: F401
+from forge.cli.arguments import JSON_HELP, JsonOption, was_given  # noqa: F401
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import StructuredOutput
 from forge.engine_args import KV_KINDS, EngineArgs, memory_bytes
@@ -55,17 +55,6 @@ KvOption = Annotated[
     str,
     typer.Option("--kv", help=_KV_HELP, autocompletion=completion.kv_modes, callback=_stripped, rich_help_panel=_MODEL),
 ]
-KvWish = Annotated[
-    str | None,
-    typer.Option(
-        "--kv",
-        help=_KV_HELP,
-        show_default="off, or paged with --speculate",
-        autocompletion=completion.kv_modes,
-        callback=_stripped,
-        rich_help_panel=_MODEL,
-    ),
-]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
@@ -89,10 +78,6 @@ MaxModelLenOption = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-BlockSizeOption = Annotated[
-    int | None,
-    typer.Option("--block-size", help="Tokens per KV block; 16 if not given.", rich_help_panel=_MODEL),
-]
 NumBlocksOption = Annotated[
     int | None,
     typer.Option(
@@ -102,58 +87,11 @@ NumBlocksOption = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-KvMemoryOption = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-memory",
-        help="The pool's size in bytes instead: 64MB, 1.5GB, 256MiB.",
-        show_default=False,
-        rich_help_panel=_MODEL,
-    ),
-]
-GpuMemoryUtilizationOption = Annotated[
-    float | None,
-    typer.Option(
-        "--gpu-memory-utilization",
-        help="Or from what the GPU has left: the share of its memory that may be in use.",
-        show_default="what all sequences need, up to 0.9",
-        rich_help_panel=_MODEL,
-    ),
-]
-ShowOption = Annotated[
-    str | None,
-    typer.Option(
-        "--show",
-        help="blocks: where every token's key and value lies.",
-        autocompletion=completion.one_of(*SHOWABLE),
-        rich_help_panel=_OUTPUT,
-    ),
-]
 PaceOption = Annotated[
     float,
     typer.Option("--pace", help="Steps per second that a terminal shows; 0 does not wait.", rich_help_panel=_OUTPUT),
 ]
 
-KvDtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-dtype",
-        help="What keys and values are rounded to: float32, float16 or bfloat16.",
-        autocompletion=completion.kv_dtypes,
-        show_default="the device's own",
-        rich_help_panel=_MODEL,
-    ),
-]
-
-QuantizeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--quantize",
-        help="Quantize float weights as they are loaded: q8_0.",
-        autocompletion=completion.quantize_types,
-        rich_help_panel=_MODEL,
-    ),
-]
 
 InvariantOption = Annotated[
     bool,
@@ -215,24 +153,9 @@ TopPOption = Annotated[
 TopKOption = Annotated[
     int, typer.Option("--top-k", help="Keep this many of the most probable; 0 keeps all.", rich_help_panel=_SAMPLING)
 ]
-MinPOption = Annotated[
-    float,
-    typer.Option("--min-p", help="Keep tokens this times as probable as the most probable.", rich_help_panel=_SAMPLING),
-]
-RepetitionPenaltyOption = Annotated[
-    float, typer.Option("--repetition-penalty", help="Above 1 repeats less.", rich_help_panel=_SAMPLING)
-]
 SeedOption = Annotated[
     int | None,
     typer.Option("--seed", help="Same seed, same tokens.", show_default="drawn, and shown", rich_help_panel=_SAMPLING),
-]
-StopOption = Annotated[
-    list[str] | None,
-    typer.Option("--stop", help="End before this text; may be repeated.", rich_help_panel=_SAMPLING),
-]
-IgnoreEosOption = Annotated[
-    bool,
-    typer.Option("--ignore-eos", help="Go on past the end-of-text token.", rich_help_panel=_SAMPLING),
 ]
 
 _FORM = "Structured output (one of these)"
@@ -240,55 +163,6 @@ _FORM = "Structured output (one of these)"
 MaxNumSeqsOption = Annotated[
     int | None,
     typer.Option("--max-num-seqs", help="Sequences that may run at once; 16 if not given.", rich_help_panel=_SCHEDULER),
-]
-MaxNumBatchedTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-num-batched-tokens",
-        help="Tokens that one step may compute; 512 if not given.",
-        rich_help_panel=_SCHEDULER,
-    ),
-]
-ChunkedPrefillOption = Annotated[
-    bool,
-    typer.Option(
-        "--chunked-prefill/--no-chunked-prefill",
-        help="Long prompts in pieces beside decodes, or whole in a step of their own.",
-        rich_help_panel=_SCHEDULER,
-    ),
-]
-OrderOption = Annotated[
-    str | None,
-    typer.Option(
-        "--order",
-        help="Who is admitted first: fcfs; priority; sjf, the shortest job; sjf-aged, the same without starvation.",
-        autocompletion=completion.orders,
-        rich_help_panel=_SCHEDULER,
-    ),
-]
-PreemptOption = Annotated[
-    str | None,
-    typer.Option(
-        "--preempt",
-        help="Which sequence is preempted: lifo (the newest), or least-progressed.",
-        autocompletion=completion.victim_policies,
-        rich_help_panel=_SCHEDULER,
-    ),
-]
-ModeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mode",
-        help="What becomes of them: recompute, or swap.",
-        autocompletion=completion.preemption_modes,
-        rich_help_panel=_SCHEDULER,
-    ),
-]
-NumHostBlocksOption = Annotated[
-    int | None,
-    typer.Option(
-        "--num-host-blocks", help="Blocks in the pool to swap to; 256 if not given.", rich_help_panel=_SCHEDULER
-    ),
 ]
 
 OneshotTokensOption = Annotated[
@@ -332,19 +206,12 @@ TraceOption = Annotated[
         "--trace", help="Record every step in this file, for forge replay.", dir_okay=False, rich_help_panel=_OUTPUT
     ),
 ]
-CheckOption = Annotated[
-    bool,
-    typer.Option(
-        "--check", help="After each step, see that every rule of scheduler and cache holds.", rich_help_panel=_SCHEDULER
-    ),
-]
 StepOption = Annotated[
     bool, typer.Option("--step", help="Stop after each step and wait for a key.", rich_help_panel=_OUTPUT)
 ]
 SvgOption = Annotated[
     Path | None, typer.Option("--svg", help="Save the final picture in this file.", rich_help_panel=_OUTPUT)
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)]
 
 
 @dataclass(frozen=True)
@@ -357,7 +224,7 @@ class OutputArgs:
     step: bool = option(False, "Stop after each step and wait for a key.", _OUTPUT)
     svg: Path | None = option(None, "Save the final picture in this file.", _OUTPUT)
     lines: bool = option(True, "In a pipe, a line for each step.", _OUTPUT)
-    json: bool = option(False, "Print one JSON object.")
+    json: bool = option(False, JSON_HELP)
 
     def __post_init__(self) -> None:
         if self.show not in (None, *SHOWABLE):
@@ -391,13 +258,6 @@ class FormArgs:
             choice=self.choice or None,
             grammar=self.grammar and read_text(self.grammar),
         )
-
-
-def kv_or_default(kv: str | None, *speculate: str | None) -> str:
-    """The requested cache, by default none; speculation needs one, so there the default is paged."""
-    if kv is not None:
-        return kv
-    return "paged" if any(mode not in (None, "off") for mode in speculate) else "off"
 
 
 def model_options(**given: Any) -> dict[str, Any]:

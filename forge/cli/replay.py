@@ -7,10 +7,19 @@ import typer
 
 from forge.cli import options
 from forge.cli.running import Found
+from forge.errors import UsageError
+from forge.trace.recorder import TraceError, read_trace
+from forge.views.figures import count
+from forge.views.history import History
+from forge.views.report import Report
+from forge.views.scheduler import print_step_line, scheduler_lines
+from forge.views.serving import print_serving, serving_object
+from forge.views.stepper import Stepper, require_terminal
+from forge.views.summary import RunLabel
+from forge.views.terminal import can_redraw, open_console, open_error_console
 
 if TYPE_CHECKING:
     from forge.trace.recorder import Trace
-    from forge.views.history import History
 
 TraceArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="What --trace has written.", show_default=False, dir_okay=False)
@@ -22,19 +31,17 @@ trace = typer.Typer(help="Turn a recorded run into other formats.", no_args_is_h
 def replay(
     file: TraceArgument,
     step: options.StepOption = False,
+    seq: Annotated[
+        int | None, typer.Option("--seq", metavar="NUMBER", help="One sequence's story.", show_default=False)
+    ] = None,
     svg: options.SvgOption = None,
     json: options.JsonOption = False,
 ) -> Found:
-    """Show a recorded run again, or walk through it step by step, forwards and backwards. Loads no model.
+    """Show a recorded run again, step through it, or tell one request's story. Loads no model.
 
     [dim]forge trace-scheduler --requests 64 --trace run.jsonl; forge replay run.jsonl --step[/dim]
+    [dim]forge replay run.jsonl --seq 27[/dim]
     """
-    from forge.trace.recorder import read_trace
-    from forge.views.report import Report
-    from forge.views.serving import serving_object
-    from forge.views.stepper import Stepper, require_terminal
-    from forge.views.terminal import open_console, open_error_console
-
     console = open_console()
     if step:
         require_terminal(console)
@@ -42,6 +49,8 @@ def replay(
     if recorded.note:
         open_error_console().print(f"{options.shown_path(file)}: {recorded.note}", soft_wrap=True)
     history = _history(recorded)
+    if seq is not None:
+        return _story(history, seq, json)
     if step and history.records:
         with Stepper(console, history) as stepper:
             stepper.walk()
@@ -57,9 +66,16 @@ def replay(
     return 0
 
 
+def _story(history: "History", seq_id: int, json: bool) -> "Report":
+    from forge.views.request_story import print_story, request_of
+    from forge.views.serving import request_object
+
+    request = request_of(history.requests(), seq_id)
+    report = Report(request_object(request), lambda console: print_story(console, request, history.records))
+    return report.as_json() if json else report
+
+
 def _history(recorded: "Trace") -> "History":
-    from forge.views.history import History
-    from forge.views.summary import RunLabel
 
     header = recorded.header
     label = RunLabel(header.model, header.kv, header.device, header.device_description)
@@ -70,12 +86,8 @@ def _history(recorded: "Trace") -> "History":
     return history
 
 
-def _show(console, history: "History") -> None:
+def _show(console, history: History) -> None:
     """Every step as a line in a pipe, the last step's picture on a terminal; then what it came to."""
-    from forge.views.scheduler import print_step_line, scheduler_lines
-    from forge.views.serving import print_serving
-    from forge.views.terminal import can_redraw
-
     if can_redraw(console) and history.records:
         for line in scheduler_lines(history, len(history) - 1, console.width, console.height):
             console.print(line)
@@ -101,11 +113,7 @@ def export(
     """
     import json
 
-    from forge.errors import UsageError
     from forge.trace.perfetto import perfetto_object
-    from forge.trace.recorder import TraceError, read_trace
-    from forge.views.figures import count
-    from forge.views.terminal import open_console
 
     if not perfetto:
         raise UsageError("say into which format: --perfetto")

@@ -5,25 +5,29 @@ between two steps, so that what was generated is kept. Here too a run is recorde
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge.cli.options import model_label
+from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import INTERRUPTED, ForgeError
+from forge.trace.records import EndRecord
+from forge.views.loading import LoadingBar
+from forge.views.summary import RunLabel, RunResult
+from forge.views.terminal import open_console, open_error_console
 
 if TYPE_CHECKING:
     from forge.engine.engine import Engine
     from forge.engine.outputs import RequestOutput
-    from forge.engine.sampling_params import SamplingParams
     from forge.llm import LLM
+    from forge.trace.pauses import Pauses
     from forge.trace.recorder import TraceHeader, TraceWriter
-    from forge.trace.records import EndRecord, StepRecord
+    from forge.trace.records import StepRecord
     from forge.views.history import History
-    from forge.views.summary import RunLabel, RunResult
 
 Found = Any
 """What a command may return: a `Report`, which the command line then shows; an exit status; or nothing."""
@@ -32,8 +36,6 @@ Found = Any
 def load_model(engine: EngineArgs | str, **changed: Any) -> "LLM":
     """The model, loaded and ready, with some options changed. What takes long shows on standard error."""
     from forge.llm import LLM
-    from forge.views.loading import LoadingBar
-    from forge.views.terminal import open_error_console
 
     args = replace(engine, **changed) if isinstance(engine, EngineArgs) else EngineArgs(engine, **changed)
     with LoadingBar(open_error_console(), model_label(args.model)) as bar:
@@ -42,8 +44,7 @@ def load_model(engine: EngineArgs | str, **changed: Any) -> "LLM":
     return llm
 
 
-def run_label(llm: "LLM") -> "RunLabel":
-    from forge.views.summary import RunLabel
+def run_label(llm: "LLM") -> RunLabel:
 
     return RunLabel(llm.model_name, llm.kv, llm.device, llm.device_description)
 
@@ -54,8 +55,6 @@ def warm_up(llm: "LLM", prompt: str) -> None:
 
     What a prefix cache would remember of them is forgotten.
     """
-    from forge.engine.sampling_params import SamplingParams
-
     max_tokens = 24 if llm.engine.speculation.proposers else 2
     llm.generate([prompt], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
     forget_prefixes(llm)
@@ -89,6 +88,8 @@ class Driven:
     """Ctrl-C ended it, or the reader who stepped through it."""
     left: bool
     """It was the reader."""
+    outputs: "tuple[RequestOutput, ...]" = ()
+    """Their times, as those of the records, without the time for which the reader looked at steps."""
 
 
 class Watch:
@@ -99,7 +100,6 @@ class Watch:
         self.steps = step
         if step:
             from forge.views.stepper import require_terminal
-            from forge.views.terminal import open_console
 
             require_terminal(open_console())
         self._writer = self._new_writer(trace) if trace is not None else None
@@ -129,16 +129,14 @@ UNWATCHED = Watch()
 def drive(
     llm: "LLM",
     run: AnyRun,
-    params: "SamplingParams",
+    params: SamplingParams,
     on_step: "Callable[[StepRecord], None]",
     watch: Watch = UNWATCHED,
-) -> "RunResult":
+) -> RunResult:
     """Advance `run` to its end, or to Ctrl-C, handing on every step as it happens."""
-    from forge.views.summary import RunResult
-
     driven = advance(llm, llm.engine, run, on_step, watch)
     label = run_label(llm)
-    return RunResult(label, driven.records, run.outputs[0], not params.greedy, driven.interrupted, driven.left)
+    return RunResult(label, driven.records, driven.outputs[0], not params.greedy, driven.interrupted, driven.left)
 
 
 def advance(
@@ -152,13 +150,21 @@ def advance(
     """Advance a run to its end, or to Ctrl-C, under `watch`. Where it is stepped through, `on_step` sees the steps when
     that is over: only one of the two can have the screen. `history`, if given, is fed every step first. Raises
     `ForgeError` if a sample ended as an `error`."""
+    from forge.trace.pauses import Pauses
+
     watch.begin(llm, engine)
+    pauses = Pauses()
     records: list[StepRecord] = []
     stepped = _stepper(llm, engine, history) if watch.steps else None
     if stepped is not None:
         stepper, history = stepped
         with interruption() as requested, stepper:
-            left = _advance(run, records, watch, history, lambda record: stepper.asks_for_another(requested))
+
+            def ask(record: "StepRecord") -> bool:
+                with pauses.pause():
+                    return stepper.asks_for_another(requested)
+
+            left = _advance(map(pauses.step, run), run.abort, records, watch, history, ask)
             if not left:
                 stepper.ended(requested)
             interrupted = requested()
@@ -172,37 +178,43 @@ def advance(
 
         left = False
         with interruption() as requested:
-            interrupted = _advance(run, records, watch, history, show)
-    for output in run.outputs:
+            interrupted = _advance(run, run.abort, records, watch, history, show)
+    outputs = tuple(_without_pauses(output, pauses) for output in run.outputs)
+    for output in outputs:
         watch.record(end_record(output))
-    for sample in [sample for output in run.outputs for sample in output.outputs]:
+    for sample in [sample for output in outputs for sample in output.outputs]:
         if sample.finish_reason == "error":
             raise ForgeError("; ".join(sample.errors))
-    return Driven(tuple(records), interrupted or left, left and not interrupted)
+    return Driven(tuple(records), interrupted or left, left and not interrupted, outputs)
+
+
+def _without_pauses(output: "RequestOutput", pauses: "Pauses") -> "RequestOutput":
+    samples = tuple(replace(sample, metrics=pauses.metrics(sample.metrics)) for sample in output.outputs)
+    return replace(output, outputs=samples)
 
 
 def _advance(
-    run: AnyRun,
+    steps: "Iterable[StepRecord]",
+    abort: "Callable[[], None]",
     records: "list[StepRecord]",
     watch: Watch,
     history: "History | None",
     goes_on: "Callable[[StepRecord], bool]",
 ) -> bool:
-    """Advance a run while `goes_on`; whether it was aborted because that said no."""
-    for record in run:
+    """Take the steps of a run while `goes_on`; whether it was aborted because that said no."""
+    for record in steps:
         records.append(record)
         watch.record(record)
         if history is not None:
             history.feed(record)
         if not goes_on(record):
-            run.abort()
+            abort()
             return True
     return False
 
 
 def _stepper(llm: "LLM", engine: "Engine", history: "History | None"):
     from forge.views.stepper import Stepper
-    from forge.views.terminal import open_console
 
     history = history if history is not None else new_history(llm, engine)
     return Stepper(open_console(), history), history
@@ -236,8 +248,7 @@ def trace_header(llm: "LLM", engine: "Engine") -> "TraceHeader":
     )
 
 
-def end_record(output: "RequestOutput") -> "EndRecord":
-    from forge.trace.records import EndRecord
+def end_record(output: "RequestOutput") -> EndRecord:
 
     samples = output.outputs
     return EndRecord(
@@ -264,5 +275,5 @@ def interruption() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def exit_status(*results: "RunResult") -> int:
+def exit_status(*results: RunResult) -> int:
     return INTERRUPTED if any(result.interrupted and not result.left for result in results) else 0

@@ -1,64 +1,52 @@
 """`forge score` and `forge logprobs`: how likely a text is, token by token, from one forward pass."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from forge.cli import options
-from forge.cli.answering import counting, load_answering
-from forge.cli.running import Found
-
-if TYPE_CHECKING:
-    from forge.views.report import Report
+from forge.cli.answering import AnsweringEngine, counting, load_answering
+from forge.cli.arguments import command
+from forge.engine_args import EngineArgs
+from forge.errors import UsageError
+from forge.views.answers import print_score, score_object
+from forge.views.report import Report
 
 _TOP = typer.Option("--top", help="List this many of the likeliest tokens at each place.", rich_help_panel="Output")
 
 
+@command
 def score(
+    engine: AnsweringEngine,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What comes before; may be empty.")],
     continuation: Annotated[str, typer.Argument(metavar="CONTINUATION", help="What is scored; - reads stdin.")],
     top: Annotated[int, _TOP] = 0,
-    model: options.ModelOption = "tales",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    max_model_len: options.MaxModelLenOption = None,
-    json: options.JsonOption = False,
-) -> Found:
+) -> Report:
     """The log-probability of each token of a continuation, their total, and the perplexity.
 
     [dim]forge score "Once upon a time" ", when the first snow fell"[/dim]
     """
-    loading = {"device": device, "threads": threads, "max_model_len": max_model_len}
-    report = _scored(model, loading, prompt, options.read_prompt(continuation), top)
-    return report.as_json() if json else report
+    return _scored(engine, prompt, options.read_prompt(continuation), top)
 
 
+@command
 def logprobs(
+    engine: AnsweringEngine,
     text: Annotated[str, typer.Argument(metavar="TEXT", help="What is scored; - reads standard input.")],
     top: Annotated[int, _TOP] = 5,
-    model: options.ModelOption = "tales",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    max_model_len: options.MaxModelLenOption = None,
-    json: options.JsonOption = False,
-) -> Found:
+) -> Report:
     """The log-probability of every token of a text, and what else could have stood there.
 
     [dim]forge logprobs "Once upon a time" --top 5[/dim]
     """
-    loading = {"device": device, "threads": threads, "max_model_len": max_model_len}
-    report = _scored(model, loading, "", options.read_prompt(text), top)
-    return report.as_json() if json else report
+    return _scored(engine, "", options.read_prompt(text), top)
 
 
-def _scored(model: str, loading: dict, prompt: str, continuation: str, top: int) -> "Report":
-    from forge.errors import UsageError
-    from forge.views.answers import print_score, score_object
-    from forge.views.report import Report
+def _scored(engine: EngineArgs, prompt: str, continuation: str, top: int) -> Report:
 
     if top < 0:
         raise UsageError(f"--top is a number of tokens, and not {top}")
-    llm = load_answering(model, **loading)
+    llm = load_answering(engine)
     top = min(top, llm.model.vocab_size)
     with counting("score") as on_progress:
         (found,) = llm.score([(prompt, continuation)], top, on_progress=on_progress)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command
+from forge.cli.options import OutputArgs
 from forge.cli.running import (
     INTERRUPTED,
     Found,
@@ -15,16 +17,24 @@ from forge.cli.running import (
     load_model,
     new_history,
 )
+from forge.engine_args import EngineArgs
+from forge.errors import UsageError
+from forge.views.report import Report
+from forge.views.serving import print_serving, print_tenants, serving_object, tenant_objects
+from forge.views.serving_live import serving_view
+from forge.views.terminal import can_redraw, open_console
+from forge.workload.requests import Arrival, Range, WorkloadRun, make_workload
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from forge.bench.workload import Workload
     from forge.llm import LLM
+    from forge.workload.requests import Workload
 
 _WORKLOAD = "Requests"
 
 
+@command
 def trace_scheduler(
     requests: Annotated[
         int, typer.Option("--requests", "-n", help="How many requests.", rich_help_panel=_WORKLOAD)
@@ -40,26 +50,9 @@ def trace_scheduler(
     prompt_tokens: options.PromptTokensOption = "16:64",
     max_tokens: options.OutputTokensOption = "64",
     seed: options.WorkloadSeedOption = 0,
-    model: options.ModelOption = "tales",
-    kv: options.KvOption = "paged",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    max_model_len: options.MaxModelLenOption = None,
-    block_size: options.BlockSizeOption = None,
-    num_blocks: options.NumBlocksOption = None,
-    kv_dtype: options.KvDtypeOption = None,
-    max_num_seqs: options.MaxNumSeqsOption = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokensOption = None,
-    chunked_prefill: options.ChunkedPrefillOption = True,
-    order: options.OrderOption = None,
-    preempt: options.PreemptOption = None,
-    mode: options.ModeOption = None,
-    num_host_blocks: options.NumHostBlocksOption = None,
-    speculate: options.SpeculateOption = None,
-    draft: options.DraftOption = None,
-    k: options.KOption = None,
-    speculate_fixed: options.SpeculateFixedOption = False,
-    acceptance: options.AcceptanceOption = None,
+    *,
+    engine: Annotated[EngineArgs, Takes(kv="paged")],
+    output: Annotated[OutputArgs, Takes(without="show pace")],
     tenants: Annotated[
         str | None,
         typer.Option(
@@ -68,14 +61,6 @@ def trace_scheduler(
             rich_help_panel=_WORKLOAD,
         ),
     ] = None,
-    trace: options.TraceOption = None,
-    step: options.StepOption = False,
-    check: options.CheckOption = False,
-    svg: options.SvgOption = None,
-    lines: Annotated[
-        bool, typer.Option("--lines/--no-lines", help="In a pipe, a line for each step.", rich_help_panel="Output")
-    ] = True,
-    json: options.JsonOption = False,
 ) -> Found:
     """Run many requests at once and see who runs, who waits, and why.
 
@@ -83,38 +68,13 @@ def trace_scheduler(
 
     [dim]forge trace-scheduler --requests 64 --num-blocks 48 --preempt lifo --mode recompute --step[/dim]
     """
-    from forge.bench.workload import Arrival, Range, make_workload
-
-    options.check_speculation(speculate, draft, k, acceptance)
-    limits = _tenants(tenants, speculate)
+    limits = _tenants(tenants, engine.speculate)
     prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
     output_range = Range.parse(max_tokens, "--max-tokens")
     arrivals = Arrival.parse(arrival)
-    watch = Watch(trace, step)
-    loading = options.model_options(
-        kv=kv,
-        device=device,
-        threads=threads,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        kv_dtype=kv_dtype,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        chunked_prefill=chunked_prefill,
-        order=order,
-        preempt=preempt,
-        mode=mode,
-        num_host_blocks=num_host_blocks,
-        speculate=speculate,
-        draft=draft,
-        k=k,
-        speculate_fixed=speculate_fixed or None,
-        acceptance=acceptance,
-        check=check,
-    )
-    llm = load_model(model, **loading)
-    priorities = order == "priority"
+    watch = Watch(output.trace, output.step)
+    llm = load_model(engine)
+    priorities = engine.order == "priority"
     workload = make_workload(
         llm.tokenizer, requests, prompt_range, output_range, arrivals, priorities=priorities, seed=seed
     )
@@ -125,13 +85,11 @@ def trace_scheduler(
             for number, one in enumerate(workload.requests)
         ),
     )
-    return _run(llm, workload, watch, svg, lines, json, limits)
+    return _run(llm, workload, watch, output, limits)
 
 
-def _tenants(text: str | None, speculate: str | None) -> tuple[int, ...]:
+def _tenants(text: str | None, speculate: object) -> tuple[int, ...]:
     """Each tenant's draft tokens per cycle. Raises `UsageError` for what is no list of numbers."""
-    from forge.errors import UsageError
-
     if text is None:
         return ()
     if speculate in (None, "off"):
@@ -141,31 +99,23 @@ def _tenants(text: str | None, speculate: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _run(
-    llm: "LLM", workload: "Workload", watch: Watch, svg, lines: bool, json: bool, tenants: tuple[int, ...]
-) -> Found:
-    from forge.bench.workload import WorkloadRun
-    from forge.errors import UsageError
-    from forge.views.report import Report
-    from forge.views.serving import print_serving, print_tenants, serving_object, tenant_objects
-    from forge.views.serving_live import serving_view
-    from forge.views.terminal import can_redraw, open_console
+def _run(llm: "LLM", workload: "Workload", watch: Watch, output: OutputArgs, tenants: tuple[int, ...]) -> Found:
 
     engine = llm.engine
     engine.report_probabilities = False  # they are not shown
     history = new_history(llm, engine)
     run = WorkloadRun(engine, workload)
     console = open_console()
-    quiet = json or watch.steps or not (lines or can_redraw(console))
+    quiet = output.json or watch.steps or not (output.lines or can_redraw(console))
     with serving_view(console, history, quiet) as view:
         driven = advance(llm, engine, run, view.step, watch, history)
     if not history.records and run.refused:
         raise UsageError(f"no request can run: {run.refused[0][1]}")
     history.end([end_record(output) for output in run.outputs])
-    if svg is not None:
+    if output.svg is not None:
         from forge.views.picture import save_serving
 
-        save_serving(svg, history)
+        save_serving(output.svg, history)
     requests = history.requests()
     numbered = [(int((one.request_id or "0").rpartition("-")[2]), one) for one in requests]
     by_tenant = [
@@ -182,4 +132,4 @@ def _run(
         draw,
         INTERRUPTED if driven.interrupted and not driven.left else 0,
     )
-    return report.as_json() if json else report
+    return report.as_json() if output.json else report

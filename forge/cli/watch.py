@@ -1,13 +1,23 @@
 """`forge watch URL`: the steps of a server that runs elsewhere, as `forge serve --live` shows its own."""
 
+import json
+import urllib.error
+import urllib.request
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
+from forge.errors import UsageError
+from forge.server.settings import is_loopback
+from forge.trace.codec import codec_of
+from forge.trace.records import StepRecord
+from forge.views.summary import RunLabel
+from forge.views.terminal import open_console
+from forge.views.traffic import Traffic
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from forge.trace.records import StepRecord
 
 
 def watch(
@@ -18,10 +28,6 @@ def watch(
 
     [dim]forge watch http://127.0.0.1:8080[/dim]
     """
-    from forge.views.summary import RunLabel
-    from forge.views.terminal import open_console
-    from forge.views.traffic import Traffic
-
     with Traffic(open_console(), RunLabel(url, "", "", "")) as traffic:
         for record in steps_of(url, api_key):
             traffic.step(record)
@@ -30,16 +36,6 @@ def watch(
 
 def steps_of(url: str, api_key: str | None) -> "Iterator[StepRecord]":
     """The steps of the server at `url` from now on, until it ends. Raises `UsageError` where it gives none."""
-    import json
-    import urllib.error
-    import urllib.request
-    from urllib.parse import urlsplit
-
-    from forge.errors import UsageError
-    from forge.server.settings import is_loopback
-    from forge.trace.codec import codec_of
-    from forge.trace.records import StepRecord
-
     decode = codec_of(StepRecord).decode
     address = (url if "//" in url else f"http://{url}").rstrip("/").removesuffix("/v1") + "/debug/steps"
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}

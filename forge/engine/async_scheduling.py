@@ -2,9 +2,10 @@
 
 A device that computes by itself idles while the host reads tokens, plans, and builds the next batch: with a small
 model, for longer than a step takes. But what follows a step of plain decodes is nearly known: the same sequences, one
-position further. Only the tokens are missing, and those the device has itself: an input token may be "the argmax of row
-r of the forward before this one". So step n + 1 is launched before step n is read ("asynchronous scheduling" in vLLM,
-the "overlap scheduler" of SGLang).
+position further. Only the tokens are missing, and those the device has itself: an input token may be "the token of row
+r of the forward before this one", which is its argmax, or what the device drew from it (`DeviceLogits.sample`: the same
+definition of sampling, so the same token as on the host). So step n + 1 is launched before step n is read
+("asynchronous scheduling" in vLLM, the "overlap scheduler" of SGLang).
 
     device   [ step n     ][ step n + 1 ][ step n + 2 ]
     host       plan n + 1 ·read n·  plan n + 2 ·read n + 1·
@@ -14,8 +15,8 @@ What can go wrong, and what becomes of it:
 - Step n ends a sequence (end of text, a stop string). Then its row of step n + 1 is wasted and thrown away
   (`StepRecord.discarded`); what was reserved for it went back with all that it had. A sequence that gets its last
   allowed token in step n is left out from the start. An abort is the same.
-- A request arrives, a block is missing, a token must be drawn or shown with its probability, draft tokens are to be
-  verified: then step n is read first, and the scheduler decides as ever.
+- A request arrives, a block is missing, a token must be shown with its probability or obey a grammar, draft tokens are
+  to be verified: then step n is read first, and the scheduler decides as ever.
 - A block of a sequence that ended may be given to another while step n + 1 has yet to write into it: the device works
   in order, so the other's forward comes later and writes over it. It was never in an index: those learn tokens at
   `commit`.
@@ -33,7 +34,7 @@ from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
 from forge.model.forward_batch import ForwardBatch
-from forge.model.logits import Logits
+from forge.model.logits import Draw, Logits
 from forge.trace.records import MaxNumSeqs, NoBlocks
 
 
@@ -75,10 +76,13 @@ class AsyncScheduling:
             self._refused_at = self._state() if refused else None
             step = launch(plan, started)
         started = time.perf_counter()
-        following = self._plan_next(step.plan) if may_look_ahead else None
+        on_device = None if isinstance(step.logits, np.ndarray) else step.logits
+        following = self._plan_next(step.plan, on_device is not None) if may_look_ahead else None
         if following is not None:
-            if not isinstance(step.logits, np.ndarray):
-                step.logits.release()  # nothing but its argmax will be read
+            if on_device is not None:
+                if not all(item.sequence.params.plain_greedy for item in step.plan.items):
+                    on_device.sample([_draw(item.sequence) for item in step.plan.items])
+                on_device.release()  # nothing but its tokens will be read
             self.in_flight = launch(following, started)
         return step
 
@@ -114,16 +118,17 @@ class AsyncScheduling:
         scheduler = self._scheduler
         return len(scheduler.queue.sequences), len(scheduler.retained.sequences), scheduler.num_finished
 
-    def _plan_next(self, plan: StepPlan) -> StepPlan | None:
+    def _plan_next(self, plan: StepPlan, can_draw: bool) -> StepPlan | None:
         """The step after `plan`: its sequences one position further, each with a slot reserved.
 
-        None, with nothing changed, where what follows does not follow from `plan` alone.
+        can_draw: the device can choose tokens that are not the argmax. None, with nothing changed, where what follows
+        does not follow from `plan` alone.
         """
         cache, running = self._scheduler.cache, self._scheduler.running
         if self.may_admit() or not cache.persistent:
             return None
         following = [(row, item) for row, item in enumerate(plan.items) if item.seq_id in running]
-        if len(following) < len(running) or not _is_plain(plan):
+        if len(following) < len(running) or not _is_plain(plan, can_draw):
             return None
         following = [(row, item) for row, item in following if not _ends_with(item, item.sequence)]
         if not following or sum([cache.blocks_needed(item.seq_id, 1) for _, item in following]) > cache.num_available:
@@ -136,8 +141,8 @@ class AsyncScheduling:
         return StepPlan(tuple(items), copies=tuple(copies), ahead=True)
 
 
-def _is_plain(plan: StepPlan) -> bool:
-    """True if a step is nothing but greedy decodes, each with one row of logits."""
+def _is_plain(plan: StepPlan, can_draw: bool) -> bool:
+    """True if a step is nothing but decodes, each with one row of logits from which the device can choose its token."""
     if plan.separate or plan.swap_ins or plan.exhausted:
         return False
     return all(
@@ -145,9 +150,14 @@ def _is_plain(plan: StepPlan) -> bool:
         and item.num_tokens == len(item.logit_rows) == 1
         and item.samples
         and not item.num_draft_tokens
-        and item.sequence.params.plain_greedy
+        and (item.sequence.params.plain_greedy or (can_draw and item.sequence.params.needs_token_only))
         for item in plan.items
     )
+
+
+def _draw(sequence: Sequence) -> Draw:
+    """The next token of a sequence. All tokens before it are known: the step before has been committed."""
+    return Draw(sequence.params, sequence.seed, sequence.sample_index, sequence.token_ids, sequence.num_prompt_tokens)
 
 
 def _ends_with(item: PlanItem, sequence: Sequence) -> bool:

@@ -33,10 +33,12 @@ class StepLogits:
     argmax: list[int]
     """The token with the greatest logit, or the first NaN."""
     max_logit: list[float]
+    sampled: bool = False
+    """Async scheduling: the device chose the tokens, and `argmax` and `max_logit` are those and their logits."""
 
     @classmethod
     def of(cls, rows: Logits) -> "StepLogits":
-        return cls(rows, *argmax_rows(rows))
+        return cls(rows, *argmax_rows(rows), sampled=not isinstance(rows, np.ndarray) and rows.sampled)
 
 
 @dataclass
@@ -129,7 +131,7 @@ class Sampler:
 
     def _next_token(self, sequence: Sequence, logits: StepLogits, row: int) -> Outcome:
         """Choose a sequence's next token from one row."""
-        if sequence.params.plain_greedy and not self._report_probabilities:
+        if logits.sampled or (sequence.params.plain_greedy and not self._report_probabilities):
             if not math.isfinite(logits.max_logit[row]):
                 check_max_logit(logits.max_logit[row])  # raises; the rows may have been released
             own = None if self._on_logits is None else logits.rows[row]

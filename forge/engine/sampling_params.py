@@ -119,9 +119,13 @@ class SamplingParams:
     @cached_property
     def plain_greedy(self) -> bool:
         """Whether the likeliest token is the choice and nothing else about it is asked for."""
-        if self.structured is not None:
-            return False
-        return self.greedy and not self.changes_logits and self.logprobs is None and not self.min_tokens
+        return self.greedy and not self.changes_logits and self.needs_token_only
+
+    @cached_property
+    def needs_token_only(self) -> bool:
+        """Whether the logits, the sampling parameters and the tokens so far decide the token, and nothing else about
+        it is asked for. Then a device can choose it."""
+        return self.structured is None and self.logprobs is None and not self.min_tokens
 
     @cached_property
     def changes_logits(self) -> bool:

@@ -47,7 +47,7 @@ class PlanItem(NamedTuple):
     forks: tuple[ForkSlots, ...] = ()
     """Each computes as many rows as the item, with draft tokens of its own."""
     follows: int | None = None
-    """Async scheduling: the input token is the argmax of this row of the previous step."""
+    """Async scheduling: the input token is the token of this row of the previous step."""
     num_published: int = 0
     """Prefill-only: tokens, from the first on, whose blocks stay cached when the step is over."""
 

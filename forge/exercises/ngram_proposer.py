@@ -3,18 +3,17 @@ how many of its draft tokens a held-out text accepts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-import forge.bench
 from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
 from forge.exercises.exercise import Exercise, Rule, Trial
 from forge.speculation.ngram import NgramProposer
 from forge.testing import check_proposer
+from forge.workload.judging import HELD_OUT
 
 _GREEDY = SamplingParams()
 _K = 4
@@ -151,7 +150,7 @@ def check(piece: ModuleType) -> None:
         for _ in range(20):
             trial.known("follows", rng.integers(0, 3, length).tolist(), _K)
     check_proposer(piece.MyProposer, [[1, 2, 3, 9, 1, 2], [1, 2, 1, 2]])
-    text = list((Path(forge.bench.__file__).parent / "held_out.txt").read_bytes())[:6000]
+    text = list(HELD_OUT.read_bytes())[:6000]
     ours, theirs = _accepted(piece.MyProposer(), text), _accepted(NgramProposer(2, 4), text)
     said = f"of a text of {len(text)} bytes it got {ours} draft tokens accepted, and forge's own {theirs}"
     trial.calls.clear()

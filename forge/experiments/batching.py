@@ -13,9 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.bench.engine import Measured, identical, measure_all, speed_up
-from forge.bench.workload import Arrival as WorkloadArrival
-from forge.bench.workload import Range, Workload, WorkloadRun, make_workload
 from forge.cli import options
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
@@ -33,10 +30,13 @@ from forge.views.report import Report
 from forge.views.serving import totals_object
 from forge.views.summary import RunLabel
 from forge.views.terminal import new_table, open_error_console, print_table
+from forge.workload.requests import Arrival as WorkloadArrival
+from forge.workload.requests import Range, Workload, WorkloadRun, make_workload
+from forge.workload.ways import Measured, identical, measure_all, speed_up
 
 if TYPE_CHECKING:
-    from forge.bench.engine import How
     from forge.llm import LLM
+    from forge.workload.ways import How
 
 _WORKLOAD = "Requests"
 BATCHES = (1, 4, 16)

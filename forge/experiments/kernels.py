@@ -4,7 +4,6 @@
 """
 
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from forge.views.bench import BenchProgress
 from forge.views.charts import Curve, line_plot, row_of
 from forge.views.figures import count, ms, percent, size
 from forge.views.json_output import as_object
-from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE, sequence_style
+from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.report import Report
 from forge.views.terminal import new_table, open_error_console, print_table
 
@@ -45,8 +44,6 @@ Progress = Callable[[str], None]
 """Called with what is about to be done."""
 Work = tuple[Case, Callable[[], object]]
 QUESTION = "What does a forward pass wait for?"
-BUSY = 1.0
-"""Processes that wanted a CPU in the minute before; from there on two threads are in one another's way."""
 _HEIGHT = 9
 _MAX_WIDTH = 66
 _MARKS = "●○◆◇■□"
@@ -165,8 +162,6 @@ class KernelsResult:
 
     limits: Limits
     models: tuple[Measured, ...]
-    load_average: float | None = None
-    """Of the minute before, where the system tells: how many processes wanted a CPU."""
 
 
 def run(
@@ -186,7 +181,6 @@ def run(
     for name in types:
         find_quantization(name)
     path = resolve_model(model) if model is not None else None
-    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     on_progress("what this machine can do")
     before = _limits(threads)
     measured = []
@@ -197,7 +191,7 @@ def run(
         with _made_up(name) as path:
             measured.append(_measure_model(path, threads, on_progress))
     on_progress("what this machine can do, once more")
-    return KernelsResult(before.or_better(_limits(threads)), tuple(measured), load_average)
+    return KernelsResult(before.or_better(_limits(threads)), tuple(measured))
 
 
 def _limits(threads: int | None) -> Limits:
@@ -305,13 +299,9 @@ def print_kernels(console: Console, result: KernelsResult) -> None:
     console.print(Text(QUESTION, TITLE))
     console.print()
     console.print(limits_sentence(limits))
-    if result.load_average is not None and result.load_average > BUSY:
-        busy = f"Something else keeps this machine busy (load {result.load_average:.1f}): take the figures with care."
-        console.print(Text(busy, TROUBLE))
     for model in result.models:
         console.print()
-        reads = f"every pass reads {size(model.passes[0].bytes_read)} of weights, {_threads(model.threads)}"
-        console.print(Text.assemble((model.name, TITLE), (f"  {reads}", QUIET)))
+        console.print(Text.assemble((model.name, TITLE), (f"  {reads(model)}, {_threads(model.threads)}", QUIET)))
         print_table(console, _table(model, limits))
     console.print()
     for line in roofline(result, console.width):
@@ -328,6 +318,18 @@ def limits_sentence(limits: Limits) -> str:
     return (
         f"This machine reads {memory:.1f} GB/s from memory and does {products:,.0f} G int8 products/s: "
         f"{limits.ridge:.1f} products in the time of one byte."
+    )
+
+
+def reads(model: Measured) -> str:
+    """The weights that a pass reads: of a mixture of experts more, the more rows there are."""
+    one, most = model.passes[0], model.passes[-1]
+    if not model.size.expert_bytes or most is one:
+        return f"every pass reads {size(one.bytes_read)} of weights"
+    used = model.size.bytes_of_used_experts(most.rows) / model.size.expert_bytes
+    return (
+        f"a row reads {size(one.bytes_read)} of {size(model.size.weight_bytes)} of weights, {count(most.rows)} rows "
+        f"{size(most.bytes_read)} ({percent(used)} of the experts)"
     )
 
 

@@ -1,4 +1,4 @@
-"""8. Not every request has a long life: judge, classify, score, embed.
+"""8. Prefill-only requests: judge, classify, score, embed.
 
 [dim]forge oneshot --only run --requests 64[/dim]
 """
@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from forge.bench.judging import JudgeRun, judge_prompts, run_requests
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.compare_judging import LIVES
@@ -25,6 +24,7 @@ from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.report import Report
 from forge.views.summary import RunLabel
 from forge.views.terminal import new_table, open_error_console, print_table
+from forge.workload.judging import JudgeRun, judge_prompts, run_requests
 
 WARM_UP = 2
 """Requests that are not timed."""

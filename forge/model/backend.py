@@ -117,7 +117,7 @@ class Operations(ABC):
         self, x: Array, router: Array, gate: Array, up: Array, down: Array, num_used: int, normalize: bool
     ) -> Array:
         """A routed feed-forward: `[T, hidden]` → `[T, hidden]`, the weighted sum of the `num_used` experts that the
-        router (`[experts, hidden]`) finds likeliest, each down · (silu(gate · x) * (up · x)).
+        router (`[experts, hidden]`) gives the largest logits, each down · (silu(gate · x) * (up · x)).
 
         The weights are the softmax over all experts, made to sum to 1 over the chosen ones if `normalize`. Experts are
         added in ascending order. (Shazeer et al. 2017)

@@ -5,8 +5,8 @@ architecture, RoPE scaling other than YaRN, a split file. `check_tensors` then h
 them. A file that passes both has every weight the model needs, in the shape that it needs, and nothing besides that
 could change the output.
 
-Refused rather than ignored: every tensor that is not in `expected_tensors`. A bias or a `rope_freqs.weight` that nobody
-adds would leave a model that runs and says something else; and no tensor of a Qwen3 file is without effect.
+Refused rather than ignored: every tensor that is not in `expected_tensors`. A bias or a `rope_freqs.weight` left out
+would give a model that runs and says something else; and no tensor of a Qwen3 file is without effect.
 
 Names and defaults are llama.cpp's (`load_hparams` in src/llama-model.cpp).
 """

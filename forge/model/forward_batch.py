@@ -16,9 +16,9 @@ class ForwardBatch:
     """T rows of S sequences, R of which need logits. All arrays are int32 and C-contiguous."""
 
     token_ids: np.ndarray
-    """`[T]` the token of each row. Below 0, for models that run ahead (`Model.runs_ahead`): the likeliest token of row
-    `-1 - token_ids[t]` of the logits of the forward before this one on the same storage, whether or not the host has
-    looked at those."""
+    """`[T]` the token of each row. Below 0, for models that run ahead (`Model.runs_ahead`): the token of row
+    `-1 - token_ids[t]` of the forward before this one on the same storage, whether or not the host has read it: the
+    argmax of that row's logits, or what `DeviceLogits.sample` chose."""
     positions: np.ndarray
     """`[T]` the absolute position of each row in its own sequence, counted from 0."""
     cu_seqlens: np.ndarray

@@ -70,13 +70,13 @@ class HashModel(Model):
         runs_ahead: bool = False,
     ):
         """said: the token ids that it says, nearly always. eos_probability: the share of contexts that it ends after;
-        after all others it never does. agreement: below 1 a draft, whose likeliest token is that of the model with
+        after all others it never does. agreement: below 1 a draft, whose argmax is that of the model with
         agreement 1 in this share of all contexts, and another one in the rest. runs_ahead: whether it remembers what
-        was likeliest in the forward before, as a device does; it does not compute any later for that."""
+        was the argmax in the forward before, as a device does; it does not compute any later for that."""
         self.vocab_size = vocab_size
         self._eos_token_id, self._eos_probability, self._agreement = eos_token_id, eos_probability, agreement
         self.runs_ahead = runs_ahead
-        self._likeliest: WeakKeyDictionary[NumpyKvStorage, np.ndarray] = WeakKeyDictionary()
+        self._argmax: WeakKeyDictionary[NumpyKvStorage, np.ndarray] = WeakKeyDictionary()
         """Of each row of the last forward on a storage, where it runs ahead."""
         self._bias = np.full(vocab_size, _UNSAID)
         self._bias[list(said)] = 0
@@ -102,7 +102,7 @@ class HashModel(Model):
 
         token_ids = batch.token_ids
         if token_ids.min() < 0:
-            token_ids = np.where(token_ids < 0, self._likeliest[storage][np.maximum(-1 - token_ids, 0)], token_ids)
+            token_ids = np.where(token_ids < 0, self._argmax[storage][np.maximum(-1 - token_ids, 0)], token_ids)
         keys.reshape(-1)[slots] = token_ids[written]
         tokens = keys[tables].reshape(len(tables), -1)  # [S, positions]
         states = np.cumsum(_mixed(tokens + places), axis=1, dtype=np.uint32)
@@ -113,7 +113,7 @@ class HashModel(Model):
         rows = batch.logit_rows
         logits = self._logits(_mixed(contexts[owners[rows], batch.positions[rows]]))
         if self.runs_ahead:
-            self._likeliest[storage] = logits.argmax(axis=1)
+            self._argmax[storage] = logits.argmax(axis=1)
         return logits
 
     def temporary_bytes(self, num_rows: int, num_logit_rows: int) -> int:

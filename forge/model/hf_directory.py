@@ -40,7 +40,7 @@ from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 from forge.trace.records import Pooling
 
 CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "model.safetensors", "tokenizer.json"
-GENERATION_CONFIG = "generation_config.json"
+GENERATION_CONFIG, POOLING = "generation_config.json", "1_Pooling/config.json"
 MODEL_TYPE, MOE_MODEL_TYPE = "qwen3", "qwen3_moe"
 CLASSIFICATION = "Qwen3ForSequenceClassification"
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3Model", CLASSIFICATION, "Qwen3MoeForCausalLM")
@@ -76,6 +76,8 @@ _OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down
 """Which here are a matrix for each expert, and in GGUF one tensor."""
 _SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _BYTES_COMPARED = 16 << 20
+_POOLINGS: dict[Pooling, tuple[str, ...]] = {"last": ("lasttoken",), "mean": ("mean_tokens", "mean")}
+"""sentence-transformers' names."""
 
 
 class ModelFolderError(ForgeError):
@@ -91,12 +93,11 @@ class ModelFolderError(ForgeError):
 class HuggingFaceDirectory:
     """An open Hugging Face folder: a `WeightSource`. Made by `HuggingFaceDirectory.open`; a context manager."""
 
-    pooling: Pooling = "last"
-
     def __init__(self, path: Path, config: Qwen3Config, files: Mapping[str, SafetensorsFile]):
         """`files` has the file of each tensor by Hugging Face's name. Checks that they are the tensors of `config`."""
         self.path, self.config = path, config
         self._files, self._body = files, _body(files)
+        self.pooling = _pooling(path / POOLING)
         self.default_sampling: Mapping[str, float] = _recommended_sampling(path / GENERATION_CONFIG)
         _check_tensors(path, config, files)
         names = expected_tensors(config)
@@ -437,6 +438,19 @@ def _recommended_sampling(path: Path) -> dict[str, float]:
     """What generation_config.json recommends; nothing where there is none, or where it recommends greedy decoding."""
     values = _read_json(path) if path.is_file() else {}
     return recommended_sampling(values, {name: name for name in _SAMPLING}) if values.get("do_sample") else {}
+
+
+def _pooling(path: Path) -> Pooling:
+    """What sentence-transformers says of the folder; the last token where it says nothing, as all Qwen3 models do."""
+    if not path.is_file():
+        return "last"
+    values = _read_json(path)
+    modes = [name.removeprefix("pooling_mode_") for name in values if name.startswith("pooling_mode_") and values[name]]
+    stated = "+".join(modes) or values.get("pooling_mode", "lasttoken")
+    for pooling, names in _POOLINGS.items():
+        if stated in names:
+            return pooling
+    raise ModelFolderError(path, "pooling_mode", f"{printable(str(stated))} is not supported: forge pools last or mean")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

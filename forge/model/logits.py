@@ -5,9 +5,50 @@ on the device, and only the rows that are asked for are copied. Greedy sampling 
 row, and `argmax_rows` copies no more: 8 bytes a row instead of 600,000.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+
+
+class TokenChoice(Protocol):
+    """How a row's token is chosen: fields of `SamplingParams`."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def logit_bias(self) -> Any:
+        """Pairs of token id and what is added to its logit."""
+        ...
+
+    @property
+    def changes_logits(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One row's choice of a token: the arguments of `forge.engine.sampling.choose_token`."""
+
+    params: TokenChoice
+    seed: int
+    """Below 2^64."""
+    sample_index: int
+    history: Sequence[int]
+    """The tokens before it, prompt included: their number is the position of the draw."""
+    num_prompt_tokens: int
 
 
 @runtime_checkable
@@ -33,8 +74,17 @@ class DeviceLogits(Protocol):
         """All rows."""
         ...
 
+    sampled: bool
+    """True once `sample` has been called."""
+
     def argmax_rows(self) -> tuple[list[int], list[float]]:
-        """As the function `forge.engine.sampler.argmax_rows`."""
+        """As the function `forge.engine.sampler.argmax_rows`; after `sample`, the tokens that it chose and their
+        logits, with the maximum in place of the logit where that is not finite."""
+        ...
+
+    def sample(self, draws: Sequence[Draw]) -> None:
+        """Choose a token for each row on the device, as `choose_token` does. The next step may take it as its input.
+        Waits for nothing. Called at most once, before the next step is launched and before `argmax_rows`."""
         ...
 
     def release(self) -> None:

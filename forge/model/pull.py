@@ -49,7 +49,13 @@ if TYPE_CHECKING:
 PullProgress = Callable[[str, int, int], None]
 """Called with (file name, bytes of it that are here, bytes in all)."""
 
-BESIDE_WEIGHTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+BESIDE_WEIGHTS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "1_Pooling/config.json",
+)
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 TIMEOUT_SECONDS = 15.0
 _CHUNK = 1 << 16
@@ -175,24 +181,31 @@ def _check_config(repository: _Repository, file: _RemoteFile, target: Path, toke
         raise PullError(f"{repository.name}: {problem}; nothing was downloaded") from None
 
 
+def _place(file: _RemoteFile, target: Path) -> Path:
+    """Where a file will lie: a GGUF file's folder in the repository is not kept."""
+    return target / (file.name if file.name in BESIDE_WEIGHTS else Path(file.name).name)
+
+
 def _is_here(file: _RemoteFile, target: Path) -> bool:
-    path = target / Path(file.name).name
+    path = _place(file, target)
     return path.is_file() and path.stat().st_size == file.bytes and _digest_of(path, file.digest) == file.digest
 
 
 def _partial(repository: _Repository, file: _RemoteFile, target: Path) -> Path:
     """Where a file lies until it is whole: for another version of it another place."""
     version = (file.digest or repository.commit).removeprefix("git:")[:16]
-    return target / f".{Path(file.name).name}.{version}.partial"
+    path = _place(file, target)
+    return path.with_name(f".{path.name}.{version}.partial")
 
 
 def _fetch(
     repository: _Repository, file: _RemoteFile, target: Path, token: str | None, on_progress: PullProgress | None
 ) -> None:
     """Bring one file, unless it is here: from where an earlier attempt stopped, verified, under its name at the end."""
-    path = target / Path(file.name).name
+    path = _place(file, target)
     if _is_here(file, target):
         return
+    path.parent.mkdir(exist_ok=True)
     partial = _partial(repository, file, target)
     if partial.exists() and partial.stat().st_size > file.bytes:
         partial.unlink()
@@ -209,7 +222,7 @@ def _fetch(
             f"{_brief(file.digest)}; it was removed, pull it again"
         )
     os.replace(partial, path)
-    for stale in target.glob(f".{path.name}.*.partial"):
+    for stale in path.parent.glob(f".{path.name}.*.partial"):
         stale.unlink(missing_ok=True)
 
 

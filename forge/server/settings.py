@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Literal
+from typing import Literal, get_args
 
 from forge.errors import UsageError
+from forge.option import option
 
 _DAY = 86_400.0
+OnEngineDeath = Literal["exit", "restart"]
 
 
 def is_loopback(host: str) -> bool:
@@ -21,7 +23,8 @@ def is_loopback(host: str) -> bool:
 class Limits:
     """What a request may ask for at most."""
 
-    max_body_bytes: int = 4 << 20
+    max_queue: int = option(2048, "Unfinished prompts before 429.", "Limits")
+    max_body_bytes: int = option(4 << 20, "Size of a request.", "Limits")
     max_prompts: int = 128
     max_n: int = 16
     max_choices: int = 256
@@ -29,17 +32,14 @@ class Limits:
     max_stop: int = 4
     max_stop_chars: int = 256
     max_logprobs: int = 20
-    max_queue: int = 2048
-    """Unfinished prompts above which new ones are sent away with 429."""
-    header_timeout: float = 10.0
-    """Seconds for a request's head, from the connection or the last answer on."""
+    stall_timeout: float = option(30.0, "Seconds that a streaming client may stall.", "Limits")
+    """That it may take nothing before its request is aborted."""
+    header_timeout: float = option(10.0, "Seconds for a request to arrive.", "Limits")
+    """For its head, from the connection or the last answer on."""
     body_timeout: float = 30.0
     keep_alive: float = 15.0
     """Seconds that an idle connection stays open."""
-    stall_timeout: float = 30.0
-    """Seconds that a streaming client may take nothing before its request is aborted."""
-    grace: float = 10.0
-    """Seconds that running requests have to finish after SIGTERM."""
+    grace: float = option(10.0, "Seconds to finish after SIGTERM.", "Limits")
 
     def __post_init__(self):
         for name in ("max_body_bytes", "max_queue"):
@@ -53,24 +53,30 @@ class Limits:
 class Settings:
     """How a server runs: its address, its keys and its limits."""
 
-    host: str = "127.0.0.1"
-    port: int = 8080
-    api_key: str | None = None
-    allow_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8080, "Port to listen on; 0 takes any.")
+    api_key: str | None = option(None, "What clients must send; /health is open.", "Server", envvar="FORGE_API_KEY")
+    allow_origins: tuple[str, ...] = option(
+        (), "A web origin that may call; may be repeated.", "Server", flags="--allow-origin"
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (), "A name that requests may be for; may be repeated.", "Server", flags="--allowed-host"
+    )
     """Names that a request's `Host` may have beside `localhost`, an IP address and `host`."""
-    debug_texts: bool = False
-    """Whether `/debug/steps` shows the clients' token ids and texts."""
-    model_names: tuple[str, ...] = ()
-    """What clients may call the model; the first is what it calls itself."""
-    log_interval: float = 10.0
-    """Seconds between two lines about throughput; 0 for none."""
-    on_engine_death: Literal["exit", "restart"] = "exit"
-    """What the server does when the engine's process dies: exit with status 1, or start another."""
+    debug_texts: bool = option(False, "Show clients' texts in /debug/steps.", "Server")
+    model_names: tuple[str, ...] = option((), "What clients call the model.", "Server", flags="--served-model-name")
+    """The first is what it calls itself."""
+    log_interval: float = option(10.0, "Seconds between two lines about throughput; 0 for none.", "Server")
+    on_engine_death: OnEngineDeath = option(
+        "exit", "When the engine's process dies: exit, or restart another.", "Server"
+    )
+    """`exit` ends the server with status 1, `restart` starts another process."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self):
         _check("log_interval", self.log_interval, 0 <= self.log_interval <= _DAY, "0, for no lines, to a day")
+        if self.on_engine_death not in get_args(OnEngineDeath):
+            raise UsageError(f"--on-engine-death is exit or restart, and not {self.on_engine_death!r}")
 
 
 def _check(name: str, value: float, holds: bool, wanted: str) -> None:

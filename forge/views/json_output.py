@@ -23,16 +23,16 @@ def to_json(value: Any) -> str:
 def as_object(value: Any, *properties: str, without: Sequence[str] = ()) -> dict[str, Any]:
     """A dataclass as a JSON object: its fields but those in `without`, then the named properties."""
     names = [field.name for field in fields(value) if field.name not in without]
-    return {name: _plain(getattr(value, name)) for name in (*names, *properties)}
+    return {name: plain(getattr(value, name)) for name in (*names, *properties)}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Dataclasses as objects, tuples as lists, however deep."""
     if is_dataclass(value):
         return as_object(value)
     if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def run_object(result: RunResult, token_text) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from forge.bench.judging import JudgeRun
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
 from forge.views.figures import count, plural, rate, size, times
 from forge.views.metrics import verdict, with_unit
@@ -14,6 +13,7 @@ from forge.views.palette import QUIET, TITLE
 from forge.views.summary import RunLabel
 from forge.views.terminal import print_table
 from forge.views.text import one_line
+from forge.workload.judging import JudgeRun
 
 
 def judging_object(label: RunLabel, names: Sequence[str], runs: Sequence[JudgeRun], prompt_tokens: int):

@@ -6,8 +6,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from forge.bench.engine import Measured, identical
-from forge.bench.workload import Workload
 from forge.trace.totals import Percentiles
 from forge.views.curves import short_name
 from forge.views.figures import NOTHING, count, ms, percent, plural, rate, times
@@ -16,6 +14,8 @@ from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.serving import totals_object
 from forge.views.summary import RunLabel
 from forge.views.terminal import new_table, print_table
+from forge.workload.requests import Workload
+from forge.workload.ways import Measured, identical
 
 _QUESTIONS = {
     "--requests": "What do more requests change for each of them?",

@@ -17,7 +17,7 @@ from forge.trace.explain import (
     explain_finish,
     explain_preemption,
 )
-from forge.trace.records import Execution, FinishRecord, ItemRecord, StepRecord, WaitReason
+from forge.trace.records import Execution, FinishRecord, ItemRecord, NoBlocks, StepRecord, WaitReason
 from forge.trace.totals import percentile
 from forge.views.charts import bar, sparkline
 from forge.views.figures import count, ms, percent, plural
@@ -39,10 +39,11 @@ def scheduler_lines(history: History, index: int, width: int, height: int) -> li
     head = [*title_lines(record, width), Text(""), *queue_lines(history, record, moment, width), Text("")]
     charts = [Text(""), chart_line(history, index, width)]
     reasons = reason_lines(record, width)
-    room = height - len(head) - len(charts) - 1
-    reasons = shortened(reasons, max(1, min(_MOST_REASONS, room - 1)))
+    room = max(1, height - len(head) - len(charts) - 1)
     items = item_rows(record, width)
-    items = items if len(items) <= room - len(reasons) else []
+    if len(items) + min(len(reasons), _MOST_REASONS) > room:
+        items = []
+    reasons = shortened(reasons, room - len(items))
     lines = [*head, items_line(record, width), *items, *reasons, *charts]
     return [_cut(line, width) for line in lines[:height]]
 
@@ -158,10 +159,10 @@ def item_rows(record: StepRecord, width: int) -> list[Text]:
 
 
 def reason_lines(record: StepRecord, width: int) -> list[Text]:
-    """A line for every decision of this step, with its reason."""
-    lines = [_reason("+", "admitted", one.seq_id, explain_admission(one), GOOD) for one in record.admitted]
+    """A line for every decision of this step, with its reason; first what waits, which a long list would hide."""
+    lines = [_reason("·", "waits", who, text, QUIET) for who, text in wait_texts(record)]
     lines += [_reason("−", "preempted", one.seq_id, explain_preemption(one), TROUBLE) for one in record.preempted]
-    lines += [_reason("·", "waits", who, text, QUIET) for who, text in wait_texts(record)]
+    lines += [_reason("+", "admitted", one.seq_id, explain_admission(one), GOOD) for one in record.admitted]
     lines += [_reason("?", "guessed", one.seq_id, one_line(explain_cycle(one)), QUIET) for one in record.cycles]
     lines += [_reason("✓", "finished", one.seq_id, finish_text(one), ACCENT) for one in record.finished]
     lines += [_reason("✗", "refused", one.request_id, one_line(one.message), TROUBLE) for one in record.rejected]
@@ -174,9 +175,14 @@ def wait_texts(record: StepRecord) -> list[tuple[int | str, str]]:
     for wait in record.waiting:
         together.setdefault(wait.reason, []).append(wait.seq_id)
     return [
-        (seq_ids[0] if len(seq_ids) == 1 else _several(seq_ids), explain(reason))
+        (seq_ids[0] if len(seq_ids) == 1 else _several(seq_ids), explain(reason) + _judged(reason, record))
         for reason, seq_ids in together.items()
     ]
+
+
+def _judged(reason: WaitReason, record: StepRecord) -> str:
+    """Blocks are counted before a step preempts, and a step that preempts admits no generation."""
+    return ", counted before the preemption" if record.preempted and isinstance(reason, NoBlocks) else ""
 
 
 def _several(seq_ids: Sequence[int]) -> str:

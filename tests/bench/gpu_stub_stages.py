@@ -50,6 +50,15 @@ def is_killed_at_random(report):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def counts_until_killed(report):
+    report("own process", os.getpid())
+    number = 0
+    while True:
+        report(f"figure {number}", number)
+        number += 1
+        time.sleep(0.002)
+
+
 def skips(report):
     raise Skip("needs fastapi")
 

@@ -1,30 +1,30 @@
 """A worker that does nothing of use, for tests of the conversation."""
 
+import os
 import sys
 import time
 
-from forge.bench.worker import Missing, serve
+from forge.bench.worker import Missing, Worker, serve_requests
 
 
-def echo(**fields):
-    print("a library that talks on standard output")
-    return fields
+class Stub(Worker):
+    def echo(self, **fields):
+        print("a library that talks on standard output")
+        return fields
+
+    def fail(self):
+        raise ValueError("two\nlines")
+
+    def absent(self):
+        raise Missing("no such library")
+
+    def die(self):
+        print("Traceback …\nfatal: out of luck", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(3)
+
+    def sleep(self):
+        time.sleep(600)
 
 
-def fail():
-    raise ValueError("two\nlines")
-
-
-def absent():
-    raise Missing("no such library")
-
-
-def die():
-    print("Traceback …\nfatal: out of luck", file=sys.stderr)
-    sys.stderr.flush()
-    import os
-
-    os._exit(3)
-
-
-serve({"echo": echo, "fail": fail, "absent": absent, "die": die, "sleep": lambda: time.sleep(600) or {}})
+serve_requests(Stub())

@@ -1,10 +1,10 @@
-"""Contenders for tests: a real process that echoes, and scripted ones without a process."""
+"""Bench processes for tests: a real process that echoes, and scripted ones without a process."""
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.bench.contender import ContenderError, ContenderMissing, Launch
+from forge.bench.process import Launch, PeerMissing, ProcessFailed
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class StubLaunch(Launch):
 
 
 class Script:
-    """Stands in for `Contender`: answers from `seconds[name]`, and writes down in `log` who was asked what."""
+    """Stands in for `BenchProcess`: answers from `seconds[name]`, and writes down in `log` who was asked what."""
 
     def __init__(self, seconds, missing=(), failing=()):
         self.seconds = {name: list(times) for name, times in seconds.items()}
@@ -41,14 +41,14 @@ class _Scripted:
             return {"threads": 1, "bytes_per_second": 1e9, "products_per_second": 1e9}
         if do == "load":
             if self.name in self.script.missing:
-                raise ContenderMissing(f"{self.name} is not importable")
+                raise PeerMissing(f"{self.name} is not importable")
             return {"description": f"{self.name} 1.0", "seconds": 0.5, "first_time": False, "weight_bytes": 10}
         if do == "prepare":
             return {"setting": "its best", "seconds": 0.1}
         if do == "memory":
             return {"peak_bytes": 1000}
         if self.name in self.script.failing:
-            raise ContenderError(f"{self.name}: broke")
+            raise ProcessFailed(f"{self.name}: broke")
         return {"seconds": [self.script.seconds[self.name].pop(0)], "top_tokens": [1]}
 
     def close(self):

@@ -4,14 +4,14 @@ import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
-from forge.bench import cpu
-from forge.bench.cases import select_cases
-from forge.bench.contender import ContenderError
-from forge.bench.cpu import Effort, Plan, run, select_peers
-from forge.bench.results import Middle
-from forge.cli.bench import bench
+from forge.bench import cpu, process
+from forge.bench.cases import CASES
+from forge.bench.cpu import PEERS, Effort, Plan, run
+from forge.bench.options import select_cases, select_peers
+from forge.bench.process import ProcessFailed
+from forge.bench.results import Figure
+from forge.cli.main import main
 from forge.errors import UsageError
 from tests.bench.stubs import Script
 from tests.small_models import write_small_qwen3
@@ -26,12 +26,12 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Runs a plan against scripted contenders; the last result and the script."""
+    """Runs a plan against scripted processes; the last result and the script."""
 
     def play(plan, **script):
         played = Script(**script)
-        monkeypatch.setattr(cpu, "Contender", played)
-        monkeypatch.setattr(cpu, "REST_SECONDS", 0)
+        monkeypatch.setattr(process, "REST_SECONDS", 0)
+        monkeypatch.setattr(process, "BenchProcess", played)
         *_, last = run(plan)
         assert played.open == 0, "a process was left running"
         return last, played
@@ -41,23 +41,31 @@ def scripted(monkeypatch):
 
 def plan(model, **changes) -> Plan:
     return replace(
-        Plan(model, select_cases("decode1"), ("llama.cpp", "transformers"), threads=1, effort=LITTLE), **changes
+        Plan(model, select_cases("decode1", CASES), ("llama.cpp", "transformers"), threads=1, effort=LITTLE), **changes
     )
 
 
-def test_contenders_take_turns(scripted, model):
+def measured(result, number: int = 0) -> dict:
+    return {one["contender"]: one for one in result["figures"][number]["measured"]}
+
+
+def names(result) -> list[str]:
+    return [one["name"] for one in result["contenders"]]
+
+
+def test_processes_take_turns(scripted, model):
     seconds = {"forge": [1.0, 2.0], "llama.cpp": [2.0, 6.0], "transformers": [4.0, 8.0]}
     result, script = scripted(plan(model), seconds=seconds)
     turns = [name for name, do in script.log if do == "turn"]
     assert turns == ["forge", "llama.cpp", "transformers"] * 2
-    assert result.figures[0].ratio("llama.cpp") == Middle(2.5, 2.0, 3.0, 2)
-    assert result.peers == ("llama.cpp", "transformers")
+    assert measured(result)["llama.cpp"]["forge_is_times_as_fast"] == Figure(2.5, 2.0, 3.0, 2)
+    assert names(result) == ["forge", "llama.cpp", "transformers"]
 
 
 def test_the_machine_is_measured_before_and_after(scripted, model):
     result, script = scripted(plan(model, peers=()), seconds={"forge": [1.0, 1.0]})
     assert script.log[0][1] == script.log[-1][1] == "measure"
-    assert result.before and result.after
+    assert result["limits"]["before"] and result["limits"]["after"]
 
 
 def test_loading_is_repeated_in_new_processes(scripted, model):
@@ -66,42 +74,42 @@ def test_loading_is_repeated_in_new_processes(scripted, model):
         "forge": [1.0, 1.0], "llama.cpp": [1.0, 1.0],
     })  # fmt: skip
     assert [name for name, do in script.log if do == "load"] == ["forge", "llama.cpp"] * 3
-    assert [len(standing.load_seconds) for standing in result.standings] == [3, 3]
+    assert [len(one["load_seconds"]) for one in result["contenders"]] == [3, 3]
 
 
 def test_a_peer_that_is_missing_is_left_out_with_its_reason(scripted, model):
     seconds = {"forge": [1.0, 1.0], "transformers": [1.0, 1.0]}
     result, _ = scripted(plan(model), seconds=seconds, missing=("llama.cpp",))
-    assert [(one.name, one.reason) for one in result.skipped] == [("llama.cpp", "llama.cpp is not importable")]
-    assert result.peers == ("transformers",)
+    assert result["skipped"] == [{"name": "llama.cpp", "reason": "llama.cpp is not importable"}]
+    assert names(result) == ["forge", "transformers"]
 
 
 def test_a_peer_that_breaks_is_left_out_from_there_on(scripted, model):
     seconds = {"forge": [1.0] * 4, "transformers": [1.0] * 4}
-    cases = select_cases("decode1,prefill128")
+    cases = select_cases("decode1,prefill128", CASES)
     result, script = scripted(plan(model, cases=cases), seconds=seconds, failing=("llama.cpp",))
     assert script.log.count(("llama.cpp", "turn")) == 1
-    assert [one.reason for one in result.skipped] == ["llama.cpp: broke"]
-    assert all(figure.of("llama.cpp") is None for figure in result.figures)
+    assert [one["reason"] for one in result["skipped"]] == ["llama.cpp: broke"]
+    assert not any("llama.cpp" in measured(result, number) for number in (0, 1))
 
 
-def test_a_contender_that_takes_too_long_takes_fewer_turns(scripted, monkeypatch, model):
-    monkeypatch.setattr(cpu, "PATIENCE_SECONDS", -1.0)
+def test_a_process_that_takes_too_long_takes_fewer_turns(scripted, monkeypatch, model):
+    monkeypatch.setattr(process, "PATIENCE_SECONDS", -1.0)
     result, _ = scripted(plan(model, peers=()), seconds={"forge": [1.0, 1.0]})
-    assert result.figures[0].of("forge").seconds == (1.0,)
+    assert measured(result)["forge"]["seconds"] == [1.0]
 
 
 def test_forge_failing_is_an_error_and_leaves_nothing_running(monkeypatch, model):
     script = Script({}, failing=("forge",))
-    monkeypatch.setattr(cpu, "Contender", script)
-    with pytest.raises(ContenderError, match="forge: broke"):
+    monkeypatch.setattr(process, "BenchProcess", script)
+    with pytest.raises(ProcessFailed, match="forge: broke"):
         list(run(plan(model, peers=())))
     assert script.open == 0
 
 
 def test_giving_up_in_the_middle_leaves_nothing_running(monkeypatch, model):
     script = Script({"forge": [1.0] * 9})
-    monkeypatch.setattr(cpu, "Contender", script)
+    monkeypatch.setattr(process, "BenchProcess", script)
     measuring = run(plan(model, peers=()))
     next(measuring)
     measuring.close()
@@ -110,18 +118,18 @@ def test_giving_up_in_the_middle_leaves_nothing_running(monkeypatch, model):
 
 def test_a_context_that_the_model_has_not_is_said(scripted, tmp_path):
     short = str(write_small_qwen3(tmp_path / "short.gguf", max_position_embeddings=256))
-    cases = select_cases("decode1,decode1@1024")
+    cases = select_cases("decode1,decode1@1024", CASES)
     result, _ = scripted(plan(short, cases=cases, peers=()), seconds={"forge": [1.0, 1.0]})
-    assert [one.name for one in result.skipped] == ["decode 1 @ 1,024"]
-    assert [figure.case.name for figure in result.figures] == ["decode1"]
+    assert [one["name"] for one in result["skipped"]] == ["decode 1 @ 1,024"]
+    assert [figure["case"].name for figure in result["figures"]] == ["decode1"]
 
 
 def test_peers_are_selected_by_name():
-    assert select_peers("all") == ("llama.cpp", "transformers")
-    assert select_peers(["none"]) == ()
-    assert select_peers(["transformers", "llama.cpp"]) == ("llama.cpp", "transformers")
+    assert select_peers(None, PEERS) == select_peers(["all"], PEERS) == ("llama.cpp", "transformers")
+    assert select_peers(["none"], PEERS) == ()
+    assert select_peers(["transformers", "llama.cpp"], PEERS) == ("llama.cpp", "transformers")
     with pytest.raises(UsageError, match=r"unknown peer 'vllm'; there are llama\.cpp"):
-        select_peers(["vllm"])
+        select_peers(["vllm"], PEERS)
 
 
 @pytest.mark.parametrize(
@@ -135,17 +143,16 @@ def test_a_plan_without_sense_is_refused(model, changes):
 
 @pytest.fixture
 def without_llama_cpp(monkeypatch, tmp_path):
-    """Contenders' processes find a llama_cpp that cannot be imported."""
+    """Bench processes find a llama_cpp that cannot be imported."""
     (tmp_path / "llama_cpp.py").write_text("raise ImportError('not on this machine')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
-def test_a_real_run_of_a_tiny_model(monkeypatch, without_llama_cpp, model):
-    monkeypatch.setattr(Effort, "quick", classmethod(lambda cls: LITTLE))
+def test_a_real_run_of_a_tiny_model(monkeypatch, without_llama_cpp, model, capsys):
+    monkeypatch.setattr(cpu, "QUICK", LITTLE)
     arguments = ["-m", model, "--quick", "--threads", "1", "--only", "decode4,prefill128", "--peer", "llama.cpp"]
-    outcome = CliRunner().invoke(bench, ["cpu", *arguments, "--json"])
-    assert outcome.exit_code == 0, outcome.output
-    found = json.loads(outcome.stdout)
+    assert main(["bench", "cpu", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in found["contenders"]] == ["forge"]
     assert len(found["skipped"]) == 1 and "not on this machine" in found["skipped"][0]["reason"]
     for figure in found["figures"]:
@@ -154,6 +161,6 @@ def test_a_real_run_of_a_tiny_model(monkeypatch, without_llama_cpp, model):
     assert found["limits"]["used"]["bytes_per_second"] > 0 and found["contenders"][0]["peak_bytes"] > 0
 
 
-def test_a_model_that_does_not_exist_is_refused_at_once():
-    outcome = CliRunner().invoke(bench, ["cpu", "-m", "no-such.gguf"])
-    assert isinstance(outcome.exception, UsageError)
+def test_a_model_that_does_not_exist_is_refused_at_once(capsys):
+    assert main(["bench", "cpu", "-m", "no-such.gguf"]) == 2
+    assert "no such file" in capsys.readouterr().err

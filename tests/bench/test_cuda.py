@@ -1,18 +1,17 @@
 """`forge bench cuda`: what is asked of whom, what becomes of a peer that fails, and forge's worker on a small model."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
-from forge.bench import cuda
-from forge.bench.contender import ContenderError, ContenderMissing
-from forge.bench.cuda import LOADS, STEPS, Effort, Plan, plan_for, run
-from forge.bench.cuda_load import drive, unique_prompts
-from forge.bench.cuda_results import Load, LoadResult, Percentiles, cuda_benchmark_object
-from forge.errors import UsageError
-from forge.views.cuda_bench import print_cuda_benchmark
-from forge.views.json_output import to_json
+from forge.bench import process
+from forge.bench.cases import CUDA_LOADS, CUDA_STEPS, Load
+from forge.bench.closed_loop import drive, load_figures, percentiles, unique_prompts
+from forge.bench.cuda import Effort, Plan, plan_for, run, screen
+from forge.bench.process import PeerMissing, ProcessFailed
+from forge.bench.tables import draw
+from forge.errors import ForgeError, UsageError
+from forge.views.json_output import plain, to_json
 from tests.small_models import write_small_qwen3
 
 LIMITS = {
@@ -25,8 +24,11 @@ LIMITS = {
 }
 
 
+SERVED = {"kv": "paged", "max_model_len": 24, "max_num_seqs": 2, "num_blocks": 4, "block_size": 16}
+
+
 class Scripted:
-    """Stands in for `Contender`."""
+    """Stands in for `BenchProcess`."""
 
     asked: list[tuple[str, str]]
 
@@ -36,6 +38,9 @@ class Scripted:
     def __call__(self, launch):
         self.name = launch.name
         return self
+
+    def close(self):
+        pass
 
     def ask(self, do, **fields):
         self.asked.append((self.name, do))
@@ -63,17 +68,18 @@ ANSWERS = {
 @pytest.fixture
 def plan(tmp_path) -> Plan:
     model = str(write_small_qwen3(tmp_path / "m.gguf"))
-    return Plan(model, steps=STEPS[:1], loads=(Load("3in4@2", 3, 4, 2, 2),), effort=Effort(repetitions=2))
+    return Plan(model, steps=CUDA_STEPS[:1], loads=(Load("3in4@2", 3, 4, 2, 2),), effort=Effort(repetitions=2))
 
 
 def measured(plan, monkeypatch, answers=ANSWERS):
     script = Scripted(answers)
-    monkeypatch.setattr(cuda, "Contender", script)
+    monkeypatch.setattr(process, "REST_SECONDS", 0)
+    monkeypatch.setattr(process, "BenchProcess", script)
     *_, last = run(plan)
     return last, script
 
 
-def test_each_contender_has_the_gpu_to_itself_from_loading_to_its_last_request(plan, monkeypatch):
+def test_each_process_has_the_gpu_to_itself_from_loading_to_its_last_request(plan, monkeypatch):
     result, script = measured(plan, monkeypatch)
 
     own = ["load", "prepare", "turn", "turn", "requests"]
@@ -81,47 +87,53 @@ def test_each_contender_has_the_gpu_to_itself_from_loading_to_its_last_request(p
     assert script.asked[1:6] == [("forge", do) for do in own]
     assert script.asked[6:8] == [("forge over HTTP", "load"), ("forge over HTTP", "requests")]
     assert script.asked[8:] == [("transformers", do) for do in own]
-    assert [step.seconds.median for step in result.steps] == [0.003, 0.003]
-    assert result.bandwidth_share(result.steps[0]) == pytest.approx((1e9 + 160 * 1e5) / 0.003 / 1e12)
-    assert result.bandwidth_share(result.steps[1]) is None
-    assert result.loads[0].requests_per_second == 1.0
-    assert result.loads[0].per_token.p50 == pytest.approx(0.1)
+    ours, theirs = result["steps"]
+    assert ours["seconds"].median == theirs["seconds"].median == 0.003
+    assert ours["bandwidth_share"] == pytest.approx((1e9 + 160 * 1e5) / 0.003 / 1e12)
+    assert theirs["bandwidth_share"] is None
+    assert result["loads"][0]["requests_per_second"] == 1.0
+    assert result["loads"][0]["per_token"]["p50"] == pytest.approx(0.1)
 
 
 def test_a_peer_that_fails_is_left_out_with_its_reason(plan, monkeypatch):
-    broken = ANSWERS | {("transformers", "prepare"): ContenderError("transformers: out of memory")}
+    broken = ANSWERS | {("transformers", "prepare"): ProcessFailed("transformers: out of memory")}
     result, _ = measured(plan, monkeypatch, broken)
-    assert [step.contender for step in result.steps] == ["forge"]
-    assert "out of memory" in result.skipped[0].reason
+    assert [step["contender"] for step in result["steps"]] == ["forge"]
+    assert "out of memory" in result["skipped"][0]["reason"]
 
-    missing = ANSWERS | {("transformers", "requests"): ContenderMissing("no continuous batching here")}
+    missing = ANSWERS | {("transformers", "requests"): PeerMissing("no continuous batching here")}
     result, _ = measured(plan, monkeypatch, missing)
-    assert [step.contender for step in result.steps] == ["forge", "transformers"]
-    assert [load.contender for load in result.loads] == ["forge", "forge over HTTP"]
+    assert [step["contender"] for step in result["steps"]] == ["forge", "transformers"]
+    assert [load["contender"] for load in result["loads"]] == ["forge", "forge over HTTP"]
+    assert result["skipped"][0]["name"] == "transformers, 3 in, 4 out, 2 at a time"
 
 
 def test_if_forge_fails_nothing_is_pretended(plan, monkeypatch):
-    with pytest.raises(ContenderError):
-        measured(plan, monkeypatch, ANSWERS | {("forge", "turn"): ContenderError("forge: broke")})
+    with pytest.raises(ProcessFailed):
+        measured(plan, monkeypatch, ANSWERS | {("forge", "turn"): ProcessFailed("forge: broke")})
 
 
 def test_the_screen_and_the_json_show_what_was_measured(plan, monkeypatch, capsys):
     from rich.console import Console
 
     result, _ = measured(plan, monkeypatch)
-    print_cuda_benchmark(Console(width=160), replace(result, interrupted=True))
+    console = Console(width=160)
+    draw(console, screen(result | {"interrupted": True}))
     shown = capsys.readouterr().out
     for text in ("a GPU", "decode 1 @ 160", "3.00 (3.00–3.00)", "34 %", "graph", "3 in, 4 out", "interrupted"):
         assert text in shown
-    read = json.loads(to_json(cuda_benchmark_object(result)))
+    read = json.loads(to_json(plain(result)))
     assert read["steps"][0]["seconds"]["median"] == 0.003 and read["loads"][0]["end"]["p95"] == 0.6
 
 
 def test_a_plan_takes_the_published_loads_of_its_shape():
-    for shape, names in (("qwen3-0.6b", ["128in1@1", "128in32@4"]), ("qwen3-4b", [load.name for load in LOADS[2:]])):
-        plan = plan_for(shape, "BF16", None, ["all"], "paged", Effort())
-        assert [load.name for load in plan.loads] == names and plan.steps == STEPS
-    only = plan_for("qwen3-4b", "BF16", "decode16@160, 512in1@64", ["none"], "paged", Effort())
+    for shape, names in (
+        ("qwen3-0.6b", ["128in1@1", "128in32@4"]),
+        ("qwen3-4b", [load.name for load in CUDA_LOADS[2:]]),
+    ):
+        plan = plan_for(shape, "BF16", None, ["all"], "paged")
+        assert [load.name for load in plan.loads] == names and plan.steps == CUDA_STEPS
+    only = plan_for("qwen3-4b", "BF16", "decode16@160, 512in1@64", ["none"], "paged")
     assert [case.name for case in only.steps] == ["decode16@160"]
     assert [load.requests for load in only.loads] == [2000] and only.peers == ()
 
@@ -129,7 +141,7 @@ def test_a_plan_takes_the_published_loads_of_its_shape():
 @pytest.mark.parametrize(("only", "peers"), [("decode7", ["all"]), (None, ["vllm"])])
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(only, peers):
     with pytest.raises(UsageError, match="there are"):
-        plan_for("qwen3-0.6b", "BF16", only, peers, "paged", Effort())
+        plan_for("qwen3-0.6b", "BF16", only, peers, "paged")
 
 
 def test_without_a_gpu_the_command_says_so_in_one_line(capsys):
@@ -182,26 +194,29 @@ def test_no_two_prompts_begin_alike():
 
 
 def test_percentiles_are_values_that_were_measured():
-    assert Percentiles.of([5.0]) == Percentiles(5.0, 5.0, 5.0)
-    assert Percentiles.of([float(n) for n in range(1, 101)]) == Percentiles(50.5, 50.0, 95.0)
+    assert percentiles([5.0]) == {"mean": 5.0, "p50": 5.0, "p95": 5.0}
+    assert percentiles([float(n) for n in range(1, 101)]) == {"mean": 50.5, "p50": 50.0, "p95": 95.0}
     one_token = {"setting": "", "seconds": 1.0, "first_token": [0.1], "end": [0.1]}
-    assert LoadResult.of(Load("", 3, 1, 1, 1), "forge", one_token).per_token is None
+    assert load_figures(Load("", 3, 1, 1, 1), one_token)["per_token"] is None
 
 
 def test_forges_worker_answers_every_question(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     from forge import llm
     from forge.backends.cuda.backend import CudaBackend
-    from forge.bench.cuda_forge_worker import CudaForgeContender
+    from forge.bench.forge_worker import ForgeWorker
 
     monkeypatch.setattr(llm, "create_backend", lambda *_, **__: CudaBackend("cpu", kernels="torch"))
     model = str(write_small_qwen3(tmp_path / "m.gguf"))
-    contender = CudaForgeContender(device="reference")  # whatever it is called, the line above makes it
+    worker = ForgeWorker()
 
-    loaded = contender.load(model, max_context=24, max_sequences=2, kv="basic")
-    prepared = contender.prepare("decode", 16, [list(range(17)), list(range(1, 18))])
-    turn = contender.turn(2, 0.0)
-    answer = contender.requests(5, 3, 2, 6, seed=1)
+    sizes = {"max_model_len": 24, "max_num_seqs": 2, "num_blocks": 4, "block_size": 16}
+    loaded = worker.load(
+        model, device="reference", kv="basic", **sizes
+    )  # whatever it is called, the line above makes it
+    prepared = worker.prepare("decode", 16, [list(range(17)), list(range(1, 18))])
+    turn = worker.turn(2, 0.0)
+    answer = worker.requests(5, 3, 2, 6, seed=1)
 
     assert loaded["read_bytes"] > 0 and loaded["kv_bytes"] == 2 * 2 * 2 * 32 * 2
     assert prepared["setting"] == "eager" and len(turn["top_tokens"]) == 2 and len(turn["seconds"]) >= 2
@@ -212,27 +227,28 @@ def test_forges_worker_answers_every_question(tmp_path, monkeypatch):
 def test_the_server_is_asked_over_http_and_gone_afterwards(tmp_path):
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
-    from forge.bench.cuda_http_worker import CudaHttpContender
+    from forge.bench.server_worker import ServerWorker
 
-    contender = CudaHttpContender(device="reference")
-    loaded = contender.load(str(write_small_qwen3(tmp_path / "m.gguf")), max_context=24, max_sequences=2, kv="paged")
-    server = contender._server
+    worker = ServerWorker()
+    loaded = worker.load(str(write_small_qwen3(tmp_path / "m.gguf")), device="reference", **SERVED)
+    server = worker.server
     try:
-        answer = contender.requests(5, 3, concurrency=2, requests=4, seed=1)
+        answer = worker.requests(5, 3, concurrency=2, requests=4, seed=1)
     finally:
-        contender.close()
+        worker.close()
 
     assert loaded["seconds"] > 0 and "forge serve" in loaded["description"]
     assert len(answer["first_token"]) == len(answer["end"]) == 4
     assert all(0 < first <= end for first, end in zip(answer["first_token"], answer["end"], strict=True))
-    assert server.poll() is not None
+    assert server._process.poll() is not None
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path):
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
-    from forge.bench.cuda_http_worker import CudaHttpContender
+    from forge.bench.server_worker import ServerWorker
 
-    contender = CudaHttpContender(device="toaster")
-    with pytest.raises(RuntimeError, match=r"did not start: .*toaster"):
-        contender.load(str(write_small_qwen3(tmp_path / "m.gguf")), max_context=24, max_sequences=2, kv="paged")
+    worker = ServerWorker()
+    with pytest.raises(ForgeError, match=r"did not start: .*toaster"):
+        worker.load(str(write_small_qwen3(tmp_path / "m.gguf")), device="toaster", **SERVED)
+    worker.close()

@@ -6,12 +6,11 @@ import shutil
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from forge import LLM
 from forge.bench import quality
-from forge.bench.quality import divergences, negative_log_likelihood, perplexity, quality_object, run
-from forge.cli.bench import bench
+from forge.bench.quality import divergences, negative_log_likelihood, perplexity, run
+from forge.cli.main import main
 from forge.errors import UsageError
 from tests.small_models import write_small_qwen3
 
@@ -80,20 +79,21 @@ def test_equal_logits_do_not_diverge_at_all():
 
 def test_the_same_variant_twice_is_the_same(models, text):
     result = run(models[:1], kv_dtypes=["float32"], devices=["reference"], text=text, tokens=40)
-    (only,) = result.qualities
-    assert only.against[0].kl == 0 and only.against[0].kl_max == 0 and only.against[0].top1_agreement == 1
+    (only,) = result["variants"]
+    (against,) = only["against"]
+    assert against["kl"] == against["kl_max"] == 0 and against["top1_agreement"] == 1
 
 
 def test_a_copy_of_a_file_is_as_good_as_the_file(models, text, tmp_path):
     copy = tmp_path / "copy.gguf"
     shutil.copyfile(models[0], copy)
     result = run([models[0], str(copy)], kv_dtypes=["float16"], devices=["reference"], text=text, tokens=40)
-    by_variant = {(one.variant.model, one.variant.kv_dtype): one for one in result.qualities}
+    by_variant = {(one["model"], one["kv_dtype"]): one for one in result["variants"]}
     for dtype in ("float32", "float16"):
         original, copied = by_variant[models[0], dtype], by_variant[str(copy), dtype]
-        assert original.perplexity == copied.perplexity
-        assert [one.kl for one in copied.against] == [original.against[0].kl] * 2
-    assert by_variant[models[0], "float16"].against[0].kl > 0
+        assert original["perplexity"] == copied["perplexity"]
+        assert [one["kl"] for one in copied["against"]] == [original["against"][0]["kl"]] * 2
+    assert by_variant[models[0], "float16"]["against"][0]["kl"] > 0
 
 
 def test_perplexity_of_a_run_is_that_of_the_models_logits(models, text, monkeypatch):
@@ -106,18 +106,18 @@ def test_perplexity_of_a_run_is_that_of_the_models_logits(models, text, monkeypa
         chances = softmax(llm.logits(window))
         total -= math.fsum(math.log(chances[i][window[i + 1]]) for i in range(len(window) - 1))
         predicted += len(window) - 1
-    assert (result.tokens, result.windows, result.window) == (predicted, 3, 32)
-    assert result.qualities[0].perplexity == pytest.approx(math.exp(total / predicted), rel=1e-9)
+    assert (result["tokens"], result["windows"], result["window"]) == (predicted, 3, 32)
+    assert result["variants"][0]["perplexity"] == pytest.approx(math.exp(total / predicted), rel=1e-9)
 
 
 def test_a_quantization_is_held_against_the_first_model_too(models, text):
     result = run(models, kv_dtypes=["float16"], text=text, tokens=40, threads=1)
-    rows = [(one.variant.device, one.variant.kv_dtype) for one in result.qualities]
+    rows = [(one["device"], one["kv_dtype"]) for one in result["variants"]]
     assert rows == [("reference", "float32"), ("cpu", "float16")] * 2
-    assert [len(one.against) for one in result.qualities] == [1, 1, 2, 2]
-    quantized = result.qualities[2]
-    assert quantized.against[0].kl == 0 < quantized.against[1].kl
-    found = json.loads(json.dumps(quality_object(result)))
+    assert [len(one["against"]) for one in result["variants"]] == [1, 1, 2, 2]
+    own, first = result["variants"][2]["against"]
+    assert own["kl"] == 0 < first["kl"]
+    found = json.loads(json.dumps(result))
     assert [one["device"] for one in found["variants"]] == ["reference", "cpu"] * 2
     assert set(found["variants"][0]) == {"model", "device", "kv_dtype", "perplexity", "against"}
 
@@ -144,14 +144,14 @@ def test_the_bundled_text_is_held_out_of_the_training():
     assert parts == [documents.document(first + number) for number in range(len(parts))]
 
 
-def test_the_command_prints_a_table(models, text):
+def test_the_command_prints_a_table(models, text, capsys):
     arguments = ["quality", "-m", models[0], "--text", str(text), "--tokens", "30", "--kv-dtype", "float16"]
-    outcome = CliRunner().invoke(bench, [*arguments, "--device", "reference"])
-    assert outcome.exit_code == 0, outcome.output
-    assert "29 tokens predicted in 1 window" in " ".join(outcome.stdout.split())
-    assert "100.00 %" in outcome.stdout and "small-Q8_0 " in outcome.stdout
+    assert main(["bench", *arguments, "--device", "reference"]) == 0
+    out = capsys.readouterr().out
+    assert "29 tokens predicted in 1 window" in " ".join(out.split())
+    assert "100.00 %" in out and "small-Q8_0 " in out
 
 
-def test_an_unknown_kv_dtype_is_refused(models):
-    outcome = CliRunner().invoke(bench, ["quality", "-m", models[0], "--kv-dtype", "int3"])
-    assert isinstance(outcome.exception, UsageError)
+def test_an_unknown_kv_dtype_is_refused(models, capsys):
+    assert main(["bench", "quality", "-m", models[0], "--kv-dtype", "int3"]) == 2
+    assert "unknown kv dtype 'int3'" in capsys.readouterr().err

@@ -5,21 +5,13 @@ from statistics import median
 
 import pytest
 
-from forge.bench.cases import CASES, ModelSize, Needs, measure_model, needs_of, select_cases
-from forge.bench.results import (
-    CpuBenchmark,
-    Figure,
-    Limits,
-    Measured,
-    Middle,
-    Skipped,
-    Standing,
-    benchmark_object,
-    pairwise,
-    roofline,
-)
+from forge.bench import cpu
+from forge.bench.cases import CASES, Limits, ModelSize, Needs, Roofline, measure_model, needs_of
+from forge.bench.options import select_cases
+from forge.bench.results import Figure, ratios
 from forge.errors import UsageError
 from forge.gguf import GGUFFile
+from forge.views.json_output import plain, to_json
 from tests.small_models import write_small_qwen3
 
 SIZE = ModelSize(
@@ -29,48 +21,57 @@ SIZE = ModelSize(
 
 
 def case(name):
-    return select_cases(name)[0]
+    return select_cases(name, CASES)[0]
 
 
-def benchmark(seconds=None, peers=("llama.cpp",), **changes) -> CpuBenchmark:
-    """A run of two figures in which every peer takes twice as long as forge."""
-    figures = []
+def benchmark(peers=("llama.cpp",), **changes) -> dict:
+    """The facts of a run of two figures in which every peer takes twice as long as forge."""
+    before, after = changes.get("before", Limits(1e6, 1e9)), changes.pop("after", Limits(1.02e6, 0.9e9))
+    used, tops, figures = before.or_better(after), changes.pop("tops", {}), []
     for one in (case("decode16"), case("prefill512")):
-        measured = [Measured("forge", (0.010, 0.020, 0.030), "float16 KV", (1,) * one.sequences)]
-        measured += [Measured(peer, (0.020, 0.040, 0.060), "best", (1,) * one.sequences) for peer in peers]
-        figures.append(Figure(one, needs_of(one, SIZE), tuple(measured)))
-    standings = [Standing(name, f"{name} 1.0", (0.5, 0.4), 1000, 2000, 1050) for name in ("forge", *peers)]
-    fields = {
-        "model": "small", "size": SIZE, "threads": 2, "repetitions": 3, "machine": "a processor", "load_average": 0.1,
-        "before": Limits(1e6, 1e9), "after": Limits(1.02e6, 0.9e9), "standings": tuple(standings),
-        "figures": tuple(figures), "skipped": (),
-    }  # fmt: skip
-    return CpuBenchmark(**(fields | changes))
+        turns = {"forge": {"setting": "float16 KV", "seconds": [0.010, 0.020, 0.030]}}
+        turns |= {peer: {"setting": "best", "seconds": [0.020, 0.040, 0.060]} for peer in peers}
+        for name, turn in turns.items():
+            turn["top_tokens"] = [tops.get(name, 1)] * one.sequences
+        figures.append(cpu.figure(one, needs_of(one, SIZE), turns, used))
+    loaded = {"load_seconds": [0.5, 0.4], "load": Figure.of([0.5, 0.4]), "loaded_bytes": 1000, "peak_bytes": 2000}
+    return {
+        "schema": 1, "benchmark": "cpu", "model": "small", "model_size": SIZE, "threads": 2, "repetitions": 3,
+        "machine": "a processor", "load_average": 0.1, "interrupted": False,
+        "limits": {"before": before, "after": after, "used": used},
+        "contenders": [
+            {"name": name, "description": f"{name} 1.0", "weight_bytes": 1050, **loaded} for name in ("forge", *peers)
+        ],
+        "skipped": [], "figures": figures,
+    } | changes  # fmt: skip
+
+
+def pairwise(ours, theirs) -> Figure:
+    return Figure.of(ratios(theirs, ours))
 
 
 def test_a_ratio_is_the_median_of_pairs():
     ours, theirs = [1.0, 10.0, 1.0], [2.0, 40.0, 3.0]
-    assert pairwise(ours, theirs) == Middle(median=3.0, low=2.0, high=4.0, count=3)
+    assert pairwise(ours, theirs) == Figure(median=3.0, low=2.0, high=4.0, count=3)
 
 
 def test_a_machine_that_slows_down_for_a_while_leaves_the_ratio_alone():
     ours = [1.0, 1.0, 5.0, 5.0, 5.0]
     theirs = [2.0, 2.0, 10.0, 10.0, 10.0]
-    assert pairwise(ours, theirs) == Middle(2.0, 2.0, 2.0, 5)
+    assert pairwise(ours, theirs) == Figure(2.0, 2.0, 2.0, 5)
 
 
 def test_repetitions_that_only_one_has_are_left_out():
-    assert pairwise([1.0, 1.0, 9.0], [2.0, 2.0]) == Middle(2.0, 2.0, 2.0, 2)
-    assert pairwise([1.0], []) is None
+    assert pairwise([1.0, 1.0, 9.0], [2.0, 2.0]) == Figure(2.0, 2.0, 2.0, 2)
+    assert ratios([1.0], []) == []
 
 
 def test_rates_are_tokens_of_all_sequences():
-    figure = benchmark().figures[0]
-    rate = figure.rate("forge")
-    assert rate.median == pytest.approx(16 / 0.020)
-    assert (rate.low, rate.high) == (pytest.approx(16 / 0.030), pytest.approx(16 / 0.010))
-    assert figure.ratio("llama.cpp").median == pytest.approx(2.0)
-    assert figure.rate("transformers") is None and figure.ratio("transformers") is None
+    ours, theirs = benchmark()["figures"][0]["measured"]
+    speed = ours["tokens_per_second"]
+    assert speed.median == pytest.approx(16 / 0.020)
+    assert (speed.low, speed.high) == (pytest.approx(16 / 0.030), pytest.approx(16 / 0.010))
+    assert theirs["forge_is_times_as_fast"].median == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_rates_are_tokens_of_all_sequences():
     [(Needs(bytes_read=50, products=1), "memory", 0.5), (Needs(bytes_read=1, products=2000), "arithmetic", 2 / 3)],
 )
 def test_the_roofline_names_the_nearer_limit(needs, bound, share):
-    line = roofline(needs, seconds=1.0 if bound == "memory" else 3.0, limits=Limits(100.0, 1000.0))
+    line = Roofline.of(needs, 1.0 if bound == "memory" else 3.0, Limits(100.0, 1000.0))
     assert (line.bound, line.share) == (bound, pytest.approx(share))
 
 
@@ -111,6 +112,24 @@ def test_float_products_count_four_times(tmp_path):
     assert floats.layer_products == 4 * eight.layer_products
 
 
+def test_a_mixture_of_experts_reads_the_experts_in_use(tmp_path):
+    """A row reads its own 2 of 8; more rows read more of them; each row multiplies with 2 whatever the batch."""
+    path = write_small_qwen3(tmp_path / "m.gguf", tensor_type="Q8_0", num_experts=8, num_experts_per_tok=2)
+    size, dense = measure_model(path), measure_model(write_small_qwen3(tmp_path / "d.gguf", tensor_type="Q8_0"))
+    with GGUFFile.open(path) as file:
+        experts = sum(tensor.nbytes for name, tensor in file.tensors.items() if name.endswith("_exps.weight"))
+        total = sum(tensor.nbytes for tensor in file.tensors.values()) - file.tensors["output_norm.weight"].nbytes
+    assert size.expert_bytes == experts and size.weight_bytes == total
+    assert size.bytes_of_used_experts(1) == experts // 4
+    assert size.bytes_of_used_experts(2) == round(experts * (1 - 0.75**2))
+    assert size.bytes_of_used_experts(1000) == experts
+    one, sixteen = (needs_of(case(name), size).bytes_read for name in ("decode1", "decode16"))
+    assert sixteen - one > size.bytes_of_used_experts(16) - size.bytes_of_used_experts(1) > 0
+    router, feed_forward = 2 * 8 * 64 * 4, 2 * 3 * 64 * 96
+    assert size.layer_products == dense.layer_products + router + feed_forward
+    assert dense.expert_bytes == dense.bytes_of_used_experts(16) == 0
+
+
 def test_everybody_gets_the_same_tokens():
     one = case("decode4")
     ids = one.token_ids(100, seed=1)
@@ -120,14 +139,14 @@ def test_everybody_gets_the_same_tokens():
 
 
 def test_figures_are_selected_by_name():
-    assert select_cases(None) == CASES
-    assert [one.name for one in select_cases("prefill128, decode1")] == ["decode1", "prefill128"]
+    assert select_cases(None, CASES) == CASES
+    assert [one.name for one in select_cases("prefill128, decode1", CASES)] == ["decode1", "prefill128"]
     with pytest.raises(UsageError, match="unknown figure 'decode2'; there are decode1, "):
-        select_cases("decode2")
+        select_cases("decode2", CASES)
 
 
 def test_the_json_has_every_repetition_and_what_is_made_of_them():
-    found = json.loads(json.dumps(benchmark_object(benchmark(skipped=(Skipped("transformers", "not installed"),)))))
+    found = json.loads(to_json(plain(benchmark(skipped=[{"name": "transformers", "reason": "not installed"}]))))
     assert found["schema"] == 1 and found["benchmark"] == "cpu"
     assert set(found) == {
         "schema", "benchmark", "model", "model_size", "threads", "repetitions", "machine", "load_average",

@@ -10,18 +10,21 @@ import numpy as np
 import pytest
 
 from forge.bench.http_client import ServerProblem, Timed
+from forge.bench.process import ProcessFailed
 from forge.bench.serve import (
     ServeBenchmark,
     ServePlan,
+    engine_turns,
     goodput,
     milliseconds,
     parse_goodput,
     percentile,
     run,
+    screen,
     serve_object,
 )
+from forge.bench.tables import draw
 from forge.errors import UsageError
-from forge.views.serve_bench import print_serve_benchmark
 from forge.views.terminal import open_console
 
 EVENT = b"data: "
@@ -197,7 +200,7 @@ def test_percentiles_are_numpys():
 
 def test_goodput_counts_requests_that_meet_every_goal():
     requests = (timed(0, [0.1, 0.3], 0.3, 3), timed(0, [0.5, 0.6], 0.6, 3), timed(0, [0.1, 9.0], 9.0, 3))
-    plan = ServePlan("", goodput=parse_goodput(["ttft:200", "tpot:1000"]))
+    plan = ServePlan("", goodput=["ttft:200", "tpot:1000"])
     assert goodput(ServeBenchmark(plan, "m", requests, 2.0, 0.1, 0.0)) == 0.5
     for text in ("ttft", "ttft:x", "what:1", "ttft:-1"):
         with pytest.raises(UsageError, match="--goodput"):
@@ -215,7 +218,7 @@ def test_a_plan_without_a_meaning_is_refused(wrong):
 def test_the_screen_names_the_clients_share_and_the_engines_own(capsys):
     requests = (timed(0, [0.1, 0.3], 0.3, 3),)
     result = ServeBenchmark(ServePlan(""), "m", requests, 2.0, 0.5, 0.0, (1.0, 2.0), turns=((1.5, 3.0), (1.0, 4.0)))
-    print_serve_benchmark(open_console(), result)
+    draw(open_console(), screen(result))
     out = capsys.readouterr().out
     assert "25 % of one CPU" in out and "38 % (25 % to 50 %)" in out and "TTFT" in out and "p99" in out
 
@@ -224,5 +227,13 @@ def test_the_screen_shows_a_peer_beside_the_server(capsys):
     requests = (timed(0, [0.1, 0.3], 0.3, 3),)
     peer = ServeBenchmark(ServePlan(""), "p", requests, 2.0, 0.5, 0.0)
     result = replace(peer, turns=((3.0, 1.0), (8.0, 2.0)), peer=peer)
-    print_serve_benchmark(open_console(), result)
+    draw(open_console(), screen(result))
     assert "3.50 (3.00 to 4.00)" in capsys.readouterr().out
+
+
+def test_the_engines_turns_run_in_a_process_of_its_own():
+    plan = ServePlan("x", input_tokens=3, output_tokens=4, num_prompts=4, concurrency=2, token_range=(1, 200))
+    with engine_turns("hash", {"num_blocks": 64}, plan) as turn:
+        assert turn(plan.prompts()) > 0
+        with pytest.raises(ProcessFailed, match="the engine, answer: UsageError"):
+            turn([[1] * 5000])

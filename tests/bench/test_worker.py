@@ -1,4 +1,4 @@
-"""The conversation with a contender's process, and its end."""
+"""The conversation with a process, and its end."""
 
 import json
 import os
@@ -9,15 +9,19 @@ import time
 
 import pytest
 
-from forge.bench.contender import Contender, ContenderError, ContenderMissing, Launch
+from forge.bench.process import BenchProcess, Launch, PeerMissing, ProcessFailed
 from forge.bench.worker import MOST_STEPS, Missing, peak_memory, respond, take_turn
 from forge.errors import UsageError
 from tests.bench.stubs import StubLaunch
 from tests.cli.conftest import ROOT, environment
 
 
-def refuse():
-    raise Missing("not\ninstalled")
+class Adds:
+    def add(self, a, b):
+        return {"sum": a + b}
+
+    def refuse(self):
+        raise Missing("not\ninstalled")
 
 
 @pytest.mark.parametrize(
@@ -31,7 +35,7 @@ def refuse():
     ],
 )
 def test_every_line_is_answered(line, answer):
-    found = respond({"add": lambda a, b: {"sum": a + b}, "refuse": refuse}, line)
+    found = respond(Adds(), line)
     if answer == "error":
         assert list(found) == ["error"] and "\n" not in found["error"]
     else:
@@ -58,25 +62,25 @@ def test_a_turn_of_steps_that_take_no_time_ends():
 
 
 def test_peak_memory_is_what_this_process_has_at_least():
-    assert peak_memory()["peak_bytes"] > 5_000_000
+    assert peak_memory() > 5_000_000
 
 
 def test_round_trip_through_a_process():
-    with Contender(StubLaunch()) as stub:
+    with BenchProcess(StubLaunch()) as stub:
         assert stub.ask("echo", text="Grüße", numbers=[1, 2.5, None]) == {"text": "Grüße", "numbers": [1, 2.5, None]}
-        with pytest.raises(ContenderError, match=r"^stub, fail: ValueError: two lines$"):
+        with pytest.raises(ProcessFailed, match=r"^stub, fail: ValueError: two lines$"):
             stub.ask("fail")
-        with pytest.raises(ContenderMissing, match=r"^no such library$"):
+        with pytest.raises(PeerMissing, match=r"^no such library$"):
             stub.ask("absent")
         os.kill(stub.pid, signal.SIGINT)  # Ctrl-C is the parent's
         assert stub.ask("echo") == {}
-        with pytest.raises(ContenderError) as caught:
+        with pytest.raises(ProcessFailed) as caught:
             stub.ask("die")
     assert str(caught.value) == "stub ended during 'die': fatal: out of luck (exit status 3)"
 
 
 def test_closing_ends_a_busy_worker():
-    with Contender(StubLaunch()) as stub:
+    with BenchProcess(StubLaunch()) as stub:
         stub._process.stdin.write(json.dumps({"do": "sleep"}) + "\n")
         stub._process.stdin.flush()
     assert stub._process.returncode is not None
@@ -84,8 +88,8 @@ def test_closing_ends_a_busy_worker():
 
 def test_a_worker_ends_with_its_parent_even_while_busy():
     code = (
-        "import time\nfrom forge.bench.contender import Contender\nfrom tests.bench.stubs import StubLaunch\n"
-        "stub = Contender(StubLaunch())\nstub.ask('echo')\nprint(stub.pid, flush=True)\nstub.ask('sleep')\n"
+        "import time\nfrom forge.bench.process import BenchProcess\nfrom tests.bench.stubs import StubLaunch\n"
+        "stub = BenchProcess(StubLaunch())\nstub.ask('echo')\nprint(stub.pid, flush=True)\nstub.ask('sleep')\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
@@ -112,4 +116,4 @@ def is_running(pid: int) -> bool:
 
 def test_an_interpreter_that_is_none_is_a_users_mistake():
     with pytest.raises(UsageError, match="no/such/python: No such file"):
-        Contender(Launch("llama.cpp", "llama_cpp_worker", "no/such/python"))
+        BenchProcess(Launch("llama.cpp", "llama_cpp_worker", "no/such/python"))

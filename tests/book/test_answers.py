@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from forge.book.shelf import find
+from forge.book.catalog import find
 from forge.cli.main import main
 
 FENCE = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -56,3 +56,33 @@ def test_chapter_6(facts):
     assert limited["steps_by_class"]["mixed"] > plain["steps_by_class"]["mixed"]
     found = facts(forgotten)
     assert found["caught_by"] == "tokens" and found["different"] > 0 and found["message"] is None
+
+
+def test_chapter_8(facts):
+    two_words, planning, small_model = exercises(8)
+    sides = facts(two_words)["sides"]
+    assert sides[0]["blocks_held"] == sides[1]["blocks_held"] > 0 and sides[0]["steps"] == sides[1]["steps"]
+    planned = facts(planning)
+    assert sorted(side["tokens_cached"] for side in planned["sides"]) == [0, 1216]
+    sweep = facts(small_model)
+    assert sweep["identical"]
+
+
+def test_chapter_9(facts):
+    four_slots, small_pool, no_cache = exercises(9)
+    crowded = facts(four_slots)
+    assert crowded["metrics"]["most_running"] <= 4 and crowded["steps"]["batch_max"] == 4
+    assert crowded["first_ms"]["max"] > crowded["alone"]["end_to_end_ms"], "the last waits for the stories before it"
+    preempted = facts(small_pool)
+    assert preempted["identical"] and preempted["steps"]["preemptions"] > 0
+    uncached = facts(no_cache)
+    assert uncached["identical"] and uncached["steps"]["rows"] > 10 * uncached["steps"]["seen"]
+
+
+def test_chapter_10(facts):
+    with_prefix, floors, _ = exercises(10)
+    steps = facts(floors)["steps"]
+    one, many = steps["decode1_160"], steps["decode64_160"]
+    row_ms = (many["floor_ms"] - one["floor_ms"]) / 63
+    assert one["bound"] == many["bound"] == "memory" and 1e3 * row_ms == pytest.approx(3.8, abs=0.1)
+    assert len(facts(with_prefix)["steps"]) == 4

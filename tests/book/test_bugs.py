@@ -9,8 +9,8 @@ import pytest
 
 from forge.backends.reference import ReferenceOperations
 from forge.book import bugs
-from forge.book.bugs import BUGS, TrialRequest, bugs_of
-from forge.book.trial import run_trial, try_bug
+from forge.book.bug_runs import run_requests, run_with_and_without
+from forge.book.bugs import BUGS, BugRequest, bugs_of
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.cli.running import load_model
@@ -40,15 +40,15 @@ def patched() -> dict:
 @each_bug
 def test_a_bug_is_caught_as_it_says_and_the_engine_is_sound_without_it(bug):
     before = patched()
-    trial = try_bug(bug, lambda: load_model("tales", **bug.loading))
+    runs = run_with_and_without(bug, lambda: load_model("tales", **bug.loading))
     assert patched() == before
-    assert trial.sound.failure is None
-    assert trial.caught_by == bug.caught_by
+    assert runs.sound.failure is None
+    assert runs.caught_by == bug.caught_by
     if FIRES[bug.name] is None:
-        assert trial.checked.failure is None and trial.different
+        assert runs.checked.failure is None and runs.different
     else:
-        assert FIRES[bug.name] in trial.checked.failure
-    assert trial.different or trial.unchecked.failure, "the bug changes nothing that a reader could see"
+        assert FIRES[bug.name] in runs.checked.failure
+    assert runs.different or runs.unchecked.failure, "the bug changes nothing that a reader could see"
 
 
 def test_every_chapter_that_has_bugs_offers_them_and_no_other(forge):
@@ -60,7 +60,7 @@ def test_every_chapter_that_has_bugs_offers_them_and_no_other(forge):
 
 def test_a_bug_that_is_not_there_goes_unnoticed(model):
     llm = load_model(model, device="reference", kv="paged", num_blocks=16)
-    run = run_trial(llm, (TrialRequest("Once", {"max_tokens": 3, "ignore_eos": True}),), checked=True)
+    run = run_requests(llm, (BugRequest("Once", {"max_tokens": 3, "ignore_eos": True}),), checked=True)
     assert run.failure is None and run.steps == 3 and len(run.token_ids[0]) == 3
 
 

@@ -11,11 +11,13 @@ from forge.book.chapter import (
     Outcome,
     Predict,
     Prose,
+    Recap,
     Run,
     Source,
     Verdict,
     parse_chapter,
 )
+from forge.book.source_code import Span
 
 TEXT = """# 7 · A title
 
@@ -34,8 +36,12 @@ forge not a command
 forge.model.qwen3.Qwen3.forward
 light: one
 light: two
+omit: the start
 from: three
 to: four
+from: five
+to: six
+omit: the rest
 ```
 
 ```forge predict
@@ -104,14 +110,19 @@ def kinds(blocks) -> list[str]:
 
 def test_blocks_come_in_the_order_of_the_text(chapter):
     assert chapter.title == "A title"
-    expected = "Prose Prose Source Predict Predict Run Verdict Verdict Prose Check Check Finding"
+    expected = "Prose Prose Source Predict Predict Run Verdict Verdict Prose Check Check Finding Recap"
     assert " ".join(kinds(chapter.blocks)) == expected
 
 
 def test_each_kind_has_what_was_written(chapter):
     _, prose, source, number, choice, run, *_ = chapter.blocks
     assert isinstance(prose, Prose) and "## not a heading" in prose.text
-    assert source == Source("forge.model.qwen3.Qwen3.forward", ("one", "two"), "three", "four")
+    assert source == Source(
+        "forge.model.qwen3.Qwen3.forward",
+        ("one", "two"),
+        (Span("three", "four", "the start"), Span("five", "six")),
+        "the rest",
+    )
     assert number.question == "How long?\n\nWith a second paragraph."
     assert number.answer == "{{a.ms:ms}}" and number.why == "" and number.short_question == "How long, again?"
     assert number.outcomes == (
@@ -136,8 +147,13 @@ def test_checks_are_certain_and_expectations_are_not(chapter):
 
 
 def test_a_finding_has_its_outcomes(chapter):
-    finding = chapter.blocks[-1]
+    finding = chapter.blocks[-2]
     assert finding == Finding((Outcome("a.ms < 1", "It is fast."), Outcome(None, "It is not fast: {{a.ms:ms}} ms.")))
+
+
+def test_a_recap_is_the_last_step_wherever_it_stands():
+    text = "# T\n\n```forge recap\n- One\n  line.\n- Two.\nrun: forge naive 8\n```\n\nAfter.\n"
+    assert parse_chapter(text).blocks == (Prose("After."), Recap(("One line.", "Two."), ("forge naive 8",)))
 
 
 def test_a_chapter_knows_what_it_asks_for(chapter):
@@ -150,6 +166,7 @@ def test_a_step_begins_at_a_heading_and_at_a_run_and_ends_with_a_question(chapte
         ["Prose", "Source", "Predict"],
         ["Predict"],
         ["Run", "Verdict", "Verdict", "Prose", "Check", "Check", "Finding"],
+        ["Recap"],
     ]
 
 
@@ -157,10 +174,10 @@ def test_the_verdict_follows_the_last_run_that_it_needs():
     run = "```forge run {0}\nforge naive --only run\n```\n"
     question = "```forge predict\nHow?\n\nanswer: {{a.ms / b.ms:times}}\n```\n"
     blocks = parse_chapter("# T\n" + question + run.format("a") + run.format("b")).blocks
-    assert kinds(blocks) == ["Predict", "Run", "Run", "Verdict"]
+    assert kinds(blocks) == ["Predict", "Run", "Run", "Verdict", "Recap"]
     late = parse_chapter("# T\n" + run.format("a") + run.format("b") + question + "After.\n")
-    assert kinds(late.blocks) == ["Run", "Run", "Predict", "Verdict", "Prose"]
-    assert kinds(late.steps()[-1]) == ["Verdict", "Prose"]
+    assert kinds(late.blocks) == ["Run", "Run", "Predict", "Verdict", "Prose", "Recap"]
+    assert kinds(late.steps()[-2]) == ["Verdict", "Prose"]
     assert isinstance(late.blocks[3], Verdict) and isinstance(late.blocks[2], Predict)
 
 
@@ -179,6 +196,11 @@ def block(kind: str, body: str) -> str:
         (block("run", ""), "c.md:5: a run is one command line"),
         (block("source", ""), "c.md:5: a source begins with a dotted name"),
         (block("source", "a.b\nbright: x"), "c.md:5: 'bright: x' is not one of"),
+        (block("recap", "- 1.\n- 2.\n- 3.\n- 4.\n- 5.\n- 6."), "c.md:5: a recap has 1 to 5 lines, and this one has 6"),
+        (block("recap", "Text."), "c.md:5: 'Text.' is neither"),
+        (2 * block("recap", "- 1."), "c.md: a chapter has one recap, and this one has 2"),
+        (block("source", "a.b\nfrom: x\nfrom: y"), "c.md:5: each 'from' but the last has a 'to'"),
+        (block("source", "a.b\nfrom: x\nto: y\nto: z"), "c.md:5: each 'to' but the first follows"),
         (block("predict", "How?"), "c.md:5: a prediction has an answer"),
         (block("predict", "How?\n\nanswer: 12"), "c.md:5: an answer is one placeholder"),
         (block("predict", "How?\n\n- this, if 1 > 0"), "c.md:5: of the choices one ends with ', otherwise'"),

@@ -6,15 +6,15 @@ import shlex
 import pytest
 from rich.text import Text
 
+from forge.book.catalog import chapters_folder, entries
 from forge.book.chapter import ANSWER, GIVEN, Check, Predict, Prose, Run, Source, Verdict, expressions_of, names_of
 from forge.book.command_line import Given
 from forge.book.drawing import draw_step, lines_of
 from forge.book.measured import evaluate, expressions_in, names_in
 from forge.book.outcomes import render_outcomes
-from forge.book.reading import Reading
-from forge.book.shelf import chapters_folder, entries
+from forge.book.print_chapter import print_chapter
+from forge.book.session import Session
 from forge.book.source_code import excerpt
-from forge.book.straight import read_straight
 from forge.cli.chapters import run_reported, with_given
 from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
@@ -110,7 +110,7 @@ def test_a_chapter_has_its_parts(entry):
 @each_chapter
 def test_every_source_is_there(entry):
     for source in blocks(entry, Source):
-        assert excerpt(source.dotted, source.light, source.start, source.stop).lines
+        assert excerpt(source.dotted, source.light, source.spans, source.omitted).lines
 
 
 @each_chapter
@@ -136,22 +136,22 @@ def test_pictures_fit_a_narrow_terminal(entry):
 
 @each_chapter
 def test_a_chapter_runs_to_its_end_and_its_checks_hold(entry, capfd, short):
-    reading = Reading(entry.chapter, run_reported)
-    assert read_straight(open_console(), entry.number, reading) == 0
+    session = Session(entry.chapter, run_reported)
+    assert print_chapter(open_console(), entry.number, session) == 0
     out, err = capfd.readouterr()
     assert err == "" and "\x1b" not in out and "{{" not in out
     assert max(map(len, out.splitlines())) <= 80
     for block in entry.chapter.blocks:
         for expression in expressions_of(block):
-            assert evaluate(expression, {**reading.measured, ANSWER: 1}) is not None
+            assert evaluate(expression, {**session.measured, ANSWER: 1}) is not None
     for width in WIDTHS:
         for step in entry.chapter.steps():
-            lines = lines_of(terminal(width), lambda console, step=step: draw_step(console, step, reading))
+            lines = lines_of(terminal(width), lambda console, step=step: draw_step(console, step, session))
             assert max(Text.from_ansi(line).cell_len for line in lines) <= width
-    certain = [judged for check in blocks(entry, Check) if check.certain for judged in reading.judge(check.claims)]
+    certain = [judged for check in blocks(entry, Check) if check.certain for judged in session.judge(check.claims)]
     assert certain and all(judged.holds for judged in certain)
-    assert all(reading.verdict(predict) for predict in blocks(entry, Predict))
-    for outcome in render_outcomes(entry.chapter, reading.measured):
+    assert all(session.verdict(predict) for predict in blocks(entry, Predict))
+    for outcome in render_outcomes(entry.chapter, session.measured):
         assert outcome.text is not None, f"no facts lead to this outcome of {outcome.question!r}: {outcome.condition}"
         assert not ill_formed(outcome.text), f"{ill_formed(outcome.text)}: {outcome.text}"
 

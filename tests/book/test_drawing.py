@@ -5,10 +5,11 @@ import re
 import pytest
 from rich.text import Text
 
-from forge.book.chapter import Check, Claim, Finding, Outcome, Prose, Run, Source, parse_chapter
-from forge.book.drawing import draw_block, draw_title, lines_of
+from forge.book.chapter import Check, Claim, Finding, Outcome, Prose, Recap, Run, Source, parse_chapter
+from forge.book.drawing import draw_block, draw_source, draw_title, lines_of
 from forge.book.other_load import OtherLoad
-from forge.book.reading import Guess, Reading
+from forge.book.session import Guess, Session
+from forge.book.source_code import Excerpt, Span
 from forge.views.report import Report
 from tests.views.records import piped, terminal, written
 
@@ -30,16 +31,16 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*m|\x1b\][^\x1b]*\x1b\\")
 
 
 @pytest.fixture
-def reading() -> Reading:
+def session() -> Session:
     report = Report({"ms": 4.0}, lambda console: console.print(Text(f"a report at {console.width}")))
-    made = Reading(parse_chapter(TEXT), lambda command: report)
+    made = Session(parse_chapter(TEXT), lambda command: report)
     made.perform(made.chapter.runs()[0])
     return made
 
 
-def drawn(block, reading, console=None) -> str:
+def drawn(block, session, console=None) -> str:
     console = console or piped(80)
-    draw_block(console, block, reading)
+    draw_block(console, block, session)
     return written(console)
 
 
@@ -52,86 +53,122 @@ def test_a_title_fills_the_width(width):
 
 
 @pytest.mark.parametrize("width", [50, 80, 200])
-def test_prose_stays_within_its_width_and_has_no_spaces_at_the_end(width, reading):
+def test_prose_stays_within_its_width_and_has_no_spaces_at_the_end(width, session):
     text = "## A heading\n\n" + "word " * 60 + "\n\n- item " + "word " * 30 + "\n\n```text\npicture [x]\n```"
-    lines = drawn(Prose(text), reading, piped(width)).splitlines()
+    lines = drawn(Prose(text), session, piped(width)).splitlines()
     assert max(map(len, lines)) <= min(width, 96)
     assert not [line for line in lines if line != line.rstrip()]
     assert lines[0] == "A heading" and lines[1] == "─" * 9 and lines[-1] == "  picture [x]"
 
 
-def test_prose_is_filled_in(reading):
-    assert "took 4.0 ms" in drawn(Prose("It took **{{a.ms:ms}}** ms."), reading)
+def test_prose_is_filled_in(session):
+    assert "took 4.0 ms" in drawn(Prose("It took **{{a.ms:ms}}** ms."), session)
 
 
-def test_a_run_shows_its_command_and_what_it_found(reading):
-    out = drawn(reading.chapter.runs()[0], reading, piped(66))
+def test_a_run_shows_its_command_and_what_it_found(session):
+    out = drawn(session.chapter.runs()[0], session, piped(66))
     assert out.splitlines()[0] == '$ forge naive --only run "Once upon a time"' and "a report at 66" in out
-    assert drawn(Run("b", "forge naive"), reading) == "$ forge naive\n"
+    assert drawn(Run("b", "forge naive"), session) == "$ forge naive\n"
 
 
 @pytest.mark.parametrize("width", [40, 80, 140])
-def test_source_is_marked_wrapped_and_kept_within_its_width(width, reading):
+def test_source_is_marked_wrapped_and_kept_within_its_width(width, session):
     source = Source("forge.model.qwen3.Qwen3.forward_pass", ("return ops.to_numpy",))
-    lines = drawn(source, reading, piped(width)).splitlines()
+    lines = drawn(source, session, piped(width)).splitlines()
     assert lines[0].startswith("forge/model/qwen3.py:") and max(map(len, lines)) <= width
     marked = "".join(line[2:].replace(" ", "") for line in lines if line.startswith("▌"))
     assert marked == "returnops.to_numpy(ops.linear(self.hidden_rows(ops,batch,storage),self.weights.head))"
 
 
-def test_an_excerpt_says_that_it_was_cut(reading):
-    source = Source("forge.model.qwen3.Qwen3.hidden_rows", (), "ops.begin_layer(-1)", "ops.begin_layer(index)")
-    lines = drawn(source, reading).splitlines()
-    assert lines[1] == lines[-2] == "  …" and lines[2] == "  ops.begin_layer(-1)"
+def test_an_excerpt_says_that_it_was_cut(session):
+    span = Span("ops.begin_layer(-1)", "ops.begin_layer(index)")
+    lines = drawn(Source("forge.model.qwen3.Qwen3.hidden_rows", (), (span,), "the rest"), session).splitlines()
+    assert lines[1].startswith("  … ") and lines[1].endswith("lines") and lines[2] == "      ops.begin_layer(-1)"
+    assert lines[-2].strip() == "… the rest"
 
 
-def test_a_question_and_its_verdict(reading):
-    predict, _, verdict = reading.chapter.blocks
-    assert drawn(predict, reading) == "Predict\nWhich of these?\n  1  slow\n  2  fast\n"
-    assert drawn(verdict, reading) == "Which of these?\nIt is 2, fast.\nBecause 4.0 ms.\n"
-    reading.guesses[predict] = Guess("1", 0)
-    assert drawn(predict, reading).endswith("\nYou said 1.\n")
-    assert drawn(verdict, reading).startswith("Which of these?\nYou said 1, slow. It is 2, fast.\n")
+def test_source_is_never_higher_than_a_screen_and_keeps_the_lines_that_matter(session):
+    source = Source("forge.engine.engine.Engine", ("def step(",))
+    console = piped(80)
+    draw_block(console, source, session, height=20)
+    lines = written(console).splitlines()
+    assert len(lines) <= 20 and any(line.startswith("▌") and "def step(" in line for line in lines)
+    assert any(re.search(r"… [\d,]+ lines", line) for line in lines)
 
 
-def test_a_check_says_what_holds(reading):
+def test_a_wrapped_comment_is_a_comment():
+    code = "x = 1  # a comment that is too long for its line and goes on below"
+    shown = Excerpt("a.py", "f", 1, (f"    {code}", "    # alone, and just as long as the other comment"), frozenset())
+    console = piped(42)
+    draw_source(console, shown)
+    assert written(console).splitlines()[1:-1] == [
+        "      # a comment that is too long for",
+        "      # its line and goes on below",
+        "      x = 1",
+        "      # alone, and just as long as the",
+        "      # other comment",
+    ]
+
+
+def test_a_question_and_its_verdict(session):
+    predict, _, verdict, _ = session.chapter.blocks
+    assert drawn(predict, session) == "Predict\nWhich of these?\n  1  slow\n  2  fast\n"
+    assert drawn(verdict, session) == "Which of these?\nIt is 2, fast.\nBecause 4.0 ms.\n"
+    session.guesses[predict] = Guess("1", 0)
+    assert drawn(predict, session).endswith("\nYou said 1.\n")
+    assert drawn(verdict, session).startswith("Which of these?\nYou said 1, slow. It is 2, fast.\n")
+
+
+def test_a_check_says_what_holds(session):
     claims = (Claim("It is {{a.ms:ms}}.", "a.ms == 4"), Claim("Slow.", "a.ms > 9"), Claim("Who knows.", "a.x"))
-    out = drawn(Check(claims, certain=True), reading)
+    out = drawn(Check(claims, certain=True), session)
     assert "✓ It is 4.0." in out and "✗ Slow." in out and "· Who knows." in out
     assert "so this is a bug" in out and "a.ms" not in out
     expectation = Check(claims, certain=False)
-    assert "options that you gave" in drawn(expectation, reading)
-    reading.loads[reading.chapter.runs()[0]] = OtherLoad(1.5, 2)
-    assert "other programs kept the machine busy" in drawn(expectation, reading)
+    assert "options that you gave" in drawn(expectation, session)
+    session.loads[session.chapter.runs()[0]] = OtherLoad(1.5, 2)
+    assert "other programs kept the machine busy" in drawn(expectation, session)
     told = Check((Claim("Slow.", "a.ms > 9", "It took only {{a.ms:ms}} ms."),), certain=False)
-    assert drawn(told, reading) == "✗ Slow.\n  It took only 4.0 ms.\n"
+    assert drawn(told, session) == "✗ Slow.\n  It took only 4.0 ms.\n"
 
 
-def test_a_finding_is_the_sentence_of_this_run(reading):
+def test_a_recap_says_what_to_remember_and_where_to_go_on(session):
+    predict, *_ = session.chapter.blocks
+    recap = Recap(("It took {{a.ms:ms}} ms.", "Two."), ("forge naive 8", "forge kv-cache"))
+    session.goes_on = "forge next goes on."
+    session.guesses[predict] = Guess("1", 0)
+    assert drawn(recap, session).splitlines() == [
+        "To remember", "───────────", "", " • It took 4.0 ms.", " • Two.", "",
+        "Your predictions: 0 of 1 right, or within a factor of 1.5.", "",
+        "To run next:", "  forge naive 8", "  forge kv-cache", "", "forge next goes on.",
+    ]  # fmt: skip
+
+
+def test_a_finding_is_the_sentence_of_this_run(session):
     finding = Finding((Outcome("a.ms > 9", "Slow."), Outcome(None, "Fast: {{a.ms:ms}} ms.")))
-    assert drawn(finding, reading) == "Fast: 4.0 ms.\n"
-    reading.reports.clear()
-    assert drawn(finding, reading) == "This run does not tell.\n"
+    assert drawn(finding, session) == "Fast: 4.0 ms.\n"
+    session.reports.clear()
+    assert drawn(finding, session) == "This run does not tell.\n"
 
 
-def test_a_busy_machine_is_said_to_be_one(reading):
-    (run,) = reading.chapter.runs()
-    assert "busy" not in drawn(run, reading)
-    reading.loads[run] = OtherLoad(1.5, 2)
-    assert "Other programs kept 1.5 of 2 processors busy during this run" in drawn(run, reading)
+def test_a_busy_machine_is_said_to_be_one(session):
+    (run,) = session.chapter.runs()
+    assert "busy" not in drawn(run, session)
+    session.loads[run] = OtherLoad(1.5, 2)
+    assert "Other programs kept 1.5 of 2 processors busy during this run" in drawn(run, session)
 
 
-def test_no_colour_where_none_is_wanted(reading):
-    blocks = [Prose("**bold** `code`"), Source("forge.cache.off.OffKvCache.stats"), *reading.chapter.blocks]
+def test_no_colour_where_none_is_wanted(session):
+    blocks = [Prose("**bold** `code`"), Source("forge.cache.off.OffKvCache.stats"), *session.chapter.blocks]
     for block in blocks:
-        plain = drawn(block, reading, piped(80))
+        plain = drawn(block, session, piped(80))
         assert "\x1b" not in plain
-        colourless = drawn(block, reading, terminal(80, NO_COLOR="1"))
+        colourless = drawn(block, session, terminal(80, NO_COLOR="1"))
         assert not re.search(r"\x1b\[[0-9;]*3[0-7]m|38;", colourless)
-        assert ESCAPES.sub("", drawn(block, reading, terminal(80))) == plain
+        assert ESCAPES.sub("", drawn(block, session, terminal(80))) == plain
 
 
-def test_lines_that_are_caught_are_those_that_would_be_printed(reading):
+def test_lines_that_are_caught_are_those_that_would_be_printed(session):
     console = terminal(80)
-    lines = lines_of(console, lambda console: draw_block(console, Prose("one\n\ntwo"), reading))
+    lines = lines_of(console, lambda console: draw_block(console, Prose("one\n\ntwo"), session))
     assert lines == ["one", "", "two"] and written(console) == ""

@@ -7,11 +7,11 @@ import pytest
 from rich.text import Text
 
 from forge.book import pager
+from forge.book.catalog import Entry
 from forge.book.chapter import parse_chapter
-from forge.book.pager import Pager, split_lines
-from forge.book.progress import Progress, load_progress
-from forge.book.reading import Reading
-from forge.book.shelf import Entry
+from forge.book.pager import Pager, on_screens, split_paragraphs
+from forge.book.progress import Progress, load_progress, save_progress
+from forge.book.session import Session
 from forge.errors import UsageError
 from forge.views.keys import EOF, RESIZE
 from forge.views.report import Report
@@ -84,14 +84,19 @@ class Reader:
             raise UsageError("no such option")
         return Report({"ms": 7.0 * len(self.commands)}, lambda console: console.print(Text("the report")))
 
-    def read(self, *keys, page: int = 0, height: int = 24) -> list[str]:
+    def read(self, *keys, page: int = 0, height: int = 24, resumes: bool = False) -> list[str]:
         """The pages that were shown, without escape codes."""
         console = terminal(80, height)
         self._monkeypatch.setattr(pager, "open_keys", lambda console: FakeKeys(keys))
         self._monkeypatch.setattr(pager, "read_line", lambda prompt, prefill="": self.lines.pop(0))
-        reading = Reading(parse_chapter(TEXT), self.run_command)
+        session = Session(parse_chapter(TEXT), self.run_command)
         shell = self.shell_lines.append
-        self.status = Pager(console, self.entry, reading, self.progress, shell).read(page)
+        made = Pager(console, self.entry, session, self.progress, shell)
+        if resumes:
+            self.progress = load_progress()
+            made = Pager(console, self.entry, session, self.progress, shell)
+            made.resume()
+        self.status = made.read(page)
         screens = re.split(r"\x1b\[H\x1b\[2J|\x1b\[2J\x1b\[H", written(console))
         return [re.sub(r"\x1b\[[0-9;]*m", "", screen).strip("\n") for screen in screens if screen]
 
@@ -102,7 +107,7 @@ def reader(monkeypatch, tmp_path) -> Reader:
 
 
 def places(pages: list[str]) -> list[str]:
-    return [re.search(r"(\d) / 4 ──", page)[1] for page in pages]
+    return [re.search(r"(\d) / 5 ──", page)[1] for page in pages]
 
 
 def test_next_and_back(reader):
@@ -120,8 +125,8 @@ def test_a_page_has_its_title_its_text_and_its_keys(reader):
 
 
 def test_going_past_the_last_page_ends_the_chapter(reader):
-    pages = reader.read("n", "n", "n", "n", page=1)
-    assert places(pages) == ["2", "3", "3", "4"] and "[n] ends the chapter" in pages[-1]
+    pages = reader.read("n", "n", "n", "n", "n", page=1)
+    assert places(pages) == ["2", "3", "3", "4", "5"] and "[n] ends the chapter" in pages[-1]
     assert reader.status == 0 and load_progress().finished == {"naive"}
 
 
@@ -186,6 +191,36 @@ def test_a_command_of_ones_own(reader):
     assert reader.shell_lines == ["generate x"]
 
 
+def test_a_term_is_looked_up(reader):
+    reader.lines = ["?KV cache", "forge ?prefill"]
+    reader.read(":", "x", ":", "q")
+    assert reader.shell_lines == ["glossary 'KV cache'", "glossary prefill"]
+
+
+def test_the_last_page_has_the_score_and_where_to_go_on(reader):
+    page = reader.read("n", "7", "enter", "n", "n", "q")[-1]
+    assert "Your predictions: 1 of 1 right, or within a factor of 1.5." in page
+    assert "Your predictions" not in reader.read("n", "enter", "n", "n", "q")[-1]
+
+
+def test_a_session_goes_on_without_running_anything_again(reader):
+    before = reader.read("n", "7", "enter", "q")[-1]
+    again = reader.read("q", page=2, resumes=True)[-1]
+    assert again == before and "the report" in again and "You said 7." in again
+    assert reader.commands == ["forge naive --only run"]
+    reader.entry.path.write_text(TEXT + "More.\n")
+    reader.read("q", page=2, resumes=True)
+    assert len(reader.commands) == 2
+
+
+def test_a_session_that_cannot_be_read_begins_anew(reader):
+    reader.read("n", "n", "q")
+    reader.progress.session = {**reader.progress.session, "runs": [{"command": "forge naive --only run"}]}
+    save_progress(reader.progress)
+    reader.read("q", page=2, resumes=True)
+    assert len(reader.commands) == 2
+
+
 def test_a_resize_draws_the_page_again(reader):
     pages = reader.read(RESIZE, RESIZE, "q")
     assert len(pages) == 3 and len(set(pages)) == 1
@@ -214,16 +249,24 @@ def test_a_page_higher_than_the_screen_is_shown_in_parts(reader):
     assert all(len(page.splitlines()) <= 9 for page in (first, second, last))
 
 
+def screens(lines, most):
+    return on_screens(split_paragraphs(lines), most)
+
+
 def test_lines_are_cut_where_one_is_empty():
     lines = ["a", "b", "", "c", "d", "", "e"]
-    assert split_lines(lines, 7) == [lines]
-    assert split_lines(lines, 6) == [["a", "b", "", "c", "d"], ["e"]]
-    assert split_lines(lines, 4) == [["a", "b"], ["c", "d", "", "e"]]
-    assert split_lines(list("abcdefg"), 3) == [list("abc"), list("def"), ["g"]]
-    assert split_lines([], 5) == [[]]
+    assert screens(lines, 7) == [lines]
+    assert screens(lines, 6) == [["a", "b", "", "c", "d"], ["e"]]
+    assert screens(lines, 4) == [["a", "b"], ["c", "d", "", "e"]]
+    assert screens(list("abcdefg"), 3) == [list("abc"), list("def"), ["g"]]
+    assert screens([], 5) == [[]]
 
 
 def test_a_block_that_fits_a_screen_is_not_cut():
     lines = ["a", "", *["x"] * 5]
-    assert split_lines(lines, 5) == [["a"], ["x"] * 5]
-    assert split_lines(["a", "\x1b[1m \x1b[0m", *["x"] * 5], 5) == [["a"], ["x"] * 5]
+    assert screens(lines, 5) == [["a"], ["x"] * 5]
+    assert screens(["a", "\x1b[1m \x1b[0m", *["x"] * 5], 5) == [["a"], ["x"] * 5]
+
+
+def test_a_heading_stays_with_its_text():
+    assert screens(["a", "b", "", "Heading", "───────", "", "c"], 6) == [["a", "b"], ["Heading", "───────", "", "c"]]

@@ -51,6 +51,27 @@ def test_again_with_other_options_and_a_command_of_ones_own(naive):
         assert terminal.finish() == 0 and terminal.is_sane()
 
 
+def test_the_output_of_a_command_of_ones_own_waits_after_each_screen(naive):
+    with Terminal(*naive) as terminal:
+        terminal.wait_for("[q]uit")
+        terminal.send(":")
+        terminal.wait_for(": forge ")
+        terminal.send("glossary\r")
+        assert "vocabulary:" in terminal.wait_for("any key: more") and "swiglu" not in terminal.page
+        terminal.send(" ")
+        terminal.wait_for("seed:")
+        terminal.send("q")
+        terminal.wait_for("Any key returns")
+        assert "programmatic" not in terminal.page and "[q]uit" in terminal.press("x")
+        terminal.send(":")
+        terminal.wait_for(": forge ")
+        terminal.send("?prefill\r")
+        assert "over the tokens of a prompt" in terminal.wait_for("Any key returns")
+        terminal.press("x")
+        terminal.send("q")
+        assert terminal.finish() == 0 and terminal.is_sane()
+
+
 def test_keys_that_were_typed_before_a_run_ended_do_nothing(naive):
     with Terminal(*naive) as terminal:
         terminal.wait_for("[q]uit")

@@ -78,7 +78,7 @@ def test_a_field_that_is_not_there_is_noticed_when_the_command_is_defined():
     def show(args: Annotated[Args, Takes("size weight")]) -> None:
         pass
 
-    with pytest.raises(AssertionError, match="Args has not all of these"):
+    with pytest.raises(AssertionError, match="Args has no weight"):
         command(show)
 
 

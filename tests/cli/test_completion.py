@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from forge.book.shelf import entries
+from forge.book.catalog import entries
 from forge.cli.main import command_named
 from forge.cli.options import SHOWABLE
 from tests.cli.conftest import ROOT, environment

@@ -1,10 +1,11 @@
 """The table of commands: what the list says is what the commands say, and a module is imported when it is named."""
 
 import inspect
+import re
 
 import pytest
 
-from forge.cli.main import PANELS, command_named
+from forge.cli.main import PANELS, command_named, main
 from tests.cli.test_imports import modules_after
 
 
@@ -25,3 +26,10 @@ def test_the_list_imports_no_command_and_a_command_no_other():
     commands = {f"forge.cli.{name.replace('-', '_')}" for names in PANELS.values() for name in names}
     assert not listed & commands and not [name for name in listed if name.startswith("forge.experiments.")]
     assert named & commands == {"forge.cli.generate"}
+
+
+@pytest.mark.parametrize("name", [name for names in PANELS.values() for name in names])
+def test_no_option_is_cut_short_at_80_columns(name, monkeypatch, capfd):
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    assert main([name, "--help"]) == 0
+    assert not re.findall(r"--[\w-]+…", capfd.readouterr().out)

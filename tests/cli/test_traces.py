@@ -41,6 +41,14 @@ def test_replay_has_the_facts_of_the_run(forge, recorded):
     assert [one["num_output_tokens"] for one in facts["sequences"]] == [8] * 4
 
 
+def test_replay_tells_the_story_of_one_sequence(forge, recorded):
+    found = forge("replay", recorded, "--seq", "2")
+    assert found.status == 0 and "seq 2 · request request-2" in found.out and "ends" in found.out
+    assert json.loads(forge("replay", recorded, "--seq", "2", "--json").out)["seq_id"] == 2
+    wrong = forge("replay", recorded, "--seq", "9")
+    assert wrong.status == 2 and wrong.err == "forge: the run has no seq 9; there are 0 to 3\n"
+
+
 def test_replay_loads_no_model_and_no_engine(recorded):
     loaded = modules_after(f"from forge.cli.main import main; assert main(['replay', {recorded!r}]) == 0")
     assert not [name for name in HEAVY if name in loaded]

@@ -158,7 +158,7 @@ def random_case(seed: int, kv: str, runs_ahead: bool = False) -> Case:
     least = -(-12 // block_size)  # every prompt fits
     arrivals = np.cumsum(rng.integers(0, one_of(1, 3, 9), 12)).tolist()
     drafts = one_of((), (), (0.7,), (0.9, 0.4))
-    greedy = bool(drafts) or (runs_ahead and rng.random() < 0.7)
+    greedy = bool(drafts) or (runs_ahead and rng.random() < 0.4)
     if runs_ahead and rng.random() < 0.8:
         drafts = ()
     return Case(
@@ -188,12 +188,15 @@ def _random_request(rng: np.random.Generator, arrives: int, greedy: bool) -> Req
     """One of few prompts and few ways to sample, so that prompts begin alike and runs alone are soon all known."""
     length = int(rng.integers(1, 13))
     word = int(rng.integers(4))
+    temperature = 0.0 if greedy else float(rng.choice([0, 0, 1]))
+    filters = [{}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.01}, {"presence_penalty": 1.0}][word if temperature else 0]
     return Request(
         prompt=tuple(1 + (word >> position % 2 & 1) for position in range(length)),
         params=SamplingParams(
             max_tokens=int(rng.choice([1, 1, 1, 2, 5, 9, 14])),
-            temperature=0.0 if greedy else float(rng.choice([0, 0, 1])),
+            temperature=temperature,
             seed=word,
+            **filters,
             stop=[(), ("bc",), ("aab", "cc")][rng.integers(3)],
             n=int(rng.choice([1, 1, 1, 2, 3])),
             prompt_logprobs=1 if rng.random() < 0.15 else None,
@@ -243,6 +246,8 @@ class Play:
         """`computed` by the model, and `told` of by records."""
         self.plan: StepPlan | None = None
         self.was_ahead = False
+        self.is_sampled = False
+        """Whether the device chose the tokens of this step."""
         self._watch()
 
     def _watch(self) -> None:
@@ -255,10 +260,11 @@ class Play:
             self.check_plan(self.plan, before)
             return self.plan
 
-        def planning(plan: StepPlan) -> StepPlan | None:
+        def planning(plan: StepPlan, can_draw: bool) -> StepPlan | None:
             assert self.scheduler.running or not plan.ahead, "a step without sequences"
-            following = plan_next(plan)
+            following = plan_next(plan, can_draw)
             if following is not None:
+                self.is_sampled = not all(item.sequence.params.plain_greedy for item in plan.items)
                 self.check_writes(following)
                 assert following.items and not asynchronous.may_admit()
             return following
@@ -305,6 +311,7 @@ class Play:
         self.check_state()
 
     def step(self) -> None:
+        self.is_sampled = False
         try:
             record = self.engine.step()
         except Interrupted:
@@ -383,6 +390,7 @@ class Play:
         self.ended.update(one.seq_id for one in record.finished)
         self.rows["told"] += record.tokens_computed + record.discarded
         seen["planned ahead"] += record.planned_ahead
+        seen["chosen on the device"] += self.is_sampled
         seen["discarded"] += record.discarded
         seen["scheduled after looking ahead"] += self.was_ahead and not record.planned_ahead
         self.was_ahead = record.planned_ahead
@@ -479,7 +487,14 @@ def _simpler(request: Request) -> Iterator[Request]:
     for name, default in (("priority", 0), ("salt", ""), ("arrives", 0)):
         if getattr(request, name) != default:
             yield replace(request, **{name: default})
-    for name, default in (("n", 1), ("temperature", 0.0), ("stop", ()), ("prompt_logprobs", None)):
+    for name, default in (
+        ("n", 1),
+        ("temperature", 0.0),
+        ("top_p", 1.0),
+        ("presence_penalty", 0.0),
+        ("stop", ()),
+        ("prompt_logprobs", None),
+    ):
         if getattr(request.params, name) != default:
             yield replace(request, params=replace(request.params, **{name: default}))
     if len(request.prompt) > 1:

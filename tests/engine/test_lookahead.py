@@ -142,30 +142,101 @@ def test_who_cannot_be_admitted_anyway_does_not_keep_others_from_being_planned_a
     assert results(run) == results(expected)
 
 
+DRAWN = [
+    SamplingParams(max_tokens=12, temperature=1.0, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=0.7, seed=2**64 - 1, top_k=3, n=2, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=1.5, seed=3, top_p=0.8, min_p=0.05, ignore_eos=True),
+    SamplingParams(max_tokens=12, repetition_penalty=1.5, ignore_eos=True),
+    SamplingParams(
+        max_tokens=12,
+        temperature=1,
+        seed=4,
+        frequency_penalty=2,
+        presence_penalty=1,
+        logit_bias={4: 3},
+        ignore_eos=True,
+    ),
+]
+
+
+@KV
+@pytest.mark.parametrize("params", DRAWN)
+def test_tokens_that_the_device_chooses_are_planned_ahead_and_are_the_hosts(kv, params):
+    plain, _ = outputs(False, params, kv=kv, max_num_seqs=6)
+    ahead, records = outputs(True, params, kv=kv, max_num_seqs=6)
+
+    assert ahead == plain
+    assert len({tokens for tokens, *_ in ahead}) > 1
+    assert sum(record.planned_ahead for record in records) >= 10
+
+
+@KV
+def test_drawn_and_greedy_sequences_share_a_step_that_is_planned_ahead(kv):
+    def results_of(runs_ahead: bool) -> tuple[list, list[StepRecord]]:
+        engine = engine_of(runs_ahead, kv=kv)
+        for name, (prompt, params) in enumerate(zip(PROMPTS.values(), (ON, *DRAWN[2:4]), strict=True)):
+            engine.add_request(str(name), prompt, params)
+        records = run_all(engine)
+        return [engine.output(str(name)).outputs[0].token_ids for name in range(3)], records
+
+    ahead, records = results_of(True)
+    assert ahead == results_of(False)[0]
+    assert sum(record.planned_ahead for record in records) == 10
+
+
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(max_tokens=8, temperature=1.0, seed=1),
         SamplingParams(max_tokens=8, logprobs=1),
-        SamplingParams(max_tokens=8, repetition_penalty=1.5),
+        SamplingParams(max_tokens=8, temperature=1.0, seed=1, logprobs=0),
+        SamplingParams(max_tokens=8, temperature=1.0, seed=1, min_tokens=2),
     ],
 )
-def test_tokens_that_take_more_than_the_greatest_logit_are_waited_for(params):
+def test_tokens_of_which_more_is_asked_are_waited_for(params):
     assert outputs(True, params)[0] == outputs(False, params)[0]
     assert not any(record.planned_ahead for record in outputs(True, params)[1])
 
 
-@pytest.mark.parametrize("attribute, value", [("report_probabilities", True), ("on_logits", lambda *_: None)])
-def test_who_wants_to_see_logits_gets_them_step_by_step(attribute, value):
+def test_a_model_that_runs_ahead_with_logits_on_the_host_plans_only_greedy_steps_ahead():
+    for params, ahead in ((ON, True), (DRAWN[0], False)):
+        engine = engine_of()
+        engine.model = HashModel(5, said=range(1, 5), eos_token_id=0, runs_ahead=True)
+        start(engine, params)
+        assert any(record.planned_ahead for record in run_all(engine)) == ahead
+
+
+def test_broken_logits_of_a_step_whose_tokens_were_drawn_end_their_sequence_alone():
+    plain, _ = outputs(False, DRAWN[0])
     engine = engine_of()
-    run = start(engine)
+    run, forward = start(engine, DRAWN[0]), engine.model.forward
+    steps = []
+
+    def broken(batch, storage):
+        logits = forward(batch, storage)
+        steps.append(batch)
+        if len(steps) == 5:
+            logits._rows[1] = np.inf
+        return logits
+
+    engine.model.forward = broken
+    run_all(engine)
+
+    said = [(one.token_ids, one.finish_reason) for output in run.outputs for one in output.outputs]
+    assert said == [(plain[0][0], "length"), (plain[1][0][:4], "error"), (plain[2][0], "length")]
+
+
+@pytest.mark.parametrize("params", [ON, DRAWN[0]])
+@pytest.mark.parametrize("attribute, value", [("report_probabilities", True), ("on_logits", lambda *_: None)])
+def test_who_wants_to_see_logits_gets_them_step_by_step(attribute, value, params):
+    engine = engine_of()
+    run = start(engine, params)
     for _ in range(4):
         engine.step()
     setattr(engine, attribute, value)
     records = run_all(engine)
 
     assert [record.planned_ahead for record in records] == [True] + [False] * (len(records) - 1)
-    assert results(run) == outputs(False)[0]
+    assert results(run) == outputs(False, params)[0]
 
 
 def test_broken_logits_of_a_step_after_which_another_was_launched_end_their_sequence_alone():
@@ -262,9 +333,9 @@ def test_a_kept_cache_is_continued_where_its_sequence_ended_with_a_row_in_flight
 
 
 @KV
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_interrupted_anywhere_it_goes_on_as_if_nothing_had_happened(kv, steps):
-    params = SamplingParams(max_tokens=9)
+@pytest.mark.parametrize("steps, temperature", [(1, 0), (2, 0), (4, 0), (4, 1)])
+def test_interrupted_anywhere_it_goes_on_as_if_nothing_had_happened(kv, steps, temperature):
+    params = SamplingParams(max_tokens=9, temperature=temperature, seed=8)
     expected = outputs(False, params, kv=kv)[0]
 
     def busy() -> tuple[Engine, Run]:

@@ -40,7 +40,9 @@ def test_outputs_are_those_of_each_request_alone_where_steps_are_planned_ahead(k
         if seen["steps"] >= 3_000:
             break
 
-    ahead = () if kv == "off" else ("planned ahead", "discarded", "scheduled after looking ahead")
+    ahead = (
+        () if kv == "off" else ("planned ahead", "chosen on the device", "discarded", "scheduled after looking ahead")
+    )
     happens = [name for name in HAPPENS[kv] if name not in ("fallback", "gave way itself")]
     assert all(seen[name] >= 5 for name in (*ahead, *happens)), f"of these too little was tried: {seen}"
     assert kv != "off" or not seen["planned ahead"], "without a cache the next step is another"

@@ -1,5 +1,7 @@
 """The kernels chapter's screen, from figures made by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from forge.bench.cases import ModelSize
@@ -11,6 +13,7 @@ from forge.experiments.kernels import (
     comparison_sentences,
     kernels_object,
     print_kernels,
+    reads,
     roofline,
 )
 from tests.views.records import piped, written
@@ -48,6 +51,14 @@ def test_facts_are_what_was_measured():
     assert facts["models"][1]["passes"][0]["bound"] == "memory"
 
 
+def test_of_a_mixture_of_experts_it_says_what_a_row_reads_and_what_many_read():
+    size = replace(SIZE, expert_bytes=900_000_000, share_of_experts=1 / 16)
+    passes = tuple(Pass(rows, 100_000_000 + size.bytes_of_used_experts(rows), 1, 1.0) for rows in (1, 16))
+    said = reads(Measured("experts", size, 2, passes))
+    assert said == "a row reads 156.2 MB of 1.0 GB of weights, 16 rows 679.5 MB (64 % of the experts)"
+    assert reads(LARGE) == "every pass reads 100.0 MB of weights"
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_screen_says_what_the_figures_mean(width):
     console = piped(width)
@@ -63,12 +74,6 @@ def test_weights_in_a_cache_are_said_to_be_there():
     console = piped(80)
     print_kernels(console, KernelsResult(LIMITS, (measured("tales", 100_000_000, {1: 1.0}),)))
     assert "More than memory delivers: tales" in written(console)
-
-
-def test_a_busy_machine_is_said_to_be_one():
-    console = piped(80)
-    print_kernels(console, KernelsResult(LIMITS, (LARGE,), load_average=2.5))
-    assert "busy (load 2.5)" in written(console)
 
 
 def test_one_model_is_compared_with_none():

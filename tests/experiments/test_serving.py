@@ -3,7 +3,7 @@
 import pytest
 
 from forge.experiments.serving import clients_object, print_clients
-from forge.experiments.serving.clients import Crowd, Crowded, Ending, Visit
+from forge.experiments.serving.clients import Crowd, Crowded, Ending, Overload, Visit
 from tests.views.records import piped, written
 
 
@@ -20,7 +20,17 @@ def crowded(**more) -> Crowded:
     seen = {"running": 9.0, "waiting": 0.0, "usage": 0.25, "aborted": 1.0, "generated": 700.0}
     fields = {"alone": visit("reads", 20), "afterwards": seen | {"running": 0.0, "usage": 0.0}} | more
     ending = Ending(visit("reads", 30), "503", 0, 0.4)
-    return Crowded(Crowd(), tuple(visits), (0.7, 2.0), (seen,), ending=ending, records=(), ready_seconds=1.0, **fields)
+    return Crowded(
+        Crowd(),
+        tuple(visits),
+        (0.7, 2.0),
+        (seen,),
+        overload=Overload(64, 429, 0.5, "1", 200),
+        ending=ending,
+        records=(),
+        ready_seconds=1.0,
+        **fields,
+    )
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -42,6 +52,7 @@ def test_another_story_alone_is_said_and_is_a_fact():
 
 def test_times_are_the_clients_own():
     facts = clients_object(crowded(), "tales", "prefix")
-    assert facts["first_ms"]["p50"] == pytest.approx(5.0) and facts["gap_ms"]["max"] == pytest.approx(10.0)
-    assert facts["clients"][2]["gap_ms"] is None, "what already lay there has no gaps"
+    assert facts["first_ms"]["p50"] == pytest.approx(5.0) and facts["longest_gap_ms"] == pytest.approx(10.0)
+    assert facts["per_token_ms"]["p50"] == pytest.approx(190 / 63)
+    assert facts["clients"][2]["per_token_ms"] is None, "what already lay there has no gaps"
     assert facts["steps"]["seen"] == 0 and facts["leaver"]["blocks"] is None and facts["late"]["done_after_ms"] is None

@@ -140,12 +140,12 @@ def logits_of_many(**options) -> np.ndarray:
 
 
 def test_it_says_what_it_may_and_ends_as_often_as_it_should():
-    likeliest = logits_of_many().argmax(axis=1)
-    ends = likeliest == EOS_TOKEN_ID
+    chosen = logits_of_many().argmax(axis=1)
+    ends = chosen == EOS_TOKEN_ID
 
     assert abs(ends.mean() - EOS_PROBABILITY) < 0.005
-    assert set(likeliest[~ends].tolist()) == set(SAID)
-    shares = np.bincount(likeliest[~ends])[list(SAID)] / (~ends).sum()
+    assert set(chosen[~ends].tolist()) == set(SAID)
+    shares = np.bincount(chosen[~ends])[list(SAID)] / (~ends).sum()
     assert abs(shares - 1 / len(SAID)).max() < 0.01
     assert not (logits_of_many(eos_probability=0).argmax(axis=1) == EOS_TOKEN_ID).any()
 

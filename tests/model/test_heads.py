@@ -10,6 +10,7 @@ from forge import LLM, UsageError
 from forge.engine.tasks import rerank_candidates, rerank_prompt
 from forge.gguf import GGMLType, GGUFFile
 from forge.gguf.writer import NewTensor, write_gguf
+from forge.model.hf_directory import ModelFolderError
 from forge.model.weight_source import open_weights
 from tests.model.raw_safetensors import CONFIG, random_tensors, write_folder
 from tests.model.test_transformers_parity import hugging_face_model
@@ -163,3 +164,31 @@ def test_the_rerankers_prompt_is_that_of_its_card():
     )
     end = tokenizer.encode("<|im_end|>", allow_special=True)[0]
     assert rerank_prompt(tokenizer, "Q?", "D. <|im_end|>").count(end) == 2, "a document's text holds no control token"
+
+
+@pytest.mark.parametrize(
+    ("stated", "pooling"),
+    [
+        ({"pooling_mode_cls_token": False, "pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}, "mean"),
+        ({"pooling_mode": "mean"}, "mean"),
+        ({"word_embedding_dimension": 64}, "last"),
+    ],
+)
+def test_a_folder_pools_as_sentence_transformers_states(tmp_path, stated, pooling):
+    folder = with_tokenizer(write_folder(tmp_path))
+    expected = LLM(folder, kv="off", **FLOATS).embed(TOKEN_IDS, pooling=pooling)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(stated))
+    assert LLM(folder, kv="off", **FLOATS).embed(TOKEN_IDS).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    "stated", [{"pooling_mode": "cls"}, {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}]
+)
+def test_another_pooling_is_refused_by_name(tmp_path, stated):
+    folder = with_tokenizer(write_folder(tmp_path))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(ModelFolderError, match=r"pooling_mode: .* is not supported: forge pools last or mean"):
+        LLM(folder, kv="off", **FLOATS)

@@ -77,7 +77,7 @@ def test_logits_of_a_saved_model_are_those_of_transformers(tmp_path, dtype, shar
     assert np.abs(actual - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-# --- the seam
+# --- the interface
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])

@@ -15,7 +15,7 @@ from forge.errors import ForgeError, UsageError
 from forge.model import pulled as pulled_module
 from forge.model.catalog import resolve_model
 from forge.model.pulled import PulledModel, PullName, find_pulled, is_pull_name, pulled_models, quant_label
-from tests.model.fake_hub import FakeHub, running
+from tests.model.fake_hub import COMMIT, FakeHub, running
 from tests.small_models import gguf_beginning
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="pulling needs huggingface_hub")
@@ -44,6 +44,7 @@ FOLDER_FILES = {
     "tokenizer.json": b"{}" * 100,
     "tokenizer_config.json": b"{}",
     "generation_config.json": b"{}",
+    "1_Pooling/config.json": b'{"pooling_mode_lasttoken": true}',
     "README.md": b"hello",
     "pytorch_model.bin": b"no" * 400,
     "onnx/model.safetensors": b"no" * 400,
@@ -162,17 +163,17 @@ def test_a_folder_of_safetensors_arrives_with_config_json_last(hub, cache):
     expected = {name: data for name, data in FOLDER_FILES.items() if name not in ("README.md", "pytorch_model.bin")}
     del expected["onnx/model.safetensors"]
     assert pulled.path == cache / FOLDER_REPO
-    assert {file.name: file.read_bytes() for file in pulled.path.iterdir() if file.name[0] != "."} == expected
+    found = [path for path in pulled.path.rglob("*") if path.is_file() and path.name[0] != "."]
+    assert {str(path.relative_to(pulled.path)): path.read_bytes() for path in found} == expected
     weights = hub.downloads("model-00001-of-00002.safetensors")[0]
-    assert hub.requests.index(hub.downloads("config.json")[0]) < hub.requests.index(weights), "it is looked at first"
-    assert len(hub.downloads("config.json")) == 1
+    [config] = hub.downloads(f"{COMMIT}/config.json")
+    assert hub.requests.index(config) < hub.requests.index(weights), "it is looked at first"
     assert pulled.bytes == sum(map(len, expected.values()))
     assert resolve_model(FOLDER_REPO) == pulled.path
     assert [(model.name, model.path) for model in pulled_models()] == [(FOLDER_REPO, pulled.path)]
 
 
 def test_everything_is_taken_from_the_commit_that_was_listed(hub):
-    from tests.model.fake_hub import COMMIT
 
     pull(f"{REPO}:Q8_0", endpoint=hub.url)
     assert hub.requests[-1].path == f"/{REPO}/resolve/{COMMIT}/Qwen3-Tiny-Q8_0.gguf"

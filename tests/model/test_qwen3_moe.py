@@ -17,7 +17,7 @@ from forge.model.loader import load_qwen3
 from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill
 from forge.model.qwen3_moe import Qwen3Moe
 from forge.model.weight_source import open_weights
-from tests.backends.cpu.models import TeamBackend, small_model
+from tests.backends.cpu.models import ThreadedBackend, small_model
 from tests.model.raw_safetensors import write_folder
 from tests.small_models import small_metadata, write_small_qwen3
 
@@ -103,10 +103,10 @@ def test_a_gguf_file_says_the_same_as_a_folder(tmp_path):
 def models(request):
     """The same mixture for several numbers of threads."""
     sizes = MOE | {"intermediate_size": 256} if request.param == "Q3_K" else MOE
-    loaded = [small_model(TeamBackend(threads), request.param, seed=3, **sizes) for threads in (1, 2, 3)]
+    loaded = [small_model(ThreadedBackend(threads), request.param, seed=3, **sizes) for threads in (1, 2, 3)]
     yield loaded
     for model in loaded:
-        model.backend._team.close()
+        model.backend._pool.close()
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(models):

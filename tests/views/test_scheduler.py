@@ -25,6 +25,7 @@ from forge.views.history import History
 from forge.views.picture import save_serving
 from forge.views.scheduler import (
     prefill_text,
+    reason_lines,
     scheduler_lines,
     step_line,
 )
@@ -62,6 +63,27 @@ def test_a_step_with_a_preemption_shows_victim_requester_and_numbers():
     assert f"victim of seq {record.victim_of}: needed {record.needed}, free {record.free}; lifo" in line
     assert any(line.startswith("pool     ") and "8" in line for line in lines)
     assert lines[-1].startswith("tok/s ")
+
+
+def test_a_wait_that_was_counted_before_a_preemption_says_so():
+    index = index_of("preempted")
+    record = replace(RUN.steps[index], waiting=(WaitRecord(9, NoBlocks(8, 2)), WaitRecord(10, MaxNumSeqs(3))))
+    lines = [line.plain for line in reason_lines(record, 200)]
+    assert lines[0].endswith("no_blocks: needs 8, free 2, counted before the preemption")
+    assert lines[1].endswith("max_num_seqs: 3 run")
+    calm = replace(record, preempted=())
+    assert not any("before the preemption" in line.plain for line in reason_lines(calm, 200))
+
+
+def test_what_waits_comes_first_and_uses_the_rows_that_are_there():
+    record = RUN.steps[index_of("admitted")]
+    waits = tuple(WaitRecord(seq_id, NoBlocks(seq_id, 2)) for seq_id in range(20, 32))
+    lines = [line.plain for line in scheduler_lines(history((replace(record, waiting=waits),)), 0, 80, 40)]
+    decisions = [line for line in lines if line.startswith(("·", "+"))]
+    assert len([line for line in decisions if line.startswith("· waits")]) == 12 and decisions[-1].startswith("+")
+    assert not any("more" in line for line in decisions)
+    low = [line.plain for line in scheduler_lines(history((replace(record, waiting=waits),)), 0, 80, 16)]
+    assert len(low) == 16 and any("more" in line for line in low) and any(line.startswith("· waits") for line in low)
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 120])

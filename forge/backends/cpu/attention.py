@@ -8,9 +8,9 @@ same places however they came to be computed (the merging is that of Milakov and
 import numba
 import numpy as np
 
-from forge.backends.cpu import words as w
-from forge.backends.cpu.kernels import ONE, VECTOR, ZERO, number, word
-from forge.backends.cpu.team_code import take
+from forge.backends.cpu.kernels import ONE, VECTOR, ZERO
+from forge.backends.cpu.op_layout import CHUNK, FLOAT16, FLOAT32, ROWS_PER_BLOCK
+from forge.backends.cpu.thread_pool_code import next_item
 from forge.backends.cpu.vectors import (
     dot_keys,
     exp16,
@@ -39,9 +39,9 @@ LOWEST = np.float32(-3.0e38)
 @numba.njit
 def _store_kind(address, index, vector, kind):
     """16 floats at element `index` of an array of `kind`, rounded to it."""
-    if kind == w.KIND_F32:
+    if kind == FLOAT32:
         store_f32(address + 4 * index, vector)
-    elif kind == w.KIND_F16:
+    elif kind == FLOAT16:
         store_f16(address + 2 * index, vector)
     else:
         store_bf16(address + 2 * index, vector)
@@ -78,15 +78,15 @@ def _norm_rope_head(x, width, weight, eps, cos, sin):
 @numba.njit
 def _store_head(ctx, address, layer, row, head, source, width):
     """Write a head's key or value into the row's slot, in the storage's kind; nothing for slot -1."""
-    slot = np.int64(get_i32(word(ctx, w.CTX_SLOTS) + 4 * row))
+    slot = np.int64(get_i32(ctx.slot_mapping + 4 * row))
     if slot < 0:
         return
-    block_size = word(ctx, w.CTX_BLOCK_SIZE)
-    place = address + layer * word(ctx, w.CTX_LAYER_BYTES) + slot // block_size * word(ctx, w.CTX_BLOCK_BYTES)
-    place += head * word(ctx, w.CTX_HEAD_BYTES) + slot % block_size * word(ctx, w.CTX_ROW_BYTES)
+    block_size = ctx.cache.block_size
+    place = address + layer * ctx.cache.layer_bytes + slot // block_size * ctx.cache.block_bytes
+    place += head * ctx.cache.head_bytes + slot % block_size * ctx.cache.row_bytes
     for offset in range(0, width, 16):
         vector = mask_lanes(load_f32(source + 4 * offset), width - offset, ZERO)
-        _store_kind(place, offset, vector, word(ctx, w.CTX_KV_KIND))
+        _store_kind(place, offset, vector, ctx.cache.kind)
 
 
 def norm_rope_store(op, ctx, thread, threads):
@@ -94,31 +94,31 @@ def norm_rope_store(op, ctx, thread, threads):
 
     One item per head of a row: first its query heads, then key heads, then value heads.
     """
-    heads, kv_heads, width = word(op, w.QKV_HEADS), word(op, w.QKV_KV_HEADS), word(op, w.QKV_HEAD_DIM)
-    per_row, layer, eps = heads + 2 * kv_heads, word(op, w.QKV_LAYER), number(op, w.QKV_EPS)
+    heads, kv_heads, width = op.heads, op.kv_heads, op.head_dim
+    per_row, layer, eps = heads + 2 * kv_heads, op.layer, op.eps
     while True:
-        first = take(op, 4)
-        if first >= word(ctx, w.CTX_ROWS) * per_row:
+        first = next_item(op, 4)
+        if first >= ctx.num_rows * per_row:
             break
-        for item in range(first, min(first + 4, word(ctx, w.CTX_ROWS) * per_row)):
+        for item in range(first, min(first + 4, ctx.num_rows * per_row)):
             row, head = item // per_row, item % per_row
-            position = np.int64(get_i32(word(ctx, w.CTX_POSITIONS) + 4 * row))
-            cos = word(ctx, w.CTX_ROPE_COS) + 4 * position * (width // 2)
-            sin = word(ctx, w.CTX_ROPE_SIN) + 4 * position * (width // 2)
+            position = np.int64(get_i32(ctx.positions + 4 * row))
+            cos = ctx.rope_cos + 4 * position * (width // 2)
+            sin = ctx.rope_sin + 4 * position * (width // 2)
             if head < heads:
-                q = word(op, w.QKV_Q) + 4 * (row * word(op, w.QKV_Q_STRIDE) + head * width)
-                _norm_rope_head(q, width, word(op, w.QKV_Q_NORM), eps, cos, sin)
+                q = op.q.values + 4 * (row * op.q.stride + head * width)
+                _norm_rope_head(q, width, op.q_norm, eps, cos, sin)
                 continue
             head -= heads
-            of_row = row * word(op, w.QKV_KV_STRIDE)
+            of_row = row * op.k.stride
             if head < kv_heads:
-                k = word(op, w.QKV_K) + 4 * (of_row + head * width)
-                _norm_rope_head(k, width, word(op, w.QKV_K_NORM), eps, cos, sin)
-                _store_head(ctx, word(ctx, w.CTX_KEYS), layer, row, head, k, width)
+                k = op.k.values + 4 * (of_row + head * width)
+                _norm_rope_head(k, width, op.k_norm, eps, cos, sin)
+                _store_head(ctx, ctx.cache.keys, layer, row, head, k, width)
             else:
                 head -= kv_heads
-                v = word(op, w.QKV_V) + 4 * (of_row + head * width)
-                _store_head(ctx, word(ctx, w.CTX_VALUES), layer, row, head, v, width)
+                v = op.v.values + 4 * (of_row + head * width)
+                _store_head(ctx, ctx.cache.values, layer, row, head, v, width)
 
 
 @numba.njit
@@ -127,13 +127,13 @@ def _fetch_chunk(ctx, head, table, start, count):
 
     A block of a head is a page of its own, at whose end the processor stops fetching ahead by itself.
     """
-    block_size, row_bytes = word(ctx, w.CTX_BLOCK_SIZE), word(ctx, w.CTX_ROW_BYTES)
+    block_size, row_bytes = ctx.cache.block_size, ctx.cache.row_bytes
     end = start + count
     while start < end:
         inside = start % block_size
         run = min(block_size - inside, end - start)
         block = np.int64(get_i32(table + 4 * (start // block_size)))
-        source = head + block * word(ctx, w.CTX_BLOCK_BYTES) + inside * row_bytes
+        source = head + block * ctx.cache.block_bytes + inside * row_bytes
         for line in range(0, run * row_bytes, 64):
             prefetch(source + line)
         start += run
@@ -148,22 +148,22 @@ def _gather_chunk(ctx, head, table, start, count, out, width, next_head, next_ta
     ahead by itself, so the `next_count` tokens of `next_head` in `next_table` from `next_start` on, which will be
     gathered next, are asked for meanwhile, line by line.
     """
-    block_size, kind, row_bytes = word(ctx, w.CTX_BLOCK_SIZE), word(ctx, w.CTX_KV_KIND), word(ctx, w.CTX_ROW_BYTES)
+    block_size, kind, row_bytes = ctx.cache.block_size, ctx.cache.kind, ctx.cache.row_bytes
     end, next_end = start + count, next_start + next_count
     while start < end:
         inside = start % block_size
         run = min(block_size - inside, end - start)
         block = np.int64(get_i32(table + 4 * (start // block_size)))
-        source = head + block * word(ctx, w.CTX_BLOCK_BYTES) + inside * row_bytes
+        source = head + block * ctx.cache.block_bytes + inside * row_bytes
         ahead = source
         if next_start < next_end:
             block = np.int64(get_i32(next_table + 4 * (next_start // block_size)))
-            ahead = next_head + block * word(ctx, w.CTX_BLOCK_BYTES) + next_start % block_size * row_bytes
-        if kind == w.KIND_F32:
+            ahead = next_head + block * ctx.cache.block_bytes + next_start % block_size * row_bytes
+        if kind == FLOAT32:
             for element in range(0, run * width, 16):
                 prefetch(ahead + 4 * element)
                 store_f32(out + 4 * element, load_f32(source + 4 * element))
-        elif kind == w.KIND_F16:
+        elif kind == FLOAT16:
             for element in range(0, run * width, 16):
                 prefetch(ahead + 2 * element)
                 store_f32(out + 4 * element, load_f16(source + 2 * element))
@@ -279,77 +279,77 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
     whatever the batch, the prefill's chunks or the blocks of the cache. Each chunk is widened to float32 once for all
     rows here. The first keys are on their way already; the last thing done is to ask for those of the next item.
     """
-    head_dim, kv_heads = word(op, w.ATT_HEAD_DIM), word(op, w.ATT_KV_HEADS)
+    head_dim, kv_heads = op.head_dim, op.kv_heads
     width = (head_dim + 15) // 16 * 16
-    group = word(op, w.ATT_HEADS) // kv_heads
-    scale = number(op, w.ATT_SCALE)
-    num_queries, most = (last_row - first_row) * group, w.ROWS_PER_BLOCK * group
+    group = op.heads // kv_heads
+    scale = op.scale
+    num_queries, most = (last_row - first_row) * group, ROWS_PER_BLOCK * group
     chunk = scratch
-    queries = chunk + 4 * w.CHUNK * width
+    queries = chunk + 4 * CHUNK * width
     all_weights = queries + 4 * width * most
-    outs = all_weights + 4 * w.CHUNK * most
+    outs = all_weights + 4 * CHUNK * most
     states = outs + 4 * width * most
-    q_stride, head_bytes = word(op, w.ATT_Q_STRIDE), 4 * head_dim
+    q_stride, head_bytes = op.q.stride, 4 * head_dim
     for i in range(num_queries):
-        q = word(op, w.ATT_Q) + 4 * (first_row + i // group) * q_stride + (kv_head * group + i % group) * head_bytes
+        q = op.q.values + 4 * (first_row + i // group) * q_stride + (kv_head * group + i % group) * head_bytes
         for offset in range(0, width, 16):
             vector = mask_lanes(load_f32(q + 4 * offset), head_dim - offset, ZERO)
             store_f32(queries + 4 * (i * width + offset), vector)
             store_f32(outs + 4 * (i * width + offset), splat_f32(ZERO))
         put_f32(states + 16 * i, LOWEST)
         put_f32(states + 16 * i + 4, ZERO)
-    keys, values = _head_address(op, ctx, w.CTX_KEYS, kv_head), _head_address(op, ctx, w.CTX_VALUES, kv_head)
-    table, positions = _table_address(ctx, sequence), word(ctx, w.CTX_POSITIONS)
+    head = _head_offset(op, ctx, kv_head)
+    keys, values = ctx.cache.keys + head, ctx.cache.values + head
+    table, positions = _table_address(ctx, sequence), ctx.positions
     end = np.int64(get_i32(positions + 4 * (last_row - 1))) + 1
-    for start in range(0, end, w.CHUNK):
-        present = min(w.CHUNK, end - start)
+    for start in range(0, end, CHUNK):
+        present = min(CHUNK, end - start)
         _gather_chunk(ctx, keys, table, start, present, chunk, width, values, table, start, present)
         query, weights, state = queries, all_weights, states
         for row in range(first_row, last_row):
-            count = min(w.CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
+            count = min(CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
             for _ in range(group):
                 if count > 0:
                     _chunk_weights(query, chunk, width, count, scale, weights, state)
                 query += 4 * width
-                weights += 4 * w.CHUNK
+                weights += 4 * CHUNK
                 state += 16
-        following, left = start + w.CHUNK, end - start - present
+        following, left = start + CHUNK, end - start - present
         if left == 0:
             _gather_chunk(ctx, values, table, start, present, chunk, width, next_keys, next_table, 0, next_count)
         else:
-            if left < w.CHUNK // 2:  # too short to fetch much meanwhile
+            if left < CHUNK // 2:  # too short to fetch much meanwhile
                 _fetch_chunk(ctx, values, table, following, left)
                 _fetch_chunk(ctx, next_keys, next_table, 0, next_count)
                 next_count = 0
-            upcoming = min(w.CHUNK, left)
+            upcoming = min(CHUNK, left)
             _gather_chunk(ctx, values, table, start, present, chunk, width, keys, table, following, upcoming)
         weights, state, out = all_weights, states, outs
         for row in range(first_row, last_row):
-            count = min(w.CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
+            count = min(CHUNK, np.int64(get_i32(positions + 4 * row)) + 1 - start)
             for _ in range(group):
                 if count > 0:
                     _merge_chunk(state, weights, chunk, width, count, out)
-                weights += 4 * w.CHUNK
+                weights += 4 * CHUNK
                 state += 16
                 out += 4 * width
     for i in range(num_queries):
         inverse = ONE / get_f32(states + 16 * i + 4)
-        out = word(op, w.ATT_OUT) + 4 * (first_row + i // group) * q_stride
+        out = op.out.values + 4 * (first_row + i // group) * q_stride
         out += (kv_head * group + i % group) * head_bytes
         for element in range(head_dim):
             put_f32(out + 4 * element, get_f32(outs + 4 * (i * width + element)) * inverse)
 
 
 @numba.njit
-def _head_address(op, ctx, arrays, kv_head):
-    """Where the keys or values of a head in block 0 of an operation's layer lie."""
-    layer = word(op, w.ATT_LAYER) * word(ctx, w.CTX_LAYER_BYTES)
-    return word(ctx, arrays) + layer + kv_head * word(ctx, w.CTX_HEAD_BYTES)
+def _head_offset(op, ctx, kv_head):
+    """Where in the storage a head in block 0 of an operation's layer lies."""
+    return op.layer * ctx.cache.layer_bytes + kv_head * ctx.cache.head_bytes
 
 
 @numba.njit
 def _table_address(ctx, sequence):
-    return word(ctx, w.CTX_TABLES) + 4 * sequence * word(ctx, w.CTX_TABLE_STRIDE)
+    return ctx.block_tables + 4 * sequence * ctx.table_stride
 
 
 @numba.njit
@@ -358,14 +358,14 @@ def _find_item(ctx, kv_heads, item, sequence, before):
 
     (sequence, its first item, first row, last row + 1, head); the sequence is their number if there is no such item.
     """
-    bounds = word(ctx, w.CTX_CU_SEQLENS)
-    while sequence < word(ctx, w.CTX_SEQUENCES):
+    bounds = ctx.cu_seqlens
+    while sequence < ctx.num_sequences:
         first, last = np.int64(get_i32(bounds + 4 * sequence)), np.int64(get_i32(bounds + 4 * sequence + 4))
-        blocks = (last - first + w.ROWS_PER_BLOCK - 1) // w.ROWS_PER_BLOCK
+        blocks = (last - first + ROWS_PER_BLOCK - 1) // ROWS_PER_BLOCK
         if item < before + blocks * kv_heads:
             # The last rows of a sequence see the most keys, so their blocks go first.
-            start = first + (blocks - 1 - (item - before) // kv_heads) * w.ROWS_PER_BLOCK
-            return sequence, before, start, min(last, start + w.ROWS_PER_BLOCK), (item - before) % kv_heads
+            start = first + (blocks - 1 - (item - before) // kv_heads) * ROWS_PER_BLOCK
+            return sequence, before, start, min(last, start + ROWS_PER_BLOCK), (item - before) % kv_heads
         before += blocks * kv_heads
         sequence += 1
     return sequence, before, np.int64(0), np.int64(0), np.int64(0)
@@ -377,21 +377,22 @@ def attention(op, ctx, thread, threads):
     A thread takes the next item before it does the one that it has, so that it can fetch its first keys meanwhile; and
     up to four at a time, because the heads of a block lie side by side.
     """
-    scratch = word(ctx, w.CTX_SCRATCH) + thread * word(ctx, w.CTX_SCRATCH_BYTES)
-    kv_heads, sequences, positions = word(op, w.ATT_KV_HEADS), word(ctx, w.CTX_SEQUENCES), word(ctx, w.CTX_POSITIONS)
+    scratch = ctx.scratch + thread * ctx.scratch_bytes
+    kv_heads, sequences, positions = op.kv_heads, ctx.num_sequences, ctx.positions
     together = max(1, min(4, sequences * kv_heads // threads))
-    item = take(op, together)
+    item = next_item(op, together)
     sequence, before, first, last, head = _find_item(ctx, kv_heads, item, np.int64(0), np.int64(0))
     if sequence < sequences:
         end = np.int64(get_i32(positions + 4 * (last - 1))) + 1
-        _fetch_chunk(ctx, _head_address(op, ctx, w.CTX_KEYS, head), _table_address(ctx, sequence), 0, min(w.CHUNK, end))
+        keys = ctx.cache.keys + _head_offset(op, ctx, head)
+        _fetch_chunk(ctx, keys, _table_address(ctx, sequence), 0, min(CHUNK, end))
     while sequence < sequences:
-        item = item + 1 if (item + 1) % together != 0 else take(op, together)
+        item = item + 1 if (item + 1) % together != 0 else next_item(op, together)
         next_sequence, before, next_first, next_last, next_head = _find_item(ctx, kv_heads, item, sequence, before)
         next_count = np.int64(0)
         if next_sequence < sequences:
-            next_count = min(w.CHUNK, np.int64(get_i32(positions + 4 * (next_last - 1))) + 1)
-        next_keys = _head_address(op, ctx, w.CTX_KEYS, next_head)
+            next_count = min(CHUNK, np.int64(get_i32(positions + 4 * (next_last - 1))) + 1)
+        next_keys = ctx.cache.keys + _head_offset(op, ctx, next_head)
         next_table = _table_address(ctx, next_sequence)
         _attend_block(op, ctx, sequence, head, first, last, scratch, next_keys, next_table, next_count)
         sequence, first, last, head = next_sequence, next_first, next_last, next_head

@@ -1,10 +1,11 @@
 """`--device cpu`: int8 kernels in Python through Numba, several times the speed of the reference.
 
-What makes it fast is told where it is done: weights in the order of their use (`packing`, `tiles`), activations in
-int8, the whole forward pass as one program for a team of threads (`recorder`, `team`). What makes it exact is the
+What makes it fast is explained where it is done: weights in the order of their use (`packing`, `tiles`), activations in
+int8, the whole forward pass as one program for a thread pool (`recorder`, `thread_pool`). What makes it exact is the
 arithmetic contract: no operation here lets a row's bits depend on another row, on a thread or on an instruction set.
 """
 
+import ctypes
 import threading
 import time
 import weakref
@@ -15,16 +16,25 @@ from pathlib import Path
 
 import numpy as np
 
-from forge.backends.cpu import words as w
 from forge.backends.cpu.compilation import CompileProgress, compile_all, instruction_set
 from forge.backends.cpu.features import usable_cpus
 from forge.backends.cpu.llvm_code import LANES
+from forge.backends.cpu.op_layout import (
+    CHUNK,
+    CONTEXT,
+    GLU_SCRATCH_FLOATS,
+    MAX_THREADS,
+    OPERATION,
+    ROWS_PER_BLOCK,
+    structure,
+)
 from forge.backends.cpu.packed_cache import PackedCache, packed_cache
 from forge.backends.cpu.packing import Arena, PackedMatrix, aligned_empty, encode_q8_0, huge_pages, pack, padded
-from forge.backends.cpu.program import ExpertMatrices, Matrix, Program, Recording, Vector, place
+from forge.backends.cpu.program import ExpertMatrices, Matrix, Program, Recording, Vector, allocate
 from forge.backends.cpu.recorder import Recorder
-from forge.backends.cpu.team import MAX_THREADS, TEAM_KERNELS, Team
+from forge.backends.cpu.thread_pool import POOL_KERNELS, ThreadPool
 from forge.backends.cpu.tiles import GROUP
+from forge.backends.fusion import Fusion
 from forge.backends.timed import short_name
 from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, KvStorage
 from forge.errors import UsageError
@@ -41,6 +51,8 @@ PRODUCTS_PER_SECOND = 250e9
 """What one thread does about, for deciding whether several are worth their barriers."""
 LEAST_POSITIONS = 1024
 """Positions that the rotation tables are first computed for; doubled likewise."""
+_BATCH_ARRAYS = ("token_ids", "positions", "cu_seqlens", "slot_mapping", "block_tables", "logit_rows")
+"""Those of a `ForwardBatch` that kernels read, which have the same names in the context."""
 
 
 class CpuKvStorage(KvStorage):
@@ -58,28 +70,15 @@ class CpuKvStorage(KvStorage):
         dtype = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[layout.kv_dtype]
         shape = (layout.num_blocks, layout.num_layers, layout.num_kv_heads, layout.block_size, self.width)
         self.keys, self.values = _zeros(shape, dtype), _zeros(shape, dtype)
-        self._context_words = self._describe()
-
-    def _describe(self) -> dict[int, int]:
-        item, layout = self.keys.itemsize, self.layout
-        row_bytes = self.width * item
+        row_bytes = self.width * self.keys.itemsize
         head_bytes = layout.block_size * row_bytes
         layer_bytes = layout.num_kv_heads * head_bytes
-        return {
-            w.CTX_KEYS: self.keys.ctypes.data,
-            w.CTX_VALUES: self.values.ctypes.data,
-            w.CTX_BLOCK_SIZE: layout.block_size,
-            w.CTX_LAYER_BYTES: layer_bytes,
-            w.CTX_BLOCK_BYTES: layout.num_layers * layer_bytes,
-            w.CTX_HEAD_BYTES: head_bytes,
-            w.CTX_ROW_BYTES: row_bytes,
-            w.CTX_KV_KIND: KV_DTYPES.index(layout.kv_dtype),
-        }
-
-    def fill(self, context: np.ndarray) -> None:
-        """Write where the arrays are, and their strides, into a batch context."""
-        for word, value in self._context_words.items():
-            context[word] = value
+        self.description = described = structure(CONTEXT)().cache
+        """Where the arrays are, and their strides, as a batch context has them."""
+        described.keys, described.values = self.keys.ctypes.data, self.values.ctypes.data
+        described.block_size, described.kind = layout.block_size, KV_DTYPES.index(layout.kv_dtype)
+        described.block_bytes, described.layer_bytes = layout.num_layers * layer_bytes, layer_bytes
+        described.head_bytes, described.row_bytes = head_bytes, row_bytes
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
@@ -133,17 +132,17 @@ class CpuBackend(Backend):
         self._on_compile = on_compile
         self._arena = Arena()
         self._cache: PackedCache | None = None
-        self._team: Team | None = None
+        self._pool: ThreadPool | None = None
         self._passes: dict[ForwardPass, _Pass] = {}
-        self._context = np.zeros(w.CTX_WORDS, np.int64)
-        self._context_address = self._context.ctypes.data
-        self._inputs: dict[int | str, np.ndarray] = {}
+        self._context = structure(CONTEXT)()
+        self._context_address = ctypes.addressof(self._context)
+        self._inputs: dict[str, np.ndarray] = {}
         self._cos = self._sin = np.zeros((0, 0), np.float32)
         self._weight_bytes = 0
         self._timed: dict[tuple[int, str], tuple[float, int]] | None = None
         """Seconds and calls by layer and operation, while time is kept."""
         self._lock = threading.RLock()
-        """Held during a forward: programs, context and team are one per backend, and engines of several threads may
+        """Held during a forward: programs, context and threads are one per backend, and engines of several threads may
         share it. Uncontended it costs 0.3 µs."""
 
     @property
@@ -214,28 +213,28 @@ class CpuBackend(Backend):
         with self._lock:
             if forward_pass not in self._passes:
                 recording = self._record(forward_pass, layout)
-                self._passes[forward_pass] = _Pass(recording, place(recording, SMALLEST_PROGRAM, 1))
+                self._passes[forward_pass] = _Pass(recording, allocate(recording, SMALLEST_PROGRAM, 1))
                 if not len(self._cos) and recording.rope is not None:
                     self._rotations(recording.rope, LEAST_POSITIONS)
 
     def run(self, forward_pass: ForwardPass, batch: ForwardBatch, storage: CpuKvStorage) -> np.ndarray:
         with self._lock:
             self.prepare(forward_pass, storage.layout)
-            recorded, team = self._passes[forward_pass], self._team
-            assert team is not None, "recording a pass begins the team"
-            team.settle()
+            recorded, pool = self._passes[forward_pass], self._pool
+            assert pool is not None, "recording a pass starts the threads"
+            pool.finish()
             self._fit(recorded, batch)
             self._fill(batch, storage)
-            self._context[w.CTX_EXPERT_ROWS] = batch.num_rows * recorded.recording.experts_per_row
+            self._context.num_expert_rows = batch.num_rows * recorded.recording.experts_per_row
             program = recorded.program
             if self._timed is None:
-                alone = self._runs_alone(program, batch)
-                team.run(program.address, len(program.table), self._context_address, alone=alone)
+                single = self._runs_single_threaded(program, batch)
+                pool.run(program.address, len(program.table), self._context_address, single_threaded=single)
             else:
-                self._run_timed(recorded, team, self._timed)
+                self._run_timed(recorded, pool, self._timed)
             return program.logits[: len(batch.logit_rows), : recorded.recording.logits.width].copy()
 
-    def _runs_alone(self, program: Program, batch: ForwardBatch) -> bool:
+    def _runs_single_threaded(self, program: Program, batch: ForwardBatch) -> bool:
         """Whether one thread will be done before several have waited for each other.
 
         A barrier costs about 2 µs on two cores, and a forward has one per operation. Against that stands what the other
@@ -249,24 +248,24 @@ class CpuBackend(Backend):
 
     def _record(self, forward_pass: ForwardPass, layout: KvLayout) -> Recording:
         recorder = Recorder(layout.num_kv_heads, layout.head_dim)
-        forward_pass(recorder, None, None)
+        forward_pass(Fusion(recorder), None, None)
         recording = recorder.recording
-        compile_all([*recording.kernels(), *TEAM_KERNELS], self._on_compile)
-        if self._team is None:
+        compile_all([*recording.kernels(), *POOL_KERNELS], self._on_compile)
+        if self._pool is None:
             self._weight_bytes = sum(matrix.packed.nbytes for matrix in recording.matrices)
-            self._begin_team(recording, layout)
+            self._start_threads(recording, layout)
         return recording
 
-    def _begin_team(self, recording: Recording, layout: KvLayout) -> None:
-        self._team = Team(self.threads)
-        weakref.finalize(self, self._team.close)  # its threads end with the backend
+    def _start_threads(self, recording: Recording, layout: KvLayout) -> None:
+        self._pool = ThreadPool(self.threads)
+        weakref.finalize(self, self._pool.close)  # its threads end with the backend
         width, group = padded(layout.head_dim, LANES), recording.heads_per_kv_head
-        queries = w.ROWS_PER_BLOCK * group
+        queries = ROWS_PER_BLOCK * group
         # What `_attend_block` lays out: a chunk of keys or values; per query itself, its weights, output and state.
-        floats = max(w.CHUNK * width + queries * (w.CHUNK + 2 * width + 4), w.GLU_SCRATCH_FLOATS)
+        floats = max(CHUNK * width + queries * (CHUNK + 2 * width + 4), GLU_SCRATCH_FLOATS)
         scratch = aligned_empty((self.threads, padded(4 * floats, 4096)), np.uint8)
         self._inputs["scratch"] = scratch
-        self._context[w.CTX_SCRATCH], self._context[w.CTX_SCRATCH_BYTES] = scratch.ctypes.data, scratch.shape[1]
+        self._context.scratch, self._context.scratch_bytes = scratch.ctypes.data, scratch.shape[1]
 
     def _fit(self, recorded: "_Pass", batch: ForwardBatch) -> None:
         """Place the program for a larger batch, and extend the rotation tables, where this batch asks for it."""
@@ -274,7 +273,7 @@ class CpuBackend(Backend):
         program = recorded.program
         if rows > program.max_rows or logit_rows > program.max_logit_rows:
             sizes = _doubled(program.max_rows, rows), _doubled(program.max_logit_rows, logit_rows)
-            recorded.program = place(recorded.recording, *sizes)
+            recorded.program = allocate(recorded.recording, *sizes)
         last = int(batch.context_lens.max())
         if last > len(self._cos) and recorded.recording.rope is not None:  # which a pass without attention lacks
             self._rotations(recorded.recording.rope, _doubled(len(self._cos), last))
@@ -284,28 +283,22 @@ class CpuBackend(Backend):
         angles = np.arange(positions)[:, None] * rope.frequencies()
         scale = rope.attention_factor
         self._cos, self._sin = (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
-        self._context[w.CTX_ROPE_COS], self._context[w.CTX_ROPE_SIN] = self._cos.ctypes.data, self._sin.ctypes.data
+        self._context.rope_cos, self._context.rope_sin = self._cos.ctypes.data, self._sin.ctypes.data
 
     def _fill(self, batch: ForwardBatch, storage: CpuKvStorage) -> None:
         context = self._context
-        storage.fill(context)
-        context[w.CTX_ROWS] = batch.num_rows
-        context[w.CTX_LOGIT_ROWS] = len(batch.logit_rows)
-        context[w.CTX_SEQUENCES] = batch.num_sequences
-        context[w.CTX_TABLE_STRIDE] = batch.block_tables.shape[1]
-        self._input(w.CTX_TOKEN_IDS, batch.token_ids)
-        self._input(w.CTX_POSITIONS, batch.positions)
-        self._input(w.CTX_CU_SEQLENS, batch.cu_seqlens)
-        self._input(w.CTX_SLOTS, batch.slot_mapping)
-        self._input(w.CTX_TABLES, batch.block_tables)
-        self._input(w.CTX_LOGIT_ROW_NUMBERS, batch.logit_rows)
+        context.cache = storage.description
+        context.num_rows, context.num_logit_rows = batch.num_rows, len(batch.logit_rows)
+        context.num_sequences, context.table_stride = batch.block_tables.shape
+        for name in _BATCH_ARRAYS:
+            self._input(name, getattr(batch, name))
 
-    def _input(self, word: int, values: np.ndarray) -> None:
+    def _input(self, name: str, values: np.ndarray) -> None:
         """Copy a batch array to where its address is already known; finding an array's address takes longer."""
-        room = self._inputs.get(word)
+        room = self._inputs.get(name)
         if room is None or room.size < values.size:
-            room = self._inputs[word] = np.zeros(_doubled(64, values.size), np.int32)
-            self._context[word] = room.ctypes.data
+            room = self._inputs[name] = np.zeros(_doubled(64, values.size), np.int32)
+            setattr(self._context, name, room.ctypes.data)
         room[: values.size] = values.reshape(-1)
 
     # Keeping time
@@ -319,13 +312,13 @@ class CpuBackend(Backend):
             for (layer, name), (seconds, calls) in (self._timed or {}).items()
         )
 
-    def _run_timed(self, recorded: "_Pass", team: Team, timed: dict[tuple[int, str], tuple[float, int]]) -> None:
+    def _run_timed(self, recorded: "_Pass", pool: ThreadPool, timed: dict[tuple[int, str], tuple[float, int]]) -> None:
         """One operation at a time, each as a program of its own."""
         for number, operation in enumerate(recorded.recording.operations):
             entry = recorded.program.table[number : number + 1].copy()
-            entry[0, w.WAIT_WORD] = 1
+            structure(OPERATION).from_buffer(entry).waits = 1
             started = time.perf_counter()
-            team.run(entry.ctypes.data, 1, self._context_address)
+            pool.run(entry.ctypes.data, 1, self._context_address)
             seconds, calls = timed.get((operation.layer, operation.name), (0.0, 0))
             timed[operation.layer, operation.name] = seconds + time.perf_counter() - started, calls + 1
 

@@ -36,11 +36,10 @@ from forge.backends.cpu.features import choose_instruction_set, is_arm, is_force
 from forge.backends.cpu.instruction_sets import InstructionSet
 from forge.backends.cpu.tiles import MAX_ROWS, TILE_ARGUMENTS, TileLayout, emit_tile
 
+Arguments = tuple[str | np.dtype, ...]
+
 CompileProgress = Callable[[int, int], None]
 """Called with (kernels ready, kernels in all) while code is being compiled."""
-
-KERNEL_SIGNATURE = "void(int64, int64, int64, int64)"
-"""Every kernel: (address of its operation, address of the batch context, thread number, number of threads)."""
 
 KEEP_SECONDS = 30 * 86_400
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -165,9 +164,10 @@ class Kernel(MachineCode):
     its code in the cache folder starts in half the time.
     """
 
-    def __init__(self, module: str, name: str, signature: str = KERNEL_SIGNATURE):
+    def __init__(self, module: str, name: str, arguments: Arguments, result: str = "void"):
+        """arguments: of each the name of a number's type, or the layout of the structure whose address it is."""
         super().__init__(name)
-        self._module_name, self._signature = module, signature
+        self._module_name, self._arguments, self._result = module, arguments, result
 
     @property
     def address(self) -> int:
@@ -179,25 +179,27 @@ class Kernel(MachineCode):
 
         function = getattr(import_module(f"{__package__}.{self._module_name}"), self.name)
         options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        compiled = numba.njit(self._signature, **options)(function)
+        arguments = (
+            getattr(numba, each) if isinstance(each, str) else numba.from_dtype(each) for each in self._arguments
+        )
+        compiled = numba.njit(getattr(numba, self._result)(*arguments), **options)(function)
         [result] = compiled.overloads.values()
         module = llvm.parse_assembly(result.library.get_llvm_str())
-        wrapper = _c_wrapper(self.name, result.fndesc.mangled_name, self._signature)
+        wrapper = _c_wrapper(self.name, result.fndesc.mangled_name, self._arguments, self._result)
         module.link_in(llvm.parse_assembly(wrapper))
         module.get_function(result.fndesc.mangled_name).linkage = llvm.Linkage.internal
         _optimize(module, machine)
         return module
 
 
-def _c_wrapper(name: str, numba_name: str, signature: str) -> str:
+def _c_wrapper(name: str, numba_name: str, arguments: Arguments, result: str) -> str:
     """LLVM code of the C function `name` around one that Numba compiled.
 
     Numba's functions take two more addresses, for the result and for an exception, and return a status. Kernels raise
     nothing, so the status is not looked at: no code remains that would need the interpreter, or Numba, at run time.
     """
-    result, parameters = signature.rstrip(")").split("(")
-    count = len(parameters.split(","))
-    declared, given = ", ".join(["i64"] * count), ", ".join(f"i64 %{number}" for number in range(count))
+    kinds = ["i64" if isinstance(argument, str) else "ptr" for argument in arguments]
+    declared, given = ", ".join(kinds), ", ".join(f"{kind} %{number}" for number, kind in enumerate(kinds))
     returned = "void" if result == "void" else "i64"
     ending = "ret void" if result == "void" else "%value = load i64, ptr %result\n  ret i64 %value"
     return f"""

@@ -1,24 +1,37 @@
-"""Every kernel by name. Naming one loads neither Numba nor the module that it is written in; compiling one does."""
+"""Every kernel by name, with the layout of its operation. Naming one loads neither Numba nor the module that it is
+written in; compiling one does."""
 
+import numpy as np
+
+from forge.backends.cpu import op_layout as layouts
 from forge.backends.cpu.compilation import Kernel
 
-embed_quantized = Kernel("kernels", "embed_quantized")
-embed_float = Kernel("kernels", "embed_float")
-rms_norm = Kernel("kernels", "rms_norm")
-quantize = Kernel("kernels", "quantize")
-matmul_quantized = Kernel("kernels", "matmul_quantized")
-matmul_f32 = Kernel("kernels", "matmul_f32")
-matmul_f16 = Kernel("kernels", "matmul_f16")
-matmul_bf16 = Kernel("kernels", "matmul_bf16")
-swiglu = Kernel("kernels", "swiglu")
-gate_up_swiglu = Kernel("kernels", "gate_up_swiglu")
-choose = Kernel("experts", "choose")
-group = Kernel("experts", "group")
-gather = Kernel("experts", "gather")
-experts_quantized = Kernel("experts", "experts_quantized")
-experts_f32 = Kernel("experts", "experts_f32")
-experts_f16 = Kernel("experts", "experts_f16")
-experts_bf16 = Kernel("experts", "experts_bf16")
-combine = Kernel("experts", "combine")
-norm_rope_store = Kernel("attention", "norm_rope_store")
-attention = Kernel("attention", "attention")
+
+class OperationKernel(Kernel):
+    """A kernel of an operation: `kernel(op, ctx, thread number, number of threads)`."""
+
+    def __init__(self, module: str, name: str, layout: np.dtype):
+        super().__init__(module, name, (layout, layouts.CONTEXT, "int64", "int64"))
+        self.layout = layout
+
+
+embed_quantized = OperationKernel("kernels", "embed_quantized", layouts.EMBED)
+embed_float = OperationKernel("kernels", "embed_float", layouts.EMBED)
+rms_norm = OperationKernel("kernels", "rms_norm", layouts.RMS_NORM)
+quantize = OperationKernel("kernels", "quantize", layouts.QUANTIZE)
+matmul_quantized = OperationKernel("kernels", "matmul_quantized", layouts.MATMUL)
+matmul_f32 = OperationKernel("kernels", "matmul_f32", layouts.MATMUL)
+matmul_f16 = OperationKernel("kernels", "matmul_f16", layouts.MATMUL)
+matmul_bf16 = OperationKernel("kernels", "matmul_bf16", layouts.MATMUL)
+swiglu = OperationKernel("kernels", "swiglu", layouts.SWIGLU)
+gate_up_swiglu = OperationKernel("kernels", "gate_up_swiglu", layouts.GATE_UP_SWIGLU)
+route = OperationKernel("moe", "route", layouts.ROUTE)
+sort_by_expert = OperationKernel("moe", "sort_by_expert", layouts.SORT_BY_EXPERT)
+gather = OperationKernel("moe", "gather", layouts.GATHER)
+experts_quantized = OperationKernel("moe", "experts_quantized", layouts.EXPERTS)
+experts_f32 = OperationKernel("moe", "experts_f32", layouts.EXPERTS)
+experts_f16 = OperationKernel("moe", "experts_f16", layouts.EXPERTS)
+experts_bf16 = OperationKernel("moe", "experts_bf16", layouts.EXPERTS)
+combine = OperationKernel("moe", "combine", layouts.COMBINE)
+norm_rope_store = OperationKernel("attention", "norm_rope_store", layouts.NORM_ROPE_STORE)
+attention = OperationKernel("attention", "attention", layouts.ATTENTION)

@@ -1,22 +1,21 @@
 """A forward pass as data: operations over buffers, and the memory that they are placed in.
 
-The recorder writes a `Recording`: what is to be done, in names. `place` makes a `Program` of it for batches of up to
-some number of rows: a table of numbers and addresses that the threads walk (`team.py`).
+The recorder writes a `Recording`: what is to be done, in names. `allocate` makes a `Program` of it for batches of up to
+some number of rows: a table of numbers and addresses that the threads go through (`thread_pool.py`).
 """
 
+import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from forge.backends.cpu import words as w
 from forge.backends.cpu.compilation import Kernel, TileSet, tile_set
+from forge.backends.cpu.kernel_table import OperationKernel
+from forge.backends.cpu.op_layout import CONTEXT, OPERATION_BYTES, structure
 from forge.backends.cpu.packing import PackedMatrix, QuantizedMatrix, padded
 from forge.backends.cpu.tiles import GROUP
 from forge.model.rope import Rope
-
-CONTEXT_ROWS = w.CTX_ROWS
-CONTEXT_LOGIT_ROWS = w.CTX_LOGIT_ROWS
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +23,8 @@ class Buffer:
     """float32 `[rows of the batch, width]`, rows padded to a multiple of 32."""
 
     width: int
-    rows_word: int
-    """The context word that counts its rows."""
+    count: str = "num_rows"
+    """The field of the context that counts its rows."""
 
     @property
     def stride(self) -> int:
@@ -58,38 +57,32 @@ class Vector:
     width: int
 
 
-@dataclass(frozen=True, eq=False)
-class Address:
-    """Where a buffer, or one of the three parts of its quantized form, will lie."""
-
-    owner: Buffer
-    part: str = "values"
-    """`values`, `quants`, `scales` or `sums`."""
-
-
 @dataclass
 class Operation:
-    """One entry of the program. Words may be numbers, or things whose address is known when the program is placed."""
+    """One entry of the program. Its arguments have the names of its kernel's layout, and may be numbers, buffers,
+    matrices, or arrays whose address is meant."""
 
-    kernel: Kernel
-    words: dict[int, Any]
+    kernel: OperationKernel
+    arguments: dict[str, Any]
     layer: int
     name: str
     """What a timing calls it."""
-    wait: bool = False
+    waits: bool = False
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return [argument for argument in self.arguments.values() if isinstance(argument, Buffer)]
 
 
 @dataclass
 class Recording:
-    """What was written down: operations, and the buffers that they need."""
+    """What was written down: operations, and what they need."""
 
     operations: list[Operation] = field(default_factory=list)
-    buffers: list[Buffer] = field(default_factory=list)
     quantized: set[Buffer] = field(default_factory=set)
     matrices: list[Matrix | ExpertMatrices] = field(default_factory=list)
-    vectors: list[Vector] = field(default_factory=list)
     output: Buffer | None = None
-    """Where `to_numpy` left the result."""
+    """Where the result lies."""
     rope: Rope | None = None
     heads_per_kv_head: int = 1
     experts_per_row: int = 0
@@ -98,13 +91,21 @@ class Recording:
     @property
     def logits(self) -> Buffer:
         """What the whole pass ends in."""
-        assert self.output is not None, "a recording ends with to_numpy"
+        assert self.output is not None, "a recording ends with a result"
         return self.output
+
+    def shape(self, buffer: Buffer) -> tuple[int, str, bool]:
+        """What buffers that may share memory have in common."""
+        return buffer.width, buffer.count, buffer in self.quantized
 
     def kernels(self) -> list[Kernel | TileSet]:
         """Everything that must be compiled to run it."""
         tiles = [tile_set(m.packed.layout) for m in self.matrices if isinstance(m.packed, QuantizedMatrix)]
-        return [operation.kernel for operation in self.operations] + tiles
+        return [*(operation.kernel for operation in self.operations), *tiles]
+
+
+Parts = dict[str, np.ndarray]
+"""A buffer's arrays: `values`, and where it is quantized `quants`, `scales` and `sums`."""
 
 
 @dataclass
@@ -112,7 +113,7 @@ class Program:
     """A recording placed in memory for up to `max_rows` rows."""
 
     table: np.ndarray
-    """int64 `[operations, OP_WORDS]`."""
+    """uint8 `[operations, OPERATION_BYTES]`."""
     logits: np.ndarray
     """float32 `[max_rows of logits, stride]`."""
     max_rows: int
@@ -124,66 +125,83 @@ class Program:
         self.address: int = self.table.ctypes.data
 
 
-def place(recording: Recording, max_rows: int, max_logit_rows: int) -> Program:
+def allocate(recording: Recording, max_rows: int, max_logit_rows: int) -> Program:
     """Give every buffer memory and every operation its addresses.
 
     Buffers of the same shape that are not needed at the same time share memory: each is used from the operation that
     first names it to the one that last does.
     """
-    assert recording.operations[-1].wait, "a program ends when all threads have waited for each other"
-    arrays = _allocate(recording, max_rows, max_logit_rows)
-    table = np.zeros((len(recording.operations), w.OP_WORDS), np.int64)
-    keep: list[np.ndarray] = list(arrays.values())
+    assert recording.operations[-1].waits, "a program ends when all threads have waited for each other"
+    memory = _buffer_memory(recording, max_rows, max_logit_rows)
+    table = np.zeros((len(recording.operations), OPERATION_BYTES), np.uint8)
+    keep = [array for parts in memory.values() for array in parts.values()]
     for entry, operation in zip(table, recording.operations, strict=True):
-        entry[0] = operation.kernel.address
-        entry[w.WAIT_WORD] = operation.wait
-        for word, value in operation.words.items():
-            if isinstance(value, Address):
-                entry[word] = arrays[value.owner, value.part].ctypes.data
-            elif isinstance(value, np.ndarray):
-                entry[word] = value.ctypes.data
-                keep.append(value)
-            elif isinstance(value, np.float32):
-                entry[word] = int(value.view(np.uint32))
+        written = structure(operation.kernel.layout).from_buffer(entry)
+        written.kernel, written.waits = operation.kernel.address, operation.waits
+        for name, argument in operation.arguments.items():
+            if isinstance(argument, Buffer):
+                _write_rows(getattr(written, name), argument, memory[argument])
+            elif isinstance(argument, PackedMatrix):
+                _write_matrix(getattr(written, name), argument)
+            elif isinstance(argument, np.ndarray):
+                setattr(written, name, argument.ctypes.data)
+                keep.append(argument)
             else:
-                entry[word] = value or 0
-    return Program(table, arrays[recording.logits, "values"], max_rows, max_logit_rows, keep)
+                setattr(written, name, argument)
+    return Program(table, memory[recording.logits]["values"], max_rows, max_logit_rows, keep)
 
 
-def _allocate(recording: Recording, max_rows: int, max_logit_rows: int) -> dict[tuple[Buffer, str], np.ndarray]:
-    last_use: dict[Buffer, int] = {}
-    for number, operation in enumerate(recording.operations):
-        for value in operation.words.values():
-            if isinstance(value, Address):
-                last_use[value.owner] = number
+def _write_rows(written: ctypes.Structure, buffer: Buffer, parts: Parts) -> None:
+    assert CONTEXT.fields is not None
+    written.count, written.stride = CONTEXT.fields[buffer.count][1], buffer.stride
+    for name, array in parts.items():
+        setattr(written, name, array.ctypes.data)
+
+
+def _write_matrix(written: ctypes.Structure, matrix: PackedMatrix) -> None:
+    """A loaded matrix, which lives as long as its recording."""
+    if isinstance(matrix, QuantizedMatrix):
+        written.tiles = tile_set(matrix.layout).addresses.ctypes.data
+        written.weights, written.tile_bytes = matrix.quants.ctypes.data, matrix.quants[0].nbytes
+        written.scales, written.scale_bytes = matrix.scales.ctypes.data, matrix.scales[0].nbytes
+        written.minimums = 0 if matrix.minimums is None else matrix.minimums.ctypes.data
+        written.num_groups = matrix.num_groups
+    else:
+        written.weights, written.tile_bytes = matrix.values.ctypes.data, matrix.values[0].nbytes
+
+
+def _buffer_memory(recording: Recording, max_rows: int, max_logit_rows: int) -> dict[Buffer, Parts]:
+    last_use = {buffer: number for number, each in enumerate(recording.operations) for buffer in each.buffers}
     last_use[recording.logits] = len(recording.operations)
-    free: dict[tuple[int, int, bool], list[dict[str, np.ndarray]]] = {}
+    most = {
+        "num_rows": max_rows,
+        "num_logit_rows": max_logit_rows,
+        "num_expert_rows": max_rows * recording.experts_per_row,
+    }
+    free: dict[tuple[int, str, bool], list[Parts]] = {}
     done: list[Buffer] = []  # last used, but threads may still be reading until the next wait
-    placed: dict[Buffer, dict[str, np.ndarray]] = {}
+    memory: dict[Buffer, Parts] = {}
     for number, operation in enumerate(recording.operations):
-        for owner in {value.owner for value in operation.words.values() if isinstance(value, Address)}:
-            if owner not in placed:
-                shape = (owner.width, owner.rows_word, owner in recording.quantized)
-                spare = free.get(shape)
-                rows = max_logit_rows if owner.rows_word == CONTEXT_LOGIT_ROWS else max_rows
-                rows *= recording.experts_per_row if owner.rows_word == w.CTX_EXPERT_ROWS else 1
-                placed[owner] = spare.pop() if spare else _new_buffer(owner, rows, owner in recording.quantized)
-        done += [owner for owner, last in last_use.items() if last == number]
-        if operation.wait:
-            for owner in done:
-                shape = (owner.width, owner.rows_word, owner in recording.quantized)
-                free.setdefault(shape, []).append(placed[owner])
+        for buffer in operation.buffers:
+            if buffer not in memory:
+                spare = free.get(recording.shape(buffer))
+                quantized = buffer in recording.quantized
+                memory[buffer] = spare.pop() if spare else _new_parts(buffer, most[buffer.count], quantized)
+        done += [buffer for buffer, last in last_use.items() if last == number]
+        if operation.waits:
+            for buffer in done:
+                free.setdefault(recording.shape(buffer), []).append(memory[buffer])
             done.clear()
-    return {(owner, part): array for owner, parts in placed.items() for part, array in parts.items()}
+    return memory
 
 
-def _new_buffer(owner: Buffer, rows: int, quantized: bool) -> dict[str, np.ndarray]:
+def _new_parts(buffer: Buffer, rows: int, quantized: bool) -> Parts:
     # A row of slack: a head that is not a multiple of 16 wide is read a little past its end.
-    parts = {"values": np.zeros((rows + 1, owner.stride), np.float32)}
+    parts = {"values": np.zeros((rows + 1, buffer.stride), np.float32)}
     if quantized:
         parts |= {
-            "quants": np.zeros((rows, owner.stride), np.int8),
-            "scales": np.zeros((rows, owner.stride // GROUP, 2), np.float32),
-            "sums": np.zeros((rows, owner.stride // 16), np.int32),
+            "quants": np.zeros((rows, buffer.stride), np.int8),
+            "scales": np.zeros((rows, buffer.stride // GROUP, 2), np.float32),
+            "sums": np.zeros((rows, buffer.stride // 16), np.int32),
         }
     return parts

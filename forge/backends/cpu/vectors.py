@@ -314,13 +314,23 @@ put_f32 = _scalar_store(types.float32)
 
 
 @intrinsic
-def get_f32_bits(typingctx, number):
-    """The float32 whose bits are the low half of an int64: how an operation carries a scalar."""
+def address(typingctx, record):
+    """Where a record lies."""
 
     def codegen(context, builder, sig, args):
-        return builder.bitcast(builder.trunc(args[0], I32), F32)
+        return builder.ptrtoint(args[0], I64)
 
-    return types.float32(types.int64), codegen
+    return types.int64(record), codegen
+
+
+@intrinsic(prefer_literal=True)
+def field_address(typingctx, record, name):
+    """Where a field of a record lies."""
+
+    def codegen(context, builder, sig, args):
+        return builder.add(builder.ptrtoint(args[0], I64), I64(record.offset(name.literal_value)))
+
+    return types.int64(record, name), codegen
 
 
 def _scalar_widener(kind: str, raw_type: ir.Type):

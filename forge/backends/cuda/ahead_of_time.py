@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge.backends.cuda.backend import CudaBackend
+from forge.backends.cuda.sampling import list_draws
 from forge.gguf import GGMLType
 from forge.gguf.ggml_types import row_nbytes
 from forge.model.config import Qwen3Config, expected_tensors
@@ -33,6 +34,7 @@ _TYPES = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float64: "*fp64",
     torch.int8: "*i8",
     torch.uint8: "*u8",
 }
@@ -67,7 +69,12 @@ class Launch:
 
 _FUSED = {"NORM": "RMSNorm", "GLU": "SwiGLU", "ADD": "residual"}
 """What a product may have fused into it, by the constant that says so."""
-_PLAIN_NAMES = {"gather_rows": "embedding", "norm_rope_store": "head norm, RoPE, KV write"}
+_PLAIN_NAMES = {
+    "argmax_rows": "argmax",
+    "gumbel_argmax": "draw",
+    "gather_rows": "embedding",
+    "norm_rope_store": "head norm, RoPE, KV write",
+}
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ def launched_by(
     storage = model.backend.new_storage(layout)
     for batch in batches:
         model.backend.launch(model.forward_pass, batch, storage)
+    list_draws(config.vocab_size, torch.device("meta"), _listener(listed.setdefault))
     return list(listed)
 
 

@@ -28,11 +28,13 @@ from forge.backends.cuda.network import Ending, Network, Recorder
 from forge.backends.cuda.plain import DeviceBatch, TorchOperations
 from forge.backends.cuda.results import LEAST_ROWS, Results
 from forge.backends.cuda.rotations import Rotations
+from forge.backends.cuda.sampling import list_draws
 from forge.backends.cuda.shapes import DEFAULT_TUNING, MULTIPROCESSORS, Tuning
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.cuda.timing import StepClock
 from forge.backends.cuda.weights import Matrix, load_matrix
 from forge.backends.devices import KERNELS
+from forge.backends.fusion import Fusion
 from forge.backends.timed import TimedOperations
 from forge.cache.kv_storage import KvLayout
 from forge.errors import UsageError
@@ -125,7 +127,7 @@ class CudaBackend(Backend):
         """What a forward multiplies with: every matrix once, the output head included. Empty before `prepare`."""
         if self._fused is None:
             return []
-        return [*self._fused.network.products(), *(head for head in self._output_heads.values() if head is not None)]
+        return [*self._fused.network.products(), *filter(None, self._output_heads.values())]
 
     # Loading
 
@@ -168,11 +170,12 @@ class CudaBackend(Backend):
         from forge.backends.cuda.forward import forward
 
         self.prepare(forward_pass, storage.layout)
-        steps = self._steps.get(storage)
-        if steps is None:
-            steps = self._steps[storage] = _Steps(Graphs(self._tuning.pause_gc), Results(self._device))
-        fused, results, head = self._fused, steps.results, self._output_head_of(forward_pass)
+        fused, steps = self._fused, self._steps.get(storage)
         assert fused is not None, "prepare fuses"
+        if steps is None:
+            results = Results(self._device, fused.launches.launch)
+            steps = self._steps[storage] = _Steps(Graphs(self._tuning.pause_gc), results)
+        results, output_head = steps.results, self._output_head_of(forward_pass)
         in_float32 = fused.launches.attends_in_float32(storage)
         shape = shape_of(batch, fused.policy, storage.layout.block_size, in_float32)
         network = fused.network
@@ -187,13 +190,13 @@ class CudaBackend(Backend):
         fused.buffer.fill(shape, batch)
 
         def compute() -> torch.Tensor:
-            return forward(network, head, fused.launches, fused.buffer.inputs(shape), storage, results.samples)
+            return forward(network, output_head, fused.launches, fused.buffer.inputs(shape), storage, results.samples)
 
         why_eager = self._why_eager(shape)
         if why_eager is not None:
             self.execution = Execution("eager", why_eager, shape.num_rows)
             return compute()
-        out, self.execution = steps.graphs.run((shape, head is None), shape.num_rows, compute)
+        out, self.execution = steps.graphs.run((shape, output_head is None), shape.num_rows, compute)
         return out
 
     def last_graph(self, storage: TorchKvStorage) -> "torch.cuda.CUDAGraph | None":
@@ -225,7 +228,7 @@ class CudaBackend(Backend):
         from forge.backends.cuda.launches import Launches, TritonLauncher
 
         recorder = Recorder(self._dtype, layout.num_kv_heads, layout.head_dim)
-        forward_pass(recorder, None, None)
+        forward_pass(Fusion(recorder), None, None)
         network = recorder.network
         assert network is not None, "a pass ends with to_numpy"
         self._copy_dense(network)
@@ -266,14 +269,16 @@ class CudaBackend(Backend):
             buffer.reach(shape, 1)
             run.reserve(shape)
             forward(network, self._output_head_of(forward_pass), run, buffer.inputs(shape), storage, samples)
+        if self.runs_ahead:
+            list_draws(network.embedding.out_features, self._device, listing)
         return list(listing.found)
 
     def _copy_dense(self, network: Network) -> None:
-        """Dense copies of packed matrices for products of many rows, all or none; the head needs none."""
+        """Dense copies of packed matrices for products of many rows, all or none; the output head needs none."""
         packed = [matrix for matrix in network.products() if matrix.packed is not None]
         if self._dense_copies is None and self._on_gpu:
             free, _ = torch.cuda.mem_get_info(self._device)
-            needed = sum(m.rows * m.columns for m in packed) * self._dtype.itemsize
+            needed = sum(m.num_weights for m in packed) * self._dtype.itemsize
             wanted = needed <= SHARE_FOR_COPIES * free
         else:
             wanted = bool(self._dense_copies)

@@ -1,4 +1,4 @@
-"""The forward pass as fused steps: about five launches a layer for a decode, then the head.
+"""The forward pass as fused steps: about five launches a layer for a decode, then the output head.
 
 Read it beside `Qwen3.forward_pass`: the same network, in the groups that `network.py` recognised. There is no
 synchronization in it, and nothing depends on the batch but through `Inputs`, so it can be captured in a CUDA graph as
@@ -24,8 +24,8 @@ def forward(
 ) -> torch.Tensor:
     """Write the step's keys and values; return logits on the device, float32 `[logit rows, vocabulary]`.
 
-    samples: int32 `[logit rows or more, 2]`; input tokens may be taken from there, and the likeliest token of each
-    logit row, with the bits of its logit, is left there. Without a head: the last norm's result, float32
+    samples: int32 `[logit rows or more, 2]`; input tokens may be taken from there, and the argmax of each logit row is
+    left there with the bits of its logit. Without an output head: the last norm's result, float32
     `[logit rows, hidden]`, and no samples.
     """
     shape = inputs.shape
@@ -35,7 +35,9 @@ def forward(
         logit_rows_only = shape.prunes and index == len(network.layers) - 1
         attended = _attend(run, x, layer, storage, index, inputs, logit_rows_only)
         if attended is None:  # a chunk that only fills the cache: its keys are written, and that was all
-            return x.new_empty((0, x.shape[1] if output_head is None else output_head.rows), dtype=torch.float32)
+            return x.new_empty(
+                (0, x.shape[1] if output_head is None else output_head.out_features), dtype=torch.float32
+            )
         if logit_rows_only:
             x = run.pick(x, inputs)
         with run.step("attn_output, add", index):
@@ -51,8 +53,8 @@ def forward(
             return run.normed(x, network.final_norm, torch.float32)
     with run.step("rms_norm, output head", -1):
         logits = run.logits(x, network.final_norm, output_head)
-    with run.step("greatest", -1):
-        run.greatest(logits, samples)
+    with run.step("argmax", -1):
+        run.argmax(logits, samples)
     return logits
 
 

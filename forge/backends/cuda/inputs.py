@@ -214,7 +214,7 @@ class InputBuffer:
     def reach(self, shape: Shape, table_words: int) -> bool:
         """Have room for that shape and so many words of block tables. Returns whether the buffer moved, which no graph
         survives."""
-        needed = _places(shape)[1] + table_words
+        needed = _word_spans(shape)[1] + table_words
         if needed <= self._words:
             return False
         self._words = max(LEAST_WORDS, shapes.next_power_of_2(needed))
@@ -227,19 +227,19 @@ class InputBuffer:
         host = self._hosts[self._fills % 2]
         self._fills += 1
         words = host.writable()
-        place, used = _places(shape)
+        spans, used = _word_spans(shape)
         words[:used] = 0
         words[0] = batch.block_tables.shape[1]
-        words[place["slots"]] = -1
+        words[spans["slots"]] = -1
         own = batch.num_rows
         for name, values in (
             ("token_ids", batch.token_ids),
             ("positions", batch.positions),
             ("slots", batch.slot_mapping),
         ):
-            words[place[name]][:own] = values
-        self._fill_tiles(words, place, shape, batch)
-        self._fill_logit_rows(words, place, shape, batch)
+            words[spans[name]][:own] = values
+        self._fill_tiles(words, spans, shape, batch)
+        self._fill_logit_rows(words, spans, shape, batch)
         tables = batch.block_tables.reshape(-1)
         end = used + tables.size  # rows that are padding have no keys, so they need no table
         words[used:end] = tables
@@ -247,15 +247,15 @@ class InputBuffer:
 
     def inputs(self, shape: Shape) -> Inputs:
         """Views of the device's words for that shape."""
-        place, used = _places(shape)
-        views = {name: self._on_device[span] for name, span in place.items()}
+        spans, used = _word_spans(shape)
+        views = {name: self._on_device[span] for name, span in spans.items()}
         return Inputs(shape, tables=self._on_device[used:], **views)
 
-    def _fill_tiles(self, words: np.ndarray, place: dict[str, slice], shape: Shape, batch: ForwardBatch) -> None:
+    def _fill_tiles(self, words: np.ndarray, spans: dict[str, slice], shape: Shape, batch: ForwardBatch) -> None:
         if shape.is_decode:
             count = batch.num_rows
-            words[place["tile_sequences"]][:count] = words[place["tile_firsts"]][:count] = batch.logit_rows
-            words[place["tile_lengths"]][:count] = 1
+            words[spans["tile_sequences"]][:count] = words[spans["tile_firsts"]][:count] = batch.logit_rows
+            words[spans["tile_lengths"]][:count] = 1
             return
         lengths = np.diff(batch.cu_seqlens)
         per_sequence = -(-lengths // shape.tile_rows)
@@ -263,17 +263,17 @@ class InputBuffer:
         before = np.repeat(np.cumsum(per_sequence) - per_sequence, per_sequence)
         offsets = (np.arange(len(sequences)) - before) * shape.tile_rows  # within the sequence's own rows
         count = len(sequences)
-        words[place["tile_sequences"]][:count] = sequences
-        words[place["tile_firsts"]][:count] = batch.cu_seqlens[sequences] + offsets
-        words[place["tile_lengths"]][:count] = np.minimum(lengths[sequences] - offsets, shape.tile_rows)
+        words[spans["tile_sequences"]][:count] = sequences
+        words[spans["tile_firsts"]][:count] = batch.cu_seqlens[sequences] + offsets
+        words[spans["tile_lengths"]][:count] = np.minimum(lengths[sequences] - offsets, shape.tile_rows)
 
-    def _fill_logit_rows(self, words: np.ndarray, place: dict[str, slice], shape: Shape, batch: ForwardBatch) -> None:
+    def _fill_logit_rows(self, words: np.ndarray, spans: dict[str, slice], shape: Shape, batch: ForwardBatch) -> None:
         if shape.is_decode:
             return  # its rows are its logit rows, and they are not asked for
         count = len(batch.logit_rows)
-        words[place["logit_rows"]][:count] = batch.logit_rows
-        words[place["logit_sequences"]][:count] = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
-        words[place["logit_lengths"]][:count] = 1
+        words[spans["logit_rows"]][:count] = batch.logit_rows
+        words[spans["logit_sequences"]][:count] = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
+        words[spans["logit_lengths"]][:count] = 1
 
 
 def _reads_what_others_write(batch: ForwardBatch, block_size: int) -> bool:
@@ -292,13 +292,13 @@ def _reads_what_others_write(batch: ForwardBatch, block_size: int) -> bool:
 
 
 @lru_cache(4096)
-def _places(shape: Shape) -> tuple[dict[str, slice], int]:
+def _word_spans(shape: Shape) -> tuple[dict[str, slice], int]:
     """Where each array's words are, and where the block tables begin."""
-    places, start = {}, 0
+    spans, start = {}, 0
     for name, words in shape.sections.items():
-        places[name] = slice(start, start + words)
+        spans[name] = slice(start, start + words)
         start += words
-    return places, start
+    return spans, start
 
 
 def _splits(policy: Policy, tiles: int, longest: int) -> int:

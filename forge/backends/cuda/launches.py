@@ -17,7 +17,7 @@ import torch
 
 from forge.backends.cuda import shapes
 from forge.backends.cuda.inputs import Inputs, Policy, Shape, attention_tile, one_row_tile
-from forge.backends.cuda.kernels import attention, decode_attention, greatest, heads, matmul, matvec, rows
+from forge.backends.cuda.kernels import argmax, attention, decode_attention, heads, matmul, matvec, unfused
 from forge.backends.cuda.network import Layer, Network, Norm
 from forge.backends.cuda.rotations import Rotations
 from forge.backends.cuda.storage import TorchKvStorage
@@ -31,7 +31,7 @@ COMPILE_OPTIONS = {"enable_fp_fusion": True}
 """Multiply and add in one instruction, whatever this Triton's default is."""
 EMBED_COLUMNS = 1024
 SWIGLU_COLUMNS = 1024
-GREATEST_COLUMNS = 2048
+ARGMAX_COLUMNS = 2048
 """Of a row of logits, looked through by one program."""
 LEAST_COUNTERS = 1 << 14
 OUTPUT_HEAD_ROWS = 64
@@ -64,12 +64,21 @@ class ListingLauncher(TritonLauncher):
         self.found[describe(kernel, arguments, self.options(options))] = None
 
 
-class _AttentionGrid(NamedTuple):
-    """The programs of a launch of attention: tiles by key/value heads by splits."""
+class _AttentionCall(NamedTuple):
+    """A launch of either attention kernel: its grid, and the arguments that the other one does not have."""
 
+    kernel: Any
     tile: shapes.AttentionTile
     num_tiles: int
+    """Programs are tiles by key/value heads by splits."""
     splits: int
+    num_rows: int
+    """Of the result."""
+    reads: tuple[torch.Tensor, ...]
+    """Its first arrays, before keys and values."""
+    numbers: tuple[float, ...]
+    """What follows its last array."""
+    constants: dict[str, int]
 
 
 class Launches:
@@ -87,7 +96,7 @@ class Launches:
     ):
         """exact: multiply in float32 where tensor cores would not."""
         self._network, self._policy, self._rotations = network, policy, rotations
-        self._device, self._dtype, self._launch, self._exact = device, dtype, launcher, exact
+        self._device, self._dtype, self.launch, self._exact = device, dtype, launcher, exact
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._counters = torch.zeros(LEAST_COUNTERS, dtype=torch.int32, device=device)
         self.step: Callable[[str, int], AbstractContextManager[None]] = lambda name, layer: nullcontext()
@@ -96,7 +105,7 @@ class Launches:
     def with_launcher(self, launcher: Launcher) -> Self:
         """The same steps, launched by another."""
         other = copy(self)
-        other._launch = launcher
+        other.launch = launcher
         return other
 
     def reserve(self, shape: Shape) -> bool:
@@ -115,23 +124,23 @@ class Launches:
 
     def embed(self, table: Matrix, inputs: Inputs, samples: torch.Tensor) -> torch.Tensor:
         """The stream's first value, `[T, hidden]`. Token -1 - r is the one that `samples` has for row r."""
-        out = self._empty(inputs.shape.num_rows, table.columns)
+        out = self._empty(inputs.shape.num_rows, table.in_features)
         self._gather(table, inputs.token_ids, samples, out)
         return out
 
     def products(self, x: torch.Tensor, norm: Norm, matrices: tuple[Matrix, ...]) -> torch.Tensor:
         """norm(x) times each of `matrices`, side by side: `[T, rows of all]`."""
-        out = self._empty(len(x), sum(matrix.rows for matrix in matrices))
+        out = self._empty(len(x), sum(matrix.out_features for matrix in matrices))
         start = 0
         normed = self.normed(x, norm) if any(self._by_cublas(len(x), matrix) for matrix in matrices) else None
         for matrix in matrices:
-            part = out[:, start : start + matrix.rows]
+            part = out[:, start : start + matrix.out_features]
             if self._by_cublas(len(x), matrix):
                 assert normed is not None
                 torch.mm(normed, self._dense(matrix).t(), out=part)
             else:
                 self._multiply(x, matrix, part, norm=norm)
-            start += matrix.rows
+            start += matrix.out_features
         return out
 
     def add_product(self, stream: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
@@ -143,15 +152,15 @@ class Launches:
 
     def gated(self, x: torch.Tensor, norm: Norm, gate_up: Matrix) -> torch.Tensor:
         """silu(gate) * up of norm(x): `[T, ffn]`."""
-        width = gate_up.rows // 2
+        width = gate_up.out_features // 2
         out = self._empty(len(x), width)
         if not self._by_cublas(len(x), gate_up):
             self._multiply(x, gate_up, out, norm=norm, glu=True)
             return out
         pairs = self.normed(x, norm) @ self._dense(gate_up).t()
         block = min(SWIGLU_COLUMNS, shapes.next_power_of_2(width))
-        self._launch(
-            rows.swiglu, (len(x), -(-width // block)), pairs, out, width, BLOCK=block, num_warps=4, num_stages=1
+        self.launch(
+            unfused.swiglu, (len(x), -(-width // block)), pairs, out, width, BLOCK=block, num_warps=4, num_stages=1
         )
         return out
 
@@ -159,24 +168,27 @@ class Launches:
         self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs
     ) -> torch.Tensor:
         """A decode's head norms, rotation, cache and attention: `[T, heads * head_dim]`."""
-        network, shape = self._network, inputs.shape
-        grid = _AttentionGrid(self._one_row_tile(inputs), len(qkv), shape.splits)
+        head_dim, splits = self._network.head_dim, inputs.shape.splits
         norms = layer.query_norm.weight, layer.key_norm.weight, self._rotations.cos, self._rotations.sin
-        return self._attend(
+        call = _AttentionCall(
             decode_attention.decode_attention,
-            grid,
-            (qkv, *norms, inputs.positions, inputs.slots, inputs.tables, inputs.table_stride),
-            storage,
-            index,
-            (layer.query_norm.eps, network.head_dim**-0.5),
-            BLOCK_HALF=max(16, shapes.next_power_of_2(network.head_dim // 2)),
-            NEWEST=shape.splits - 1 if self._policy.tuning.new_key_last else 0,
+            self._one_row_tile(inputs),
+            num_tiles=len(qkv),
+            splits=splits,
+            num_rows=len(qkv),
+            reads=(qkv, *norms, inputs.positions, inputs.slots, inputs.tables, inputs.table_stride),
+            numbers=(layer.query_norm.eps, head_dim**-0.5),
+            constants={
+                "BLOCK_HALF": max(16, shapes.next_power_of_2(head_dim // 2)),
+                "NEWEST": splits - 1 if self._policy.tuning.new_key_last else 0,
+            },
         )
+        return self._attend(call, storage, index)
 
     def store_heads(self, qkv: torch.Tensor, layer: Layer, storage: TorchKvStorage, index: int, inputs: Inputs) -> None:
         """Head norms and rotation of queries in place; keys and values into the cache."""
         network = self._network
-        self._launch(
+        self.launch(
             heads.norm_rope_store,
             (len(qkv),),
             qkv,
@@ -203,53 +215,41 @@ class Launches:
         self, qkv: torch.Tensor, storage: TorchKvStorage, index: int, inputs: Inputs, logit_rows_only: bool
     ) -> torch.Tensor:
         """Attention of every row, or of the logit rows alone: `[T or R, heads * head_dim]`."""
-        network, shape = self._network, inputs.shape
+        shape = inputs.shape
         if logit_rows_only:
-            grid = _AttentionGrid(self._one_row_tile(inputs), shape.num_logit_rows, shape.last_splits)
+            tile, num_tiles, splits = self._one_row_tile(inputs), shape.num_logit_rows, shape.last_splits
             tiles = inputs.logit_sequences, inputs.logit_rows, inputs.logit_lengths
         else:
             tile = self._one_row_tile(inputs) if shape.is_decode else self._tile_of_several(shape)
-            grid = _AttentionGrid(tile, shape.tiles, shape.splits)
+            num_tiles, splits = shape.tiles, shape.splits
             tiles = inputs.tile_sequences, inputs.tile_firsts, inputs.tile_lengths
-        return self._attend(
+        call = _AttentionCall(
             attention.paged_attention,
-            grid,
-            (qkv, inputs.positions, *tiles, inputs.tables, inputs.table_stride),
-            storage,
-            index,
-            (network.head_dim**-0.5,),
-            num_rows=grid.num_tiles if logit_rows_only else len(qkv),
-            ROWS=grid.tile.rows,
-            BLOCK_GROUP=self._block_group,
-            COMPACT=logit_rows_only,
+            tile,
+            num_tiles=num_tiles,
+            splits=splits,
+            num_rows=num_tiles if logit_rows_only else len(qkv),
+            reads=(qkv, inputs.positions, *tiles, inputs.tables, inputs.table_stride),
+            numbers=(self._network.head_dim**-0.5,),
+            constants={"ROWS": tile.rows, "BLOCK_GROUP": self._block_group, "COMPACT": logit_rows_only},
         )
+        return self._attend(call, storage, index)
 
-    def _attend(
-        self,
-        kernel,
-        grid: _AttentionGrid,
-        reads: tuple[torch.Tensor, ...],
-        storage: TorchKvStorage,
-        index: int,
-        numbers: tuple[float, ...],
-        num_rows: int | None = None,
-        **constants: int,
-    ) -> torch.Tensor:
-        """Launch either attention kernel: what it reads beside the cache, the numbers after its arrays, and the
-        constants that the other one has not. num_rows: of the result, if they are not the tiles."""
-        network, tile, splits = self._network, grid.tile, grid.splits
-        out = self._empty(grid.num_tiles if num_rows is None else num_rows, network.num_heads * network.head_dim)
+    def _attend(self, call: _AttentionCall, storage: TorchKvStorage, index: int) -> torch.Tensor:
+        """Launch it over a layer's keys and values, with the arguments that both kernels have."""
+        network, tile, splits = self._network, call.tile, call.splits
+        out = self._empty(call.num_rows, network.num_heads * network.head_dim)
         block_d = max(16, shapes.next_power_of_2(network.head_dim))
         num_valid = tile.rows * self._block_group
-        self._launch(
-            kernel,
-            (grid.num_tiles, network.num_kv_heads, splits),
-            *reads,
+        self.launch(
+            call.kernel,
+            (call.num_tiles, network.num_kv_heads, splits),
+            *call.reads,
             storage.keys[index],
             storage.values[index],
             out,
-            *self._split_buffers(grid.num_tiles, splits, num_valid, block_d),
-            *numbers,
+            *self._split_buffers(call.num_tiles, splits, num_valid, block_d),
+            *call.numbers,
             HEADS=network.num_heads,
             KV_HEADS=network.num_kv_heads,
             HEAD_DIM=network.head_dim,
@@ -260,7 +260,7 @@ class Launches:
             SPLITS=splits,
             NUM_VALID=num_valid,
             AT_ONCE=shapes.splits_at_once(splits, num_valid, block_d),
-            **constants,
+            **call.constants,
             **self._precision(storage),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -272,20 +272,20 @@ class Launches:
         """Query heads that share a key/value head, as a power of two."""
         return shapes.next_power_of_2(self._network.num_heads // self._network.num_kv_heads)
 
-    def logits(self, x: torch.Tensor, norm: Norm, head: Matrix) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, norm: Norm, output_head: Matrix) -> torch.Tensor:
         """float32 `[R, vocabulary]` of the stream's rows `[R, hidden]`."""
-        out = torch.empty((len(x), head.rows), dtype=torch.float32, device=self._device)
-        self._multiply(x, head, out, norm=norm)
+        out = torch.empty((len(x), output_head.out_features), dtype=torch.float32, device=self._device)
+        self._multiply(x, output_head, out, norm=norm)
         return out
 
-    def greatest(self, logits: torch.Tensor, samples: torch.Tensor) -> None:
-        """Leave the token with the greatest logit of each row, and the bits of that logit, in `samples`."""
+    def argmax(self, logits: torch.Tensor, samples: torch.Tensor) -> None:
+        """Leave the argmax of each row, and the bits of its logit, in `samples`."""
         num_rows, vocabulary = logits.shape
-        part = min(GREATEST_COLUMNS, max(128, shapes.next_power_of_2(vocabulary)))
+        part = min(ARGMAX_COLUMNS, max(128, shapes.next_power_of_2(vocabulary)))
         parts = -(-vocabulary // part)
         found = torch.empty((num_rows, parts), dtype=torch.int64, device=self._device)
-        self._launch(
-            greatest.greatest,
+        self.launch(
+            argmax.argmax_rows,
             (num_rows, parts),
             logits,
             found,
@@ -324,7 +324,7 @@ class Launches:
         """The tile of a product with that many rows; one of a single row is `matvec`'s."""
         if self._policy.invariant:
             return shapes.INVARIANT_TILE
-        size = (matrix.rows, matrix.columns, matrix.kind, self._policy.multiprocessors)
+        size = (matrix.out_features, matrix.in_features, matrix.kind, self._policy.multiprocessors)
         if num_rows <= shapes.MATVEC_ROWS:
             return shapes.matvec_tile(*size)
         return shapes.matmul_tile(min(num_rows, OUTPUT_HEAD_ROWS), *size, in_float32=self._dtype == torch.float32)
@@ -341,31 +341,31 @@ class Launches:
         """x · matrixᵀ by a kernel that reads the matrix in its own kind."""
         tile = self.tile_for(len(x), matrix)
         weight, eps = (norm.weight, norm.eps) if norm is not None else (matrix_values(matrix), 0.0)
-        sizes = (matrix.columns, matrix.rows, out.stride(0), eps)
+        sizes = (matrix.in_features, matrix.out_features, out.stride(0), eps)
         flags: dict[str, Any] = {"NORM": norm is not None, "ADD": add, "GLU": glu}
         flags |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
         flags |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         arrays = matrix_arrays(matrix)
         if tile.block_m > 1:
             parts = self._split_k(len(x), matrix, tile)
-            tiles = -(-len(x) // tile.block_m), -(-matrix.rows // tile.block_n)
+            tiles = -(-len(x) // tile.block_m), -(-matrix.out_features // tile.block_n)
             flags |= {"KIND": matrix.kind, "EXACT": self._exact, "BLOCK_M": tile.block_m}
             flags |= {"SPLIT_K": parts, "PREFETCH": self._policy.tuning.prefetch and tile.block_m == 16}
             words = tiles[0] * tiles[1] * parts * tile.block_m * (tile.block_n + 1) if parts > 1 else 0
             partial = torch.empty(words, dtype=torch.float32, device=self._device)
             shared = partial, self._counters
-            self._launch(matmul.matmul, (*tiles, parts), x, *arrays, weight, out, *shared, len(x), *sizes, **flags)
+            self.launch(matmul.matmul, (*tiles, parts), x, *arrays, weight, out, *shared, len(x), *sizes, **flags)
             return
-        grid = (-(-matrix.rows // tile.block_n), len(x))
+        grid = (-(-matrix.out_features // tile.block_n), len(x))
         if matrix.kind == DENSE:
-            self._launch(matvec.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
+            self.launch(matvec.matvec, grid, x, matrix.dense, weight, out, *sizes, **flags)
         else:
-            self._launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
+            self.launch(matvec.matvec_packed, grid, x, *arrays, weight, out, *sizes, KIND=matrix.kind, **flags)
 
     def _split_k(self, num_rows: int, matrix: Matrix, tile: shapes.Tile) -> int:
         if not self._policy.tuning.split_k or self._policy.invariant or num_rows > shapes.SPLIT_K_ROWS:
             return 1
-        return shapes.split_k(tile, num_rows, matrix.rows, matrix.columns, self._policy.multiprocessors)
+        return shapes.split_k(tile, num_rows, matrix.out_features, matrix.in_features, self._policy.multiprocessors)
 
     def normed(self, x: torch.Tensor, norm: Norm, dtype: torch.dtype | None = None) -> torch.Tensor:
         """norm(x), rounded to `dtype`, or to that of x."""
@@ -373,8 +373,8 @@ class Launches:
         width = x.shape[1]
         block = shapes.next_power_of_2(width)
         warps = min(16, max(1, block // 512))
-        self._launch(
-            rows.rms_norm,
+        self.launch(
+            unfused.rms_norm,
             (len(x),),
             x,
             norm.weight,
@@ -391,32 +391,30 @@ class Launches:
         """The matrix in the activations' dtype: its copy if there is one, otherwise multiplied out into scratch."""
         if matrix.dense is not None:
             return matrix.dense
-        out = self._scratch[: matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)
+        out = self._scratch[: matrix.num_weights].view(matrix.out_features, matrix.in_features)
         self._gather(matrix, None, None, out)
         return out
 
     def make_scratch(self) -> None:
         """Room for the largest matrix that has no dense copy."""
-        sizes = [
-            m.rows * m.columns for layer in self._network.layers for m in _layer_matrices(layer) if m.dense is None
-        ]
+        sizes = [m.num_weights for layer in self._network.layers for m in _layer_matrices(layer) if m.dense is None]
         self._scratch = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
 
     def _gather(
         self, matrix: Matrix, numbers: torch.Tensor | None, samples: torch.Tensor | None, out: torch.Tensor
     ) -> None:
-        block = min(EMBED_COLUMNS, max(32, shapes.next_power_of_2(matrix.columns)))
+        block = min(EMBED_COLUMNS, max(32, shapes.next_power_of_2(matrix.in_features)))
         values, scales, factors = matrix_arrays(matrix)
-        self._launch(
-            rows.gather_rows,
-            (len(out), -(-matrix.columns // block)),
+        self.launch(
+            unfused.gather_rows,
+            (len(out), -(-matrix.in_features // block)),
             values,
             scales,
             factors,
             numbers if numbers is not None else values,
             samples if samples is not None else values,
             out,
-            matrix.columns,
+            matrix.in_features,
             NUMBERED=numbers is not None,
             KIND=matrix.kind,
             BLOCK_K=block,

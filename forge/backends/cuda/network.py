@@ -1,8 +1,8 @@
 """The forward pass as a few fused steps a layer, recognised from the operations that the model calls.
 
-`Qwen3.forward_pass` runs once, on a `Recorder` whose arrays are descriptions (a norm of the stream, a product of that).
-What it calls must be what the kernels fuse, in this order; the recorder asserts it. Out comes a `Network`: the weights,
-in the groups in which kernels read them. A step of a layer is then
+`forge.backends.fusion` finds which operations belong together; the `Recorder` notes their weights, in the groups in
+which kernels read them, and asserts that the stream goes through every layer. Out comes a `Network`. A step of a layer
+is then
 
     norm and product     RMSNorm + q, k, v          one matrix, stacked
     attention            head norm + RoPE + KV write + attention
@@ -11,12 +11,15 @@ in the groups in which kernels read them. A step of a layer is then
     product and residual the down product, added to the stream
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from forge.backends import fusion
 from forge.backends.cuda.weights import Matrix, interleaved, stacked
+from forge.backends.fusion import FusedOperations, Source
 from forge.model.backend import Operations
 from forge.model.rope import Rope
 
@@ -72,149 +75,67 @@ class Network:
         return [m for layer in self.layers for m in (*layer.qkv, layer.output, layer.gate_up, layer.down)]
 
 
-# What an array is while it is recorded.
+_STREAM, _ATTENDED, _GATED = "residual stream", "attention's result", "SwiGLU's result"
+"""What stands for arrays while a pass is recorded."""
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """The residual stream after `adds` additions."""
+class Recorder(FusedOperations):
+    """Notes the weights of the fused operations."""
 
-    adds: int
+    def __init__(self, dtype: torch.dtype, num_kv_heads: int, head_dim: int):
+        self._dtype, self._num_kv_heads, self._head_dim = dtype, num_kv_heads, head_dim
+        self._layers: list[Layer] = []
+        self._layer: dict[str, Any] = {}
+        """The parts of the layer under way."""
+        self.network: Network | None = None
 
-
-@dataclass(frozen=True, eq=False)
-class _Normed:
-    x: "_Stream | _LogitRows | _Product"
-    norm: Norm
-
-
-@dataclass(frozen=True, eq=False)
-class _Product:
-    x: "_Normed | _Attended | _Gated"
-    matrix: Matrix
-
-
-@dataclass(frozen=True, eq=False)
-class _Turned:
-    heads: _Normed
-
-
-@dataclass(frozen=True, eq=False)
-class _Attended:
-    query: _Turned
-    key: _Turned
-    value: _Product
-
-
-@dataclass(frozen=True, eq=False)
-class _Gated:
-    gate: _Product
-    up: _Product
-
-
-@dataclass(frozen=True, eq=False)
-class _LogitRows:
-    x: _Stream
-
-
-@dataclass
-class Recorder(Operations):
-    """The seam's operations, noting what is computed from what."""
-
-    dtype: torch.dtype
-    num_kv_heads: int
-    head_dim: int
-    _layers: list[Layer] = field(default_factory=list)
-    _adds: int = 0
-    _written: tuple[_Turned, _Product] | None = None
-    _attention: dict = field(default_factory=dict)
-    network: Network | None = None
-
-    def embed(self, table: Matrix, batch) -> _Stream:
+    def embed(self, table: Matrix) -> str:
         self._embedding = table
-        return _Stream(0)
+        return _STREAM
 
-    def rms_norm(self, x, weight: torch.Tensor, eps: float) -> _Normed:
-        return _Normed(x, Norm(weight, eps))
+    def products(self, source: Source, matrices: Sequence[Matrix]) -> Sequence[str]:
+        self._num_heads = matrices[0].out_features // self._head_dim
+        self._layer = {"attention_norm": _norm(source), "qkv": tuple(stacked(matrices))}
+        return [matrix.name for matrix in matrices]
 
-    def linear(self, x, matrix: Matrix) -> _Product:
-        return _Product(x, matrix)
-
-    def head_norm(self, x: _Product, weight: torch.Tensor, eps: float) -> _Normed:
-        return _Normed(x, Norm(weight, eps))
-
-    def rope(self, x: _Normed, batch, rope: Rope) -> _Turned:
-        assert rope.head_dim == self.head_dim
+    def attention(self, qkv: Sequence[str], q_norm: fusion.Norm, k_norm: fusion.Norm, rope: Rope, layer: int) -> str:
+        assert layer == len(self._layers) and rope.head_dim == self._head_dim
         self._rope = rope
-        return _Turned(x)
+        self._layer |= {"query_norm": Norm(q_norm.weight, q_norm.eps), "key_norm": Norm(k_norm.weight, k_norm.eps)}
+        return _ATTENDED
 
-    def write_kv(self, storage, layer: int, batch, keys: _Turned, values: _Product) -> None:
-        assert layer == len(self._layers) and self._written is None
-        self._written = keys, values
+    def gated(self, source: Source, gate: Matrix, up: Matrix, reader: Matrix) -> str:
+        self._layer |= {"feed_forward_norm": _norm(source), "gate_up": interleaved(gate, up, self._dtype)}
+        return _GATED
 
-    def attention(self, q: _Turned, storage, layer: int, batch) -> _Attended:
-        assert self._written is not None, "keys are written before queries attend"
-        keys, values = self._written
-        self._written = None
-        return _Attended(q, keys, values)
-
-    def swiglu(self, gate: _Product, up: _Product) -> _Gated:
-        assert gate.x is up.x, "gate and up read the same norm"
-        return _Gated(gate, up)
-
-    def add(self, x: _Stream, y: _Product) -> _Stream:
-        assert x == _Stream(self._adds), "a product is added to the stream, which goes through every layer"
-        self._adds += 1
-        if isinstance(y.x, _Attended):
-            self._attention = self._attention_part(y.x) | {"output": y.matrix}
+    def add_product(self, x: str, source: Source, matrix: Matrix) -> str:
+        assert x == _STREAM, "products are added to the residual stream"
+        if source == _ATTENDED:
+            self._layer["output"] = matrix
         else:
-            assert isinstance(y.x, _Gated)
-            self._layers.append(Layer(**self._attention, **self._feed_forward_part(y.x), down=y.matrix))
-        return _Stream(self._adds)
+            assert source == _GATED
+            self._layers.append(Layer(**self._layer, down=matrix))
+        return _STREAM
 
-    def logit_rows(self, x: _Stream, batch) -> _LogitRows:
-        assert x == _Stream(self._adds)
-        return _LogitRows(x)
-
-    def to_numpy(self, x: _Product | _Normed) -> None:
-        normed = x.x if isinstance(x, _Product) else x
-        assert isinstance(normed, _Normed) and isinstance(normed.x, _LogitRows), "the head reads normed logit rows"
+    def result(self, source: Source, matrix: Matrix | None) -> None:
         self.network = Network(
             embedding=self._embedding,
             layers=tuple(self._layers),
-            final_norm=normed.norm,
+            final_norm=_norm(source),
             num_heads=self._num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=self._head_dim,
             rope=self._rope,
         )
 
-    def _attention_part(self, attended: _Attended) -> dict:
-        query, key, value = attended.query.heads, attended.key.heads, attended.value
-        assert isinstance(query.x, _Product) and isinstance(key.x, _Product)
-        products = (query.x, key.x, value)
-        source = value.x
-        assert isinstance(source, _Normed) and all(product.x is source for product in products)
-        assert source.x == _Stream(self._adds - 1)
-        self._num_heads = query.x.matrix.rows // self.head_dim
-        return {
-            "attention_norm": source.norm,
-            "qkv": tuple(stacked([product.matrix for product in products])),
-            "query_norm": query.norm,
-            "key_norm": key.norm,
-        }
 
-    def _feed_forward_part(self, gated: _Gated) -> dict:
-        source = gated.gate.x
-        assert isinstance(source, _Normed) and source.x == _Stream(self._adds - 1)
-        return {
-            "feed_forward_norm": source.norm,
-            "gate_up": interleaved(gated.gate.matrix, gated.up.matrix, self.dtype),
-        }
+def _norm(source: Source) -> Norm:
+    assert isinstance(source, fusion.Norm) and source.x == _STREAM, "a product reads a norm of the residual stream"
+    return Norm(source.weight, source.eps)
 
 
 class Ending(Operations):
-    """The seam's operations, noting only what a forward pass ends in."""
+    """The interface's operations, noting only what a forward pass ends in."""
 
     def __init__(self):
         self.output_head: Matrix | None = None

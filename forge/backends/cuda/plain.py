@@ -1,4 +1,4 @@
-"""The operations of the seam, one by one, in torch: what the fused kernels are held against, on any torch device.
+"""The operations of the interface, one by one, in torch: what the fused kernels are held against, on any torch device.
 
 It computes at once, as `reference` does, and is written to be read beside it. It says what the kernels of `kernels/`
 must compute, in the same dtypes: weights and activations in the backend's dtype, norms and softmax in float32, keys and
@@ -75,7 +75,7 @@ class TorchOperations(Operations):
         edges = batch.host.cu_seqlens.tolist()
         for sequence, length in enumerate(batch.host.context_lens.tolist()):
             own = slice(edges[sequence], edges[sequence + 1])
-            keys, values = storage.rows(layer, batch.block_tables[sequence], length)
+            keys, values = storage.of_sequence(layer, batch.block_tables[sequence], length)
             out[own] = _attend(q[own], keys, values, batch.positions[own])
         return out
 
@@ -94,8 +94,8 @@ class TorchOperations(Operations):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """In float32, over the last axis; the result in x's dtype."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

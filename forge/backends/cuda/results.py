@@ -1,29 +1,36 @@
-"""What the steps on one storage gave, while the device may already be at the next.
+"""What the steps on one storage gave, while the device may already be at the next: the timeline of a GPU's one stream.
 
-Of each logit row a step leaves the likeliest token and its logit in `samples`, at an address that never changes: the
-next step can take its input tokens from there, before the host has seen them. Behind every step a copy of its samples
-goes to memory of the host's, marked by an event, so that the host waits for that copy and for no later step.
+    stream   words·[ step 1 ]·copy·draw·copy·words·[ step 2 ]·copy·draw·copy·words·[ step 3 ]·copy
+    host     launch 1 · draw 1, launch 2 · read 1 · draw 2, launch 3 · read 2 · …
 
-    device   [ step n    ]copy [ step n + 1 ]copy [ step n + 2 ]copy
-    host      launch n + 1 · read n · launch n + 2 · read n + 1 · …
-    buffers                0            1            0            1
+    words    the step's inputs, from pinned memory (`inputs.py`): two buffers of the host's take turns
+    step     the forward pass, a graph's replay or kernel by kernel, and the argmax of each logit row into `samples`
+    draw     only where a request draws its token: the drawn tokens into `samples`, over the argmax (`sampling.py`)
+    copy     `samples` to memory of the host's, 8 bytes a row, marked by an event: two buffers take turns
 
-All that is on the device's line is one stream, in order: step n + 1 takes its tokens from `samples` after step n wrote
-them and its copy was made.
+The stream does all of it in order. So step 2 takes its tokens from `samples`, at an address that never changes, after
+step 1 and its draw wrote them and before the host has seen them; and the host waits for the event of one copy, never
+for a later step.
 
 Logits stay where they are. Those of a replayed graph lie where the next replay writes; if a caller still holds them
-when the next step comes, they are set aside on the device (600 KB a row: 0.3 µs each). Two buffers of the host's take
-turns, and a result that is not read when its buffer's turn comes is read then.
+when the next step comes, they are set aside on the device (600 KB a row: 0.3 µs each). A result that is not read when
+its buffer's turn comes is read then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import numpy as np
 import torch
 
 from forge.backends.cuda.sampling import SamplingRows, sample_into
+from forge.model.logits import Draw
 from forge.trace.records import Execution
+
+if TYPE_CHECKING:
+    from forge.backends.cuda.launches import Launcher
 
 LEAST_ROWS = 1024
 MOST_PINNED_BYTES = 64 << 20
@@ -33,11 +40,21 @@ MOST_PINNED_BYTES = 64 << 20
 class StepLogits:
     """One step's logits: `forge.model.logits.DeviceLogits`."""
 
-    def __init__(self, rows: torch.Tensor, samples: torch.Tensor, turn: "_Turn", execution: Execution, passing: bool):
-        """rows: float32 `[R, vocab]` on the device, which the next step overwrites if `passing`. samples: where the
-        next step takes its tokens from."""
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        samples: torch.Tensor,
+        turn: "_Turn",
+        execution: Execution,
+        launch: "Launcher",
+    ):
+        """rows: float32 `[R, vocab]` on the device, which the next step overwrites if a graph wrote them. samples:
+        where the next step takes its tokens from."""
+        passing = execution.mode == "graph"
+        self._launch = launch
         self._rows, self._samples, self._turn, self._passing = rows, samples, turn, passing
         self._argmax: tuple[list[int], list[float]] | None = None
+        self.sampled = False
         self.shape = (rows.shape[0], rows.shape[1])
         self.execution = execution
         """How they were computed."""
@@ -63,12 +80,14 @@ class StepLogits:
         return self._argmax
 
     @torch.inference_mode()
-    def sample(self, wanted: SamplingRows) -> None:
-        """Before the next step is launched: choose each row's token as its request asks. The next step may take it as
-        its input, and `argmax_rows` gives it, with its logit, in place of the argmax."""
-        assert self._argmax is None, "its tokens were read already"
-        sample_into(self._rows, wanted, self._samples)
+    def sample(self, draws: Sequence[Draw]) -> None:
+        """Choose each row's token behind the step, in place of its argmax."""
+        assert self._argmax is None and not self.sampled, "its tokens were read already"
+        with torch.cuda.device(self._rows.device) if self._rows.device.type == "cuda" else nullcontext():
+            rows = SamplingRows.of(draws, self.shape[1], self._rows.device)
+            sample_into(self._rows, rows, self._samples, self._launch)
         self._turn.fetch(self._samples[: len(self)])
+        self.sampled = True
 
     def release(self) -> None:
         self._rows, self._passing = self._rows[:0], False
@@ -93,13 +112,15 @@ class StepLogits:
 class Results:
     """The results of the steps on one storage, one after the other."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, launch: "Launcher"):
+        """launch: for the kernel that draws tokens."""
+        self._device, self._launch = device, launch
         self._turns: list[_Turn] = []
         self._count = 0
         self._last: ref[StepLogits] | None = None
         self.samples = torch.zeros((0, 2), dtype=torch.int32, device=device)
-        """Of each logit row of the last step the likeliest token, and the bits of its logit: int32 `[R or more, 2]`."""
+        """The token of each logit row of the last step (its argmax, unless it was drawn), and the bits of its logit:
+        int32 `[R or more, 2]`."""
 
     def reach(self, num_rows: int) -> bool:
         """Have room for the samples of so many rows. Returns whether they moved, which no graph survives."""
@@ -124,7 +145,7 @@ class Results:
         self._count += 1
         turn.clear()
         turn.fetch(self.samples[:wanted])
-        found = StepLogits(logits[:wanted], self.samples, turn, execution, execution.mode == "graph")
+        found = StepLogits(logits[:wanted], self.samples, turn, execution, self._launch)
         turn.holder = self._last = ref(found)
         return found
 

@@ -1,58 +1,40 @@
 """Choosing tokens where the logits are: penalties, filters and the Gumbel-max draw, for all rows of a step at once.
 
 The definition is the engine's (`forge.engine.rng`, `forge.engine.sampling`), in float64 too: the same logits give the
-same token on the host and on the device, unless two tokens are as close as the last bit of a logarithm. torch has no
-unsigned 64-bit products, so Philox multiplies by halves.
+same token on the host and on the device, unless two tokens are as close as the last bit of a logarithm.
 
-Nothing here waits for the device, and what is not asked for is not computed: which of it that is, the host knows.
-Ledger: on the host a row costs 0.26 ms, and 64 rows 17 ms beside a forward of 1 ms. Here 64 rows of 151,936 logits are
-about 150 passes over 20 MB for the noise, and a sort where a row has a top-k or top-p. Not yet measured on a GPU.
+Nothing here waits for the device, and what no request asks for is not computed. What requests ask for is copied to the
+device from pinned memory, behind the step whose tokens are chosen. Penalties and filters are torch's operations; the
+draw is one kernel (`kernels/gumbel.py`).
+
+Ledger: on the host a row costs 0.26 ms, and 64 rows 17 ms beside a forward of 1 ms. Here a step takes three launches;
+30 more where a row has a top-k or top-p, and a sort; 20 more where one has penalties. Not yet measured on a GPU.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-_MASK = 0xFFFFFFFF
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-_ROUNDS = 10
-_GREATEST = float(np.finfo(np.float32).max)
+from forge.backends.cuda.shapes import next_power_of_2
+from forge.model.logits import Draw
 
+if TYPE_CHECKING:
+    from forge.backends.cuda.launches import Launcher  # defines the kernels, so only when they are wanted
 
-class Wanted(Protocol):
-    """What a row's request asks for: the fields of `SamplingParams`."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Sequence[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Which draw a row is."""
-
-    seed: int
-    """Below 2^64."""
-    sample_index: int
-    position: int
-    """Where the token will stand in its sequence."""
+DRAW_COLUMNS = 1024
+"""Of a row of logits, drawn from by one program. Guess."""
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """Of each row what its logits are changed by. Tokens are counted on the device, as they are chosen there."""
+    """What changes each row's logits before its token is chosen."""
 
-    bias_places: torch.Tensor
+    bias_indices: torch.Tensor
     """int64 `[n]`: row * vocabulary + token of each entry of a bias."""
     bias: torch.Tensor
     """float64 `[n]`."""
@@ -66,164 +48,156 @@ class Penalties:
     """int32 `[R, vocabulary]`: how often each is in the output."""
 
     @classmethod
-    def of(
-        cls,
-        wanted: Sequence[Wanted],
-        histories: Sequence[Sequence[int]],
-        prompt_lengths: Sequence[int],
-        vocabulary: int,
-        device: torch.device,
-    ) -> "Penalties":
-        """histories: each row's tokens so far, of which the first `prompt_lengths` are its prompt's."""
-        shape = len(wanted), vocabulary
-        seen = torch.zeros(shape, dtype=torch.bool, device=device)
-        counts = torch.zeros(shape, dtype=torch.int32, device=device)
-        for row, (history, length) in enumerate(zip(histories, prompt_lengths, strict=True)):
-            tokens = torch.tensor(list(history), dtype=torch.int64, device=device)
-            seen[row, tokens] = True
-            counts[row] += torch.bincount(tokens[length:], minlength=vocabulary).int()
-        biases = [(row * vocabulary + token, bias) for row, one in enumerate(wanted) for token, bias in one.logit_bias]
-        repetition, presence, frequency = (
-            _column([getattr(one, f"{name}_penalty") for one in wanted], device)
-            for name in ("repetition", "presence", "frequency")
-        )
-        return cls(
-            torch.tensor([place for place, _ in biases], dtype=torch.int64, device=device),
-            torch.tensor([bias for _, bias in biases], dtype=torch.float64, device=device),
-            repetition,
-            presence,
-            frequency,
-            seen,
-            counts,
-        )
+    def of(cls, draws: Sequence[Draw], vocabulary: int, device: torch.device) -> "Penalties":
+        def flat_indices(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+            found = [row * vocabulary + np.asarray(tokens, np.int64) for row, tokens in enumerate(rows)]
+            return _on_device(np.concatenate(found), device)
 
-    def count(self, token_ids: torch.Tensor) -> None:
-        """Each row's output has grown by its token, int64 `[R]`."""
-        at = token_ids[:, None]
-        self.seen.scatter_(1, at, True)
-        self.counts.scatter_add_(1, at, torch.ones_like(at, dtype=torch.int32))
+        shape = len(draws), vocabulary
+        seen = torch.zeros(shape, dtype=torch.bool, device=device)
+        seen.view(-1).index_fill_(0, flat_indices([draw.history for draw in draws]), True)
+        said = flat_indices([draw.history[draw.num_prompt_tokens :] for draw in draws])
+        counts = torch.zeros(shape, dtype=torch.int32, device=device)
+        counts.view(-1).index_add_(0, said, torch.ones_like(said, dtype=torch.int32))
+        strengths = [
+            (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in (d.params for d in draws)
+        ]
+        repetition, presence, frequency = _on_device(np.array(strengths).T, device)[:, :, None]
+        biases = [dict(draw.params.logit_bias or ()) for draw in draws]
+        values = np.array([value for each in biases for value in each.values()], np.float64)
+        bias_indices = flat_indices([[*each] for each in biases])
+        return cls(bias_indices, _on_device(values, device), repetition, presence, frequency, seen, counts)
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
         """float32 `[R, vocabulary]`: the bias added, then the repetition penalty, then presence and frequency."""
         values = logits.double()
-        values.view(-1).index_add_(0, self.bias_places, self.bias)
+        values.view(-1).index_add_(0, self.bias_indices, self.bias)
         repeated = torch.where(values > 0, values / self.repetition, values * self.repetition)
         values = torch.where(self.seen & (values > -torch.inf), repeated, values)
         values -= self.frequency * self.counts + self.presence * (self.counts > 0)
-        # What overflows becomes the greatest float32, which is still a number; -infinity stays "never".
-        return torch.where(values > -torch.inf, values.clamp(-_GREATEST, _GREATEST), values).float()
+        # What overflows becomes the largest float32, which is still a number; -infinity stays "never".
+        return torch.where(values > -torch.inf, values.clamp(-_LARGEST_FLOAT, _LARGEST_FLOAT), values).float()
 
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """What the requests of a step's logit rows ask for, a row each, on the device; float64 `[R, 1]` unless it says."""
+    """What the requests of a step's logit rows ask for, on the device."""
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    """int64; the vocabulary's size keeps every token."""
-    top_p: torch.Tensor
-    log_min_p: torch.Tensor
-    key: tuple[torch.Tensor, torch.Tensor]
-    """int64: the seed's low and high 32 bits."""
-    position: torch.Tensor
-    """int64."""
-    sample_index: torch.Tensor
-    """int64."""
+    words: torch.Tensor
+    """int64 `[R, 8]`: top_k, seed, position, sample index; as the bits of float64 temperature, top_p, log(min_p)."""
     penalties: Penalties | None
-    draws: bool
-    """Whether any row draws; none does if all temperatures are 0."""
     sorts: bool
     """Whether any row has a top-k or top-p."""
     floors: bool
     """Whether any row has a min-p."""
 
     @classmethod
-    def of(
-        cls,
-        wanted: Sequence[Wanted],
-        draws: Sequence[Draw],
-        vocabulary: int,
-        device: torch.device,
-        penalties: Penalties | None = None,
-    ) -> "SamplingRows":
-        def whole(values: Sequence[int]) -> torch.Tensor:
-            return _column(values, device, torch.int64)
-
-        drawing = [one for one in wanted if one.temperature > 0]
+    def of(cls, draws: Sequence[Draw], vocabulary: int, device: torch.device) -> "SamplingRows":
+        words = np.zeros((len(draws), 8), np.uint64)
+        numbers = words.view(np.float64)
+        for row, draw in enumerate(draws):
+            one = draw.params
+            words[row, :4] = min(one.top_k or vocabulary, vocabulary), draw.seed, len(draw.history), draw.sample_index
+            numbers[row, 4:7] = one.temperature, one.top_p, math.log(one.min_p) if one.min_p > 0 else -math.inf
+        drawing = [draw.params for draw in draws if draw.params.temperature > 0]
         return cls(
-            _column([one.temperature for one in wanted], device),
-            whole([min(one.top_k or vocabulary, vocabulary) for one in wanted]),
-            _column([one.top_p for one in wanted], device),
-            _column([math.log(one.min_p) if one.min_p > 0 else -math.inf for one in wanted], device),
-            (whole([draw.seed & _MASK for draw in draws]), whole([draw.seed >> 32 for draw in draws])),
-            whole([draw.position for draw in draws]),
-            whole([draw.sample_index for draw in draws]),
-            penalties,
-            draws=bool(drawing),
+            _on_device(words.view(np.int64), device),
+            Penalties.of(draws, vocabulary, device) if any(draw.params.changes_logits for draw in draws) else None,
             sorts=any(one.top_p < 1 or 0 < one.top_k < vocabulary for one in drawing),
             floors=any(one.min_p > 0 for one in drawing),
         )
 
+    @property
+    def top_k(self) -> torch.Tensor:
+        """int64 `[R, 1]`; the vocabulary's size keeps every token."""
+        return self.words[:, :1]
 
-def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    @property
+    def temperature(self) -> torch.Tensor:
+        """float64 `[R, 1]`, as what follows."""
+        return self._number(4)
+
+    @property
+    def top_p(self) -> torch.Tensor:
+        return self._number(5)
+
+    @property
+    def log_min_p(self) -> torch.Tensor:
+        return self._number(6)
+
+    def _number(self, column: int) -> torch.Tensor:
+        return self.words.view(torch.float64)[:, column : column + 1]
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows, launch: "Launcher") -> torch.Tensor:
     """The token of each row, int64 `[R]`; of equals the lowest. logits: float32 `[R, vocabulary]`, left as they are.
 
     Rows are drawn each by itself: what is beside them changes none of their tokens.
     """
-    if rows.penalties is not None:
-        logits = rows.penalties.applied(logits)
-    if not rows.draws:
-        return logits.argmax(1)  # the first of equals
-    logits, greedy = logits.double(), rows.temperature == 0
-    temperature = torch.where(greedy, 1.0, rows.temperature)
-    scores = (logits - logits.amax(1, keepdim=True)) / temperature  # in this order, a tiny one overflows to -infinity
+    samples = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
+    sample_into(logits, rows, samples, launch)
+    return samples[:, 0].long()
+
+
+def sample_into(logits: torch.Tensor, rows: SamplingRows, samples: torch.Tensor, launch: "Launcher") -> None:
+    """Leave each row's token and the bits of its logit in `samples`, int32 `[R or more, 2]`, as kernel `argmax_rows`
+    does. A row whose maximum is not finite gets that for its logit: so the host recognizes broken logits."""
+    scored = rows.penalties.applied(logits) if rows.penalties is not None else logits
+    maxima = torch.stack([scored.amax(1), logits.amax(1)], dim=1)
+    allowed = None
     if rows.sorts or rows.floors:
-        scores = scores.masked_fill(~_allowed(logits, scores, temperature, rows) & ~greedy, -torch.inf)
-    return (scores + gumbel_noise(rows, logits.shape[1]).masked_fill(greedy, 0.0)).argmax(1)
+        greedy, values = rows.temperature == 0, scored.double()
+        temperature = torch.where(greedy, 1.0, rows.temperature)
+        scores = (values - maxima[:, :1]) / temperature  # in this order, a tiny one overflows to -infinity
+        allowed = (_allowed(values, scores, temperature, rows) | greedy).view(torch.uint8)
+    _draw(scored, logits, allowed, maxima, rows.words, samples, launch)
 
 
-def sample_into(logits: torch.Tensor, rows: SamplingRows, samples: torch.Tensor) -> None:
-    """Leave each row's token and the bits of its logit in `samples`, int32 `[R or more, 2]`, as `greatest` does. Of a
-    row whose maximum is not finite it leaves that, so that the host can tell broken logits."""
-    tokens, largest = sample(logits, rows), logits.amax(1, keepdim=True)
-    chosen = torch.where(largest.isfinite(), logits.gather(1, tokens[:, None]), largest)
-    samples[: len(logits), 0] = tokens.int()
-    samples[: len(logits), 1:] = chosen.view(torch.int32)
-    if rows.penalties is not None:
-        rows.penalties.count(tokens)
+def list_draws(vocabulary: int, device: torch.device, launch: "Launcher") -> None:
+    """Hand each specialization of the draw to a launcher that launches nothing."""
+    logits = torch.empty((1, vocabulary), dtype=torch.float32, device=device)
+    allowed = torch.empty((1, vocabulary), dtype=torch.uint8, device=device)
+    maxima = torch.empty((1, 2), dtype=torch.float32, device=device)
+    words = torch.empty((1, 8), dtype=torch.int64, device=device)
+    samples = torch.empty((1, 2), dtype=torch.int32, device=device)
+    for mask in (None, allowed):
+        _draw(logits, logits, mask, maxima, words, samples, launch)
 
 
-def gumbel_noise(rows: SamplingRows, vocabulary: int) -> torch.Tensor:
-    """float64 `[R, vocabulary]`."""
-    words = philox_words(rows, vocabulary)
-    return -torch.log(-torch.log((words.double() + 0.5) * 2.0**-32))
+def _draw(
+    scored: torch.Tensor,
+    logits: torch.Tensor,
+    allowed: torch.Tensor | None,
+    maxima: torch.Tensor,
+    words: torch.Tensor,
+    samples: torch.Tensor,
+    launch: "Launcher",
+) -> None:
+    from forge.backends.cuda.kernels.gumbel import gumbel_argmax  # defines the kernel, so only when it is wanted
 
-
-def philox_words(rows: SamplingRows, vocabulary: int) -> torch.Tensor:
-    """The random 32 bits of each row and token, int64 `[R, vocabulary]`."""
-    blocks = torch.arange(-(-vocabulary // 4), dtype=torch.int64, device=rows.position.device)[None]
-    counter = (blocks, rows.position, rows.sample_index, torch.zeros_like(rows.position))
-    words = torch.broadcast_tensors(*_philox(counter, rows.key))
-    return torch.stack(words, dim=-1).flatten(1)[:, :vocabulary]
-
-
-def _philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Philox4x32-10 of numbers of 32 bits in int64."""
-    first, second, third, fourth = counter
-    for number in range(_ROUNDS):
-        keys = ((key[index] + number * _KEY_STEPS[index]) & _MASK for index in (0, 1))
-        (high, low), (other_high, other_low) = (
-            _product(_MULTIPLIERS[0], first),
-            _product(_MULTIPLIERS[1], third),
-        )
-        first, second, third, fourth = other_high ^ second ^ next(keys), other_low, high ^ fourth ^ next(keys), low
-    return first, second, third, fourth
-
-
-def _product(multiplier: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper and lower 32 bits of a product of 64, which has no room in a signed integer: by halves of the word."""
-    upper, lower = multiplier * (word >> 16), multiplier * (word & 0xFFFF)
-    return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _MASK
+    num_rows, vocabulary = logits.shape
+    part = min(DRAW_COLUMNS, max(128, next_power_of_2(vocabulary)))
+    parts = -(-vocabulary // part)
+    launch(
+        gumbel_argmax,
+        (num_rows, parts),
+        scored,
+        logits,
+        allowed if allowed is not None else words,
+        maxima,
+        words,
+        torch.empty((num_rows, parts), dtype=torch.float64, device=logits.device),
+        torch.empty((num_rows, parts), dtype=torch.int32, device=logits.device),
+        samples,
+        torch.zeros(num_rows, dtype=torch.int32, device=logits.device),
+        vocabulary,
+        MASKED=allowed is not None,
+        PARTS=parts,
+        PART=part,
+        BLOCK_PARTS=max(32, next_power_of_2(parts)),
+        num_warps=4,
+        num_stages=1,
+    )
 
 
 def _allowed(logits: torch.Tensor, scores: torch.Tensor, temperature: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -257,5 +231,7 @@ def _top(values: torch.Tensor, ordered: torch.Tensor, k: torch.Tensor) -> torch.
     return larger | equal & (equal.cumsum(1) <= k - larger.sum(1, keepdim=True))
 
 
-def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=dtype, device=device)[:, None]
+def _on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy that the host does not wait for."""
+    here = torch.from_numpy(np.ascontiguousarray(values))
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

@@ -75,31 +75,31 @@ def next_power_of_2(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def matvec_tile(rows: int, columns: int, kind: int, multiprocessors: int = MULTIPROCESSORS) -> Tile:
+def matvec_tile(out_features: int, in_features: int, kind: int, multiprocessors: int = MULTIPROCESSORS) -> Tile:
     """A tile of `matvec`: half the rows per program until every multiprocessor has two."""
-    block_n, widest = (8, 1024) if kind == DENSE else (4, 2048)
-    block_k = min(widest, max(32, next_power_of_2(columns)))
-    while block_n > 2 and -(-rows // block_n) < 2 * multiprocessors:
+    block_n, max_block_k = (8, 1024) if kind == DENSE else (4, 2048)
+    block_k = min(max_block_k, max(32, next_power_of_2(in_features)))
+    while block_n > 2 and -(-out_features // block_n) < 2 * multiprocessors:
         block_n //= 2
     return Tile(1, block_n, block_k, num_warps=4, num_stages=1)
 
 
 def matmul_tile(
     batch_rows: int,
-    rows: int,
-    columns: int,
+    out_features: int,
+    in_features: int,
     kind: int,
     multiprocessors: int = MULTIPROCESSORS,
     in_float32: bool = False,
 ) -> Tile:
     """A tile of `matmul` for that many rows of the batch. in_float32: activations are float32, for exactness."""
     if in_float32:
-        return Tile(16, 32, min(64, max(32, next_power_of_2(columns))), num_warps=4, num_stages=3)
+        return Tile(16, 32, min(64, max(32, next_power_of_2(in_features))), num_warps=4, num_stages=3)
     block_m = min(64, max(16, next_power_of_2(batch_rows)))
-    widest = 128 if kind == DENSE or block_m == 16 else 64  # packed weights take registers on their way
-    block_k = min(widest, max(32, next_power_of_2(columns)))
+    max_block_k = 128 if kind == DENSE or block_m == 16 else 64  # packed weights take registers on their way
+    block_k = min(max_block_k, max(32, next_power_of_2(in_features)))
     block_n = 64
-    while block_n > 16 and -(-rows // block_n) < multiprocessors:
+    while block_n > 16 and -(-out_features // block_n) < multiprocessors:
         block_n //= 2
     return Tile(block_m, block_n, block_k, num_warps=4, num_stages=4 if kind == DENSE else 3)
 
@@ -151,12 +151,16 @@ def splits(
     return next_power_of_2(largest) if round_up else 1 << (largest.bit_length() - 1)
 
 
-def split_k(tile: Tile, batch_rows: int, rows: int, columns: int, multiprocessors: int = MULTIPROCESSORS) -> int:
+def split_k(
+    tile: Tile, batch_rows: int, out_features: int, in_features: int, multiprocessors: int = MULTIPROCESSORS
+) -> int:
     """Programs that share the columns of one tile of a product: until every multiprocessor has one, and each at least
     two blocks of columns."""
-    programs = -(-batch_rows // tile.block_m) * -(-rows // tile.block_n)
+    programs = -(-batch_rows // tile.block_m) * -(-out_features // tile.block_n)
     parts = 1
-    while parts < MAX_SPLIT_K and 2 * parts * programs <= 2 * multiprocessors and 4 * parts * tile.block_k <= columns:
+    while (
+        parts < MAX_SPLIT_K and 2 * parts * programs <= 2 * multiprocessors and 4 * parts * tile.block_k <= in_features
+    ):
         parts *= 2
     return parts
 

@@ -62,10 +62,10 @@ class TorchKvStorage(KvStorage):
         self.values.index_copy_(1, numbers, data.values.to(self.values.device))
 
     def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
-        keys, values = self.rows(layer, self._numbers(block_table), length)
+        keys, values = self.of_sequence(layer, self._numbers(block_table), length)
         return keys.float().cpu().numpy(), values.float().cpu().numpy()
 
-    def rows(self, layer: int, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_sequence(self, layer: int, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of positions 0 to `length` - 1 on the device, `[length, num_kv_heads, head_dim]`."""
         blocks = block_table[: -(-length // self.layout.block_size)].long()
         token_shape = (-1, self.layout.num_kv_heads, self.layout.head_dim)

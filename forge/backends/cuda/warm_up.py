@@ -49,8 +49,8 @@ def _described(value: Any) -> tuple[str, int | float]:
     if isinstance(value, bool):
         return "bool", value
     if isinstance(value, int):  # Triton tells 1, multiples of 16 and other numbers apart, and those of 64 bits
-        wide = 0 if -(2**31) <= value < 2**31 else 1 << 40
-        return "int", value if value == 1 else wide + (16 if value % 16 == 0 else 3)
+        in_64_bits = 0 if -(2**31) <= value < 2**31 else 1 << 40
+        return "int", value if value == 1 else in_64_bits + (16 if value % 16 == 0 else 3)
     if isinstance(value, float):
         return "float", 0.5
     address = value.data_ptr() or value.storage_offset() * value.element_size()  # 0 where there is no memory

@@ -1,12 +1,13 @@
 """Weights on the device: dense for large products, packed for those that read every weight for a few rows.
 
-A matrix `[rows, columns]` is *dense* (the backend's dtype), or *packed*, or both. Packed is what a quantized file says,
-with the parts of a block in arrays of their own, so that 16 bytes of quants are one aligned load:
+A matrix `[out_features, in_features]` (below: `[out, in]`) is *dense* (the backend's dtype), or *packed*, or both.
+Packed is what a quantized file says, with the parts of a block in arrays of their own, so that 16 bytes of quants are
+one aligned load:
 
-    Q8     Q8_0            values int8 [rows, columns]         scales float16 [rows, columns / 32]
-    Q4     Q4_0            values uint8 [rows, columns / 2]    scales float16 [rows, columns / 32]
-    Q4_K   Q4_K            values uint8 [rows, columns / 2]    scales uint8 [rows, columns / 32, 2]: scale, minimum
-                                                               factors float16 [rows, columns / 256, 2]: d, dmin
+    Q8     Q8_0            values int8 [out, in]         scales float16 [out, in / 32]
+    Q4     Q4_0            values uint8 [out, in / 2]    scales float16 [out, in / 32]
+    Q4_K   Q4_K            values uint8 [out, in / 2]    scales uint8 [out, in / 32, 2]: scale, minimum
+                                                         factors float16 [out, in / 256, 2]: d, dmin
 
 In `values` of four bits, 16 bytes hold a group of 32 columns: byte j has column j in its low half and column j + 16 in
 its high half. Nothing is rounded: packed stands for exactly the file's numbers. Other quantized types become dense.
@@ -52,7 +53,7 @@ class Packed:
         return sum(array.nbytes for array in self.arrays)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """The same numbers multiplied out in float32, each rounded once to `dtype`: `[rows, columns]`."""
+        """The same numbers multiplied out in float32, each rounded once to `dtype`: `[out, in]`."""
         return torch.cat([self._multiplied(rows).to(dtype) for rows in _row_runs(self.values)])
 
     def _multiplied(self, rows: slice) -> torch.Tensor:
@@ -71,11 +72,11 @@ class Packed:
 
 @dataclass(eq=False)
 class Matrix:
-    """A loaded matrix `[rows, columns]`, under its name in the file."""
+    """A loaded matrix `[out, in]`, under its name in the file."""
 
     name: str
-    rows: int
-    columns: int
+    out_features: int
+    in_features: int
     dense: torch.Tensor | None = None
     packed: Packed | None = None
 
@@ -83,6 +84,10 @@ class Matrix:
     def kind(self) -> int:
         """How kernels read it."""
         return DENSE if self.packed is None else self.packed.kind
+
+    @property
+    def num_weights(self) -> int:
+        return self.out_features * self.in_features
 
     @property
     def read_bytes(self) -> int:
@@ -160,7 +165,7 @@ def interleaved(first: Matrix, second: Matrix, dtype: torch.dtype) -> Matrix:
 def _fused(matrices: Sequence[Matrix], fuse) -> Matrix:
     """One matrix of several; each of those becomes a view of it, so that the memory is taken once."""
     first = matrices[0]
-    whole = Matrix("+".join(m.name for m in matrices), sum(m.rows for m in matrices), first.columns)
+    whole = Matrix("+".join(m.name for m in matrices), sum(m.out_features for m in matrices), first.in_features)
     if first.packed is None:
         whole.dense, parts = fuse([matrix.dense for matrix in matrices])
         for matrix, part in zip(matrices, parts, strict=True):

@@ -129,7 +129,7 @@ def _measure(
     measured = Measured(
         str(run_label(on_gpu)),
         tuple(DeviceRun.of(*each) for each in results),
-        Work(sum(m.read_bytes for m in matrices), sum(m.rows * m.columns for m in matrices)),
+        Work(sum(m.read_bytes for m in matrices), sum(m.num_weights for m in matrices)),
         Limits(found["device"], found["read_bytes_per_second"], 2 * found["products_per_second"]),
         date.today().isoformat(),
     )

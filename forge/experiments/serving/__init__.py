@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from statistics import mean, median
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,7 +34,7 @@ from forge.views.metrics import flowing, verdict
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report
 from forge.views.summary import RunLabel
-from forge.views.terminal import can_redraw, new_table, open_console, open_error_console, print_table
+from forge.views.terminal import can_redraw, new_table, open_console, open_error_console, print_hanging, print_table
 from forge.views.text import one_line
 from forge.views.traffic import Traffic
 
@@ -54,7 +54,7 @@ ROWS_SHOWN = 10
 def serving(
     ctx: typer.Context,
     clients: Annotated[
-        int, typer.Option("--clients", "-n", help="Who read, beside two who do not.", rich_help_panel=_CLIENTS)
+        int, typer.Option("--clients", "-n", help="Who read, beside three who do not.", rich_help_panel=_CLIENTS)
     ] = 8,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of each story.", rich_help_panel=_CLIENTS)] = 256,
     every: Annotated[
@@ -78,8 +78,10 @@ def serving(
     given = options.model_options(
         device=device, threads=threads, num_blocks=num_blocks, max_num_seqs=max_num_seqs, model=model, kv=kv
     )
+    crowd = Crowd(clients, max_tokens, every / 1e3, max_queue=max(64, clients + 8))
+    given["max_queue"] = crowd.max_queue
     spelled = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    report = _measure(Crowd(clients, max_tokens, every / 1e3), spelled, model, kv, json)
+    report = _measure(crowd, spelled, model, kv, json)
     return report.as_json() if json else report
 
 
@@ -148,7 +150,8 @@ def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
         "num_clients": len(result.visits),
         "max_tokens": result.crowd.max_tokens,
         "first_ms": _spread([visit.first_ms for visit in readers if visit.first_ms is not None]),
-        "gap_ms": _spread(gaps),
+        "per_token_ms": _spread([visit.per_token_ms for visit in readers if visit.per_token_ms is not None]),
+        "longest_gap_ms": max(gaps, default=None),
         "end_to_end_ms": _spread([_whole_ms(visit) for visit in readers]),
         "clients": [visit_object(visit) for visit in result.visits],
         "alone": visit_object(result.alone),
@@ -156,6 +159,7 @@ def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
         "steps": _steps_object(result),
         "leaver": _leaver_object(result),
         "late": _late_object(result),
+        "overload": as_object(result.overload),
         "health": {"asked": len(result.health_ms), **_spread(result.health_ms)},
         "metrics": {
             "most_running": max((seen["running"] for seen in result.seen), default=0.0),
@@ -177,7 +181,7 @@ def visit_object(visit: Visit) -> dict[str, Any]:
     return {
         "kind": visit.kind,
         "first_ms": visit.first_ms,
-        "gap_ms": median(gaps) if gaps else None,
+        "per_token_ms": visit.per_token_ms if gaps else None,
         "longest_gap_ms": max(gaps, default=None),
         "end_to_end_ms": _whole_ms(visit),
         "events": len(visit.events),
@@ -208,6 +212,8 @@ def _steps_object(result: Crowded) -> dict[str, Any]:
         "missed": result.steps_missed,
         "batch_mean": mean(sizes) if sizes else None,
         "batch_max": max(sizes, default=None),
+        "rows": sum(record.tokens_computed for record in records),
+        "preemptions": sum(len(record.preempted) for record in records),
         "host_share": 1 - forwards / seconds if seconds else None,
         "ms": _spread([(record.ended - record.started) * 1e3 for record in records])["p50"],
     }
@@ -254,7 +260,7 @@ def print_clients(console: Console, result: Crowded, facts: dict[str, Any]) -> N
         console.print(Text(f"… and {plural(left, 'more reader')}", QUIET))
     console.print()
     for line in _sentences(facts):
-        console.print(line)
+        print_hanging(console, line, 10)
     console.print()
     for line in flowing(_figures(facts), console.width):
         console.print(line)
@@ -277,13 +283,13 @@ def _strips(result: Crowded) -> list[Text]:
 
 
 def _table(result: Crowded) -> Table:
-    table = new_table("client", "TTFT, ms", "ITL, ms", "longest", "all, ms", "tokens", "events", last="ended")
+    table = new_table("client", "TTFT, ms", "TPOT, ms", "longest", "all, ms", "tokens", "events", last="ended")
     for number, visit in enumerate(result.visits[:ROWS_SHOWN], 1):
         facts = visit_object(visit)
         table.add_row(
             f"{number} {visit.kind}",
             ms(facts["first_ms"]),
-            ms(facts["gap_ms"]),
+            ms(facts["per_token_ms"]),
             ms(facts["longest_gap_ms"]),
             f"{facts['end_to_end_ms']:.0f}",
             NOTHING if visit.tokens is None else count(visit.tokens),
@@ -294,7 +300,7 @@ def _table(result: Crowded) -> Table:
 
 
 def _sentences(facts: dict[str, Any]) -> list[Text]:
-    leaver, late, ending = facts["leaver"], facts["late"], facts["ending"]
+    leaver, late, ending, overload = facts["leaver"], facts["late"], facts["ending"], facts["overload"]
     after = plural(leaver["steps_after"], "step")
     told = [
         (
@@ -308,12 +314,18 @@ def _sentences(facts: dict[str, Any]) -> list[Text]:
             f"{late['began_to_read_after_ms']:.0f} ms on",
         ),
         (
+            "overload",
+            f"{plural(overload['prompts'], 'prompt')} more at once: {overload['status']} after {ms(overload['ms'])} ms"
+            + (f", come again in {overload['retry_after']} s" if overload["retry_after"] else "")
+            + f"; 1 prompt when the others had gone: {overload['status_later']}",
+        ),
+        (
             "SIGTERM",
             f"{plural(ending['tokens'] or 0, 'token')} for who was there, {ending['refused']} for who came; "
             f"exit {ending['exit_status']} after {ending['seconds']:.1f} s",
         ),
     ]
-    return [Text.assemble((f"{name:<9}", QUIET), text) for name, text in told]
+    return [Text.assemble((f"{name:<10}", QUIET), text) for name, text in told]
 
 
 def _figures(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,5 +1,5 @@
-"""The clients of a server as it meets them: some who read as it comes, one who leaves in the middle of an answer, one
-who asks and then reads nothing for a while; and meanwhile a client that asks how the server is.
+"""The clients of a server as it meets them: some read as it comes, one leaves in the middle of an answer, one asks and
+then reads nothing for a while, and one asks for more than the queue holds. Meanwhile a client asks how the server is.
 
 They speak HTTP to a server that runs elsewhere. Its steps, as it tells them, are put beside what the clients saw: the
 clock of both is the system's own.
@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +22,8 @@ ANIMALS = (
 )  # fmt: skip
 MOST_FIRST, FIRST_TOKENS = 50, 8
 """Requests that warm the server up, until the reader of its steps is connected."""
+MAX_PROMPTS = 128
+"""Of one request, as the server has it."""
 HEALTH_EVERY, METRICS_EVERY = 0.05, 0.1
 """Seconds."""
 _GAUGES = {
@@ -43,6 +45,8 @@ class Crowd:
     """Seconds between one client and the next."""
     leaves_after: int = 30
     """Events that the leaving client reads."""
+    max_queue: int = 64
+    """Unfinished prompts that the server takes; one client asks for as many on top of the others'."""
 
     def prompt(self, index: int) -> str:
         return f"Once upon a time, a little {ANIMALS[index % len(ANIMALS)]}"
@@ -76,6 +80,13 @@ class Visit:
         return (self.events[0] - self.asked) * 1e3 if self.events else None
 
     @property
+    def per_token_ms(self) -> float | None:
+        """TPOT: the time from the first event to the last, by the tokens after the first. An event may have several."""
+        if self.tokens is None or self.tokens < 2 or len(self.events) < 2:
+            return None
+        return (self.events[-1] - self.events[0]) * 1e3 / (self.tokens - 1)
+
+    @property
     def gaps_ms(self) -> list[float]:
         """ITL: between one event and the next."""
         return [(after - before) * 1e3 for before, after in zip(self.events, self.events[1:], strict=False)]
@@ -94,6 +105,20 @@ class Ending:
 
 
 @dataclass(frozen=True)
+class Overload:
+    """What a client got that asked for more than the queue holds."""
+
+    prompts: int
+    status: int
+    ms: float
+    """Until it had the answer."""
+    retry_after: str | None
+    """When to come again, as the server says: seconds."""
+    status_later: int
+    """The same question for one prompt, once the others had gone."""
+
+
+@dataclass(frozen=True)
 class Crowded:
     """What came of it."""
 
@@ -103,6 +128,7 @@ class Crowded:
     seen: tuple[dict[str, float], ...]
     """What /metrics said while they were there."""
     afterwards: dict[str, float]
+    overload: Overload
     alone: Visit
     """The first reader's request once more, with no other client."""
     ending: Ending
@@ -166,11 +192,12 @@ async def visit_all(
             if is_watched():
                 break
         watching = [asyncio.create_task(clients.ask_health()), asyncio.create_task(clients.read_metrics())]
-        visits = await clients.come()
+        visits, overload = await clients.come()
         for task in watching:
             task.cancel()
         afterwards = await clients.metrics()
         await clients.ask_lives(visits)
+        overload = replace(overload, status_later=(await clients.ask_much(1)).status)
         alone = await clients.read("reads", crowd.prompt(0))
         stream, refused, signalled = await clients.end(terminate)
     finally:
@@ -180,6 +207,7 @@ async def visit_all(
         "health_ms": tuple(clients.health_ms),
         "seen": tuple(clients.seen),
         "afterwards": afterwards,
+        "overload": overload,
         "alone": alone,
         "ending": Ending(stream, refused, 0, 0.0),
     }
@@ -203,8 +231,9 @@ class _Clients:
         _, body = await self._http.get("/v1/models")
         self._model = json.loads(body)["data"][0]["id"]
 
-    async def come(self) -> tuple[Visit, ...]:
-        """One after another; the one who leaves and the one who reads late come second and third."""
+    async def come(self) -> tuple[tuple[Visit, ...], Overload]:
+        """One after another; the one who leaves and the one who reads late come second and third. When all are there,
+        one more asks for as many answers as the whole queue holds."""
         crowd = self._crowd
         kinds = ["reads"] * crowd.readers
         kinds[1:1] = ["leaves", "late"]
@@ -212,9 +241,25 @@ class _Clients:
         for index, kind in enumerate(kinds):
             tasks.append(asyncio.create_task(self.read(kind, crowd.prompt(index))))
             await asyncio.sleep(crowd.every)
+        overload = await self.ask_much(min(crowd.max_queue, MAX_PROMPTS))
         await asyncio.wait([task for task, kind in zip(tasks, kinds, strict=True) if kind != "late"])
         self._all_read.set()
-        return tuple(await asyncio.gather(*tasks))
+        return tuple(await asyncio.gather(*tasks)), overload
+
+    async def ask_much(self, number: int) -> Overload:
+        """Ask for one token after each of `number` prompts, in one request."""
+        asked = time.perf_counter()
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            body = self._body("", 1) | {"prompt": [self._crowd.prompt(0)] * number, "stream": False}
+            del body["stream_options"]
+            writer.write(self._post(body))
+            status, headers = await read_head(reader)
+        finally:
+            writer.close()
+        return Overload(
+            number, status, (time.perf_counter() - asked) * 1e3, headers.get(b"retry-after", b"").decode() or None, 0
+        )
 
     async def read(
         self, kind: str, prompt: str, max_tokens: int | None = None, on_text: Callable[[], None] = lambda: None
@@ -245,7 +290,10 @@ class _Clients:
         }
 
     def _request(self, prompt: str, max_tokens: int) -> bytes:
-        data = json.dumps(self._body(prompt, max_tokens)).encode()
+        return self._post(self._body(prompt, max_tokens))
+
+    def _post(self, body: dict[str, Any]) -> bytes:
+        data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}:{self._port}\r\nconnection: close\r\n"
         return f"{head}content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
 

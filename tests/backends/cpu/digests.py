@@ -9,12 +9,12 @@ import sys
 import numpy as np
 
 from forge.model.manual_batch import Part, flat_batch, new_storage
-from tests.backends.cpu.models import TeamBackend, small_model
+from tests.backends.cpu.models import ThreadedBackend, small_model
 
 
 def logits_of(tensor_type: str, kv_dtype: str = "float16") -> np.ndarray:
     """A prefill of 13 and one of 70 tokens together, then a step of both: float32, all logits."""
-    model = small_model(TeamBackend(threads=2), tensor_type, seed=11, num_layers=2)
+    model = small_model(ThreadedBackend(threads=2), tensor_type, seed=11, num_layers=2)
     rng = np.random.default_rng(5)
     tokens = [rng.integers(0, model.vocab_size, length).tolist() for length in (14, 71)]
     storage = new_storage(model, 10, 16, kv_dtype)

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from forge.backends.cpu.backend import CpuBackend
-from forge.backends.cpu.words import TEAM_NUM_THREADS
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 from forge.model.manual_batch import Part, flat_batch, new_storage, random_batches
 from forge.model.qwen3 import Qwen3
-from tests.backends.cpu.models import FLOATS, K_TYPES, QUANTIZED, TeamBackend, small_model
+from tests.backends.cpu.models import FLOATS, K_TYPES, QUANTIZED, ThreadedBackend, small_model
 from tests.small_models import write_small_qwen3
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 48, 63, 64, 65, 127, 128, 129)
@@ -56,7 +55,7 @@ def model_of(shape: tuple, threads: int) -> Qwen3:
     sizes = {"head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     if tensor_type not in K_TYPES:
         sizes |= {"hidden_size": 64, "intermediate_size": 96}
-    return small_model(TeamBackend(threads), tensor_type, seed=3, num_layers=2, **sizes)
+    return small_model(ThreadedBackend(threads), tensor_type, seed=3, num_layers=2, **sizes)
 
 
 @pytest.fixture(params=SHAPES, ids=lambda shape: "-".join(map(str, shape)), scope="module")
@@ -65,8 +64,8 @@ def models(request):
     loaded = {threads: model_of(request.param, threads) for threads in THREADS}
     yield loaded, request.param[-1]
     for model in loaded.values():
-        if model.backend._team is not None:
-            model.backend._team.close()
+        if model.backend._pool is not None:
+            model.backend._pool.close()
 
 
 def alone(model: Qwen3, tokens: list[int], kv_dtype: str, block_size: int = 256) -> np.ndarray:
@@ -116,13 +115,13 @@ def test_the_items_of_a_thread_that_does_not_come_are_done_by_others(models):
     model = loaded[2]
     tokens = np.random.default_rng(5).integers(0, 288, 37).tolist()
     expected = alone(model, tokens, kv_dtype)
-    team = model.backend._team
-    there = team._memory[TEAM_NUM_THREADS]
-    team._memory[TEAM_NUM_THREADS] = 5  # and so each thread's own items are others than before
+    pool = model.backend._pool
+    there = pool._memory.num_threads
+    pool._memory.num_threads = 5  # and so each thread's own items are others than before
     try:
         assert np.array_equal(alone(model, tokens, kv_dtype), expected)
     finally:
-        team._memory[TEAM_NUM_THREADS] = there
+        pool._memory.num_threads = there
 
 
 @pytest.mark.parametrize("count", range(1, 21))
@@ -174,10 +173,10 @@ def test_a_result_is_the_callers_to_keep():
     copy = first.copy()
     alone(model, [9, 8, 7], "float32")
     assert np.array_equal(first, copy)
-    model.backend._team.close()
+    model.backend._pool.close()
 
 
-def test_a_row_with_slot_minus_one_writes_nothing_and_changes_nobody():
+def test_a_row_with_slot_minus_one_writes_nothing_and_changes_no_other_row():
     model = model_of(SHAPES[0], 2)
     storage = new_storage(model, 2, 4)
     batch = flat_batch([Part([5, 6, 7], 0, 3, [1])], 4)
@@ -190,16 +189,16 @@ def test_a_row_with_slot_minus_one_writes_nothing_and_changes_nobody():
     assert not keys[2:].any()
     assert not storage.gather(0, [0], 4)[0].any()
     assert np.array_equal(got[:2], alone(model, [5, 6, 7], "float32")[:2])
-    model.backend._team.close()
+    model.backend._pool.close()
 
 
-def test_a_small_model_runs_on_one_thread_of_a_team_with_the_same_bits():
+def test_a_small_model_runs_on_one_thread_of_a_pool_with_the_same_bits():
     tokens = list(range(70))
     many = model_of(SHAPES[0], 3)
     one = small_model(CpuBackend(3), "Q8_0", seed=3, num_layers=2, head_dim=32, num_attention_heads=4)
     assert np.array_equal(alone(one, tokens, "float32"), alone(many, tokens, "float32"))
     for model in (one, many):
-        model.backend._team.close()
+        model.backend._pool.close()
 
 
 def test_timing_every_operation_changes_no_bit():
@@ -209,7 +208,7 @@ def test_timing_every_operation_changes_no_bit():
     model.backend.time_operations()
     assert np.array_equal(alone(model, tokens, "float32"), plain)
     assert {time.layer for time in model.backend.operation_times()} == {-1, 0, 1}
-    model.backend._team.close()
+    model.backend._pool.close()
 
 
 def test_a_storage_of_another_shape_in_between_changes_nothing():
@@ -221,7 +220,7 @@ def test_a_storage_of_another_shape_in_between_changes_nothing():
     for block_size in (1, 7, 32):
         for kv_dtype, want in expected.items():
             assert np.array_equal(alone(model, tokens, kv_dtype, block_size), want)
-    model.backend._team.close()
+    model.backend._pool.close()
 
 
 def test_a_neighbour_that_is_not_a_number_stays_alone():
@@ -234,7 +233,7 @@ def test_a_neighbour_that_is_not_a_number_stays_alone():
 
     together = model.forward(flat_batch(parts, 1), new_storage(model, 2, 1))
 
-    model.backend._team.close()
+    model.backend._pool.close()
     assert np.isnan(together[1]).any()
     others = np.arange(len(expected[0])) != 5  # the embedding is the head too, and so token 5's logit is not a number
     assert np.array_equal(together[0][others], expected[0][others])

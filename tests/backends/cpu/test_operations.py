@@ -19,7 +19,7 @@ from forge.gguf.writer import random_weights
 from forge.model.forward_batch import ForwardBatch
 from forge.model.manual_batch import Part, flat_batch
 from forge.model.rope import Rope
-from tests.backends.cpu.models import FLOATS, QUANTIZED, TeamBackend, memory_tensor
+from tests.backends.cpu.models import FLOATS, QUANTIZED, ThreadedBackend, memory_tensor
 
 EPS = 1e-6
 ROUNDING = 2.0**-24
@@ -31,7 +31,7 @@ class Bench:
 
     def __init__(self, rows: np.ndarray, threads: int = 2, head_dim: int = 32, kv_heads: int = 1, layers: int = 1):
         self.rows = np.ascontiguousarray(rows, np.float32)
-        self.backend = TeamBackend(threads=threads)
+        self.backend = ThreadedBackend(threads=threads)
         self.table = self.matrix("F32", self.rows)
         self.head_dim, self.kv_heads, self.layers = head_dim, kv_heads, layers
 
@@ -71,7 +71,7 @@ class Bench:
             )  # what is padding must stay zero
             again = self.backend.run(forward_pass, batch, storage)
             np.testing.assert_array_equal(again, first)
-        self.backend._team.close()
+        self.backend._pool.close()
         return first
 
 
@@ -342,7 +342,7 @@ class AttentionBench(Bench):
         rng = np.random.default_rng(9)
         self.q_weight, self.k_weight = (1 + 0.2 * rng.standard_normal((2, head_dim))).astype(np.float32)
         self.q_norm, self.k_norm = self.vector(self.q_weight), self.vector(self.k_weight)
-        # The seam says that products read a norm; this one leaves ones and zeros of a row as they are.
+        # The interface says that products read a norm; this one leaves ones and zeros of a row as they are.
         self.out = self.identity(heads * head_dim)
 
     def operation(self, ops, x, batch, storage):

@@ -10,7 +10,7 @@ from forge.model.loader import load_qwen3
 from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill
 from forge.model.weight_source import open_weights
 from forge.tokenizer import Tokenizer
-from tests.backends.cpu.models import FLOATS, QUANTIZED, ROOT, TeamBackend, small_model
+from tests.backends.cpu.models import FLOATS, QUANTIZED, ROOT, ThreadedBackend, small_model
 
 BUNDLED = ROOT / "models" / "tales-q8_0.gguf"
 PROMPTS = ("Once upon a time", "The little fox", "User: Who are you?", "In the morning", "She said", "One day a bear")
@@ -28,9 +28,9 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
 def test_logits_are_those_of_the_reference(tensor_type, tie):
     tokens = np.random.default_rng(1).integers(0, 288, 70).tolist()
     want = one_prefill(small_model(ReferenceBackend(), tensor_type, seed=2, tie=tie), tokens)
-    model = small_model(TeamBackend(2), tensor_type, seed=2, tie=tie)
+    model = small_model(ThreadedBackend(2), tensor_type, seed=2, tie=tie)
     got = one_prefill(model, tokens)
-    model.backend._team.close()
+    model.backend._pool.close()
 
     error = relative_error(got, want)
 
@@ -49,14 +49,14 @@ def test_logits_are_those_of_the_reference(tensor_type, tie):
 def test_odd_sizes_are_those_of_the_reference(sizes):
     tokens = np.random.default_rng(3).integers(0, 288, 40).tolist()
     want = one_prefill(small_model(ReferenceBackend(), "F32", seed=4, tie=False, **sizes), tokens)
-    model = small_model(TeamBackend(2), "F32", seed=4, tie=False, **sizes)
+    model = small_model(ThreadedBackend(2), "F32", seed=4, tie=False, **sizes)
     got = one_prefill(model, tokens)
-    model.backend._team.close()
+    model.backend._pool.close()
     assert relative_error(got, want) < 1e-5
 
 
 def greedy(model, prompt: list[int], count: int) -> list[int]:
-    """`count` tokens, each the likeliest after those before it, one forward each over a paged storage."""
+    """`count` tokens, each the argmax after those before it, one forward each over a paged storage."""
     storage = new_storage(model, 16, 16, "float16")
     tokens, start = list(prompt), 0
     for _ in range(count):
@@ -71,7 +71,7 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
 def test_the_bundled_model_says_what_it_says_on_the_reference_or_two_tokens_nearly_tie():
     """The reference follows the tokens of `cpu`, so that one pass over all of them gives its choice at every step."""
     with open_weights(BUNDLED) as source:
-        model, reference = load_qwen3(source, TeamBackend(2)), load_qwen3(source, ReferenceBackend())
+        model, reference = load_qwen3(source, ThreadedBackend(2)), load_qwen3(source, ReferenceBackend())
         tokenizer = Tokenizer(source.tokenizer_spec())
     differing = []
     for text in PROMPTS:
@@ -84,7 +84,7 @@ def test_the_bundled_model_says_what_it_says_on_the_reference_or_two_tokens_near
                 tokens_told = f"{row.argmax()} on reference, {chosen} here"
                 print(f"{text!r}, step {step}: {tokens_told}, {margin:.4f} of the spread apart")
                 differing.append(margin)
-    model.backend._team.close()
+    model.backend._pool.close()
     print(f"{len(PROMPTS) * NEW_TOKENS - len(differing)} of {len(PROMPTS) * NEW_TOKENS} tokens equal")
     assert max(differing, default=0.0) <= NEAR_TIE
     assert len(differing) <= 0.05 * len(PROMPTS) * NEW_TOKENS

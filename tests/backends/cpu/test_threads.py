@@ -1,4 +1,4 @@
-"""Engines in several threads on one backend: its program, context and team of threads serve one forward at a time."""
+"""Engines in several threads on one backend: its program, context and thread pool serve one forward at a time."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -17,7 +17,7 @@ from forge.gguf import GGMLType
 from forge.model.manual_batch import Part, flat_batch
 from tests.small_models import small_config
 
-KERNELS = ("gather_rows", "rms_norm", "greatest")
+KERNELS = ("gather_rows", "rms_norm", "argmax_rows")
 """What compiles fastest."""
 
 

@@ -55,7 +55,9 @@ def launches() -> list[Launch]:
         sizes = {name: value for name, value in launch.constants if name.startswith("BLOCK")}
         constants = dict(launch.constants)
         apart = (
-            ["EXACT"] if constants.get("EXACT") else ["KIND", "NORM", "GLU", "COMPACT", "SPLIT_K", "PREFETCH", "NEWEST"]
+            ["EXACT"]
+            if constants.get("EXACT")
+            else ["KIND", "NORM", "GLU", "COMPACT", "SPLIT_K", "PREFETCH", "NEWEST", "MASKED"]
         )
         apart += ["BLOCK_M"] if "ROWS" in constants else []
         kind = tuple((name, value) for name, value in launch.constants if name in apart)

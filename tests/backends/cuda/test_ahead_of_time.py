@@ -13,7 +13,8 @@ CAPABILITIES = (90, 87)
 MOST_REGISTERS = {
     "decode_attention": 184,
     "gather_rows": 32,
-    "greatest": 64,
+    "gumbel_argmax": 128,
+    "argmax_rows": 64,
     "matmul": 232,
     "matvec": 170,
     "matvec_packed": 170,

@@ -27,7 +27,7 @@ class Previous:
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def writes(self, *arrays: torch.Tensor) -> None:
-        """From now on these hold garbage, until somebody waits."""
+        """From now on these hold garbage, until a kernel waits."""
         self._late = [(array, array.clone()) for array in arrays]
         for array in arrays:
             array.fill_(float("nan") if array.is_floating_point() else -(1 << 30))
@@ -103,14 +103,14 @@ def test_what_surrounds_large_products_waits_too(previous, device):
         runs[dependent]._gather(matrix, numbers, samples, out)
         return out
 
-    def likeliest(dependent: bool) -> torch.Tensor:
-        runs[dependent].greatest(x, samples)
+    def argmax(dependent: bool) -> torch.Tensor:
+        runs[dependent].argmax(x, samples)
         return samples
 
     same_when_late(previous, lambda d: runs[d].normed(x, norm), lambda: None, x)
     same_when_late(previous, lambda d: runs[d].gated(x, norm, matrix), lambda: None, x)
     same_when_late(previous, gathered, lambda: None, numbers, samples)
-    same_when_late(previous, likeliest, lambda: None, x)
+    same_when_late(previous, argmax, lambda: None, x)
 
 
 @pytest.mark.parametrize("tuning", [Tuning(), ALL_SWITCHES], ids=["as it is", "all switches"])

@@ -63,10 +63,12 @@ def test_with_one_tiling_the_logits_bits_are_the_same_in_every_cache_and_batch(e
 
 
 def test_steps_launched_before_the_tokens_are_known_say_the_same(engine_on, device, monkeypatch):
-    """Sequences end at different steps, so some rows are in vain; and one draws its tokens, which looks at logits."""
+    """Sequences end at different steps, so some rows are wasted; and some draw their tokens, on the device."""
     if device == "cpu":
         monkeypatch.setattr(backend_module, "Graphs", StandIn)
-    drawn = SamplingParams(max_tokens=5, temperature=0.8, seed=3, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=5, temperature=0.8, seed=3, top_p=0.9, frequency_penalty=0.5, ignore_eos=True)
+
+    planned_ahead = {True: 0, False: 0}
 
     def said(runs_ahead: bool) -> list[tuple[int, ...]]:
         backend = CudaBackend(device, dtype="float32", graphs=True, runs_ahead=runs_ahead)
@@ -79,12 +81,13 @@ def test_steps_launched_before_the_tokens_are_known_say_the_same(engine_on, devi
             for name, prompt, each in zip(names, PROMPTS, params, strict=False):
                 engine.add_request(name, prompt, each)
             while engine.has_unfinished():
-                engine.step()
+                planned_ahead[runs_ahead] += engine.step().planned_ahead
             found += [engine.output(name).outputs[0].token_ids for name in names]
         assert backend.execution.mode == "graph"
         return found
 
     assert said(runs_ahead=True) == said(runs_ahead=False)
+    assert planned_ahead == {True: 7, False: 0}
 
 
 def test_each_record_says_how_its_step_was_launched(engine_on, device, monkeypatch):

@@ -21,8 +21,8 @@ SIZES = {"F32": (37, 20), "BF16": (34, 144), "Q8_0": (20, 96), "Q4_0": (18, 160)
 
 
 def exactly_normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    wide = x.double().cpu()
-    return wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double().cpu()
+    x64 = x.double().cpu()
+    return x64 / (x64.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double().cpu()
 
 
 def new_norm(width: int, device: str, rng: np.random.Generator) -> Norm:
@@ -126,13 +126,13 @@ def test_embeddings_are_the_named_rows(kind, device):
 
 
 def test_swiglu_of_extreme_gates_is_finite(device):
-    from forge.backends.cuda.kernels import rows
+    from forge.backends.cuda.kernels import unfused
 
     gates = torch.tensor([[-200.0, -90.0, 0.0, 90.0, 200.0]], device=device)
     pairs = torch.stack([gates, torch.ones_like(gates)], dim=-1).flatten(1).contiguous()
     out = torch.empty((1, 5), device=device)
 
-    rows.swiglu[(1, 1)](pairs, out, 5, BLOCK=8, PDL=False)
+    unfused.swiglu[(1, 1)](pairs, out, 5, BLOCK=8, PDL=False)
 
     assert torch.allclose(out.cpu(), torch.tensor([[0.0, 0.0, 0.0, 90.0, 200.0]]))
 

@@ -6,10 +6,11 @@ import torch
 
 from forge.backends.cuda import backend as backend_module
 from forge.backends.cuda.backend import CudaBackend
-from forge.backends.cuda.sampling import Draw, SamplingRows, sample
+from forge.backends.cuda.launches import TritonLauncher
+from forge.backends.cuda.sampling import SamplingRows, sample
 from forge.engine.sampler import argmax_rows
 from forge.engine.sampling_params import SamplingParams
-from forge.model.logits import DeviceLogits
+from forge.model.logits import DeviceLogits, Draw
 from forge.model.manual_batch import Part, flat_batch, new_storage
 from tests.backends.cpu.models import small_model
 from tests.backends.cuda.models import launches, relative_error
@@ -20,7 +21,7 @@ def found_by_the_kernel(logits: np.ndarray, device: str) -> tuple[list[int], lis
     samples = torch.full((len(logits) + 1, 2), -7, dtype=torch.int32, device=device)
     run = launches(device, "float32")
     for _ in range(2):  # a second time: the counters are 0 again
-        run.greatest(torch.from_numpy(logits).to(device), samples)
+        run.argmax(torch.from_numpy(logits).to(device), samples)
     assert not run._counters.any() and samples[-1].tolist() == [-7, -7]
     numbers = samples[:-1].cpu().numpy()
     return numbers[:, 0].tolist(), numbers[:, 1].copy().view(np.float32).tolist()
@@ -139,17 +140,17 @@ def test_a_step_takes_tokens_that_were_drawn_on_the_device_unseen(model):
     params = [SamplingParams(temperature=0.9, top_p=0.9, seed=5), SamplingParams(temperature=1.5, seed=6)]
     device = model.backend._device
 
-    def wanted(position: int) -> SamplingRows:
-        draws = [Draw(one.seed, 0, position + 1) for one in params]
-        return SamplingRows.of(params, draws, model.vocab_size, device)
+    def draws(position: int) -> list[Draw]:
+        return [Draw(one, one.seed, 0, range(position + 1), 1) for one in params]
 
     tokens, unread = [[7], [9]], None
     for position in range(6):
         expected = model.forward(decode(tokens, position), known)
-        drawn = sample(torch.from_numpy(expected[:]).to(device), wanted(position)).tolist()
+        rows = SamplingRows.of(draws(position), model.vocab_size, device)
+        drawn = sample(torch.from_numpy(expected[:]).to(device), rows, TritonLauncher(False)).tolist()
         unseen = [[*own[:-1], -1 - row] for row, own in enumerate(tokens)] if position else tokens
         found = model.forward(decode(unseen, position), ahead)
-        found.sample(wanted(position))
+        found.sample(draws(position))
         if unread is not None:
             assert unread.argmax_rows()[0] == [own[-1] for own in tokens], "read after the next step was launched"
         assert np.array_equal(found[:], expected[:]), position

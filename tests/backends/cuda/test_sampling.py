@@ -6,32 +6,46 @@ import numpy as np
 import pytest
 import torch
 
-from forge.backends.cuda.sampling import Draw, Penalties, SamplingRows, philox_words, sample, sample_into
+from forge.backends.cuda import sampling
+from forge.backends.cuda.launches import TritonLauncher
+from forge.backends.cuda.sampling import SamplingRows
 from forge.engine.rng import gumbel_argmax, token_words
 from forge.engine.sampling import choose_token, filtered
 from forge.engine.sampling_params import SamplingParams
+from forge.model.logits import Draw
 
 VOCABULARY = 203
 """Not a multiple of 4."""
 
 
-def rows_of(params, draws, device, histories=None, num_prompt=3) -> SamplingRows:
-    where, penalties = torch.device(device), None
-    if histories is not None:
-        penalties = Penalties.of(params, histories, [num_prompt] * len(params), VOCABULARY, where)
-    return SamplingRows.of(params, draws, VOCABULARY, where, penalties)
+def rows_of(draws, device, vocabulary=VOCABULARY) -> SamplingRows:
+    return SamplingRows.of(draws, vocabulary, torch.device(device))
 
 
-def test_every_token_has_its_word_of_seed_sample_and_position(device):
-    draws = [Draw(0, 0, 0), Draw(2**64 - 1, 3, 40_959), Draw(1 << 32, 0, 5), Draw(7, 2**31, 0)]
-
-    got = philox_words(rows_of([SamplingParams(temperature=1.0)] * 4, draws, device), VOCABULARY)
-
-    names = [(draw.seed, draw.sample_index, draw.position) for draw in draws]
-    assert got.tolist() == [token_words(np.arange(VOCABULARY), *name).tolist() for name in names]
+def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    return sampling.sample(logits, rows, TritonLauncher(False))
 
 
-@pytest.mark.parametrize("seed", range(40))
+def name_of(draw: Draw) -> tuple[int, int, int]:
+    return draw.seed, draw.sample_index, len(draw.history)
+
+
+@pytest.mark.parametrize("name", [(0, 0, 0), (2**64 - 1, 3, 40_959), (1 << 32, 0, 5), (7, 2**31, 0)])
+def test_every_token_has_its_noise_of_seed_sample_and_position(name, device):
+    """Of each two neighbours the one with more noise is drawn."""
+    seed, sample_index, position = name
+    draw = Draw(SamplingParams(temperature=1.0), seed, sample_index, range(position), 0)
+    logits = torch.full((VOCABULARY - 1, VOCABULARY), -torch.inf, device=device)
+    firsts = torch.arange(VOCABULARY - 1, device=device)
+    logits[firsts, firsts] = logits[firsts, firsts + 1] = 0.0
+
+    got = sample(logits, rows_of([draw] * len(logits), device))
+
+    words = token_words(np.arange(VOCABULARY), *name).astype(np.int64)
+    assert got.tolist() == (np.arange(VOCABULARY - 1) + (words[1:] > words[:-1])).tolist()
+
+
+@pytest.mark.parametrize("seed", range(24))
 def test_tokens_are_those_of_the_engine_whatever_is_beside_them(seed, device):
     rng = np.random.default_rng(seed)
     count = 6
@@ -54,21 +68,20 @@ def test_tokens_are_those_of_the_engine_whatever_is_beside_them(seed, device):
         for _ in range(count)
     ]
     histories = [rng.integers(0, 12, rng.integers(3, 20)).tolist() for _ in range(count)]
-    draws = [Draw(int(rng.integers(0, 2**63)) * 2 + 1, int(rng.integers(3)), len(each)) for each in histories]
+    draws = [
+        Draw(one, int(rng.integers(0, 2**63)) * 2 + 1, int(rng.integers(3)), history, 3)
+        for one, history in zip(params, histories, strict=True)
+    ]
     want = [
-        choose_token(row, one, history, draw.seed, draw.sample_index, draw.position, 3)
-        for row, one, history, draw in zip(logits, params, histories, draws, strict=True)
+        choose_token(row, draw.params, draw.history, *name_of(draw), 3) for row, draw in zip(logits, draws, strict=True)
     ]
     on_device = torch.from_numpy(logits).to(device)
 
-    got = sample(on_device, rows_of(params, draws, device, histories))
+    got = sample(on_device, rows_of(draws, device))
 
     assert got.tolist() == want
     assert torch.equal(on_device.cpu(), torch.from_numpy(logits)), "the logits stay as they are"
-    alone = [
-        sample(on_device[row : row + 1], rows_of([params[row]], [draws[row]], device, [histories[row]])).item()
-        for row in range(count)
-    ]
+    alone = [sample(on_device[row : row + 1], rows_of([draws[row]], device)).item() for row in range(count)]
     assert alone == want
 
 
@@ -85,68 +98,53 @@ def test_tokens_are_those_of_the_engine_whatever_is_beside_them(seed, device):
 )
 def test_many_rows_of_a_large_vocabulary_get_the_engines_tokens(params, device):
     """So many tokens that the engine leaves out those that cannot win, and sorts no whole row."""
-    count, vocabulary = 48, 12_345
+    count, vocabulary = 6, 12_345
     asked = SamplingParams(**{"temperature": 0.8} | params)
     logits = np.random.default_rng(7).standard_normal((count, vocabulary), dtype=np.float32) * 2
     logits[::3] = np.round(logits[::3], 1)  # many are equal
-    draws = [Draw(11 * row, row % 3, 100 + row) for row in range(count)]
-    rows = SamplingRows.of([asked] * count, draws, vocabulary, torch.device(device))
+    draws = [Draw(asked, 11 * row, row % 3, [1] * (100 + row), 1) for row in range(count)]
 
-    got = sample(torch.from_numpy(logits).to(device), rows)
+    got = sample(torch.from_numpy(logits).to(device), rows_of(draws, device, vocabulary))
 
-    names = [(draw.seed, draw.sample_index, draw.position) for draw in draws]
     assert got.tolist() == [
-        gumbel_argmax(*filtered(row, asked), *name) for row, name in zip(logits, names, strict=True)
+        gumbel_argmax(*filtered(row, asked), *name_of(draw)) for row, draw in zip(logits, draws, strict=True)
     ]
 
 
-def test_draws_follow_the_probabilities(device):
-    """Over 4,000 positions, to five standard deviations."""
-    logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1])).to(device).repeat(4000, 1)
-    params = [SamplingParams(temperature=1.0)] * 4000
-    rows = SamplingRows.of(params, [Draw(3, 0, position) for position in range(4000)], 4, torch.device(device))
-
-    shares = torch.bincount(sample(logits, rows), minlength=4).double().cpu() / 4000
-
-    assert torch.allclose(shares, torch.tensor([0.5, 0.25, 0.15, 0.1]).double(), atol=5 * 0.5 / 4000**0.5)
-
-
-def test_samples_are_left_for_the_next_step_and_counted(device):
+def test_samples_are_left_for_the_next_step(device):
     logits = torch.randn(2, VOCABULARY, device=device)
-    params = [SamplingParams(temperature=0.0, frequency_penalty=100.0), SamplingParams(temperature=0.5)]
-    rows = rows_of(params, [Draw(1, 0, 9), Draw(2, 1, 4)], device, [[1, 2, 3], [4, 5, 6]])
+    best_two = logits[0].topk(2).indices.tolist()
+    draws = [
+        Draw(SamplingParams(frequency_penalty=100.0), 1, 0, [1, 2, 3, best_two[0]], 3),
+        Draw(SamplingParams(temperature=0.5), 2, 1, [4, 5, 6], 3),
+    ]
     samples = torch.full((3, 2), -7, dtype=torch.int32, device=device)
 
-    seen = []
-    for _ in range(2):
-        sample_into(logits, rows, samples)
-        seen.append(samples[:2, 0].tolist())
-        for row, token in enumerate(seen[-1]):
-            assert samples[row, 1:].view(torch.float32).item() == logits[row, token].item()
+    sampling.sample_into(logits, rows_of(draws, device), samples, TritonLauncher(False))
 
-    best_two = logits[0].topk(2).indices.tolist()
-    assert [first for first, _ in seen] == best_two, "what was said once is penalized at once"
-    assert samples[2].tolist() == [-7, -7] and rows.penalties.counts[0, best_two].tolist() == [1, 1]
+    for row, token in enumerate(samples[:2, 0].tolist()):
+        assert samples[row, 1:].view(torch.float32).item() == logits[row, token].item()
+    assert samples[0, 0].item() == best_two[1], "what was said once is penalized"
+    assert samples[2].tolist() == [-7, -7]
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_a_broken_row_leaves_a_logit_that_is_not_finite(broken, device):
     logits = torch.zeros(2, VOCABULARY, device=device)
     logits[1, 77] = broken
-    params = [SamplingParams(temperature=1.0)] * 2
+    draws = [Draw(SamplingParams(temperature=1.0), 1, 0, [1], 1)] * 2
     samples = torch.zeros((2, 2), dtype=torch.int32, device=device)
 
-    sample_into(logits, rows_of(params, [Draw(1, 0, 9)] * 2, device), samples)
+    sampling.sample_into(logits, rows_of(draws, device), samples, TritonLauncher(False))
 
     assert samples[:, 1].view(torch.float32).isfinite().tolist() == [True, False]
 
 
 def test_what_is_not_asked_for_is_not_computed(device, monkeypatch):
     greedy = SamplingParams(temperature=0.0, top_k=5)
-    draw = Draw(1, 0, 1)
+    draw = Draw(greedy, 1, 0, [1], 1)
 
-    assert not rows_of([greedy], [draw], device).draws
-    plain = rows_of([greedy, replace(greedy, temperature=1.0, top_k=0)], [draw, draw], device)
-    assert plain.draws and not plain.sorts and not plain.floors
+    plain = rows_of([draw, replace(draw, params=SamplingParams(temperature=1.0))], device)
+    assert not plain.sorts and not plain.floors and plain.penalties is None
     monkeypatch.setattr(torch, "sort", lambda *_, **__: pytest.fail("no row has a top-k or top-p"))
     assert len(sample(torch.randn(2, VOCABULARY, device=device), plain)) == 2

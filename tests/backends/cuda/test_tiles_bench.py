@@ -27,7 +27,7 @@ def test_every_product_is_tried_with_the_chosen_tile_and_others(kind, device, mo
     found = list(cuda_tiles.measure(config, kind, [1, 4], device, clock, 1, compiled.extend))
 
     assert {(each.product, each.rows) for each in found} == set(
-        product(("qkv", "output", "gate_up", "down", "head"), (1, 4))
+        product(("qkv", "output", "gate_up", "down", "output_head"), (1, 4))
     )
     assert sum(each.is_chosen for each in found) == 10 and len(found) > 100
     names = {kernel.__name__ for kernel in launched}
@@ -37,7 +37,7 @@ def test_every_product_is_tried_with_the_chosen_tile_and_others(kind, device, mo
     assert [each.failed for each in found if each.failed] == ["RuntimeError: out of resource: shared memory"]
     best = cuda_tiles.best_of(found)
     assert sum(each.is_chosen for each in best) == 10 and len(best) <= 40
-    assert all(each.rows > 1 and each.product != "head" for each in found if each.tile is None)
+    assert all(each.rows > 1 and each.product != "output_head" for each in found if each.tile is None)
     assert "← chosen" in "".join(map(str, found)) and "shared memory" in "".join(map(str, found))
 
 

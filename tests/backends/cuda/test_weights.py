@@ -21,7 +21,7 @@ def test_a_packed_matrix_has_the_bits_of_the_files_numbers(kind, device):
 
     matrix = load_matrix(tensor, torch.device(device), torch.float32, keep_packed=True)
 
-    assert (matrix.kind, matrix.rows, matrix.columns) == (KINDS[kind], 5, 768)
+    assert (matrix.kind, matrix.out_features, matrix.in_features) == (KINDS[kind], 5, 768)
     got, want = matrix.packed.dense(torch.float32).cpu().numpy(), tensor.dequantize()
     assert np.array_equal(got, want, equal_nan=True)
 
@@ -82,7 +82,7 @@ def test_interleaved_matrices_take_their_rows_in_turn(kinds, device):
 
     whole = interleaved(gate, up, torch.float32)
 
-    assert whole.rows == 10 and whole.kind == (DENSE if kinds[0] != kinds[1] else gate.kind)
+    assert whole.out_features == 10 and whole.kind == (DENSE if kinds[0] != kinds[1] else gate.kind)
     assert torch.equal(values(whole)[0::2], before[0]) and torch.equal(values(whole)[1::2], before[1])
     assert torch.equal(values(gate), before[0]) and torch.equal(values(up), before[1])
 

@@ -18,7 +18,7 @@ from forge.backends.cuda.kernels.parts import dot, let_next_start, wait_for_prev
 
 
 @triton.jit
-def key_places(table, start, end, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
+def key_slots(table, start, end, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
     """Where the keys of positions `start` to `start + CHUNK` lie: token slots, int64 `[CHUNK]`, and which are < end."""
     position = start + tl.arange(0, CHUNK)
     valid = position < end
@@ -62,8 +62,8 @@ def is_last_split(
     at = (index * SPLITS + split).to(tl.int64) * NUM_VALID
     tl.store(extremes + 2 * at + own, maximum, mask=own < NUM_VALID)
     tl.store(extremes + 2 * at + NUM_VALID + own, total, mask=own < NUM_VALID)
-    place = partial + at * WIDTH + own[:, None] * WIDTH + column[None, :]
-    tl.store(place, mixed, mask=(own < NUM_VALID)[:, None] & (column < WIDTH)[None, :])
+    offset = partial + at * WIDTH + own[:, None] * WIDTH + column[None, :]
+    tl.store(offset, mixed, mask=(own < NUM_VALID)[:, None] & (column < WIDTH)[None, :])
     tl.debug_barrier()  # every thread has stored before one of them says so
     arrived = tl.atomic_add(counters + index, 1, sem="acq_rel")
     last = arrived == SPLITS - 1
@@ -90,8 +90,8 @@ def merged_splits(
         # Around the first-level cache, which may hold what stood here before.
         tops = tl.load(extremes + 2 * at + own[None, :], cache_modifier=".cg")
         totals = tl.load(extremes + 2 * at + NUM_VALID + own[None, :], cache_modifier=".cg")
-        place = partial + (at + own[None, :])[:, :, None] * WIDTH + column[None, None, :]
-        parts = tl.load(place, cache_modifier=".cg")
+        offset = partial + (at + own[None, :])[:, :, None] * WIDTH + column[None, None, :]
+        parts = tl.load(offset, cache_modifier=".cg")
         higher = tl.maximum(maximum, tl.max(tops, axis=0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         fade, gains = tl.exp(maximum - base), tl.exp(tops - base[None, :])
@@ -167,7 +167,7 @@ def paged_attention(
     total = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(split * share, tl.minimum((split + 1) * share, end), CHUNK):
-        slot, key_position, exists = key_places(table, start, end, BLOCK_SIZE, CHUNK)
+        slot, key_position, exists = key_slots(table, start, end, BLOCK_SIZE, CHUNK)
         at = (slot * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
         key = tl.load(keys + at, mask=exists[:, None] & within, other=0.0)
         scores = dot(query, tl.trans(key.to(kind)), tl.zeros((BLOCK_M, CHUNK), tl.float32), EXACT) * scale

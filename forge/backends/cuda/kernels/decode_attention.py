@@ -13,7 +13,7 @@ import triton.language as tl
 
 from forge.backends.cuda.kernels.attention import (
     is_last_split,
-    key_places,
+    key_slots,
     merged_splits,
     softmax_step,
     store_heads,
@@ -104,11 +104,11 @@ def decode_attention(
         new_first, new_second = new_first.to(stored_as), new_second.to(stored_as)
         new_value = tl.load(qkv + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + column, mask=within, other=0.0)
         new_value = new_value.to(stored_as)
-        place = (slot * KV_HEADS + kv_head) * HEAD_DIM
+        offset = (slot * KV_HEADS + kv_head) * HEAD_DIM
         stored = (within_half & (half + slot >= half))[None, :]  # slot >= 0, as a tile: the interpreter wants it
-        tl.store(keys + place + half[None, :], new_first, mask=stored)
-        tl.store(keys + place + HALF + half[None, :], new_second, mask=stored)
-        tl.store(values + place + column, new_value, mask=within & (column + slot >= column))
+        tl.store(keys + offset + half[None, :], new_first, mask=stored)
+        tl.store(keys + offset + HALF + half[None, :], new_second, mask=stored)
+        tl.store(values + offset + column, new_value, mask=within & (column + slot >= column))
         agreed = first.to(tl.float32) * new_first.to(tl.float32) + second.to(tl.float32) * new_second.to(tl.float32)
         maximum = tl.sum(agreed, axis=1) * scale
         total += 1.0
@@ -116,7 +116,7 @@ def decode_attention(
 
     share = tl.cdiv(tl.cdiv(position, CHUNK), SPLITS) * CHUNK
     for start in range(split * share, tl.minimum((split + 1) * share, position), CHUNK):
-        key_slot, _, exists = key_places(table, start, position, BLOCK_SIZE, CHUNK)
+        key_slot, _, exists = key_slots(table, start, position, BLOCK_SIZE, CHUNK)
         at = (key_slot * KV_HEADS + kv_head)[:, None] * HEAD_DIM
         mask = exists[:, None] & within_half[None, :]
         key_first = tl.load(keys + at + half[None, :], mask=mask, other=0.0)

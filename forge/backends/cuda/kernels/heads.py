@@ -49,7 +49,7 @@ def norm_rope_store(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program t: row t's queries, normed and turned in place; its keys, likewise, and its values into their slot."""
+    """Program t: row t's queries, normed and turned in offset; its keys, likewise, and its values into their slot."""
     HALF: tl.constexpr = HEAD_DIM // 2
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -75,9 +75,9 @@ def norm_rope_store(
     )
     mask = (head < KV_HEADS)[:, None] & (column < HALF)
     stored = mask & (head[:, None] + slot >= head[:, None])  # slot >= 0, compared as a tile: the interpreter wants it
-    place = slot * KV_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + column
-    tl.store(keys + place, first, mask=stored)
-    tl.store(keys + place + HALF, second, mask=stored)
+    offset = slot * KV_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + column
+    tl.store(keys + offset, first, mask=stored)
+    tl.store(keys + offset + HALF, second, mask=stored)
     pointers = qkv + (HEADS + KV_HEADS + head[:, None]) * HEAD_DIM + column
-    tl.store(values + place, tl.load(pointers, mask=mask, other=0.0), mask=stored)
-    tl.store(values + place + HALF, tl.load(pointers + HALF, mask=mask, other=0.0), mask=stored)
+    tl.store(values + offset, tl.load(pointers, mask=mask, other=0.0), mask=stored)
+    tl.store(values + offset + HALF, tl.load(pointers + HALF, mask=mask, other=0.0), mask=stored)

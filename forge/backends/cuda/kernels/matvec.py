@@ -4,8 +4,8 @@ What bounds it is reading the weights once, so everything else is folded into th
 the residual or SwiGLU after. The norm costs no pass of its own because it is linear once its divisor is known: norm(x)
 · w = (Σ x·g·w) / sqrt(mean(x²) + eps), and Σ x² is summed along the way.
 
-A program reads BLOCK_N whole rows of the matrix, BLOCK_K columns at a time, and keeps BLOCK_N x BLOCK_K partial sums,
-so threads exchange numbers once, at the end. The first tile is asked for before the input is there (see PDL in
+A program reads the weights of BLOCK_N output features, BLOCK_K columns at a time, and keeps BLOCK_N x BLOCK_K partial
+sums, so threads exchange numbers once, at the end. The first tile is asked for before the input is there (see PDL in
 `__init__.py`), each further one before the one in hand is multiplied.
 """
 
@@ -17,12 +17,12 @@ from forge.backends.cuda.kernels.parts import Q4_K, Q8, gated, let_next_start, s
 
 @triton.jit
 def matvec(
-    x,  # [M, columns]
-    weights,  # [rows, columns]
-    norm,  # float32 [columns], read if NORM
-    out,  # [M, rows], or [M, rows / 2] if GLU; added to if ADD
-    columns,
-    rows,
+    x,  # [M, in_features]
+    weights,  # [out_features, in_features]
+    norm,  # float32 [in_features], read if NORM
+    out,  # [M, out_features], or [M, out_features / 2] if GLU; added to if ADD
+    in_features,
+    out_features,
     out_stride,
     eps,
     NORM: tl.constexpr,
@@ -32,29 +32,31 @@ def matvec(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): rows i * BLOCK_N … of the matrix, for row j of x. GLU: rows come in pairs of gate and up."""
+    """Program (i, j): output features i * BLOCK_N …, for row j of x. GLU: features come in pairs of gate and up."""
     row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     column = tl.arange(0, BLOCK_K)
-    x += tl.program_id(1).to(tl.int64) * columns
-    line = weights + tl.minimum(row, rows - 1)[:, None] * columns  # past the end: the last row again, stored nowhere
-    tile = tl.load(line + column[None, :], mask=(column < columns)[None, :], other=0.0)
+    x += tl.program_id(1).to(tl.int64) * in_features
+    line = (
+        weights + tl.minimum(row, out_features - 1)[:, None] * in_features
+    )  # past the end: the last row again, stored nowhere
+    tile = tl.load(line + column[None, :], mask=(column < in_features)[None, :], other=0.0)
     let_next_start(PDL)
     wait_for_previous(PDL)
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
-    for start in range(0, columns, BLOCK_K):
+    for start in range(0, in_features, BLOCK_K):
         here, following = start + column, start + BLOCK_K + column
-        values = tl.load(x + here, mask=here < columns, other=0.0).to(tl.float32)
+        values = tl.load(x + here, mask=here < in_features, other=0.0).to(tl.float32)
         if NORM:
             squares += values * values
-            values *= tl.load(norm + here, mask=here < columns, other=0.0)
-        ahead = tl.load(line + following[None, :], mask=(following < columns)[None, :], other=0.0)
+            values *= tl.load(norm + here, mask=here < in_features, other=0.0)
+        ahead = tl.load(line + following[None, :], mask=(following < in_features)[None, :], other=0.0)
         sums += tile.to(tl.float32) * values[None, :]
         tile = ahead
     total = tl.sum(sums, axis=1)
     if NORM:
-        total *= tl.rsqrt(tl.sum(squares) / columns + eps)
-    store_row(out, total, rows, out_stride, ADD, GLU, BLOCK_N)
+        total *= tl.rsqrt(tl.sum(squares) / in_features + eps)
+    store_row(out, total, out_features, out_stride, ADD, GLU, BLOCK_N)
 
 
 @triton.jit
@@ -65,8 +67,8 @@ def matvec_packed(
     factors,
     norm,
     out,
-    columns,
-    rows,
+    in_features,
+    out_features,
     out_stride,
     eps,
     NORM: tl.constexpr,
@@ -83,11 +85,11 @@ def matvec_packed(
     Q4_K's minimum multiplies the sum of x alone.
     """
     row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    row = tl.minimum(row, rows - 1)
-    groups = columns // 32
+    row = tl.minimum(row, out_features - 1)
+    groups = in_features // 32
     own = tl.arange(0, BLOCK_K // 32)
     element = tl.arange(0, 32 if KIND == Q8 else 16)
-    x += tl.program_id(1).to(tl.int64) * columns
+    x += tl.program_id(1).to(tl.int64) * in_features
     line = values + row[:, None, None] * groups * element.shape[0] + element[None, None, :]
     tile = tl.load(line + own[None, :, None] * element.shape[0], mask=(own < groups)[None, :, None], other=0)
     let_next_start(PDL)
@@ -122,8 +124,8 @@ def matvec_packed(
         tile = ahead
     total = tl.sum(sums, axis=1)
     if NORM:
-        total *= tl.rsqrt(tl.sum(squares) / columns + eps)
-    store_row(out, total, rows, out_stride, ADD, GLU, BLOCK_N)
+        total *= tl.rsqrt(tl.sum(squares) / in_features + eps)
+    store_row(out, total, out_features, out_stride, ADD, GLU, BLOCK_N)
 
 
 @triton.jit
@@ -137,15 +139,15 @@ def normed_part(x, norm, at, inside, NORM: tl.constexpr):
 
 
 @triton.jit
-def store_row(out, total, rows, out_stride, ADD: tl.constexpr, GLU: tl.constexpr, BLOCK_N: tl.constexpr):
+def store_row(out, total, out_features, out_stride, ADD: tl.constexpr, GLU: tl.constexpr, BLOCK_N: tl.constexpr):
     """Store BLOCK_N sums of row `program_id(1)`, each by the one program that computed it."""
     out += tl.program_id(1).to(tl.int64) * out_stride
     if GLU:
         column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         values = tl.reshape(gated(tl.reshape(total, (1, BLOCK_N)), 1, BLOCK_N), (BLOCK_N // 2,))
-        tl.store(out + column, values, mask=column < rows // 2)
+        tl.store(out + column, values, mask=column < out_features // 2)
     else:
         column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         if ADD:
-            total += tl.load(out + column, mask=column < rows, other=0.0).to(tl.float32)
-        tl.store(out + column, total, mask=column < rows)
+            total += tl.load(out + column, mask=column < out_features, other=0.0).to(tl.float32)
+        tl.store(out + column, total, mask=column < out_features)

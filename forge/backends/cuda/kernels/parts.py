@@ -44,19 +44,21 @@ def dot(a, b, accumulator, EXACT: tl.constexpr):
 
 
 @triton.jit
-def weight_tile(values, scales, factors, rows, first, columns, KIND: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The weights of `rows` (int64 `[N]`) and columns `first` to `first + BLOCK_K`: `[N, BLOCK_K]`.
+def weight_tile(values, scales, factors, features, first, in_features, KIND: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The weights of output `features` (int64 `[N]`) and columns `first` to `first + BLOCK_K`: `[N, BLOCK_K]`.
 
-    In float32 if they are packed, in their own dtype if dense. Columns past the end are 0; rows must exist.
+    In float32 if they are packed, in their own dtype if dense. Columns past the end are 0; features must exist.
     """
     if KIND == DENSE:
         column = first + tl.arange(0, BLOCK_K)
-        return tl.load(values + rows[:, None] * columns + column[None, :], mask=(column < columns)[None, :], other=0.0)
+        return tl.load(
+            values + features[:, None] * in_features + column[None, :], mask=(column < in_features)[None, :], other=0.0
+        )
     else:
-        groups = columns // 32
+        groups = in_features // 32
         group = first // 32 + tl.arange(0, BLOCK_K // 32)
         inside = (group < groups)[None, :]
-        at = rows[:, None] * groups + group[None, :]
+        at = features[:, None] * groups + group[None, :]
         if KIND == Q8:
             element = tl.arange(0, 32)
             quants = tl.load(values + at[:, :, None] * 32 + element[None, None, :], mask=inside[:, :, None], other=0)
@@ -71,17 +73,17 @@ def weight_tile(values, scales, factors, rows, first, columns, KIND: tl.constexp
                 scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
                 tile = (quants - 8.0) * scale[:, :, None, None]
             else:
-                scale, minimum = superblock_scales(scales, factors, rows, group, groups)
+                scale, minimum = superblock_scales(scales, factors, features, group, groups)
                 tile = quants * scale[:, :, None, None] - minimum[:, :, None, None]
         return tl.reshape(tile, (tile.shape[0], BLOCK_K))
 
 
 @triton.jit
-def superblock_scales(scales, factors, rows, group, groups):
-    """Q4_K's scale and minimum of each of `rows` and `group`: two float32 `[N, G]`, 0 past the end."""
+def superblock_scales(scales, factors, features, group, groups):
+    """Q4_K's scale and minimum of each of `features` and `group`: two float32 `[N, G]`, 0 past the end."""
     inside = (group < groups)[None, :]
-    at = (rows[:, None] * groups + group[None, :]) * 2
-    superblock = (rows[:, None] * (groups // 8) + (group // 8)[None, :]) * 2
+    at = (features[:, None] * groups + group[None, :]) * 2
+    superblock = (features[:, None] * (groups // 8) + (group // 8)[None, :]) * 2
     scale = tl.load(scales + at, mask=inside, other=0).to(tl.float32)
     minimum = tl.load(scales + at + 1, mask=inside, other=0).to(tl.float32)
     d = tl.load(factors + superblock, mask=inside, other=0.0).to(tl.float32)

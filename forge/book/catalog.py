@@ -1,0 +1,67 @@
+"""Where the chapters are: `chapters/` of a checkout, or the package data of an installation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+
+from forge.book.chapter import Chapter, parse_chapter
+from forge.book.progress import Progress
+from forge.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One chapter. Its text is read when it is asked for."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.stem.partition("_")[0])
+
+    @property
+    def command(self) -> str:
+        """The command that opens it: `02_kv_cache.md` → `kv-cache`."""
+        return self.path.stem.partition("_")[2].replace("_", "-")
+
+    @cached_property
+    def chapter(self) -> Chapter:
+        """Raises `ChapterError` if its text is not well formed."""
+        return parse_chapter(self.path.read_text(encoding="utf-8"), self.path.name)
+
+
+def chapters_folder() -> Path:
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "_data" / "chapters"
+    return installed if installed.is_dir() else package.parent / "chapters"
+
+
+def entries() -> tuple[Entry, ...]:
+    """All chapters, in order."""
+    return tuple(Entry(path) for path in sorted(chapters_folder().glob("[0-9][0-9]_*.md")))
+
+
+def find(name: str) -> Entry:
+    """The chapter that `name`, a number or a command, means. Raises `UsageError` if there is none."""
+    every = entries()
+    for entry in every:
+        if name in (str(entry.number), entry.path.stem.partition("_")[0], entry.command):
+            return entry
+    if not every:
+        raise UsageError(f"{chapters_folder()}: the chapters are missing")
+    close = get_close_matches(name, [entry.command for entry in every], n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise UsageError(f"there is no chapter {name}; there are {every[0].number} to {every[-1].number}{hint}")
+
+
+def next_entry(every: Sequence[Entry], progress: Progress) -> Entry | None:
+    """Where to go on: the chapter that was left in the middle, or the first after it that is not finished, or the first
+    at all that is not; None when all are."""
+    commands = [entry.command for entry in every]
+    last = commands.index(progress.last) if progress.last in commands else -1
+    if last >= 0 and progress.last in progress.pages:
+        return every[last]
+    unfinished = [entry for entry in (*every[last + 1 :], *every) if entry.command not in progress.finished]
+    return unfinished[0] if unfinished else None

@@ -1,0 +1,316 @@
+"""One reader's way through one chapter: what the runs measured so far, and what was guessed before they did."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from forge.book.chapter import ANSWER, Chapter, Claim, Finding, Outcome, Predict, Run, Step
+from forge.book.measured import Touch, Unmeasured, evaluate, fill
+from forge.book.other_load import LoadMeter, OtherLoad
+from forge.errors import UsageError
+from forge.views.report import Report
+
+RunCommand = Callable[[str], Report]
+"""Runs a command line and returns what it found. Raises `ForgeError` for one that cannot run."""
+
+_NUMBER = re.compile(r"^(?P<number>[-+]?[\d,]*\.?\d+(?:e[-+]?\d+)?)\s*(?P<unit>\S.*)?$", re.IGNORECASE)
+_UNITS: Mapping[str, Mapping[str, float]] = {
+    "ms": {"ms": 1, "milliseconds": 1, "s": 1e3, "seconds": 1e3, "µs": 1e-3, "us": 1e-3, "microseconds": 1e-3},
+    "percent": {"": 0.01, "%": 0.01, "percent": 0.01},
+    "rate": {"tok/s": 1, "tokens/s": 1, "/s": 1},
+    "size": {"b": 1, "byte": 1, "bytes": 1, "kb": 1e3, "kib": 1 << 10, "mb": 1e6, "mib": 1 << 20, "gb": 1e9},
+    "times": {"x": 1, "×": 1, "times": 1},
+}  # fmt: skip
+"""Format of an answer → the units that a guess may have, and the factor of each. No unit is the answer's own."""
+_EXAMPLES = {
+    "count": "a whole number, such as 12",
+    "ms": "a number of milliseconds, such as 2.5",
+    "percent": "a percentage, such as 35 %",
+    "rate": "a number per second, such as 150",
+    "size": "a size in bytes, such as 6144 or 6.1 kB",
+    "times": "a number of times, such as 2.5",
+}
+ON_THE_MARK, CLOSE = 1.1, 1.5
+"""A guess that is off by no more than this factor."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What the reader predicted, before the run."""
+
+    text: str
+    """As the reader wrote it."""
+    value: float | int
+    """A number in the answer's own unit, or the index of a choice."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim held against what was measured."""
+
+    claim: Claim
+    holds: bool | None
+    """None where this run cannot tell."""
+
+
+@dataclass
+class Session:
+    """One reader's way through a chapter: pages shown, predictions made, commands run."""
+
+    chapter: Chapter
+    run_command: RunCommand
+    commands: dict[Run, str] = field(default_factory=dict)
+    """The command lines that the reader put in place of the chapter's."""
+    reports: dict[Run, Report] = field(default_factory=dict)
+    guesses: dict[Predict, Guess] = field(default_factory=dict)
+    loads: dict[Run, OtherLoad] = field(default_factory=dict)
+    """What other programs took of the processors during each run."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Facts about the model that the chapter runs."""
+    drawn: dict[Run, tuple[str, ...]] = field(default_factory=dict)
+    """The lines of each report as they were drawn, for a session that goes on later."""
+    goes_on: str = ""
+    """What `forge next` opens after this chapter, in a sentence."""
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """The facts of each named run that has happened, and `GIVEN`, which are there in any case."""
+        named = {run.name: report.facts for run, report in self.reports.items() if run.name}
+        return {"machine": {"busy": self.machine_was_busy}, "model": self.model} | named
+
+    @property
+    def machine_was_busy(self) -> bool:
+        """Whether other programs disturbed one of the runs so far."""
+        return any(load.is_busy for load in self.loads.values())
+
+    def command(self, run: Run) -> str:
+        return self.commands.get(run, run.command)
+
+    def perform(self, run: Run) -> Report:
+        """Run it, again if need be. Raises whatever the command raises, with what was measured before still there."""
+        meter = LoadMeter()
+        report = self.run_command(self.command(run))
+        self.reports[run], self.loads[run] = report, meter.read()
+        return report
+
+    def unperformed(self, steps: Sequence[Step]) -> list[Run]:
+        """The runs of `steps` that have not happened."""
+        runs = [block for step in steps for block in step if isinstance(block, Run)]
+        return [run for run in runs if run not in self.reports]
+
+    def fill(self, text: str) -> str:
+        return fill(text, self.measured)
+
+    def judge(self, claims: Sequence[Claim]) -> list[Judged]:
+        measured = self.measured
+        judged = []
+        for claim in claims:
+            try:
+                judged.append(Judged(claim, bool(evaluate(claim.expression, measured))))
+            except Unmeasured:
+                judged.append(Judged(claim, None))
+        return judged
+
+    def right_choice(self, predict: Predict) -> int | None:
+        """The index of the choice that turned out right; None where nothing tells."""
+        return right_choice(predict, self.measured)
+
+    def answer(self, predict: Predict) -> float | None:
+        """The number that turned out right; None where nothing tells."""
+        return right_answer(predict, self.measured)
+
+    def is_right(self, predict: Predict) -> bool | None:
+        """Whether the guess was right, or close; None without a guess or an answer."""
+        guess = self.guesses.get(predict)
+        actual = self.right_choice(predict) if predict.choices else self.answer(predict)
+        if guess is None or actual is None:
+            return None
+        return guess.value == actual if predict.choices else is_close(float(guess.value), actual)
+
+    def score(self) -> tuple[int, int]:
+        """(Guesses that were right or close, guesses whose answer is known)."""
+        judged = [self.is_right(predict) for predict in self.guesses]
+        return judged.count(True), sum(one is not None for one in judged)
+
+    def saved(self) -> dict[str, Any]:
+        """What `restore` needs to go on without running anything again; plain data."""
+        return {
+            "model": self.model,
+            "typed": {run.command: self.command(run) for run in self.chapter.runs()},
+            "runs": [
+                {
+                    "command": run.command,
+                    "facts": report.facts,
+                    "status": report.status,
+                    "lines": self.drawn.get(run, ()),
+                    "load": [self.loads[run].processors, self.loads[run].of],
+                }
+                for run, report in self.reports.items()
+            ],
+            "guesses": {predict.question: guess.text for predict, guess in self.guesses.items()},
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over the runs and the guesses of an earlier session; those that the chapter no longer has are left out.
+
+        Raises `LookupError`, `TypeError` or `ValueError` for what `saved` has not made.
+        """
+        runs = {run.command: run for run in self.chapter.runs()}
+        self.model = dict(saved["model"])
+        self.commands = {run: str(saved["typed"].get(command, command)) for command, run in runs.items()}
+        for found in saved["runs"]:
+            run = runs.get(found["command"])
+            if run is not None:
+                processors, of = found["load"]
+                lines = tuple(map(str, found["lines"]))
+                self.loads[run] = OtherLoad(float(processors), int(of))
+                self.reports[run] = Report(dict(found["facts"]), partial(_print_lines, lines), int(found["status"]))
+                self.drawn[run] = lines
+        for block in self.chapter.blocks:
+            if isinstance(block, Predict) and block.question in saved["guesses"]:
+                self.guesses[block] = parse_guess(block, saved["guesses"][block.question])
+
+    def verdict(self, predict: Predict) -> str | None:
+        """What the reader said, what the answer is, and how close that was; None where this run does not tell."""
+        return self._choice_verdict(predict) if predict.choices else self._number_verdict(predict)
+
+    def _choice_verdict(self, predict: Predict) -> str | None:
+        guess, right = self.guesses.get(predict), self.right_choice(predict)
+        if right is None:
+            return None
+        answer = f"{choice_name(right)}, {self.fill(predict.choices[right].text)}."
+        if guess is None:
+            return f"It is {answer}"
+        if guess.value == right:
+            return f"You said {choice_name(right)}, and it is {answer}"
+        return f"You said {guess.text}, {self.fill(predict.choices[int(guess.value)].text)}. It is {answer}"
+
+    def _number_verdict(self, predict: Predict) -> str | None:
+        guess, actual = self.guesses.get(predict), self.answer(predict)
+        if actual is None:
+            return None
+        answer = self.fill(predict.answer)
+        if guess is None:
+            return f"It is {answer}."
+        in_its_form = fill(predict.answer.replace(predict.expression, ANSWER), {ANSWER: guess.value})
+        said = "exact" if in_its_form == answer else closeness(float(guess.value), actual)
+        return f"You said {guess.text}. It is {answer}: your guess was {said}."
+
+    def explanation(self, predict: Predict) -> str:
+        """What is said after the verdict, as this run turned out; empty where it does not tell."""
+        return explanation(predict, self.measured)
+
+    def finding(self, finding: Finding) -> str | None:
+        """The sentences that this run bears out; None where it does not tell."""
+        measured = self.measured
+        outcome = chosen(finding.outcomes, measured)
+        return None if outcome is None else fill(outcome.text, measured)
+
+
+def _print_lines(lines: Sequence[str], console: Console) -> None:
+    for line in lines:
+        shown = Text.from_ansi(line)
+        shown.truncate(console.width)
+        console.print(shown)
+
+
+def chosen(outcomes: Sequence[Outcome], measured: Mapping[str, Any], touch: Touch | None = None) -> Outcome | None:
+    """The first outcome whose condition holds; None where nothing tells."""
+    for outcome in outcomes:
+        try:
+            if outcome.condition is None or evaluate(outcome.condition, measured, touch):
+                return outcome
+        except Unmeasured:
+            return None
+    return None
+
+
+def right_choice(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> int | None:
+    try:
+        holds = [
+            choice.condition is not None and bool(evaluate(choice.condition, measured, touch))
+            for choice in predict.choices
+        ]
+    except Unmeasured:
+        return None
+    otherwise = [choice.condition for choice in predict.choices].index(None)
+    return holds.index(True) if any(holds) else otherwise
+
+
+def right_answer(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> float | int | None:
+    try:
+        value = evaluate(predict.expression, measured, touch)
+    except Unmeasured:
+        return None
+    return value if isinstance(value, float | int) else None
+
+
+def explanation(predict: Predict, measured: Mapping[str, Any], touch: Touch | None = None) -> str:
+    """The chosen outcome's text, that of the right choice, and what is true of every run."""
+    texts = []
+    if predict.choices:
+        right = right_choice(predict, measured, touch)
+        if right is None:
+            return ""
+        texts.append(predict.choices[right].why)
+    else:
+        answer = right_answer(predict, measured, touch)
+        if answer is None:
+            return ""
+        measured = {**measured, ANSWER: answer}
+    if predict.outcomes:
+        outcome = chosen(predict.outcomes, measured, touch)
+        texts.append("" if outcome is None else outcome.text)
+    return " ".join(fill(text, measured, touch) for text in (*texts, predict.why) if text)
+
+
+def choice_name(index: int) -> str:
+    """What a choice is called: 1, 2, 3, …"""
+    return str(index + 1)
+
+
+def parse_guess(predict: Predict, text: str) -> Guess:
+    """What a reader's answer means. Raises `UsageError`, saying what would do, if it means nothing."""
+    text = text.strip()
+    if predict.choices:
+        names = [choice_name(index) for index in range(len(predict.choices))]
+        if text not in names:
+            raise UsageError(f"one of {', '.join(names)}")
+        return Guess(text, names.index(text))
+    form = predict.answer.removesuffix("}}").rpartition(":")[2]
+    example = _EXAMPLES.get(form, "a number")
+    found = _NUMBER.match(text)
+    if found is None:
+        raise UsageError(example)
+    value, unit = float(found["number"].replace(",", "")), (found["unit"] or "").lower()
+    units = {"": 1.0, **_UNITS.get(form, dict.fromkeys(re.findall(r"\w+", predict.question.lower()), 1))}
+    if unit not in units or (form == "percent" and not unit and 0 < abs(value) < 1):
+        raise UsageError(example)
+    if form == "count" and not value.is_integer():
+        raise UsageError(example)
+    return Guess(text, int(value) if form == "count" else value * units[unit])
+
+
+def is_close(guess: float, actual: float) -> bool:
+    """Off by no more than the factor `CLOSE`."""
+    if guess <= 0 or actual <= 0:
+        return guess == actual
+    return max(guess / actual, actual / guess) <= CLOSE
+
+
+def closeness(guess: float, actual: float) -> str:
+    """In words, how far off a guess is."""
+    if guess == actual:
+        return "exact"
+    side = "low" if guess < actual else "high"
+    if guess <= 0 or actual <= 0:
+        return f"too {side}"
+    factor = max(guess / actual, actual / guess)
+    if factor <= ON_THE_MARK:
+        return "nearly exact"
+    return f"a little too {side}" if is_close(guess, actual) else f"too {side} by a factor of {factor:,.1f}"

@@ -1,0 +1,280 @@
+"""A poster of one request: from HTTP through both processes to a token, and back. `forge tour` draws it.
+
+A real server answers a real request. What a station says comes from the records of its steps and from what the client
+saw; each station names the function that does the work there, found in its source as it is now.
+"""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.text import Text
+
+from forge.bench.server_process import ServerProcess
+from forge.book.source_code import excerpt
+from forge.errors import ForgeError
+from forge.trace.explain import explain_admission, explain_finish
+from forge.trace.records import ItemRecord, StepRecord
+from forge.views.figures import count, ms, plural
+from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.terminal import print_hanging
+from forge.views.text import quoted
+
+QUESTION = "Where does one request go?"
+StepsOf = Callable[[str], Iterator[StepRecord]]
+"""The steps of the server at a URL from now on."""
+PATIENCE_SECONDS = 30.0
+MAX_WARM_UPS = 50
+PATH = "/v1/completions"
+HTTP, ENGINE = "HTTP process", "engine process"
+_BAR = "   │  "
+_WIDTH = 96
+
+
+@dataclass(frozen=True)
+class Station:
+    """A place that the request comes through."""
+
+    process: str
+    title: str
+    dotted: str
+    """The function that does the work: `forge.engine.scheduler.Scheduler.schedule`."""
+    text: str
+    """What it did with this request."""
+    at_ms: float | None = None
+    """Since the client sent it; None where nothing measures it."""
+
+    @property
+    def where(self) -> str:
+        """`forge/engine/scheduler.py:130 Scheduler.schedule`. Raises `SourceError` if there is no such function."""
+        found = excerpt(self.dotted)
+        return f"{found.path}:{found.first_line} {found.name}"
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One request as its client and the engine saw it. Times are seconds on the system's monotonic clock."""
+
+    body: dict[str, Any]
+    sent: float
+    events: tuple[tuple[float, bytes], ...]
+    """Each line of data that came back, and when."""
+    pieces: tuple[str, ...]
+    """The prompt's tokens."""
+    records: tuple[StepRecord, ...]
+    """The steps that computed something for it."""
+    model: str
+
+
+@dataclass(frozen=True)
+class Tour:
+    """The stations of one request, in order."""
+
+    model: str
+    prompt: str
+    stations: tuple[Station, ...]
+    first_text_ms: float
+    last_text_ms: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "stations": [{**asdict(one), "where": one.where} for one in self.stations]}
+
+
+def take_tour(model: str, prompt: str, max_tokens: int, steps_of: StepsOf) -> Tour:
+    """Start a server, send it one request, and follow that. Raises `ForgeError` if the server does not answer."""
+    with ServerProcess(["--model", model, "--debug-texts"]) as server:
+        server.wait_until_ready()
+        visit = _visit(server.url, prompt, max_tokens, model, steps_of)
+    return tour_of(visit)
+
+
+def _visit(url: str, prompt: str, max_tokens: int, model: str, steps_of: StepsOf) -> Visit:
+    records: list[StepRecord] = []
+
+    def follow() -> None:
+        with suppress(ForgeError):  # the server is gone
+            records.extend(steps_of(url))
+
+    threading.Thread(target=follow, daemon=True).start()
+    for _ in range(MAX_WARM_UPS):  # until the steps come in, and everything has been compiled and touched
+        _stream(url, {"prompt": "Hello", "max_tokens": 2, "stream": True})
+        if records:
+            break
+        time.sleep(0.02)
+    token_ids = _ask(url, "/tokenize", {"prompt": prompt})["tokens"]
+    pieces = tuple(_ask(url, "/detokenize", {"tokens": [token_id]})["prompt"] for token_id in token_ids)
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    sent, events = _stream(url, body)
+    deadline = time.perf_counter() + PATIENCE_SECONDS
+    while not any(record.finished and record.ended > sent for record in list(records)):
+        if time.perf_counter() > deadline:
+            raise ForgeError("the server did not tell of its steps")
+        time.sleep(0.01)
+    own = tuple(record for record in records if record.started > sent)
+    return Visit(body, sent, events, pieces, own, model)
+
+
+def _stream(url: str, body: dict[str, Any]) -> tuple[float, tuple[tuple[float, bytes], ...]]:
+    """When the request was sent, and each line of data of the answer with its time."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=PATIENCE_SECONDS)
+    try:
+        connection.connect()
+        sent = time.perf_counter()
+        connection.request("POST", PATH, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != http.client.OK:
+            raise ForgeError(f"the server answers {answer.status}: {answer.read(200).decode(errors='replace')}")
+        events = [(time.perf_counter(), line.strip()) for line in answer if line.strip()]
+    except OSError as error:
+        raise ForgeError(f"{url}: {error}") from None
+    finally:
+        connection.close()
+    return sent, tuple(events)
+
+
+def _ask(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=PATIENCE_SECONDS)
+    try:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        return dict(json.loads(connection.getresponse().read()))
+    except (OSError, ValueError) as error:
+        raise ForgeError(f"{url}{path}: {error}") from None
+    finally:
+        connection.close()
+
+
+def tour_of(visit: Visit) -> Tour:
+    """The stations, with what this request did at each."""
+    texts = [(moment, line) for moment, line in visit.events if line.startswith(b"data: {")]
+    return Tour(
+        visit.model,
+        str(visit.body["prompt"]),
+        tuple(_stations(visit)),
+        (texts[0][0] - visit.sent) * 1e3,
+        (texts[-1][0] - visit.sent) * 1e3,
+    )
+
+
+def _stations(visit: Visit) -> Iterator[Station]:
+    """In the order in which the request comes through them."""
+    first, last = visit.records[0], visit.records[-1]
+    seq_id = first.items[0].seq_id
+    later = visit.records[1:]
+
+    def after(moment: float) -> float:
+        return (moment - visit.sent) * 1e3
+
+    size = len(json.dumps(visit.body))
+    pieces = " ".join(quoted(piece) for piece in visit.pieces)
+    prefill, token = first.items[0], first.tokens[0]
+    rows = _rows(prefill)
+    yield Station(
+        HTTP, "The body is read and checked", "forge.server.app._add_generation.completions",
+        f"POST {PATH}, {size} bytes of JSON: {quoted(str(visit.body['prompt']))}, at most "
+        f"{plural(visit.body['max_tokens'], 'token')}, streamed.", 0.0,
+    )  # fmt: skip
+    yield Station(
+        HTTP, "The prompt becomes tokens", "forge.tokenizer.tokenizer.Tokenizer.encode",
+        f"{plural(prefill.start + prefill.num_tokens + prefill.remaining, 'token')}{f': {pieces}' if pieces else ''}.",
+    )  # fmt: skip
+    yield Station(
+        HTTP, "A message goes to the engine", "forge.server.engine_client.EngineClient.submit",
+        "Token ids and sampling parameters, through a socket. The HTTP process computes nothing.",
+    )  # fmt: skip
+    arrived = [one.arrived for one in first.arrived]
+    yield Station(
+        ENGINE, "The request joins the queue", "forge.engine.engine.Engine.add_request",
+        f"It becomes seq {seq_id}. A step that is under way ends first.", after(arrived[0]) if arrived else None,
+    )  # fmt: skip
+    admitted = [explain_admission(one) for one in first.admitted if one.seq_id == seq_id]
+    yield Station(
+        ENGINE, "A step is decided", "forge.engine.scheduler.Scheduler.schedule",
+        f"seq {seq_id} is admitted with {admitted[0] if admitted else 'its blocks'}, in {ms(first.schedule_ms)} ms.",
+        after(first.started),
+    )  # fmt: skip
+    yield Station(
+        ENGINE, "Slots are reserved", "forge.cache.paged.PagedKvCache.reserve",
+        f"The pool has {count(first.cache.used_blocks)} of {count(first.cache.num_blocks)} blocks in use.",
+    )  # fmt: skip
+    yield Station(
+        ENGINE, "The batch is laid out", "forge.model.forward_batch.flat_batch",
+        f"{rows}; logits are wanted for the last one.",
+    )  # fmt: skip
+    yield Station(
+        ENGINE, "The forward pass: prefill", "forge.model.qwen3.Qwen3.hidden_rows",
+        f"Keys and values of {plural(prefill.num_tokens, 'token')} are written into the cache: "
+        f"{ms(first.forward_ms)} ms.",
+    )  # fmt: skip
+    yield Station(
+        ENGINE, "A token is chosen", "forge.engine.sampler.Sampler.sample",
+        f"Token {count(token.token_id)}, {quoted(token.text)}.",
+    )  # fmt: skip
+    yield Station(
+        ENGINE, "The step is taken in", "forge.engine.scheduler.Scheduler.commit",
+        f"The cache now holds {plural(prefill.start + prefill.num_tokens, 'token')} of seq {seq_id}.",
+        after(first.ended),
+    )  # fmt: skip
+    if later:
+        said = quoted("".join(token.text for record in later for token in record.tokens))
+        forward = sum(record.forward_ms for record in later) / len(later)
+        yield Station(
+            ENGINE, "The same again: decode", "forge.engine.engine.Engine.step",
+            f"{plural(len(later), 'step')} of one row each, {ms(forward)} ms per forward pass on average: {said}.",
+            after(last.ended),
+        )  # fmt: skip
+    ended = [explain_finish(one) for one in last.finished if one.seq_id == seq_id]
+    yield Station(
+        ENGINE, "What is new goes back", "forge.server.engine_process.EngineServer._send",
+        f"After each step, through the socket. With the last one: {ended[0] if ended else 'the end'}.",
+    )  # fmt: skip
+    yield Station(
+        HTTP, "The client's text grows", "forge.server.engine_client.EngineClient._take_in",
+        "Tokens that came while the client was not reading are merged into one event.",
+    )  # fmt: skip
+    events = [(moment, line) for moment, line in visit.events if line.startswith(b"data: {")]
+    yield Station(
+        HTTP, "Events are written", "forge.server.app._completion_events",
+        f"{plural(len(events), 'event')} of {count(sum(len(line) for _, line in events) // len(events))} bytes each; "
+        "the last line is data: [DONE].", after(visit.events[-1][0]),
+    )  # fmt: skip
+
+
+def _rows(item: ItemRecord) -> str:
+    return f"{plural(item.num_tokens, 'row')}, for positions {item.start} to {item.start + item.num_tokens - 1}"
+
+
+def print_tour(console: Console, tour: Tour) -> None:
+    console.print(Text.assemble((QUESTION, TITLE), (f"  {tour.model}", QUIET)))
+    console.print()
+    process = ""
+    for number, station in enumerate(tour.stations, start=1):
+        if station.process != process:
+            process = station.process
+            bar = _BAR if number > 1 else ""
+            console.print(Text.assemble((bar, QUIET), ("── ", QUIET), (process, f"{TITLE} {ACCENT}")))
+        head = Text.assemble((f"{number:>3} ", ACCENT), (station.title, TITLE))
+        if station.at_ms is not None:
+            moment = f"{ms(station.at_ms)} ms"
+            room = min(console.width, _WIDTH) - head.cell_len - len(moment)
+            head.append(" " * max(2, room)).append(moment, QUIET)
+        console.print(head)
+        for line in (Text(station.where, ACCENT), Text(station.text)):
+            _print_indented(console, line)
+    console.print()
+    first, last = ms(tour.first_text_ms), ms(tour.last_text_ms)
+    print_hanging(console, Text(f"The first text came after {first} ms, the last after {last} ms."), 0)
+
+
+def _print_indented(console: Console, text: Text) -> None:
+    for line in text.wrap(console, max(20, min(console.width, _WIDTH) - len(_BAR))):
+        line.rstrip()
+        console.print(Text.assemble((_BAR, QUIET), line))

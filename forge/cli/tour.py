@@ -1,0 +1,39 @@
+"""`forge tour`: a poster of one request, from HTTP to a token and back."""
+
+from typing import Annotated
+
+import typer
+
+from forge.cli import options
+from forge.cli.running import Found
+
+
+def tour(
+    prompt: Annotated[str, typer.Argument(help="What the request says.")] = "Once upon a time",
+    max_tokens: Annotated[int, typer.Argument(help="Tokens to generate.", min=1)] = 8,
+    model: options.ModelOption = "tales",
+    svg: options.SvgOption = None,
+    json: options.JsonOption = False,
+) -> Found:
+    """Follow one request from HTTP to a token and back, with file and function at each station.
+
+    [dim]forge tour --svg tour.svg[/dim]
+    """
+    from forge.book.tour import print_tour, take_tour
+    from forge.cli.serve import require_server
+    from forge.cli.watch import steps_of
+    from forge.errors import UsageError
+    from forge.views.report import Report
+
+    if not prompt:
+        raise UsageError("the prompt is empty: give it at least one word")
+    require_server()
+    found = take_tour(model, prompt, max_tokens, lambda url: steps_of(url, None))
+    if svg is not None:
+        from forge.views.picture import picture_console, save_picture
+
+        console = picture_console()
+        print_tour(console, found)
+        save_picture(console, svg, "forge tour")
+    report = Report(found.as_json(), lambda console: print_tour(console, found))
+    return report.as_json() if json else report

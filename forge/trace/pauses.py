@@ -1,0 +1,47 @@
+"""Times without the pauses of a run, in which a person looks at a step while the engine's clock goes on."""
+
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from forge.trace.records import RequestMetrics, StepRecord
+
+
+class Pauses:
+    """Knows when a run was paused, and moves the times of its records to where they would be without the pauses."""
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+        self._seconds = [0.0]
+        """Paused in all, before the first pause and after each."""
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        started = time.perf_counter()  # the engine's clock
+        try:
+            yield
+        finally:
+            self._ends.append(time.perf_counter())
+            self._seconds.append(self._seconds[-1] + self._ends[-1] - started)
+
+    def without(self, moment: float) -> float:
+        """A moment on the engine's clock, outside of pauses, on a clock that stood still in them."""
+        return moment - self._seconds[bisect_right(self._ends, moment)]
+
+    def step(self, record: StepRecord) -> StepRecord:
+        arrived = tuple(replace(one, arrived=self.without(one.arrived)) for one in record.arrived)
+        return replace(record, started=self.without(record.started), ended=self.without(record.ended), arrived=arrived)
+
+    def metrics(self, metrics: RequestMetrics) -> RequestMetrics:
+        return replace(
+            metrics,
+            arrived=self.without(metrics.arrived),
+            admitted=self._without(metrics.admitted),
+            first_token=self._without(metrics.first_token),
+            last_token=self._without(metrics.last_token),
+        )
+
+    def _without(self, moment: float | None) -> float | None:
+        return None if moment is None else self.without(moment)

@@ -1,0 +1,118 @@
+"""One request's story: what happened to it, step by step, when, and why. Drawn from records alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge.errors import UsageError
+from forge.trace.explain import class_name, explain_admission, explain_preempted, explain_wait
+from forge.trace.records import StepRecord
+from forge.trace.timeline import RequestTimeline
+from forge.views.figures import NOTHING, count, ms, plural
+from forge.views.palette import QUIET, TITLE, sequence_style
+from forge.views.scheduler import finish_text
+from forge.views.terminal import print_table
+from forge.views.text import one_line, quoted
+
+QUESTION = "What happened to this request?"
+_ORDER = ("arrives", "preempted", "waits", "admitted", "computes", "ends")
+"""Within a step."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of the story."""
+
+    step: int
+    """The first that it is about; 0 for the arrival."""
+    last_step: int
+    seconds: float
+    """On the engine's clock."""
+    kind: str
+    """One of `_ORDER`."""
+    text: str
+
+
+def request_of(requests: Sequence[RequestTimeline], seq_id: int) -> RequestTimeline:
+    """The timeline of a sequence. Raises `UsageError` if the run had none of that number."""
+    found = [one for one in requests if one.seq_id == seq_id]
+    if not requests:
+        raise UsageError("the run has no requests")
+    if not found:
+        first, last = min(one.seq_id for one in requests), max(one.seq_id for one in requests)
+        raise UsageError(f"the run has no seq {seq_id}; there are {first} to {last}")
+    return found[0]
+
+
+def story_of(request: RequestTimeline, records: Sequence[StepRecord]) -> list[Event]:
+    """Everything that happened to a sequence, in order."""
+    began = {record.step: record.started for record in records}
+    ended = {record.step: record.ended for record in records}
+    events = [*_computed(request.seq_id, records)]
+    if request.arrived is not None:
+        tokens = "" if request.num_prompt_tokens is None else f" with {plural(request.num_prompt_tokens, 'token')}"
+        events.append(Event(0, 0, request.arrived, "arrives", f"a prompt{tokens}"))
+    for wait in request.waits:
+        last = wait.first_step + max(0, wait.num_steps - 1)
+        text = explain_wait(wait, request.seq_id)
+        events.append(Event(wait.first_step, last, began.get(wait.first_step, 0.0), "waits", text))
+    for admission in request.admissions:
+        text = explain_admission(admission.record)
+        events.append(Event(admission.step, admission.step, began.get(admission.step, 0.0), "admitted", text))
+    for one in request.preemptions:
+        text = explain_preempted(one).partition(", ")[2]
+        events.append(Event(one.step, one.step, began.get(one.step, 0.0), "preempted", text))
+    if request.finish is not None and request.finished_step is not None:
+        step = request.finished_step
+        events.append(Event(step, step, ended.get(step, 0.0), "ends", finish_text(request.finish)))
+    return sorted(events, key=lambda event: (event.step, _ORDER.index(event.kind)))
+
+
+def _computed(seq_id: int, records: Sequence[StepRecord]) -> Iterator[Event]:
+    """What the sequence computed: a line for each run of consecutive steps of one kind."""
+    rows = [(record, item) for record in records for item in record.items if item.seq_id == seq_id]
+    numbered = [(record.step - index, record, item) for index, (record, item) in enumerate(rows)]
+    for (phase, _), group in groupby(numbered, key=lambda row: (row[2].phase, row[0])):
+        steps = list(group)
+        first, last = steps[0][2], steps[-1][2]
+        tokens = [token for _, record, _ in steps for token in record.tokens if token.seq_id == seq_id]
+        span = f"[{first.start}:{last.start + last.num_tokens}]"
+        said = f"  {quoted(''.join(token.text for token in tokens))}" if tokens else ""
+        text = f"{class_name(phase)} {span}{said}"
+        yield Event(steps[0][1].step, steps[-1][1].step, steps[0][1].started, "computes", text)
+
+
+def print_story(console: Console, request: RequestTimeline, records: Sequence[StepRecord]) -> None:
+    who = Text.assemble((f"seq {request.seq_id}", sequence_style(request.seq_id)))
+    if request.request_id is not None:
+        who.append(f" · request {one_line(request.request_id)}", QUIET)
+    console.print(Text.assemble((QUESTION, TITLE), "  ", who))
+    console.print()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=QUIET)
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("steps", no_wrap=True)
+    table.add_column("", no_wrap=True, style=TITLE)
+    table.add_column("", overflow="fold")
+    events = story_of(request, records)
+    for event in events:
+        steps = "" if event.step == 0 else str(event.step)
+        steps += f" to {event.last_step}" if event.last_step > event.step else ""
+        table.add_row(ms((event.seconds - events[0].seconds) * 1e3), steps, event.kind, Text(event.text))
+    print_table(console, table)
+    console.print()
+    again = f", {count(request.tokens_recomputed)} of them for a second time" if request.tokens_recomputed else ""
+    found = f"; {plural(request.tokens_cached, 'token')} came from the cache" if request.tokens_cached else ""
+    preempted = f"was preempted {plural(request.times_preempted, 'time')}"
+    console.print(
+        f"The first token came {_after(request.time_to_first_token_ms)}, the last {_after(request.end_to_end_ms)}. "
+        f"It waited {plural(request.steps_waited, 'step')}, {preempted}, and took "
+        f"{plural(request.tokens_computed, 'row')}{again}{found}."
+    )
+
+
+def _after(milliseconds: float | None) -> str:
+    return NOTHING if milliseconds is None else f"after {ms(milliseconds)} ms"
