@@ -26,7 +26,7 @@ def test_exercise_1_without_a_threshold_the_prefix_router_is_round_robin(measure
 
 
 def test_exercise_2_the_estimate_believes_in_blocks_that_are_gone(measured):
-    found = measured("--num-blocks", "64", "--router", "prefix", "--router", "prefix-estimate")["routers"]
+    found = measured("--num-blocks", "64")["routers"]
     events, estimate = (found[name]["believed_wrongly"] for name in ("prefix", "prefix_estimate"))
     assert estimate > 24 and events < estimate / 2
 
