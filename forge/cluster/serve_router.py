@@ -14,7 +14,7 @@ from forge.cluster.routing import routing_of
 class ForgeRequestRouter(RequestRouter):
     """Ray Serve's request router around one of ours."""
 
-    def initialize_state(self, router: str) -> None:
+    def initialize_state(self, router: str = "prefix", **options: Any) -> None:
         self._routing = routing_of(self._deployment_id.name)
         self._routing.begin(router)
 

@@ -21,6 +21,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan
+from forge.trace.records import FinishReason
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class SimulatedReplica:
                 first.append(item.seq_id)
             if is_last:
                 ended.append(item.seq_id)
-            reason = "length" if is_last else None
+            reason: FinishReason | None = "length" if is_last else None
             outcomes.append(Outcome(item.seq_id, len(sequence.token_ids), (answer[done],), reason))
         for seq_id in plan.exhausted:
             ended.append(seq_id)
