@@ -39,6 +39,8 @@ from forge.trace.records import StepRecord
 ENGINES, PREFILLS = "forge-engines", "forge-prefill"
 _OBJECT_STORE_BYTES = 512 << 20
 """Room for hand-overs on a Ray that this command starts."""
+_HANDOFF_BLOCKS = 1 << 16
+"""Of a decode engine's host pool: what is handed over waits there. It takes memory for as long as it does."""
 _MORE_THAN_ANY_QUEUE = 100_000
 """Requests of one replica: its engine queues them, so Serve has nothing to hold back."""
 
@@ -103,8 +105,10 @@ def _deploy(
             target_ongoing_requests=wanted.target_requests + 1,
         )
         scaling = {"autoscaling_config": autoscaling}
-    # Prompts go where their prefix is. What decodes elsewhere comes with its blocks, wherever it goes.
-    router = "least-tokens" if wanted.prefill_replicas and name == ENGINES else wanted.router
+    router = wanted.router
+    if wanted.prefill_replicas and name == ENGINES:
+        # Prompts go where their prefix is. What decodes elsewhere comes with its blocks, wherever it goes.
+        router, options = "least-tokens", options | {"num_host_blocks": _HANDOFF_BLOCKS}
     resources = {"num_cpus": options["threads"], "num_gpus": int(options.get("device") == "cuda")}
     deployment: Any = serve.deployment(
         EngineReplica,
