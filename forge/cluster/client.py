@@ -98,6 +98,13 @@ class ClusterClient(EngineClient):
         for task in (*self._tasks.values(), *self._followers.values()):
             task.cancel()
 
+    async def leave(self) -> None:
+        """End the routers, whose loop this is."""
+        self.disconnect()
+        await asyncio.gather(*self._tasks.values(), *self._followers.values(), return_exceptions=True)
+        for handle in self._handles:
+            await handle.shutdown_async()
+
     def close(self) -> None:
         """The replicas are ended by Ray Serve."""
 

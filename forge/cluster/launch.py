@@ -149,6 +149,9 @@ def serve_cluster(
 
 
 async def _serve(client: ClusterClient, settings: Settings, listening: Any, live: Any, on_ready: Any) -> int:
-    ready = await client.ready()
-    client.on_record = live(ready) if live is not None else None
-    return await serve_client(client, ready, settings, listening, on_ready)
+    try:
+        ready = await client.ready()
+        client.on_record = live(ready) if live is not None else None
+        return await serve_client(client, ready, settings, listening, on_ready)
+    finally:
+        await client.leave()

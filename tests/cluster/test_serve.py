@@ -73,6 +73,12 @@ def events(server: Server, prompt: str, **options) -> Iterator[str]:
                 yield line[6:].decode().strip()
 
 
+def num_answering(server: Server) -> int:
+    """To how many replicas requests go at the moment."""
+    found = [completion(server, f"{time.monotonic()} who?", max_tokens=1)[1]["id"] for _ in range(4)]
+    return len({route(server, one)["replica"] for one in found})
+
+
 def route(server: Server, request_id: str) -> dict:
     return server.request(f"/debug/requests/{request_id}")[1]["route"]
 
@@ -115,10 +121,15 @@ def test_a_client_that_leaves_ends_its_request(server):
     assert until(server.is_idle, 10)
 
 
-def test_metrics_have_a_label_for_the_replica(server):
+def server_replicas(server: Server) -> list[str]:
     text = server.request("/metrics")[1]
     running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
-    assert len({line.partition('replica="')[2].partition('"')[0] for line in running}) == len(running) >= 2
+    return [line.partition('replica="')[2].partition('"')[0] for line in running]
+
+
+def test_metrics_have_a_label_for_the_replica(server):
+    text = server.request("/metrics")[1]
+    assert len(set(server_replicas(server))) == len(server_replicas(server)) >= 2
     assert text.count("# TYPE vllm:num_requests_running gauge") == 1
 
 
@@ -131,18 +142,24 @@ def test_steps_of_all_replicas_can_be_watched(server):
             for line in answer:
                 if line.startswith(b"data: {"):
                     seen.append(json.loads(line[6:]))
+                if len(seen) == 8:
+                    break
 
     threading.Thread(target=watch, daemon=True).start()
     ready.wait(10)
     for number in range(4):
         completion(server, f"{number}" * 50, max_tokens=4)
-    assert until(lambda: len(seen) >= 8, 10)
+    assert until(lambda: len(seen) == 8, 10)
+    assert {step["replica"] for step in seen} <= set(server_replicas(server))
+    routes = [route for step in seen for route in step.get("routes", [])]
+    assert routes and all(route["router"] == "prefix" for route in routes)
 
 
 def test_each_request_ends_once_when_replicas_are_killed(server):
     """Streams that have begun end with an error that says why; what has sent nothing is answered by another."""
+    told = 0
     for round_ in range(KILLS):
-        assert until(lambda: len(replica_pids(server)) == 2, 60), "a replica did not come back"
+        assert until(lambda: len(replica_pids(server)) == 2 and num_answering(server) == 2, 60), "it did not come back"
 
         def stream(number: int, round_: int = round_) -> str:
             sent = list(events(server, f"{round_} {number} a", max_tokens=3000))
@@ -164,8 +181,9 @@ def test_each_request_ends_once_when_replicas_are_killed(server):
             assert {one.result(120) for one in answers} == {"answered"}
         died = [end for end in ends if end != "answered"]
         assert all("died while it was answering: send the request again" in end for end in died), died
-        assert 0 < len(died) < 6, "both replicas had streams"
+        told += len(died)
         assert until(server.is_idle, 20), "blocks are still held"
+    assert told, "no stream ran where a replica died"
 
 
 def test_sigterm_lets_requests_finish_and_leaves_nothing_behind():
@@ -196,6 +214,7 @@ def test_prefill_apart_gives_the_same_answers():
         server.stop()
 
 
+@pytest.mark.skipif(KILLS < 3, reason="Serve takes half a minute to decide: run with FORGE_KILLS=50")
 def test_serve_adds_a_replica_when_requests_pile_up():
     server = cluster("--replicas", "1", "--max-replicas", "2", "--target-requests", "1")
     try:
@@ -221,4 +240,4 @@ def test_a_model_that_does_not_load_is_one_line():
     process = start("serve", "--model", "hash", "--port", "0", *options, text=True)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 2 and "--max-model-len 1000000 is more than" in said
-    assert "Traceback" not in said
+    assert "Traceback" not in said and "closed" not in said
