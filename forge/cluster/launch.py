@@ -11,6 +11,7 @@ import os
 # Both are read when Ray Serve is imported. A request then stays on one loop in each process.
 os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
 os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # of a Ray that is started here: an engine is no background work
 
 import asyncio
 import logging
