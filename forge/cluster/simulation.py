@@ -15,13 +15,13 @@ from forge.cache.prefix import PrefixKvCache
 from forge.cluster.events import EventLog
 from forge.cluster.fleet import Fleet, RouteRequest
 from forge.cluster.routers import Router, new_router
-from forge.cluster.trace import Conversation, TraceShape, Turn, conversations
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan
 from forge.trace.records import FinishReason
+from forge.workload.conversations import Conversation, TraceShape, Turn, conversations
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 
 from forge.cluster.routers import ROUTERS
 from forge.cluster.simulation import SimulationOptions, simulate
-from forge.cluster.trace import TraceShape
+from forge.workload.conversations import TraceShape
 
 TRACE = TraceShape(num_requests=400)
 
