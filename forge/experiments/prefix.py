@@ -318,12 +318,13 @@ def fork_sentences(fork: Fork) -> list[str]:
         return ["The branches found nothing: they begin with less than the story had computed of its first block."]
     computed, without = fork.result.tokens_computed, fork.tokens_without
     missing = len(fork.result.outputs[1].prompt_token_ids) - fork.hit.num_tokens
+    why = ", for its logits" if missing == 1 else ""
     copies = "block was copied" if len(fork.splits) == 1 else "blocks were copied"
     return [
         f"The branches found {plural(fork.hit.num_tokens, 'token')} of their beginning in "
-        f"{plural(len(fork.hit.blocks), 'block')} of the story; the first of them computed {plural(missing, 'more token')}"
-        f"{', for its logits' if missing == 1 else ''}. {len(fork.splits)} {copies} because a sequence wrote into a block "
-        "that it shared.",
+        f"{plural(len(fork.hit.blocks), 'block')} of the story; the first of them computed "
+        f"{plural(missing, 'more token')}{why}. {len(fork.splits)} {copies} because a sequence wrote into a block that "
+        "it shared.",
         f"{count(computed)} tokens went through the model; without sharing it would have been {count(without)}.",
     ]
 
