@@ -59,7 +59,6 @@ def test_chapter_6(facts):
     assert found["caught_by"] == "tokens" and found["different"] > 0 and found["message"] is None
 
 
-<<<<<<< HEAD
 def test_chapter_8(facts):
     two_words, planning, small_model = exercises(8)
     sides = facts(two_words)["sides"]
@@ -88,7 +87,8 @@ def test_chapter_10(facts):
     row_ms = (many["floor_ms"] - one["floor_ms"]) / 63
     assert one["bound"] == many["bound"] == "memory" and 1e3 * row_ms == pytest.approx(3.8, abs=0.1)
     assert len(facts(with_prefix)["steps"]) == 4
-=======
+
+
 def test_chapter_1(facts):
     rows, keys, threads = exercises(1)
     found = facts(rows)
@@ -154,4 +154,3 @@ def test_chapter_5(facts):
     assert all(request["tokens_cached"] == request["prompt_tokens"] - 1 for request in others[3:])
     found = facts(whole)
     assert found["sound"] and found["different"] > 0
->>>>>>> e3f0552 (Chapters 1 to 5: verdicts follow from the run, numbers are the model's own, plain sentences, pictures, answers under test)

@@ -80,8 +80,6 @@ def test_weights_in_a_cache_are_said_to_be_there():
     assert "More than memory delivers: tales" in written(console)
 
 
-<<<<<<< HEAD
-=======
 def test_a_model_that_no_cache_holds_is_not_said_to_be_in_one():
     console = piped(80)
     print_kernels(console, KernelsResult(LIMITS, (measured("large", 100_000_000, {1: 1.0}),)))
@@ -111,13 +109,6 @@ def test_keys_and_values_are_bytes_of_a_pass_too():
     assert "2,000 tokens" in written(console) and "120.0 MB" in written(console)
 
 
-def test_a_busy_machine_is_said_to_be_one():
-    console = piped(80)
-    print_kernels(console, KernelsResult(LIMITS, (LARGE,), load_average=2.5))
-    assert "busy (load 2.5)" in written(console)
-
-
->>>>>>> e3f0552 (Chapters 1 to 5: verdicts follow from the run, numbers are the model's own, plain sentences, pictures, answers under test)
 def test_one_model_is_compared_with_none():
     assert comparison_sentences([LARGE]) == []
 
