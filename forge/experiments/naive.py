@@ -99,6 +99,7 @@ def naive_object(result: RunResult, operations: "Sequence[OperationTime]", token
         "matrices_share": matrices_share(shares),
         "attention_share": attention_share(shares),
         "layers_share": sum(layer.share for layer in layers),
+        "layers_spread": layers_spread(layers),
         "operations": [{"operation": s.name, "ms": s.ms, "calls": s.calls, "share": s.share} for s in shares],
         "layers": [{"layer": int(layer.name), "ms": layer.ms, "share": layer.share} for layer in layers],
     }
@@ -227,11 +228,17 @@ def _print_layers(console: Console, operations: "Sequence[OperationTime]") -> No
     console.print(Text(layers_sentence(layers, outside)))
 
 
+def layers_spread(layers: Sequence[Share]) -> float:
+    """How many times as long the slowest layer takes as the fastest; 1 for a model without layers."""
+    times = [layer.ms for layer in layers] or [1.0]
+    return max(times) / max(min(times), 1e-9)
+
+
 def layers_sentence(layers: Sequence[Share], outside: float) -> str:
     """Whether the layers cost alike."""
     if not layers:
         return "No layer was timed."
     inside = sum(share.ms for share in layers)
-    spread = max(share.ms for share in layers) / max(min(share.ms for share in layers), 1e-9)
+    spread = layers_spread(layers)
     alike = "the layers cost alike" if spread < 1.25 else f"the slowest layer takes {spread:.1f} times the fastest"
     return f"{percent(inside / (inside + outside))} of the time is spent in the layers, and {alike}."
