@@ -255,6 +255,8 @@ def prefix_object(experiment: PrefixExperiment) -> dict[str, Any]:
                 }
                 for split in fork.splits
             ],
+            "copies": len(fork.splits),
+            "num_branches": len(branches.outputs),
             "most_blocks_saved": fork.most_saved,
             "tokens_computed": fork.result.tokens_computed,
             "tokens_without_sharing": fork.tokens_without,
