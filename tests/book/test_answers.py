@@ -120,10 +120,10 @@ def test_chapter_3(facts, monkeypatch):
     limits, one_thread, coarse = exercises(3)
     found = facts(limits)
     for model in found["models"]:
-        alone = model["passes"][0]["intensity"]
+        turning = found["ridge"] / model["passes"][0]["intensity"]
         for some in model["passes"]:
-            assert some["intensity"] == pytest.approx(some["rows"] * alone, rel=0.1)
-            assert some["bound"] == ("memory" if some["intensity"] < found["ridge"] else "arithmetic")
+            assert some["bound"] == "memory" or some["rows"] > turning
+            assert some["bound"] == "arithmetic" or some["rows"] < 1.5 * turning
     (single,) = facts(one_thread)["models"]
     assert single["threads"] == 1
     for name in ("bytes_read", "products"):
