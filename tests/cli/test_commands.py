@@ -81,7 +81,7 @@ def test_compare_has_a_prompt_of_its_own(forge, small):
 def test_naive_shows_where_the_time_goes(forge, small):
     found = forge("naive", "Once", "8", *small, "--only", "run")
     assert found.status == 0
-    for expected in ("attention", "layers 0 to 1", "output head", "forge compare --kv off vs on"):
+    for expected in ("attention", "layers 0 to 1", "output head", "forge compare --kv off vs basic"):
         assert expected in found.out
 
 
