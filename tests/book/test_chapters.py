@@ -23,6 +23,7 @@ from forge.book.chapter import (
 from forge.book.command_line import Given
 from forge.book.drawing import draw_step, lines_of
 from forge.book.measured import evaluate, expressions_in, names_in
+from forge.book.model_facts import model_facts
 from forge.book.outcomes import render_outcomes
 from forge.book.print_chapter import print_chapter
 from forge.book.session import Session
@@ -151,7 +152,7 @@ def test_pictures_fit_a_narrow_terminal(entry):
 
 @each_chapter
 def test_a_chapter_runs_to_its_end_and_its_checks_hold(entry, capfd, short):
-    session = Session(entry.chapter, run_reported)
+    session = Session(entry.chapter, run_reported, model=model_facts())
     assert print_chapter(open_console(), entry.number, session) == 0
     out, err = capfd.readouterr()
     assert err == "" and "\x1b" not in out and "{{" not in out
