@@ -11,12 +11,13 @@ FAST_TESTS := tests/gguf tests/tokenizer tests/cache tests/trace tests/model tes
 	tests/backends/cpu/test_features.py tests/engine/test_llm.py tests/cli/test_commands.py tests/cli/test_doctor.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-oldest test-all fuzz lint models pictures clean
+.PHONY: help demo test test-oldest test-cluster test-all fuzz lint models pictures clean
 
 help:
 	@echo "make demo         install into $(VENV) and generate 32 tokens"
 	@echo "make test         install what the tests need and run them all"
 	@echo "make test-oldest  run the fast tests with the oldest versions that pyproject.toml allows"
+	@echo "make test-cluster install Ray Serve too and run the tests of many engines"
 	@echo "make test-all     all of the above tests"
 	@echo "make fuzz         run the tests with many more random examples"
 	@echo "make lint         check style with ruff, and types with mypy"
@@ -36,7 +37,12 @@ test-oldest: $(OLDEST)/.installed
 
 # Exported, it asks those tests that have a size for all of it.
 test-all: export FORGE_ALL_TESTS = 1
-test-all: test test-oldest
+test-all: test test-oldest test-cluster
+
+# Ray is large, and its tests start processes: they run here, one after another, and are left out where Ray is missing.
+test-cluster: $(INSTALLED_DEV)
+	$(PIP) install --quiet --editable ".[cluster]"
+	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
 
 fuzz: $(INSTALLED_DEV)
 	FORGE_HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest $(PYTEST_ARGS)

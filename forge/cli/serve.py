@@ -1,16 +1,18 @@
-"""`forge serve`: an OpenAI-compatible server on one engine that all requests share."""
+"""`forge serve`: an OpenAI-compatible server on one engine that all requests share, or on several behind a router."""
 
 import logging
 import os
 from contextlib import ExitStack
-from dataclasses import replace
-from importlib.util import find_spec
+from dataclasses import fields, replace
+from functools import partial
+from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forge.cli.arguments import Takes, command, was_given
+from forge.cluster.options import ClusterOptions, require_ray
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.server.settings import Limits, Settings
@@ -32,6 +34,7 @@ def serve(
     engine: Annotated[EngineArgs, Takes(kv="prefix", max_num_seqs=64)],
     server: Settings,
     limits: Limits,
+    cluster: ClusterOptions,
     live: Annotated[
         bool, typer.Option("--live", help="Show every step as it happens.", rich_help_panel="Server")
     ] = False,
@@ -44,15 +47,18 @@ def serve(
     from forge.server.serving import configure_logging
     from forge.server.serving import serve as run
 
-    host, port = (
-        value if was_given(ctx, name) else None for name, value in (("host", server.host), ("port", server.port))
-    )
-    host, port = address(host, port, os.environ.get(ADDRESS_VARIABLE))
+    given = (server.host if was_given(ctx, "host") else None, server.port if was_given(ctx, "port") else None)
+    host, port = address(*given, os.environ.get(ADDRESS_VARIABLE))
     model = str(engine.model)
     names = server.model_names or (() if Path(model).exists() else (model,))
     settings = replace(server, host=host, port=port, model_names=names, limits=limits)
     loading = {name: value for name, value in vars(engine).items() if name != "model"}
     configure_logging()
+    if any(was_given(ctx, field.name) for field in fields(cluster)):
+        require_ray()
+        from forge.cluster.launch import serve_cluster
+
+        run = partial(serve_cluster, wanted=cluster)
     if not live:
         return run(model, loading, settings, on_ready=_say_ready(model))
     with ExitStack() as shown:
@@ -76,7 +82,7 @@ def address(host: str | None, port: int | None, variable: str | None) -> tuple[s
 
 def require_server() -> None:
     """Raises `UsageError` where the libraries that speak HTTP are not installed."""
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    missing = [name for name in ("fastapi", "uvicorn") if util.find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 

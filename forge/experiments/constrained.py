@@ -20,12 +20,12 @@ from forge.cli.arguments import command
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.options import FormArgs
-from forge.cli.running import Found, drive, exit_status, load_model, run_label
+from forge.cli.run_control import Found, drive, exit_status, load_model, run_label
 from forge.engine.sampling import log_sum_exp
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
-from forge.views.figures import count, ms, plural
+from forge.views.formatting import count, ms, plural
 from forge.views.generation import watching
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE

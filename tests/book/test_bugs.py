@@ -13,7 +13,7 @@ from forge.book.bug_runs import run_requests, run_with_and_without
 from forge.book.bugs import BUGS, BugRequest, bugs_of
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
-from forge.cli.running import load_model
+from forge.cli.run_control import load_model
 from forge.engine import sampling
 from forge.engine.sampler import Sampler
 from forge.engine.sequence import Sequence

@@ -7,7 +7,19 @@ import pytest
 from rich.text import Text
 
 from forge.book.catalog import chapters_folder, entries
-from forge.book.chapter import ANSWER, GIVEN, Check, Predict, Prose, Run, Source, Verdict, expressions_of, names_of
+from forge.book.chapter import (
+    ANSWER,
+    GIVEN,
+    Check,
+    Predict,
+    Prose,
+    Recap,
+    Run,
+    Source,
+    Verdict,
+    expressions_of,
+    names_of,
+)
 from forge.book.command_line import Given
 from forge.book.drawing import draw_step, lines_of
 from forge.book.measured import evaluate, expressions_in, names_in
@@ -18,7 +30,7 @@ from forge.book.source_code import excerpt
 from forge.cli.chapters import run_reported, with_given
 from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
-from forge.cli.running import INTERRUPTED
+from forge.cli.run_control import INTERRUPTED
 from forge.errors import UsageError
 from forge.experiments import kernels
 from forge.views.terminal import open_console
@@ -56,8 +68,9 @@ def typed_commands(entry) -> list[str]:
     """The command lines that a reader is told to type, those of the runs left out."""
     text = entry.path.read_text(encoding="utf-8")
     fenced = [line for kind, body in FENCE.findall(text) if kind == "sh" for line in body.splitlines()]
+    fenced += [command for recap in blocks(entry, Recap) for command in recap.commands]
     runs = {run.command for run in entry.chapter.runs()}
-    return [line for line in fenced if line.startswith("forge ") and line not in runs]
+    return [line for line in dict.fromkeys(fenced) if line.startswith("forge ") and line not in runs]
 
 
 def ill_formed(text: str) -> str | None:
@@ -99,6 +112,8 @@ def test_a_chapter_has_its_parts(entry):
     assert set(PARTS) <= set(headings)
     assert blocks(entry, Run) and blocks(entry, Source) and blocks(entry, Predict)
     assert len(blocks(entry, Verdict)) == len(blocks(entry, Predict))
+    (recap,) = blocks(entry, Recap)
+    assert len(recap.lines) == 5 and recap.commands
     words = sum(len(block.text.split()) for block in blocks(entry, Prose))
     assert 800 <= words <= 1800
     exercises, answers = (text.split(f"## {part}\n")[1].split("\n## ")[0] for part in ("Exercises", "Answers"))
