@@ -154,8 +154,9 @@ class ClusterClient(EngineClient):
 
     async def _generate(self, submit: Submit) -> None:
         """One prompt, from its route to its end."""
+        replica = None
         for attempt in range(ATTEMPTS):
-            failure = await self._try(submit, is_first=attempt == 0)
+            failure = await self._try(submit, avoid=replica)
             if failure is None or submit.key not in self._generations:
                 return
             replica, is_last = self.replica_of(submit.request_id), attempt == ATTEMPTS - 1
@@ -165,9 +166,10 @@ class ClusterClient(EngineClient):
                 self.abort(self._generations[submit.key][0], error)
                 return
 
-    async def _try(self, submit: Submit, is_first: bool) -> "_Failure | None":
-        """Send a request to a replica; None if it has ended there."""
-        route, has_sent, calls = self._route_of(submit), False, []
+    async def _try(self, submit: Submit, avoid: str | None) -> "_Failure | None":
+        """Send a request to a replica, if there is one not to the one that has failed at it; None if it has ended
+        there."""
+        route, has_sent, calls = replace(self._route_of(submit), avoid=avoid), False, []
         try:
             if self._prefills is not None and len(submit.token_ids) >= MIN_PROMPT:
                 # Ray gives what this returns to the replica that continues; its bytes never come here.
@@ -176,8 +178,8 @@ class ClusterClient(EngineClient):
             calls.append(stream)
             async for update in stream:
                 has_sent = has_sent or bool(update.tokens or update.sample_ends)
-                if not is_first:
-                    update.accepted.clear()
+                if avoid is not None:
+                    update.accepted.clear()  # they were, by the first
                 self._take_in(update)
                 self._flush_when_due()
                 if update.ends or update.refused:
