@@ -30,7 +30,7 @@ from forge.server.messages import (
     Abort,
     Answer,
     Ask,
-    AskOneShots,
+    AskTasks,
     Fault,
     Gauges,
     LoadFailed,
@@ -138,7 +138,7 @@ class ClusterClient(EngineClient):
                 self._start_task(command.key, self._generate(command))
             case Ask():
                 self._start_task(command.number, self._ask(command))
-            case AskOneShots():
+            case AskTasks():
                 self._start_task(command.number, self._answer(command))
             case Abort(key) | Withdraw(key):
                 if (task := self._tasks.pop(key, None)) is not None and task is not asyncio.current_task():
@@ -208,7 +208,7 @@ class ClusterClient(EngineClient):
         target = self.replica_of(question.arguments[0]) if question.arguments else None
         await self._put(question.number, self._handle.ask.remote(_aimed_at(target), question.what, question.arguments))
 
-    async def _answer(self, question: AskOneShots) -> None:
+    async def _answer(self, question: AskTasks) -> None:
         tokens = question.requests[0][0] if question.requests else []
         keys = self._index.keys(tokens, self._block_size)
         number = sum(len(token_ids) for token_ids, _ in question.requests)

@@ -27,7 +27,7 @@ from forge.server.messages import (
     Abort,
     Answer,
     Ask,
-    AskOneShots,
+    AskTasks,
     Gauges,
     Inbox,
     LoadFailed,
@@ -205,7 +205,7 @@ class EngineReplica(asyncio.Protocol):
 
     async def answer(self, route: RouteRequest, requests: list[tuple[list[int], Any]]) -> Answer:
         """The results of requests that keep nothing."""
-        question = AskOneShots(next(self._numbers), requests)
+        question = AskTasks(next(self._numbers), requests)
         try:
             return await self._asked(question)
         except asyncio.CancelledError:
@@ -248,7 +248,7 @@ class EngineReplica(asyncio.Protocol):
         if not self.dead:
             self._transport.write(frame(command))
 
-    async def _asked(self, question: Ask | AskOneShots) -> Answer:
+    async def _asked(self, question: Ask | AskTasks) -> Answer:
         self._check_alive()
         future = self._questions[question.number] = asyncio.get_running_loop().create_future()
         self._send(question)

@@ -106,7 +106,7 @@ class SimulatedReplica:
         self.cache = PrefixKvCache(options.num_blocks, options.block_size)
         self.events = EventLog()
         self.events.observe(self.cache.index)
-        config = SchedulerConfig(options.max_num_seqs, options.max_num_batched_tokens, oneshot=False)
+        config = SchedulerConfig(options.max_num_seqs, options.max_num_batched_tokens, prefill_only=False)
         self.scheduler = Scheduler(self.cache, config)
         self.turns: dict[int, tuple[Turn, float]] = {}
         """From a sequence's id to its request and when that arrived."""

@@ -12,10 +12,10 @@ from rich.text import Text
 from forge.trace.explain import explain_route
 from forge.trace.records import RouteRecord, StepRecord
 from forge.views.charts import bar
-from forge.views.figures import count, percent
+from forge.views.formatting import count, percent
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.run_live import FRAMES_PER_SECOND
 from forge.views.scheduler import step_line
-from forge.views.serving_live import FRAMES_PER_SECOND
 from forge.views.terminal import can_redraw, new_table
 from forge.views.text import one_line
 

@@ -18,7 +18,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 from forge.trace.totals import percentile
 from forge.views.bench import BenchProgress
-from forge.views.figures import count, ms, share, size
+from forge.views.formatting import count, ms, share, size
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
 from forge.views.report import Report
 from forge.views.terminal import new_table, open_error_console, print_lines, print_table

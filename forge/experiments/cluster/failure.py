@@ -15,10 +15,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from forge.bench.server_process import ServerProcess
 from forge.errors import ForgeError
+from forge.server.server_process import ServerProcess
 from forge.views.bench import BenchProgress
-from forge.views.figures import plural
+from forge.views.formatting import plural
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
 from forge.views.report import Report
 from forge.views.terminal import open_error_console, print_lines

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from forge.cluster.simulation import SimulationOptions, SimulationResult, StepTime, simulate
 from forge.views.bench import BenchProgress
-from forge.views.figures import count, ms, percent, rate
+from forge.views.formatting import count, ms, percent, rate
 from forge.views.palette import QUIET, TITLE
 from forge.views.report import Report
 from forge.views.terminal import new_table, open_error_console, print_lines, print_table
