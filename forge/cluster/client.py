@@ -45,6 +45,8 @@ from forge.trace.records import StepRecord
 logger = logging.getLogger("forge.server")
 
 ATTEMPTS = 2
+_LAST_CALLBACKS = 0.3
+"""Seconds in which Ray's threads still tell this loop of calls that have ended."""
 _FOLLOW_AGAIN = 0.2
 """Seconds before a replica that could not be followed is followed again."""
 
@@ -104,6 +106,7 @@ class ClusterClient(EngineClient):
         await asyncio.gather(*self._tasks.values(), *self._followers.values(), return_exceptions=True)
         for handle in self._handles:
             await handle.shutdown_async()
+        await asyncio.sleep(_LAST_CALLBACKS)
 
     def close(self) -> None:
         """The replicas are ended by Ray Serve."""

@@ -214,7 +214,10 @@ def test_prefill_apart_gives_the_same_answers():
         server.stop()
 
 
-@pytest.mark.skipif(KILLS < 3, reason="Serve takes half a minute to decide: run with FORGE_KILLS=50")
+long = pytest.mark.skipif(KILLS < 3, reason="it would take these tests beyond two minutes: run with FORGE_KILLS=50")
+
+
+@long
 def test_serve_adds_a_replica_when_requests_pile_up():
     server = cluster("--replicas", "1", "--max-replicas", "2", "--target-requests", "1")
     try:
@@ -235,6 +238,7 @@ def test_serve_adds_a_replica_when_requests_pile_up():
         server.stop()
 
 
+@long
 def test_a_model_that_does_not_load_is_one_line():
     options = ("--replicas", "1", "--ray-address", "local", "--max-model-len", "1000000")
     process = start("serve", "--model", "hash", "--port", "0", *options, text=True)
