@@ -217,22 +217,26 @@ class ClusterClient(EngineClient):
         number = sum(len(token_ids) for token_ids, _ in question.requests)
         route = RouteRequest(f"ask-{question.number}", keys, number, 0, self._block_size)
         try:
-            for _ in range(ATTEMPTS):
-                if await self._put(question.number, self._handle.answer.remote(route, question.requests)):
+            for attempt in range(ATTEMPTS):
+                response = self._handle.answer.remote(route, question.requests)
+                if await self._put(question.number, response, is_last=attempt == ATTEMPTS - 1):
                     return
+                route = replace(route, avoid=self.replica_of(route.request_id))
         finally:
             self.routing.fleet.end(route.request_id)
 
-    async def _put(self, number: int, response: Any) -> bool:
-        """Take in the answer to a question; False, with the question failed, where there is none."""
+    async def _put(self, number: int, response: Any, is_last: bool = True) -> bool:
+        """Take in the answer to a question; False where there is none, which fails the question if it was asked for
+        the last time."""
         try:
             answer = await response
         except asyncio.CancelledError:
             response.cancel()
             raise
         except Exception as error:
-            fault = Fault(f"the replica that was asked has failed: {_first_line(error)}", internal=True)
-            self._take_answer(Answer(number, None, fault))
+            if is_last:
+                fault = Fault(f"the replica that was asked has failed: {_first_line(error)}", internal=True)
+                self._take_answer(Answer(number, None, fault))
             return False
         self._take_answer(answer._replace(number=number))
         return True

@@ -74,9 +74,10 @@ def events(server: Server, prompt: str, **options) -> Iterator[str]:
 
 
 def num_answering(server: Server) -> int:
-    """To how many replicas requests go at the moment."""
-    found = [completion(server, f"{time.monotonic()} who?", max_tokens=1)[1]["id"] for _ in range(4)]
-    return len({route(server, one)["replica"] for one in found})
+    """To how many replicas requests go that come at once."""
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(completion, server, f"{time.monotonic()} who?", max_tokens=200) for _ in range(4)]
+    return len({route(server, one.result()[1]["id"])["replica"] for one in asked})
 
 
 def route(server: Server, request_id: str) -> dict:
@@ -111,6 +112,8 @@ def test_limits_and_mistakes_are_answered_as_by_one_server(server):
     assert server.request("/v1/completions", {"prompt": "a", "temperature": -1})[0] == 400
     status, found = completion(server, "a", n=2, max_tokens=3)
     assert status == 200 and len(found["choices"]) == 2
+    status, found = server.request("/classify", {"input": ["a", "b"], "labels": ["x", "y"]})
+    assert status == 200 and len(found["data"]) == 2
 
 
 def test_a_client_that_leaves_ends_its_request(server):
