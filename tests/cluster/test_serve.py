@@ -191,12 +191,15 @@ def test_each_request_ends_once_when_replicas_are_killed(server):
 
 def test_sigterm_lets_requests_finish_and_leaves_nothing_behind():
     server = cluster("--replicas", "1", "--router", "p2c")
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(completion, server, "a long one", max_tokens=800)
-        assert until(lambda: server.metric("vllm:num_requests_running") == 1)
-        left = children(server.process.pid)
-        assert server.stop() == 0
-        assert answer.result()[0] == 200
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(completion, server, "a long one", max_tokens=800)
+            assert until(lambda: server.metric("vllm:num_requests_running") == 1)
+            left = children(server.process.pid)
+            assert server.stop() == 0
+            assert answer.result()[0] == 200
+    finally:
+        server.stop()
     assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), 30), "processes are left behind"
 
 
