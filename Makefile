@@ -34,6 +34,8 @@ test: $(INSTALLED_DEV)
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=. $(OLDEST)/bin/python -m pytest $(FAST_TESTS) $(PYTEST_ARGS)
 
+# Exported, it asks those tests that have a size for all of it.
+test-all: export FORGE_ALL_TESTS = 1
 test-all: test test-oldest
 
 fuzz: $(INSTALLED_DEV)

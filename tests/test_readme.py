@@ -50,7 +50,7 @@ SHORTER = {
     "forge compare --device reference vs cpu": "Once 4",
     "forge compare --batch 1 vs 16": "--requests 8",
     "forge next": "--no-pause",
-    "forge compare --class decode vs oneshot --requests 64": "--requests 8",
+    "forge compare --class generation vs prefill-only --requests 64": "--requests 8",
     "forge oneshot": "--only run --requests 2",
     "forge naive --model Qwen/Qwen3-0.6B-GGUF:Q8_0": "Once 8 --only run",
     "forge models synth qwen3-0.6b --type Q8_0 --out a.gguf": "--layers 1 --vocab 400",

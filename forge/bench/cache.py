@@ -24,14 +24,14 @@ from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
 from forge.cli import machine, options
 from forge.cli.arguments import Takes, command
-from forge.cli.running import Found
+from forge.cli.run_control import Found
 from forge.engine.engine import Engine
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.llm import LLM
 from forge.views.bench import progress_line
-from forge.views.figures import NOTHING, count, plural, rate, share, size
+from forge.views.formatting import NOTHING, count, plural, rate, share, size
 
 LENGTHS = (128, 1024)
 BLOCK_SIZES = (1, 16, 64)
@@ -191,7 +191,7 @@ def _first_token(llm: LLM, rounds: int) -> Facts:
 def _engine(llm: LLM, cache: KvCache, longest: int) -> Engine:
     """An engine around the loaded model with a cache and a storage of its own."""
     storage = llm.model.new_storage(llm.model.kv_layout(cache.num_available, cache.block_size, llm.kv_dtype))
-    return Engine(llm.model, llm.tokenizer, cache, storage, longest, SchedulerConfig(oneshot=False))
+    return Engine(llm.model, llm.tokenizer, cache, storage, longest, SchedulerConfig(prefill_only=False))
 
 
 def _answer(engine: Engine, prompt: Sequence[int]) -> int:

@@ -21,11 +21,11 @@ from forge.bench.process import Effort, Launch, PeerMissing, Runner, measure_lim
 from forge.bench.results import Facts, Figure, Progress, last_of, ratios, shown, silent
 from forge.bench.tables import Fitting, Part, Table, ratio_text, title, trouble
 from forge.cli import machine, options
-from forge.cli.running import Found
+from forge.cli.run_control import Found
 from forge.errors import UsageError
 from forge.model.catalog import model_name, resolve_model
 from forge.views.bench import progress_line
-from forge.views.figures import NOTHING, percent, plural, rate, size
+from forge.views.formatting import NOTHING, percent, plural, rate, size
 from forge.views.palette import ACCENT
 from forge.views.text import one_line
 

@@ -23,13 +23,13 @@ from forge.bench.process import Effort, Launch, Runner, measure_limits
 from forge.bench.results import Facts, Figure, Progress, last_of, shown, silent
 from forge.bench.tables import Part, Table, title, trouble
 from forge.cli import options
-from forge.cli.running import Found
+from forge.cli.run_control import Found
 from forge.errors import UsageError
 from forge.model.catalog import resolve_model
 from forge.model.synth import SHAPES, default_file_name, synth
 from forge.model.weight_source import open_weights
 from forge.views.bench import progress_line
-from forge.views.figures import NOTHING, count, percent
+from forge.views.formatting import NOTHING, count, percent
 from forge.views.text import one_line
 
 HTTP = "forge over HTTP"

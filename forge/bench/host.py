@@ -17,7 +17,7 @@ from forge.bench.options import option
 from forge.bench.results import Facts, shown
 from forge.bench.tables import Part, Table, title
 from forge.cli import machine, options
-from forge.cli.running import Found
+from forge.cli.run_control import Found
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 

@@ -18,14 +18,14 @@ from forge.bench.tables import Part, Table, ratio_text, title, verdict, where
 from forge.cache.paged import PagedKvCache
 from forge.cli import machine, options
 from forge.cli.arguments import Takes, command
-from forge.cli.running import Found, load_model
+from forge.cli.run_control import Found, load_model
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.llm import LLM
 from forge.views.bench import progress_line
-from forge.views.figures import ms, plural, rate
+from forge.views.formatting import ms, plural, rate
 from forge.workload.judging import latency_ms, run_requests
 from forge.workload.requests import PASSAGE
 
@@ -34,7 +34,7 @@ CONCURRENCIES = (1, 4, 16, 64, 128)
 PROMPT_TOKENS = 128
 CONTROL_TOKENS, CONTROL_CONCURRENCY = 32, 4
 SEED = 1
-CLASSES = {"decode": False, "oneshot": True}
+CLASSES = {"generation": False, "prefill_only": True}
 """Name → whether a generation of one token is prefill-only."""
 
 
@@ -42,7 +42,7 @@ CLASSES = {"decode": False, "oneshot": True}
 def bench_oneshot(
     engine: Annotated[
         EngineArgs,
-        Takes("model kv device threads num_blocks max_num_seqs oneshot_tokens oneshot_memory", kv="paged"),
+        Takes("model kv device threads num_blocks max_num_seqs prefill_only_tokens prefill_only_memory", kv="paged"),
     ],
     only: Annotated[str | None, option(f"Parts, with commas: {', '.join(PARTS)}.", default="all")] = None,
     concurrency: Annotated[str, option("Callers, with commas.")] = "1,4,16,64,128",
@@ -85,7 +85,7 @@ def run(
     at_least_one(concurrency=min(concurrencies), prompt_tokens=prompt_tokens, requests=requests, reps=repetitions)
     maker = PromptMaker(llm)
     same: list[bool] = []
-    engines = {name: llm.new_engine(oneshot=oneshot) for name, oneshot in CLASSES.items()}
+    engines = {name: llm.new_engine(prefill_only=prefill_only) for name, prefill_only in CLASSES.items()}
 
     def level(concurrency: int, output_tokens: int) -> Facts:
         """So many callers, each with so many tokens in and out: requests per second, and the turns' median of the 95th
@@ -110,7 +110,7 @@ def run(
             "output_tokens": output_tokens,
             "requests": number,
             **{name: Figure.of(each) for name, each in rates.items()},
-            "ratio": Figure.of(ratios(rates["oneshot"], rates["decode"])),
+            "ratio": Figure.of(ratios(rates["prefill_only"], rates["generation"])),
             **{f"{name}_p95_ms": median(each) for name, each in p95s.items()},
         }
 
@@ -158,8 +158,8 @@ def _capacity(llm: LLM, maker: PromptMaker, prompt_tokens: int) -> Facts:
     starts, asked = maker.prompts(generations, prompt), maker.prompts(judges, prompt_tokens)
     found: Facts = {}
     answers = []
-    for name, oneshot in CLASSES.items():
-        speed, latencies, said = _beside(_small_engine(llm, blocks, oneshot), starts, output, asked)
+    for name, prefill_only in CLASSES.items():
+        speed, latencies, said = _beside(_small_engine(llm, blocks, prefill_only), starts, output, asked)
         found |= {f"{name}_p95_ms": latency_ms(latencies, 0.95), f"{name}_tokens_per_second": speed}
         answers.append(said)
     return {
@@ -167,17 +167,17 @@ def _capacity(llm: LLM, maker: PromptMaker, prompt_tokens: int) -> Facts:
         "generations": generations,
         "judges": judges,
         **found,
-        "latency_ratio": found["decode_p95_ms"] / found["oneshot_p95_ms"],
+        "latency_ratio": found["generation_p95_ms"] / found["prefill_only_p95_ms"],
         "identical": answers[0] == answers[1],
     }
 
 
-def _small_engine(llm: LLM, blocks: int, oneshot: bool) -> Engine:
+def _small_engine(llm: LLM, blocks: int, prefill_only: bool) -> Engine:
     """An engine with a paged cache of so many blocks and scratch as the model's own has."""
     own = llm.engine
     size, scratch = llm.kv_layout.block_size, len(own.scheduler.prefill_only.scratch)
     storage = llm.model.new_storage(llm.model.kv_layout(blocks + scratch, size, llm.kv_dtype))
-    config = replace(own.scheduler.config, oneshot=oneshot)
+    config = replace(own.scheduler.config, prefill_only=prefill_only)
     cache = PagedKvCache(blocks, size)
     longest = min(llm.max_model_len, blocks * size)
     return Engine(llm.model, llm.tokenizer, cache, storage, longest, config, scratch=range(blocks, blocks + scratch))
@@ -216,9 +216,9 @@ def _beside(
 
 def _packing(llm: LLM, maker: PromptMaker, short: int, repetitions: int) -> Facts:
     """Tokens per second of one prompt as long as a step's budget allows, and of as many short ones in one forward."""
-    budget = min(llm.engine.scheduler.config.oneshot_tokens, llm.max_model_len)
+    budget = min(llm.engine.scheduler.config.prefill_only_tokens, llm.max_model_len)
     number = max(1, budget // short)
-    engine = llm.new_engine(oneshot=True, oneshot_tokens=number * short)
+    engine = llm.new_engine(prefill_only=True, prefill_only_tokens=number * short)
     rates: dict[str, list[float]] = {"one": [], "many": []}
     for turn in range(repetitions + 1):
         for name in rates if turn % 2 else reversed(rates):
@@ -241,24 +241,24 @@ def screen(facts: Facts) -> Iterator[Part]:
             (
                 f"{one['concurrency']} at once",
                 str(one["output_tokens"]),
-                rate(one["decode"].median),
-                rate(one["oneshot"].median),
+                rate(one["generation"].median),
+                rate(one["prefill_only"].median),
                 one["ratio"].times(),
-                f"{ms(one['decode_p95_ms'])}, {ms(one['oneshot_p95_ms'])}",
+                f"{ms(one['generation_p95_ms'])}, {ms(one['prefill_only_p95_ms'])}",
             )
             for one in levels
         ]
-        yield from (None, Table(("requests/s", "out", "decode", "oneshot", "ratio", "p95, ms"), rows))
+        yield from (None, Table(("requests/s", "out", "generation", "prefill-only", "ratio", "p95, ms"), rows))
         tokens = plural(levels[0]["prompt_tokens"], "prompt token")
-        yield f"{tokens} each. Medians (least–most); p95 of the latency, decode, oneshot."
+        yield f"{tokens} each. Medians (least–most); p95 of the latency, as generations and prefill-only."
     if one := facts["capacity"]:
-        p95s = one["decode_p95_ms"], one["oneshot_p95_ms"]
-        speeds = one["decode_tokens_per_second"], one["oneshot_tokens_per_second"]
+        p95s = one["generation_p95_ms"], one["prefill_only_p95_ms"]
+        speeds = one["generation_tokens_per_second"], one["prefill_only_tokens_per_second"]
         beside = [
             ("judges, p95 latency, ms", *map(ms, p95s), f"{ratio_text(one['latency_ratio'])} x"),
             ("generations, tokens/s", *map(rate, speeds), f"{ratio_text(speeds[1] / speeds[0])} x"),
         ]
-        yield from (None, Table(("beside generations", "decode", "oneshot", ""), beside))
+        yield from (None, Table(("beside generations", "generation", "prefill-only", ""), beside))
         pool, judges = plural(one["blocks"], "block"), plural(one["judges"], "judge")
         yield f"{one['generations']} generations of which the pool ({pool}) holds three; {judges}."
     if one := facts["packing"]:

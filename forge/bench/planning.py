@@ -10,11 +10,11 @@ from forge.bench.tables import Part, Table, title, verdict, where
 from forge.cache.prefix import PrefixKvCache
 from forge.cli import machine, options
 from forge.cli.arguments import Takes, command
-from forge.cli.running import Found, load_model
+from forge.cli.run_control import Found, load_model
 from forge.engine_args import EngineArgs
 from forge.llm import LLM
 from forge.views.bench import progress_line
-from forge.views.figures import count, plural
+from forge.views.formatting import count, plural
 from forge.workload.judging import run_requests
 
 REQUESTS = 64

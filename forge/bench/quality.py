@@ -26,11 +26,11 @@ from forge.bench.results import Facts, Progress, shown, silent
 from forge.bench.tables import Part, Table, title
 from forge.cache.kv_storage import KV_DTYPES
 from forge.cli import options
-from forge.cli.running import Found
+from forge.cli.run_control import Found
 from forge.errors import UsageError
 from forge.llm import LLM
 from forge.views.bench import progress_line
-from forge.views.figures import count, plural
+from forge.views.formatting import count, plural
 from forge.views.palette import QUIET
 from forge.views.text import one_line
 from forge.workload.judging import HELD_OUT

@@ -10,7 +10,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from forge.bench.tables import Part, draw, ratio_text
-from forge.cli.running import INTERRUPTED
+from forge.cli.run_control import INTERRUPTED
 from forge.views.json_output import plain
 from forge.views.report import Report
 

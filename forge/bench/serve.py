@@ -36,7 +36,7 @@ from forge.cli.arguments import command
 from forge.errors import UsageError
 from forge.option import option as field_option
 from forge.views.bench import progress_line
-from forge.views.figures import count, percent, rate
+from forge.views.formatting import count, percent, rate
 from forge.views.report import Report
 from forge.views.text import one_line
 

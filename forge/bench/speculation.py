@@ -15,7 +15,7 @@ from forge.bench.results import Facts, Figure, Progress, last_of, ratios, shown
 from forge.bench.tables import Part, Table, title, verdict
 from forge.cli import machine, options
 from forge.cli.arguments import Takes, command
-from forge.cli.running import Found, load_model, run_label
+from forge.cli.run_control import Found, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -25,7 +25,7 @@ from forge.speculation.speculator import Speculator
 from forge.trace.records import StepRecord
 from forge.trace.speculation_summary import DecodeTime, SpeculationSummary
 from forge.views.bench import progress_line
-from forge.views.figures import NOTHING, count, plural
+from forge.views.formatting import NOTHING, count, plural
 
 BEGINNINGS = (
     "Once upon a time", "One day", "In a small village", "The old", "When the first snow fell", "Every evening",

@@ -21,7 +21,7 @@ from forge.bench.tables import Part, Table, ratio_text, title, trouble, verdict,
 from forge.bench.tokenizer_inputs import inputs
 from forge.bench.worker import timed
 from forge.cli import machine, options
-from forge.cli.running import Found
+from forge.cli.run_control import Found
 from forge.errors import ForgeError, UsageError
 from forge.gguf import GGUFFile
 from forge.model.catalog import is_hash_model, resolve_model
@@ -29,7 +29,7 @@ from forge.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerSpec, spec
 from forge.tokenizer.fast import tokenizer_json
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 from forge.views.bench import progress_line
-from forge.views.figures import count
+from forge.views.formatting import count
 from forge.views.palette import ACCENT
 from forge.views.text import one_line
 

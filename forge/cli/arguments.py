@@ -56,10 +56,13 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     parts: dict[str, tuple[type, Takes]] = {}
     found = signature(function, eval_str=True)
     for parameter in found.parameters.values():
+        made: Any
         made, *marks = get_args(parameter.annotation) if _is_annotated(parameter) else (parameter.annotation,)
-        if is_dataclass(made):
-            takes = parts[parameter.name] = (made, marks[0] if marks else Takes())
-            parameters += [_option(field, *takes) for field in takes[1].fields_of(made)]
+        has_fields = is_dataclass(made)
+        if has_fields:
+            takes = marks[0] if marks else Takes()
+            parts[parameter.name] = made, takes
+            parameters += [_option(field, made, takes) for field in takes.fields_of(made)]
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
     context = next((one.name for one in parameters if one.annotation is typer.Context), None)
@@ -131,7 +134,7 @@ def _option(field: "Field[Any]", made: type, takes: Takes) -> Parameter:
         autocompletion=COMPLETIONS.get(field.name),
         dir_okay=kind is not Path,
     )
-    optional = Annotated[kind | None if default is None else kind, info]
+    optional = Annotated[kind | None if default is None else kind, info]  # type: ignore[valid-type]
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=optional)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge.cli.arguments import make
-from forge.cli.running import load_model, run_label
+from forge.cli.run_control import load_model, run_label
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.views.judging import identical, judging_object, print_judging
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forge.cli.versus import Versus
     from forge.llm import LLM
 
-LIVES = {"decode": False, "oneshot": True}
+CLASSES = {"generation": False, "prefill-only": True}
 """`--class`: whether a generation of one token is prefill-only."""
 PLANNING = {"off": False, "on": True}
 _QUESTIONS = {
@@ -67,7 +67,7 @@ def _load_side(side: Mapping[str, Any]) -> "LLM":
 def _config(side: Mapping[str, Any]) -> dict[str, bool]:
     """What `--class` and `--planning` mean for a scheduler."""
     return {
-        "oneshot": _chosen(LIVES, side["execution_class"], "--class"),
+        "prefill_only": _chosen(CLASSES, side["execution_class"], "--class"),
         "prefix_planning": _chosen(PLANNING, side["planning"], "--planning"),
     }
 

@@ -31,6 +31,8 @@ CLOSED_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Why a file that output was sent to takes no more of it."""
+RENAMED = {"--oneshot-tokens": "--prefill-only-tokens", "--oneshot-memory": "--prefill-only-memory"}
+"""From the former name of an option to the name that it has now."""
 _COMPLETION = ("install_completion", "show_completion")
 
 
@@ -242,7 +244,9 @@ def _usage_error(error: Any) -> UsageError:
         for kind, what in KV_KINDS.items():
             missing.add_note(f"  {kind:8}{what}")
         return missing
-    if re.match(r"-\d", option):
+    if option in RENAMED:
+        message = f"{option} is called {RENAMED[option]} now"
+    elif re.match(r"-\d", option):
         message = "a number of tokens must not be negative"
     else:
         message = " ".join(error.format_message().split()).rstrip(".")

@@ -4,7 +4,7 @@ import logging
 import os
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.util import find_spec
+from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,10 +44,8 @@ def serve(
     from forge.server.serving import configure_logging
     from forge.server.serving import serve as run
 
-    host, port = (
-        value if was_given(ctx, name) else None for name, value in (("host", server.host), ("port", server.port))
-    )
-    host, port = address(host, port, os.environ.get(ADDRESS_VARIABLE))
+    given = (server.host if was_given(ctx, "host") else None, server.port if was_given(ctx, "port") else None)
+    host, port = address(*given, os.environ.get(ADDRESS_VARIABLE))
     model = str(engine.model)
     names = server.model_names or (() if Path(model).exists() else (model,))
     settings = replace(server, host=host, port=port, model_names=names, limits=limits)
@@ -76,7 +74,7 @@ def address(host: str | None, port: int | None, variable: str | None) -> tuple[s
 
 def require_server() -> None:
     """Raises `UsageError` where the libraries that speak HTTP are not installed."""
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    missing = [name for name in ("fastapi", "uvicorn") if util.find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 

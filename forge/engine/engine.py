@@ -38,7 +38,7 @@ from forge.engine.proposer import (
 )
 from forge.engine.readout import max_logit_rows, run_separate_forwards
 from forge.engine.requests import PromptLimits, RequestState
-from forge.engine.sampler import OnLogits, Sampler, StepLogits, StepResults
+from forge.engine.sampler import OnLogits, Sampler, StepLogits, StepResults, prepare_masks
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
@@ -104,6 +104,8 @@ class Engine:
         """Put the model's probability of each token into its record. Over a large vocabulary that takes a while."""
         self.compile_grammar: CompileGrammar | None = None
         """For requests with structured output; without it they are refused."""
+        self._has_grammars = False
+        """There has been such a request."""
         self.checks_invariants = False
         """Check all rules of the scheduler and the cache after every step. Takes longer than the step."""
         self.waits_for_model = False
@@ -178,6 +180,8 @@ class Engine:
                 step = self._launch(self.scheduler.schedule(), started)  # builds the batch and runs the forward pass
             else:
                 step = self._async.next_step(self._launch, self._may_look_ahead(), started)
+                if self._has_grammars:
+                    prepare_masks(step.plan)  # while the device computes
             launched = time.perf_counter()
             logits = StepLogits.of(step.logits)  # waits for a device
             read = time.perf_counter() if self._async is not None else launched
@@ -273,7 +277,7 @@ class Engine:
             preempted=plan.preempted,
             rejected=rejected,
             arrived=arrived,
-            block_table_entries=sum([len(item.block_table) for item in plan.items if item.phase != "oneshot"]),
+            block_table_entries=sum([len(item.block_table) for item in plan.items if item.phase != "prefill_only"]),
             temporary_bytes=self._model.temporary_bytes(batch.num_rows, len(batch.logit_rows)) if batch else 0,
             events=self.cache.take_events(),
             blocks=self.scheduler.block_map and _with_written(self.scheduler.block_map, batch, self.cache.block_size),
@@ -384,7 +388,7 @@ class Engine:
         if sequence.task is not GENERATE:
             sequence.length_limit = None
             sequence.prefill_only, sequence.max_output_tokens = True, int(sequence.task.sample)
-        elif config.oneshot and self.scheduler.prefill_only.scratch and not keeps_cache:
+        elif config.prefill_only and self.scheduler.prefill_only.scratch and not keeps_cache:
             sequence.prefill_only = sequence.max_output_tokens <= 1 and params.n == 1
             if sequence.prefill_only and params.prompt_logprobs is not None:
                 samples = sequence.max_output_tokens > 0
@@ -452,6 +456,7 @@ class Engine:
             return None
         if self.compile_grammar is None:
             raise UsageError("this engine has no grammars: leave structured output out")
+        self._has_grammars = True
         return self.compile_grammar(params.structured)
 
     def _check_drafts(self, params: SamplingParams) -> None:

@@ -224,7 +224,7 @@ class Scheduler:
             token_ids += outcome.token_ids
             if outcome.finish_reason is not None:
                 ended.append((item.sequence, outcome))
-            if item.phase == "oneshot":
+            if item.phase == "prefill_only":
                 self.prefill_only.commit(item, broken=outcome.finish_reason == "error")
             elif item.num_draft_tokens:
                 copies += self._commit_draft_tokens(item, outcome)

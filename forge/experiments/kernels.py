@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.bench.cases import Case, ModelSize, measure_model, needs_of
+from forge.bench.cases import BLOCK_SIZE, Case, Limits, ModelSize, measure_model, needs_of
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found
+from forge.cli.run_control import Found
 from forge.views.bench import BenchProgress
 from forge.views.charts import Curve, line_plot, row_of
-from forge.views.figures import count, ms, percent, plural, size
+from forge.views.formatting import count, ms, percent, plural, size
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.report import Report
@@ -90,26 +90,6 @@ def _report_of(model: str | None, types: list[str] | None, threads: int | None) 
     with BenchProgress(open_error_console()) as progress:
         result = run(model, types, threads, progress)
     return Report(kernels_object(result), lambda console: print_kernels(console, result))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the machine can do at most: memory bandwidth and arithmetic."""
-
-    bytes_per_second: float
-    """What all threads together read from memory."""
-    products_per_second: float
-    """int8 multiplications, each with its addition, when the operands are near."""
-
-    @property
-    def ridge(self) -> float:
-        """Products per byte at which both limits are reached at once."""
-        return self.products_per_second / self.bytes_per_second
-
-    def or_better(self, *others: "Limits") -> "Limits":
-        """Of each limit the highest: what else the machine does can only lower them."""
-        every = (self, *others)
-        return Limits(max(one.bytes_per_second for one in every), max(one.products_per_second for one in every))
 
 
 @dataclass(frozen=True)
@@ -227,8 +207,8 @@ def run(
     if path is not None:
         measured.append(_measure_model(path, threads, on_progress))
     on_progress("what this machine can do, once more")
-    best = _limits(threads).or_better(*limits, *(model.reached for model in measured))
-    return KernelsResult(best, tuple(measured))
+    limits += [_limits(threads), *(model.reached for model in measured)]
+    return KernelsResult(reduce(Limits.or_better, limits), tuple(measured))
 
 
 def _limits(threads: int | None) -> Limits:
@@ -261,7 +241,7 @@ def _made_up(quantization: str) -> Iterator[Path]:
 
 def _measure_model(path: Path, threads: int | None, on_progress: Progress) -> Measured:
     from forge.backends.cpu.backend import CpuBackend
-    from forge.bench.forge_worker import BLOCK_SIZE, batch_of
+    from forge.bench.forge_worker import batch_of
     from forge.llm import LLM
     from forge.model.catalog import model_name
     from forge.model.qwen3 import Qwen3

@@ -14,9 +14,9 @@ from rich.text import Text
 from forge.cache.kv_storage import KV_ITEM_BYTES
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, Watch, drive, exit_status, fastest, load_model, run_label, warm_up
+from forge.cli.run_control import Found, Watch, drive, exit_status, fastest, load_model, run_label, warm_up
 from forge.trace.records import StepRecord
-from forge.views.figures import count, ms, plural, size
+from forge.views.formatting import count, ms, plural, size
 from forge.views.forwards import chart_rows, chart_scale, spaced
 from forge.views.generation import sample_texts, watching
 from forge.views.json_output import as_object, climb_object, run_object

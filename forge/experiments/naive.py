@@ -14,9 +14,9 @@ from rich.text import Text
 
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, Watch, drive, exit_status, fastest, load_model, run_label, warm_up
+from forge.cli.run_control import Found, Watch, drive, exit_status, fastest, load_model, run_label, warm_up
 from forge.views.charts import bar, sparkline
-from forge.views.figures import count, ms, percent, plural
+from forge.views.formatting import count, ms, percent, plural
 from forge.views.forwards import chart_rows, chart_scale, spaced
 from forge.views.generation import sample_texts, watching
 from forge.views.json_output import climb_object, run_object

@@ -14,12 +14,12 @@ from forge.cli import options
 from forge.cli.arrivals import Arrival, WatchedRun
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, load_model
+from forge.cli.run_control import Found, load_model
 from forge.errors import UsageError
 from forge.views.block_map import pool_lines
 from forge.views.blocks import legend_line
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
-from forge.views.figures import count, plural, rate, share, size, times
+from forge.views.formatting import count, plural, rate, share, size, times
 from forge.views.metrics import verdict, with_unit
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report

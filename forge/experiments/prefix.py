@@ -14,12 +14,12 @@ from forge.cli import options
 from forge.cli.arrivals import Arrival, WatchedRun, drive_arrivals, watch_arrivals, whole
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, forget_prefixes, load_model
+from forge.cli.run_control import Found, forget_prefixes, load_model
 from forge.errors import UsageError
 from forge.trace.records import BlockSplit, PrefixHit
 from forge.views.blocks import BlockScreen
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
-from forge.views.figures import NOTHING, count, plural, share, times
+from forge.views.formatting import NOTHING, count, plural, share, times
 from forge.views.metrics import verdict
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.report import Report

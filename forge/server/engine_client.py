@@ -25,7 +25,7 @@ from forge.server.messages import (
     Abort,
     Answer,
     Ask,
-    AskOneShots,
+    AskTasks,
     Fault,
     Gauges,
     Inbox,
@@ -359,7 +359,7 @@ class EngineClient(asyncio.BufferedProtocol):
     async def answer(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
         """The results of requests that keep nothing, each a prompt's tokens and a task. Raises as `ask` does. Where its
         caller is cancelled, the requests end before the next step."""
-        question = AskOneShots(next(self._numbers), requests)
+        question = AskTasks(next(self._numbers), requests)
         try:
             return await self._answer_to(question, len(requests))
         except BaseException:
@@ -367,7 +367,7 @@ class EngineClient(asyncio.BufferedProtocol):
                 self._send(Withdraw(question.number))
             raise
 
-    async def _answer_to(self, question: Ask | AskOneShots, num_requests: int) -> Any:
+    async def _answer_to(self, question: Ask | AskTasks, num_requests: int) -> Any:
         if self.dead:
             raise EngineDead
         number = question.number

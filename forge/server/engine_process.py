@@ -26,7 +26,7 @@ from forge.server.messages import (
     Abort,
     Answer,
     Ask,
-    AskOneShots,
+    AskTasks,
     Fault,
     Gauges,
     Inbox,
@@ -200,10 +200,10 @@ class EngineServer:
         """Report a failed command to the client that waits for its result."""
         if isinstance(command, Submit):
             self._update.refused.append(Refusal(command.key, fault))
-        elif isinstance(command, Ask | AskOneShots):
+        elif isinstance(command, Ask | AskTasks):
             self._update.answers.append(Answer(command.number, None, fault))
 
-    def _carry_out(self, command: Submit | Abort | Ask | AskOneShots | Withdraw | Watch) -> None:
+    def _carry_out(self, command: Submit | Abort | Ask | AskTasks | Withdraw | Watch) -> None:
         if isinstance(command, Submit):
             self._submit(command)
         elif isinstance(command, Abort):
@@ -213,7 +213,7 @@ class EngineServer:
             self._compiling = [pair for pair in self._compiling if pair[0].key != command.key]
         elif isinstance(command, Watch):
             self._watched = command.wanted
-        elif isinstance(command, AskOneShots):
+        elif isinstance(command, AskTasks):
             self._begin_group(command)
         elif isinstance(command, Withdraw):
             if command.number in self._groups:
@@ -266,7 +266,7 @@ class EngineServer:
         """What happened to a request; None if it is not known (any more)."""
         return self._log.timeline(request_id)
 
-    def _begin_group(self, question: AskOneShots) -> None:
+    def _begin_group(self, question: AskTasks) -> None:
         """Queue all of a question's requests, or none."""
         group = self._groups[question.number] = _Group(question.number)
         try:
@@ -314,7 +314,7 @@ class EngineServer:
         ended: dict[_Request, str | None] = {}
         for finish in record.finished:
             if finish.seq_id not in samples:
-                self._take_oneshot(finish)
+                self._take_readout(finish)
                 continue
             request, sample = samples[finish.seq_id]
             ended[request] = finish.error
@@ -327,7 +327,7 @@ class EngineServer:
             if not self.engine.is_unfinished(request.request_id):
                 self._take_output(request, why)
 
-    def _take_oneshot(self, finish: FinishRecord) -> None:
+    def _take_readout(self, finish: FinishRecord) -> None:
         group = self._group_of.get(finish.seq_id)
         if group is None:
             return  # it was answered with the error of another of its requests

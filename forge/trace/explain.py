@@ -38,7 +38,7 @@ def _seq(seq_id: int) -> str:
 
 def class_name(phase: Phase | ExecutionClass) -> str:
     """What screens call a phase or a class of steps."""
-    return "prefill-only" if phase == "oneshot" else phase
+    return "prefill-only" if phase == "prefill_only" else phase
 
 
 # A step's lines

@@ -16,7 +16,7 @@ from forge.trace.records import (
     TableRecord,
 )
 from forge.views.block_map import SequenceNames
-from forge.views.figures import count, plural
+from forge.views.formatting import count, plural
 from forge.views.text import one_line
 
 MANY = 2

@@ -4,7 +4,7 @@ from rich.console import Console
 
 from forge.trace.records import StepRecord
 from forge.views.history import History
-from forge.views.serving_live import ServingView, serving_view
+from forge.views.run_live import ServingView, serving_view
 from forge.views.summary import RunLabel
 
 MAX_STEPS = 5_000

@@ -14,6 +14,7 @@ from forge.book.chapter import (
     Finding,
     Predict,
     Prose,
+    Recap,
     Run,
     Source,
     Verdict,
@@ -31,10 +32,10 @@ from forge.book.source_code import excerpt
 from forge.cli.chapters import run_reported, with_given
 from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
-from forge.cli.running import INTERRUPTED
+from forge.cli.run_control import INTERRUPTED
 from forge.errors import UsageError
 from forge.experiments import kernels
-from forge.views.figures import NOTHING
+from forge.views.formatting import NOTHING
 from forge.views.terminal import open_console
 from tests.views.records import terminal
 
@@ -59,7 +60,7 @@ def short(monkeypatch):
     }.items():
         monkeypatch.setattr(kernels, name, value)
     monkeypatch.setattr("forge.cli.arrivals.TIMES", 1)
-    monkeypatch.setattr("forge.cli.running.REPEATS", 1)
+    monkeypatch.setattr("forge.cli.run_control.REPEATS", 1)
     monkeypatch.setattr("forge.experiments.batching.TURNS", 1)
 
 
@@ -71,8 +72,9 @@ def typed_commands(entry) -> list[str]:
     """The command lines that a reader is told to type, those of the runs left out."""
     text = entry.path.read_text(encoding="utf-8")
     fenced = [line for kind, body in FENCE.findall(text) if kind == "sh" for line in body.splitlines()]
+    fenced += [command for recap in blocks(entry, Recap) for command in recap.commands]
     runs = {run.command for run in entry.chapter.runs()}
-    return [line for line in fenced if line.startswith("forge ") and line not in runs]
+    return [line for line in dict.fromkeys(fenced) if line.startswith("forge ") and line not in runs]
 
 
 def ill_formed(text: str) -> str | None:
@@ -114,6 +116,8 @@ def test_a_chapter_has_its_parts(entry):
     assert set(PARTS) <= set(headings)
     assert blocks(entry, Run) and blocks(entry, Source) and blocks(entry, Predict)
     assert len(blocks(entry, Verdict)) == len(blocks(entry, Predict))
+    (recap,) = blocks(entry, Recap)
+    assert len(recap.lines) == 5 and recap.commands
     words = sum(len(block.text.split()) for block in blocks(entry, Prose))
     assert 800 <= words <= 1800
     exercises, answers = (text.split(f"## {part}\n")[1].split("\n## ")[0] for part in ("Exercises", "Answers"))

@@ -147,19 +147,24 @@ def interrupted(code: str) -> tuple[int, bytes]:
     return process.returncode, err
 
 
-def test_ctrl_c_while_the_commands_are_loaded_is_no_traceback():
-    status, err = interrupted("""
+@pytest.mark.parametrize(
+    ("module", "expected"), [("forge.cli.versus", -signal.SIGINT), ("forge.cli.generate", 130), ("forge.llm", 130)]
+)
+def test_ctrl_c_while_the_commands_are_loaded_is_no_traceback(module, expected):
+    """The command line itself, the module of the command that is named, and what it needs to run."""
+    status, err = interrupted(f"""
 import sys, time
 class Slow:
     def find_spec(self, name, path=None, target=None):
-        if name == "forge.cli.compare":
+        if name == {module!r}:
             print("here", flush=True)
             time.sleep(60)
 sys.meta_path.insert(0, Slow())
+sys.argv = ["forge", "generate", "Once"]
 from forge.__main__ import run
 run()
 """)
-    assert status == -signal.SIGINT and err == b""
+    assert status == expected and err == b""
 
 
 def test_ctrl_c_in_a_callback_of_pythons_own_is_not_discarded():

@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from forge.book.catalog import entries
 
 from forge import experiments
+from forge.book.catalog import entries
 from tests.cli.conftest import ROOT, environment
 
 EXAMPLE = ROOT / "chapters" / "examples" / "chapter"

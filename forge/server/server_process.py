@@ -1,5 +1,6 @@
 """`forge serve` in a process of its own, on a port that is free: started, told to end, and never left behind."""
 
+import ctypes
 import re
 import signal
 import subprocess
@@ -9,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from forge.bench.worker import end_with_parent
 from forge.errors import ForgeError
 
 PATIENCE = 600.0
@@ -17,6 +17,9 @@ PATIENCE = 600.0
 GRACE = 60.0
 """Seconds that it has to end before it is killed."""
 _READY = re.compile(r"served at (http://\S+)")
+
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG."""
 
 
 class ServerProcess:
@@ -86,3 +89,11 @@ class ServerProcess:
                 self.url = found[1]
                 self._heard.set()
         self._heard.set()
+
+
+def end_with_parent() -> None:
+    """In a new process, before it begins: its parent may be killed, and no other process knows of it."""
+    try:
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
+    except AttributeError:  # not on this system
+        pass

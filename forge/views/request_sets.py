@@ -8,10 +8,10 @@ from rich.text import Text
 
 from forge.trace.totals import Percentiles
 from forge.views.curves import short_name
-from forge.views.figures import NOTHING, count, ms, percent, plural, rate, times
+from forge.views.formatting import NOTHING, count, ms, percent, plural, rate, times
 from forge.views.metrics import verdict, with_unit
 from forge.views.palette import QUIET, TITLE, sequence_style
-from forge.views.serving import totals_object
+from forge.views.run_summary import totals_object
 from forge.views.summary import RunLabel
 from forge.views.terminal import new_table, print_table
 from forge.workload.requests import Workload

@@ -17,7 +17,7 @@ from forge.trace.speculation_summary import cycle_object, draft_totals
 from forge.trace.timeline import RequestTimeline
 from forge.trace.totals import Percentiles, Totals, totals_of
 from forge.views.charts import sparkline
-from forge.views.figures import NOTHING, count, ms, percent, plural, rate
+from forge.views.formatting import NOTHING, count, ms, percent, plural, rate
 from forge.views.history import History
 from forge.views.json_output import as_object
 from forge.views.metrics import draft_facts, flowing

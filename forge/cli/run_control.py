@@ -38,7 +38,7 @@ def load_model(engine: EngineArgs | str, **changed: Any) -> "LLM":
     from forge.llm import LLM
 
     args = replace(engine, **changed) if isinstance(engine, EngineArgs) else EngineArgs(engine, **changed)
-    with LoadingBar(open_error_console(), model_label(args.model)) as bar:
+    with LoadingBar(open_error_console(), model_label(str(args.model))) as bar:
         llm = LLM.from_engine_args(replace(args, on_load_progress=bar, on_compile_progress=bar.compiling))
     llm.engine.report_probabilities = True
     return llm
