@@ -17,6 +17,7 @@ ORDER = (
     ),  # each is a command; `forge --help` and `forge bench engine` know experiments
     ("exercises",),
     ("book",),
+    ("cluster",),
     ("server",),
     ("views",),
     ("testing",),

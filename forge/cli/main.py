@@ -42,7 +42,7 @@ PANELS: dict[str, dict[str, str]] = {
         "chapter": "Read a chapter: the same as its own command, whose options it takes.",
         "next": "Go on where you stopped.",
         **experiments.summaries(),
-        "build": "Write a part of the engine yourself: ten exercises, checked, and run by the real engine.",
+        "build": "Write a part of the engine yourself: eleven exercises, checked, and run by the real engine.",
         "glossary": "Say what a term or a symbol on a screen means.",
         "tour": "Follow one request from HTTP to a token and back, with file and function at each station.",
     },

@@ -18,7 +18,7 @@ from forge.errors import ForgeError
 from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, ShuttingDown
 from forge.server.errors import ApiError, install_handlers
 from forge.server.messages import Ready
-from forge.server.metrics import CONTENT_TYPE, Metrics
+from forge.server.metrics import CONTENT_TYPE
 from forge.server.middleware import Draining, Gate
 from forge.server.redaction import without_texts
 from forge.server.requests import DEFAULT_TOKENS, RequestReader, beside_the_loop, special_of
@@ -73,7 +73,7 @@ class Service:
         self.reader = RequestReader(
             self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits, ready.default_sampling
         )
-        self.metrics = Metrics(names[0], ready.max_model_len, ready.num_blocks, ready.block_size)
+        self.metrics = client.new_metrics(names[0], ready)
         client.on_step = self.metrics.take_step
         client.on_death = self.metrics.take_failures
         client.on_end = lambda generation, output: self.metrics.take_output(

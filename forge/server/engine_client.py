@@ -40,6 +40,7 @@ from forge.server.messages import (
     pause_between_events,
     prompt_id,
 )
+from forge.server.metrics import Metrics
 from forge.trace.records import StepRecord
 
 logger = logging.getLogger("forge.server")
@@ -286,6 +287,10 @@ class EngineClient(asyncio.BufferedProtocol):
         await self.connect()
         self.dead = False
         self.died.clear()
+
+    def new_metrics(self, model_name: str, ready: Ready) -> Metrics:
+        """What counts this engine's work."""
+        return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
 
     def disconnect(self) -> None:
         """Leave the loop; the engine's process ends when its socket closes."""

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge.engine.engine import Engine
+from forge.engine.handoff import KvHandoff
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
 from forge.llm import LLM
@@ -64,7 +65,7 @@ def main(connection: socket.socket, model: str, options: dict[str, Any]) -> None
     logging.basicConfig(format="%(levelname)s %(message)s")
     try:
         llm = LLM(model, **options)
-        connection.sendall(frame(_ready(llm)))
+        connection.sendall(frame(ready_message(llm)))
         gc.freeze()  # a model's objects stay: no collection has to look at them
         EngineServer(llm, connection).run()
     except ForgeError as error:
@@ -78,7 +79,7 @@ def main(connection: socket.socket, model: str, options: dict[str, Any]) -> None
         connection.close()
 
 
-def _ready(llm: LLM) -> Ready:
+def ready_message(llm: LLM) -> Ready:
     spec = llm.tokenizer.spec
     spec = replace(spec, tokens=tuple(spec.tokens), merges=tuple(spec.merges))  # a file's own are read as they are used
     longest = min(llm.max_model_len, llm.engine.cache.max_sequence_length)
@@ -154,6 +155,10 @@ class EngineServer:
         """From a question's number."""
         self._group_of: dict[int, _Group] = {}
         """From a one-shot's sequence id to the question that it belongs to."""
+        self.handoffs: dict[int, KvHandoff] = {}
+        """What another engine has computed of requests, by the key of their `Submit`, which comes later."""
+        self.prefills: set[int] = set()
+        """The keys of requests whose caches are retained."""
         self._watched = False
         self._gauges: Gauges | None = None
         self._log = RequestLog(self.engine.timeline)
@@ -242,7 +247,14 @@ class EngineServer:
         key, request_id, token_ids, params, prompt, priority, salt, stream = command
         try:
             seq_ids = self.engine.add_request(
-                request_id, token_ids, params, prompt=prompt, priority=priority, salt=salt
+                request_id,
+                token_ids,
+                params,
+                prompt=prompt,
+                priority=priority,
+                salt=salt,
+                retain_cache=key in self.prefills,
+                handoff=self.handoffs.pop(key, None),
             )
         except ForgeError as error:
             self._update.refused.append(Refusal(key, Fault(str(error))))

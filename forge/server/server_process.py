@@ -58,6 +58,10 @@ class ServerProcess:
             raise ForgeError(f"the server did not start: {last}")
         self.ready_seconds = time.perf_counter() - self._began
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def terminate(self) -> None:
         """SIGTERM: finish what has begun, and end."""
         self._process.send_signal(signal.SIGTERM)

@@ -143,12 +143,36 @@ class AdmitRecord:
     """The scheduler admitted a sequence: it runs from this step on."""
 
     seq_id: int
-    how: Literal["new", "recompute", "swap"]
-    """`new` for the first time; after a preemption, whether its tokens are computed again or swapped in."""
+    how: Literal["new", "recompute", "swap", "handoff"]
+    """`new` for the first time, `handoff` with blocks that another engine computed; after a preemption, whether its
+    tokens are computed again or swapped in."""
     num_cached: int
-    """Tokens found in the cache, or swapped in from the host's pool."""
+    """Tokens found in the cache, handed over, or swapped in from the host's pool."""
     num_blocks: int
     """Blocks allocated for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRecord:
+    """Of several engines, the one that a request went to, and the numbers that decided it."""
+
+    request_id: str
+    router: str
+    replica: str
+    why: str
+    """`turn`, `fewer_requests`, `fewer_tokens`, `prefix`, `no_prefix`, `holder_busy`, or a router's own."""
+    num_candidates: int
+    load: int
+    """Requests or tokens outstanding at the chosen replica, as the router counts."""
+    least_load: int
+    """The same of the least busy one."""
+    cached_tokens: int = 0
+    """Of the prompt, tokens that the chosen replica is known to have cached."""
+    holder: str | None = None
+    """Where the longest prefix is."""
+    holder_tokens: int = 0
+    """The length of that prefix."""
+    holder_load: int = 0
 
 
 @dataclass(frozen=True)
@@ -377,6 +401,10 @@ class StepRecord:
     `schedule_ms` and its launch were spent while that step ran, before `started`."""
     discarded: int = 0
     """Wasted rows found with this step: rows planned ahead for sequences that had ended meanwhile."""
+    replica: str = ""
+    """Which of several engines took the step; empty for the only one."""
+    routes: tuple[RouteRecord, ...] = ()
+    """Of the requests that arrived, why they came to this engine."""
 
     @property
     def tokens_computed(self) -> int:

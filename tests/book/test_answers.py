@@ -91,6 +91,14 @@ def test_chapter_10(facts):
     assert len(facts(with_prefix)["steps"]) == 4
 
 
+def test_chapter_11(facts):
+    words, mood, sentence = map(facts, exercises(11))
+    assert words["places"][0]["allowed"] == 5 and words["given_up"] == 0 and words["text"] == "happy"
+    assert round(facts("forge constrained --only run")["given_up_per_token"]) == 11
+    assert round(mood["given_up_per_token"]) == 12 and mood["record"] == {"mood": "happy"}
+    assert round(sentence["given_up_per_token"], 1) == 6.5 and sentence["text"] == "The fox was happy."
+
+
 def test_chapter_1(facts):
     rows, keys, threads = exercises(1)
     found = facts(rows)
@@ -156,11 +164,3 @@ def test_chapter_5(facts):
     assert all(request["tokens_cached"] == request["prompt_tokens"] - 1 for request in others[3:])
     found = facts(whole)
     assert found["sound"] and found["different"] > 0
-
-
-def test_chapter_11(facts):
-    words, mood, sentence = map(facts, exercises(11))
-    assert words["places"][0]["allowed"] == 5 and words["given_up"] == 0 and words["text"] == "happy"
-    assert round(facts("forge constrained --only run")["given_up_per_token"]) == 11
-    assert round(mood["given_up_per_token"]) == 12 and mood["record"] == {"mood": "happy"}
-    assert round(sentence["given_up_per_token"], 1) == 6.5 and sentence["text"] == "The fox was happy."
