@@ -262,7 +262,7 @@ def with_given(line: str, given: Given) -> str:
     command: Any = command_named(words[0])
     depth = 1
     while hasattr(command, "commands") and words[depth : depth + 1]:  # `bench oneshot`: a command in a group
-        command, depth = command.commands.get(words[depth]), depth + 1
+        command, depth = command.get_command(None, words[depth]), depth + 1
     if command is None:
         return line
     name, args = words[:depth], words[depth:]
