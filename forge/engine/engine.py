@@ -39,12 +39,12 @@ from forge.engine.proposer import (
 )
 from forge.engine.readout import max_logit_rows, run_separate_forwards
 from forge.engine.requests import PromptLimits, RequestState
-from forge.engine.sampler import OnLogits, Sampler, StepLogits, StepResults, prepare_masks
+from forge.engine.sampler import OnLogits, Sampler, StepLogits, StepResults
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan, flat
-from forge.engine.structured_output import CompileGrammar, Grammar
+from forge.engine.structured_output import CompileGrammar, Grammar, prepare_masks
 from forge.engine.task import GENERATE, Task
 from forge.errors import UsageError
 from forge.model.forward_batch import ForwardBatch
@@ -182,7 +182,9 @@ class Engine:
             else:
                 step = self._async.next_step(self._launch, self._may_look_ahead(), started)
                 if self._has_grammars:
-                    prepare_masks(step.plan)  # while the device computes
+                    items = [item.sequence for item in step.plan.items if item.samples]
+                    sampled = [one for first in items for one in (first, *first.forks)]
+                    prepare_masks([(one.matcher, one.output_token_ids) for one in sampled])  # while the device computes
             launched = time.perf_counter()
             logits = StepLogits.of(step.logits)  # waits for a device
             read = time.perf_counter() if self._async is not None else launched

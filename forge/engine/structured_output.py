@@ -9,8 +9,9 @@ message: the next call has other tokens. `forge.grammar` implements all of this;
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -90,6 +91,14 @@ class Grammar(Protocol):
 
 CompileGrammar = Callable[[StructuredOutput], Grammar]
 """Raises `UsageError` for a grammar that is wrong, that is too large, or that needs what is not supported."""
+
+
+def prepare_masks(matchers: Iterable[tuple[Matcher | None, Items[int]]]) -> None:
+    """Have the masks after these outputs computed, before there are logits to apply them to. Raises nothing."""
+    for matcher, output in matchers:
+        if matcher is not None:
+            with suppress(MatcherError):  # raised again where the token is chosen
+                matcher.mask(output)
 
 
 def _schema_text(schema: object) -> str:

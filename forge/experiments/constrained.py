@@ -110,12 +110,14 @@ def _measure(prompt: str, max_tokens: int, form: StructuredOutput, model: str, l
     free_text = plain.generate([token_ids], SamplingParams(max_tokens))[0].outputs[0].text
     places = _places(plain, token_ids, params)
     as_long = SamplingParams(max(2, len(places)), ignore_eos=True)
-    runs = []
+    runs: list[RunResult] = []
     for llm, one in ((plain, as_long), (plain, params), (proposing, params)):
         llm.generate([token_ids], one)  # kernels and grammars are compiled by then
         with watching(open_console(), run_label(llm), prompt) as view:
             runs.append(drive(llm, llm.start([token_ids], one), one, view.step))
-    result = Constrained(run_label(plain), prompt, plain.model.vocab_size, free_text, *runs, places)
+    free, constrained_run, proposed = runs
+    label, vocab_size = run_label(plain), plain.model.vocab_size
+    result = Constrained(label, prompt, vocab_size, free_text, free, constrained_run, proposed, places)
     return Report(constrained_object(result), lambda console: print_constrained(console, result), exit_status(*runs))
 
 

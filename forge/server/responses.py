@@ -236,7 +236,7 @@ class ChatShape(Shape):
         message: dict[str, Any] = {"role": "assistant", "content": answer, "refusal": None}
         if reasoning:
             message["reasoning_content"] = reasoning
-        reason = sample.finish_reason
+        reason: str | None = sample.finish_reason
         if self._callable:
             content, calls = split_tool_calls(answer, self._callable)
             message["content"] = content or (None if calls else "")

@@ -229,7 +229,7 @@ class ResponseWriter:
     def body(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The whole response."""
         sample = outputs[0].outputs[0]
-        delta = Delta(0, sample.text, sample.token_ids, [], sample.finish_reason, sample.stop_reason)
+        delta = Delta(0, sample.text, list(sample.token_ids), [], sample.finish_reason, sample.stop_reason)
         for _ in (*self.push(delta), *self.finish(outputs)):
             pass
         return to_json(self.response(outputs))
@@ -289,7 +289,7 @@ class ResponseWriter:
             yield from self._close()
             part: dict[str, Any] = {"type": name, "text": ""}
             if kind == "message":
-                item = {"id": _new_id("msg"), "type": "message", "role": "assistant"}
+                item: dict[str, Any] = {"id": _new_id("msg"), "type": "message", "role": "assistant"}
                 part |= {"annotations": [], "logprobs": []}
             else:
                 item = {"id": _new_id("rs"), "type": "reasoning", "summary": []}
@@ -328,7 +328,8 @@ class ResponseWriter:
             yield self._event("response.function_call_arguments.done", **self._place(), **done)
         else:
             part = item["content"][0]
-            name, logprobs = part["type"], {"logprobs": []} if kind == "message" else {}
+            name = part["type"]
+            logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             yield self._event(f"response.{name}.done", **self._place(), content_index=0, text=part["text"], **logprobs)
             yield self._event("response.content_part.done", **self._place(), content_index=0, part=part)
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
