@@ -117,7 +117,10 @@ class Block:
         return [line for line in self.lines if line.startswith("forge ") and line not in RUN_BY]
 
 
-BLOCKS = [Block(page, *found) for page in PAGES for found in FENCE.findall(page.read_text(encoding="utf-8"))]
+NESTED = re.compile(r"^````.*?^````$", re.MULTILINE | re.DOTALL)
+"""A block that shows a file of Markdown: the example of a chapter, which tests/experiments runs."""
+TEXTS = {page: NESTED.sub("", page.read_text(encoding="utf-8")) for page in PAGES}
+BLOCKS = [Block(page, *found) for page, text in TEXTS.items() for found in FENCE.findall(text)]
 SHELL = [block for block in BLOCKS if block.language == "sh"]
 FIRST_PAGE = [block for block in SHELL if block.page == PAGES[0]]
 LINES = [line for block in SHELL for line in block.lines]
@@ -184,7 +187,7 @@ def test_nothing_that_a_reader_is_told_to_type_is_left_out():
     assert [line for line in LINES if line not in RUN_BY and line.startswith("make ")] == []
     assert [line for line in (*SHORTER, *RUN_BY) if line not in LINES and line not in CHAPTERS] == []
     assert {block.language for block in BLOCKS} == {"sh", "python"}
-    unfenced = [line for page in PAGES for line in FENCE.sub("", page.read_text(encoding="utf-8")).splitlines()]
+    unfenced = [line for text in TEXTS.values() for line in FENCE.sub("", text).splitlines()]
     assert [line for line in unfenced if re.match(r"\s*(forge|make|pip|curl) ", line)] == []
 
 
@@ -321,7 +324,7 @@ def test_every_chapter_has_its_row():
 def test_every_command_that_is_named_in_passing_is_one():
     chapters = set(re.findall(r"^\| \d+ \| `forge ([a-z-]+)` \|", README, re.MULTILINE))
     for page in PAGES:
-        for name in re.findall(r"`forge ([a-z][a-z-]+)", page.read_text(encoding="utf-8")):
+        for name in re.findall(r"`forge ([a-z][a-z-]+)", TEXTS[page]):
             assert name in chapters or command_named(name) is not None, f"{page.name}: forge {name}"
 
 

@@ -125,8 +125,7 @@ class Engine:
         self._eos_token_ids = tokenizer.eos_token_ids
         self._unavailable: ModelUnavailable | None = None
         """The error that ended every sequence, once the model is gone."""
-        self._num_sequences = 0
-        self._num_steps = 0
+        self._num_sequences = self._num_steps = 0
         self._rejected: list[RejectRecord] = []
         self._arrived: list[ArriveRecord] = []
         self._operating = False
@@ -182,9 +181,7 @@ class Engine:
             else:
                 step = self._async.next_step(self._launch, self._may_look_ahead(), started)
                 if self._has_grammars:
-                    items = [item.sequence for item in step.plan.items if item.samples]
-                    sampled = [one for first in items for one in (first, *first.forks)]
-                    prepare_masks([(one.matcher, one.output_token_ids) for one in sampled])  # while the device computes
+                    prepare_masks(step.plan.items)  # while the device computes
             launched = time.perf_counter()
             logits = StepLogits.of(step.logits)  # waits for a device
             read = time.perf_counter() if self._async is not None else launched
@@ -345,8 +342,7 @@ class Engine:
         cache is taken over if it is still there. handoff: the beginning of the prompt as another engine computed it;
         without room for it in the host pool it is computed from the tokens.
 
-        Raises `UsageError`, with nothing changed, for a prompt that cannot run, and `ModelUnavailable` once the model
-        is gone.
+        Raises `UsageError`, with nothing changed, for what cannot run, and `ModelUnavailable` once the model is gone.
         """
         self._begin()
         if self._unavailable is not None:
@@ -477,25 +473,21 @@ class Engine:
             raise UsageError(f"drafts: this engine has no {unknown[0]!r:.80}; {known}")
 
     def has_unfinished(self) -> bool:
-        self._begin()
-        self._operating = False
+        self._begin(changes=False)
         return self.scheduler.has_unfinished()
 
     def is_unfinished(self, request_id: str) -> bool:
         """True while a sequence of a request has yet to end. Raises `KeyError` for a request that is not known."""
-        self._begin()
-        self._operating = False
+        self._begin(changes=False)
         return self._requests[request_id].is_unfinished
 
     def output(self, request_id: str) -> RequestOutput:
         """A request's output as it stands. Raises `KeyError` for a request that is not known."""
-        self._begin()
-        self._operating = False
+        self._begin(changes=False)
         return self._requests[request_id].output(self.timeline.metrics)
 
     def abort(self, request_id: str) -> None:
-        """End a request's unfinished sequences, keeping what they produced. Raises `KeyError`, with nothing changed,
-        for a request that is not known."""
+        """End a request's unfinished sequences, keeping what they produced. Raises `KeyError` for an unknown one."""
         self._end(request_id, "abort")
 
     def fail(self, request_id: str) -> None:
@@ -517,8 +509,7 @@ class Engine:
         return tuple(failed)
 
     def forget(self, request_id: str) -> None:
-        """Drop what is known of a request whose sequences have all ended. Raises `KeyError` for one that is not
-        known."""
+        """Drop what is known of a request whose sequences have all ended. Raises `KeyError` for an unknown one."""
         request = self._requests[request_id]
         assert not request.is_unfinished, "it is still running"
         self._begin()
@@ -529,16 +520,14 @@ class Engine:
 
     def is_retained(self, seq_id: int) -> bool:
         """True if an ended sequence's cache can be continued. It is released when others need its blocks."""
-        self._begin()
-        self._operating = False
+        self._begin(changes=False)
         return seq_id in self.scheduler.retained.sequences
 
     def hand_off(self, seq_id: int) -> KvHandoff:
         """A copy of the retained cache of an ended sequence, for another engine. Raises `KeyError` where it is gone."""
-        self._begin()
+        self._begin(changes=False)
         sequence = self.scheduler.retained.sequences[seq_id]
         table, length = self.cache.block_table(seq_id), self.cache.computed_length(seq_id)
-        self._operating = False
         tokens, data = tuple(sequence.token_ids[:length]), self.storage.read_blocks(table)
         return KvHandoff(tokens, self.storage.layout, data, sequence.salt)
 
@@ -578,17 +567,15 @@ class Engine:
 
     # Interrupted operations
 
-    def _begin(self) -> None:
-        """Every operation begins here and ends with `_operating = False`."""
+    def _begin(self, changes: bool = True) -> None:
+        """Every operation begins here. One that changes something ends with `_operating = False`."""
         if self._operating:
             self._recover()
-        self._operating = True
+        self._operating = changes
 
     def _recover(self) -> None:
-        """An operation never ended: take the outcomes that were decided, and begin again from the tokens.
-
-        May itself be interrupted; the next operation then repeats it.
-        """
+        """An operation never ended: take the outcomes that were decided, and begin again from the tokens. If this is
+        interrupted, the next operation repeats it."""
         sequences = {one.seq_id: one for request in self._requests.values() for one in request.sequences}
         for outcome in flat(self._decided):
             sequence = sequences[outcome.seq_id]

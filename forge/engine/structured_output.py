@@ -20,6 +20,8 @@ from forge.errors import ForgeError, UsageError
 if TYPE_CHECKING:
     import numpy as np  # the command line describes a `StructuredOutput` without it
 
+    from forge.engine.step_plan import PlanItem
+
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
 
@@ -93,12 +95,13 @@ CompileGrammar = Callable[[StructuredOutput], Grammar]
 """Raises `UsageError` for a grammar that is wrong, that is too large, or that needs what is not supported."""
 
 
-def prepare_masks(matchers: Iterable[tuple[Matcher | None, Items[int]]]) -> None:
-    """Have the masks after these outputs computed, before there are logits to apply them to. Raises nothing."""
-    for matcher, output in matchers:
-        if matcher is not None:
-            with suppress(MatcherError):  # raised again where the token is chosen
-                matcher.mask(output)
+def prepare_masks(items: "Iterable[PlanItem]") -> None:
+    """Have the masks of a step's items computed, before there are logits to apply them to. Raises nothing."""
+    for item in items:
+        for sequence in (item.sequence, *item.sequence.forks) if item.samples else ():
+            if sequence.matcher is not None:
+                with suppress(MatcherError):  # raised again where the token is chosen
+                    sequence.matcher.mask(sequence.output_token_ids)
 
 
 def _schema_text(schema: object) -> str:
