@@ -27,13 +27,13 @@ import numpy as np
 import typer
 
 from forge.bench.http_client import HttpClient, ServerProblem, Timed
-from forge.bench.options import MEASURE, at_least_one, option
 from forge.bench.process import BenchProcess, Launch
-from forge.bench.results import Progress, shown, silent
-from forge.bench.tables import Part, Table, title, trouble
 from forge.cli import options
 from forge.cli.arguments import command
 from forge.errors import UsageError
+from forge.experiments.bench.options import MEASURE, at_least_one, option
+from forge.experiments.bench.results import Progress, shown, silent
+from forge.experiments.bench.tables import Part, Table, title, trouble
 from forge.option import option as field_option
 from forge.views.bench import progress_line
 from forge.views.formatting import count, percent, rate
