@@ -6,7 +6,7 @@ them to Ray's object store, which the other replica's process reads in place.
 
 from typing import Any
 
-from forge.engine.handoff import KvHandoff
+from forge.engine.handoff import KvHandoff, add_handed_over, hand_off
 from forge.engine.sampling_params import SamplingParams
 from forge.server.engine_process import EngineServer
 from forge.server.messages import Submit
@@ -26,12 +26,22 @@ def prefill_of(submit: Submit) -> Submit:
 
 
 class HandoffEngine(EngineServer):
-    """An `EngineServer` that hands over the caches of the requests in `prefills`."""
+    """An `EngineServer` that computes prompts for other engines, and continues what others have computed."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
+        self.handoffs: dict[int, KvHandoff] = {}
+        """What another engine has computed of requests, by the key of their `Submit`, which comes later."""
+        self.prefills: set[int] = set()
+        """The keys of requests whose caches are handed over."""
         self.handed_off: dict[int, KvHandoff] = {}
         """By the request's key, here before its end is told."""
+
+    def _add_request(self, key: int, *arguments: Any, **options: Any) -> tuple[int, ...]:
+        handoff = self.handoffs.pop(key, None)
+        if handoff is None:
+            return super()._add_request(key, *arguments, retain_cache=key in self.prefills, **options)
+        return add_handed_over(self.engine, handoff, *arguments, **options)
 
     def _take_output(self, request: Any, error: str | None) -> None:
         (seq_id, *_) = self._log.seq_ids(request.request_id)
@@ -39,5 +49,5 @@ class HandoffEngine(EngineServer):
         if request.key in self.prefills:
             self.prefills.discard(request.key)
             if self.engine.is_retained(seq_id):
-                self.handed_off[request.key] = self.engine.hand_off(seq_id)
+                self.handed_off[request.key] = hand_off(self.engine, seq_id)
                 self.engine.release(seq_id)

@@ -24,7 +24,6 @@ from forge.cache.kv_storage import KvStorage
 from forge.engine.async_scheduling import AsyncScheduling, InFlightStep
 from forge.engine.batch_builder import BatchBuilder
 from forge.engine.draft_slots import DraftSlots
-from forge.engine.handoff import KvHandoff
 from forge.engine.output_text import OutputText
 from forge.engine.outputs import RequestOutput
 from forge.engine.policies import SchedulerConfig
@@ -332,15 +331,13 @@ class Engine:
         salt: str = "",
         retain_cache: bool = False,
         continues_from: int | None = None,
-        handoff: KvHandoff | None = None,
     ) -> tuple[int, ...]:
         """Queue a request; return the ids of its `params.n` sequences.
 
         task: what is wanted; generated tokens, or what one forward pass can answer. priority: lower is served first,
         where the scheduler's order is by priority. salt: requests with different salts share nothing in the cache.
         retain_cache: leave the cache in place when it ends. continues_from: the id of such an ended sequence, whose
-        cache is taken over if it is still there. handoff: the beginning of the prompt as another engine computed it;
-        without room for it in the host pool it is computed from the tokens.
+        cache is taken over if it is still there.
 
         Raises `UsageError`, with nothing changed, for what cannot run, and `ModelUnavailable` once the model is gone.
         """
@@ -350,8 +347,6 @@ class Engine:
             raise self._unavailable
         try:
             token_ids = self._checked(request_id, prompt_token_ids, params, task)
-            if handoff is not None:
-                handoff.check(self.storage.layout, token_ids, salt)
             grammar = self._grammar(params)
         except UsageError as error:
             self._rejected.append(RejectRecord(request_id, str(error)))
@@ -378,8 +373,6 @@ class Engine:
         )
         self._classify(first)
         self._register(RequestState(request_id, prompt, seed, (first, *self._samples_of(first, grammar))))
-        if handoff is not None:
-            self.scheduler.take_in(first, handoff)
         self._operating = False
         return self._requests[request_id].seq_ids
 
@@ -522,14 +515,6 @@ class Engine:
         """True if an ended sequence's cache can be continued. It is released when others need its blocks."""
         self._begin(changes=False)
         return seq_id in self.scheduler.retained.sequences
-
-    def hand_off(self, seq_id: int) -> KvHandoff:
-        """A copy of the retained cache of an ended sequence, for another engine. Raises `KeyError` where it is gone."""
-        self._begin(changes=False)
-        sequence = self.scheduler.retained.sequences[seq_id]
-        table, length = self.cache.block_table(seq_id), self.cache.computed_length(seq_id)
-        tokens, data = tuple(sequence.token_ids[:length]), self.storage.read_blocks(table)
-        return KvHandoff(tokens, self.storage.layout, data, sequence.salt)
 
     def release(self, seq_id: int) -> None:
         """Release the retained cache of an ended sequence, if it still has one."""

@@ -12,6 +12,8 @@ from typing import Any
 
 from forge.cache.block_table import blocks_for
 from forge.cache.kv_storage import KvLayout
+from forge.engine.engine import Engine
+from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 
 
@@ -48,3 +50,34 @@ class KvHandoff:
             raise UsageError(f"a hand-over of layout {self.layout} does not fit {layout}: give both engines one model")
         if tuple(token_ids[: self.position]) != self.token_ids or self.salt != salt:
             raise UsageError("a hand-over holds other tokens than the prompt begins with")
+
+
+def hand_off(engine: Engine, seq_id: int) -> KvHandoff:
+    """A copy of the retained cache of an ended sequence, for another engine. Raises `KeyError` where it is gone."""
+    sequence = engine.scheduler.retained.sequences[seq_id]
+    table, length = engine.cache.block_table(seq_id), engine.cache.computed_length(seq_id)
+    tokens, data = tuple(sequence.token_ids[:length]), engine.storage.read_blocks(table)
+    return KvHandoff(tokens, engine.storage.layout, data, sequence.salt)
+
+
+def add_handed_over(
+    engine: Engine,
+    handoff: KvHandoff,
+    request_id: str,
+    prompt_token_ids: Items[int],
+    params: SamplingParams,
+    salt: str = "",
+    **options: Any,
+) -> tuple[int, ...]:
+    """Queue a request whose beginning another engine has computed, as `Engine.add_request` with the same options.
+
+    Without room for it in the host pool it is computed from the tokens. Raises `UsageError`, with nothing changed, for
+    a hand-over that does not fit, too.
+    """
+    handoff.check(engine.storage.layout, prompt_token_ids, salt)
+    seq_ids = engine.add_request(request_id, prompt_token_ids, params, salt=salt, **options)
+    host, sequence = engine.scheduler.host, engine.scheduler.find(seq_ids[0])
+    if handoff.num_blocks <= host.num_free and handoff.position <= sequence.max_cacheable_tokens:
+        host.reserve(sequence.seq_id, handoff.num_blocks, handoff.position)
+        host.fill(sequence.seq_id, handoff.data)
+    return seq_ids

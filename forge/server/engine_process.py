@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 from forge.engine.engine import Engine
-from forge.engine.handoff import KvHandoff
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
 from forge.llm import LLM
@@ -155,10 +154,6 @@ class EngineServer:
         """From a question's number."""
         self._group_of: dict[int, _Group] = {}
         """From a one-shot's sequence id to the question that it belongs to."""
-        self.handoffs: dict[int, KvHandoff] = {}
-        """What another engine has computed of requests, by the key of their `Submit`, which comes later."""
-        self.prefills: set[int] = set()
-        """The keys of requests whose caches are retained."""
         self._watched = False
         self._gauges: Gauges | None = None
         self._log = RequestLog(self.engine.timeline)
@@ -246,16 +241,7 @@ class EngineServer:
     def _queue(self, command: Submit) -> None:
         key, request_id, token_ids, params, prompt, priority, salt, stream = command
         try:
-            seq_ids = self.engine.add_request(
-                request_id,
-                token_ids,
-                params,
-                prompt=prompt,
-                priority=priority,
-                salt=salt,
-                retain_cache=key in self.prefills,
-                handoff=self.handoffs.pop(key, None),
-            )
+            seq_ids = self._add_request(key, request_id, token_ids, params, prompt=prompt, priority=priority, salt=salt)
         except ForgeError as error:
             self._update.refused.append(Refusal(key, Fault(str(error))))
             return
@@ -266,6 +252,9 @@ class EngineServer:
         for sample, seq_id in enumerate(seq_ids):
             self._samples[seq_id] = request, sample
         self._log.begin(request_id, seq_ids)
+
+    def _add_request(self, key: int, *arguments: Any, **options: Any) -> tuple[int, ...]:
+        return self.engine.add_request(*arguments, **options)
 
     def _answer(self, question: Ask) -> Answer:
         try:

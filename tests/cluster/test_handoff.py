@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forge import LLM, SamplingParams
-from forge.engine.handoff import KvHandoff
+from forge.engine.handoff import KvHandoff, add_handed_over, hand_off
 from forge.errors import UsageError
 from forge.trace.records import AdmitRecord
 
@@ -24,7 +24,7 @@ def prefilled(model: str, prompt: list[int], **options) -> KvHandoff:
     (seq_id,) = engine.add_request("p", prompt[:-1], SamplingParams(max_tokens=1), retain_cache=True)
     while engine.has_unfinished():
         engine.step()
-    handoff = engine.hand_off(seq_id)
+    handoff = hand_off(engine, seq_id)
     engine.release(seq_id)
     assert engine.cache.stats().used_blocks == 0
     return handoff
@@ -34,7 +34,10 @@ def run(engine, prompt: list[int], handoff: KvHandoff | None = None, params: Sam
     """The tokens, their logits, the rows computed and the admissions."""
     logits, rows, admitted = [], 0, []
     engine.on_logits = lambda seq_id, row: logits.append(row.tobytes())
-    engine.add_request("r", prompt, params, handoff=handoff)
+    if handoff is None:
+        engine.add_request("r", prompt, params)
+    else:
+        add_handed_over(engine, handoff, "r", prompt, params)
     while engine.has_unfinished():
         record = engine.step()
         rows += sum(item.num_tokens for item in record.items)
@@ -74,16 +77,16 @@ def test_without_room_in_the_host_pool_the_prompt_is_computed():
 def test_a_hand_over_of_another_prompt_or_layout_is_refused_and_changes_nothing():
     engine, handoff = engine_of("hash"), prefilled("hash", PROMPT)
     with pytest.raises(UsageError, match="other tokens than the prompt begins with"):
-        engine.add_request("r", list(b"Twice upon a time"), PARAMS, handoff=handoff)
+        add_handed_over(engine, handoff, "r", list(b"Twice upon a time"), PARAMS)
     other = replace(handoff, layout=replace(handoff.layout, num_layers=9))
     with pytest.raises(UsageError, match="give both engines one model"):
-        engine.add_request("r", PROMPT, PARAMS, handoff=other)
+        add_handed_over(engine, other, "r", PROMPT, PARAMS)
     assert not engine.has_unfinished()
 
 
 def test_a_sequence_that_is_aborted_before_it_begins_frees_its_room():
     engine = engine_of("hash")
-    engine.add_request("r", PROMPT, PARAMS, handoff=prefilled("hash", PROMPT))
+    add_handed_over(engine, prefilled("hash", PROMPT), "r", PROMPT, PARAMS)
     assert engine.scheduler.host.entries
     engine.abort("r")
     assert not engine.scheduler.host.entries

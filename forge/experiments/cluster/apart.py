@@ -13,7 +13,7 @@ from rich.text import Text
 
 from forge.cluster.handoff import prefill_params
 from forge.engine.engine import Engine
-from forge.engine.handoff import KvHandoff
+from forge.engine.handoff import KvHandoff, add_handed_over, hand_off
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 from forge.trace.totals import percentile
@@ -96,7 +96,7 @@ def run_way(llm: LLM, name: str, decoded: int) -> Way:
             prompt, request_id, waited, handoff = _prompt(PROMPT, 100 + steps), f"p{steps}", 0.0, None
             if name == "apart":
                 handoff, waited = _prefilled(prefills, prompt)
-            (seq_id,) = engine.add_request(request_id, prompt, SamplingParams(max_tokens=2), handoff=handoff)
+            (seq_id,) = _add(engine, handoff, request_id, prompt, SamplingParams(max_tokens=2))
             arrived[seq_id] = clock - waited
             names.append(request_id)
         record = engine.step()
@@ -124,10 +124,14 @@ def _prefilled(engine: Engine, prompt: list[int]) -> tuple[KvHandoff, float]:
     (seq_id,) = engine.add_request("prefill", prompt[:-1], prefill_params(), retain_cache=True)
     while engine.has_unfinished():
         engine.step()
-    handoff = engine.hand_off(seq_id)
+    handoff = hand_off(engine, seq_id)
     engine.release(seq_id)
     engine.forget("prefill")
     return handoff, (time.perf_counter() - began) * 1e3
+
+
+def _add(engine: Engine, handoff: KvHandoff | None, *arguments: Any) -> tuple[int, ...]:
+    return engine.add_request(*arguments) if handoff is None else add_handed_over(engine, handoff, *arguments)
 
 
 def hand_over(llm: LLM, length: int) -> HandedOver:
@@ -139,14 +143,14 @@ def hand_over(llm: LLM, length: int) -> HandedOver:
     while source.has_unfinished():
         source.step()
     computed = time.perf_counter()
-    handoff = source.hand_off(seq_id)
+    handoff = hand_off(source, seq_id)
     exported = time.perf_counter()
     logits: list[list[bytes]] = []
     first_ms = []
     for given in (handoff, None):
         engine, rows = llm.new_engine(), list[bytes]()
         engine.on_logits = lambda seq_id, row, rows=rows: rows.append(row.tobytes())
-        engine.add_request("r", prompt, params, handoff=given)
+        _add(engine, given, "r", prompt, params)
         steps = []
         while engine.has_unfinished():
             record = engine.step()
