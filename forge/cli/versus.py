@@ -3,8 +3,8 @@
     forge compare --kv off vs on "The fox and the lantern" 64
     forge compare --chunked-prefill vs --no-chunked-prefill --prompt-tokens 400 --max-num-batched-tokens 128
 
-A switch varies as `--switch vs --no-switch`, or as `--switch on vs off`. `VersusCommand` splits such a command line into
-two ordinary ones, which differ in that option alone, and parses both with the same parser. So every option of the
+A switch varies as `--switch vs --no-switch`, or as `--switch on vs off`. `VersusCommand` splits such a command line
+into two ordinary ones, which differ in that option alone, and parses both with the same parser. So every option of the
 command can vary, each value is checked like any other, and an option added to the command later needs nothing here.
 """
 

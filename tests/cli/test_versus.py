@@ -67,7 +67,7 @@ def test_a_switch_of_the_engine_varies_on_the_command_line(forge):
     assert "✓ identical: 6 requests, 24 tokens each way" in found.out
     sides = json.loads(forge("compare", "--chunked-prefill", "on", "vs", "off", *line, "--json").out)["sides"]
     assert [side["value"] for side in sides] == ["on", "off"]
-    assert sides[0]["totals"]["steps"] != sides[1]["totals"]["steps"]
+    assert sides[0]["totals"]["num_steps"] != sides[1]["totals"]["num_steps"]
 
 
 def test_a_value_may_begin_with_a_minus():
