@@ -92,7 +92,10 @@ class LLM:
         self._compile_grammar = GrammarCompiler(self.tokenizer, target.vocab_size)
         self.engine = self._engine_of(target, config)
         self.kv = self.engine.cache.kind
-        self._target = Target(self.tokenizer, target.vocab_size, self.path, *limits, device, threads, self.kv_dtype)
+        draft_device = args.draft_device or device
+        self._target = Target(
+            self.tokenizer, target.vocab_size, self.path, *limits, draft_device, threads, self.kv_dtype
+        )
         self.speculate_with(args.speculate, args.drafts)
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started
