@@ -16,6 +16,7 @@ from forge.cache.prefix import PrefixKvCache
 from forge.cli.running import load_model
 from forge.engine.sampler import Sampler
 from forge.engine.sequence import Sequence
+from forge.speculation.speculator import Speculator
 
 each_bug = pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
 
@@ -27,13 +28,14 @@ FIRES = {
     "stale-count": None,
     "query-start": None,
     "rollback": "the cached length is past the next position",
+    "lease": None,
 }
 """What says so; None where no invariant sees the bug and only the tokens tell."""
 
 
 def patched() -> dict:
     """Every attribute that a bug may replace, as it is now."""
-    owners = (PagedKvCache, PrefixKvCache, Sampler, Sequence, ReferenceOperations)
+    owners = (PagedKvCache, PrefixKvCache, Sampler, Sequence, ReferenceOperations, Speculator)
     return {(owner, name): value for owner in owners for name, value in vars(owner).items()}
 
 

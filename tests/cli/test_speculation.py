@@ -213,3 +213,21 @@ def test_each_tenant_has_its_number_of_guesses_and_its_acceptance(forge, pair):
     assert "Each tenant's guesses" in forge(*few, "--speculate", "draft", "--tenants", "2,0").out
     assert "give --speculate" in forge(*few[:-1], "--draft", "x", "--tenants", "1").err
     assert "takes numbers of guesses" in forge(*few, "--speculate", "draft", "--tenants", "a").err
+
+
+def test_a_draft_is_revoked_while_its_forward_is_under_way():
+    from types import SimpleNamespace
+
+    from forge.experiments.speculation.borrowing import _revoke_in_the_next_forward
+    from forge.speculation.leases import Lease, LeaseRevoked
+
+    seen, clock = [], iter(range(10))
+    model = SimpleNamespace(forward=lambda batch, storage: seen.append((lease.revoked, lease.release_ms)))
+    lease = Lease("draft", model, clock=lambda: next(clock))
+    _revoke_in_the_next_forward(lease)
+    assert not lease.revoked
+    lease.enter().forward(None, None)
+    lease.leave()
+    assert seen == [(True, None)] and lease.release_ms == 1000  # by a clock of one second a look
+    with pytest.raises(LeaseRevoked):
+        lease.enter()
