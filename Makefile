@@ -7,17 +7,20 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 OLDEST := .venv-oldest
+ARM := .arm64
 FAST_TESTS := tests/gguf tests/tokenizer tests/cache tests/trace tests/model tests/backends/cpu/test_packing.py \
 	tests/backends/cpu/test_features.py tests/engine/test_llm.py tests/cli/test_commands.py tests/cli/test_doctor.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-oldest test-all fuzz lint models pictures clean
+.PHONY: help demo test test-oldest test-cluster test-arm test-all fuzz lint models pictures clean
 
 help:
 	@echo "make demo         install into $(VENV) and generate 32 tokens"
 	@echo "make test         install what the tests need and run them all"
 	@echo "make test-oldest  run the fast tests with the oldest versions that pyproject.toml allows"
+	@echo "make test-cluster install Ray Serve too and run the tests of many engines"
 	@echo "make test-all     all of the above tests"
+	@echo "make test-arm     compare the kernels' bits with those of an emulated ARM server (as root, on Debian)"
 	@echo "make fuzz         run the tests with many more random examples"
 	@echo "make lint         check style with ruff, and types with mypy"
 	@echo "make models       train the bundled models again"
@@ -34,7 +37,17 @@ test: $(INSTALLED_DEV)
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=. $(OLDEST)/bin/python -m pytest $(FAST_TESTS) $(PYTEST_ARGS)
 
-test-all: test test-oldest
+# Exported, it asks those tests that have a size for all of it.
+test-all: export FORGE_ALL_TESTS = 1
+test-all: test test-oldest test-cluster
+
+# Ray is large, and its tests start processes: they run here, one after another, and are left out where Ray is missing.
+test-cluster: $(INSTALLED_DEV)
+	$(PIP) install --quiet --editable ".[cluster]"
+	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
+
+test-arm: $(INSTALLED_DEV) $(ARM)/.installed
+	FORGE_ARM_ROOT=$(ARM) $(BIN)/python -m pytest tests/backends/cpu/test_arm.py $(PYTEST_ARGS)
 
 fuzz: $(INSTALLED_DEV)
 	FORGE_HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -71,5 +84,15 @@ $(OLDEST)/.installed: pyproject.toml
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable ".[test]"
 	@touch $@
 
+# A Debian for ARM whose packages are unpacked and not installed, which is enough for qemu to run its Python.
+$(ARM)/.installed: pyproject.toml | $(VENV)/.created
+	@for tool in debootstrap dpkg-deb qemu-aarch64-static; do command -v $$tool >/dev/null || \
+	  { echo "make test-arm needs $$tool: apt install debootstrap qemu-user-static"; exit 1; }; done
+	test -e $(ARM)/usr/bin/python3 || debootstrap --arch=arm64 --foreign --variant=minbase --include=python3 bookworm $(ARM)
+	for package in $(ARM)/var/cache/apt/archives/*.deb; do dpkg-deb -x $$package $(ARM); done
+	$(PIP) install --quiet --target $(ARM)/site --upgrade --python-version 3.11 --only-binary=:all: \
+	  --platform manylinux2014_aarch64 --platform manylinux_2_28_aarch64 numpy numba
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(ARM) .pytest_cache .ruff_cache .mypy_cache .hypothesis

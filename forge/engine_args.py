@@ -31,12 +31,12 @@ KV_KINDS = {
     "paged": "blocks from one pool",
     "prefix": "paged, and prompts that begin alike share blocks",
 }
-CPU_ONESHOT_MEMORY = 40 << 20
+CPU_PREFILL_ONLY_MEMORY = 40 << 20
 """Temporary bytes that a step takes for prefill-only requests on the CPU: about what its caches hold. A forward over
 2,048 rows of the 0.6B shape needs 134 MB and computes 970 tokens/s; over 512 rows 1,150."""
 LARGE_GPU_STEP_TOKENS = 8192
 """Tokens of a step there, for the reason given next; not measured."""
-LARGE_GPU_ONESHOT_TOKENS, LARGE_GPU_ONESHOT_MEMORY = 8192, 4 << 30
+LARGE_GPU_PREFILL_ONLY_TOKENS, LARGE_GPU_PREFILL_ONLY_MEMORY = 8192, 4 << 30
 """Its products come in waves of tiles, one per multiprocessor. Counted, not measured: 2,048 rows by a matrix of 2,560
 make 160 tiles of 128 x 256, two waves of which 132 multiprocessors idle through 39 %; 8,192 rows idle through 3 %."""
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
@@ -143,14 +143,14 @@ class EngineArgs:
         True, "Requests that begin alike wait while one of them computes what they share.", _SWITCHES
     )
     """Without it, prefill-only requests share nothing."""
-    oneshot: bool = option(True, "A generation of one token at most is prefill-only.", _SWITCHES)
-    oneshot_tokens: int | None = option(
+    prefill_only: bool = option(True, "A generation of one token at most is prefill-only.", _SWITCHES)
+    prefill_only_tokens: int | None = option(
         None,
         "Tokens of prefill-only requests in one step.",
         _SCHEDULER,
         shown="2,048, or 8,192 on a large GPU",
     )
-    oneshot_memory: int | str | None = option(
+    prefill_only_memory: int | str | None = option(
         None, "Temporary memory that a step may take for them.", _SCHEDULER, shown="what the caches bear"
     )
     check: bool = option(False, "After each step, see that every rule of scheduler and cache holds.", _SCHEDULER)
@@ -172,7 +172,9 @@ class EngineArgs:
         _require_positive("block_size", self.block_size)
         checked_mode(self.speculate, self.k)
         checked_acceptance(self.acceptance)
-        self._config(self.max_num_batched_tokens, self.oneshot_tokens, self.oneshot_bytes)  # checks the scheduler's
+        self._config(
+            self.max_num_batched_tokens, self.prefill_only_tokens, self.prefill_only_bytes
+        )  # checks the scheduler's
         sizes = {"num_blocks": self.num_blocks, "kv_memory": self.pool_bytes}
         for name, value in (sizes | {"threads": self.threads, "max_model_len": self.max_model_len}).items():
             if value is not None:
@@ -202,9 +204,9 @@ class EngineArgs:
         return memory_bytes(self.kv_memory, "--kv-memory")
 
     @property
-    def oneshot_bytes(self) -> int | None:
-        """`oneshot_memory` as a number."""
-        return memory_bytes(self.oneshot_memory, "--oneshot-memory")
+    def prefill_only_bytes(self) -> int | None:
+        """`prefill_only_memory` as a number."""
+        return memory_bytes(self.prefill_only_memory, "--prefill-only-memory")
 
     @property
     def drafts(self) -> Sequence[str | Path]:
@@ -214,23 +216,24 @@ class EngineArgs:
         """What the scheduler is set to, with what suits the device where nothing was given."""
         from forge.backends.devices import is_large_gpu
 
-        step_tokens, oneshot_tokens, oneshot_bytes = (
+        step_tokens, prefill_only_tokens, prefill_only_bytes = (
             self.max_num_batched_tokens,
-            self.oneshot_tokens,
-            self.oneshot_bytes,
+            self.prefill_only_tokens,
+            self.prefill_only_bytes,
         )
         if is_large_gpu(self.device):
             step_tokens = step_tokens if step_tokens is not None else max(LARGE_GPU_STEP_TOKENS, self.max_num_seqs)
-            oneshot_tokens = oneshot_tokens if oneshot_tokens is not None else LARGE_GPU_ONESHOT_TOKENS
-            oneshot_bytes = oneshot_bytes if oneshot_bytes is not None else LARGE_GPU_ONESHOT_MEMORY
-        elif self.device == "cpu" and oneshot_bytes is None:
-            oneshot_bytes = CPU_ONESHOT_MEMORY
-        return self._config(step_tokens, oneshot_tokens, oneshot_bytes)
+            if prefill_only_tokens is None:
+                prefill_only_tokens = LARGE_GPU_PREFILL_ONLY_TOKENS
+            prefill_only_bytes = prefill_only_bytes if prefill_only_bytes is not None else LARGE_GPU_PREFILL_ONLY_MEMORY
+        elif self.device == "cpu" and prefill_only_bytes is None:
+            prefill_only_bytes = CPU_PREFILL_ONLY_MEMORY
+        return self._config(step_tokens, prefill_only_tokens, prefill_only_bytes)
 
     def _config(
-        self, step_tokens: int | None, oneshot_tokens: int | None, oneshot_bytes: int | None
+        self, step_tokens: int | None, prefill_only_tokens: int | None, prefill_only_bytes: int | None
     ) -> "SchedulerConfig":
-        from forge.engine.policies import DEFAULT_ONESHOT_MEMORY, DEFAULT_ONESHOT_TOKENS, SchedulerConfig
+        from forge.engine.policies import DEFAULT_PREFILL_ONLY_MEMORY, DEFAULT_PREFILL_ONLY_TOKENS, SchedulerConfig
 
         return SchedulerConfig(
             self.max_num_seqs,
@@ -241,9 +244,9 @@ class EngineArgs:
             self.mode,
             self.num_host_blocks,
             self.prefix_planning,
-            self.oneshot,
-            oneshot_tokens if oneshot_tokens is not None else DEFAULT_ONESHOT_TOKENS,
-            oneshot_bytes if oneshot_bytes is not None else DEFAULT_ONESHOT_MEMORY,
+            self.prefill_only,
+            prefill_only_tokens if prefill_only_tokens is not None else DEFAULT_PREFILL_ONLY_TOKENS,
+            prefill_only_bytes if prefill_only_bytes is not None else DEFAULT_PREFILL_ONLY_MEMORY,
         )
 
     def _check_gpu_memory(self, utilization: float) -> None:

@@ -43,7 +43,7 @@ Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]
 """Called with (done, in all)."""
 
-MOST_ONESHOTS = 128
+MAX_PREFILL_ONLY = 128
 """Requests that keep nothing in one step, about: the scratch blocks are counted for so many."""
 DEFAULT_MAX_MODEL_LEN = 4096
 """The context that is reserved for by default, where the model has as much."""
@@ -379,7 +379,7 @@ class LLM:
 
     def _num_scratch_blocks(self, config: SchedulerConfig, block_size: int) -> int:
         """What one step's requests that keep nothing take, each with a last block that is filled in part."""
-        return -(-max(config.oneshot_tokens, self.max_model_len) // block_size) + MOST_ONESHOTS
+        return -(-max(config.prefill_only_tokens, self.max_model_len) // block_size) + MAX_PREFILL_ONLY
 
     def _new_storage(self, model: Model, num_blocks: int, block_size: int) -> KvStorage:
         layout = model.kv_layout(num_blocks, block_size, self.kv_dtype)

@@ -24,9 +24,9 @@ def test_an_llm_from_options_that_stand_together_is_the_same():
 
 
 def test_the_scheduler_has_the_same_defaults():
-    from forge.engine_args import CPU_ONESHOT_MEMORY
+    from forge.engine_args import CPU_PREFILL_ONLY_MEMORY
 
-    assert EngineArgs().scheduler_config() == SchedulerConfig(oneshot_memory=CPU_ONESHOT_MEMORY)
+    assert EngineArgs().scheduler_config() == SchedulerConfig(prefill_only_memory=CPU_PREFILL_ONLY_MEMORY)
     assert EngineArgs(device="reference").scheduler_config() == SchedulerConfig()
 
 
@@ -50,7 +50,7 @@ def test_speculation_has_a_cache_by_default(given, kind):
         ({"num_blocks": 4, "kv_memory": "1MB"}, "--num-blocks and --kv-memory both"),
         ({"kv_memory": "lots"}, "--kv-memory takes a size such as 64MB"),
         ({"kv_memory": 0}, "--kv-memory must be a whole number of at least 1"),
-        ({"oneshot_memory": "some"}, "--oneshot-memory takes a size"),
+        ({"prefill_only_memory": "some"}, "--prefill-only-memory takes a size"),
         ({"gpu_memory_utilization": 0.5}, "--gpu-memory-utilization is for --device cuda: on cpu give --kv-memory"),
         ({"device": "cuda", "gpu_memory_utilization": 0.5, "num_blocks": 3}, "--num-blocks both say"),
         ({"invariant": True}, "--invariant is for --device cuda"),

@@ -50,13 +50,14 @@ SHORTER = {
     "forge compare --device reference vs cpu": "Once 4",
     "forge compare --batch 1 vs 16": "--requests 8",
     "forge next": "--no-pause",
-    "forge compare --class decode vs oneshot --requests 64": "--requests 8",
+    "forge compare --class generation vs prefill-only --requests 64": "--requests 8",
     "forge oneshot": "--only run --requests 2",
     "forge naive --model Qwen/Qwen3-0.6B-GGUF:Q8_0": "Once 8 --only run",
     "forge models synth qwen3-0.6b --type Q8_0 --out a.gguf": "--layers 1 --vocab 400",
     "forge models synth qwen3-0.6b --type Q8_0 --out qwen3-0.6b-q8_0.gguf": "--layers 1 --vocab 400",
     "forge bench cpu -m qwen3-0.6b-q8_0.gguf": "--quick --peer none --only decode1",
     "forge bench engine --requests 64": "--requests 4 --reps 1 --batch 4 --max-tokens 8",
+    "forge cluster --only run --part failure": "--part apart",
     "forge bench cache": "--quick --length 32",
     "forge bench speculation": "--quick --tokens 8 --k 2 --batch 1 --speculate ngram",
     "forge bench oneshot -m hash": "--reps 1 --requests 4 --concurrency 2 --only sweep",
@@ -71,7 +72,7 @@ SHORTER = {
 }
 """A line → what is added to it. Of an option that is given twice the last counts."""
 
-SERVED = "tests/server/test_lifecycle.py"
+SERVED, CLUSTER = "tests/server/test_lifecycle.py", "tests/cluster/test_serve.py"
 RUN_BY = {
     "make test": "it is what runs this",
     "make fuzz": "tests/cli/test_makefile.py::test_fuzz_asks_for_more_examples",
@@ -83,6 +84,11 @@ RUN_BY = {
     "forge serve --model tales --port 8080": "tests/test_readme.py::test_the_server_answers",
     "forge serve --live": f"{SERVED}::test_live_prints_every_step",
     "forge watch http://127.0.0.1:8080": f"{SERVED}::test_watch_shows_the_steps_of_a_server_elsewhere",
+    "forge serve --replicas 2 --router prefix": f"{CLUSTER}::test_a_prompt_goes_where_its_beginning_is_cached_and_why",
+    "forge serve --prefill-replicas 1 --decode-replicas 1": f"{CLUSTER}::test_prefill_apart_gives_the_same_answers",
+    "forge serve --replicas 2 --max-replicas 8": f"{CLUSTER}::test_serve_adds_a_replica_when_requests_pile_up",
+    "pip install 'forge-llm[cluster]'": "make test-cluster",
+    "ray start --head": "Ray's own",
     "forge next": "tests/book/test_terminal.py::test_the_reader_is_brought_back_to_the_page_that_was_left",
     "forge replay run.jsonl --step": "tests/test_readme.py::test_a_recorded_run_is_walked_through",
     **dict.fromkeys(CHAPTERS, "tests/book/test_chapters.py::test_a_chapter_runs_to_its_end_and_its_checks_hold"),
@@ -156,7 +162,7 @@ def reader(folder, hub, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-    monkeypatch.setattr("forge.bench.tokenizer.TURN_SECONDS", 0.0)
+    monkeypatch.setattr("forge.experiments.bench.tokenizer.TURN_SECONDS", 0.0)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Tell me a story.\n")))
 
 

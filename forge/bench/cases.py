@@ -177,13 +177,10 @@ class Limits:
         """Products per byte at which both limits are reached at once."""
         return self.products_per_second / self.bytes_per_second
 
-    def or_better(self, other: "Limits | None") -> "Limits":
-        """Of each limit the higher one: a limit that was reached once is one that can be reached."""
-        if other is None:
-            return self
-        return Limits(
-            max(self.bytes_per_second, other.bytes_per_second), max(self.products_per_second, other.products_per_second)
-        )
+    def or_better(self, *others: "Limits | None") -> "Limits":
+        """Of each limit the highest: a limit that was reached once is one that can be reached."""
+        every = (self, *(other for other in others if other is not None))
+        return Limits(max(one.bytes_per_second for one in every), max(one.products_per_second for one in every))
 
 
 @dataclass(frozen=True)

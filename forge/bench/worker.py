@@ -14,7 +14,6 @@ it ends, and at once: the input is read by a thread that does nothing else. Ctrl
 Only the standard library is used here, because a worker may run in an interpreter that has no forge.
 """
 
-import ctypes
 import json
 import os
 import queue
@@ -28,8 +27,6 @@ from typing import Any
 WORTH_WARMING_SECONDS = 0.2
 """A step that takes longer is not repeated before it is timed: waking up costs it nothing that could be seen."""
 MOST_STEPS = 200
-_DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG."""
 
 
 class Missing(Exception):
@@ -106,14 +103,6 @@ def peak_memory() -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def end_with_parent() -> None:
-    """In a new process, before it begins: its parent may be killed, and no other process knows of it."""
-    try:
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
-    except AttributeError:  # not on this system
-        pass
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.book.bug_runs import BugRuns
-from forge.views.figures import count, plural
+from forge.views.formatting import count, plural
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.terminal import print_table
 from forge.views.text import one_line

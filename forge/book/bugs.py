@@ -11,14 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 from unittest.mock import patch
 
+import numpy as np
+
 from forge.backends.reference import ReferenceOperations
 from forge.cache.block_table import BlockTable
 from forge.cache.kv_storage import BlockCopy
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache, PrefixTable
+from forge.engine import sampling
 from forge.engine.sampler import Sampler
 from forge.engine.sequence import Sequence as TokenSequence
+from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
+from forge.grammar.matcher import GrammarMatcher
 from forge.model.model import ModelUnavailable
 from forge.speculation.speculator import Speculator
 
@@ -205,12 +210,56 @@ def _lease() -> Iterator[None]:
         yield
 
 
+# Constrained
+
+
+@contextmanager
+def _matcher_ahead() -> Iterator[None]:
+    """The matcher walks over the draft tokens that it checks, and is not rolled back where they are rejected."""
+    num_allowed = GrammarMatcher.num_allowed
+
+    def check_and_stay(matcher: GrammarMatcher, output, token_ids) -> int:
+        allowed = num_allowed(matcher, output, token_ids)
+        matcher._move_to([*output, *token_ids[:allowed]])
+        return allowed
+
+    def move_forward(matcher: GrammarMatcher, output) -> bool:
+        known = matcher._consumed or []
+        missing = list(output)[len(known) :]
+        if not missing:
+            return True
+        matcher._masks.clear()
+        moved = matcher._parser.try_consume_tokens(missing)
+        matcher._consumed = [*known, *missing[:moved]]
+        return moved == len(missing)
+
+    with (
+        patch.object(GrammarMatcher, "num_allowed", check_and_stay),
+        patch.object(GrammarMatcher, "_move_to", move_forward),
+    ):
+        yield
+
+
+@contextmanager
+def _mask_after() -> Iterator[None]:
+    """A token is chosen first. Where the grammar refuses it, the first token that is allowed comes in its place."""
+
+    def mask_afterwards(logits: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        choice = int(logits.argmax())
+        allowed = np.array([choice]) if mask[choice] else np.flatnonzero(mask)[:1]
+        return allowed, logits[allowed]
+
+    with patch.object(sampling, "_allowed", mask_afterwards):
+        yield
+
+
 _STORY = (
     "The fox lived in a den under an old oak, and every evening a little turtle came to visit. One day the turtle lent "
     "the fox a lantern. The fox took it to the bridge to show it to the birds, but a storm came, and"
 )
 _OTHER = "Once upon a time, when the first snow fell, a little girl named Hazel woke up early and went to the old mill,"
 _SHORT = "Once upon a time"
+_FOUND = StructuredOutput(regex=r" she (met|saw|found) a [a-z]{3,9} [a-z]{3,9} (in|by|under|behind) the [a-z]{3,9}\.")
 
 
 def _greedy(max_tokens: int) -> dict[str, Any]:
@@ -324,6 +373,30 @@ BUGS: Mapping[str, Bug] = {
             _SMALL | {"speculate": "draft", "k": 4, "speculate_fixed": True},
             (BugRequest(_OTHER, _greedy(32)), BugRequest(_SHORT, _greedy(32), step=2)),
             revokes_draft_after=4,
+        ),
+        Bug(
+            "matcher-ahead",
+            "constrained",
+            "The matcher stands where the output ends: what draft tokens were rejected, it takes back.",
+            "It walks over the draft tokens to check them and stays behind the last, also where they are rejected. The "
+            "next mask is that of another place.",
+            "vLLM: the grammar's state and rejected draft tokens went apart (pull request 44993)",
+            "tokens",
+            _matcher_ahead,
+            _SMALL | {"speculate": "draft", "k": 4, "speculate_fixed": True},
+            (BugRequest(_OTHER, {"max_tokens": 40, "structured": _FOUND}),),
+        ),
+        Bug(
+            "mask-after",
+            "constrained",
+            "What the grammar refuses becomes impossible before a token is chosen.",
+            "A token is chosen first, and one that is refused is replaced by any that is allowed. The output has its "
+            "form, and the model has no say in it.",
+            "guidance with llama.cpp: a top-k of 1 before the mask left nothing to choose from (issue 1325)",
+            "tokens",
+            _mask_after,
+            _SMALL,
+            (BugRequest(_OTHER, {"max_tokens": 40, "structured": _FOUND}),),
         ),
     )
 }

@@ -13,7 +13,7 @@ from statistics import median
 from types import CodeType
 from typing import Any
 
-from forge.views import figures
+from forge.views import formatting
 
 FUNCTIONS = {
     "abs": abs,
@@ -30,12 +30,12 @@ FUNCTIONS = {
     "zip": zip,
 }
 FORMATS: Mapping[str, Callable[[Any], str]] = {
-    "count": figures.count,
-    "ms": figures.ms,
-    "percent": figures.percent,
-    "rate": figures.rate,
-    "size": figures.size,
-    "times": figures.times,
+    "count": formatting.count,
+    "ms": formatting.ms,
+    "percent": formatting.percent,
+    "rate": formatting.rate,
+    "size": formatting.size,
+    "times": formatting.times,
 }
 """The formats that have a name. `plural token` gives `1 token`, `8 tokens`; others are Python's own, such as `.2f`."""
 _PLURAL = "plural "
@@ -114,7 +114,7 @@ def fill(text: str, measured: Mapping[str, Any], touch: Touch | None = None) -> 
         try:
             return formatted(evaluate(match["expression"], measured, touch), match["format"])
         except Unmeasured:
-            return figures.NOTHING
+            return formatting.NOTHING
 
     return _PLACEHOLDER.sub(figure, text)
 
@@ -127,11 +127,11 @@ def expressions_in(text: str) -> list[str]:
 def formatted(value: Any, form: str | None) -> str:
     """`value` as `form` says: the name of one of `FORMATS`, or a format specification of Python's."""
     if value is None:
-        return figures.NOTHING
+        return formatting.NOTHING
     if form is not None and form in FORMATS:
         return FORMATS[form](value)
     if form is not None and form.startswith(_PLURAL):
-        return figures.plural(value, form.removeprefix(_PLURAL))
+        return formatting.plural(value, form.removeprefix(_PLURAL))
     try:
         return format(value, form or "")
     except (TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forge.errors import ForgeError
-from forge.views.figures import plural
+from forge.views.formatting import plural
 
 PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.text import Text
 
-from forge.bench.server_process import ServerProcess
 from forge.book.source_code import excerpt
 from forge.errors import ForgeError
+from forge.server.server_process import ServerProcess
 from forge.trace.explain import explain_admission, explain_finish
 from forge.trace.records import ItemRecord, StepRecord
-from forge.views.figures import count, ms, plural
+from forge.views.formatting import count, ms, plural
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.terminal import print_hanging
 from forge.views.text import quoted

@@ -12,6 +12,7 @@ eviction are the pool's.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 Tokens = tuple[int, ...]
@@ -39,6 +40,15 @@ class Node:
     children: set["Node"] = field(default_factory=set)
 
 
+class IndexObserver(Protocol):
+    """Told when a content enters the index, and when the last block with it has left. Contents are named by the keys
+    that `PrefixIndex.keys` gives for a prompt."""
+
+    def published(self, key: int) -> None: ...
+
+    def evicted(self, key: int) -> None: ...
+
+
 class PrefixIndex:
     """Finds the block that holds given tokens behind given tokens.
 
@@ -49,6 +59,7 @@ class PrefixIndex:
     def __init__(self, hash_function: ChainHash = chain_hash):
         self.node_of: dict[int, Node] = {}
         """For each indexed block its content. To be read."""
+        self.observer: IndexObserver | None = None
         self._hash = hash_function
         self._nodes: dict[int, Node] = {}
         self._roots: WeakValueDictionary[str, Node] = WeakValueDictionary()
@@ -76,6 +87,8 @@ class PrefixIndex:
         if node is None:
             node = self._nodes[key] = Node(key, parent, parent.depth + 1, token_ids)
             parent.children.add(node)
+            if self.observer is not None:
+                self.observer.published(key)
         elif node.parent is not parent or node.token_ids != token_ids:
             return None
         if block not in node.blocks:
@@ -98,6 +111,8 @@ class PrefixIndex:
         while doomed:
             node = doomed.pop()
             del self._nodes[node.key]
+            if self.observer is not None:
+                self.observer.evicted(node.key)
             for orphan in node.blocks:
                 del self.node_of[orphan]
             lost += node.blocks
@@ -105,6 +120,9 @@ class PrefixIndex:
         return lost
 
     def clear(self) -> None:
+        if self.observer is not None:
+            for key in self._nodes:
+                self.observer.evicted(key)
         self.node_of.clear()
         self._nodes.clear()
         self._roots.clear()

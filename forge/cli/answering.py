@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 from forge.cli.arguments import Takes
-from forge.cli.running import load_model
+from forge.cli.run_control import load_model
 from forge.engine_args import EngineArgs
 from forge.views.counting import CountingBar
 from forge.views.terminal import open_error_console
@@ -14,7 +14,7 @@ from forge.views.terminal import open_error_console
 if TYPE_CHECKING:
     from forge.llm import LLM
 
-AnsweringEngine = Annotated[EngineArgs, Takes("model Model oneshot_tokens oneshot_memory", kv="prefix")]
+AnsweringEngine = Annotated[EngineArgs, Takes("model Model prefill_only_tokens prefill_only_memory", kv="prefix")]
 """What several inputs begin with is computed once."""
 
 

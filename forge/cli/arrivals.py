@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 import typer
 
-from forge.cli.running import INTERRUPTED, forget_prefixes, interruption, run_label
+from forge.cli.run_control import INTERRUPTED, forget_prefixes, interruption, run_label
 from forge.views.summary import RunsResult
 from forge.views.terminal import open_console
 

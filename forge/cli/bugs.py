@@ -7,7 +7,7 @@ import typer
 from forge.book.bug_view import bug_object, print_bug
 from forge.book.bugs import find_bug
 from forge.cli import completion, options
-from forge.cli.running import load_model
+from forge.cli.run_control import load_model
 from forge.views.report import Report
 
 _MODEL = "tales"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from forge.exercises.catalog import Entry
 
 build = typer.Typer(
-    help="Write a part of the engine yourself: ten exercises, checked, and run by the real engine.",
+    help="Write a part of the engine yourself: eleven exercises, checked, and run by the real engine.",
     rich_markup_mode="rich",
 )
 
@@ -40,7 +40,7 @@ _FOLDER = Path("exercises")
 
 @build.callback(invoke_without_command=True)
 def list_exercises(ctx: typer.Context, folder: FolderOption = _FOLDER, json: options.JsonOption = False) -> Any:
-    """Write a part of the engine yourself: ten exercises, checked, and run by the real engine.
+    """Write a part of the engine yourself: eleven exercises, checked, and run by the real engine.
 
     [dim]forge build start 4[/dim]   write the file of exercise 4
 

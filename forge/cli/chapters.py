@@ -20,7 +20,7 @@ from forge.book.print_chapter import print_chapter
 from forge.book.progress import load_progress
 from forge.book.session import Session
 from forge.cli import completion, options
-from forge.cli.running import INTERRUPTED, Found
+from forge.cli.run_control import INTERRUPTED, Found
 from forge.errors import UsageError
 from forge.views.report import Report
 from forge.views.terminal import open_console

@@ -6,7 +6,7 @@ import typer
 
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OutputArgs
-from forge.cli.running import Watch, drive, load_model, run_label
+from forge.cli.run_control import Watch, drive, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import ForgeError

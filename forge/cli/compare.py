@@ -12,7 +12,7 @@ from forge.cli import options
 from forge.cli.arguments import Takes, command, make
 from forge.cli.arrivals import Arrival, drive_arrivals
 from forge.cli.compare_judging import compare_judging, is_judging
-from forge.cli.running import Found, exit_status, load_model, run_label, warm_up
+from forge.cli.run_control import Found, exit_status, load_model, run_label, warm_up
 from forge.cli.versus import Versus, versus_of
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
@@ -53,7 +53,7 @@ class ManyArgs:
     prompt_tokens: str = option("16:64", "Tokens of each prompt: 16, or 16:256.", _WORKLOAD)
     batch: int | None = option(None, "Of many requests, how many run at once.", _WORKLOAD)
     execution_class: str = option(
-        "oneshot", "Life of a request of one token: oneshot, or decode.", _WORKLOAD, flags="--class"
+        "prefill-only", "Class of a request of one token: prefill-only, or generation.", _WORKLOAD, flags="--class"
     )
 
 
@@ -64,7 +64,7 @@ def compare(
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
     *,
     sampling: Annotated[SamplingParams, Takes(without="max_tokens n logprobs prompt_logprobs")],
-    engine: Annotated[EngineArgs, Takes(without="invariant max_num_seqs oneshot")],
+    engine: Annotated[EngineArgs, Takes(without="invariant max_num_seqs prefill_only")],
     invariant: options.InvariantOption = False,
     prompts: Annotated[
         str | None,
@@ -88,7 +88,7 @@ def compare(
     [dim]forge compare --kv off vs on "The fox and the lantern" 64[/dim]
 
     [dim]forge compare --kv paged vs prefix --prompts questions.txt[/dim]
-    [dim]forge compare --class decode vs oneshot --requests 64[/dim]
+    [dim]forge compare --class generation vs prefill-only --requests 64[/dim]
 
     [dim]forge compare --kv on --speculate off vs draft[/dim]
     """
@@ -174,7 +174,7 @@ def _is_number_alone(ctx: typer.Context) -> bool:
 
 def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
     """Many requests on either side: prompts of random lengths, or the prompt that was given, over and over."""
-    from forge.views.many import many_object, print_many
+    from forge.views.request_sets import many_object, print_many
     from forge.workload.ways import identical, requests_in_common
 
     explicit = {name for name in ("kv", "prompt") if options.was_given(ctx, name)}

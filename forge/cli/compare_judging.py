@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge.cli.arguments import make
-from forge.cli.running import load_model, run_label
+from forge.cli.run_control import load_model, run_label
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.views.judging import identical, judging_object, print_judging
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forge.cli.versus import Versus
     from forge.llm import LLM
 
-LIVES = {"decode": False, "oneshot": True}
+CLASSES = {"generation": False, "prefill-only": True}
 """`--class`: whether a generation of one token is prefill-only."""
 _QUESTIONS = {
     "--class": "What does a generation's life cost a request that wants one token?",
@@ -66,9 +66,9 @@ def _load_side(side: Mapping[str, Any]) -> "LLM":
 def _config(side: Mapping[str, Any]) -> dict[str, bool]:
     """What `--class` means for a scheduler."""
     value = side["execution_class"]
-    if value not in LIVES:
-        raise UsageError(f"--class is {' or '.join(LIVES)}, and not {value!r}")
-    return {"oneshot": LIVES[value]}
+    if value not in CLASSES:
+        raise UsageError(f"--class is {' or '.join(CLASSES)}, and not {value!r}")
+    return {"prefill_only": CLASSES[value]}
 
 
 def _encoded(llm: "LLM", texts: Sequence[str]) -> list[list[int]]:

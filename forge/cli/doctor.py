@@ -48,7 +48,7 @@ def _examine() -> "Iterator[Finding]":
 def _system() -> "Iterator[Finding]":
     from forge.backends.cpu.features import cgroup_quota, usable_cpus
     from forge.views.doctor import Finding
-    from forge.views.figures import size
+    from forge.views.formatting import size
 
     recent = sys.version_info >= OLDEST_PYTHON
     yield Finding(
@@ -134,7 +134,7 @@ def _cuda(torch_version: str) -> "Finding":
 def _models() -> "Iterator[Finding]":
     from forge.model.catalog import bundled_models, sha256
     from forge.views.doctor import Finding
-    from forge.views.figures import size
+    from forge.views.formatting import size
 
     for model in bundled_models():
         if not model.present:

@@ -8,7 +8,7 @@ import typer
 from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.cli.options import FormArgs, OutputArgs
-from forge.cli.running import Watch, drive, exit_status, load_model, run_label
+from forge.cli.run_control import Watch, drive, exit_status, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.views.generation import GenerationView, generation_view

@@ -31,6 +31,8 @@ CLOSED_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Why a file that output was sent to takes no more of it."""
+RENAMED = {"--oneshot-tokens": "--prefill-only-tokens", "--oneshot-memory": "--prefill-only-memory"}
+"""From the former name of an option to the name that it has now."""
 _COMPLETION = ("install_completion", "show_completion")
 
 
@@ -40,7 +42,7 @@ PANELS: dict[str, dict[str, str]] = {
         "chapter": "Read a chapter: the same as its own command, whose options it takes.",
         "next": "Go on where you stopped.",
         **experiments.summaries(),
-        "build": "Write a part of the engine yourself: ten exercises, checked, and run by the real engine.",
+        "build": "Write a part of the engine yourself: eleven exercises, checked, and run by the real engine.",
         "glossary": "Say what a term or a symbol on a screen means.",
         "tour": "Follow one request from HTTP to a token and back, with file and function at each station.",
     },
@@ -242,7 +244,9 @@ def _usage_error(error: Any) -> UsageError:
         for kind, what in KV_KINDS.items():
             missing.add_note(f"  {kind:8}{what}")
         return missing
-    if re.match(r"-\d", option):
+    if option in RENAMED:
+        message = f"{option} is called {RENAMED[option]} now"
+    elif re.match(r"-\d", option):
         message = "a number of tokens must not be negative"
     else:
         message = " ".join(error.format_message().split()).rstrip(".")

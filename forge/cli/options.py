@@ -165,18 +165,18 @@ MaxNumSeqsOption = Annotated[
     typer.Option("--max-num-seqs", help="Sequences that may run at once; 16 if not given.", rich_help_panel=_SCHEDULER),
 ]
 
-OneshotTokensOption = Annotated[
+PrefillOnlyTokensOption = Annotated[
     int | None,
     typer.Option(
-        "--oneshot-tokens",
+        "--prefill-only-tokens",
         help="Tokens of prefill-only requests in one step; 2,048 if not given, 8,192 on a large GPU.",
         rich_help_panel=_SCHEDULER,
     ),
 ]
-OneshotMemoryOption = Annotated[
+PrefillOnlyMemoryOption = Annotated[
     str | None,
     typer.Option(
-        "--oneshot-memory",
+        "--prefill-only-memory",
         help="Temporary memory that a step may take for them; what the caches bear if not given.",
         rich_help_panel=_SCHEDULER,
     ),
@@ -263,7 +263,7 @@ class FormArgs:
 def model_options(**given: Any) -> dict[str, Any]:
     """The keyword arguments of `LLM` that were given; what was not given is the library's to decide."""
     found = {name: value for name, value in given.items() if value is not None}
-    for name in ("kv_memory", "oneshot_memory"):
+    for name in ("kv_memory", "prefill_only_memory"):
         if name in found:
             found[name] = memory_bytes(found[name], f"--{name.replace('_', '-')}")
     return found

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.running import Found
+from forge.cli.run_control import Found
 from forge.errors import UsageError
 from forge.trace.recorder import TraceError, read_trace
-from forge.views.figures import count
+from forge.views.formatting import count
 from forge.views.history import History
 from forge.views.report import Report
+from forge.views.run_summary import print_serving, serving_object
 from forge.views.scheduler import print_step_line, scheduler_lines
-from forge.views.serving import print_serving, serving_object
 from forge.views.stepper import Stepper, require_terminal
 from forge.views.summary import RunLabel
 from forge.views.terminal import can_redraw, open_console, open_error_console
@@ -68,7 +68,7 @@ def replay(
 
 def _story(history: "History", seq_id: int, json: bool) -> "Report":
     from forge.views.request_story import print_story, request_of
-    from forge.views.serving import request_object
+    from forge.views.run_summary import request_object
 
     request = request_of(history.requests(), seq_id)
     report = Report(request_object(request), lambda console: print_story(console, request, history.records))

@@ -1,9 +1,10 @@
-"""`forge serve`: an OpenAI-compatible server on one engine that all requests share."""
+"""`forge serve`: an OpenAI-compatible server on one engine that all requests share, or on several behind a router."""
 
 import logging
 import os
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forge.cli.arguments import Takes, command, was_given
+from forge.cluster.options import ClusterOptions, require_ray
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.server.settings import Limits, Settings
@@ -32,6 +34,7 @@ def serve(
     engine: Annotated[EngineArgs, Takes(kv="prefix", max_num_seqs=64)],
     server: Settings,
     limits: Limits,
+    cluster: ClusterOptions,
     live: Annotated[
         bool, typer.Option("--live", help="Show every step as it happens.", rich_help_panel="Server")
     ] = False,
@@ -51,6 +54,11 @@ def serve(
     settings = replace(server, host=host, port=port, model_names=names, limits=limits)
     loading = {name: value for name, value in vars(engine).items() if name != "model"}
     configure_logging()
+    if any(was_given(ctx, field.name) for field in fields(cluster)):
+        require_ray()
+        from forge.cluster.launch import serve_cluster
+
+        run = partial(serve_cluster, wanted=cluster)
     if not live:
         return run(model, loading, settings, on_ready=_say_ready(model))
     with ExitStack() as shown:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from forge.engine.sampling_params import SamplingParams
 from forge.trace.records import TableRecord
-from forge.views.figures import NOTHING, count, plural
+from forge.views.formatting import NOTHING, count, plural
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, TITLE
 from forge.views.report import Report

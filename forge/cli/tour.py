@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from forge.cli import options
-from forge.cli.running import Found
+from forge.cli.run_control import Found
 
 
 def tour(

@@ -8,7 +8,7 @@ import typer
 from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OutputArgs
-from forge.cli.running import (
+from forge.cli.run_control import (
     INTERRUPTED,
     Found,
     Watch,
@@ -20,8 +20,8 @@ from forge.cli.running import (
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.views.report import Report
-from forge.views.serving import print_serving, print_tenants, print_throughput, serving_object, tenant_objects
-from forge.views.serving_live import serving_view
+from forge.views.run_live import serving_view
+from forge.views.run_summary import print_serving, print_tenants, print_throughput, serving_object, tenant_objects
 from forge.views.terminal import can_redraw, open_console
 from forge.workload.requests import Arrival, Range, WorkloadRun, make_workload
 

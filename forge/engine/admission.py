@@ -121,10 +121,10 @@ class Admission:
         cache, seq_id, length = self._cache, sequence.seq_id, len(sequence.token_ids)
         available = cache.num_available
         begun_before = sequence.num_output_tokens or sequence.times_preempted
-        how: Literal["new", "recompute", "swap"] = "recompute" if begun_before else "new"
+        how: Literal["new", "recompute", "swap", "handoff"] = "recompute" if begun_before else "new"
         swapped = self._host.entries.get(seq_id)
         if swapped is not None:
-            how, start = "swap", swapped.num_tokens
+            how, start = "swap" if sequence.times_preempted else "handoff", swapped.num_tokens
             cache.add(seq_id, (), sequence.salt)
         elif retained is not None:
             start = self._retained.hand_over(retained, sequence)

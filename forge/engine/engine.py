@@ -24,6 +24,7 @@ from forge.cache.kv_storage import KvStorage
 from forge.engine.async_scheduling import AsyncScheduling, InFlightStep
 from forge.engine.batch_builder import BatchBuilder
 from forge.engine.draft_slots import DraftSlots
+from forge.engine.handoff import KvHandoff
 from forge.engine.output_text import OutputText
 from forge.engine.outputs import RequestOutput
 from forge.engine.policies import SchedulerConfig
@@ -38,7 +39,7 @@ from forge.engine.proposer import (
 )
 from forge.engine.readout import max_logit_rows, run_separate_forwards
 from forge.engine.requests import PromptLimits, RequestState
-from forge.engine.sampler import OnLogits, Sampler, StepLogits, StepResults
+from forge.engine.sampler import OnLogits, Sampler, StepLogits, StepResults, prepare_masks
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
@@ -104,6 +105,8 @@ class Engine:
         """Put the model's probability of each token into its record. Over a large vocabulary that takes a while."""
         self.compile_grammar: CompileGrammar | None = None
         """For requests with structured output; without it they are refused."""
+        self._has_grammars = False
+        """There has been such a request."""
         self.checks_invariants = False
         """Check all rules of the scheduler and the cache after every step. Takes longer than the step."""
         self.waits_for_model = False
@@ -178,6 +181,8 @@ class Engine:
                 step = self._launch(self.scheduler.schedule(), started)  # builds the batch and runs the forward pass
             else:
                 step = self._async.next_step(self._launch, self._may_look_ahead(), started)
+                if self._has_grammars:
+                    prepare_masks(step.plan)  # while the device computes
             launched = time.perf_counter()
             logits = StepLogits.of(step.logits)  # waits for a device
             read = time.perf_counter() if self._async is not None else launched
@@ -273,7 +278,7 @@ class Engine:
             preempted=plan.preempted,
             rejected=rejected,
             arrived=arrived,
-            block_table_entries=sum([len(item.block_table) for item in plan.items if item.phase != "oneshot"]),
+            block_table_entries=sum([len(item.block_table) for item in plan.items if item.phase != "prefill_only"]),
             temporary_bytes=self._model.temporary_bytes(batch.num_rows, len(batch.logit_rows)) if batch else 0,
             events=self.cache.take_events(),
             blocks=self.scheduler.block_map and _with_written(self.scheduler.block_map, batch, self.cache.block_size),
@@ -328,13 +333,15 @@ class Engine:
         salt: str = "",
         retain_cache: bool = False,
         continues_from: int | None = None,
+        handoff: KvHandoff | None = None,
     ) -> tuple[int, ...]:
         """Queue a request; return the ids of its `params.n` sequences.
 
         task: what is wanted; generated tokens, or what one forward pass can answer. priority: lower is served first,
         where the scheduler's order is by priority. salt: requests with different salts share nothing in the cache.
         retain_cache: leave the cache in place when it ends. continues_from: the id of such an ended sequence, whose
-        cache is taken over if it is still there.
+        cache is taken over if it is still there. handoff: the beginning of the prompt as another engine computed it;
+        without room for it in the host pool it is computed from the tokens.
 
         Raises `UsageError`, with nothing changed, for a prompt that cannot run, and `ModelUnavailable` once the model
         is gone.
@@ -345,6 +352,8 @@ class Engine:
             raise self._unavailable
         try:
             token_ids = self._checked(request_id, prompt_token_ids, params, task)
+            if handoff is not None:
+                handoff.check(self.storage.layout, token_ids, salt)
             grammar = self._grammar(params)
         except UsageError as error:
             self._rejected.append(RejectRecord(request_id, str(error)))
@@ -371,6 +380,8 @@ class Engine:
         )
         self._classify(first)
         self._register(RequestState(request_id, prompt, seed, (first, *self._samples_of(first, grammar))))
+        if handoff is not None:
+            self.scheduler.take_in(first, handoff)
         self._operating = False
         return self._requests[request_id].seq_ids
 
@@ -384,7 +395,7 @@ class Engine:
         if sequence.task is not GENERATE:
             sequence.length_limit = None
             sequence.prefill_only, sequence.max_output_tokens = True, int(sequence.task.sample)
-        elif config.oneshot and self.scheduler.prefill_only.scratch and not keeps_cache:
+        elif config.prefill_only and self.scheduler.prefill_only.scratch and not keeps_cache:
             sequence.prefill_only = sequence.max_output_tokens <= 1 and params.n == 1
             if sequence.prefill_only and params.prompt_logprobs is not None:
                 samples = sequence.max_output_tokens > 0
@@ -452,6 +463,7 @@ class Engine:
             return None
         if self.compile_grammar is None:
             raise UsageError("this engine has no grammars: leave structured output out")
+        self._has_grammars = True
         return self.compile_grammar(params.structured)
 
     def _check_drafts(self, params: SamplingParams) -> None:
@@ -518,6 +530,15 @@ class Engine:
         self._begin()
         self._operating = False
         return seq_id in self.scheduler.retained.sequences
+
+    def hand_off(self, seq_id: int) -> KvHandoff:
+        """A copy of the retained cache of an ended sequence, for another engine. Raises `KeyError` where it is gone."""
+        self._begin()
+        sequence = self.scheduler.retained.sequences[seq_id]
+        table, length = self.cache.block_table(seq_id), self.cache.computed_length(seq_id)
+        self._operating = False
+        tokens, data = tuple(sequence.token_ids[:length]), self.storage.read_blocks(table)
+        return KvHandoff(tokens, self.storage.layout, data, sequence.salt)
 
     def release(self, seq_id: int) -> None:
         """Release the retained cache of an ended sequence, if it still has one."""

@@ -78,8 +78,8 @@ ADMISSION_ORDERS: dict[str, AdmissionOrder] = {
 }
 VICTIM_POLICIES: dict[str, VictimPolicy] = {"lifo": lifo, "least-progressed": least_progressed}
 DEFAULT_TOKEN_BUDGET = 512
-DEFAULT_ONESHOT_TOKENS = 2048
-DEFAULT_ONESHOT_MEMORY = 256 << 20
+DEFAULT_PREFILL_ONLY_TOKENS = 2048
+DEFAULT_PREFILL_ONLY_MEMORY = 256 << 20
 PREEMPTION_MODES: tuple[PreemptionMode, ...] = ("recompute", "swap")
 
 
@@ -106,11 +106,11 @@ class SchedulerConfig:
     prefix_planning: bool = True
     """Whether requests that begin with the same blocks, not yet cached, wait while one of them computes them. Without
     it a generation shares what is cached when it begins, and a prefill-only request is computed whole."""
-    oneshot: bool = True
+    prefill_only: bool = True
     """Whether a generation of one token at most is prefill-only."""
-    oneshot_tokens: int = DEFAULT_ONESHOT_TOKENS
+    prefill_only_tokens: int = DEFAULT_PREFILL_ONLY_TOKENS
     """Prefill-only: tokens of a step that runs nothing else."""
-    oneshot_memory: int = DEFAULT_ONESHOT_MEMORY
+    prefill_only_memory: int = DEFAULT_PREFILL_ONLY_MEMORY
     """Prefill-only: bytes of temporary arrays in one step."""
 
     def __post_init__(self) -> None:
@@ -123,7 +123,7 @@ class SchedulerConfig:
             if chosen not in choices and (name == "preemption" or not callable(chosen)):
                 option = {"order": "--order", "victim": "--preempt", "preemption": "--mode"}[name]
                 raise UsageError(f"unknown {option} {chosen!r}; supported: {', '.join(choices)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "oneshot_tokens", "oneshot_memory"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_only_tokens", "prefill_only_memory"):
             value = getattr(self, name)
             if name == "max_num_batched_tokens" and value is None:
                 continue

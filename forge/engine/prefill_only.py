@@ -5,8 +5,8 @@ wait for both. Here it takes some rows of one step. Its keys and values lie in *
 mean nothing once the step is over; only a prefix that others need too is computed into blocks of the pool and stays
 cached.
 
-A step that runs nothing else has a budget of its own for them (`oneshot_tokens`, and bytes of temporary arrays). Beside
-generations they get the tokens that are left.
+A step that runs nothing else has a budget of its own for them (`prefill_only_tokens`, and bytes of temporary arrays).
+Beside generations they get the tokens that are left.
 """
 
 from collections.abc import Callable
@@ -97,13 +97,13 @@ class PrefillOnly:
         """The budget of this step, made when the first sequence asks for it."""
         if self._budget is None or self._budget.plan is not plan:
             config = self._config
-            tokens = min(plan.budget, config.oneshot_tokens) if plan.items else config.oneshot_tokens
+            tokens = min(plan.budget, config.prefill_only_tokens) if plan.items else config.prefill_only_tokens
             if tokens > 0 or self._steps_without_budget >= MAX_DEFERRALS:
                 self._steps_without_budget = 0
-                tokens = tokens if tokens > 0 else min(plan.limit, config.oneshot_tokens)
+                tokens = tokens if tokens > 0 else min(plan.limit, config.prefill_only_tokens)
             else:  # prompts in chunks took all; after some such steps there is a budget beside theirs
                 self._steps_without_budget += 1
-            self._budget = _StepBudget(plan, tokens, config.oneshot_memory, list(self.scratch))
+            self._budget = _StepBudget(plan, tokens, config.prefill_only_memory, list(self.scratch))
         return self._budget
 
     def _whole_blocks(self, sequence: Sequence) -> Hit:
@@ -134,8 +134,7 @@ class PrefillOnly:
         start, length = hit.num_tokens, len(sequence.token_ids)
         table += tuple([budget.scratch.pop() for _ in range(-(-length // size) - len(table))])
         samples = sequence.task.sample and sequence.max_output_tokens > 0
-        item = PlanItem(
-            sequence.seq_id, sequence, start, length - start, logit_rows, samples, "oneshot", table, num_published=end
-        )
+        rows = (start, length - start, logit_rows, samples)
+        item = PlanItem(sequence.seq_id, sequence, *rows, "prefill_only", table, num_published=end)
         apart = sequence.task.needs_hidden or len(logit_rows) > self._max_logit_rows
         (plan.separate if apart else plan.prefill_only).append(item)

@@ -7,6 +7,7 @@ looked at one by one. Logits that are not numbers end the sequence that they bel
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -147,6 +148,7 @@ class Sampler:
             sequence.num_prompt_tokens,
             self._report_probabilities,
             sequence.matcher,
+            logits.argmax[row] if sequence.params.min_tokens <= sequence.num_output_tokens else None,
         )
         return self._emit(sequence, (token,), (own,))
 
@@ -247,6 +249,16 @@ class Sampler:
             position += 1
             if position == len(scores):
                 scores.append(score_row(logits, top, sequence.token_ids[position]))
+
+
+def prepare_masks(plan: StepPlan) -> None:
+    """Have the masks of a plan's next tokens computed, before there are logits to apply them to. Raises nothing."""
+    for item in plan.items:
+        if item.sequence.matcher is not None and item.samples:
+            for sequence in (item.sequence, *item.sequence.forks):
+                if sequence.matcher is not None:
+                    with suppress(MatcherError):  # raised again where the token is chosen
+                        sequence.matcher.mask(sequence.output_token_ids)
 
 
 def argmax_rows(logits: Logits) -> tuple[list[int], list[float]]:

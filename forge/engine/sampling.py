@@ -78,6 +78,7 @@ def choose(
     num_prompt_tokens: int | None = None,
     wants_probability: bool = True,
     matcher: Matcher | None = None,
+    argmax: int | None = None,
 ) -> SampledToken:
     """Choose the token at `position`.
 
@@ -85,9 +86,10 @@ def choose(
     num_prompt_tokens how many of them are the prompt's, needed where `params.penalizes_output`.
     wants_probability: compute the token's probability, which takes longer than a greedy choice itself; with
     `params.logprobs` it is computed in any case. matcher: which tokens may be chosen; probabilities are the model's own
-    all the same. Raises `BrokenLogits` if the logits hold a NaN or +infinity, and `MatcherError`.
+    all the same. argmax: that of `logits`, or their first NaN, where it is known. Raises `BrokenLogits` if the logits
+    hold a NaN or +infinity, and `MatcherError`.
     """
-    token_id = choose_token(logits, params, history, seed, sample_index, position, num_prompt_tokens, matcher)
+    token_id = choose_token(logits, params, history, seed, sample_index, position, num_prompt_tokens, matcher, argmax)
     if not wants_probability and params.logprobs is None:
         return SampledToken(token_id, None, None)
     return sampled_token(logits, log_sum_exp(logits, float(logits.max())), token_id, params)
@@ -102,10 +104,23 @@ def choose_token(
     position: int,
     num_prompt_tokens: int | None = None,
     matcher: Matcher | None = None,
+    argmax: int | None = None,
 ) -> int:
     """The token id of `choose` alone."""
-    argmax = check_logits(logits)
-    scores = penalized(logits, history, params, num_prompt_tokens, matcher)
+    if argmax is None:
+        argmax = check_logits(logits)
+    else:
+        check_max_logit(float(logits[argmax]))
+    scores = penalized(logits, history, params, num_prompt_tokens)
+    if matcher is not None:
+        mask = matcher.mask(history[num_prompt_tokens:])
+        if params.greedy and scores is logits and mask[argmax]:
+            return argmax
+        allowed, scores = _allowed(scores, mask)
+        if params.greedy:
+            return int(allowed[scores.argmax()])
+        kept, scores = filtered(scores, params)
+        return gumbel_argmax(allowed[kept], scores, seed, sample_index, position)
     if not params.greedy:
         return gumbel_argmax(*filtered(scores, params), seed, sample_index, position)
     return argmax if scores is logits else int(scores.argmax())
@@ -171,16 +186,20 @@ def penalized(
 
 
 def _masked(logits: np.ndarray, matcher: Matcher, output: Sequence[int]) -> np.ndarray:
-    """A copy with -infinity for every token that may not follow `output`.
-
-    Few may where a grammar matters most, and then this takes a third of `np.where` on a whole row.
-    """
-    allowed = np.flatnonzero(matcher.mask(output))
+    """A copy with -infinity for every token that may not follow `output`."""
+    allowed, kept = _allowed(logits, matcher.mask(output))
     scores = np.full_like(logits, -np.inf)
-    scores[allowed] = kept = logits[allowed]
+    scores[allowed] = kept
+    return scores
+
+
+def _allowed(logits: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that may come, ascending, and their logits. Mostly they are few."""
+    allowed = np.flatnonzero(mask)
+    kept = logits[allowed]
     if not kept.max() > -np.inf:
         raise MatcherError("the grammar allows only tokens that have no probability here")
-    return scores
+    return allowed, kept
 
 
 def filtered(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:

@@ -25,6 +25,7 @@ from forge.cache.kv_cache import CacheStats, KvCache, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
 from forge.engine.admission import Admission, generation_item
 from forge.engine.draft_slots import DraftSlots
+from forge.engine.handoff import KvHandoff
 from forge.engine.policies import SchedulerConfig
 from forge.engine.preemption import Preemption
 from forge.engine.prefill_only import PrefillOnly
@@ -91,6 +92,13 @@ class Scheduler:
             cacheable = sequence.token_ids[: sequence.max_cacheable_tokens]
             sequence.prefix_keys = self.cache.prefix_keys(cacheable, sequence.salt)
         self._enqueue(sequence)
+
+    def take_in(self, sequence: Sequence, handoff: KvHandoff) -> None:
+        """Put what another engine computed of a queued sequence into the host pool, if it has room: it is swapped in
+        when the sequence is admitted."""
+        if handoff.num_blocks <= self.host.num_free and handoff.position <= sequence.max_cacheable_tokens:
+            self.host.reserve(sequence.seq_id, handoff.num_blocks, handoff.position)
+            self.host.fill(sequence.seq_id, handoff.data)
 
     def has_unfinished(self) -> bool:
         return bool(self.queue.sequences or self.running)
@@ -224,7 +232,7 @@ class Scheduler:
             token_ids += outcome.token_ids
             if outcome.finish_reason is not None:
                 ended.append((item.sequence, outcome))
-            if item.phase == "oneshot":
+            if item.phase == "prefill_only":
                 self.prefill_only.commit(item, broken=outcome.finish_reason == "error")
             elif item.num_draft_tokens:
                 copies += self._commit_draft_tokens(item, outcome)

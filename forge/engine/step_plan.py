@@ -83,13 +83,13 @@ class StepPlan:
 
     @property
     def execution_class(self) -> ExecutionClass:
-        """`decode` where every item extends a running sequence by its next token, `oneshot` where every item is
+        """`decode` where every item extends a running sequence by its next token, `prefill_only` where every item is
         prefill-only, `mixed` otherwise."""
         phases = {item.phase for item in self.items}
         if self.separate:
-            phases.add("oneshot")
-        if phases == {"oneshot"}:
-            return "oneshot"
+            phases.add("prefill_only")
+        if phases == {"prefill_only"}:
+            return "prefill_only"
         return "decode" if phases <= {"decode"} else "mixed"
 
     @property

@@ -1,4 +1,4 @@
-"""Ten exercises: the reader writes a part of the engine, and the real engine runs on it.
+"""Eleven exercises: the reader writes a part of the engine, and the real engine runs on it.
 
 An exercise is a module of this package: its rules, its hints, its check, and how the reader's part is put into an `LLM`
 (`exercise.Exercise`). What the reader fills in is a file of `templates/`, copied once and never overwritten. A check

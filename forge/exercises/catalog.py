@@ -48,6 +48,7 @@ ENTRIES = (
     Entry(8, "preemption", "A victim policy, and what preemption does", "batching", "1 to 2"),
     Entry(9, "verification", "Verification of draft tokens", "speculation", "1 to 2"),
     Entry(10, "ngram_proposer", "A proposer: n-gram lookup", "speculation", "1"),
+    Entry(11, "router", "A router that knows prefixes", "cluster", "1"),
 )
 
 

@@ -56,8 +56,9 @@ class Exercise:
     """The engine's own, by dotted name."""
     check: Callable[[ModuleType], None]
     engine: Callable[[ModuleType], AbstractContextManager[Mapping[str, Any]]]
-    """The options of an `LLM` that runs on the reader's part, for as long as the context lasts; and as `prepare`, if
-    options are not enough, a function of that `LLM`."""
+    """The options of an `LLM` that runs on the reader's part, for as long as the context lasts. If options are not
+    enough: as `prepare`, a function of that `LLM`; or as `drive`, one of it, the prompts and the `SamplingParams`,
+    which returns outputs and steps."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """The options of the same `LLM` on the engine's own part."""
     beside: str = "forge's own"

@@ -1,11 +1,12 @@
 """`forge build run`: the real engine and the bundled model on the reader's code, beside the engine's own part."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
 from forge.exercises.catalog import Entry
@@ -81,22 +82,28 @@ def _broken(entry: Entry, path: Path, error: BaseException) -> BaseException:
 
 
 def _run(exercise: Exercise, options: Mapping[str, Any], model: str | None) -> Ran:
-    prepare, options = options.get("prepare"), {name: options[name] for name in options if name != "prepare"}
+    prepare, drive = options.get("prepare"), options.get("drive", _drive)
+    options = {name: options[name] for name in options if name not in ("prepare", "drive")}
     llm = LLM(model or "tales", **options)
     if prepare is not None:
         prepare(llm)
     params = SamplingParams(**exercise.params)
     llm.generate("warm up", SamplingParams(max_tokens=2))
     llm.engine.scheduler.keep_block_map = exercise.view == "blocks"
-    started = llm.start(list(exercise.prompts), params)
-    records = tuple(started)
-    samples = [sample for output in started.outputs for sample in output.outputs]
+    outputs, records = drive(llm, exercise.prompts, params)
+    samples = [sample for output in outputs for sample in output.outputs]
     return Ran(
         tuple(sample.text for sample in samples),
         tuple(tuple(sample.token_ids) for sample in samples),
-        records,
+        tuple(records),
         lambda token_id: llm.tokenizer.decode([token_id]),
     )
+
+
+def _drive(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> tuple[list[RequestOutput], list[StepRecord]]:
+    started = llm.start(list(prompts), params)
+    records = list(started)
+    return started.outputs, records
 
 
 def facts(comparison: Comparison) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class SchedulerTrial(EngineTrial):
     def __init__(self, piece: ModuleType, num_blocks: int):
         options = (
             f'kv="paged", block_size={_BLOCK}, num_blocks={num_blocks}, max_num_seqs={_MAX_SEQS}, '
-            f"max_num_batched_tokens={_BUDGET}, oneshot=False"
+            f"max_num_batched_tokens={_BUDGET}, prefill_only=False"
         )
         super().__init__(
             piece,
@@ -120,7 +120,7 @@ class SchedulerTrial(EngineTrial):
             num_blocks=num_blocks,
             max_num_seqs=_MAX_SEQS,
             max_num_batched_tokens=_BUDGET,
-            oneshot=False,
+            prefill_only=False,
         )
         put(self.llm, SimpleNamespace(MyScheduler=self._observed(piece)))
 
@@ -233,7 +233,7 @@ _OPTIONS = {
     "max_model_len": 256,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,
-    "oneshot": False,
+    "prefill_only": False,
 }
 
 EXERCISE = Exercise(

@@ -13,7 +13,7 @@ from forge.exercises.catalog import Entry
 from forge.exercises.result import Result
 from forge.trace.records import SpecCycle
 from forge.views.block_map import SequenceNames, pool_lines, table_lines
-from forge.views.figures import rate
+from forge.views.formatting import rate
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE
 from forge.views.scheduler import step_line
 from forge.views.speculation import marked_text, steps_of

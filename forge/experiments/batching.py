@@ -16,18 +16,18 @@ from rich.text import Text
 from forge.cli import options
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, load_model, run_label
+from forge.cli.run_control import Found, load_model, run_label
 from forge.errors import UsageError
 from forge.trace.timeline import timeline_of
 from forge.trace.totals import Percentiles, totals_of
 from forge.views.bench import BenchProgress
 from forge.views.charts import bar
-from forge.views.figures import count, ms, percent, rate, times
+from forge.views.formatting import count, ms, percent, rate, times
 from forge.views.json_output import as_object
-from forge.views.many import identity_text, workload_text
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report
-from forge.views.serving import totals_object
+from forge.views.request_sets import identity_text, workload_text
+from forge.views.run_summary import totals_object
 from forge.views.summary import RunLabel
 from forge.views.terminal import new_table, open_error_console, print_table
 from forge.workload.requests import Arrival as WorkloadArrival

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.bench.cases import Case, ModelSize, measure_model, needs_of
+from forge.bench.cases import BLOCK_SIZE, Case, Limits, ModelSize, measure_model, needs_of
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found
+from forge.cli.run_control import Found
 from forge.views.bench import BenchProgress
 from forge.views.charts import Curve, line_plot, row_of
-from forge.views.figures import count, ms, percent, size
+from forge.views.formatting import count, ms, percent, plural, size
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.report import Report
@@ -35,11 +35,16 @@ SHAPE_LAYERS = 8
 VOCABULARY = 4096
 """Of the model that is made up: some layers of Qwen3-0.6B, 130 million weights, more than a processor's cache holds."""
 DEFAULT_TYPES = ("Q8_0", "Q4_0")
+CONTEXTS = (16, 500, 2000)
+"""Tokens before a single row, whose keys and values it reads."""
 ROUNDS, ROUND_SECONDS = 4, 0.02
 """Each number of rows has its turn this often, and takes this long or one pass. The shortest pass counts: whatever else
 the machine does can only add time, and a burst of it does not last for all turns."""
 LIMIT_SECONDS = 0.2
 ARRAY_BYTES = 1 << 28
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+CACHE_BYTES = 32 << 20
+"""Of the processor's last cache, where the system does not tell."""
 Progress = Callable[[str], None]
 """Called with what is about to be done."""
 Work = tuple[Case, Callable[[], object]]
@@ -56,7 +61,7 @@ def kernels(
         typer.Option(
             "--model",
             "-m",
-            help="The model to measure.",
+            help="The model to measure, with --type beside those that are made up.",
             show_default="one that is made up, larger than a processor's cache",
             rich_help_panel="Model",
         ),
@@ -83,29 +88,8 @@ def kernels(
 
 def _report_of(model: str | None, types: list[str] | None, threads: int | None) -> Report:
     with BenchProgress(open_error_console()) as progress:
-        result = run(model, tuple(types or DEFAULT_TYPES), threads, progress)
+        result = run(model, types, threads, progress)
     return Report(kernels_object(result), lambda console: print_kernels(console, result))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the machine can do at most: memory bandwidth and arithmetic."""
-
-    bytes_per_second: float
-    """What all threads together read from memory."""
-    products_per_second: float
-    """int8 multiplications, each with its addition, when the operands are near."""
-
-    @property
-    def ridge(self) -> float:
-        """Products per byte at which both limits are reached at once."""
-        return self.products_per_second / self.bytes_per_second
-
-    def or_better(self, other: "Limits") -> "Limits":
-        """Of each limit the higher one: what else the machine does can only lower them."""
-        return Limits(
-            max(self.bytes_per_second, other.bytes_per_second), max(self.products_per_second, other.products_per_second)
-        )
 
 
 @dataclass(frozen=True)
@@ -143,6 +127,18 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class LongPass:
+    """Forward passes with one row, after a number of tokens whose keys and values it reads."""
+
+    context: int
+    kv_bytes: int
+    bytes_read: int
+    """Weights, keys and values."""
+    seconds: float
+    """The shortest's."""
+
+
+@dataclass(frozen=True)
 class Measured:
     """One model."""
 
@@ -151,6 +147,22 @@ class Measured:
     threads: int
     passes: tuple[Pass, ...]
     """By rising number of rows; the first has one."""
+    long_passes: tuple[LongPass, ...] = ()
+    """By rising context."""
+    cache_bytes: int = 0
+    """Of the processor's last cache."""
+
+    @property
+    def fits_in_cache(self) -> bool:
+        """The weights may stay in the processor's last cache between two passes."""
+        return self.size.weight_bytes < self.cache_bytes
+
+    @property
+    def reached(self) -> Limits:
+        """What its passes did, so what the machine can do at least."""
+        products = max(found.products_per_second for found in self.passes)
+        read = 0.0 if self.fits_in_cache else max(found.bytes_per_second for found in self.passes)
+        return Limits(read, products)
 
     def pass_of(self, rows: int) -> Pass:
         return next(found for found in self.passes if found.rows == rows)
@@ -166,11 +178,13 @@ class KernelsResult:
 
 def run(
     model: str | None,
-    types: Sequence[str] = DEFAULT_TYPES,
+    types: Sequence[str] | None = None,
     threads: int | None = None,
     on_progress: Progress = lambda text: None,
 ) -> KernelsResult:
-    """Measure the machine and `model`, or, without one, a model that is made up in each of `types`.
+    """Measure the machine, models that are made up in each of `types`, and `model`.
+
+    Without types and without a model, models in each of `DEFAULT_TYPES`.
 
     The files that are made up lie in a temporary folder and are gone afterwards. Raises `UsageError` for a model or a
     type that does not exist.
@@ -178,20 +192,23 @@ def run(
     from forge.model.catalog import resolve_model
     from forge.model.synth import find_quantization
 
+    types = types or (DEFAULT_TYPES if model is None else ())
     for name in types:
         find_quantization(name)
     path = resolve_model(model) if model is not None else None
     on_progress("what this machine can do")
-    before = _limits(threads)
+    limits = [_limits(threads)]
     measured = []
+    for name in types:
+        on_progress(f"making up a model in {name}")
+        with _made_up(name) as made_up:
+            measured.append(_measure_model(made_up, threads, on_progress))
+        limits.append(_limits(threads))
     if path is not None:
         measured.append(_measure_model(path, threads, on_progress))
-    for name in types if path is None else ():
-        on_progress(f"making up a model in {name}")
-        with _made_up(name) as path:
-            measured.append(_measure_model(path, threads, on_progress))
     on_progress("what this machine can do, once more")
-    return KernelsResult(before.or_better(_limits(threads)), tuple(measured))
+    limits += [_limits(threads), *(model.reached for model in measured)]
+    return KernelsResult(reduce(Limits.or_better, limits), tuple(measured))
 
 
 def _limits(threads: int | None) -> Limits:
@@ -224,28 +241,45 @@ def _made_up(quantization: str) -> Iterator[Path]:
 
 def _measure_model(path: Path, threads: int | None, on_progress: Progress) -> Measured:
     from forge.backends.cpu.backend import CpuBackend
-    from forge.bench.forge_worker import BLOCK_SIZE, batch_of
+    from forge.bench.forge_worker import batch_of
     from forge.llm import LLM
     from forge.model.catalog import model_name
     from forge.model.qwen3 import Qwen3
 
     size = measure_model(path)
-    most = min(ROWS[-1], size.max_context)
-    llm = LLM(path, device="cpu", threads=threads, max_model_len=most, max_num_seqs=1, block_size=BLOCK_SIZE)
-    blocks = -(-most // BLOCK_SIZE)
+    longest = min(max(*ROWS, *CONTEXTS) + 1, size.max_context)
+    llm = LLM(path, device="cpu", threads=threads, max_model_len=longest, max_num_seqs=1, block_size=BLOCK_SIZE)
+    blocks = -(-longest // BLOCK_SIZE)
     storage = llm.model.new_storage(llm.model.kv_layout(blocks, BLOCK_SIZE, llm.kv_dtype))
     works: list[Work] = []
-    for rows in (rows for rows in ROWS if rows <= most):
-        case = Case(f"rows{rows}", f"{rows} rows", "prefill", sequences=1, context=0, tokens=rows)
-        batch = batch_of(case.token_ids(size.vocab_size, seed=1), 0, blocks)
-        works.append((case, partial(llm.model.forward, batch, storage)))
+    cases = [
+        *(Case(f"rows{rows}", f"{rows} rows", "prefill", sequences=1, context=0, tokens=rows) for rows in ROWS),
+        *(Case(f"context{before}", f"1 row after {before}", "decode", 1, before, tokens=1) for before in CONTEXTS),
+    ]
+    for case in (case for case in cases if case.length <= longest):
+        token_ids = [ids[case.context :] for ids in case.token_ids(size.vocab_size, seed=1)]
+        works.append((case, partial(llm.model.forward, batch_of(token_ids, case.context, blocks), storage)))
     seconds = _shortest([work for _, work in works], lambda turn: on_progress(f"{model_name(path)}: {turn}"))
-    passes = []
+    passes, long_passes = [], []
     for (case, _), shortest in zip(works, seconds, strict=True):
         needs = needs_of(case, size)
-        passes.append(Pass(case.tokens, needs.bytes_read, needs.products, shortest))
+        if case.context:
+            held = case.context * size.kv_bytes
+            long_passes.append(LongPass(case.context, held, needs.bytes_read, shortest))
+        else:
+            passes.append(Pass(case.tokens, needs.bytes_read, needs.products, shortest))
     assert isinstance(llm.model, Qwen3) and isinstance(llm.model.backend, CpuBackend)
-    return Measured(model_name(path), size, llm.model.backend.threads, tuple(passes))
+    threads = llm.model.backend.threads
+    return Measured(model_name(path), size, threads, tuple(passes), tuple(long_passes), last_cache_bytes())
+
+
+def last_cache_bytes(caches: Path = CACHES) -> int:
+    """The size of the processor's last cache, as Linux tells it; `CACHE_BYTES` elsewhere."""
+    try:
+        sizes = [int(path.read_text().strip().removesuffix("K")) << 10 for path in caches.glob("index*/size")]
+    except (OSError, ValueError):
+        sizes = []
+    return max(sizes, default=CACHE_BYTES)
 
 
 def _shortest(works: Sequence[Callable[[], object]], on_progress: Progress) -> list[float]:
@@ -280,6 +314,16 @@ def _model_object(model: Measured, limits: Limits) -> dict[str, Any]:
         "name": model.name,
         "weight_bytes": model.size.weight_bytes,
         "threads": model.threads,
+        "fits_in_cache": model.fits_in_cache,
+        "long_passes": [
+            {
+                "context": found.context,
+                "kv_bytes": found.kv_bytes,
+                "bytes_read": found.bytes_read,
+                "ms": found.seconds * 1e3,
+            }
+            for found in model.long_passes
+        ],
         "passes": [
             {
                 **as_object(found, "bytes_per_second", "products_per_second", "intensity", without=("seconds",)),
@@ -303,6 +347,9 @@ def print_kernels(console: Console, result: KernelsResult) -> None:
         console.print()
         console.print(Text.assemble((model.name, TITLE), (f"  {reads(model)}, {_threads(model.threads)}", QUIET)))
         print_table(console, _table(model, limits))
+        if model.long_passes:
+            console.print()
+            print_table(console, _context_table(model))
     console.print()
     for line in roofline(result, console.width):
         console.print(line)
@@ -363,10 +410,11 @@ def comparison_sentences(models: Sequence[Measured]) -> list[str]:
 def cache_sentences(result: KernelsResult) -> list[str]:
     """A word where weights came faster than memory delivers."""
     memory = result.limits.bytes_per_second
-    quick = [model.name for model in result.models if model.passes[0].bytes_per_second > 1.1 * memory]
-    if not quick:
-        return []
-    return [f"More than memory delivers: {', '.join(quick)} stays in the processor's own cache between two passes."]
+    return [
+        f"More than memory delivers: {model.name} stays in the processor's own cache between two passes."
+        for model in result.models
+        if model.fits_in_cache and model.passes[0].bytes_per_second > 1.1 * memory
+    ]
 
 
 def roofline(result: KernelsResult, width: int) -> list[Text]:
@@ -415,6 +463,14 @@ def _table(model: Measured, limits: Limits) -> Table:
     table = new_table(None, "rows", "ms", "ms per row", "GB/s", "G products/s", last="of the limit")
     for found in model.passes:
         table.add_row(*_cells(found, limits))
+    return table
+
+
+def _context_table(model: Measured) -> Table:
+    table = new_table(None, "1 row after", "keys and values", "with the weights", last="ms")
+    for found in model.long_passes:
+        cells = [plural(found.context, "token"), size(found.kv_bytes), size(found.bytes_read)]
+        table.add_row(*cells, f"{found.seconds * 1e3:.2f}")
     return table
 
 

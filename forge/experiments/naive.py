@@ -14,9 +14,9 @@ from rich.text import Text
 
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, Watch, drive, exit_status, load_model, run_label, warm_up
+from forge.cli.run_control import Found, Watch, drive, exit_status, fastest, load_model, run_label, warm_up
 from forge.views.charts import bar, sparkline
-from forge.views.figures import count, ms, percent, plural
+from forge.views.formatting import count, ms, percent, plural
 from forge.views.forwards import chart_rows, chart_scale, spaced
 from forge.views.generation import sample_texts, watching
 from forge.views.json_output import climb_object, run_object
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 128
 """Enough for the climb to be more than the machine's unrest."""
-QUESTION = "Why does every token cost more than the one before it?"
-LEADS_ON = "Keeping keys and values saves the repeated work. Both in one picture:\n  forge compare --kv off vs on"
+QUESTION = "What does each token cost when nothing is kept?"
+LEADS_ON = "Keeping keys and values saves the repeated work. Both in one picture:\n  forge compare --kv off vs basic"
 ROWS = 12
 _BAR = 28
 
@@ -63,13 +63,14 @@ def _measure(prompt: str, max_tokens: int, model: str, loading: dict, watch: Wat
     llm = load_model(model, kv="off", **loading)
     warm_up(llm, text)
     with watching(open_console(), run_label(llm), text) as view:
-        result = drive(llm, llm.start([text], params), params, view.step, watch)
+        first = drive(llm, llm.start([text], params), params, view.step, watch)
+        result, runs = fastest(first, lambda: drive(llm, llm.start([text], params), params, lambda record: None))
     if not result.interrupted:  # once more, with a clock around every operation, which takes time of its own
         llm.time_operations()
         with watching(open_console(), run_label(llm), text) as view:
             drive(llm, llm.start([text], params), params, view.step)
     operations = llm.operation_times()
-    facts = naive_object(result, operations, llm.tokenizer.token_text)
+    facts = naive_object(result, operations, llm.tokenizer.token_text) | {"runs": runs}
     return Report(facts, lambda console: print_naive(console, result, operations, text), exit_status(result))
 
 
@@ -98,6 +99,7 @@ def naive_object(result: RunResult, operations: "Sequence[OperationTime]", token
         "matrices_share": matrices_share(shares),
         "attention_share": attention_share(shares),
         "layers_share": sum(layer.share for layer in layers),
+        "layers_spread": layers_spread(layers),
         "operations": [{"operation": s.name, "ms": s.ms, "calls": s.calls, "share": s.share} for s in shares],
         "layers": [{"layer": int(layer.name), "ms": layer.ms, "share": layer.share} for layer in layers],
     }
@@ -192,8 +194,8 @@ def operations_sentence(shares: Sequence[Share]) -> str:
     """Which operations the time goes to."""
     matrices, attention = percent(matrices_share(shares)), percent(attention_share(shares))
     return (
-        f"{matrices} of the time is matrix products, {attention} attention over the sequence. Every one of them runs "
-        "again for tokens whose result is already known."
+        f"{matrices} of the time is matrix products, {attention} attention over the sequence. Every forward after the "
+        "first runs them again for tokens whose result is already known."
     )
 
 
@@ -226,11 +228,17 @@ def _print_layers(console: Console, operations: "Sequence[OperationTime]") -> No
     console.print(Text(layers_sentence(layers, outside)))
 
 
+def layers_spread(layers: Sequence[Share]) -> float:
+    """How many times as long the slowest layer takes as the fastest; 1 for a model without layers."""
+    times = [layer.ms for layer in layers] or [1.0]
+    return max(times) / max(min(times), 1e-9)
+
+
 def layers_sentence(layers: Sequence[Share], outside: float) -> str:
     """Whether the layers cost alike."""
     if not layers:
         return "No layer was timed."
     inside = sum(share.ms for share in layers)
-    spread = max(share.ms for share in layers) / max(min(share.ms for share in layers), 1e-9)
+    spread = layers_spread(layers)
     alike = "the layers cost alike" if spread < 1.25 else f"the slowest layer takes {spread:.1f} times the fastest"
     return f"{percent(inside / (inside + outside))} of the time is spent in the layers, and {alike}."

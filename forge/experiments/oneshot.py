@@ -13,12 +13,12 @@ from rich.text import Text
 
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.compare_judging import LIVES
-from forge.cli.running import Found, load_model, run_label
+from forge.cli.compare_judging import CLASSES
+from forge.cli.run_control import Found, load_model, run_label
 from forge.trace.records import Deferred, StepRecord
 from forge.views.bench import BenchProgress
 from forge.views.charts import sparkline
-from forge.views.figures import NOTHING, count, plural, size
+from forge.views.formatting import NOTHING, count, plural, size
 from forge.views.judging import identical, judging_object, print_judging
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.report import Report
@@ -48,8 +48,8 @@ def oneshot(
     threads: options.ThreadsOption = None,
     num_blocks: options.NumBlocksOption = None,
     max_num_seqs: options.MaxNumSeqsOption = None,
-    oneshot_tokens: options.OneshotTokensOption = None,
-    oneshot_memory: options.OneshotMemoryOption = None,
+    prefill_only_tokens: options.PrefillOnlyTokensOption = None,
+    prefill_only_memory: options.PrefillOnlyMemoryOption = None,
     only: OnlyOption = None,
     pause: PauseOption = True,
     json: options.JsonOption = False,
@@ -62,8 +62,8 @@ def oneshot(
         threads=threads,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
-        oneshot_tokens=oneshot_tokens,
-        oneshot_memory=oneshot_memory,
+        prefill_only_tokens=prefill_only_tokens,
+        prefill_only_memory=prefill_only_memory,
     )
     report = _measure(model, loading, requests, max_tokens)
     return report.as_json() if json else report
@@ -75,11 +75,11 @@ def _measure(model: str, loading: dict, requests: int, max_tokens: int) -> Repor
     prompts = judge_prompts(llm.tokenizer, requests)
     lives = []
     with BenchProgress(open_error_console()) as progress:
-        for name, keeps_nothing in LIVES.items():
+        for name, keeps_nothing in CLASSES.items():
             progress(name)
             records: list = []
-            run_requests(llm.new_engine(oneshot=keeps_nothing), prompts[:WARM_UP], max_tokens)
-            engine = llm.new_engine(oneshot=keeps_nothing)
+            run_requests(llm.new_engine(prefill_only=keeps_nothing), prompts[:WARM_UP], max_tokens)
+            engine = llm.new_engine(prefill_only=keeps_nothing)
             lives.append(Life(name, run_requests(engine, prompts, max_tokens, on_step=records.append), tuple(records)))
     scratch, layout = len(llm.engine.scheduler.prefill_only.scratch), llm.kv_layout
     result = TwoLives(
@@ -143,7 +143,7 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "requests": len(record.items),
         "answered": len(record.finished),
         "rows": record.tokens_computed,
-        "found": sum(item.start for item in record.items if item.phase == "oneshot"),
+        "found": sum(item.start for item in record.items if item.phase == "prefill_only"),
         "blocks_held": record.cache.used_blocks,
         "deferred": len(deferred),
         "prefix_owners": sorted({reason.owner for reason in deferred}),
@@ -174,7 +174,7 @@ def _print_strips(console: Console, result: TwoLives) -> None:
         for index, (life, values) in enumerate(zip(result.lives, series, strict=True)):
             strip = sparkline(values, scale, STRIP_WIDTH)
             line = Text.assemble((f"{title if index == 0 else '':<16}", QUIET), no_wrap=True)
-            line.append(f"{life.name:<9}", sequence_style(index))
+            line.append(f"{life.name:<13}", sequence_style(index))
             line.append(strip, sequence_style(index))
             line.append(f"  to {count(max(values))}", QUIET)
             console.print(line)

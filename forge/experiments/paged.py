@@ -14,12 +14,12 @@ from forge.cli import options
 from forge.cli.arrivals import Arrival, WatchedRun
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, load_model
+from forge.cli.run_control import Found, load_model
 from forge.errors import UsageError
 from forge.views.block_map import pool_lines
 from forge.views.blocks import legend_line
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
-from forge.views.figures import count, plural, rate, share, size, times
+from forge.views.formatting import count, plural, rate, share, size, times
 from forge.views.metrics import verdict, with_unit
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report
@@ -36,8 +36,8 @@ ARRIVE_EVERY = 3
 """Steps between one story and the next."""
 PACE = 40.0
 QUESTION = "How many stories fit into the same memory?"
-LEADS_ON = "One prompt under the glass:\n  forge generate --kv paged --num-blocks 64 --show blocks --n 3 Once"
-NAMES = ("contiguous", "paged")
+LEADS_ON = "One prompt, block by block:\n  forge generate --kv paged --num-blocks 64 --show blocks --n 3 Once"
+NAMES = ("basic", "paged")
 _MAP_ROWS = 8
 
 
@@ -169,7 +169,7 @@ def paged_object(experiment: PagedExperiment) -> dict[str, Any]:
         "pool_bytes": figures.num_blocks * figures.block_size * experiment.bytes_per_token,
         "blocks_per_run": -(-experiment.max_model_len // figures.block_size),
         "identical": experiment.identical,
-        "contiguous": basic,
+        "basic": basic,
         "paged": paged,
         "more_at_once": experiment.paged.most_running / experiment.basic.most_running,
         "fewer_steps": basic["steps"] / paged["steps"],
@@ -239,10 +239,12 @@ def _rows(experiment: PagedExperiment) -> list[Row]:
 def paged_sentences(experiment: PagedExperiment) -> list[str]:
     """What the figures say."""
     facts = paged_object(experiment)
-    contiguous, paged = facts["contiguous"], facts["paged"]
+    basic, paged = facts["basic"], facts["paged"]
+    queued = f", and in {plural(basic['steps_with_waiting'], 'step')} others waited for it"
     return [
-        f"Contiguous sets {facts['blocks_per_run']} blocks aside for a story when it begins, however short it will be: "
-        f"{share(contiguous['internal_fragmentation'])} of what was reserved stayed empty, and others waited for it.",
+        f"Basic sets {facts['blocks_per_run']} blocks aside for a story when it begins, however short it will be: "
+        f"{share(basic['internal_fragmentation'])} of what was reserved stayed empty"
+        f"{queued if basic['steps_with_waiting'] else ''}.",
         f"Paged takes a block when a token needs one, wherever it is free: {share(paged['internal_fragmentation'])} "
         f"empty, less than {plural(facts['block_size'], 'slot')} per story.",
     ]

@@ -14,12 +14,12 @@ from forge.cli import options
 from forge.cli.arrivals import Arrival, WatchedRun, drive_arrivals, watch_arrivals, whole
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, forget_prefixes, load_model
+from forge.cli.run_control import Found, forget_prefixes, load_model
 from forge.errors import UsageError
 from forge.trace.records import BlockSplit, PrefixHit
 from forge.views.blocks import BlockScreen
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
-from forge.views.figures import NOTHING, count, plural, share, times
+from forge.views.formatting import NOTHING, count, plural, share, times
 from forge.views.metrics import verdict
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.report import Report
@@ -269,6 +269,8 @@ def prefix_object(experiment: PrefixExperiment) -> dict[str, Any]:
                 }
                 for split in fork.splits
             ],
+            "copies": len(fork.splits),
+            "num_branches": len(branches.outputs),
             "most_blocks_saved": fork.most_saved,
             "tokens_computed": fork.result.tokens_computed,
             "tokens_without_sharing": fork.tokens_without,
@@ -331,11 +333,14 @@ def fork_sentences(fork: Fork) -> list[str]:
     if fork.hit is None:
         return ["The branches found nothing: they begin with less than the story had computed of its first block."]
     computed, without = fork.result.tokens_computed, fork.tokens_without
-    copies = len(fork.splits)
+    missing = len(fork.result.outputs[1].prompt_token_ids) - fork.hit.num_tokens
+    why = ", for its logits" if missing == 1 else ""
+    copies = "block was copied" if len(fork.splits) == 1 else "blocks were copied"
     return [
         f"The branches found {plural(fork.hit.num_tokens, 'token')} of their beginning in "
-        f"{plural(len(fork.hit.blocks), 'block')} of the story and computed one, for its logits. "
-        f"{plural(copies, 'block')} had to be copied, because a sequence wrote into a shared block.",
+        f"{plural(len(fork.hit.blocks), 'block')} of the story; the first of them computed "
+        f"{plural(missing, 'more token')}{why}. {len(fork.splits)} {copies} because a sequence wrote into a block that "
+        "it shared.",
         f"{count(computed)} tokens went through the model; without sharing it would have been {count(without)}.",
     ]
 

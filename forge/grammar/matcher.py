@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 TOO_COMPLEX = "the grammar needs more work for one token than is allowed: make it simpler"
+_FEW = 16
+"""Of so many words of a mask, 32 tokens each, less than one has a token that may come."""
 _MAX_MASKS = 16
 """Positions whose masks are kept for a second call: verification asks again for what a draft has asked."""
 
@@ -83,8 +85,15 @@ class GrammarMatcher:
         bits = np.frombuffer(self._parser.compute_bitmask(), np.uint8)
         if self._parser.is_error():
             raise MatcherError(TOO_COMPLEX)
-        mask = np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little").view(bool)
-        if not mask.any():
+        words = bits.reshape(-1, 4)
+        some = np.flatnonzero(bits.view(np.uint32))
+        if len(some) < len(words) // _FEW:  # a third of the time of all
+            unpacked = np.zeros((len(words), 32), np.uint8)
+            unpacked[some] = np.unpackbits(words[some], axis=1, bitorder="little")
+            mask = unpacked.reshape(-1)[: self._grammar.vocab_size].view(bool)
+        else:
+            mask = np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little").view(bool)
+        if not len(some):
             raise MatcherError("no token of this model's vocabulary may come next by the grammar")
         mask.flags.writeable = False
         return mask

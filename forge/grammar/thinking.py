@@ -16,6 +16,11 @@ from forge.tokenizer.spec import TokenType
 OPEN, CLOSE, BLANK_LINE = "<think>", "</think>", "\n\n"
 
 
+def thinks(tokenizer: Tokenizer) -> bool:
+    """Whether the vocabulary has the tokens that thinking begins and ends with."""
+    return {OPEN, CLOSE} <= {tokenizer.spec.tokens[one] for one in tokenizer.spec.user_defined_ids}
+
+
 class ThinkingGrammar:
     """A `Grammar` whose outputs may begin with thinking."""
 

@@ -12,6 +12,16 @@ from forge.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+_LENGTHS = (*range(1, 13), 16, 20, 30)
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{1,{length}}}" for length in _LENGTHS), f"{_IN_STRING}+"]
+"""Tokens that mostly may come all or none of them, which the library then need not walk through one by one: those of so
+many characters at most that stand for text within a JSON string.
+
+Ledger, 151,936 tokens, an answer of 172 tokens with strings of 40 characters at most: the library's own slices have the
+lengths 10 and 30 alone, and wherever fewer characters are left in a string it walks the whole vocabulary: 2 ms a mask,
+65 ms an answer. With these it is 60 µs and 5.5 ms. They take 0.7 s more when the vocabulary is first loaded."""
+
 
 class _Vocabulary:
     """What `LLTokenizer` reads. It calls the object to tokenize forced text."""
@@ -35,4 +45,4 @@ def ll_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> "LLTokenizer":
     from llguidance import LLTokenizer
 
     vocabulary: Any = _Vocabulary(tokenizer, vocab_size)  # what the library takes is not in its annotations
-    return LLTokenizer(vocabulary, eos_token=sorted(tokenizer.eos_token_ids))
+    return LLTokenizer(vocabulary, eos_token=sorted(tokenizer.eos_token_ids), slices=_SLICES)

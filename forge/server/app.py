@@ -14,14 +14,16 @@ from fastapi.routing import APIRoute
 from forge import __version__
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
+from forge.errors import ForgeError
 from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, ShuttingDown
 from forge.server.errors import ApiError, install_handlers
-from forge.server.gate import Draining, Gate
 from forge.server.messages import Ready
-from forge.server.metrics import CONTENT_TYPE, Metrics
+from forge.server.metrics import CONTENT_TYPE
+from forge.server.middleware import Draining, Gate
 from forge.server.redaction import without_texts
 from forge.server.requests import DEFAULT_TOKENS, RequestReader, beside_the_loop, special_of
 from forge.server.responses import ChatShape, CompletionShape, Shape, ends_in_thinking, size_of, usage_object
+from forge.server.responses_api import ResponsesRequest, ResponseWriter, chat_request, own_names
 from forge.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -71,7 +73,7 @@ class Service:
         self.reader = RequestReader(
             self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits, ready.default_sampling
         )
-        self.metrics = Metrics(names[0], ready.max_model_len, ready.num_blocks, ready.block_size)
+        self.metrics = client.new_metrics(names[0], ready)
         client.on_step = self.metrics.take_step
         client.on_death = self.metrics.take_failures
         client.on_end = lambda generation, output: self.metrics.take_output(
@@ -171,16 +173,23 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        reader, request_id = service.reader, f"chatcmpl-{secrets.token_hex(12)}"
-        model = reader.model(body.model)
-        reader.check_supported(body)
-        prompt = await reader.chat_prompt(body)
-        params = await reader.compiled(reader.chat_params(body, len(prompt.token_ids), ends_in_thinking(prompt)), body)
-        shape = ChatShape(request_id, model, service.tokenizer, body, [prompt])
-        generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
+        request_id = f"chatcmpl-{secrets.token_hex(12)}"
+        shape, generation = await _begin_chat(service, request_id, body)
         if not body.stream:
             return await service.answer(generation, request, shape)
         return await service.stream(generation, _chat_events(shape, generation))
+
+    @app.post("/v1/responses", responses=_STREAMED)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation with a list of items. Nothing is stored."""
+        request_id = f"resp_{secrets.token_hex(12)}"
+        with own_names():
+            shape, generation = await _begin_chat(service, request_id, chat_request(body))
+        writer = ResponseWriter(request_id, service.reader.model(body.model), body, generation.params, shape)
+        if not body.stream:
+            outputs = await service.whole(generation, request)
+            return JsonAnswer(await beside_the_loop(size_of(outputs), lambda: writer.body(outputs)))
+        return await service.stream(generation, _response_events(writer, generation))
 
     @app.post("/generate", responses=_STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
@@ -283,6 +292,17 @@ def _describe(app: FastAPI) -> None:
         document["components"]["schemas"].pop(name, None)
 
 
+async def _begin_chat(service: Service, request_id: str, body: ChatRequest) -> tuple[ChatShape, Generation]:
+    """Submit a chat. Raises `ApiError` for one that is wrong."""
+    reader = service.reader
+    model = reader.model(body.model)
+    reader.check_supported(body)
+    prompt = await reader.chat_prompt(body)
+    params = await reader.compiled(reader.chat_params(body, len(prompt.token_ids), ends_in_thinking(prompt)), body)
+    shape = ChatShape(request_id, model, service.tokenizer, body, [prompt])
+    return shape, service.submit(request_id, [prompt], params, body, bool(body.stream))
+
+
 async def _completion_events(
     shape: CompletionShape, generation: Generation, body: CompletionRequest, piecemeal: bool
 ) -> AsyncIterator[bytes]:
@@ -315,6 +335,18 @@ async def _chat_events(shape: ChatShape, generation: Generation) -> AsyncIterato
         if piece:
             yield piece
     yield await _last_events(shape, generation)
+
+
+async def _response_events(writer: ResponseWriter, generation: Generation) -> AsyncIterator[bytes]:
+    yield b"".join(writer.begin())
+    try:
+        async for deltas in generation.updates():
+            piece = b"".join([event for delta in deltas for event in writer.push(delta)])
+            if piece:
+                yield piece
+        yield b"".join(writer.finish(await generation.finished()))
+    except ForgeError as error:
+        yield writer.fail(error)
 
 
 async def _last_events(shape: CompletionShape | ChatShape, generation: Generation) -> bytes:

@@ -25,7 +25,7 @@ from forge.server.messages import (
     Abort,
     Answer,
     Ask,
-    AskOneShots,
+    AskTasks,
     Fault,
     Gauges,
     Inbox,
@@ -40,6 +40,7 @@ from forge.server.messages import (
     pause_between_events,
     prompt_id,
 )
+from forge.server.metrics import Metrics
 from forge.trace.records import StepRecord
 
 logger = logging.getLogger("forge.server")
@@ -287,6 +288,10 @@ class EngineClient(asyncio.BufferedProtocol):
         self.dead = False
         self.died.clear()
 
+    def new_metrics(self, model_name: str, ready: Ready) -> Metrics:
+        """What counts this engine's work."""
+        return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
+
     def disconnect(self) -> None:
         """Leave the loop; the engine's process ends when its socket closes."""
         self._is_leaving = True
@@ -359,7 +364,7 @@ class EngineClient(asyncio.BufferedProtocol):
     async def answer(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
         """The results of requests that keep nothing, each a prompt's tokens and a task. Raises as `ask` does. Where its
         caller is cancelled, the requests end before the next step."""
-        question = AskOneShots(next(self._numbers), requests)
+        question = AskTasks(next(self._numbers), requests)
         try:
             return await self._answer_to(question, len(requests))
         except BaseException:
@@ -367,7 +372,7 @@ class EngineClient(asyncio.BufferedProtocol):
                 self._send(Withdraw(question.number))
             raise
 
-    async def _answer_to(self, question: Ask | AskOneShots, num_requests: int) -> Any:
+    async def _answer_to(self, question: Ask | AskTasks, num_requests: int) -> Any:
         if self.dead:
             raise EngineDead
         number = question.number

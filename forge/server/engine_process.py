@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge.engine.engine import Engine
+from forge.engine.handoff import KvHandoff
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError, UsageError
 from forge.llm import LLM
@@ -26,7 +27,7 @@ from forge.server.messages import (
     Abort,
     Answer,
     Ask,
-    AskOneShots,
+    AskTasks,
     Fault,
     Gauges,
     Inbox,
@@ -64,7 +65,7 @@ def main(connection: socket.socket, model: str, options: dict[str, Any]) -> None
     logging.basicConfig(format="%(levelname)s %(message)s")
     try:
         llm = LLM(model, **options)
-        connection.sendall(frame(_ready(llm)))
+        connection.sendall(frame(ready_message(llm)))
         gc.freeze()  # a model's objects stay: no collection has to look at them
         EngineServer(llm, connection).run()
     except ForgeError as error:
@@ -78,7 +79,7 @@ def main(connection: socket.socket, model: str, options: dict[str, Any]) -> None
         connection.close()
 
 
-def _ready(llm: LLM) -> Ready:
+def ready_message(llm: LLM) -> Ready:
     spec = llm.tokenizer.spec
     spec = replace(spec, tokens=tuple(spec.tokens), merges=tuple(spec.merges))  # a file's own are read as they are used
     longest = min(llm.max_model_len, llm.engine.cache.max_sequence_length)
@@ -154,6 +155,10 @@ class EngineServer:
         """From a question's number."""
         self._group_of: dict[int, _Group] = {}
         """From a one-shot's sequence id to the question that it belongs to."""
+        self.handoffs: dict[int, KvHandoff] = {}
+        """What another engine has computed of requests, by the key of their `Submit`, which comes later."""
+        self.prefills: set[int] = set()
+        """The keys of requests whose caches are retained."""
         self._watched = False
         self._gauges: Gauges | None = None
         self._log = RequestLog(self.engine.timeline)
@@ -200,10 +205,10 @@ class EngineServer:
         """Report a failed command to the client that waits for its result."""
         if isinstance(command, Submit):
             self._update.refused.append(Refusal(command.key, fault))
-        elif isinstance(command, Ask | AskOneShots):
+        elif isinstance(command, Ask | AskTasks):
             self._update.answers.append(Answer(command.number, None, fault))
 
-    def _carry_out(self, command: Submit | Abort | Ask | AskOneShots | Withdraw | Watch) -> None:
+    def _carry_out(self, command: Submit | Abort | Ask | AskTasks | Withdraw | Watch) -> None:
         if isinstance(command, Submit):
             self._submit(command)
         elif isinstance(command, Abort):
@@ -213,7 +218,7 @@ class EngineServer:
             self._compiling = [pair for pair in self._compiling if pair[0].key != command.key]
         elif isinstance(command, Watch):
             self._watched = command.wanted
-        elif isinstance(command, AskOneShots):
+        elif isinstance(command, AskTasks):
             self._begin_group(command)
         elif isinstance(command, Withdraw):
             if command.number in self._groups:
@@ -242,7 +247,14 @@ class EngineServer:
         key, request_id, token_ids, params, prompt, priority, salt, stream = command
         try:
             seq_ids = self.engine.add_request(
-                request_id, token_ids, params, prompt=prompt, priority=priority, salt=salt
+                request_id,
+                token_ids,
+                params,
+                prompt=prompt,
+                priority=priority,
+                salt=salt,
+                retain_cache=key in self.prefills,
+                handoff=self.handoffs.pop(key, None),
             )
         except ForgeError as error:
             self._update.refused.append(Refusal(key, Fault(str(error))))
@@ -266,7 +278,7 @@ class EngineServer:
         """What happened to a request; None if it is not known (any more)."""
         return self._log.timeline(request_id)
 
-    def _begin_group(self, question: AskOneShots) -> None:
+    def _begin_group(self, question: AskTasks) -> None:
         """Queue all of a question's requests, or none."""
         group = self._groups[question.number] = _Group(question.number)
         try:
@@ -314,7 +326,7 @@ class EngineServer:
         ended: dict[_Request, str | None] = {}
         for finish in record.finished:
             if finish.seq_id not in samples:
-                self._take_oneshot(finish)
+                self._take_readout(finish)
                 continue
             request, sample = samples[finish.seq_id]
             ended[request] = finish.error
@@ -327,7 +339,7 @@ class EngineServer:
             if not self.engine.is_unfinished(request.request_id):
                 self._take_output(request, why)
 
-    def _take_oneshot(self, finish: FinishRecord) -> None:
+    def _take_readout(self, finish: FinishRecord) -> None:
         group = self._group_of.get(finish.seq_id)
         if group is None:
             return  # it was answered with the error of another of its requests

@@ -68,7 +68,7 @@ class Ask(NamedTuple):
     arguments: tuple[Any, ...] = ()
 
 
-class AskOneShots(NamedTuple):
+class AskTasks(NamedTuple):
     """Requests that keep nothing, each a prompt's tokens and a `Task`: answered together, when all are there."""
 
     number: int

@@ -55,9 +55,13 @@ class Histogram:
 class Metrics:
     """Takes in what the engine reports; writes it down when asked."""
 
-    def __init__(self, model_name: str, max_model_len: int, num_blocks: int, block_size: int):
-        self._cache = f'block_size="{block_size}",num_gpu_blocks="{num_blocks}",engine="0"'
-        self._labels = f'model_name="{_escaped(model_name)}",engine="0"'
+    def __init__(
+        self, model_name: str, max_model_len: int, num_blocks: int, block_size: int, replica: str | None = None
+    ):
+        """replica: which of several engines this is; None for the only one."""
+        which = 'engine="0"' + ("" if replica is None else f',replica="{_escaped(replica)}"')
+        self._cache = f'block_size="{block_size}",num_gpu_blocks="{num_blocks}",{which}'
+        self._labels = f'model_name="{_escaped(model_name)}",{which}'
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.preemptions = 0

@@ -48,7 +48,7 @@ class ReasoningSplitter:
             self._held = self._held.lstrip("\n")
         if not self._held:
             return ""
-        length = len(self._held) - _partial(self._held, CLOSE)
+        length = len(self._held) - partial_tag(self._held, CLOSE)
         while length and self._held[length - 1] == "\n":  # they may stand before the closing tag
             length -= 1
         return self._release(length)
@@ -72,6 +72,6 @@ def split_reasoning(text: str, inside: bool = False) -> tuple[str, str]:
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
 
 
-def _partial(text: str, tag: str) -> int:
+def partial_tag(text: str, tag: str) -> int:
     """How long an end of `text` the tag begins with."""
     return next((length for length in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:length])), 0)

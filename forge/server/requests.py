@@ -9,10 +9,12 @@ from typing import Any
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 from forge.grammar.compiler import GrammarCompiler
+from forge.grammar.thinking import thinks
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError
 from forge.server.schema import (
     ChatRequest,
+    ChatTemplateVariables,
     CompletionRequest,
     OpenAiRequest,
     Sampling,
@@ -20,7 +22,8 @@ from forge.server.schema import (
     unsupported_parameter,
 )
 from forge.server.settings import Limits
-from forge.server.structured import param_of, structured_output
+from forge.server.structured import param_of, parts_of, structured_output
+from forge.server.tools import shown_call, shown_tools
 from forge.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16
@@ -96,23 +99,30 @@ class RequestReader:
         messages = body.messages or []
         begins = not continues and body.add_generation_prompt is not False
         template: dict[str, Any] = {"add_generation_prompt": begins, "continue_final_message": continues}
-        if isinstance(body, ChatRequest) and body.chat_template_kwargs is not None:
-            template["enable_thinking"] = body.chat_template_kwargs.enable_thinking
+        if isinstance(body, ChatRequest):
+            template["tools"] = shown_tools(body)
+            if body.chat_template_kwargs is not None:
+                template["enable_thinking"] = body.chat_template_kwargs.enable_thinking
 
         def encode() -> tuple[str, list[int]]:
             turns = [message.model_dump(exclude_none=True) for message in messages]
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
                 turn.setdefault("content", "")
+                if "tool_calls" in turn:
+                    turn["tool_calls"] = [shown_call(call) for call in turn["tool_calls"]]
             special = {"parse_special": bool(body.parse_special), "add_special_tokens": bool(body.add_special_tokens)}
             return self.tokenizer.encode_chat(turns, **special, **template)
 
         size = sum([len(message.content or "") for message in messages])
         self._check_size(size, "messages")
+        num_parts = len(messages) + 10 * len(template.get("tools") or ())
         try:
-            rendered, token_ids = await beside_the_loop(size + 100 * len(messages), encode)
+            rendered, token_ids = await beside_the_loop(size + 100 * num_parts, encode)
         except UsageError as error:
             raise ApiError(str(error), param="messages") from None
+        except RecursionError:
+            raise ApiError("the messages or tools are nested too deeply", param="messages") from None
         return Prompt(self._checked_ids(token_ids, "messages"), rendered)
 
     async def encode(
@@ -192,10 +202,18 @@ class RequestReader:
         self._check_prompt_logprobs(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         others: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
-        structured, variables = structured_output(body), body.chat_template_kwargs
-        if structured is not None and variables is not None and variables.enable_thinking:
+        structured = others["structured"] = structured_output(body)
+        if structured is not None and (is_thinking or self._may_think(body)):
             others["structured"] = replace(structured, thinking="open" if is_thinking else "may_open")
         return self.params(body, 1, max_tokens, **others)
+
+    def _may_think(self, body: ChatRequest) -> bool:
+        """Whether thinking may come before the form: where it is asked for, and before text that only tool calls
+        constrain."""
+        variables = body.chat_template_kwargs or ChatTemplateVariables()
+        if variables.enable_thinking is None and body.tools and body.response_format is None:
+            return body.tool_choice in (None, "auto") and thinks(self.tokenizer)
+        return bool(variables.enable_thinking)
 
     def params(self, body: Sampling, num_prompts: int, max_tokens: int, **others: Any) -> SamplingParams:
         n, limits = body.n or 1, self.limits
@@ -225,7 +243,7 @@ class RequestReader:
             "num_speculative_tokens": body.num_speculative_tokens,
             "include_stop_str_in_output": body.include_stop_str_in_output,
             "n": n,
-            "structured": structured_output(body),
+            **({} if "structured" in others else {"structured": structured_output(body)}),
             **others,
         }
         wanted = {name: value for name, value in given.items() if value is not None}
@@ -237,10 +255,11 @@ class RequestReader:
     async def compiled(self, params: SamplingParams, body: Sampling) -> SamplingParams:
         """`params`, once their grammar is known to compile. Others are read meanwhile. Raises `ApiError`."""
         if params.structured is not None:
-            try:
-                await asyncio.to_thread(self._compile_grammar, params.structured)
-            except UsageError as error:
-                raise ApiError(str(error), param=param_of(body)) from None
+            for beginning, param, part in (*parts_of(body), ("", param_of(body), params.structured)):
+                try:
+                    await asyncio.to_thread(self._compile_grammar, part)
+                except UsageError as error:
+                    raise ApiError(beginning + str(error), param=param) from None
         return params
 
     def _stop(self, stop: str | list[str] | None) -> tuple[str, ...]:

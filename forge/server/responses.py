@@ -10,6 +10,7 @@ from forge.server.engine_client import Delta, Prompt
 from forge.server.reasoning import ReasoningSplitter, split_reasoning
 from forge.server.schema import ChatRequest, CompletionRequest, OpenAiRequest
 from forge.server.strict_json import to_json
+from forge.server.tools import ToolCallSplitter, split_tool_calls, tool_use
 from forge.tokenizer import Tokenizer
 
 
@@ -189,6 +190,11 @@ def _joined(first: dict[str, list[Any]] | None, second: dict[str, list[Any]]) ->
     return second if first is None else {name: first[name] + second[name] for name in second}
 
 
+def _reason_of_calls(reason: str | None) -> str | None:
+    """Why an answer with tool calls ended: for them, unless it was cut."""
+    return "tool_calls" if reason == "stop" else reason
+
+
 def ends_in_thinking(prompt: Prompt) -> bool:
     """Whether a prompt ends inside the thinking part."""
     return prompt.text is not None and prompt.text.rstrip().endswith("<think>")
@@ -210,7 +216,9 @@ class ChatShape(Shape):
         super().__init__(request_id, model, tokenizer, body, prompts)
         self._top = body.top_logprobs or 0
         self._in_reasoning = ends_in_thinking(prompts[0])
-        self._splitters: dict[int, ReasoningSplitter] = {}
+        tools = tool_use(body)
+        self._callable = tools.names if tools is not None else frozenset()
+        self._splitters: dict[int, tuple[ReasoningSplitter, ToolCallSplitter]] = {}
 
     def facts(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         facts = super().facts(outputs)
@@ -225,14 +233,21 @@ class ChatShape(Shape):
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
         reasoning, answer = split_reasoning(sample.text, self._in_reasoning)
-        message = {"role": "assistant", "content": answer, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": answer, "refusal": None}
         if reasoning:
             message["reasoning_content"] = reasoning
+        reason = sample.finish_reason
+        if self._callable:
+            content, calls = split_tool_calls(answer, self._callable)
+            message["content"] = content or (None if calls else "")
+            if calls:
+                message["tool_calls"] = calls
+                reason = _reason_of_calls(reason)
         logprobs = None
         if sample.logprobs is not None:
             logprobs = self._logprobs(sample.token_ids, sample.logprobs)
         choice = {"index": sample.index, "message": message, "logprobs": logprobs}
-        choice |= self._end(sample.finish_reason, sample.stop_reason)
+        choice |= self._end(reason, sample.stop_reason)
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
         return choice
@@ -243,13 +258,21 @@ class ChatShape(Shape):
         return chunk | {"prompt_token_ids": self._prompts[0].token_ids} if self._body.return_token_ids else chunk
 
     def delta(self, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks that make of a delta: reasoning, answer and end, as far as there are any."""
-        splitter = self._splitters.setdefault(delta.choice, ReasoningSplitter(self._in_reasoning))
-        parts = [splitter.push(delta.text)]
+        """The chunks that make of a delta: reasoning, answer, tool calls and end, as far as there are any."""
+        if delta.choice not in self._splitters:
+            self._splitters[delta.choice] = ReasoningSplitter(self._in_reasoning), ToolCallSplitter(self._callable)
+        thinking, calling = self._splitters[delta.choice]
+        parts = [thinking.push(delta.text)]
         if delta.finish_reason is not None:
-            parts.append(splitter.finish())
+            parts.append(thinking.finish())
         reasoning, answer = ("".join(texts) for texts in zip(*parts, strict=True))
-        fields = {name: text for name, text in (("reasoning_content", reasoning), ("content", answer)) if text}
+        calls: list[dict[str, Any]] = []
+        if self._callable:
+            answer, calls = calling.push(answer)
+            if delta.finish_reason is not None:
+                answer += calling.finish()
+        named = (("reasoning_content", reasoning), ("content", answer), ("tool_calls", calls))
+        fields = {name: value for name, value in named if value}
         logprobs = None
         if delta.logprobs:
             logprobs = self._logprobs(delta.token_ids, delta.logprobs)
@@ -261,10 +284,11 @@ class ChatShape(Shape):
                 chunks[-1]["choices"][0]["token_ids"] = delta.token_ids
         if delta.finish_reason is not None:
             chunks.append(self._chunk(delta.choice, {}))
-            chunks[-1]["choices"][0] |= self._end(delta.finish_reason, delta.stop_reason)
+            reason = _reason_of_calls(delta.finish_reason) if calling.num_calls else delta.finish_reason
+            chunks[-1]["choices"][0] |= self._end(reason, delta.stop_reason)
         return chunks
 
-    def _chunk(self, choice: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _chunk(self, choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         return self.chunk_of([{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": None}])
 
     def _logprobs(self, token_ids: Sequence[int], entries: Sequence[Logprobs | None]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 MAX_ITEMS = 8192
 """Items of any list but one of token ids: prompts, messages, documents."""
 MAX_BIASES = 16_384
+MAX_TOOLS = 128
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)]
@@ -135,6 +136,21 @@ class CompletionRequest(OpenAiRequest):
     echo: bool | None = None
 
 
+class CalledFunction(Body):
+    """Which function an earlier answer called, and with what: JSON as text, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(Body):
+    """A call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(BaseModel):
     """One turn. What else it holds is for the model's chat template."""
 
@@ -142,9 +158,45 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """The JSON Schema of the arguments, which are an object; None where there are none."""
+    strict: bool | None = None
+    """The arguments keep to the schema in any case, and not only where `tool_choice` asks for a call."""
+
+
+class Tool(Body):
+    """OpenAI's tool. Those that a service runs itself are refused."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    """Which function must be called."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A `tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ChatTemplateVariables(Body):
@@ -164,6 +216,9 @@ class ChatRequest(OpenAiRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """Go on with the last message instead of answering it."""
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class GenerateRequest(Sampling):

@@ -55,7 +55,7 @@ def serve(
     try:
         ready = client.wait_until_ready()
         client.on_record = live(ready) if live is not None else None
-        return asyncio.run(_serve(client, ready, settings, listening, on_ready))
+        return asyncio.run(serve_client(client, ready, settings, listening, on_ready))
     finally:
         client.close()
         listening.close()
@@ -101,7 +101,8 @@ def connection_limits() -> tuple[int, int]:
     return max(1, most - 4 * backlog - _OTHER_FILES), backlog
 
 
-async def _serve(client, ready, settings: Settings, listening, on_ready) -> int:
+async def serve_client(client: EngineClient, ready: Ready, settings: Settings, listening, on_ready) -> int:
+    """Serve from an engine, or from what stands for one, until a signal; return the exit status."""
     max_connections, backlog = connection_limits()
     start_listening(listening, settings, backlog)
     await client.connect()

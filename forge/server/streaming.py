@@ -25,7 +25,8 @@ def event(value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what `events` yields, each piece as soon as it comes; the last one ends with `DONE`.
+    """Sends what `events` yields, each piece as soon as it comes. A piece that ends with `DONE` is the last one; the
+    answer ends where the events do without it, too.
 
     `on_gone` is called once, whatever ends the stream: its last event, a client that left, one that takes nothing.
     """
@@ -60,10 +61,13 @@ class EventStream(Response):
             (self._watching or watching).cancel()
 
     async def _send_events(self, send) -> None:
+        more = True
         try:
             async for piece in self._events:
                 more = not piece.endswith(DONE)
                 await self._send(send, {"type": "http.response.body", "body": piece, "more_body": more})
+            if more:
+                await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
         except Exception as error:
             last = event(error_object(to_api_error(error))) + DONE
             await self._send(send, {"type": "http.response.body", "body": last, "more_body": False})

@@ -1,15 +1,52 @@
-"""From a body's `response_format` or `structured_outputs` to the form that the output must have."""
+"""From a body's `response_format`, `structured_outputs` or `tools` to the form that the output must have."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 from forge.server.errors import ApiError
 from forge.server.schema import OpenAiRequest, ResponseFormat, Sampling, StructuredOutputs
+from forge.server.tools import tool_use
 
 
 def structured_output(body: Sampling) -> StructuredOutput | None:
     """None where any text will do. Raises `ApiError` for a form that is incomplete, or for two."""
+    name, form = _form(body)
+    tools = tool_use(body)
+    if tools is not None:
+        if name == "structured_outputs":
+            raise ApiError("give tools or structured_outputs, not both", param=name)
+        answer = None if form is None else form["json"]
+        return tools.structured(answer) if answer is not None or tools.constrains() else None
+    if form is None:
+        return None
+    try:
+        return StructuredOutput(**form)
+    except UsageError as error:
+        raise ApiError(str(error), param=name) from None
+
+
+def parts_of(body: Sampling) -> Iterator[tuple[str, str, StructuredOutput]]:
+    """The parts of a grammar that can be wrong by themselves: what a message begins with, the parameter, the form."""
+    tools = tool_use(body)
+    if tools is not None:
+        for name, schema in tools.schemas():
+            yield f"{name}: ", "tools", schema
+        name, form = _form(body)
+        if form is not None:
+            yield "", name, StructuredOutput(**form)
+
+
+def param_of(body: Sampling) -> str:
+    """The parameter that an error about the whole form is about."""
+    if tool_use(body) is not None:
+        return "tools"
+    return "structured_outputs" if body.structured_outputs is not None else "response_format"
+
+
+def _form(body: Sampling) -> tuple[str, dict[str, Any] | None]:
+    """The parameter that says what an answer in text must be, and what it says."""
     response_format = body.response_format if isinstance(body, OpenAiRequest) else None
     forms = [
         (name, given)
@@ -21,17 +58,7 @@ def structured_output(body: Sampling) -> StructuredOutput | None:
     ]
     if len(forms) > 1:
         raise ApiError("give response_format or structured_outputs, not both", param="structured_outputs")
-    for name, given in forms:
-        try:
-            return StructuredOutput(**given)
-        except UsageError as error:
-            raise ApiError(str(error), param=name) from None
-    return None
-
-
-def param_of(body: Sampling) -> str:
-    """The parameter that an error about the form is about."""
-    return "structured_outputs" if body.structured_outputs is not None else "response_format"
+    return forms[0] if forms else ("response_format", None)
 
 
 def _of_response_format(given: ResponseFormat | None) -> dict[str, Any] | None:

@@ -153,7 +153,7 @@ def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
     preempted, and with guesses."""
     prompts = [_random_tokens(loaded.model, length, length) for length in (5, 33, 20, 33, 9)]
     prompts.append(prompts[1][:32] + prompts[2])  # begins as another does
-    alone = LLM(loaded, kv="off", max_num_seqs=1, max_model_len=96, oneshot=False)
+    alone = LLM(loaded, kv="off", max_num_seqs=1, max_model_len=96, prefill_only=False)
     runs = [_run(alone, [prompt]) for prompt in prompts]
     tokens = [run.said[0] for run in runs]
     for prompt, said, run in zip(prompts, tokens, runs, strict=True):
@@ -163,7 +163,7 @@ def nothing_that_the_engine_does_can_be_seen(loaded: LoadedModel) -> None:
         [[*prompt, *said] for prompt, said in zip(prompts, tokens, strict=True)], loaded.model.vocab_size, 0.7
     )
     for what, options in _engines(guesses):
-        run = _run(LLM(loaded, max_model_len=96, oneshot=False, **options), prompts)
+        run = _run(LLM(loaded, max_model_len=96, prefill_only=False, **options), prompts)
         assert run.said == tokens, f"{what} the model says something else: {_first_difference(run.said, tokens)}"
         _equal(run.logits, runs[0].logits, f"{what} the tokens are the same and the logits are not")
         few = options.get("num_blocks")

@@ -27,10 +27,31 @@ QWEN3_CHAT_TEMPLATE = """\
     {%- endif -%}
 {%- endfor -%}
 {%- if tools -%}
-    {{- raise_exception('the built-in template has no tools; use a model file with its own template') -}}
+    {{- '<|im_start|>system\\n' -}}
+    {%- if messages[0].role == 'system' -%}
+        {{- messages[0].content ~ '\\n\\n' -}}
+    {%- endif -%}
+    {{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' -}}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' -}}
+    {%- for tool in tools -%}
+        {{- '\\n' ~ (tool | tojson) -}}
+    {%- endfor -%}
+    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within ' -}}
+    {{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n' -}}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' -}}
 {%- endif -%}
 {%- for message in messages -%}
     {%- set text = message.content if message.content is string else '' -%}
+    {%- if message.role == 'tool' -%}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}
+            {{- '<|im_start|>user' -}}
+        {%- endif -%}
+        {{- '\\n<tool_response>\\n' ~ text ~ '\\n</tool_response>' -}}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}
+            {{- '<|im_end|>\\n' -}}
+        {%- endif -%}
+        {%- continue -%}
+    {%- endif -%}
     {%- if message.role not in ('system', 'user', 'assistant') -%}
         {{- raise_exception('the built-in template has no role ' ~ message.role) -}}
     {%- endif -%}
@@ -42,11 +63,22 @@ QWEN3_CHAT_TEMPLATE = """\
             {%- set thinking = text.split('</think>')[0].rstrip('\\n').split('<think>')[-1] -%}
             {%- set text = text.split('</think>')[-1].lstrip('\\n') -%}
         {%- endif -%}
+        {%- set calls = namespace(before='\\n' if text else '', text='') -%}
+        {%- for call in message.tool_calls or [] -%}
+            {%- set call = call.function or call -%}
+            {%- set arguments = call.arguments if call.arguments is string else call.arguments | tojson -%}
+            {%- set json = '{"name": "' ~ call.name ~ '", "arguments": ' ~ arguments ~ '}' -%}
+            {%- set calls.text = calls.text ~ calls.before ~ '<tool_call>\\n' ~ json ~ '\\n</tool_call>' -%}
+            {%- set calls.before = '\\n' -%}
+        {%- endfor -%}
         {%- if loop.index0 > turns.question and (loop.last or thinking) -%}
             {%- set text = '<think>\\n' ~ thinking.strip('\\n') ~ '\\n</think>\\n\\n' ~ text.lstrip('\\n') -%}
         {%- endif -%}
+        {%- set text = text ~ calls.text -%}
     {%- endif -%}
-    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ text ~ '<|im_end|>\\n' -}}
+    {%- if not (tools and loop.first and message.role == 'system') -%}
+        {{- '<|im_start|>' ~ message.role ~ '\\n' ~ text ~ '<|im_end|>\\n' -}}
+    {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|im_start|>assistant\\n' -}}
@@ -55,7 +87,7 @@ QWEN3_CHAT_TEMPLATE = """\
     {%- endif -%}
 {%- endif -%}
 """
-"""Renders system, user and assistant turns as Qwen3's published template does; tools need the file's own."""
+"""Renders turns and tools as Qwen3's published template does."""
 
 
 class ChatTemplateError(ForgeError):
@@ -71,6 +103,8 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ChatTemplateError(f"chat template: {len(source)} characters, over the limit of {MAX_TEMPLATE_CHARS}")
         self._variables = dict(variables)
+        self.has_tools = "tools" in source
+        """Whether it shows the model the tools that it may call."""
         with _one_line_errors():
             from forge.tokenizer.template_sandbox import compile_template
 

@@ -37,11 +37,11 @@ def choose_mark(messages: Any) -> str:
 
 
 def marked(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
-    """`value` with `mark` behind every match in its strings, however deep in lists and mappings."""
+    """`value` with `mark` behind every match in its strings, names too, however deep in lists and mappings."""
     if isinstance(value, str):
         return pattern.sub(lambda match: match.group() + mark, value)
     if isinstance(value, Mapping):
-        return {name: marked(one, pattern, mark) for name, one in value.items()}
+        return {marked(name, pattern, mark): marked(one, pattern, mark) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [marked(one, pattern, mark) for one in value]
     return value
@@ -51,5 +51,5 @@ def _strings(value: Any) -> Iterable[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
+        for one in (*value, *value.values()) if isinstance(value, Mapping) else value:
             yield from _strings(one)

@@ -118,8 +118,10 @@ class Tokenizer:
         `parse_special` is set. With `continue_final_message` the prompt ends with the last message's content, to be
         gone on with. `template` are keywords of `apply_chat_template`, whose errors are raised."""
         pattern = None if parse_special else self._control_beginnings
-        mark = choose_mark(messages) if pattern else ""
+        mark = choose_mark([*messages, template.get("tools")]) if pattern else ""
         shown = [marked(message, pattern, mark) for message in messages] if pattern else messages
+        if pattern and template.get("tools"):
+            template["tools"] = marked(template["tools"], pattern, mark)
         rendered = self.apply_chat_template(shown, **template)
         check_unicode(rendered)
         if continue_final_message:
@@ -172,18 +174,27 @@ class Tokenizer:
         """The text of the prompt for a conversation; `encode_chat` gives its token ids too.
 
         `messages` are mappings with `role` and `content`. `enable_thinking=False` asks a Qwen3 template for an answer
-        without thinking; None leaves it to the template. Raises `ForgeError` when the template or a message is bad."""
+        without thinking; None leaves it to the template. `tools` and what became of their calls are shown as Qwen3
+        shows them where the file's own template has no tools. Raises `ForgeError` when the template or a message is
+        bad."""
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        template = self._chat_template
+        if not template.has_tools and (variables.get("tools") or any(map(_is_about_tools, messages))):
+            template = self._new_template(None)
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     @cached_property
     def _chat_template(self) -> "ChatTemplate":
+        return self._new_template(self.spec.chat_template)
+
+    def _new_template(self, source: str | None) -> "ChatTemplate":
+        """None: that of Qwen3."""
         from forge.tokenizer.chat_template import QWEN3_CHAT_TEMPLATE, ChatTemplate
 
         tokens = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
         variables = {name: self.spec.tokens[i] if i is not None else "" for name, i in tokens.items()}
-        return ChatTemplate(self.spec.chat_template or QWEN3_CHAT_TEMPLATE, variables)
+        return ChatTemplate(source or QWEN3_CHAT_TEMPLATE, variables)
 
     @cached_property
     def _hidden_ids(self) -> frozenset[int]:
@@ -243,6 +254,10 @@ class Tokenizer:
             return b""
         byte = _BYTE_TOKEN.fullmatch(token) if token_type == TokenType.BYTE else None
         return bytes([int(byte[1], 16)]) if byte else token.encode("utf-8", errors="replace")
+
+
+def _is_about_tools(message: Mapping[str, Any]) -> bool:
+    return isinstance(message, Mapping) and (message.get("role") == "tool" or bool(message.get("tool_calls")))
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:

@@ -77,6 +77,8 @@ def _decode_none(value: Any, where: str) -> None:
 def _literal(allowed: tuple[Any, ...]) -> Codec:
     def decode(value: Any, where: str) -> Any:
         if value not in allowed:
+            if FORMERLY.get(value) in allowed:
+                return FORMERLY[value]
             raise ValueError(f"{where} is {value!r} and should be one of {', '.join(map(str, allowed))}")
         return value
 
@@ -151,7 +153,7 @@ def _record(kind: type) -> Codec:
     hints = get_type_hints(kind)
     defaults = _defaults(kind)
     codecs = {name: codec_of(hints[name]) for name in defaults}
-    renamed = _renamed(kind)
+    renamed = {former: name for former, name in FORMERLY.items() if name in codecs}
 
     def encode(value: Any) -> dict[str, Any]:
         found = {}
@@ -175,13 +177,6 @@ def _record(kind: type) -> Codec:
         return kind(**{name: codecs[name].decode(item, prefix + name) for name, item in value.items()})
 
     return Codec(encode, decode)
-
-
-def _renamed(kind: Any) -> dict[str, str]:
-    """From the former name of each renamed field to the name that it has now."""
-    if not is_dataclass(kind):
-        return {}
-    return {field.metadata[FORMERLY]: field.name for field in fields(kind) if FORMERLY in field.metadata}
 
 
 def _defaults(kind: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from forge.trace.records import (
     Phase,
     PoolExhausted,
     PreemptRecord,
+    RouteRecord,
     SpecCycle,
     WaitReason,
 )
@@ -38,7 +39,7 @@ def _seq(seq_id: int) -> str:
 
 def class_name(phase: Phase | ExecutionClass) -> str:
     """What screens call a phase or a class of steps."""
-    return "prefill-only" if phase == "oneshot" else phase
+    return "prefill-only" if phase == "prefill_only" else phase
 
 
 # A step's lines
@@ -73,6 +74,8 @@ def explain_admission(admission: AdmitRecord) -> str:
             text = f"again, to be recomputed, {blocks}"
         case "swap":
             return f"again, {blocks}; {cached} back from the host's pool"
+        case "handoff":
+            return f"{blocks}; {cached} handed over by another engine"
         case _:
             assert_never(admission.how)
     return f"{text}; {cached} from the cache" if admission.num_cached else text
@@ -193,3 +196,24 @@ def _fallback(preemption: PreemptRecord) -> str:
 
 def _plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def explain_route(route: RouteRecord) -> str:
+    """`has 240 tokens of it; load 80, the least busy 40`."""
+    match route.why:
+        case "prefix":
+            held = _plural(route.cached_tokens, "token")
+            return f"has {held} of it; load {route.load}, the least busy {route.least_load}"
+        case "holder_busy":
+            return (
+                f"engine {route.holder} has {_plural(route.holder_tokens, 'token')}, but its load is "
+                f"{route.holder_load}, here {route.load}"
+            )
+        case "no_prefix":
+            return f"no engine has its beginning; load {route.load}, the least"
+        case "fewer_tokens" | "fewer_requests":
+            return f"load {route.load}, the least of {route.num_candidates}"
+        case "turn":
+            return f"its turn; load {route.load}"
+        case why:
+            return why

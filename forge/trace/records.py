@@ -9,18 +9,17 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal, NamedTuple
 
-FORMERLY = "formerly"
-"""Metadata of a field: the name that it has in traces written before it was renamed."""
+FORMERLY = {"leader": "owner", "num_guesses": "num_draft_tokens", "oneshot": "prefill_only"}
+"""From the names and values of fields in traces written before they were renamed to those of now."""
 
 AGING_TOKENS = 16
 """What each earlier arrival counts in the admission order `sjf-aged`."""
 
-Phase = Literal["prefill", "decode", "oneshot"]
-"""`oneshot` is the value in records for a prefill-only request (a judge, a score, an embedding): it needs one forward
-pass over its prompt and no decode."""
+Phase = Literal["prefill", "decode", "prefill_only"]
+"""`prefill_only`: a judge, a score, an embedding; it needs one forward pass over its prompt and no decode."""
 Pooling = Literal["last", "mean"]
-ExecutionClass = Literal["oneshot", "mixed", "decode"]
-"""`decode` where every sequence of a step decodes, `oneshot` where all its requests are prefill-only, else `mixed`."""
+ExecutionClass = Literal["prefill_only", "mixed", "decode"]
+"""`decode` where every sequence of a step decodes, `prefill_only` where all its requests are, else `mixed`."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 PreemptionMode = Literal["recompute", "swap"]
 
@@ -31,14 +30,14 @@ class ItemRecord(NamedTuple):
     seq_id: int
     phase: Phase
     """`decode` where only the last token had to be computed; `prefill` where more had to be: a prompt, or what a
-    preemption dropped; `oneshot` for a prefill-only request, which ends with this step."""
+    preemption dropped; `prefill_only` for a prefill-only request, which ends with this step."""
     start: int
     """The position of the first row: how many tokens the cache already held."""
     num_tokens: int
     """Rows of tokens that are part of the sequence."""
     remaining: int = 0
     """Known tokens that are still to be computed after this step: the rest of a prompt in chunks."""
-    num_guesses: int = 0
+    num_draft_tokens: int = 0
     """Further rows, for draft tokens: one for each, and one for each known token again in every further draft."""
 
 
@@ -130,7 +129,7 @@ class HostPoolFull:
 class Deferred:
     """The sequence begins with blocks that another one is computing in this step; in the next step they are cached."""
 
-    owner: int = field(metadata={FORMERLY: "leader"})
+    owner: int
     """The prefix owner: the sequence that computes the shared blocks."""
     num_tokens: int
     """Tokens that need not be computed twice."""
@@ -144,12 +143,36 @@ class AdmitRecord:
     """The scheduler admitted a sequence: it runs from this step on."""
 
     seq_id: int
-    how: Literal["new", "recompute", "swap"]
-    """`new` for the first time; after a preemption, whether its tokens are computed again or swapped in."""
+    how: Literal["new", "recompute", "swap", "handoff"]
+    """`new` for the first time, `handoff` with blocks that another engine computed; after a preemption, whether its
+    tokens are computed again or swapped in."""
     num_cached: int
-    """Tokens found in the cache, or swapped in from the host's pool."""
+    """Tokens found in the cache, handed over, or swapped in from the host's pool."""
     num_blocks: int
     """Blocks allocated for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRecord:
+    """Of several engines, the one that a request went to, and the numbers that decided it."""
+
+    request_id: str
+    router: str
+    replica: str
+    why: str
+    """`turn`, `fewer_requests`, `fewer_tokens`, `prefix`, `no_prefix`, `holder_busy`, or a router's own."""
+    num_candidates: int
+    load: int
+    """Requests or tokens outstanding at the chosen replica, as the router counts."""
+    least_load: int
+    """The same of the least busy one."""
+    cached_tokens: int = 0
+    """Of the prompt, tokens that the chosen replica is known to have cached."""
+    holder: str | None = None
+    """Where the longest prefix is."""
+    holder_tokens: int = 0
+    """The length of that prefix."""
+    holder_load: int = 0
 
 
 @dataclass(frozen=True)
@@ -378,11 +401,15 @@ class StepRecord:
     `schedule_ms` and its launch were spent while that step ran, before `started`."""
     discarded: int = 0
     """Wasted rows found with this step: rows planned ahead for sequences that had ended meanwhile."""
+    replica: str = ""
+    """Which of several engines took the step; empty for the only one."""
+    routes: tuple[RouteRecord, ...] = ()
+    """Of the requests that arrived, why they came to this engine."""
 
     @property
     def tokens_computed(self) -> int:
         """Rows that went through the model."""
-        return sum([item.num_tokens + item.num_guesses for item in self.items])
+        return sum([item.num_tokens + item.num_draft_tokens for item in self.items])
 
     @property
     def prefill_tokens(self) -> int:

@@ -347,13 +347,20 @@ class Timeline:
         self._step, self._now = record.step, record.ended
         sequences = self._sequences
         times = StepSpan(record.step, record.started, record.ended, record.forward_ms)
-        for seq_id, _, _, num_tokens, _, num_guesses in record.items:  # faster than by field: there may be thousands
+        for (
+            seq_id,
+            _,
+            _,
+            num_tokens,
+            _,
+            num_draft_tokens,
+        ) in record.items:  # faster than by field: there may be thousands
             own = sequences[seq_id]
             own.forwards.append(times)
-            own.rows.append(num_tokens + num_guesses)
+            own.rows.append(num_tokens + num_draft_tokens)
         for token in record.tokens:
             sequences[token.seq_id].token_steps.append(times)
-        if record.execution_class == "oneshot" or (record.items and record.items[-1].phase == "oneshot"):
+        if record.execution_class == "prefill_only" or (record.items and record.items[-1].phase == "prefill_only"):
             self._begin_prefill_only(record)  # they come last
         if self._without_admission:
             self._begin_without_admission(record)
@@ -456,7 +463,7 @@ class Timeline:
         """Prefill-only requests begin and end in one step, and need no admission."""
         for item in record.items:
             own = self._sequences[item.seq_id]
-            if item.phase == "oneshot" and own.admitted is None:
+            if item.phase == "prefill_only" and own.admitted is None:
                 own.admitted, own.tokens_cached = record.started, item.start
                 self._close_wait(own, record.step - 1, record.started, ended=True)
                 self._leave(item.seq_id)

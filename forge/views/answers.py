@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.engine.tasks import Classification, Score
-from forge.views.figures import plural
+from forge.views.formatting import plural
 from forge.views.logprobs import score_table
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.terminal import new_table, print_table

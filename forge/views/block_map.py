@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 from forge.trace.records import BlockMap, CacheRecord, TableRecord
-from forge.views.figures import count, plural, share, size
+from forge.views.formatting import count, plural, share, size
 from forge.views.metrics import Fact
 from forge.views.palette import QUIET, sequence_style
 

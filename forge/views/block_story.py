@@ -16,7 +16,7 @@ from forge.trace.records import (
     TableRecord,
 )
 from forge.views.block_map import SequenceNames
-from forge.views.figures import count, plural
+from forge.views.formatting import count, plural
 from forge.views.text import one_line
 
 MANY = 2
@@ -132,6 +132,8 @@ class BlockStory:
         table = tables.get(admission.seq_id)
         if hit is not None:
             return f"{label} began{again} with {plural(hit.num_tokens, 'token')} from {_blocks(hit.blocks)}"
+        if admission.how == "handoff":
+            return f"{label} began with {plural(admission.num_cached, 'token')} that another engine computed"
         if admission.how == "swap":
             return f"{label} came back with {plural(admission.num_cached, 'token')} in {_count(admission.num_blocks)}"
         if admission.num_cached:

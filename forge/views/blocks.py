@@ -19,7 +19,7 @@ from forge.cache.kv_cache import CacheStats
 from forge.trace.records import BlockSplit, CacheRecord, StepRecord
 from forge.views.block_map import LEGEND, SequenceNames, cache_facts, pool_lines, table_lines
 from forge.views.block_story import BlockStory, Sentence
-from forge.views.figures import count, plural, share
+from forge.views.formatting import count, plural, share
 from forge.views.generation import FRAMES_PER_SECOND, sample_texts
 from forge.views.metrics import flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, TITLE, sequence_style

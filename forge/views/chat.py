@@ -5,7 +5,7 @@ from rich.text import Text
 
 from forge.trace.records import StepRecord
 from forge.views.blocks import BlockScreen
-from forge.views.figures import count, ms, plural, rate
+from forge.views.formatting import count, ms, plural, rate
 from forge.views.palette import QUIET, TROUBLE
 from forge.views.summary import RunLabel, RunResult
 from forge.views.terminal import print_lines

@@ -18,7 +18,7 @@ from forge.trace.records import StepRecord, TokenRecord
 from forge.views.cache_figures import CacheFigures
 from forge.views.comparison_rows import comparison_rows, two_sided_table
 from forge.views.curves import curve_plot, shape_sentence, short_name
-from forge.views.figures import plural
+from forge.views.formatting import plural
 from forge.views.generation import sample_texts
 from forge.views.json_output import climb_object, run_object
 from forge.views.metrics import metrics_lines

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from forge.trace.speculation_summary import draft_totals
 from forge.views.curves import short_name
-from forge.views.figures import NOTHING, count, ms, percent, rate, share, size, times
+from forge.views.formatting import NOTHING, count, ms, percent, rate, share, size, times
 from forge.views.metrics import with_unit
 from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.terminal import new_table

@@ -6,7 +6,7 @@ from statistics import median
 from rich.text import Text
 
 from forge.views.charts import Curve, line_plot, row_of
-from forge.views.figures import ms, plural
+from forge.views.formatting import ms, plural
 from forge.views.palette import QUIET, sequence_style
 from forge.views.summary import Forward
 from forge.views.text import one_line

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 
 from forge.views.charts import bar, sparkline
-from forge.views.figures import count, ms
+from forge.views.formatting import count, ms
 from forge.views.palette import ACCENT, QUIET
 from forge.views.summary import Forward
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from forge.trace.explain import explain_cycle
 from forge.trace.records import StepRecord
-from forge.views.figures import count, ms, rate
+from forge.views.formatting import count, ms, rate
 from forge.views.forwards import chart_rows, chart_scale, compact_chart
 from forge.views.metrics import chart_heading, flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, sequence_style

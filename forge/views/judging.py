@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
-from forge.views.figures import count, plural, rate, size, times
+from forge.views.formatting import count, plural, rate, size, times
 from forge.views.metrics import verdict, with_unit
 from forge.views.palette import QUIET, TITLE
 from forge.views.summary import RunLabel

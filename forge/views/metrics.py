@@ -6,7 +6,7 @@ from rich.text import Text
 
 from forge.trace.records import Spread, StepRecord
 from forge.trace.speculation_summary import draft_totals
-from forge.views.figures import count, ms, percent, plural, rate, size
+from forge.views.formatting import count, ms, percent, plural, rate, size
 from forge.views.palette import GOOD, QUIET, TROUBLE
 from forge.views.summary import RunLabel, RunResult
 from forge.views.text import one_line

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from forge.views.figures import count, size
+from forge.views.formatting import count, size
 
 if TYPE_CHECKING:
     from forge.gguf.header import TensorEntry

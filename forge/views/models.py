@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.views.figures import NOTHING, count, parameters, plural, size
+from forge.views.formatting import NOTHING, count, parameters, plural, size
 from forge.views.metrics import Fact, flowing
 from forge.views.model_files import FileSummary, TensorLine, TokenizerSummary, TypeTotal, grouped
 from forge.views.palette import ACCENT, QUIET, TITLE, TROUBLE

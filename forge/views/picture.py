@@ -8,8 +8,8 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 
 from forge.errors import ForgeError
 from forge.views.history import History
+from forge.views.run_summary import print_serving
 from forge.views.scheduler import scheduler_lines
-from forge.views.serving import print_serving
 from forge.views.terminal import ForgeConsole
 
 WIDTH = 96

@@ -12,7 +12,7 @@ from forge.errors import UsageError
 from forge.trace.explain import class_name, explain_admission, explain_preempted, explain_wait
 from forge.trace.records import StepRecord
 from forge.trace.timeline import RequestTimeline
-from forge.views.figures import NOTHING, count, ms, plural
+from forge.views.formatting import NOTHING, count, ms, plural
 from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.scheduler import finish_text
 from forge.views.terminal import print_table

@@ -20,7 +20,7 @@ from forge.trace.explain import (
 from forge.trace.records import Execution, FinishRecord, ItemRecord, NoBlocks, StepRecord, WaitReason
 from forge.trace.totals import percentile
 from forge.views.charts import bar, sparkline
-from forge.views.figures import count, ms, percent, plural
+from forge.views.formatting import count, ms, percent, plural
 from forge.views.history import History, Moment
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.text import one_line, quoted
@@ -109,9 +109,9 @@ def work_texts(record: StepRecord) -> list[str]:
     verified = f" + {plural(guesses, 'guess', 'guesses')}" if guesses else ""
     texts = [f"decode {plural(decodes, 'seq')}{verified}"] if decodes else []
     texts += [prefill_text(item) for item in record.items if item.phase == "prefill"]
-    alone = [item.num_tokens for item in record.items if item.phase == "oneshot"]
+    alone = [item.num_tokens for item in record.items if item.phase == "prefill_only"]
     if alone:
-        texts.append(f"{class_name('oneshot')} {plural(len(alone), 'request')}, {plural(sum(alone), 'row')}")
+        texts.append(f"{class_name('prefill_only')} {plural(len(alone), 'request')}, {plural(sum(alone), 'row')}")
     return texts or ["nothing is computed"]
 
 

@@ -46,7 +46,7 @@ class Forward:
 
     @classmethod
     def of(cls, number: int, record: StepRecord) -> "Forward":
-        guesses = sum([item.num_guesses for item in record.items])
+        guesses = sum([item.num_draft_tokens for item in record.items])
         return cls(number, record.phase, record.tokens_computed, record.forward_ms, guesses)
 
 

@@ -4,7 +4,8 @@ from rich.console import Console
 
 from forge.trace.records import StepRecord
 from forge.views.history import History
-from forge.views.serving_live import ServingView, serving_view
+from forge.views.replicas import ReplicasView
+from forge.views.run_live import ServingView, serving_view
 from forge.views.summary import RunLabel
 
 MAX_STEPS = 5_000
@@ -17,6 +18,8 @@ class Traffic:
     def __init__(self, console: Console, label: RunLabel, max_num_seqs: int | None = None, order: str = "fcfs"):
         self._console, self._new = console, lambda: History(label, max_num_seqs, order)
         self._history, self._view = self._begin()
+        self._replicas: ReplicasView | None = None
+        """In the place of the view, once a step of one of several engines has come."""
 
     def _begin(self) -> tuple[History, ServingView]:
         history = self._new()
@@ -27,13 +30,22 @@ class Traffic:
         return self
 
     def __exit__(self, *exception) -> None:
-        self._view.__exit__(*exception)
+        (self._replicas or self._view).__exit__(*exception)
 
     def step(self, record: StepRecord) -> None:
         """A step has ended."""
+        if record.replica:
+            self._of_replicas().step(record)
+            return
         if len(self._history) == MAX_STEPS:
             self._view.__exit__(None, None, None)
             self._history, self._view = self._begin()
             self._view.__enter__()
         self._history.feed(record)
         self._view.step(record)
+
+    def _of_replicas(self) -> ReplicasView:
+        if self._replicas is None:
+            self._view.__exit__(None, None, None)
+            self._replicas = ReplicasView(self._console).__enter__()
+        return self._replicas

@@ -13,7 +13,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from forge.views.figures import parameters, plural, size
+from forge.views.formatting import parameters, plural, size
 from forge.views.palette import ACCENT
 from forge.views.terminal import can_redraw
 from forge.views.text import one_line

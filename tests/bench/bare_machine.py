@@ -31,7 +31,9 @@ def refused_packages(*also: str) -> set[str]:
 
 
 def bare_environment(refused_imports: Path | None = None, also: tuple[str, ...] = ()) -> dict[str, str]:
-    """Variables that make a Python process such a machine. refused_imports: a file for the imports that failed."""
+    """Variables that make a Python process such a machine. refused_imports: a file for the imports that failed.
+
+    also: packages that it has too."""
     paths = f"{ROOT / 'tests/bench/bare'}:{ROOT}"
     found = {
         "PYTHONPATH": paths,

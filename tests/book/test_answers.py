@@ -8,6 +8,7 @@ import pytest
 
 from forge.book.catalog import find
 from forge.cli.main import main
+from forge.experiments import kernels
 
 FENCE = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -24,8 +25,10 @@ def exercises(number: int) -> list[str]:
 
 
 @pytest.fixture
-def facts(capfd):
-    """Run a command line and return what it prints with `--json`."""
+def facts(capfd, monkeypatch):
+    """Run a command line and return what it prints with `--json`. No answer is a time, so nothing is timed twice."""
+    monkeypatch.setattr("forge.cli.arrivals.TIMES", 1)
+    monkeypatch.setattr("forge.cli.run_control.REPEATS", 1)
 
     def run(line: str) -> dict:
         main([*shlex.split(line)[1:], "--json"])
@@ -86,3 +89,78 @@ def test_chapter_10(facts):
     row_ms = (many["floor_ms"] - one["floor_ms"]) / 63
     assert one["bound"] == many["bound"] == "memory" and 1e3 * row_ms == pytest.approx(3.8, abs=0.1)
     assert len(facts(with_prefix)["steps"]) == 4
+
+
+def test_chapter_11(facts):
+    words, mood, sentence = map(facts, exercises(11))
+    assert words["places"][0]["allowed"] == 5 and words["given_up"] == 0 and words["text"] == "happy"
+    assert round(facts("forge constrained --only run")["given_up_per_token"]) == 11
+    assert round(mood["given_up_per_token"]) == 12 and mood["record"] == {"mood": "happy"}
+    assert round(sentence["given_up_per_token"], 1) == 6.5 and sentence["text"] == "The fox was happy."
+
+
+def test_chapter_1(facts):
+    rows, keys, threads = exercises(1)
+    found = facts(rows)
+    assert found["tokens_computed"] == 2272 and found["distinct_tokens"] == 67
+    met = {}
+    for line in ('forge naive --only run "Once upon a time" 128', keys):
+        computed = [forward["tokens_computed"] for forward in facts(line)["forwards"]]
+        met[len(computed)] = sum(tokens * (tokens + 1) / 2 for tokens in computed) / sum(computed)
+    assert round(met[128]) == 44 and round(met[32]) == 12
+    both = facts(threads)
+    assert both["identical"] and both["logits_same_bits"]
+
+
+def test_chapter_2(facts):
+    long, precision, judge = exercises(2)
+    assert facts(long)["held_bytes"] == 259 * 6144
+    compared = facts(precision)
+    half, full = compared["sides"]
+    assert full["kv_bytes_held"] == 2 * half["kv_bytes_held"] and not compared["logits_same_bits"]
+    without, basic = facts(judge)["sides"]
+    assert len(without["forwards"]) == len(basic["forwards"]) == 1
+    assert without["tokens_computed"] == basic["tokens_computed"]
+
+
+def test_chapter_3(facts, monkeypatch):
+    quick = {"SHAPE_LAYERS": 1, "ROUND_SECONDS": 0.0005, "LIMIT_SECONDS": 0.01, "ARRAY_BYTES": 1 << 22}
+    for name, value in quick.items():
+        monkeypatch.setattr(kernels, name, value)
+    limits, one_thread, coarse = exercises(3)
+    found = facts(limits)
+    for model in found["models"]:
+        turning = found["ridge"] / model["passes"][0]["intensity"]
+        for some in model["passes"]:
+            assert some["bound"] == "memory" or some["rows"] > turning
+            assert some["bound"] == "arithmetic" or some["rows"] < 1.5 * turning
+    (single,) = facts(one_thread)["models"]
+    assert single["threads"] == 1
+    for name in ("bytes_read", "products"):
+        assert [one[name] for one in single["passes"]] == [one[name] for one in found["models"][0]["passes"]]
+    assert facts(coarse)["identical"] is False
+
+
+def test_chapter_4(facts):
+    larger_blocks, small_pool, wrong_order = exercises(4)
+    plain, larger = facts("forge paged --only run"), facts(larger_blocks)
+    single = facts("forge paged --only run --block-size 1 --num-blocks 1024")
+    assert min(plain["lengths"]) == 19 and plain["lengths"] == larger["lengths"] == single["lengths"]
+    assert 0.28 < larger["paged"]["internal_fragmentation"] < 0.4 and single["paged"]["internal_fragmentation"] == 0
+    small = facts(small_pool)
+    assert small["blocks_per_run"] == 16 and small["basic"]["most_running"] == 1
+    assert small["paged"]["most_running"] == 6 and small["paged"]["preempted"] > 0
+    assert facts(wrong_order)["step"] == 2
+
+
+def test_chapter_5(facts):
+    between, eight, whole = exercises(5)
+    story = facts(between)["story"]
+    assert (story["hit_tokens"], len(story["hit_blocks"]), len(story["splits"])) == (32, 2, 2)
+    rubric = facts(eight)["rubric"]
+    first, *others = rubric["requests"]
+    assert first["tokens_cached"] == 0 and 0.8 < rubric["hit_rate"] < 7 / 8
+    assert all(request["tokens_cached"] >= rubric["tokens"] // 16 * 16 for request in others)
+    assert all(request["tokens_cached"] == request["prompt_tokens"] - 1 for request in others[3:])
+    found = facts(whole)
+    assert found["sound"] and found["different"] > 0

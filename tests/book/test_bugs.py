@@ -13,9 +13,11 @@ from forge.book.bug_runs import run_requests, run_with_and_without
 from forge.book.bugs import BUGS, BugRequest, bugs_of
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
-from forge.cli.running import load_model
+from forge.cli.run_control import load_model
+from forge.engine import sampling
 from forge.engine.sampler import Sampler
 from forge.engine.sequence import Sequence
+from forge.grammar.matcher import GrammarMatcher
 from forge.speculation.speculator import Speculator
 
 each_bug = pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
@@ -29,13 +31,15 @@ FIRES = {
     "query-start": None,
     "rollback": "the cached length is past the next position",
     "lease": None,
+    "matcher-ahead": None,
+    "mask-after": None,
 }
 """What says so; None where no invariant sees the bug and only the tokens tell."""
 
 
 def patched() -> dict:
     """Every attribute that a bug may replace, as it is now."""
-    owners = (PagedKvCache, PrefixKvCache, Sampler, Sequence, ReferenceOperations, Speculator)
+    owners = (PagedKvCache, PrefixKvCache, Sampler, Sequence, ReferenceOperations, Speculator, GrammarMatcher, sampling)
     return {(owner, name): value for owner in owners for name, value in vars(owner).items()}
 
 
@@ -54,7 +58,7 @@ def test_a_bug_is_caught_as_it_says_and_the_engine_is_sound_without_it(bug):
 
 
 def test_every_chapter_that_has_bugs_offers_them_and_no_other(forge):
-    assert {bug.chapter for bug in BUGS.values()} == {"paged", "prefix", "batching", "speculation"}
+    assert {bug.chapter for bug in BUGS.values()} == {"paged", "prefix", "batching", "speculation", "constrained"}
     assert set(FIRES) == set(BUGS)
     found = forge("paged", "--bug", "rollback")
     assert found.status == 2 and f"there are {', '.join(bugs_of('paged'))}" in found.err

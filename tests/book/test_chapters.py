@@ -7,10 +7,24 @@ import pytest
 from rich.text import Text
 
 from forge.book.catalog import chapters_folder, entries
-from forge.book.chapter import ANSWER, GIVEN, Check, Predict, Prose, Run, Source, Verdict, expressions_of, names_of
+from forge.book.chapter import (
+    ANSWER,
+    GIVEN,
+    Check,
+    Finding,
+    Predict,
+    Prose,
+    Recap,
+    Run,
+    Source,
+    Verdict,
+    expressions_of,
+    names_of,
+)
 from forge.book.command_line import Given
 from forge.book.drawing import draw_step, lines_of
 from forge.book.measured import evaluate, expressions_in, names_in
+from forge.book.model_facts import model_facts
 from forge.book.outcomes import render_outcomes
 from forge.book.print_chapter import print_chapter
 from forge.book.session import Session
@@ -18,9 +32,10 @@ from forge.book.source_code import excerpt
 from forge.cli.chapters import run_reported, with_given
 from forge.cli.compare import DIFFERENT
 from forge.cli.main import command_named, main
-from forge.cli.running import INTERRUPTED
+from forge.cli.run_control import INTERRUPTED
 from forge.errors import UsageError
 from forge.experiments import kernels
+from forge.views.formatting import NOTHING
 from forge.views.terminal import open_console
 from tests.views.records import terminal
 
@@ -45,6 +60,7 @@ def short(monkeypatch):
     }.items():
         monkeypatch.setattr(kernels, name, value)
     monkeypatch.setattr("forge.cli.arrivals.TIMES", 1)
+    monkeypatch.setattr("forge.cli.run_control.REPEATS", 1)
     monkeypatch.setattr("forge.experiments.batching.TURNS", 1)
 
 
@@ -56,8 +72,9 @@ def typed_commands(entry) -> list[str]:
     """The command lines that a reader is told to type, those of the runs left out."""
     text = entry.path.read_text(encoding="utf-8")
     fenced = [line for kind, body in FENCE.findall(text) if kind == "sh" for line in body.splitlines()]
+    fenced += [command for recap in blocks(entry, Recap) for command in recap.commands]
     runs = {run.command for run in entry.chapter.runs()}
-    return [line for line in fenced if line.startswith("forge ") and line not in runs]
+    return [line for line in dict.fromkeys(fenced) if line.startswith("forge ") and line not in runs]
 
 
 def ill_formed(text: str) -> str | None:
@@ -99,6 +116,8 @@ def test_a_chapter_has_its_parts(entry):
     assert set(PARTS) <= set(headings)
     assert blocks(entry, Run) and blocks(entry, Source) and blocks(entry, Predict)
     assert len(blocks(entry, Verdict)) == len(blocks(entry, Predict))
+    (recap,) = blocks(entry, Recap)
+    assert len(recap.lines) == 5 and recap.commands
     words = sum(len(block.text.split()) for block in blocks(entry, Prose))
     assert 800 <= words <= 1800
     exercises, answers = (text.split(f"## {part}\n")[1].split("\n## ")[0] for part in ("Exercises", "Answers"))
@@ -136,7 +155,7 @@ def test_pictures_fit_a_narrow_terminal(entry):
 
 @each_chapter
 def test_a_chapter_runs_to_its_end_and_its_checks_hold(entry, capfd, short):
-    session = Session(entry.chapter, run_reported)
+    session = Session(entry.chapter, run_reported, model=model_facts())
     assert print_chapter(open_console(), entry.number, session) == 0
     out, err = capfd.readouterr()
     assert err == "" and "\x1b" not in out and "{{" not in out
@@ -154,6 +173,19 @@ def test_a_chapter_runs_to_its_end_and_its_checks_hold(entry, capfd, short):
     for outcome in render_outcomes(entry.chapter, session.measured):
         assert outcome.text is not None, f"no facts lead to this outcome of {outcome.question!r}: {outcome.condition}"
         assert not ill_formed(outcome.text), f"{ill_formed(outcome.text)}: {outcome.text}"
+
+
+@pytest.mark.parametrize("entry", [ENTRIES[0], ENTRIES[1], ENTRIES[3], ENTRIES[4]], ids=lambda entry: entry.command)
+@pytest.mark.parametrize("shape", ["hash", "small"])
+def test_a_chapter_tells_the_truth_about_another_model(entry, shape, model, capfd, short):
+    given = Given({"model": "hash" if shape == "hash" else model})
+    session = Session(entry.chapter, run_reported, model=model_facts(given.values["model"]))
+    session.commands = {run: with_given(run.command, given) for run in entry.chapter.runs()}
+    assert print_chapter(open_console(), entry.number, session) == 0
+    said = [session.fill(block.text) for block in blocks(entry, Prose)]
+    said += [session.finding(block) or "" for block in blocks(entry, Finding)]
+    said += [f"{session.verdict(block)} {session.explanation(block)}" for block in blocks(entry, Predict)]
+    assert not [text for text in said if NOTHING in text]
 
 
 @each_chapter

@@ -89,8 +89,9 @@ def test_rerank_by_embedding(forge, small, lines):
         (["classify", "--labels", "a,b", "--raw", "--question", "x", "text"], "give one of the two"),
         (["classify", "--labels", "a,b", "--file", "/nowhere"], "No such file"),
         (["classify", "--labels", "a,b", "--raw", ""], "a text is empty"),
-        (["classify", "--labels", "a,b", "x", "--oneshot-tokens", "0"], "--oneshot-tokens must be"),
-        (["classify", "--labels", "a,b", "x", "--oneshot-memory", "much"], "--oneshot-memory takes a size"),
+        (["classify", "--labels", "a,b", "x", "--prefill-only-tokens", "0"], "--prefill-only-tokens must be"),
+        (["classify", "--labels", "a,b", "x", "--oneshot-tokens", "9"], "is called --prefill-only-tokens now"),
+        (["classify", "--labels", "a,b", "x", "--prefill-only-memory", "much"], "--prefill-only-memory takes a size"),
         (["score", "a", ""], "nothing to score"),
         (["score", "a", "b", "--top", "-1"], "--top is a number"),
         (["logprobs", "x"], "nothing to score"),
@@ -98,7 +99,7 @@ def test_rerank_by_embedding(forge, small, lines):
         (["embed", "x", "--pooling", "best"], "supported: last, mean"),
         (["rerank", "--query", "q", "/nowhere"], "No such file"),
         (["oneshot", "--requests", "0", "--json"], "--requests must be at least 1"),
-        (["compare", "--class", "decode", "vs", "quick", "-n", "2"], "--class is decode or oneshot"),
+        (["compare", "--class", "generation", "vs", "oneshot", "-n", "2"], "--class is generation or prefill-only"),
         (["compare", "--prefix-planning", "off", "vs", "perhaps", "-n", "2"], "write --prefix-planning on vs off"),
         (["bench", "oneshot", "--concurrency", "none"], "--concurrency takes"),
         (["bench", "oneshot", "--only", "all"], "unknown part"),
@@ -117,21 +118,21 @@ def test_the_hash_model_has_no_embeddings_and_says_so(forge):
     assert found.status != 0 and "no hidden states" in found.err and found.err.count("\n") == 1
 
 
-def test_oneshot_compares_both_lives(forge):
+def test_oneshot_compares_both_classes(forge):
     facts = json.loads(forge("oneshot", "--requests", "6", "-m", "hash", "--json").out)
-    decode, oneshot = facts["sides"]
+    generation, prefill_only = facts["sides"]
     assert facts["identical"] and facts["requests"] == 6
-    assert (decode["value"], oneshot["value"]) == ("decode", "oneshot")
-    assert oneshot["blocks_held"] == oneshot["block_table_entries"] == 0
-    assert decode["blocks_held"] > 0 and decode["block_table_entries"] > 0
-    assert oneshot["steps"] < decode["steps"]
+    assert (generation["value"], prefill_only["value"]) == ("generation", "prefill-only")
+    assert prefill_only["blocks_held"] == prefill_only["block_table_entries"] == 0
+    assert generation["blocks_held"] > 0 and generation["block_table_entries"] > 0
+    assert prefill_only["steps"] < generation["steps"]
     assert "✓ identical" in forge("oneshot", "--only", "run", "--requests", "3", "-m", "hash").out
 
 
 def test_compare_classes(forge):
-    found = forge("compare", "--class", "decode", "vs", "oneshot", "--requests", "5", "-m", "hash")
+    found = forge("compare", "--class", "generation", "vs", "prefill-only", "--requests", "5", "-m", "hash")
     assert found.status == 0 and "✓ identical: 5 tokens of 5 requests" in found.out
-    longer = forge("compare", "--class", "decode", "vs", "oneshot", "--requests", "5", "3", "-m", "hash")
+    longer = forge("compare", "--class", "generation", "vs", "prefill-only", "--requests", "5", "3", "-m", "hash")
     assert "✓ identical: 15 tokens of 5 requests" in longer.out
 
 
@@ -148,7 +149,7 @@ def test_compare_planning_on_a_file(forge, tmp_path):
 
 
 def test_compare_one_prompt_in_both_classes(forge):
-    found = forge("compare", "--class", "decode", "vs", "oneshot", "once", "-m", "hash")
+    found = forge("compare", "--class", "generation", "vs", "prefill-only", "once", "-m", "hash")
     assert "1 request at once" in found.out and "✓ identical" in found.out
 
 

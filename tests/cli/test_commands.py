@@ -81,7 +81,7 @@ def test_compare_has_a_prompt_of_its_own(forge, small):
 def test_naive_shows_where_the_time_goes(forge, small):
     found = forge("naive", "Once", "8", *small, "--only", "run")
     assert found.status == 0
-    for expected in ("attention", "layers 0 to 1", "output head", "forge compare --kv off vs on"):
+    for expected in ("attention", "layers 0 to 1", "output head", "forge compare --kv off vs basic"):
         assert expected in found.out
 
 
@@ -279,17 +279,17 @@ PAGED = ("paged", "Once", "--sequences", "6", "--num-blocks", "16", "--block-siz
 def test_paged_holds_both_caches_against_each_other(forge, small):
     found = forge(*PAGED, *small, "--only", "run")
     assert found.status == 0 and found.err == "" and "\x1b" not in found.out
-    for expected in ("contiguous", "stories at once", "reserved and empty", "✓ identical", "blocks aside for a story"):
+    for expected in ("basic", "stories at once", "reserved and empty", "✓ identical", "blocks aside for a story"):
         assert expected in found.out
 
 
 def test_paged_as_json_has_what_its_chapter_names(forge, small):
     facts = json.loads(forge(*PAGED, *small, "--json").out)
-    contiguous, paged = facts["contiguous"], facts["paged"]
+    basic, paged = facts["basic"], facts["paged"]
     assert facts["identical"] and facts["blocks_per_run"] == 8 and facts["longest"] <= 32
-    assert contiguous["most_running"] == 2 < paged["most_running"]
-    assert paged["internal_fragmentation"] < contiguous["internal_fragmentation"]
-    assert paged["steps"] < contiguous["steps"]
+    assert basic["most_running"] == 2 < paged["most_running"]
+    assert paged["internal_fragmentation"] < basic["internal_fragmentation"]
+    assert paged["steps"] < basic["steps"]
 
 
 PREFIX = ("prefix", "Once", "16", "--block-size", "4", "--branches", "2", "--requests", "3")

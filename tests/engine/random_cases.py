@@ -62,9 +62,9 @@ class Case:
     victim: str = "lifo"
     preemption: str = "recompute"
     num_host_blocks: int = 64
-    oneshot: bool = False
+    prefill_only: bool = False
     prefix_planning: bool = False
-    oneshot_tokens: int = 64
+    prefill_only_tokens: int = 64
     drafts: tuple[float, ...] = ()
     """Proposers: how often each guesses what the model says. Sequences are greedy then."""
     max_k: int = 3
@@ -128,8 +128,8 @@ def new_engine(case: Case, max_model_len: int = MAX_MODEL_LEN) -> Engine:
         case.preemption,
         case.num_host_blocks,
         case.prefix_planning,
-        case.oneshot,
-        case.oneshot_tokens,
+        case.prefill_only,
+        case.prefill_only_tokens,
     )
     return Engine(
         model,
@@ -175,9 +175,9 @@ def random_case(seed: int, kv: str, runs_ahead: bool = False) -> Case:
         victim=one_of("lifo", "least-progressed"),
         preemption=one_of("recompute", "swap"),
         num_host_blocks=one_of(0, 2, least, 64),
-        oneshot=rng.random() < 0.7,
+        prefill_only=rng.random() < 0.7,
         prefix_planning=rng.random() < 0.6,
-        oneshot_tokens=one_of(1, 12, 30, 64),
+        prefill_only_tokens=one_of(1, 12, 30, 64),
         drafts=drafts,
         max_k=one_of(1, 3, 5),
         runs_ahead=runs_ahead,
@@ -328,7 +328,7 @@ class Play:
     def check_plan(self, plan: StepPlan, running_before: list[int]) -> None:
         case, scheduler, whole = self.case, self.scheduler, plan
         assert plan.items or plan.separate or plan.exhausted, "a step in which nothing happens"
-        generations = [item for item in plan.items if item.phase != "oneshot"]
+        generations = [item for item in plan.items if item.phase != "prefill_only"]
         plan = replace(plan, items=tuple(generations), separate=(), exhausted=plan.exhausted)
         largest = max((item.num_tokens for item in generations), default=0)
         limit = scheduler._token_budget if case.chunked_prefill else max(scheduler._token_budget, largest)
@@ -426,7 +426,7 @@ class Play:
                 got = found.token_ids, found.text, found.finish_reason
                 assert got == (token_ids, text, reason), f"request {index}: {got}, alone {(token_ids, text, reason)}"
             if output.outputs[0].finish_reason != "abort":
-                self.seen["oneshot"] += self.engine._requests[str(index)].sequences[0].prefill_only
+                self.seen["prefill_only"] += self.engine._requests[str(index)].sequences[0].prefill_only
                 assert output.prompt_logprobs == prompt_logprobs, f"request {index}: other prompt log probabilities"
             self.engine.forget(str(index))
 

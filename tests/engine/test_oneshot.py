@@ -64,7 +64,7 @@ def alone(text: str, params: SamplingParams = ONE, **options) -> tuple:
         pytest.param("a" * 63, {"max_tokens": 9}, {}, False, id="the context has room for two"),
         pytest.param("a" * 16, {"max_tokens": 9}, {"num_blocks": 4}, True, id="the pool has room for one"),
         pytest.param("a" * 15, {"max_tokens": 9}, {"num_blocks": 4}, False, id="the pool has room for two"),
-        pytest.param("ab", {"max_tokens": 1}, {"oneshot": False}, False, id="nobody is to be one"),
+        pytest.param("ab", {"max_tokens": 1}, {"prefill_only": False}, False, id="nobody is to be one"),
     ],
 )
 def test_who_keeps_nothing(prompt, options, config, expected):
@@ -73,8 +73,8 @@ def test_who_keeps_nothing(prompt, options, config, expected):
 
     record = engine.step()
 
-    assert record.execution_class == ("oneshot" if expected else "mixed")
-    assert [item.phase for item in record.items] == ["oneshot" if expected else "prefill"]
+    assert record.execution_class == ("prefill_only" if expected else "mixed")
+    assert [item.phase for item in record.items] == ["prefill_only" if expected else "prefill"]
 
 
 def test_one_whose_cache_is_to_be_continued_is_a_generation():
@@ -84,9 +84,9 @@ def test_one_whose_cache_is_to_be_continued_is_a_generation():
 
 
 def test_a_task_is_always_one():
-    engine = engine_of("paged", oneshot=False)
+    engine = engine_of("paged", prefill_only=False)
     engine.add_request("r", letters("ab"), SamplingParams(), task=Task(candidates=(1, 2)))
-    assert engine.step().execution_class == "oneshot"
+    assert engine.step().execution_class == "prefill_only"
     assert len(engine.output("r").outputs[0].readout.candidates) == 2
 
 
@@ -133,7 +133,7 @@ def test_without_shared_prefixes_the_blocks_do_not_move(kv):
     ask(engine, "abcdefgh", "abcdefghijk", "xyz")
     plan = engine.scheduler.schedule()
 
-    prefill_only = [item for item in plan.items if item.phase == "oneshot"]
+    prefill_only = [item for item in plan.items if item.phase == "prefill_only"]
     assert len(prefill_only) == 3
     after = engine.cache.stats()
     assert after._replace(slots_reserved=0) == before._replace(slots_reserved=0)
@@ -223,7 +223,7 @@ def test_the_rows_that_a_task_needs_of_ten_tokens(task, rows):
 
 
 def test_a_step_takes_as_many_as_its_tokens_allow():
-    engine = engine_of("paged", oneshot_tokens=10)
+    engine = engine_of("paged", prefill_only_tokens=10)
     names = ask(engine, "abcd", "efgh", "ij", "kl", "mnopqrstuvwxyz", "a")
     records = run_all(engine)
     assert [[item.num_tokens for item in record.items] for record in records] == [[4, 4, 2], [2], [14], [1]]
@@ -232,7 +232,7 @@ def test_a_step_takes_as_many_as_its_tokens_allow():
 
 
 def test_a_step_takes_as_many_as_its_memory_allows():
-    engine = engine_of("paged", oneshot_memory=15)  # a row takes one byte, and one more with logits
+    engine = engine_of("paged", prefill_only_memory=15)  # a row takes one byte, and one more with logits
     ask(engine, "abcd", "efgh", "ijkl", "mnopq", "rstuv", "wxyza")
     assert [len(record.items) for record in run_all(engine)] == [3, 2, 1]
 
@@ -243,7 +243,7 @@ def test_beside_generations_they_take_what_is_left_of_the_step():
     engine.step()
     ask(engine, "abcdef", "ghijk", "lmnop")
     phases = [[item.phase for item in engine.step().items] for _ in range(2)]
-    assert phases == [["decode", "oneshot", "oneshot"], ["decode", "oneshot"]]
+    assert phases == [["decode", "prefill_only", "prefill_only"], ["decode", "prefill_only"]]
 
 
 # Capacity
@@ -267,7 +267,7 @@ def test_judges_do_not_cut_what_generations_may_have(kv):
             engine.scheduler.check_invariants()
             step += 1
         own = [
-            [(item.seq_id, item.phase, item.start) for item in record.items if item.phase != "oneshot"]
+            [(item.seq_id, item.phase, item.start) for item in record.items if item.phase != "prefill_only"]
             for record in records
         ]
         order = sorted({seq_id for step in own for seq_id, *_ in step})
@@ -310,17 +310,17 @@ WAYS = {
 @KV
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_it_says_what_a_generation_says_and_what_it_says_alone(kv, way):
-    def together(oneshot: bool) -> list[tuple]:
-        engine = engine_of(kv, num_blocks=None if kv in ("off", "basic") else 40, oneshot=oneshot)
+    def together(prefill_only: bool) -> list[tuple]:
+        engine = engine_of(kv, num_blocks=None if kv in ("off", "basic") else 40, prefill_only=prefill_only)
         engine.add_request("beside", letters("hello wo"), SamplingParams(max_tokens=12, ignore_eos=True))
         engine.step()
         names = ask(engine, *TEXTS, params=way)
         run_all(engine)
         return answers(engine, names)
 
-    expected = [alone(text, way, kv="off", oneshot=False) for text in TEXTS]
-    assert together(oneshot=True) == expected
-    assert together(oneshot=False) == expected
+    expected = [alone(text, way, kv="off", prefill_only=False) for text in TEXTS]
+    assert together(prefill_only=True) == expected
+    assert together(prefill_only=False) == expected
 
 
 @KV
@@ -341,7 +341,7 @@ def test_scores_and_candidates_are_those_of_one_request_alone(kv, budget):
 
     requests = [(text, task) for text in ("hello world", "hello there", "hello world") for task in asked]
     expected = [results(engine_of("off"), [one])[0] for one in requests]
-    assert results(engine_of(kv, oneshot_tokens=budget), requests) == expected
+    assert results(engine_of(kv, prefill_only_tokens=budget), requests) == expected
 
 
 def test_scores_are_the_log_probabilities_of_the_prompt():
@@ -390,7 +390,7 @@ MIXTURE = {
 
 
 def busy(kv: str, steps: int = 1) -> Engine:
-    engine = engine_of(kv, oneshot_tokens=16)
+    engine = engine_of(kv, prefill_only_tokens=16)
     for name, (text, params) in MIXTURE.items():
         engine.add_request(name, letters(text), params)
     for _ in range(steps):
@@ -435,7 +435,7 @@ def test_an_interrupted_step_can_be_aborted(kv):
 
 
 def test_a_request_that_is_aborted_has_no_answer_and_ends_once():
-    engine = engine_of("paged", oneshot_tokens=4)
+    engine = engine_of("paged", prefill_only_tokens=4)
     names = ask(engine, "abcd", "efgh", "ijkl")
     engine.step()
     engine.abort("r1")
@@ -503,7 +503,7 @@ def failing(engine: Engine) -> None:
 
 
 def test_a_step_that_fails_fails_only_the_requests_that_were_in_it():
-    engine = engine_of("paged", max_num_seqs=1, oneshot_tokens=4)
+    engine = engine_of("paged", max_num_seqs=1, prefill_only_tokens=4)
     engine.add_request("in it", letters("ab"), LONG)
     engine.add_request("waits for a place", letters("cd"), SamplingParams(max_tokens=3, ignore_eos=True))
     names = ask(engine, "abcd", "efgh")

@@ -143,13 +143,15 @@ def test_prompts_without_end_do_not_starve_requests_that_keep_nothing():
     long_leader(engine)
     (name,) = ask(engine, "xyzzy")
     records = run_all(engine)
-    assert [any(item.phase == "oneshot" for item in record.items) for record in records].index(True) == MAX_DEFERRALS
+    assert [any(item.phase == "prefill_only" for item in record.items) for record in records].index(
+        True
+    ) == MAX_DEFERRALS
     assert [one.seq_id for one in records[0].waiting] == [1]
     assert answers(engine, [name]) == [alone("xyzzy")]
 
 
 def test_later_requests_pass_those_that_wait_and_those_keep_their_places():
-    engine = engine_of(oneshot_tokens=12)
+    engine = engine_of(prefill_only_tokens=12)
     names = ask(engine, PREFIX + "ij", PREFIX + "kl", PREFIX + "mn", "xy", "zyxwvutsrq")
     records = run_all(engine)
     assert [list(computed(record)) for record in records] == [[0, 3], [1, 2], [4]]
@@ -215,7 +217,7 @@ def test_when_a_leader_is_preempted_its_peers_are_answered_and_it_ends_too():
 
 
 def test_a_plan_that_has_become_stale_is_made_anew():
-    engine = engine_of(num_blocks=12, oneshot_tokens=12)
+    engine = engine_of(num_blocks=12, prefill_only_tokens=12)
     names = ask(engine, PREFIX + "i", PREFIX + "jklmnopqrst", PREFIX + "u")
     engine.step()
     assert engine.cache.stats().cached_blocks == 2

@@ -8,7 +8,7 @@ import pytest
 from tests.engine.random_cases import Play, random_case, shortest_failure
 
 STEPS = {"off": 2_000, "basic": 3_000, "paged": 8_000, "prefix": 8_000}
-EVER = ("aborted", "interrupted", "MaxNumSeqs", "admitted new", "oneshot")
+EVER = ("aborted", "interrupted", "MaxNumSeqs", "admitted new", "prefill_only")
 WITH_CACHE = (*EVER, "accepted", "rejected", "chunk", "mixed", "NoBlocks", "NoBudget")
 WITH_BLOCKS = (*WITH_CACHE, "recompute", "swap", "fallback", "gave way itself", "admitted recompute", "admitted swap")
 WITH_SHARING = (*WITH_BLOCKS, "hit", "Deferred", "published")

@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 
 from forge.engine import rng
-from forge.engine.rng import gumbel, token_words
+from forge.engine.rng import gumbel, gumbel_argmax, token_words
 from forge.engine.sampling import (
     BrokenLogits,
     check_logits,
     choose,
+    choose_token,
     distribution,
+    filtered,
     log_sum_exp,
     penalized,
     top_logprobs,
@@ -367,3 +369,37 @@ def test_a_bias_decides_and_minus_infinity_stays_never():
 def test_logits_that_nothing_changes_are_the_same_array():
     logits = row(3, size=20)
     assert penalized(logits, [1, 2], SamplingParams()) is logits
+
+
+class Allows:
+    """A matcher that allows the same tokens everywhere."""
+
+    def __init__(self, allowed: np.ndarray):
+        self.allowed = allowed
+
+    def mask(self, output) -> np.ndarray:
+        return self.allowed
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(9),
+        SamplingParams(9, logit_bias={3: 2.0}, repetition_penalty=1.3),
+        SamplingParams(9, 1.0),
+        SamplingParams(9, 0.7, top_k=5, min_p=0.05),
+        SamplingParams(9, 1.5, top_p=0.8, presence_penalty=0.5),
+    ],
+    ids=str,
+)
+def test_a_constrained_choice_is_that_from_the_masked_row(params):
+    draw = np.random.default_rng(1)
+    for position in range(200):
+        logits = draw.standard_normal(64).astype(np.float32) * 3
+        matcher = Allows(draw.random(64) < draw.choice([0.03, 0.3, 0.9]))
+        matcher.allowed[draw.integers(64)] = True
+        masked, history = penalized(logits, [1, 2, 3], params, 2, matcher), [1, 2, 3]
+        expected = int(masked.argmax()) if params.greedy else gumbel_argmax(*filtered(masked, params), 7, 0, position)
+        given = (logits, params, history, 7, 0, position, 2, matcher)
+        assert choose_token(*given) == choose_token(*given, int(logits.argmax())) == expected
+        assert matcher.allowed[expected]

@@ -524,7 +524,9 @@ def test_a_step_looks_only_at_the_head_of_a_long_queue():
 
 
 def test_priorities_hold_for_both_kinds_of_requests_in_one_queue():
-    scheduler = Scheduler(PagedKvCache(64, 4), SchedulerConfig(4, order="priority", oneshot_tokens=6), range(64, 80))
+    scheduler = Scheduler(
+        PagedKvCache(64, 4), SchedulerConfig(4, order="priority", prefill_only_tokens=6), range(64, 80)
+    )
     for seq_id, priority in ((0, 2), (1, 1), (2, 0)):
         scheduler.add(sequence(seq_id, tokens=5, max_tokens=1, prefill_only=True, priority=priority))
 
@@ -545,7 +547,9 @@ def test_the_shortest_job_is_first_and_with_aging_later_ones_overtake_only_so_fa
 
 def test_under_every_order_prefill_only_sequences_are_ordered_with_the_others():
     for order in ("priority", "sjf"):
-        scheduler = Scheduler(PagedKvCache(64, 4), SchedulerConfig(4, order=order, oneshot_tokens=6), range(64, 80))
+        scheduler = Scheduler(
+            PagedKvCache(64, 4), SchedulerConfig(4, order=order, prefill_only_tokens=6), range(64, 80)
+        )
         lengths = {0: 6, 1: 5, 2: 4}
         for seq_id, tokens in lengths.items():
             scheduler.add(sequence(seq_id, tokens=tokens, max_tokens=1, prefill_only=True, priority=-seq_id))

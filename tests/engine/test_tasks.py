@@ -273,7 +273,7 @@ def test_a_step_takes_what_its_memory_allows(path):
     whole = LLM(path, kv="paged")
     row = whole.model.temporary_bytes(16, 1)
     for memory, steps in ((None, 1), (2 * row, 4), (1, 8)):
-        llm = LLM(path, kv="paged", oneshot_memory=memory)
+        llm = LLM(path, kv="paged", prefill_only_memory=memory)
         assert len(list(llm.start(prompts, SamplingParams(max_tokens=1)))) == steps
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from forge.bench.server_process import ServerProcess
 from forge.errors import ForgeError
 from forge.experiments.serving.clients import Crowd, Crowded, Ending, Overload, Visit, parse_metrics
+from forge.server.server_process import ServerProcess
 from tests.cli.conftest import ROOT, environment, forge  # noqa: F401 (a fixture)
 
 REFUSED = Overload(64, 429, 0.5, "1", 200)

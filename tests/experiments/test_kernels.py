@@ -8,10 +8,12 @@ from forge.bench.cases import ModelSize
 from forge.experiments.kernels import (
     KernelsResult,
     Limits,
+    LongPass,
     Measured,
     Pass,
     comparison_sentences,
     kernels_object,
+    last_cache_bytes,
     print_kernels,
     reads,
     roofline,
@@ -24,7 +26,9 @@ SIZE = ModelSize(0, 90_000_000, 10_000_000, 0, 1000, 1, 1, 1, 1, 4096, 4096)
 
 def measured(name: str, weight_bytes: int, ms: dict[int, float]) -> Measured:
     passes = tuple(Pass(rows, weight_bytes, rows * 100_000_000, taken / 1e3) for rows, taken in ms.items())
-    return Measured(name, SIZE, 2, passes)
+    size = replace(SIZE, layer_bytes=weight_bytes - SIZE.head_bytes)
+    long_pass = LongPass(2000, 20_000_000, weight_bytes + 20_000_000, 2 * ms[1] / 1e3)
+    return Measured(name, size, 2, passes, (long_pass,), cache_bytes=32_000_000)
 
 
 LARGE = measured("random-q8_0", 100_000_000, {1: 2.0, 8: 2.2, 128: 32.0})
@@ -72,8 +76,37 @@ def test_the_screen_says_what_the_figures_mean(width):
 
 def test_weights_in_a_cache_are_said_to_be_there():
     console = piped(80)
-    print_kernels(console, KernelsResult(LIMITS, (measured("tales", 100_000_000, {1: 1.0}),)))
+    print_kernels(console, KernelsResult(LIMITS, (measured("tales", 11_000_000, {1: 0.11}),)))
     assert "More than memory delivers: tales" in written(console)
+
+
+def test_a_model_that_no_cache_holds_is_not_said_to_be_in_one():
+    console = piped(80)
+    print_kernels(console, KernelsResult(LIMITS, (measured("large", 100_000_000, {1: 1.0}),)))
+    assert "More than memory" not in written(console)
+
+
+def test_what_a_pass_did_is_what_the_machine_can_do_at_least():
+    quick, small = measured("large", 100_000_000, {1: 1.0, 8: 1.0}), measured("small", 10_000_000, {1: 0.1})
+    assert LIMITS.or_better(quick.reached).or_better(small.reached) == Limits(100e9, 1000e9)
+    best = LIMITS.or_better(quick.reached)
+    assert all(found.share(best) <= 1 for found in quick.passes)
+    assert small.reached.bytes_per_second == 0
+
+
+def test_the_last_cache_is_the_largest_that_the_system_names(tmp_path):
+    for index, text in enumerate(("32K\n", "1024K\n", "32768K\n")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(text)
+    assert last_cache_bytes(tmp_path) == 32 << 20 == last_cache_bytes(tmp_path / "none")
+
+
+def test_keys_and_values_are_bytes_of_a_pass_too():
+    facts = kernels_object(RESULT)["models"][0]["long_passes"]
+    assert facts == [{"context": 2000, "kv_bytes": 20_000_000, "bytes_read": 120_000_000, "ms": 4.0}]
+    console = piped(80)
+    print_kernels(console, RESULT)
+    assert "2,000 tokens" in written(console) and "120.0 MB" in written(console)
 
 
 def test_one_model_is_compared_with_none():

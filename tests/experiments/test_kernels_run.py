@@ -44,3 +44,11 @@ def test_what_does_not_exist_is_refused_before_anything_is_measured(options, mon
     monkeypatch.setattr(kernels, "_limits", lambda threads: pytest.fail("measured"))
     with pytest.raises(UsageError):
         kernels.run(**options)
+
+
+def test_a_model_of_ones_own_is_measured_beside_those_that_are_made_up(tmp_path, short):
+    path = write_small_qwen3(tmp_path / "small.gguf", max_position_embeddings=20)
+    models = kernels.run(str(path), ("Q8_0",), threads=1).models
+    assert [model.name for model in models] == ["random-q8_0", "small"]
+    assert [found.context for found in models[0].long_passes] == list(kernels.CONTEXTS)
+    assert [found.context for found in models[1].long_passes] == [16]

@@ -64,7 +64,7 @@ def test_the_naive_page_ends_with_what_comes_next():
     print_naive(console, climbing(32), TIMES, "Once upon a time")
     out = written(console)
     assert out.splitlines()[0].endswith("?")
-    assert out.rstrip().endswith("forge compare --kv off vs on")
+    assert out.rstrip().endswith("forge compare --kv off vs basic")
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -76,7 +76,7 @@ def test_the_cache_page_does_the_arithmetic_of_the_bytes():
     out = written(console)
     assert "12 layers x 2 KV heads x 64 numbers x 4 bytes = 12.3 kB per" in out
     assert "holds 49.2 kB" in out and "holds 430.1 kB" in out and "430.1 kB held at the end" in out
-    assert "forge compare --kv off vs on" in out
+    assert "forge compare --kv off vs basic" in out
     assert max(map(len, out.splitlines())) <= 80
 
 

@@ -24,5 +24,5 @@ def test_steps_add_up_and_say_who_waits_for_whom(kv, capfd):
 def test_the_screen_names_the_prefix_owner(capfd):
     assert main(["oneshot", "--only", "run", "--model", "hash", "--requests", "9", "--kv", "prefix"]) == 0
     out, err = capfd.readouterr()
-    assert err == "" and "8, while seq 0 computes their prefix" in out and "rows in a step  decode" in out
+    assert err == "" and "8, while seq 0 computes their prefix" in out and "rows in a step  generation" in out
     assert max(map(len, out.splitlines())) <= 80

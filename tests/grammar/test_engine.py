@@ -1,7 +1,6 @@
 """Real grammars in the whole engine: what is said has the form, whatever is drawn, proposed or interrupted."""
 
 import json
-import random
 import re
 from typing import Any
 
@@ -9,7 +8,9 @@ import jsonschema
 import pytest
 
 from forge import LLM, SamplingParams, StructuredOutput
-from forge.engine.sampler import Sampler
+from forge.engine.async_scheduling import AsyncScheduling
+from forge.engine.sampler import Sampler, StepLogits
+from forge.engine.tasks import classify_prompt
 
 PERSON = {
     "type": "object",
@@ -35,72 +36,6 @@ def says(llm, **params) -> list[tuple[int, ...]]:
     given: dict[str, Any] = {"max_tokens": 150, "structured": FORM, "seed": 4} | params
     outputs = llm.generate(["Once upon a time", "The fox"], SamplingParams(**given))
     return [one.token_ids for output in outputs for one in output.outputs]
-
-
-def random_schema(rng: random.Random, depth: int = 0) -> dict:
-    """A schema that can be satisfied, with what is claimed to be supported; bounded, so that a text of it ends."""
-    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format"]
-    kinds += ["object", "array", "tuple", "anyOf", "ref"] * (depth < 3)
-    kind, low = rng.choice(kinds), rng.randrange(-50, 50)
-    if kind == "string":
-        return {"type": "string", "minLength": rng.randrange(3), "maxLength": rng.randrange(3, 9)}
-    if kind == "integer":
-        return {"type": "integer", "minimum": low, "maximum": low + rng.randrange(1, 900)}
-    if kind == "number":
-        return {"type": "number", "exclusiveMinimum": low, "maximum": low + 1.5 + rng.randrange(99)}
-    if kind == "enum":
-        return {"enum": rng.sample(["happy", "sad", 1, 2.5, None, True, "a b", {"x": 1}], rng.randrange(1, 5))}
-    if kind == "const":
-        return {"const": rng.choice(['é\n"', 7, False, ["a", 1]])}
-    if kind == "pattern":
-        return {"type": "string", "pattern": rng.choice(["^[a-z]{1,5}$", "^(up|down)+$", "^\\d{4}-x?$"])}
-    if kind == "format":
-        return {"type": "string", "format": rng.choice(["date", "uuid", "ipv4"])}
-    if kind == "array":
-        fewest = rng.randrange(3)
-        return {
-            "type": "array",
-            "items": random_schema(rng, depth + 1),
-            "minItems": fewest,
-            "maxItems": fewest + rng.randrange(2),
-        }
-    if kind == "tuple":
-        items = [random_schema(rng, depth + 1) for _ in range(rng.randrange(1, 3))]
-        return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
-    if kind == "anyOf":
-        return {"anyOf": [random_schema(rng, depth + 1) for _ in range(rng.randrange(1, 4))]}
-    if kind == "ref":
-        name = f"d{rng.randrange(10**9)}"
-        return {"$defs": {name: random_schema(rng, 3)}, "$ref": f"#/$defs/{name}"} if depth == 0 else {"type": "null"}
-    if kind == "object":
-        names = rng.sample(["name", "na", "x y", "é", "place", "age"], rng.randrange(1, 4))
-        required = [name for name in names if rng.random() < 0.7]
-        properties = {name: random_schema(rng, depth + 1) for name in names}
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    return {"type": kind}
-
-
-NUM_SCHEMAS = 150
-
-
-def test_outputs_of_random_schemas_validate():
-    """Random weights, temperatures 0 to 2: whatever ends by itself is what its schema says."""
-    llm, rng, finished = LLM("hash", kv="paged", max_num_seqs=16), random.Random(7), 0
-    for _ in range(NUM_SCHEMAS // 10):
-        schemas = [random_schema(rng) for _ in range(10)]
-        runs = [
-            llm.start("x", SamplingParams(400, rng.choice([0, 1, 2]), seed=3, structured=StructuredOutput(json=schema)))
-            for schema in schemas
-        ]
-        for run, schema in zip(runs, schemas, strict=True):
-            for _ in run:
-                pass
-            output = run.outputs[0].outputs[0]
-            assert output.finish_reason in ("stop", "length"), (output.errors, schema)
-            if output.finish_reason == "stop":
-                finished += 1
-                jsonschema.validate(json.loads(output.text), schema, format_checker=jsonschema.FormatChecker())
-    assert finished > 0.9 * NUM_SCHEMAS
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
@@ -197,3 +132,38 @@ def test_an_interrupted_step_changes_nothing(llm, monkeypatch):
         except KeyboardInterrupt:
             continue
     assert [one.token_ids for output in run.outputs for one in output.outputs] == expected
+
+
+def test_masks_are_computed_while_a_device_computes(monkeypatch):
+    """A model that returns before it has computed: when its logits are read, the masks are there."""
+    llm, ready = LLM("hash", kv="paged"), []
+    engine = llm.engine
+    engine._async = AsyncScheduling(engine.scheduler)
+    of = StepLogits.of
+
+    def read(rows) -> StepLogits:
+        for sequence in engine.scheduler.running.values():
+            ready.append(sequence.num_output_tokens in sequence.matcher._masks)
+        return of(rows)
+
+    monkeypatch.setattr(StepLogits, "of", read)
+    form = StructuredOutput(regex="[a-z]{8}")
+    output = llm.generate("x", SamplingParams(20, 1.0, seed=1, n=2, structured=form))[0]
+    assert all(re.fullmatch("[a-z]{8}", one.text) for one in output.outputs)
+    assert len(ready) > 8 and all(ready)
+    monkeypatch.undo()
+    assert (
+        LLM("hash", kv="paged")
+        .generate("x", SamplingParams(20, 1.0, seed=1, n=2, structured=form))[0]
+        .outputs[1]
+        .token_ids
+        == output.outputs[1].token_ids
+    )
+
+
+@pytest.mark.parametrize("mood", ["happy", "sad"])
+def test_the_choice_that_is_said_is_the_label_that_classify_finds_likeliest(llm, mood):
+    story = f"Once there was a little mole. He lost his crown. At the end of the story the mole was very {mood}."
+    prompt = classify_prompt(llm.tokenizer, story, ["happy", "sad"])
+    said = llm.generate([prompt], SamplingParams(4, structured=StructuredOutput(choice=["happy", "sad"])))
+    assert said[0].outputs[0].text == llm.classify([prompt], ["happy", "sad"])[0].label

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 
 from forge import LLM
 from tests.cli.conftest import forge, start  # noqa: F401 (a fixture)
-from tests.small_models import write_small_qwen3
+from tests.small_models import small_tokenizer, write_small_qwen3
 
+USER_DEFINED = 4
 PATIENCE = 120
 """Seconds after which a hanging server is given up."""
 
@@ -137,6 +139,34 @@ def server(model_path, alone) -> Iterator[Server]:
     one = Server("-m", model_path, "--num-blocks", "40", "--max-num-seqs", "16", "--served-model-name", "small")
     yield one
     one.stop()
+
+
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""In the vocabulary of the model with room for tools, from `FIRST_TAG` on."""
+FIRST_TAG = 269
+
+
+@pytest.fixture(scope="session")
+def roomy_server(tmp_path_factory) -> Iterator[Server]:
+    """A small model that has Qwen3's tags and a context in which tools are listed, in tokens that are bytes."""
+    tokenizer = small_tokenizer(288)
+    tokens, types = list(tokenizer["tokenizer.ggml.tokens"]), list(tokenizer["tokenizer.ggml.token_type"].value)
+    for index, tag in enumerate(TAGS, FIRST_TAG):
+        tokens[index], types[index] = tag, USER_DEFINED
+    changed = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": replace(tokenizer["tokenizer.ggml.token_type"], value=types),
+    }
+    folder = tmp_path_factory.mktemp("roomy")
+    path = write_small_qwen3(folder / "roomy.gguf", metadata=changed, max_position_embeddings=4096)
+    one = Server("-m", str(path), "--kv", "prefix", "--num-blocks", "1024", "--served-model-name", "small")
+    yield one
+    one.stop()
+
+
+@pytest.fixture
+def roomy_client(roomy_server) -> openai.OpenAI:
+    return roomy_server.openai()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Task
 from forge.server.engine_process import EngineServer
-from forge.server.messages import Abort, Ask, AskOneShots, Inbox, Submit, Update, Watch, Withdraw, frame
+from forge.server.messages import Abort, Ask, AskTasks, Inbox, Submit, Update, Watch, Withdraw, frame
 from tests.engine.scripted import PIECES, letters, muddled, new_engine
 
 MERGED = ("accepted", "refused", "tokens", "sample_ends", "ends", "answers", "steps", "records")
@@ -131,11 +131,11 @@ def test_questions_fail_with_the_step_they_are_in_and_others_do_not(peer):
 
     one = peer(script, kv="paged")
     task = Task(candidates=(0, 1))
-    one.send(AskOneShots(1, [(letters("a"), task), (letters("z"), task)]))
-    one.send(AskOneShots(2, [(letters("abc"), task)]))
+    one.send(AskTasks(1, [(letters("a"), task), (letters("z"), task)]))
+    one.send(AskTasks(2, [(letters("abc"), task)]))
     answers = {one.number: one for one in one.until(lambda update: len(update.answers) == 2).answers}
     assert answers[1].fault.internal
-    one.send(AskOneShots(3, [(letters("abc"), task)]))
+    one.send(AskTasks(3, [(letters("abc"), task)]))
     (again,) = one.until(lambda update: update.answers).answers
     assert again.fault is None and len(again.value) == 1
 
@@ -171,14 +171,14 @@ def test_questions_in_a_failing_step_are_the_engines_own_fault(peer):
         raise ZeroDivisionError
 
     one = peer(script)
-    one.send(AskOneShots(7, [(letters("ab"), Task(candidates=(0, 1)))]))
+    one.send(AskTasks(7, [(letters("ab"), Task(candidates=(0, 1)))]))
     (answer,) = one.until(lambda update: update.answers).answers
     assert answer.number == 7 and answer.fault.internal and answer.value is None
 
 
 def test_a_withdrawn_question_leaves_nothing(peer):
     one = peer(muddled, kv="prefix")
-    one.socket.sendall(frame(AskOneShots(7, [(letters("ab"), Task(candidates=(0, 1)))] * 50)) + frame(Withdraw(7)))
+    one.socket.sendall(frame(AskTasks(7, [(letters("ab"), Task(candidates=(0, 1)))] * 50)) + frame(Withdraw(7)))
     found = one.until(lambda update: update.answers and update.gauges and not update.gauges.waiting)
     assert len(found.answers) == 1 and found.gauges.used_blocks == 0
     one.send(Withdraw(7))

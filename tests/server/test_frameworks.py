@@ -1,16 +1,20 @@
-"""LangChain's and llama-index's own OpenAI classes, unmodified.
+"""LangChain's, instructor's and llama-index's own classes for OpenAI, unmodified.
 
-llama-index is not among the development requirements: it brings 115 MB and wants an older `openai` than the others.
+llama-index and instructor are not among the development requirements: the one brings 115 MB, and both want an older
+`openai` than the others.
 """
 
 import asyncio
+from typing import Literal
 
 import numpy as np
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
 from forge import LLM
 
 QUESTION = "Tell me a story."
+INSTRUCTOR_NEEDED = "needs instructor, which wants older libraries: pip install --no-deps instructor docstring_parser"
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +90,78 @@ def test_langchain_embeddings_are_the_librarys(langchain, langchain_options, lib
     assert np.allclose(model.embed_query("a fox"), library.embed("a fox")[0], atol=0)
 
 
-def test_langchain_tools_are_refused_as_its_typed_exception(langchain_chat):
-    import openai
+class Weather(BaseModel):
+    """The weather of a place."""
 
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        langchain_chat.bind_tools([tool]).invoke(QUESTION)
+    model_config = ConfigDict(extra="forbid")  # random weights would add properties without end
+
+    city: str = Field(max_length=4)
+    day: Literal["today", "tomorrow"]
+
+
+@pytest.fixture
+def roomy_chat(langchain, roomy_server):
+    options = {"base_url": f"{roomy_server.url}/v1", "api_key": "none", "model": "small", "max_retries": 0}
+    return langchain.ChatOpenAI(**options, temperature=1, max_tokens=300, seed=3)
+
+
+def test_langchain_binds_tools_and_gets_calls_whole_and_streamed(roomy_chat):
+    bound = roomy_chat.bind_tools([Weather], tool_choice="any", parallel_tool_calls=False)
+    called = bound.invoke(QUESTION)
+    (call,) = called.tool_calls
+    assert call["name"] == "Weather" and isinstance(Weather(**call["args"]), Weather)
+    assert called.response_metadata["finish_reason"] == "tool_calls"
+    whole = None
+    for chunk in bound.stream(QUESTION):
+        whole = chunk if whole is None else whole + chunk
+    assert whole.tool_calls[0]["args"] == call["args"] and whole.tool_calls[0]["name"] == "Weather"
+
+
+def test_langchain_goes_on_with_a_tools_result(roomy_chat):
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    bound = roomy_chat.bind_tools([Weather], tool_choice="Weather")
+    called = bound.invoke(QUESTION)
+    result = ToolMessage("sunny", tool_call_id=called.tool_calls[0]["id"])
+    answer = roomy_chat.bind_tools([Weather]).invoke([HumanMessage(QUESTION), called, result])
+    assert answer.usage_metadata["input_tokens"] > called.usage_metadata["input_tokens"]
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema", "json_mode"])
+def test_langchain_gives_structured_output(roomy_chat, method):
+    asked = roomy_chat.with_structured_output(Weather, method=method, include_raw=True).invoke(QUESTION)
+    if method == "json_mode":  # any object: the schema is a matter of the prompt
+        assert asked["raw"].content.startswith("{")
+    else:
+        assert isinstance(asked["parsed"], Weather)
+
+
+def test_langchain_speaks_to_responses(langchain, roomy_server):
+    options = {"base_url": f"{roomy_server.url}/v1", "api_key": "none", "model": "small", "max_retries": 0}
+    chat = langchain.ChatOpenAI(**options, temperature=1, max_tokens=300, use_responses_api=True)
+    assert isinstance(chat.with_structured_output(Weather, method="json_schema").invoke(QUESTION), Weather)
+    (call,) = chat.bind_tools([Weather], tool_choice="Weather").invoke(QUESTION).tool_calls
+    assert isinstance(Weather(**call["args"]), Weather)
+    whole = None
+    for chunk in chat.bind_tools([Weather], tool_choice="Weather").stream(QUESTION):
+        whole = chunk if whole is None else whole + chunk
+    assert isinstance(Weather(**whole.tool_calls[0]["args"]), Weather)
+
+
+# instructor
+
+
+@pytest.fixture(scope="module")
+def instructor():
+    return pytest.importorskip("instructor", reason=INSTRUCTOR_NEEDED)
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
+def test_instructor_gives_pydantic_objects(instructor, roomy_client, mode):
+    client = instructor.from_openai(roomy_client, mode=getattr(instructor.Mode, mode))
+    asked = {"model": "small", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 300}
+    found = client.chat.completions.create(**asked, response_model=Weather, max_retries=0)
+    assert isinstance(found, Weather)
 
 
 # llama-index

@@ -167,7 +167,7 @@ def test_a_mistake_is_a_typed_exception_that_names_the_parameter(client, asked, 
 @pytest.mark.parametrize(
     "asked",
     [
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
         {"top_logprobs": 2},
         {"messages": []},

@@ -5,7 +5,7 @@ import pytest
 from forge import LLM, SamplingParams, UsageError
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
-from forge.cli.running import trace_header
+from forge.cli.run_control import trace_header
 from forge.engine.policies import SchedulerConfig, lifo
 from forge.engine.proposer import Proposal, Proposer
 from forge.model.hash_model import HashModel

@@ -67,11 +67,53 @@ def test_qwen3_a_tool_response_is_not_a_new_question():
     assert "<think>\nlook\n</think>\n\nLet me see." in rendered
 
 
+def call(name, arguments):
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_qwen3_tools_are_listed_in_the_system_turn():
+    tools = [{"type": "function", "function": {"name": "f", "description": "é"}}]
+    listed = (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+        '{"type": "function", "function": {"name": "f", "description": "é"}}\n</tools>\n\n'
+        "For each function call, return a json object with function name and arguments within <tool_call></tool_call> "
+        'XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+    )
+    turns = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert qwen3([USER], tools=tools) == "<|im_start|>system\n" + listed + turns
+    assert qwen3([SYSTEM, USER], tools=tools) == "<|im_start|>system\nBe brief.\n\n" + listed + turns
+
+
+def test_qwen3_calls_and_their_results_are_turns():
+    calls = [call("f", '{"a": 1}'), call("g", {"b": "é"})]
+    results = [{"role": "tool", "content": "5"}, {"role": "tool", "content": "6"}]
+    turn = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n' + (
+        '<tool_call>\n{"name": "g", "arguments": {"b": "é"}}\n</tool_call><|im_end|>\n'
+    )
+    for said, before in (("", ""), (None, ""), ("Let me see.", "Let me see.\n")):
+        rendered = qwen3([USER, answer(said, tool_calls=calls), *results])
+        assert rendered == (
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n" + before + turn + "<|im_start|>user\n"
+            "<tool_response>\n5\n</tool_response>\n<tool_response>\n6\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+
+
 def test_qwen3_says_what_it_has_not():
-    with pytest.raises(ChatTemplateError, match="no tools"):
-        qwen3([USER], tools=[{"name": "f"}])
-    with pytest.raises(ChatTemplateError, match="no role tool"):
-        qwen3([{"role": "tool", "content": "5"}])
+    with pytest.raises(ChatTemplateError, match="no role wizard"):
+        qwen3([{"role": "wizard", "content": "5"}])
+
+
+def test_a_template_without_tools_shows_them_as_qwen3_does(entries):
+    own = Tokenizer(TokenizerSpec(**entries, chat_template="{{ messages[0].content }}"))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert own.apply_chat_template([USER]) == "Hi"
+    assert own.apply_chat_template([USER], tools=tools) == qwen3([USER], tools=tools)
+    result = [USER, {"role": "tool", "content": "5"}]
+    assert own.apply_chat_template(result) == qwen3(result)
+    with_tools = Tokenizer(TokenizerSpec(**entries, chat_template="{{ tools | tojson }}"))
+    assert with_tools.apply_chat_template([USER], tools=tools) == json.dumps(tools)
 
 
 def test_the_tokenizer_uses_the_files_template_and_qwen3s_when_it_has_none(entries, tokenizer):

@@ -31,6 +31,15 @@ def test_a_message_cannot_forge_a_turn():
     assert text == ByteTokenizer().apply_chat_template(user(FORGED)) == ByteTokenizer().decode(ids)
 
 
+def test_tools_cannot_forge_a_turn_not_even_by_a_name():
+    function = {"name": "f", "description": FORGED, "parameters": {"properties": {FORGED: {"enum": [FORGED]}}}}
+    call = {"function": {"name": "f", "arguments": {FORGED: FORGED}}}
+    messages = [*user("Hi"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text, ids = ByteTokenizer().encode_chat(messages, tools=[{"type": "function", "function": function}])
+    assert ids.count(START) == 4 and ids.count(END) == 3
+    assert text == ByteTokenizer().decode(ids) and not set(text).intersection(MARKS)
+
+
 def test_with_parse_special_it_can():
     _, ids = ByteTokenizer().encode_chat(user(FORGED), parse_special=True)
     assert ids.count(START) == 4 and ids.count(END) == 3

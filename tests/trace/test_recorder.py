@@ -14,6 +14,7 @@ from forge.trace.records import (
     Deferred,
     EndRecord,
     FinishRecord,
+    ItemRecord,
     NoBlocks,
     SpecCycle,
     StepRecord,
@@ -160,5 +161,7 @@ def test_a_trace_from_before_a_field_was_renamed_still_opens():
         "owner": 4,
         "num_tokens": 48,
     }
+    item = {"seq_id": 1, "phase": "oneshot", "start": 0, "num_tokens": 4, "num_guesses": 2}
+    assert codec_of(ItemRecord).decode(item, "") == ItemRecord(1, "prefill_only", 0, 4, num_draft_tokens=2)
     with pytest.raises(ValueError, match="chief is no field of Deferred"):
         codec_of(Deferred).decode({"chief": 4, "num_tokens": 48}, "")

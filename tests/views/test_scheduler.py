@@ -23,14 +23,14 @@ from forge.trace.records import (
 )
 from forge.views.history import History
 from forge.views.picture import save_serving
+from forge.views.run_live import serving_view
+from forge.views.run_summary import print_serving, serving_object
 from forge.views.scheduler import (
     prefill_text,
     reason_lines,
     scheduler_lines,
     step_line,
 )
-from forge.views.serving import print_serving, serving_object
-from forge.views.serving_live import serving_view
 from forge.views.terminal import open_console
 from tests.trace.runs import crowded
 from tests.views.records import LABEL, piped, terminal, written
@@ -126,12 +126,12 @@ def test_deferred_peers_are_shown_together_with_the_owner_of_their_prefix():
 
 
 def test_a_step_of_prefill_only_requests_says_what_it_computed():
-    items = tuple(ItemRecord(seq_id, "oneshot", 48, 100 + seq_id) for seq_id in range(3))
-    record = replace(RUN.steps[3], items=items, tokens=(), execution_class="oneshot")
+    items = tuple(ItemRecord(seq_id, "prefill_only", 48, 100 + seq_id) for seq_id in range(3))
+    record = replace(RUN.steps[3], items=items, tokens=(), execution_class="prefill_only")
     line, picture = shown(record)
     assert "prefill-only 3 requests, 303 rows" in line and "nothing is computed" not in line
     assert "this step: prefill-only 3 requests, 303 rows" in picture and "Prefill-only" in picture
-    assert "oneshot" not in (line + picture).lower()
+    assert "prefill_only" not in (line + picture).lower()
 
 
 def test_guesses_are_shown_with_their_acceptance_and_the_rollback_in_both_caches():

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, load_model
+from forge.cli.run_control import Found, load_model
 from forge.views.charts import bar
-from forge.views.figures import count
+from forge.views.formatting import count
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, TITLE
 from forge.views.report import Report

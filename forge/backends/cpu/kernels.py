@@ -186,14 +186,17 @@ def _quantize_32(x, quants, scale, sums):
 @numba.njit
 def quantize_group(x, rows, row, group):
     """32 floats into group `group` of the quantized form of a row."""
-    _quantize_32(x, quants_of(rows, row) + 32 * group, scales_of(rows, row) + 8 * group, sums_of(rows, row) + 8 * group)
+    at = row * (rows.stride // 32) + group
+    _quantize_32(x, rows.quants + 32 * at, rows.scales + 8 * at, rows.sums + 8 * at)
 
 
 @numba.njit
 def _quantize_row(rows, row):
     """A whole row of floats, 32 at a time."""
+    x, quants = values_of(rows, row), quants_of(rows, row)
+    scales, sums = scales_of(rows, row), sums_of(rows, row)
     for group in range(rows.stride // 32):
-        quantize_group(values_of(rows, row) + 128 * group, rows, row, group)
+        _quantize_32(x + 128 * group, quants + 32 * group, scales + 8 * group, sums + 8 * group)
 
 
 def rms_norm(op, ctx, thread, threads):

@@ -16,16 +16,17 @@ from forge.backends.cuda.shapes import DEFAULT_TUNING, Tuning
 from forge.model.forward_batch import ForwardBatch
 
 LEAST_WORDS = 1 << 16
+"""Of the buffer, so that it rarely moves. Guess."""
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Rows of a decode step that graphs are captured for. Guess."""
 TOKEN_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
 """Rows of any other step (prefills, chunks, verifications, mixtures) that graphs are captured for. Guess."""
 FINE_BUCKETS = (160, 192)
-"""More of both, with `Tuning.fine_buckets`."""
+"""More of both, with `Tuning.fine_buckets`. Guess."""
 MOST_LOGIT_ROWS = 256
-"""Of a step that graphs are captured for. A graph keeps its logits' memory, 600 KB a row."""
+"""Of a step that graphs are captured for. A graph keeps its logits' memory, 600 KB a row. Guess."""
 PRUNING = 4
-"""The last layer is computed for the logit rows alone where they are fewer than one row in this many."""
+"""The last layer is computed for the logit rows alone where they are fewer than one row in this many. Guess."""
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,14 @@ Launcher = Callable[..., None]
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 """Multiply and add in one instruction, whatever this Triton's default is."""
 EMBED_COLUMNS = 1024
+"""Of a row of the embedding, copied by one program. Guess."""
 SWIGLU_COLUMNS = 1024
+"""Of a row of SwiGLU, computed by one program. Guess."""
 ARGMAX_COLUMNS = 2048
-"""Of a row of logits, looked through by one program."""
+"""Of a row of logits, looked through by one program. Guess."""
 LEAST_COUNTERS = 1 << 14
 OUTPUT_HEAD_ROWS = 64
-"""Logit rows that share one pass over the output head at most."""
+"""Logit rows that share one pass over the output head at most. Guess."""
 
 
 class TritonLauncher:

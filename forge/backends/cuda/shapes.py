@@ -24,7 +24,7 @@ MULTIPROCESSORS = 132
 SPLIT_K_ROWS = 16
 """Up to here rows leave multiprocessors idle, so that `Tuning.split_k` can be worth it. Guess."""
 MAX_SPLIT_K = 8
-"""Guess."""
+"""Programs that share the columns of one tile of a product at most. Guess."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Tuning:
 
 
 DEFAULT_TUNING = Tuning()
+"""What runs unless a caller says otherwise. Guess."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def matmul_tile(
 
 
 INVARIANT_TILE = Tile(16, 32, 64, num_warps=4, num_stages=4)
-"""The one tile of `--invariant`, for every matrix and every number of rows."""
+"""The one tile of `--invariant`, for every matrix and every number of rows. Guess."""
 
 
 def attention_tile(
@@ -137,7 +138,7 @@ def one_row_tile(heads: int, kv_heads: int, in_float32: bool = False) -> Attenti
 
 
 _FLOAT32_RUN = 8, 2
-"""Warps and stages of attention in float32."""
+"""Warps and stages of attention in float32. Guess; fewer warps spill registers, by the compiler's listing."""
 
 
 def splits(

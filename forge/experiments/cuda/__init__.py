@@ -18,10 +18,10 @@ from rich.text import Text
 
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, drive, exit_status, load_model, run_label
+from forge.cli.run_control import Found, drive, exit_status, load_model, run_label
 from forge.errors import UsageError
 from forge.experiments.cuda.plan import H200, SHAPE, Limits, PlannedStep, planned_steps
-from forge.views.figures import NOTHING, count, ms, plural, rate, size, times
+from forge.views.formatting import NOTHING, count, ms, plural, rate, size, times
 from forge.views.forwards import spaced
 from forge.views.json_output import as_object, to_json
 from forge.views.palette import ACCENT, QUIET, TITLE

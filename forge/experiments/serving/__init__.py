@@ -17,18 +17,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge.bench.server_process import ServerProcess
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found
+from forge.cli.run_control import Found
 from forge.cli.serve import require_server
 from forge.cli.watch import steps_of
 from forge.errors import ForgeError, UsageError
 from forge.experiments.serving.clients import Crowd, Crowded, Visit, visit_all
+from forge.server.server_process import ServerProcess
 from forge.trace.totals import percentile
 from forge.views.bench import BenchProgress
 from forge.views.charts import sparkline
-from forge.views.figures import NOTHING, count, ms, percent, plural
+from forge.views.formatting import NOTHING, count, ms, percent, plural
 from forge.views.json_output import as_object
 from forge.views.metrics import flowing, verdict
 from forge.views.palette import ACCENT, QUIET, TITLE

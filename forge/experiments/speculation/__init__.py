@@ -22,14 +22,14 @@ from rich.text import Text
 from forge.cli import completion, options
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.running import Found, drive, exit_status, load_model, run_label, warm_up
+from forge.cli.run_control import Found, drive, exit_status, load_model, run_label, warm_up
 from forge.errors import UsageError
 from forge.experiments.speculation.borrowing import BorrowedRun, Revocation
 from forge.experiments.speculation.pins import PROMPTS, check_pins, pins_report, prompts_of
 from forge.trace.records import SpecCycle, SpecDecision, StepRecord
 from forge.trace.speculation_summary import SpeculationSummary, cycle_object, cycles_of, draft_totals
 from forge.views.charts import bar, sparkline
-from forge.views.figures import count, ms, percent, plural, times
+from forge.views.formatting import count, ms, percent, plural, times
 from forge.views.generation import FRAMES_PER_SECOND, Unwatched
 from forge.views.json_output import run_object
 from forge.views.metrics import draft_facts, flowing, verdict

@@ -1,9 +1,14 @@
 """Tiles are powers of two that cover what they are for, whatever the model's sizes."""
 
+import ast
+import re
+from itertools import pairwise
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from forge.backends.cuda import shapes
+from forge.backends.cuda import inputs, shapes
 from forge.backends.cuda.weights import DENSE, Q4, Q4_K, Q8
 
 
@@ -47,3 +52,15 @@ def test_there_are_no_more_splits_than_chunks_and_they_fill_the_device():
             assert is_power_of_2(chosen) and chosen <= max(1, -(-longest // shapes.CHUNK)) and chosen <= 32
             assert is_power_of_2(shapes.splits_at_once(chosen, 2, 128))
             assert chosen % shapes.splits_at_once(chosen, 2, 128) == 0
+
+
+def test_every_constant_says_whether_it_is_a_guess_or_where_it_was_measured():
+    for module in (shapes, inputs):
+        body = ast.parse(Path(module.__file__).read_text()).body
+        for statement, following in pairwise(body):
+            if not isinstance(statement, ast.Assign):
+                continue
+            name = ast.unparse(statement.targets[0])
+            assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), name
+            said = following.value.value
+            assert re.search("Guess|[Mm]easured on|data sheet", said), f"{name}: {said}"

@@ -1,6 +1,7 @@
 """Kernels compiled ahead are those that are launched, to the key of Triton's cache."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from forge.backends.cuda import warm_up
 from forge.backends.cuda.backend import CudaBackend
 from forge.backends.cuda.inputs import Policy, expected_shapes, shape_of
 from forge.backends.cuda.launches import ListingLauncher
+from forge.engine.sampling_params import SamplingParams
+from forge.model.logits import Draw
 from forge.model.manual_batch import Part, flat_batch, new_storage
 from tests.backends.cpu.models import ROOT, run_python, small_model
 
@@ -75,3 +78,23 @@ def test_numbers_that_triton_treats_alike_are_described_alike():
     assert warm_up._described(whole)[0] == "bfloat16"
     assert (warm_up._described(whole[4:])[1] - warm_up._described(whole)[1]) % 16 == 8
     assert warm_up._described(torch.zeros(32, dtype=torch.int8, device="meta")[8:]) == ("int8", 8)
+
+
+def test_no_draw_launches_what_was_not_expected(device):
+    backend = CudaBackend(device, graphs=True, runs_ahead=True)
+    model = small_model(backend, "F32", num_layers=1)
+    listing = ListingLauncher(dependent=False)
+    backend._launcher = listing
+    layout = model.kv_layout(1, 16, "bfloat16")
+    model.prepare(layout)
+    backend.uses_graphs = False
+    expected = set(backend.expected_launches(model.forward_pass, layout, dependent=False))
+
+    asked = [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"frequency_penalty": 1.0}]
+    for rows, options in product((1, 3), asked):
+        storage = new_storage(model, 8, 16, "bfloat16")
+        logits = model.forward(flat_batch(decode(rows, 17), 16), storage)
+        listing.found.clear()
+        logits.sample([Draw(SamplingParams(**options), 1, 0, [1] * 17, 3) for _ in range(rows)])
+        (launched,) = listing.found
+        assert launched.kernel == "gumbel.gumbel_argmax" and launched in expected

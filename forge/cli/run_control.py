@@ -1,0 +1,302 @@
+"""Loading a model and driving a run, as every command does it: with a bar for a large model, and a Ctrl-C that is heard
+between two steps, so that what was generated is kept. Here too a run is recorded (`--trace`) and stepped through
+(`--step`), whichever command it is of.
+"""
+
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forge.cli.options import model_label
+from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
+from forge.errors import INTERRUPTED, ForgeError
+from forge.trace.records import EndRecord
+from forge.views.loading import LoadingBar
+from forge.views.summary import RunLabel, RunResult
+from forge.views.terminal import open_console, open_error_console
+
+if TYPE_CHECKING:
+    from forge.engine.engine import Engine
+    from forge.engine.outputs import RequestOutput
+    from forge.llm import LLM
+    from forge.trace.pauses import Pauses
+    from forge.trace.recorder import TraceHeader, TraceWriter
+    from forge.trace.records import StepRecord
+    from forge.views.history import History
+
+Found = Any
+"""What a command may return: a `Report`, which the command line then shows; an exit status; or nothing."""
+
+
+def load_model(engine: EngineArgs | str, **changed: Any) -> "LLM":
+    """The model, loaded and ready, with some options changed. What takes long shows on standard error."""
+    from forge.llm import LLM
+
+    args = replace(engine, **changed) if isinstance(engine, EngineArgs) else EngineArgs(engine, **changed)
+    with LoadingBar(open_error_console(), model_label(str(args.model))) as bar:
+        llm = LLM.from_engine_args(replace(args, on_load_progress=bar, on_compile_progress=bar.compiling))
+    llm.engine.report_probabilities = True
+    return llm
+
+
+def run_label(llm: "LLM") -> RunLabel:
+
+    return RunLabel(llm.model_name, llm.kv, llm.device, llm.device_description)
+
+
+def warm_up(llm: "LLM", prompt: str) -> None:
+    """Generate a few tokens that are not timed: a process's first forward pays for memory that has never been touched.
+    With speculation a few more, because no draft tokens are proposed until a plain forward's time is known.
+
+    What a prefix cache would remember of them is forgotten.
+    """
+    max_tokens = 24 if llm.engine.speculation.proposers else 2
+    llm.generate([prompt], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+    forget_prefixes(llm)
+
+
+def forget_prefixes(llm: "LLM") -> None:
+    """Empty the index of a prefix cache; another cache has none."""
+    from forge.cache.prefix import PrefixKvCache
+
+    if isinstance(llm.engine.cache, PrefixKvCache):
+        llm.engine.cache.reset()
+
+
+class AnyRun(Protocol):
+    """What can be driven: a `Run`, or anything else that advances an engine as it is iterated over."""
+
+    def __iter__(self) -> "Iterator[StepRecord]": ...
+
+    def abort(self) -> None: ...
+
+    @property
+    def outputs(self) -> "list[RequestOutput]": ...
+
+
+@dataclass(frozen=True)
+class Driven:
+    """A run that is over."""
+
+    records: "tuple[StepRecord, ...]"
+    interrupted: bool
+    """Ctrl-C ended it, or the reader who stepped through it."""
+    left: bool
+    """It was the reader."""
+    outputs: "tuple[RequestOutput, ...]" = ()
+    """Their times, as those of the records, without the time for which the reader looked at steps."""
+
+
+class Watch:
+    """What is done with the steps of a command's runs besides showing them: recording, stepping through."""
+
+    def __init__(self, trace: Path | None = None, step: bool = False):
+        """Raises a `ForgeError` where the trace cannot be written, or without a terminal to step in."""
+        self.steps = step
+        if step:
+            from forge.views.stepper import require_terminal
+
+            require_terminal(open_console())
+        self._writer = self._new_writer(trace) if trace is not None else None
+
+    @staticmethod
+    def _new_writer(trace: Path) -> "TraceWriter":
+        from forge.trace.recorder import TraceWriter
+
+        return TraceWriter(trace)
+
+    @property
+    def is_on(self) -> bool:
+        return self.steps or self._writer is not None
+
+    def begin(self, llm: "LLM", engine: "Engine") -> None:
+        if self._writer is not None:
+            self._writer.begin(trace_header(llm, engine))
+
+    def record(self, record: "StepRecord | EndRecord") -> None:
+        if self._writer is not None:
+            self._writer.write(record)
+
+
+UNWATCHED = Watch()
+
+
+def drive(
+    llm: "LLM",
+    run: AnyRun,
+    params: SamplingParams,
+    on_step: "Callable[[StepRecord], None]",
+    watch: Watch = UNWATCHED,
+) -> RunResult:
+    """Advance `run` to its end, or to Ctrl-C, handing on every step as it happens."""
+    driven = advance(llm, llm.engine, run, on_step, watch)
+    label = run_label(llm)
+    return RunResult(label, driven.records, driven.outputs[0], not params.greedy, driven.interrupted, driven.left)
+
+
+REPEATS, REPEAT_SECONDS = 3, 10.0
+"""How often a run is repeated for its times, itself included, and for how long: a large model's run is long enough."""
+
+
+def fastest(first: "RunResult", again: "Callable[[], RunResult]") -> "tuple[RunResult, int]":
+    """`first` with the shortest of each forward's times in several equal runs, and how many these were.
+
+    What else the machine does can only lengthen a forward, and it rarely lengthens the same one in every run.
+    """
+    runs = [first]
+    spent = lasted = sum(first.forward_ms) / 1e3
+    while len(runs) < REPEATS and spent + lasted < REPEAT_SECONDS and not runs[-1].interrupted:
+        runs.append(again())
+        lasted = sum(runs[-1].forward_ms) / 1e3
+        spent += lasted
+    if runs[-1].interrupted:
+        return replace(first, interrupted=True), len(runs)
+    steps = zip(*(run.records for run in runs), strict=True)
+    records = tuple(min(step, key=lambda record: record.forward_ms) for step in steps)
+    output = min((run.output for run in runs), key=lambda output: output.metrics.time_to_first_token_ms or 0.0)
+    return replace(first, records=records, output=output), len(runs)
+
+
+def advance(
+    llm: "LLM",
+    engine: "Engine",
+    run: AnyRun,
+    on_step: "Callable[[StepRecord], None]",
+    watch: Watch = UNWATCHED,
+    history: "History | None" = None,
+) -> Driven:
+    """Advance a run to its end, or to Ctrl-C, under `watch`. Where it is stepped through, `on_step` sees the steps when
+    that is over: only one of the two can have the screen. `history`, if given, is fed every step first. Raises
+    `ForgeError` if a sample ended as an `error`."""
+    from forge.trace.pauses import Pauses
+
+    watch.begin(llm, engine)
+    pauses = Pauses()
+    records: list[StepRecord] = []
+    stepped = _stepper(llm, engine, history) if watch.steps else None
+    if stepped is not None:
+        stepper, history = stepped
+        with interruption() as requested, stepper:
+
+            def ask(record: "StepRecord") -> bool:
+                with pauses.pause():
+                    return stepper.asks_for_another(requested)
+
+            left = _advance(map(pauses.step, run), run.abort, records, watch, history, ask)
+            if not left:
+                stepper.ended(requested)
+            interrupted = requested()
+        for record in records:
+            on_step(record)
+    else:
+
+        def show(record: "StepRecord") -> bool:
+            on_step(record)
+            return not requested()
+
+        left = False
+        with interruption() as requested:
+            interrupted = _advance(run, run.abort, records, watch, history, show)
+    outputs = tuple(_without_pauses(output, pauses) for output in run.outputs)
+    for output in outputs:
+        watch.record(end_record(output))
+    for sample in [sample for output in outputs for sample in output.outputs]:
+        if sample.finish_reason == "error":
+            raise ForgeError("; ".join(sample.errors))
+    return Driven(tuple(records), interrupted or left, left and not interrupted, outputs)
+
+
+def _without_pauses(output: "RequestOutput", pauses: "Pauses") -> "RequestOutput":
+    samples = tuple(replace(sample, metrics=pauses.metrics(sample.metrics)) for sample in output.outputs)
+    return replace(output, outputs=samples)
+
+
+def _advance(
+    steps: "Iterable[StepRecord]",
+    abort: "Callable[[], None]",
+    records: "list[StepRecord]",
+    watch: Watch,
+    history: "History | None",
+    goes_on: "Callable[[StepRecord], bool]",
+) -> bool:
+    """Take the steps of a run while `goes_on`; whether it was aborted because that said no."""
+    for record in steps:
+        records.append(record)
+        watch.record(record)
+        if history is not None:
+            history.feed(record)
+        if not goes_on(record):
+            abort()
+            return True
+    return False
+
+
+def _stepper(llm: "LLM", engine: "Engine", history: "History | None"):
+    from forge.views.stepper import Stepper
+
+    history = history if history is not None else new_history(llm, engine)
+    return Stepper(open_console(), history), history
+
+
+def new_history(llm: "LLM", engine: "Engine") -> "History":
+    from forge.views.history import History
+
+    config = engine.scheduler.config
+    return History(run_label(llm), config.max_num_seqs, config.order_name)
+
+
+def trace_header(llm: "LLM", engine: "Engine") -> "TraceHeader":
+    """What a trace says of the run before its first step."""
+    from forge.trace.recorder import TraceHeader
+
+    label, config = run_label(llm), engine.scheduler.config
+    return TraceHeader(
+        label.model,
+        label.kv,
+        label.device,
+        label.device_description,
+        config.max_num_seqs,
+        config.token_budget,
+        config.chunked_prefill,
+        config.order_name,
+        config.victim_name,
+        config.preemption,
+        config.num_host_blocks,
+        tuple(sys.argv[1:]),
+    )
+
+
+def end_record(output: "RequestOutput") -> EndRecord:
+
+    samples = output.outputs
+    return EndRecord(
+        output.request_id,
+        tuple(sample.finish_reason for sample in samples if sample.finish_reason is not None),
+        tuple(sample.metrics for sample in samples),
+    )
+
+
+@contextmanager
+def interruption() -> Iterator[Callable[[], bool]]:
+    """Within it, the first Ctrl-C only makes the yielded function answer True; a second one interrupts at once."""
+    pressed = False
+
+    def remember(signum, frame) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def exit_status(*results: RunResult) -> int:
+    return INTERRUPTED if any(result.interrupted and not result.left for result in results) else 0

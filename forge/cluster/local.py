@@ -1,0 +1,173 @@
+"""Several engines in one process, taking turns: the routers on real engines, for counts and tokens, not for time.
+
+What is counted is exact and the same in every run. Engines that run at once, and die, are Ray Serve's (`launch`).
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from forge.cache.prefix import PrefixKvCache
+from forge.cache.prefix_index import PrefixIndex
+from forge.cluster.events import EventLog
+from forge.cluster.fleet import Fleet, RouteRequest
+from forge.cluster.routers import Router, new_router
+from forge.engine.engine import Engine
+from forge.engine.outputs import RequestOutput
+from forge.engine.sampling_params import SamplingParams
+from forge.errors import UsageError
+from forge.trace.records import RouteRecord, StepRecord
+
+
+@dataclass
+class Talk:
+    """A conversation of which all that the user says is known before."""
+
+    system: list[int]
+    turns: list[list[int]]
+    history: list[int] = field(default_factory=list)
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        return len(self.answers) == len(self.turns)
+
+    def prompt(self) -> list[int]:
+        """The next request: everything said so far, and the next turn."""
+        return [*(self.history or self.system), *self.turns[len(self.answers)]]
+
+
+@dataclass(frozen=True)
+class Routed:
+    """One request and where it went."""
+
+    decision: RouteRecord
+    prompt_tokens: int
+    cached_tokens: int
+    """Found in the cache of the engine that it went to."""
+
+
+@dataclass
+class LocalRun:
+    """What came of all requests under one router."""
+
+    router: str
+    replicas: int
+    routed: list[Routed] = field(default_factory=list)
+    """In the order in which they were routed."""
+    computed_by_replica: list[int] = field(default_factory=list)
+    answers: list[list[tuple[int, ...]]] = field(default_factory=list)
+    """Of each conversation, its answers."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(one.prompt_tokens for one in self.routed)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that no cache had."""
+        return sum(self.computed_by_replica)
+
+    @property
+    def hit_rate(self) -> float:
+        return 1 - self.computed_tokens / self.prompt_tokens
+
+    @property
+    def requests_by_replica(self) -> list[int]:
+        names = [one.decision.replica for one in self.routed]
+        return [names.count(str(number)) for number in range(self.replicas)]
+
+    @property
+    def balance(self) -> float:
+        """Prompt and output tokens computed by the busiest replica over the mean."""
+        return max(self.computed_by_replica) * self.replicas / max(1, self.computed_tokens)
+
+    @property
+    def request_balance(self) -> float:
+        """Requests of the busiest replica over the mean."""
+        return max(self.requests_by_replica) * self.replicas / max(1, len(self.routed))
+
+
+class LocalCluster:
+    """Engines with a router before them. Each tick every engine that has work takes one step."""
+
+    def __init__(self, engines: Sequence[Engine], router: str | Callable[[Fleet], Router]):
+        """The engines have prefix caches, with nothing in them. Raises `UsageError` for others."""
+        self.engines = {str(number): engine for number, engine in enumerate(engines)}
+        self.fleet = Fleet()
+        self.fleet.set_to(list(self.engines))
+        self.router = router(self.fleet) if callable(router) else new_router(router, self.fleet)
+        self.logs: dict[str, EventLog] = {}
+        for name, engine in self.engines.items():
+            if not isinstance(engine.cache, PrefixKvCache):
+                raise UsageError("routing by prefix needs engines with --kv prefix")
+            self.logs[name] = EventLog()
+            self.logs[name].observe(engine.cache.index)
+        self.on_step: Callable[[str, StepRecord], None] = lambda name, record: None
+        """Called with an engine's name and each of its steps."""
+        self._index = PrefixIndex()
+        self._where: dict[str, str] = {}
+        """From the id of a request that runs to its engine."""
+
+    def submit(self, request_id: str, prompt: list[int], params: SamplingParams) -> RouteRecord:
+        """Route a request and queue it there."""
+        size = next(iter(self.engines.values())).cache.block_size
+        keys = self._index.keys(prompt[:-1], size)
+        decision = self.router.route(RouteRequest(request_id, keys, len(prompt), params.max_tokens, size))
+        self.engines[decision.replica].add_request(request_id, prompt, params)
+        self._where[request_id] = decision.replica
+        return decision
+
+    def tick(self) -> list[str]:
+        """One step of each engine that has work; the ids of the requests that ended in it."""
+        for name, engine in self.engines.items():
+            if engine.has_unfinished():
+                self.on_step(name, engine.step())
+                if self.router.needs_events:
+                    self.fleet.apply(name, self.logs[name].take())
+        ended = [one for one, name in self._where.items() if not self.engines[name].is_unfinished(one)]
+        for request_id in ended:
+            self.fleet.end(request_id)
+        return ended
+
+    def take_output(self, request_id: str) -> RequestOutput:
+        """The output of a request that has ended; its engine forgets it."""
+        engine = self.engines[self._where.pop(request_id)]
+        output = engine.output(request_id)
+        engine.forget(request_id)
+        return output
+
+
+def run_talks(
+    engines: Sequence[Engine],
+    router: str | Callable[[Fleet], Router],
+    talks: Sequence[Talk],
+    params: SamplingParams,
+    clients: int = 6,
+    seed: int = 0,
+) -> LocalRun:
+    """All turns of all conversations, `clients` of them at once, the next one drawn from those that wait for theirs."""
+    cluster = LocalCluster(engines, router)
+    run = LocalRun(cluster.router.name, len(engines), computed_by_replica=[0] * len(engines))
+    random_, running, number = random.Random(seed), dict[str, tuple[Talk, RouteRecord]](), 0
+    while True:
+        busy = [talk for talk, _ in running.values()]
+        waiting = [talk for talk in talks if not talk.has_ended and not any(talk is one for one in busy)]
+        if not waiting and not running:
+            break
+        while waiting and len(running) < clients:
+            talk = waiting.pop(random_.randrange(len(waiting)))
+            running[str(number)] = talk, cluster.submit(str(number), talk.prompt(), params)
+            number += 1
+        for request_id in cluster.tick():
+            talk, decision = running.pop(request_id)
+            output = cluster.take_output(request_id)
+            (answer,) = output.outputs
+            cached = output.metrics.tokens_cached
+            prompt = len(output.prompt_token_ids)
+            run.routed.append(Routed(decision, prompt, cached))
+            run.computed_by_replica[int(decision.replica)] += prompt - cached
+            talk.history = [*output.prompt_token_ids, *answer.token_ids]
+            talk.answers.append(answer.token_ids)
+    run.answers = [list(talk.answers) for talk in talks]
+    return run

@@ -1,0 +1,189 @@
+"""Routers: each looks at a `Fleet` and chooses a replica for one request.
+
+A router changes nothing but its own turn or draw; `Fleet.begin` counts the request afterwards. The same classes run
+behind Ray Serve (`serve_router`), in the simulation and in the experiment. To add one, write a class and enter it in
+`ROUTERS`.
+
+| | looks at | good at | bad at |
+| --- | --- | --- | --- |
+| `round-robin` | nothing | equal requests | requests of different length; a conversation visits every cache |
+| `p2c` | requests of two random replicas | many routers at once: each needs two numbers | the same; as above |
+| `least-tokens` | tokens outstanding everywhere | requests of different length | as above |
+| `prefix` | cache events, tokens outstanding | conversations, shared system prompts | prompts that share nothing |
+| `prefix-estimate` | what it routed before | the same, without events | caches that evict |
+"""
+
+import random
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from forge.cluster.fleet import Fleet, Replica, RouteRequest, least_busy
+from forge.errors import UsageError
+from forge.trace.records import RouteRecord
+
+DEFAULT_THRESHOLD = 512
+"""Tokens that the holder of a prefix may have outstanding beyond the least busy replica."""
+ESTIMATED_BLOCKS = 1 << 16
+"""Blocks that an estimate remembers in all."""
+
+
+class Router(ABC):
+    """Chooses replicas. Promises to choose one of the candidates, and to count nothing itself."""
+
+    name: str
+    needs_events = False
+    """Whether it reads cache events."""
+
+    def __init__(self, fleet: Fleet):
+        self.fleet = fleet
+
+    @abstractmethod
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
+        """One of the candidates, which are never none."""
+
+    def route(self, request: RouteRequest, names: Sequence[str] | None = None) -> RouteRecord:
+        """Choose, and count the request there. names: what to choose among; None for all that run.
+
+        Raises `NoReplica` if none of them runs.
+        """
+        candidates = self.fleet.candidates(names)
+        self.fleet.end(request.request_id)
+        decision = self.choose(request, candidates)
+        self.fleet.begin(request, decision)
+        return decision
+
+
+class RoundRobin(Router):
+    """Each in turn."""
+
+    name = "round-robin"
+
+    def __init__(self, fleet: Fleet):
+        super().__init__(fleet)
+        self._turn = 0
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
+        chosen = candidates[self._turn % len(candidates)]
+        self._turn += 1
+        least = min([one.requests for one in candidates])
+        return RouteRecord(request.request_id, self.name, chosen.name, "turn", len(candidates), chosen.requests, least)
+
+
+class PowerOfTwoChoices(Router):
+    """Of two random replicas the one with fewer requests (Mitzenmacher 2001): nearly as even as asking all of them."""
+
+    name = "p2c"
+
+    def __init__(self, fleet: Fleet, seed: int = 0):
+        super().__init__(fleet)
+        self._random = random.Random(seed)
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
+        two = self._random.sample(candidates, min(2, len(candidates)))
+        chosen = min(two, key=lambda one: one.requests)
+        least = min([one.requests for one in two])
+        return RouteRecord(request.request_id, self.name, chosen.name, "fewer_requests", 2, chosen.requests, least)
+
+
+class LeastOutstandingTokens(Router):
+    """The replica with the fewest tokens to compute: a request of 4,000 tokens is not one of 40."""
+
+    name = "least-tokens"
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
+        chosen = least_busy(candidates)
+        return RouteRecord(
+            request.request_id, self.name, chosen.name, "fewer_tokens", len(candidates), chosen.tokens, chosen.tokens
+        )
+
+
+class PrefixRouter(Router):
+    """The replica with the longest cached prefix, unless it is busier than the least busy one by more than a threshold:
+    then the least busy one, whose cache has the prefix from then on too."""
+
+    name = "prefix"
+    needs_events = True
+
+    def __init__(self, fleet: Fleet, threshold: int = DEFAULT_THRESHOLD):
+        super().__init__(fleet)
+        self.threshold = threshold
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
+        fleet, least = self.fleet, least_busy(candidates)
+        is_all = len(candidates) == len(fleet.replicas)
+        among = fleet.mask if is_all else sum([1 << one.index for one in candidates])
+        blocks, mask = fleet.prefixes.longest(request.keys, among)
+        if not blocks:
+            return self._decision(request, least, "no_prefix", candidates, least, 0, None, 0)
+        holder = least_busy(list(fleet.holders(mask)))
+        held = blocks * request.block_size
+        if holder.tokens - least.tokens <= self.threshold:
+            return self._decision(request, holder, "prefix", candidates, least, held, holder, held)
+        has, _ = fleet.prefixes.longest(request.keys, 1 << least.index)
+        return self._decision(request, least, "holder_busy", candidates, least, has * request.block_size, holder, held)
+
+    def _decision(
+        self,
+        request: RouteRequest,
+        chosen: Replica,
+        why: str,
+        candidates: Sequence[Replica],
+        least: Replica,
+        cached: int,
+        holder: Replica | None,
+        held: int,
+    ) -> RouteRecord:
+        return RouteRecord(
+            request.request_id,
+            self.name,
+            chosen.name,
+            why,
+            len(candidates),
+            chosen.tokens,
+            least.tokens,
+            max(0, min(cached, request.num_prompt_tokens - 1)),
+            None if holder is None else holder.name,
+            held,
+            0 if holder is None else holder.tokens,
+        )
+
+
+class EstimatedPrefixRouter(PrefixRouter):
+    """The same without events: a replica is believed to have every prompt that was sent to it, until `num_blocks`
+    newer blocks were sent anywhere. (SGLang's router and Ray's `PrefixCacheAffinityRouter` estimate so, over trees of
+    text.)"""
+
+    name = "prefix-estimate"
+    needs_events = False
+
+    def __init__(self, fleet: Fleet, threshold: int = DEFAULT_THRESHOLD, num_blocks: int = ESTIMATED_BLOCKS):
+        super().__init__(fleet, threshold)
+        self._num_blocks = num_blocks
+        self._sent: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
+        decision = super().choose(request, candidates)
+        prefixes, replicas = self.fleet.prefixes, self.fleet.replicas
+        prefixes.publish(replicas[decision.replica].index, request.keys)
+        for key in request.keys:
+            self._sent[decision.replica, key] = None
+            self._sent.move_to_end((decision.replica, key))
+        while len(self._sent) > self._num_blocks:
+            (name, key), _ = self._sent.popitem(last=False)
+            if name in replicas:
+                prefixes.evict(replicas[name].index, (key,))
+        return decision
+
+
+ROUTERS: dict[str, Callable[[Fleet], Router]] = {
+    router.name: router
+    for router in (RoundRobin, PowerOfTwoChoices, LeastOutstandingTokens, PrefixRouter, EstimatedPrefixRouter)
+}
+
+
+def new_router(name: str, fleet: Fleet) -> Router:
+    """The router that `name` means. Raises `UsageError` listing those there are."""
+    if name not in ROUTERS:
+        raise UsageError(f"unknown router {name!r}; there are {', '.join(ROUTERS)}")
+    return ROUTERS[name](fleet)

@@ -1,0 +1,50 @@
+"""A hand-over: the keys and values of a prompt that one engine has computed, for another engine to continue.
+
+The other engine takes it in as it takes a swapped sequence in: the blocks wait in its host pool until the sequence is
+admitted. Nothing of sampling, text or grammars is handed over, because all of that follows from the tokens. So the last
+prompt token is computed again where it is sampled, and the tokens are those of one engine to the last bit.
+(Zhong et al. 2024, DistServe; Patel et al. 2024, Splitwise. vLLM's KV connectors compute the last token again too.)
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forge.cache.block_table import blocks_for
+from forge.cache.kv_storage import KvLayout
+from forge.errors import UsageError
+
+
+@dataclass(frozen=True)
+class KvHandoff:
+    """The computed beginning of a sequence."""
+
+    token_ids: tuple[int, ...]
+    """Whose keys and values these are, from position 0 on."""
+    layout: KvLayout
+    """Of the storage that they come from. The sizes of the pools may differ, and nothing else."""
+    data: Any
+    """What `KvStorage.read_blocks` gave."""
+    salt: str = ""
+
+    @property
+    def position(self) -> int:
+        """Where the sequence is continued."""
+        return len(self.token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        return blocks_for(self.position, self.layout.block_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the blocks, as the storage holds them."""
+        parts = self.data if isinstance(self.data, tuple) else (self.data,)
+        return sum(int(part.nbytes) for part in parts)
+
+    def check(self, layout: KvLayout, token_ids: Items[int], salt: str) -> None:
+        """Raises `UsageError` where this is not the beginning of such a sequence in a storage of this layout."""
+        if replace(self.layout, num_blocks=layout.num_blocks) != layout:
+            raise UsageError(f"a hand-over of layout {self.layout} does not fit {layout}: give both engines one model")
+        if tuple(token_ids[: self.position]) != self.token_ids or self.salt != salt:
+            raise UsageError("a hand-over holds other tokens than the prompt begins with")

@@ -1,0 +1,377 @@
+"""`forge bench cache`: paged against contiguous in the same run, and what keeping a prefix saves.
+
+One model is loaded once and served by several engines, which differ in their cache alone and take turns, a step of one
+and a step of the next, so that whatever else the machine does meets them alike. A ratio is taken step by step, and its
+median is shown. What no model is needed for (how long the policy itself takes, what is reserved and stays empty)
+is measured on the caches alone.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Annotated
+
+from forge.bench.worker import timed
+from forge.cache.basic import BasicKvCache
+from forge.cache.block_pool import BlockPool
+from forge.cache.kv_cache import KvCache
+from forge.cache.paged import PagedKvCache
+from forge.cache.prefix import PrefixKvCache
+from forge.cli import machine, options
+from forge.cli.arguments import Takes, command
+from forge.cli.run_control import Found
+from forge.engine.engine import Engine
+from forge.engine.policies import SchedulerConfig
+from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
+from forge.experiments.bench.options import QuickOption, at_least_one, option
+from forge.experiments.bench.results import Facts, Figure, Progress, ratios, shown, silent
+from forge.experiments.bench.tables import Part, Table, ratio_text, title, where
+from forge.llm import LLM
+from forge.views.bench import progress_line
+from forge.views.formatting import NOTHING, count, plural, rate, share, size
+
+LENGTHS = (128, 1024)
+BLOCK_SIZES = (1, 16, 64)
+DEFAULT_BLOCK_SIZE = 16
+BOOKKEEPING_SEQUENCES = 64
+BOOKKEEPING_LENGTH = 500
+PROMPT_TOKENS = 512
+HIT_SHARE = 0.9
+WASTE_SEQUENCES = 64
+WASTE_MAX_LEN = 2048
+RUBRIC_TOKENS, RUBRIC_REQUESTS, QUESTION_TOKENS = 200, 32, 30
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a run measures."""
+
+    steps: int = 60
+    """Of each engine, for each figure."""
+    rounds: int = 5
+    """Prompts of each engine, for the time to the first token."""
+    policy_steps: int = 300
+
+
+QUICK = Effort(steps=6, rounds=2, policy_steps=20)
+"""Enough to see that everything runs; too little to believe."""
+
+
+@command
+def bench_cache(
+    engine: Annotated[EngineArgs, Takes("model device threads")],
+    length: Annotated[list[int] | None, option("Tokens in the cache; may be repeated.", default="128, 1024")] = None,
+    block_size: Annotated[list[int] | None, option("Tokens per block; may be repeated.", default="1, 16, 64")] = None,
+    reps: Annotated[int | None, option("Steps of each cache per figure; 60 if not given.")] = None,
+    quick: QuickOption = False,
+    json: options.JsonOption = False,
+) -> Found:
+    """The paged cache beside the contiguous one: time per step, what is reserved and empty, what a prefix saves.
+
+    [dim]forge bench cache -m Qwen3-0.6B-Q8_0.gguf --length 1024 --block-size 16[/dim]
+    """
+    effort = QUICK if quick else Effort()
+    effort = effort if reps is None else replace(effort, steps=reps)
+    with progress_line() as progress:
+        facts = run(engine, length or LENGTHS, block_size or BLOCK_SIZES, effort, progress)
+    facts["machine"] = machine.cpu_model()
+    return shown(facts, screen(facts), json)
+
+
+def run(
+    engine: EngineArgs,
+    lengths: Sequence[int] = LENGTHS,
+    block_sizes: Sequence[int] = BLOCK_SIZES,
+    effort: Effort = Effort(),
+    on_progress: Progress = silent,
+) -> Facts:
+    """Measure. A length that the model's context does not hold is left out, and said to be.
+
+    Raises `UsageError` for a model that does not exist, or a length or size of block that is none.
+    """
+    at_least_one(length=min(lengths), block_size=min(block_sizes), reps=effort.steps)
+    on_progress(f"load {engine.model}")
+    llm = LLM.from_engine_args(replace(engine, kv="paged", num_blocks=1))  # its own cache is not used
+    fitting = [length for length in lengths if length + effort.steps + 2 <= llm.max_model_len]
+    times = []
+    for length in fitting:
+        for block_size in block_sizes:
+            on_progress(f"decode at {length:,} tokens, blocks of {block_size}")
+            times.append(_step_time(llm, length, block_size, effort.steps))
+    on_progress("time to first token with a prefix that is there")
+    first_token = _first_token(llm, effort.rounds) if llm.max_model_len >= PROMPT_TOKENS + 2 else None
+    on_progress("the policies alone")
+    bytes_per_token = llm.kv_layout.bytes_per_token
+    slots = WASTE_SEQUENCES * WASTE_MAX_LEN
+    wasteful: list[KvCache] = [BasicKvCache(WASTE_SEQUENCES, WASTE_MAX_LEN, DEFAULT_BLOCK_SIZE)]
+    wasteful += [PagedKvCache(-(-slots // size), size) for size in block_sizes]
+    longest = BOOKKEEPING_LENGTH + 2048
+    blocks = BOOKKEEPING_SEQUENCES * -(-longest // DEFAULT_BLOCK_SIZE)
+    bookkept: list[KvCache] = [BasicKvCache(BOOKKEEPING_SEQUENCES, longest, DEFAULT_BLOCK_SIZE)]
+    bookkept += [kind(blocks, DEFAULT_BLOCK_SIZE) for kind in (PagedKvCache, PrefixKvCache)]
+    return {
+        "model": llm.model_name,
+        "device": f"{llm.device} ({llm.device_description})",
+        "steps": effort.steps,
+        "step_times": times,
+        "skipped": [f"{length:,} tokens do not fit the model's context" for length in lengths if length not in fitting],
+        "first_token": first_token,
+        "bookkeeping": [bookkeeping(cache, effort.policy_steps) for cache in bookkept],
+        "allocator": allocator_speeds(effort.policy_steps),
+        "waste": [waste(cache, bytes_per_token) for cache in wasteful],
+        "hit_rates": [hit_rate(block_size) for block_size in block_sizes],
+    }
+
+
+def _step_time(llm: LLM, length: int, block_size: int, steps: int) -> Facts:
+    """Decode steps of one sequence, everything in them (scheduling, forward pass, choosing a token), of three caches in
+    turn from the same prompt on: contiguous, paged in a fresh pool, and paged in a pool that hands its blocks out in no
+    order, as after a long time."""
+    longest = length + steps + 2
+    blocks = -(-longest // block_size)
+    rng = random.Random(SEED)
+    prompt = [rng.randrange(llm.model.vocab_size) for _ in range(length)]
+    caches = {
+        "basic": BasicKvCache(1, longest, block_size),
+        "paged": PagedKvCache(2 * blocks, block_size),
+        "scattered": _scattered(PagedKvCache(2 * blocks, block_size)),
+    }
+    engines = {name: _engine(llm, cache, longest) for name, cache in caches.items()}
+    for engine in engines.values():
+        _begin(engine, prompt, steps + 2)
+        while not engine.step().tokens:
+            pass
+        engine.step()  # the first decode after a prefill finds nothing of the weights in the processor's cache
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(steps):
+        for name in seconds if turn % 2 else reversed(seconds):
+            seconds[name].append(timed(engines[name].step)[1])
+    return {
+        "length": length,
+        "block_size": block_size,
+        **{name: Figure.quartiles(each) for name, each in seconds.items()},
+        "ratio": Figure.quartiles(ratios(seconds["paged"], seconds["basic"])),
+        "scattered_ratio": Figure.quartiles(ratios(seconds["scattered"], seconds["basic"])),
+    }
+
+
+def _scattered(cache: PagedKvCache) -> PagedKvCache:
+    """The same cache with a free list out of order: neighbours are no longer neighbours."""
+    order = list(cache.pool.allocate(len(cache.pool.free)))
+    random.Random(SEED).shuffle(order)
+    for block in order:
+        cache.pool.decref(block)
+    return cache
+
+
+def _first_token(llm: LLM, rounds: int) -> Facts:
+    """Prompts that begin alike and end differently, once through each engine in turn: seconds to the first token with
+    nothing cached, with the beginning cached, and prompt by prompt how many times sooner that is."""
+    size, longest = DEFAULT_BLOCK_SIZE, PROMPT_TOKENS + 2
+    shared = -(-round(PROMPT_TOKENS * HIT_SHARE) // size) * size
+    blocks = 4 * -(-longest // size)
+    rng = random.Random(SEED)
+    beginning = [rng.randrange(llm.model.vocab_size) for _ in range(shared)]
+    engines = [_engine(llm, kind(blocks, size), longest) for kind in (PagedKvCache, PrefixKvCache)]
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds + 1):
+        prompt = beginning + [rng.randrange(llm.model.vocab_size) for _ in range(PROMPT_TOKENS - shared)]
+        for engine, own in zip(engines, seconds, strict=True):
+            cached, taken = timed(partial(_answer, engine, prompt))
+            own.extend([taken] if turn else [])  # the first fills the cache, and touches memory for the first time
+    paged, prefix = map(Figure.quartiles, seconds)
+    found = {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": cached, "paged": paged, "prefix": prefix}
+    return found | {"ratio": Figure.quartiles(ratios(*seconds))}
+
+
+def _engine(llm: LLM, cache: KvCache, longest: int) -> Engine:
+    """An engine around the loaded model with a cache and a storage of its own."""
+    storage = llm.model.new_storage(llm.model.kv_layout(cache.num_available, cache.block_size, llm.kv_dtype))
+    return Engine(llm.model, llm.tokenizer, cache, storage, longest, SchedulerConfig(prefill_only=False))
+
+
+def _answer(engine: Engine, prompt: Sequence[int]) -> int:
+    """Answer with one token; how many of the prompt's were found in the cache."""
+    request = _begin(engine, prompt, 1)
+    while engine.has_unfinished():
+        engine.step()
+    cached = engine.output(request).metrics.tokens_cached
+    engine.forget(request)
+    return cached
+
+
+def _begin(engine: Engine, prompt: Sequence[int], max_tokens: int) -> str:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    engine.add_request("measured", prompt, params)
+    return "measured"
+
+
+def bookkeeping(cache: KvCache, steps: int) -> Facts:
+    """What the policy takes of a decode step of 64 sequences, blocks being taken and indexed as they fill:
+    blocks_needed, reserve, block_table and commit for each, then the statistics and the events."""
+    rng = random.Random(SEED)
+    sequences = range(BOOKKEEPING_SEQUENCES)
+    for seq_id in sequences:
+        tokens = [rng.randrange(1000) for _ in range(BOOKKEEPING_LENGTH + seq_id % cache.block_size)]
+        cache.add(seq_id, tokens, max_cached=0)
+        cache.reserve(seq_id, len(tokens))
+        cache.commit(seq_id, tokens)
+
+    def step(token: list[int]) -> None:
+        for seq_id in sequences:
+            cache.blocks_needed(seq_id, 1)
+            cache.reserve(seq_id, 1)
+            cache.block_table(seq_id)
+            cache.commit(seq_id, token)
+        cache.stats()
+        cache.take_events()
+
+    seconds = [timed(partial(step, [token]))[1] for token in range(min(steps, 1024))]
+    return {"kind": cache.kind, "sequences": BOOKKEEPING_SEQUENCES, "seconds": Figure.quartiles(seconds)}
+
+
+def allocator_speeds(rounds: int) -> list[Facts]:
+    """Operations on blocks, and on whole sequences, per second: each round does as many of them as it says."""
+    pool, batch, tokens = BlockPool(1024), 1024, list(range(100))
+
+    def blocks() -> int:
+        for block in pool.allocate(batch):
+            pool.decref(block)
+        return 2 * batch
+
+    def shared() -> int:
+        (block,) = pool.allocate(1)
+        for _ in range(batch):
+            pool.incref(block)
+        for _ in range(batch + 1):
+            pool.decref(block)
+        return 2 * batch
+
+    def sequences(cache: KvCache) -> int:
+        for seq_id in range(32):
+            cache.add(seq_id, tokens)
+            cache.reserve(seq_id, len(tokens) - cache.reserved_length(seq_id))
+            cache.remove(seq_id)
+        return 32
+
+    work: dict[str, Callable[[], int]] = {
+        "take and give back a block": blocks,
+        "share and unshare a block": shared,
+        "begin and end a sequence of 100 tokens, basic": partial(sequences, BasicKvCache(32, 128, 16)),
+        "the same, paged": partial(sequences, PagedKvCache(64, 16)),
+        "the same, prefix": partial(sequences, PrefixKvCache(64, 16)),
+    }
+    rounds = max(3, rounds // 10)
+    return [{"name": name, "operations_per_second": _rate(one_round, rounds)} for name, one_round in work.items()]
+
+
+def _rate(one_round: Callable[[], int], rounds: int) -> float:
+    taken = [timed(one_round) for _ in range(rounds)]
+    return median(operations / seconds for operations, seconds in taken)
+
+
+def waste(cache: KvCache, bytes_per_token: int) -> Facts:
+    """What 64 sequences reserve whose lengths are spread as answers' are: many short, a few long. wasted: the share of
+    it that is empty."""
+    rng = random.Random(SEED)
+    for seq_id in range(WASTE_SEQUENCES):
+        tokens = [0] * min(WASTE_MAX_LEN, 1 + int(rng.expovariate(1 / 300)))
+        cache.add(seq_id, tokens)
+        cache.reserve(seq_id, len(tokens))
+        cache.commit(seq_id, tokens)
+    stats = cache.stats()
+    return {
+        "kind": cache.kind,
+        "block_size": cache.block_size,
+        "bytes_reserved": stats.slots_reserved * bytes_per_token,
+        "bytes_filled": stats.slots_filled * bytes_per_token,
+        "wasted": 1 - stats.slots_filled / stats.slots_reserved,
+    }
+
+
+def hit_rate(block_size: int) -> Facts:
+    """Requests that share a rubric and end in questions of their own, each after the one before has gone."""
+    rng = random.Random(SEED)
+    length = RUBRIC_TOKENS + QUESTION_TOKENS
+    cache = PrefixKvCache(4 * -(-length // block_size), block_size)
+    rubric = [rng.randrange(1000) for _ in range(RUBRIC_TOKENS)]
+    for seq_id in range(RUBRIC_REQUESTS):
+        prompt = rubric + [rng.randrange(1000) for _ in range(QUESTION_TOKENS)]
+        cached = cache.add(seq_id, prompt, max_cached=len(prompt) - 1)
+        cache.reserve(seq_id, len(prompt) - cached)
+        cache.commit(seq_id, prompt[cached:])
+        cache.remove(seq_id)
+    asked, found = cache.stats().prefix_queries, cache.stats().prefix_hits
+    return {"block_size": block_size, "prompt_tokens": asked, "tokens_found": found, "share": found / asked}
+
+
+def screen(facts: Facts) -> Iterator[Part]:
+    """Time, then memory, then hits; each table with what its figures are."""
+    yield from (title("What does paging cost, and what does it save?"), where(facts), None)
+    rows: list[tuple[str, ...]] = []
+    for one in facts["step_times"]:
+        beginning = f"{count(one['length'])} tokens", str(one["block_size"])
+        rows.append((*beginning, "contiguous", _milliseconds(one["basic"]), NOTHING))
+        for name, ratio in (("paged", "ratio"), ("scattered", "scattered_ratio")):
+            rows.append(("", "", name, _milliseconds(one[name]), _ratio(one[ratio])))
+    yield Table(("decode at", "block", "cache", "ms per step", "of contiguous"), rows)
+    yield (
+        f"One sequence, whole steps: scheduling, forward pass, choice. {plural(facts['steps'], 'step')} of each, in "
+        "turn, from the same prompt; medians (quartiles), the ratio taken step by step. scattered: paged, its blocks "
+        "in no order."
+    )
+    yield from (f"· {reason}" for reason in facts["skipped"])
+    yield None
+    if one := facts["first_token"]:
+        found = f"{count(one['cached_tokens'])} of {count(one['prompt_tokens'])} found"
+        row = (found, _milliseconds(one["paged"]), _milliseconds(one["prefix"]), _ratio(one["ratio"]))
+        yield Table(("ms to first token", "paged", "prefix", "sooner"), [row])
+    else:
+        yield "· time to first token: the model's context is too short"
+    rows = [
+        (
+            f"bookkeeping of a step, {plural(one['sequences'], 'sequence')}, {one['kind']}",
+            (one["seconds"] * 1e6).text("{:,.0f}".format),
+            "µs",
+        )
+        for one in facts["bookkeeping"]
+    ]
+    rows += [(one["name"], rate(one["operations_per_second"]), "per second") for one in facts["allocator"]]
+    yield from (None, Table(("policy alone", "", ""), rows), None)
+    rows = [
+        (
+            one["kind"],
+            str(one["block_size"]),
+            size(one["bytes_reserved"]),
+            size(one["bytes_reserved"] - one["bytes_filled"]),
+            share(one["wasted"]),
+        )
+        for one in facts["waste"]
+    ]
+    yield Table(("memory", "block", "reserved", "empty", "empty"), rows)
+    yield from ("64 sequences of up to 2,048 tokens, many short and a few long, mean 300.", None)
+    rows = [
+        (
+            "32 requests",
+            str(one["block_size"]),
+            count(one["prompt_tokens"]),
+            count(one["tokens_found"]),
+            share(one["share"]),
+        )
+        for one in facts["hit_rates"]
+    ]
+    yield Table(("prefix", "block", "prompt tokens", "found", "hit rate"), rows)
+    yield "Each has the same 200 tokens in front of 30 of its own, and comes when the one before has gone."
+
+
+def _milliseconds(seconds: Figure) -> str:
+    """Two decimals where none say too little to see a difference."""
+    return (seconds * 1e3).text(lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.2f}")
+
+
+def _ratio(value: Figure) -> str:
+    return value.times("{:.3f}".format if value.median < 2 else ratio_text)

@@ -1,0 +1,352 @@
+"""`forge bench cpu`: forge beside its peers on one file, in one run, taking turns.
+
+The order of things: the machine's limits; then each program loads the file, in turn, several times over, and stays
+loaded the last time; then, figure by figure, all take turns (`process.Runner`); then the machine's limits again.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+from forge.backends.cpu.features import usable_cpus
+from forge.bench.cases import BLOCK_SIZE, CASES, FORGE, Case, Limits, Needs, Roofline, measure_model, needs_of
+from forge.bench.process import Effort, Launch, PeerMissing, Runner, measure_limits
+from forge.cli import machine, options
+from forge.cli.run_control import Found
+from forge.errors import UsageError
+from forge.experiments.bench.options import QuickOption, at_least_one, option, select_cases, select_peers
+from forge.experiments.bench.results import Facts, Figure, Progress, last_of, ratios, shown, silent
+from forge.experiments.bench.tables import Fitting, Part, Table, ratio_text, title, trouble
+from forge.model.catalog import model_name, resolve_model
+from forge.views.bench import progress_line
+from forge.views.formatting import NOTHING, percent, plural, rate, size
+from forge.views.palette import ACCENT
+from forge.views.text import one_line
+
+PEERS = {"llama.cpp": "llama_cpp_worker", "transformers": "transformers_worker"}
+"""Name → worker module."""
+SCHEMA = 1
+"""Counts up when a name in the JSON changes its meaning."""
+BUSY = 0.3
+"""Of a CPU: load from elsewhere that makes figures worth less."""
+DRIFT = 0.1
+"""Between the machine's limits before and after that is worth a word."""
+
+
+EFFORT = Effort()
+QUICK = Effort(repetitions=3, loads=1, decode_steps=3, turn_seconds=0.02, limit_seconds=0.3, array_bytes=1 << 28)
+"""Enough to see that everything runs; too little to believe."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured."""
+
+    model: str = "tales"
+    cases: tuple[Case, ...] = CASES
+    peers: tuple[str, ...] = tuple(PEERS)
+    threads: int | None = None
+    """None for all usable CPUs."""
+    peer_python: str | None = None
+    """An interpreter in which peers are looked for first; None for this one alone."""
+    effort: Effort = EFFORT
+
+    def __post_init__(self):
+        at_least_one(threads=self.threads, reps=self.effort.repetitions)
+        if self.peer_python is not None and shutil.which(self.peer_python) is None:
+            raise UsageError(f"{self.peer_python}: no such program; --peer-python is a Python interpreter")
+        if not self.cases:
+            raise UsageError("no figure is left to measure")
+
+
+def bench_cpu(
+    model: options.ModelOption = "tales",
+    threads: options.ThreadsOption = None,
+    only: Annotated[
+        str | None, option(f"Figures to measure, with commas: {', '.join(case.name for case in CASES)}.", default="all")
+    ] = None,
+    reps: Annotated[int | None, option("Turns of each process per figure; 9 if not given.")] = None,
+    peer: Annotated[
+        list[str] | None, option("llama.cpp, transformers, all or none; may be repeated.", default="all")
+    ] = None,
+    peer_python: Annotated[str | None, option("A Python interpreter that has the peers, if this one has not.")] = None,
+    quick: QuickOption = False,
+    json: options.JsonOption = False,
+) -> Found:
+    """Decode, prefill, load time and memory of the cpu device, beside its peers on the same file in the same run.
+
+    Each engine takes turns in a process of its own. A peer that is not installed is left out, and said to be.
+
+    [dim]forge bench cpu -m Qwen3-0.6B-Q8_0.gguf --peer-python ~/llama/bin/python[/dim]
+    """
+    effort = QUICK if quick else EFFORT
+    effort = effort if reps is None else replace(effort, repetitions=reps)
+    plan = Plan(model, select_cases(only, CASES), select_peers(peer, PEERS), threads, peer_python, effort)
+    with progress_line() as progress:
+        facts = last_of(run(plan, progress, machine.cpu_model()))
+    return shown(facts, screen(facts), json)
+
+
+def run(plan: Plan, on_progress: Progress = silent, machine: str = "") -> Generator[Facts, None, None]:
+    """Measure, yielding what is known so far after each figure; the last value is the whole.
+
+    Raises `UsageError` for a model that does not exist, `ProcessFailed` if forge itself fails. A peer that fails is
+    left out from there on, and its reason is in the result. Closing the iterator ends every process.
+    """
+    path = resolve_model(plan.model)
+    size, threads = measure_model(path), plan.threads or usable_cpus()
+    facts = {
+        "schema": SCHEMA,
+        "benchmark": "cpu",
+        "model": model_name(path),
+        "model_size": size,
+        "threads": threads,
+        "repetitions": plan.effort.repetitions,
+        "machine": machine,
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "interrupted": False,
+    }
+    cases = [case for case in plan.cases if case.length <= size.max_context]
+    too_long = [
+        {"name": case.title, "reason": f"needs a context of {case.length:,}, and the model's is {size.max_context:,}"}
+        for case in plan.cases
+        if case not in cases
+    ]
+    on_progress("what this machine can do")
+    before = _limits(plan)
+    with Runner(on_progress) as runner:
+        contenders = _load(runner, plan, path, threads, max((case.length for case in cases), default=1))
+        measured: list[tuple[Case, Needs, Facts]] = []
+
+        def so_far(after: Limits | None) -> Facts:
+            used = before.or_better(after)
+            limits = {"before": before, "after": after, "used": used}
+            figures = [figure(*one, used) for one in measured]
+            rest = {"contenders": list(contenders.values()), "skipped": [*too_long, *runner.skipped]}
+            return facts | {"limits": limits} | rest | {"figures": figures}
+
+        for case in cases:
+            turns = runner.take_turns(case, size.vocab_size, plan.effort)
+            measured.append((case, needs_of(case, size), turns))
+            for name in list(runner.processes):
+                if answer := runner.ask(name, "memory"):
+                    contenders[name]["peak_bytes"] = answer["peak_bytes"]
+            yield so_far(None)
+    on_progress("what this machine can do, once more")
+    yield so_far(_limits(plan))
+
+
+def _limits(plan: Plan) -> Limits:
+    found = measure_limits("limits_worker", plan.effort)
+    return Limits(found["bytes_per_second"], found["products_per_second"])
+
+
+def _load(runner: Runner, plan: Plan, path: Path, threads: int, longest: int) -> dict[str, Facts]:
+    """Each program loads the file `loads` times, in turn, each time in a new process; the last ones stay.
+
+    What has to be done once per machine (compiling kernels) does not count. A peer is looked for in `peer_python`
+    first, then in this interpreter. Name → what is known of it.
+    """
+    _read_through(path)
+    pythons = list(dict.fromkeys(filter(None, (plan.peer_python, sys.executable))))
+    launches = {FORGE: [Launch(FORGE, "forge_worker")]}
+    launches |= {peer: [Launch(peer, PEERS[peer], python) for python in pythons] for peer in plan.peers}
+    given = {"model": str(path.absolute()), "device": "cpu", "threads": threads, "max_model_len": longest}
+    given |= {"max_num_seqs": 1, "block_size": BLOCK_SIZE}
+
+    def load(name: str) -> Facts:
+        reasons = []
+        for launch in launches[name]:
+            try:
+                answer = runner.open(launch, **given)
+                answer = runner.open(launch, **given) if answer["first_time"] else answer
+            except PeerMissing as reason:
+                reasons.append(str(reason))
+                continue
+            launches[name] = [launch]
+            peak = runner.processes[name].ask("memory")["peak_bytes"]
+            own = {"description": answer["description"], "weight_bytes": answer.get("weight_bytes")}
+            return own | {"seconds": answer["seconds"], "loaded_bytes": peak, "peak_bytes": peak}
+        raise PeerMissing("; ".join(reasons))
+
+    found: dict[str, Facts] = {}
+    for repetition in range(plan.effort.loads):
+        for name in list(launches):
+            runner.say(f"load {repetition + 1} of {plan.effort.loads}: {name}")
+            answer = runner.attempt(name, partial(load, name))
+            if answer is None:
+                launches.pop(name)
+                continue
+            one = found.setdefault(name, {"name": name, "load_seconds": []})
+            one["load_seconds"].append(answer.pop("seconds"))
+            one |= answer | {"load": Figure.of(one["load_seconds"])}
+    return found
+
+
+def _read_through(path: Path) -> None:
+    """Read the model once, so that every program loads it from the system's cache and none from the disk."""
+    for name in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        with name.open("rb") as file:
+            while file.read(1 << 24):
+                pass
+
+
+def figure(case: Case, needs: Needs, turns: Facts, limits: Limits) -> Facts:
+    """One case, measured for every process, forge first: every repetition, and what is made of them."""
+    ours = turns[FORGE]
+
+    def measured(name: str, one: Facts) -> Facts:
+        is_peer = name != FORGE
+        differing = sum(a != b for a, b in zip(ours["top_tokens"], one["top_tokens"], strict=True))
+        return {
+            "contender": name,
+            **one,
+            "tokens_per_second": Figure.of([case.tokens_per_step / seconds for seconds in one["seconds"]]),
+            "forge_is_times_as_fast": Figure.of(ratios(one["seconds"], ours["seconds"])) if is_peer else None,
+            "top_token_disagreements": differing if is_peer else None,
+            "roofline": Roofline.of(needs, median(one["seconds"]), limits),
+        }
+
+    return {"case": case, "needs": needs, "measured": [measured(*one) for one in turns.items()]}
+
+
+def screen(facts: Facts) -> Iterator[Part]:
+    """What ran on what; speed; how near the machine's limits each figure is; loading and memory; what was left out."""
+    figures, contenders, model = facts["figures"], facts["contenders"], facts["model_size"]
+    peers = [one["name"] for one in contenders if one["name"] != FORGE]
+    beside = f" beside {' and '.join(peers)}" if peers else ""
+    yield title(f"How fast is this model here{beside}?")
+    turns = f"{plural(facts['repetitions'], 'repetition')}, taking turns"
+    on = f" on {one_line(facts['machine'])}" if facts["machine"] else ""
+    threads = plural(facts["threads"], "thread")
+    yield f"{one_line(facts['model'])} ({size(model.file_bytes)}), {threads}{on}; {turns}"
+    yield from (one_line(one["description"]) for one in contenders)
+    if figures:
+        yield _speed_tables(figures, peers)
+        if peers:
+            how = "A ratio is forge over the peer, taken repetition by repetition; above 1 forge is faster."
+            yield f"Medians (least–most). {how}"
+        if contexts := sorted({one["case"].context for one in figures if one["case"].kind == "decode"}):
+            lengths = " or ".join(f"{context:,}" for context in contexts)
+            yield f"decode N: N sequences with {lengths} tokens each in the cache take one step together."
+        yield from _roofline(figures, facts["limits"]["used"])
+    if contenders:
+        yield None
+        rows = [
+            (
+                one["name"],
+                one["load"].text(lambda value: f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"),
+                size(one["loaded_bytes"]),
+                size(one["peak_bytes"]),
+                f"{one['peak_bytes'] / model.file_bytes:,.2f} x",
+            )
+            for one in contenders
+        ]
+        yield Table(("loading and memory", "load, s", "loaded", "peak", "peak / file"), rows)
+        yield (
+            "load: from opening the file, which is in the system's cache, to ready. loaded, peak: the most memory "
+            "that the process had had by then, and in all; interpreter, libraries and mapped pages included."
+        )
+        for one in contenders:
+            if held := one["weight_bytes"]:
+                yield f"{one['name']} keeps the weights in {size(held)}, {held / model.weight_bytes:,.2f} x the file."
+    if notes := list(_notes(facts, peers)):
+        yield from (None, *notes)
+
+
+def _speed_tables(figures: list[Facts], peers: list[str]) -> Fitting:
+    """One table for all peers where it fits, otherwise one for each, with fewer spreads if it must be."""
+    apart = [[peer] for peer in peers] or [[]]
+    tried = (([peers], 2), (apart, 2), (apart, 1), (apart, 0))
+    return Fitting([[_speed_table(figures, group, spreads) for group in groups] for groups, spreads in tried])
+
+
+def _speed_table(figures: list[Facts], peers: list[str], spreads: int) -> Table:
+    """spreads: how many columns show the least and the most: 2, forge and the ratios; 1, forge; 0, none."""
+
+    def cells(one: Facts) -> Iterator[str]:
+        measured = {each["contender"]: each for each in one["measured"]}
+        ours = measured[FORGE]
+        yield one["case"].title
+        speed = ours["tokens_per_second"]
+        yield speed.text(rate) if spreads else rate(speed.median)
+        for peer in peers:
+            theirs = measured.get(peer)
+            yield rate(theirs["tokens_per_second"].median) if theirs else NOTHING
+            times = theirs and theirs["forge_is_times_as_fast"]
+            spread = f" ({ratio_text(times.low)}–{ratio_text(times.high)})" if times and spreads > 1 else ""
+            yield f"{ratio_text(times.median)} x{spread}" if times else NOTHING
+        line = ours["roofline"]
+        yield f"{percent(line.share)} {line.bound}"
+
+    headings = ["tokens/s", FORGE, *(heading for peer in peers for heading in (peer, "ratio")), "of the limit"]
+    return Table(headings, [[*cells(one)] for one in figures], styles={1: ACCENT})
+
+
+def _roofline(figures: list[Facts], limits: Limits) -> Iterator[Part]:
+    memory, products = limits.bytes_per_second / 1e9, limits.products_per_second / 1e9
+    yield None
+    words = f"{memory:,.1f} GB/s from memory; {products:,.0f} G int8 products/s, forge's tile with its weights in cache"
+    yield title("The machine's limits: ").append(words, "not bold")
+    lines = [(one, one["measured"][0]["roofline"]) for one in figures]
+    rows = [
+        (
+            one["case"].title,
+            size(one["needs"].bytes_read),
+            f"{line.bytes_per_second / 1e9:,.1f}",
+            _billions(one["needs"].products),
+            f"{line.products_per_second / 1e9:,.0f}",
+            _milliseconds(line.limit_seconds),
+            _milliseconds(median(one["measured"][0]["seconds"])),
+            percent(line.share),
+        )
+        for one, line in lines
+    ]
+    yield Table(("roofline", "reads", "GB/s", "products", "G/s", "at best", "took", "share"), rows)
+    sentence = (
+        "reads: the file's weights once and the keys and values before the step, the least that a step can do with. "
+        "products: multiplications as int8; a float32 one counts as four. at best: what the nearer limit allows."
+    )
+    if any(line.bound == "memory" and line.share > 1 for _, line in lines):
+        sentence += " More than 100 % of memory's limit: these weights stay in the processor's cache between steps."
+    yield sentence
+
+
+def _billions(value: int) -> str:
+    return f"{value / 1e9:,.1f} G" if value >= 1e9 else f"{value / 1e6:,.1f} M"
+
+
+def _milliseconds(seconds: float) -> str:
+    value = seconds * 1e3
+    return f"{value:,.1f} ms" if value >= 10 else f"{value:.2f} ms"
+
+
+def _notes(facts: Facts, peers: list[str]) -> Iterator[Part]:
+    for skipped in facts["skipped"]:
+        yield f"· {one_line(skipped['name'])}: {one_line(skipped['reason'])}"
+    for one in facts["figures"]:
+        case = one["case"]
+        for each in one["measured"]:
+            taken = len(each["seconds"])
+            if taken < facts["repetitions"] and not facts["interrupted"]:
+                words = f"{each['contender']} took {taken} of {facts['repetitions']} turns"
+                yield f"· {case.title}: {words}; its are too long for more"
+            if differing := each["top_token_disagreements"]:
+                whole = plural(case.sequences, "sequence")
+                words = f"{each['contender']} sees another likeliest token in {differing} of {whole}"
+                yield f"· {case.title}: {words}"
+    before, after = (facts["limits"][name] for name in ("before", "after"))
+    if after and abs(after.bytes_per_second / before.bytes_per_second - 1) > DRIFT:
+        first, last = (f"{limits.bytes_per_second / 1e9:,.1f}" for limits in (before, after))
+        yield trouble(f"· the machine did not stay the same: {first} GB/s from memory before the run, {last} after")
+    if (load := facts["load_average"]) is not None and load > BUSY:
+        busy = f"· the machine was busy with something else (load average {load:.1f} before the run)"
+        yield trouble(f"{busy}: expect other figures when it is idle")
+    if facts["interrupted"]:
+        yield trouble("· interrupted: this is what there was until then")

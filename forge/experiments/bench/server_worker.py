@@ -1,0 +1,77 @@
+"""forge's server as a process that is measured: `forge serve`, asked by the client of `forge bench serve` from this
+process. What it adds to the engine is HTTP, JSON, and a process between.
+
+Loading is from the command's start until the server answers, libraries and all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from forge import __version__
+from forge.bench.closed_loop import Moments, answered, unique_prompts
+from forge.bench.worker import Missing, Worker, one_line, serve_requests
+from forge.experiments.bench.serve import Prompt, ServePlan, run
+from forge.model.weight_source import open_weights
+from forge.server.server_process import ServerProcess
+
+WARM_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class UniquePrompts(ServePlan):
+    """The same, with prompts of which no two begin alike."""
+
+    vocab_size: int = 1 << 15
+
+    def prompts(self) -> list[Prompt]:
+        return [*unique_prompts(self.num_prompts, self.input_tokens, self.vocab_size, self.seed)]
+
+
+class ServerWorker(Worker):
+    """A running server."""
+
+    server: ServerProcess | None = None
+
+    def load(self, model: str, **options: Any) -> Mapping[str, Any]:
+        """options: those of `forge serve`, as `LLM` spells them."""
+        missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+        if missing:
+            raise Missing(f"serving needs {' and '.join(missing)}")
+        with open_weights(Path(model)) as weights:
+            self._vocab_size = weights.config.vocab_size
+        given = {"model": model, **options}
+        self.server = ServerProcess([f"--{name.replace('_', '-')}={value}" for name, value in given.items()])
+        self.server.__enter__()
+        self.server.wait_until_ready()
+        description = f"forge {__version__}, forge serve, KV {options['kv']}"
+        return {"description": description, "seconds": self.server.ready_seconds}
+
+    def requests(
+        self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
+    ) -> Mapping[str, Any]:
+        """A closed loop of streamed requests over HTTP, after a warm-up of its own."""
+        assert self.server is not None, "it was loaded"
+        plan = UniquePrompts(self.server.url, vocab_size=self._vocab_size)
+        plan = replace(plan, input_tokens=prompt_tokens, output_tokens=output_tokens, concurrency=concurrency)
+        for count, own in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
+            found = run(replace(plan, num_prompts=count, seed=own))
+        failed = [one.error for one in found.requests if one.error is not None]
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {requests} requests failed: {one_line(failed[0])}")
+        ended = [(one, one.ended) for one in found.requests if one.ended is not None]
+        # Half a character is no text: then the first token is seen with the end.
+        moments = [Moments((one.chunks or [end])[0] - one.started, end - one.started) for one, end in ended]
+        setting = f"HTTP, streamed, greedy; the client took {found.client_cpu_share:.0%} of a CPU"
+        return answered(setting, moments, found.duration)
+
+    def close(self) -> None:
+        """End the server, and wait until it has ended."""
+        if self.server is not None:
+            self.server.__exit__()
+
+
+if __name__ == "__main__":
+    serve_requests(ServerWorker())

@@ -1,0 +1,270 @@
+"""`forge bench tokenizer`: the fast path beside Hugging Face `tokenizers`, on one vocabulary, in the same run.
+
+Nothing is timed that is not equal first. The gate compares, over every kind of input: the ids with control tokens
+matched, the ids with their text left as text, the decoded text, and the text decoded token by token; then 8 threads
+encode 100 times each, and all 800 must agree. Both are called from Python, as a serving engine here would call them.
+"""
+
+import json as json_text
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from operator import methodcaller
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from forge.bench.tokenizer_inputs import inputs
+from forge.bench.worker import timed
+from forge.cli import machine, options
+from forge.cli.run_control import Found
+from forge.errors import ForgeError, UsageError
+from forge.experiments.bench.results import Facts, Progress, shown, silent
+from forge.experiments.bench.tables import Part, Table, ratio_text, title, trouble, verdict, where
+from forge.gguf import GGUFFile
+from forge.model.catalog import is_hash_model, resolve_model
+from forge.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerSpec, spec_from_gguf
+from forge.tokenizer.fast import tokenizer_json
+from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
+from forge.views.bench import progress_line
+from forge.views.formatting import count
+from forge.views.palette import ACCENT
+from forge.views.text import one_line
+
+BATCHES = (1, 4, 16, 64)
+BATCH_INPUT = "medium_prose"
+THREADS, ENCODES = 8, 100
+TURN_SECONDS = 0.15
+"""Calls of one kind go on for about so long, and are at least three."""
+
+
+class NotEqual(ForgeError):
+    """The two tokenizers disagree: there is nothing to time."""
+
+
+def bench_tokenizer(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="A bundled or pulled model, a GGUF file, a tokenizer.json, or a folder with one."
+        ),
+    ] = "tales",
+    json: options.JsonOption = False,
+) -> Found:
+    """Encode, decode, streams, batches, threads and load time, over seventeen kinds of text, against tokenizers.
+
+    Nothing is timed before all results are equal.
+
+    [dim]forge bench tokenizer path/to/tokenizer.json[/dim]
+    """
+    if is_hash_model(source):
+        raise UsageError("the hash model reads bytes: there is no tokenizer to measure")
+    path = Path(source).expanduser()
+    with progress_line() as progress:
+        facts = run(path if path.suffix == ".json" else resolve_model(source), progress)
+    facts["machine"] = machine.cpu_model()
+    return shown(facts, screen(facts), json)
+
+
+def times(name: str, chars: int, tokens: int, theirs: float, ours: float) -> Facts:
+    """Microseconds per call, medians."""
+    size = {"name": name, "chars": chars, "tokens": tokens}
+    return size | {"theirs": theirs, "ours": ours, "speed_up": theirs / ours}
+
+
+class Ours:
+    """forge's tokenizer with its fast path loaded."""
+
+    def __init__(self, spec: TokenizerSpec):
+        self.tokenizer = Tokenizer(spec, prefer="fast")
+        self.tokenizer.prepare()
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, allow_special=True)
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+    def stream(self, ids: Sequence[int]) -> list[str]:
+        stream = StreamingDetokenizer(self.tokenizer, skip_special=False)
+        return [*[stream.push(token_id) for token_id in ids], stream.flush()]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+
+class Theirs:
+    """Hugging Face `tokenizers`, from its own file where there is one, otherwise from the same vocabulary."""
+
+    def __init__(self, path: Path, spec: TokenizerSpec):
+        from tokenizers import Tokenizer as HuggingFace
+
+        self.tokenizer = (
+            HuggingFace.from_file(str(path)) if path.suffix == ".json" else HuggingFace.from_str(_document(spec))
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        self.tokenizer.encode_special_tokens = True
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        finally:
+            self.tokenizer.encode_special_tokens = False
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def stream(self, ids: Sequence[int]) -> list[str]:
+        from tokenizers.decoders import DecodeStream
+
+        stream, tokenizer = DecodeStream(skip_special_tokens=False), self.tokenizer
+        return [stream.step(tokenizer, token_id) or "" for token_id in ids]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
+
+
+def open_spec(path: Path) -> TokenizerSpec:
+    """The tokenizer of a GGUF file, of a tokenizer.json, or of a folder with one. Raises the error of its format."""
+    if path.is_dir() or path.suffix == ".json":
+        return spec_from_tokenizer_json(path)
+    with GGUFFile.open(path) as file:
+        return spec_from_gguf(file)
+
+
+def run(path: Path, on_progress: Progress = silent, loads: int = 3) -> Facts:
+    """Check, then measure. Raises `NotEqual` where the two disagree, before any time is taken."""
+    if path.is_dir():
+        path /= "tokenizer.json"
+    spec = open_spec(path)
+    texts = inputs()
+    on_progress("load")
+    theirs, their_load = _loaded(lambda: Theirs(path, open_spec(path) if path.suffix != ".json" else spec), loads)
+    ours, our_load = _loaded(lambda: Ours(open_spec(path)), loads)
+    for name, text in texts.items():
+        on_progress(f"equal? {name}")
+        check_equal(ours, theirs, name, text)
+    on_progress("equal? 8 threads")
+    check_threads(ours, texts[BATCH_INPUT], theirs.encode(texts[BATCH_INPUT]))
+    encode, decode = [], []
+    for name, text in texts.items():
+        on_progress(f"encode and decode {name}")
+        ids = theirs.encode(text)
+        size = name, len(text), len(ids)
+        encode.append(times(*size, *_times(methodcaller("encode", text), theirs, ours)))
+        decode.append(times(*size, *_times(methodcaller("decode", ids), theirs, ours)))
+    on_progress("streams, batches, threads")
+    text, long = texts[BATCH_INPUT], texts["very_long"]
+    ids = theirs.encode(long)
+    per_token = [us / len(ids) for us in _times(methodcaller("stream", ids), theirs, ours)]
+    batches = [(n, _times(methodcaller("encode_batch", [text] * n), theirs, ours)) for n in BATCHES]
+    at_once = [_threads_seconds(one, text) * 1e6 for one in (theirs, ours)]
+    return {
+        "source": path.name,
+        "vocabulary": len(spec.tokens),
+        "implementation": ours.tokenizer.implementation,
+        "fallback_reason": ours.tokenizer.fallback_reason,
+        "encode": encode,
+        "decode": decode,
+        "streaming": times("per token", len(long), len(ids), *per_token),
+        "batch": [times(str(number), len(text), number, *taken) for number, taken in batches],
+        "concurrent": times(f"{THREADS} threads", len(text), THREADS * ENCODES, *at_once),
+        "load": times("load", 0, len(spec.tokens), their_load * 1e6, our_load * 1e6),
+    }
+
+
+def check_equal(ours: "Ours | Theirs", theirs: "Ours | Theirs", name: str, text: str) -> None:
+    """Raises `NotEqual` unless both encode `text` alike, with and without control tokens, and decode alike, at once and
+    token by token."""
+    ids = theirs.encode(text)
+    same = {
+        "encode": ours.encode(text) == ids,
+        "encode without special tokens": ours.encode_plain(text) == theirs.encode_plain(text),
+        "decode": ours.decode(ids) == theirs.decode(ids),
+        "streaming decode": "".join(ours.stream(ids)) == "".join(theirs.stream(ids)),
+    }
+    for what, equal in same.items():
+        if not equal:
+            raise NotEqual(f"{what} differs from Hugging Face tokenizers on {name}: nothing is timed")
+
+
+def check_threads(ours: "Ours | Theirs", text: str, expected: Sequence[int]) -> None:
+    """Raises `NotEqual` unless 8 threads that encode 100 times each all get `expected`."""
+    with ThreadPoolExecutor(THREADS) as threads:
+        found = threads.map(lambda _: [ours.encode(text) == expected for _ in range(ENCODES)], range(THREADS))
+        if not all(map(all, found)):
+            raise NotEqual(f"encode differs when {THREADS} threads do it at once: nothing is timed")
+
+
+def _loaded(load: Callable[[], Any], times: int) -> tuple[Any, float]:
+    """What was loaded, and the median of the seconds that it took."""
+    found = [timed(load) for _ in range(times)]
+    return found[-1][0], median(seconds for _, seconds in found)
+
+
+def _times(call: Callable[[Any], Any], theirs: "Ours | Theirs", ours: "Ours | Theirs") -> tuple[float, float]:
+    """Microseconds per call of each, the two taking turns."""
+    seconds: list[list[float]] = [[], []]
+    began = time.perf_counter()
+    while len(seconds[0]) < 3 or time.perf_counter() - began < TURN_SECONDS:
+        for found, one in zip(seconds, (theirs, ours), strict=True):
+            started = time.perf_counter()
+            call(one)
+            found.append(time.perf_counter() - started)
+    their_seconds, our_seconds = (median(found[1:]) for found in seconds)
+    return their_seconds * 1e6, our_seconds * 1e6
+
+
+def _threads_seconds(one: "Ours | Theirs", text: str) -> float:
+    """Seconds per encode with 8 threads at it."""
+    with ThreadPoolExecutor(THREADS) as threads:
+
+        def encode_all() -> None:
+            list(threads.map(lambda _: [one.encode(text) for _ in range(ENCODES)], range(THREADS)))
+
+        return median(timed(encode_all)[1] for _ in range(5)) / (THREADS * ENCODES)
+
+
+def _document(spec: TokenizerSpec) -> str:
+    """A tokenizer.json of the whole tokenizer: NFC in front, added tokens matched."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    controls = set(spec.control_ids)
+    document = json_text.loads(tokenizer_json(spec))
+    document["normalizer"] = {"type": "NFC"}
+    document["added_tokens"] = [
+        {"id": token_id, "content": spec.tokens[token_id], "special": token_id in controls, **flags}
+        for token_id in sorted({*controls, *spec.user_defined_ids})
+    ]
+    return json_text.dumps(document)
+
+
+def screen(facts: Facts) -> Iterator[Part]:
+    yield title("How fast is text turned into tokens, and back?")
+    on = where({"machine": facts["machine"]}, "µs per call, medians")
+    yield f"{one_line(facts['source'])}, {count(facts['vocabulary'])} tokens{on}"
+    if reason := facts["fallback_reason"]:
+        yield trouble(f"the fast path is not used: {one_line(reason)}")
+    yield verdict(True, "equal ids and texts on every input, and from 8 threads at once")
+    peers = ("tokenizers", "fast path", "faster")
+    for kind in ("encode", "decode"):
+        rows = [(one["name"], count(one["chars"]), count(one["tokens"]), *_cells(one)) for one in facts[kind]]
+        yield from (None, Table((kind, "chars", "tokens", *peers), rows, styles={4: ACCENT}))
+    others = {f"encode a batch of {one['name']}": one for one in facts["batch"]} | {
+        f"{THREADS} threads x {ENCODES} encodes, per encode": facts["concurrent"],
+        "streaming decode, per token": facts["streaming"],
+        "load": facts["load"],
+    }
+    yield from (None, Table(("", *peers), [(name, *_cells(one)) for name, one in others.items()]))
+    yield f"Batches and threads: {BATCH_INPUT}. Both are called from Python."
+
+
+def _cells(one: Facts) -> tuple[str, ...]:
+    shown = (f"{value:,.{0 if value >= 100 else 1 if value >= 1 else 2}f}" for value in (one["theirs"], one["ours"]))
+    return *shown, f"{ratio_text(one['speed_up'])} x"

@@ -1,0 +1,225 @@
+"""`forge cluster --part apart`: what sequences that decode notice of long prompts, with prefill beside them and apart.
+
+The two engines take turns in this process, and a gap is the time of the decoding engine's own steps: what it would be
+with a machine for each. `forge serve --prefill-replicas 1 --decode-replicas 1` runs them at once.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from forge.cluster.handoff import prefill_params
+from forge.engine.engine import Engine
+from forge.engine.handoff import KvHandoff
+from forge.engine.sampling_params import SamplingParams
+from forge.llm import LLM
+from forge.trace.totals import percentile
+from forge.views.bench import BenchProgress
+from forge.views.formatting import count, ms, share, size
+from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
+from forge.views.report import Report
+from forge.views.terminal import new_table, open_error_console, print_lines, print_table
+
+DECODING, DECODED = 4, 120
+"""Sequences that decode, and the tokens of each."""
+PROMPT, ARRIVALS, EVERY = 1900, 4, 24
+"""Tokens of the prompts that arrive, how many, and the steps between two of them."""
+LENGTHS = (64, 512, 1900)
+"""Of the prompts that are handed over and timed."""
+CHUNK = 128
+QUESTION = "What do decoding sequences notice of long prompts?"
+WAYS = ("whole", "chunked", "apart")
+
+
+@dataclass
+class Way:
+    """One way to compute the arriving prompts."""
+
+    name: str
+    gaps_ms: list[float] = field(default_factory=list)
+    """Between two tokens of a sequence that decodes."""
+    first_ms: list[float] = field(default_factory=list)
+    """Of each arriving prompt, until its first token."""
+    tokens: list[tuple[int, ...]] = field(default_factory=list)
+    """Of all requests, in order."""
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """One hand-over."""
+
+    prompt_tokens: int
+    num_bytes: int
+    prefill_ms: float
+    export_ms: float
+    """To read the blocks out of the one pool."""
+    import_ms: float
+    """The step that writes them into the other and computes the last token, less a step that only decodes."""
+    identical: bool
+    """Whether the logits are one engine's, to the last bit."""
+
+
+def measure_apart(model: str) -> Report:
+    llm = LLM(model, kv="prefix", threads=1, max_num_seqs=DECODING + 4, max_num_batched_tokens=2048)
+    with BenchProgress(open_error_console()) as progress:
+        progress("warming up")
+        run_way(llm, "whole", DECODED // 4)
+        ways = []
+        for name in WAYS:
+            progress(name)
+            ways.append(run_way(llm, name, DECODED))
+        handed = []
+        for length in LENGTHS:
+            progress(f"a hand-over of {length} tokens")
+            handed.append(hand_over(llm, length))
+    facts = apart_object(llm, ways, handed)
+    return Report(facts, lambda console: print_apart(console, facts), 0 if facts["identical"] else 1)
+
+
+def run_way(llm: LLM, name: str, decoded: int) -> Way:
+    """Sequences that decode, and long prompts that arrive beside them."""
+    way, params = Way(name), SamplingParams(max_tokens=decoded, temperature=0.0, ignore_eos=True)
+    budget = CHUNK + DECODING if name == "chunked" else None
+    options = {"chunked_prefill": name == "chunked"} | ({"max_num_batched_tokens": budget} if budget else {})
+    engine, prefills = llm.new_engine(**options), llm.new_engine()
+    last: dict[int, float] = {}
+    arrived: dict[int, float] = {}
+    num_arrivals = min(ARRIVALS, decoded // EVERY)
+    seq_ids = [engine.add_request(f"d{number}", _prompt(8, number), params)[0] for number in range(DECODING)]
+    names = [f"d{number}" for number in range(DECODING)]
+    clock, steps = 0.0, 0
+    while engine.has_unfinished():
+        if steps and steps % EVERY == 0 and steps <= EVERY * num_arrivals:
+            prompt, request_id, waited, handoff = _prompt(PROMPT, 100 + steps), f"p{steps}", 0.0, None
+            if name == "apart":
+                handoff, waited = _prefilled(prefills, prompt)
+            (seq_id,) = engine.add_request(request_id, prompt, SamplingParams(max_tokens=2), handoff=handoff)
+            arrived[seq_id] = clock - waited
+            names.append(request_id)
+        record = engine.step()
+        clock, steps = clock + (record.ended - record.started) * 1e3, steps + 1
+        for token in record.tokens:
+            if token.seq_id in arrived:
+                way.first_ms.append(clock - arrived.pop(token.seq_id))
+            elif token.seq_id in seq_ids:
+                if token.seq_id in last:
+                    way.gaps_ms.append(clock - last[token.seq_id])
+                last[token.seq_id] = clock
+        for finish in record.finished:
+            last.pop(finish.seq_id, None)
+    way.tokens = [engine.output(request_id).outputs[0].token_ids for request_id in names]
+    return way
+
+
+def _prompt(length: int, number: int) -> list[int]:
+    return [97 + (number * 7 + place * place) % 26 for place in range(length)]
+
+
+def _prefilled(engine: Engine, prompt: list[int]) -> tuple[KvHandoff, float]:
+    """What the prefill engine hands over, and the milliseconds that it took."""
+    began = time.perf_counter()
+    (seq_id,) = engine.add_request("prefill", prompt[:-1], prefill_params(), retain_cache=True)
+    while engine.has_unfinished():
+        engine.step()
+    handoff = engine.hand_off(seq_id)
+    engine.release(seq_id)
+    engine.forget("prefill")
+    return handoff, (time.perf_counter() - began) * 1e3
+
+
+def hand_over(llm: LLM, length: int) -> HandedOver:
+    """Time a hand-over alone, and compare what comes of it with one engine's logits."""
+    prompt, params = _prompt(length, length), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    source = llm.new_engine()
+    (seq_id,) = source.add_request("p", prompt[:-1], prefill_params(), retain_cache=True)
+    began = time.perf_counter()
+    while source.has_unfinished():
+        source.step()
+    computed = time.perf_counter()
+    handoff = source.hand_off(seq_id)
+    exported = time.perf_counter()
+    logits: list[list[bytes]] = []
+    first_ms = []
+    for given in (handoff, None):
+        engine, rows = llm.new_engine(), list[bytes]()
+        engine.on_logits = lambda seq_id, row, rows=rows: rows.append(row.tobytes())
+        engine.add_request("r", prompt, params, handoff=given)
+        steps = []
+        while engine.has_unfinished():
+            record = engine.step()
+            steps.append((record.ended - record.started) * 1e3)
+        first_ms.append(steps[0] - percentile(steps[1:], 0.5))
+        logits.append(rows)
+    return HandedOver(
+        length,
+        handoff.num_bytes,
+        (computed - began) * 1e3,
+        (exported - computed) * 1e3,
+        max(0.0, first_ms[0]),
+        logits[0] == logits[1],
+    )
+
+
+def apart_object(llm: LLM, ways: list[Way], handed: list[HandedOver]) -> dict[str, Any]:
+    by_name = {
+        way.name: {
+            "gap_p50_ms": percentile(way.gaps_ms, 0.5),
+            "gap_p99_ms": percentile(way.gaps_ms, 0.99),
+            "first_token_ms": percentile(way.first_ms, 0.5),
+            "prompts": len(way.first_ms),
+        }
+        for way in ways
+    }
+    whole, apart = by_name["whole"], by_name["apart"]
+    return {
+        "model": llm.model_name,
+        "decoding": DECODING,
+        "prompt_tokens": PROMPT,
+        "chunk": CHUNK,
+        "ways": by_name,
+        "p99_of_whole": apart["gap_p99_ms"] / whole["gap_p99_ms"],
+        "handovers": [
+            {
+                "prompt_tokens": one.prompt_tokens,
+                "bytes": one.num_bytes,
+                "prefill_ms": one.prefill_ms,
+                "export_ms": one.export_ms,
+                "import_ms": one.import_ms,
+                "share": (one.export_ms + one.import_ms) / one.prefill_ms,
+                "identical": one.identical,
+            }
+            for one in handed
+        ],
+        "identical": all(one.identical for one in handed) and all(way.tokens == ways[0].tokens for way in ways),
+    }
+
+
+def print_apart(console: Console, facts: dict[str, Any]) -> None:
+    console.print(Text(QUESTION, TITLE))
+    head = f"{facts['decoding']} sequences decode; prompts of {count(facts['prompt_tokens'])} tokens arrive"
+    print_lines(console, [Text(head, QUIET), Text("")])
+    table = new_table("prompts", "gap p50", "gap p99", "of whole", "first token")
+    what = {"whole": "whole, beside", "chunked": f"in chunks of {facts['chunk']}", "apart": "by another engine"}
+    for name, way in facts["ways"].items():
+        ratio = way["gap_p99_ms"] / facts["ways"]["whole"]["gap_p99_ms"]
+        row = (ms(way["gap_p50_ms"]), ms(way["gap_p99_ms"]), f"{ratio:.2f}", ms(way["first_token_ms"]))
+        table.add_row(what[name], *row)
+    print_table(console, table)
+    print_lines(console, [Text(""), Text("A hand-over of its blocks, in milliseconds", QUIET)])
+    table = new_table("prompt", "bytes", "prefill", "read", "written", "of prefill")
+    for one in facts["handovers"]:
+        table.add_row(
+            f"{count(one['prompt_tokens'])} tokens",
+            size(one["bytes"]),
+            *(ms(one[f"{name}_ms"]) for name in ("prefill", "export", "import")),
+            share(one["share"]),
+        )
+    print_table(console, table)
+    console.print()
+    if facts["identical"]:
+        console.print(Text.assemble(("✓ identical", GOOD), ": tokens and logits are one engine's, to the last bit"))
+    else:
+        console.print(Text("✗ the tokens differ", TROUBLE))

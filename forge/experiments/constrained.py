@@ -1,0 +1,325 @@
+"""11. A grammar is a mask over the vocabulary: which tokens may come, which come, and what is given up?
+
+[dim]forge constrained --only run --fields mood,hero,place[/dim]
+
+[dim]forge constrained --only run --choice happy --choice sad[/dim]
+"""
+
+import json as json_format
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from forge.cli import options
+from forge.cli.arguments import command
+from forge.cli.bugs import BugOption, run_bug
+from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.options import FormArgs
+from forge.cli.run_control import Found, drive, exit_status, load_model, run_label
+from forge.engine.sampling import log_sum_exp
+from forge.engine.sampling_params import SamplingParams
+from forge.engine.structured_output import StructuredOutput
+from forge.errors import UsageError
+from forge.views.formatting import count, ms, plural
+from forge.views.generation import watching
+from forge.views.json_output import as_object
+from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.report import Report
+from forge.views.summary import RunLabel, RunResult
+from forge.views.terminal import new_table, open_console, print_hanging, print_lines, print_table
+from forge.views.text import one_line
+
+if TYPE_CHECKING:
+    from forge.llm import LLM
+
+QUESTION = "What does a grammar allow, and what does the model give up for it?"
+LEADS_ON = 'Any form of your own:\n  forge generate --regex "[a-z]+ and [a-z]+" "The fox met"'
+MAX_TOKENS = 64
+PROPOSED = 8
+"""Forced tokens per cycle at most. Fixed, so that the number of passes does not depend on the machine."""
+STORY = (
+    "A little fox named Maple lived near the old mill. One day she lost her silver lantern, and she was very sad. She "
+    "looked for it in the garden and by the river. At last a kind owl found the lantern and gave it back. The fox "
+    "danced with joy."
+)
+PROMPT = STORY + "\n\nIs the ending happy or sad?"
+FIELDS = {
+    "hero": ["fox", "mouse", "owl", "rabbit", "bear", "girl", "boy"],
+    "place": ["forest", "river", "garden", "castle", "mill", "market"],
+    "mood": ["happy", "sad"],
+}
+"""What a record of a story may hold, from the lists that the bundled model's stories are made of."""
+_INDENT = 14
+
+
+@command
+def constrained(
+    ctx: typer.Context,
+    form: FormArgs,
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What is asked, in a chat.", show_default="a story and a question")
+    ] = PROMPT,
+    max_tokens: options.MaxTokens = MAX_TOKENS,
+    fields: Annotated[
+        str,
+        typer.Option(
+            "--fields",
+            help="The record's fields, with commas, in their order.",
+            rich_help_panel="Structured output (one of these)",
+        ),
+    ] = "hero,place,mood",
+    model: options.ModelOption = "tales",
+    device: options.DeviceOption = None,
+    threads: options.ThreadsOption = None,
+    only: OnlyOption = None,
+    pause: PauseOption = True,
+    bug: BugOption = None,
+    json: options.JsonOption = False,
+) -> Found:
+    if bug is not None:
+        return run_bug("constrained", bug, device, threads, json)
+    if reads_chapter(only, json):
+        return read_chapter(ctx, pause)
+    wanted = form.structured_output() or StructuredOutput(json=record_schema(fields))
+    loading = options.model_options(device=device, threads=threads)
+    report = _measure(options.read_prompt(prompt), max_tokens, wanted, model, loading)
+    return report.as_json() if json else report
+
+
+def record_schema(names: str) -> dict[str, Any]:
+    """The schema of a story's record with these fields. Raises `UsageError` for a field that it cannot have."""
+    fields = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = sorted({*fields} - {*FIELDS})
+    if not fields or unknown:
+        raise UsageError(f"--fields takes some of {', '.join(FIELDS)}, with commas, and {names!r} is something else")
+    properties = {name: {"enum": FIELDS[name]} for name in fields}
+    return {"type": "object", "properties": properties, "required": fields, "additionalProperties": False}
+
+
+def _measure(prompt: str, max_tokens: int, form: StructuredOutput, model: str, loading: dict) -> Report:
+    """The same question without the form, with it, and with its forced text proposed; and once more with a look at
+    every row of logits."""
+    plain, params = load_model(model, kv="paged", **loading), SamplingParams(max_tokens, structured=form)
+    proposing = load_model(model, kv="paged", speculate="grammar", k=PROPOSED, speculate_fixed=True, **loading)
+    token_ids = plain.tokenizer.encode_chat([{"role": "user", "content": prompt}])[1]
+    free_text = plain.generate([token_ids], SamplingParams(max_tokens))[0].outputs[0].text
+    places = _places(plain, token_ids, params)
+    as_long = SamplingParams(max(2, len(places)), ignore_eos=True)
+    runs = []
+    for llm, one in ((plain, as_long), (plain, params), (proposing, params)):
+        llm.generate([token_ids], one)  # kernels and grammars are compiled by then
+        with watching(open_console(), run_label(llm), prompt) as view:
+            runs.append(drive(llm, llm.start([token_ids], one), one, view.step))
+    result = Constrained(run_label(plain), prompt, plain.model.vocab_size, free_text, *runs, places)
+    return Report(constrained_object(result), lambda console: print_constrained(console, result), exit_status(*runs))
+
+
+@dataclass(frozen=True)
+class Place:
+    """One token of a constrained output, and what the model had to say at its place."""
+
+    text: str
+    forced: bool
+    """The text had to come; in which tokens may have been open."""
+    allowed: int
+    """Tokens of the vocabulary that the grammar let come."""
+    mass: float
+    """Their probability, all together, by the model."""
+    probability: float
+    """Of the token that came, by the model."""
+    preferred: str
+    """What the model would have said here."""
+    given_up: float
+    """How much less likely the token was than that: a difference of natural log probabilities."""
+
+
+@dataclass(frozen=True)
+class Constrained:
+    """One question with and without a form."""
+
+    label: RunLabel
+    prompt: str
+    vocab_size: int
+    free_text: str
+    free: RunResult
+    """As many tokens as the constrained run has, without the form."""
+    constrained: RunResult
+    proposed: RunResult
+    """Constrained, with the forced text proposed as draft tokens."""
+    places: tuple[Place, ...]
+
+    @property
+    def text(self) -> str:
+        return self.constrained.output.outputs[0].text
+
+    @property
+    def chosen(self) -> list[Place]:
+        return [place for place in self.places if not place.forced]
+
+    @property
+    def given_up(self) -> float:
+        return sum(place.given_up for place in self.places)
+
+    @property
+    def given_up_chosen(self) -> float:
+        """Of that, where there was a choice."""
+        return sum(place.given_up for place in self.chosen)
+
+
+def _places(llm: "LLM", token_ids: Sequence[int], params: SamplingParams) -> tuple[Place, ...]:
+    from forge.grammar.compiler import GrammarCompiler
+
+    assert params.structured is not None, "an output with a form"
+    rows: list[np.ndarray] = []
+    llm.engine.on_logits = lambda seq_id, row: rows.append(row)
+    output = llm.generate([token_ids], params)[0].outputs[0].token_ids
+    llm.engine.on_logits = None
+    matcher = GrammarCompiler(llm.tokenizer, llm.model.vocab_size)(params.structured).new_matcher()
+    places = []
+    for index, (token_id, row) in enumerate(zip(output, rows, strict=True)):
+        before, preferred = output[:index], int(row.argmax())
+        mask, total = matcher.mask(before), log_sum_exp(row, float(row.max()))
+        places.append(
+            Place(
+                _shown(llm, token_id),
+                _is_forced(llm, mask, matcher.forced(before), token_id),
+                int(np.count_nonzero(mask)),
+                float(np.exp(row[mask].astype(np.float64) - total).sum()),
+                float(np.exp(row[token_id] - total)),
+                _shown(llm, preferred),
+                float(row[preferred] - row[token_id]),
+            )
+        )
+    return tuple(places)
+
+
+def _is_forced(llm: "LLM", mask: np.ndarray, forced: Sequence[int], token_id: int) -> bool:
+    """Whether a token writes only text that had to come, or the output had to end."""
+    if llm.tokenizer.is_hidden(token_id):
+        return all(map(llm.tokenizer.is_hidden, np.flatnonzero(mask).tolist()))
+    return b"".join(map(llm.tokenizer.token_bytes, forced)).startswith(llm.tokenizer.token_bytes(token_id))
+
+
+def _shown(llm: "LLM", token_id: int) -> str:
+    return "(end)" if llm.tokenizer.is_hidden(token_id) else llm.tokenizer.token_text(token_id)
+
+
+def constrained_object(result: Constrained) -> dict[str, Any]:
+    """The experiment as facts."""
+    places = result.places
+    record = _parsed(result.text)
+    return {
+        **as_object(result.label),
+        "prompt": result.prompt,
+        "vocab_size": result.vocab_size,
+        "free_text": result.free_text,
+        "text": result.text,
+        "record": record if isinstance(record, dict) else {},
+        "is_json": record is not None,
+        "finish_reason": result.constrained.output.outputs[0].finish_reason,
+        "places": [as_object(place) for place in places],
+        "num_tokens": len(places),
+        "num_forced": len(places) - len(result.chosen),
+        "num_chosen": len(result.chosen),
+        "num_single": sum(place.allowed == 1 for place in places),
+        "given_up": result.given_up,
+        "given_up_chosen": result.given_up_chosen,
+        "given_up_per_token": result.given_up / len(places) if places else None,
+        "same_tokens": result.proposed.output.outputs[0].token_ids == result.constrained.output.outputs[0].token_ids,
+        **{
+            f"{name}_{figure}": value
+            for name, run in (("free", result.free), ("plain", result.constrained), ("proposed", result.proposed))
+            for figure, value in (("forwards", len(run.records)), ("ms_per_token", ms_per_token(run)))
+        },
+    }
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json_format.loads(text)
+    except ValueError:
+        return None
+
+
+def ms_per_token(run: RunResult) -> float | None:
+    """Of the steps after the first, which reads the prompt."""
+    num_tokens = len(run.output.outputs[0].token_ids) - sum(len(record.tokens) for record in run.records[:1])
+    spent = sum(record.ended - record.started for record in run.records[1:])
+    return spent * 1e3 / num_tokens if num_tokens else None
+
+
+def print_constrained(console: Console, result: Constrained) -> None:
+    """The whole experiment: both answers, the tokens with what might have come, the choices, the cost."""
+    print_lines(console, [Text(QUESTION, TITLE), Text(str(result.label), QUIET), Text("")])
+    for name, text in (("without", result.free_text), ("with the form", result.text)):
+        print_hanging(console, Text.assemble((name.ljust(_INDENT), QUIET), one_line(text)), _INDENT)
+    console.print()
+    print_lines(console, token_lines(result.places, console.width))
+    legend = f"[chosen] · the rest had to come · below: how many of {count(result.vocab_size)} tokens might have"
+    print_lines(console, [Text(legend, QUIET), Text("")])
+    table = new_table("chosen", "might have", "probability", "of all these", "given up", last="it would have said")
+    for place in result.chosen:
+        figures = (count(place.allowed), small(place.probability), small(place.mass), f"{place.given_up:.2f}")
+        table.add_row(visible(place.text), *figures, visible(place.preferred))
+    if result.chosen:
+        print_table(console, table)
+        console.print()
+    print_lines(console, [Text(sentence) for sentence in sentences(result)])
+    console.print()
+    costs = new_table("", "forward passes", "tokens", "ms per token")
+    for name, run in (
+        ("without", result.free),
+        ("with the form", result.constrained),
+        ("forced proposed", result.proposed),
+    ):
+        costs.add_row(name, count(len(run.records)), count(len(run.output.outputs[0].token_ids)), ms(ms_per_token(run)))
+    print_table(console, costs)
+    print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+
+
+def token_lines(places: Sequence[Place], width: int) -> list[Text]:
+    """The tokens in order, and under each how many might have come at its place. Chosen ones are in brackets, which
+    says it without colour too."""
+    lines: list[Text] = []
+    tokens, counts = Text(), Text()
+    for place in places:
+        shown = visible(place.text) if place.forced else f"[{visible(place.text)}]"
+        figure = count(place.allowed)
+        size = max(Text(shown).cell_len, len(figure))
+        if tokens and tokens.cell_len + 1 + size > width:
+            lines += [tokens, counts, Text("")]
+            tokens, counts = Text(), Text()
+        gap = " " if tokens else ""
+        tokens.append(gap + shown + " " * (size - Text(shown).cell_len), QUIET if place.forced else ACCENT)
+        counts.append(gap + figure.ljust(size), QUIET)
+    return [*lines, tokens, counts, Text("")] if tokens else lines
+
+
+def sentences(result: Constrained) -> list[str]:
+    """What the pictures show, in figures of this run."""
+    if not result.places:
+        return ["Nothing came: ask for more tokens."]
+    first, per_token = result.places[0], result.given_up / len(result.places)
+    num_chosen, in_choices = len(result.chosen), result.given_up_chosen
+    return [
+        f"{plural(len(result.places), 'token')}: {count(len(result.places) - num_chosen)} had to come, "
+        f"{count(num_chosen)} {'was' if num_chosen == 1 else 'were'} chosen. At the first place the grammar left "
+        f"{small(first.mass)} of the model's probability.",
+        f"Given up, in log probability: {result.given_up - in_choices:.1f} for the text that had to come, "
+        f"{in_choices:.1f} at the choices; {per_token:.2f} per token.",
+    ]
+
+
+def small(share: float) -> str:
+    """A probability that may be very small."""
+    return f"{share * 100:.1f} %" if share >= 0.001 else f"{share:.0e}"
+
+
+def visible(text: str) -> str:
+    """A token's text with its spaces and line ends to be seen."""
+    return one_line(text.replace(" ", "␣").replace("\n", "↵"))

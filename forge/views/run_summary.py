@@ -1,0 +1,278 @@
+"""What a run of many requests came to: the closing table, the charts over its whole time, and the longest waits.
+
+`forge trace-scheduler` and `forge replay` end with it; `serving_object` is the same for programs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge.trace.explain import class_name, explain_finish, explain_preempted, explain_request, explain_wait
+from forge.trace.records import StepRecord
+from forge.trace.speculation_summary import cycle_object, draft_totals
+from forge.trace.timeline import RequestTimeline
+from forge.trace.totals import STARVED, Percentiles, Totals, totals_of
+from forge.views.charts import sparkline, throughput_plot
+from forge.views.formatting import NOTHING, count, ms, percent, plural, rate
+from forge.views.history import History
+from forge.views.json_output import as_object
+from forge.views.metrics import draft_facts, flowing
+from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.scheduler import chart_series
+from forge.views.summary import RunLabel
+from forge.views.terminal import new_table, print_table
+from forge.views.text import one_line
+
+_LONGEST_WAITS = 3
+_CHART_WIDTH = 60
+_TIMES = (
+    ("queue time", "queue"),
+    ("time to first token", "first_token"),
+    ("time per output token", "per_token"),
+    ("end to end", "end_to_end"),
+)
+
+
+def serving_object(
+    label: RunLabel, records: Sequence[StepRecord], requests: Sequence[RequestTimeline]
+) -> dict[str, Any]:
+    """A run for `--json`: totals, every sequence's timeline with its `why` lines, and every step in short."""
+    totals = totals_of(records, requests) if records else None
+    return {
+        **as_object(label),
+        "totals": None if totals is None else totals_object(totals),
+        "sequences": [request_object(one) for one in requests],
+        "speculation": [draft.as_json() for draft in draft_totals(record.cycles for record in records)],
+        "steps": [step_object(record) for record in records],
+    }
+
+
+def totals_object(totals: Totals) -> dict[str, Any]:
+    found = asdict(totals) | {
+        "tokens_per_second": totals.tokens_per_second,
+        "recomputed_share": totals.recomputed_share,
+    }
+    for name in ("utilization", "fragmentation", "sharing", "batch"):
+        mean, most = found.pop(name)
+        found |= {f"{name}_mean": mean, f"{name}_max": most}
+    for _, name in _TIMES:
+        found[f"{name}_ms"] = found.pop(name)
+    return found
+
+
+def request_object(request: RequestTimeline) -> dict[str, Any]:
+    """One sequence for `--json`."""
+    finish = request.finish
+    return {
+        "seq_id": request.seq_id,
+        "request_id": request.request_id,
+        "sample": request.sample,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_output_tokens": request.num_output_tokens,
+        "finish_reason": request.finish_reason,
+        "finish": None if finish is None else explain_finish(finish),
+        "queue_ms": request.queue_ms,
+        "time_to_first_token_ms": request.time_to_first_token_ms,
+        "time_per_output_token_ms": request.time_per_output_token_ms,
+        "end_to_end_ms": request.end_to_end_ms,
+        "steps_waited": request.steps_waited,
+        "times_preempted": request.times_preempted,
+        "tokens_computed": request.tokens_computed,
+        "tokens_recomputed": request.tokens_recomputed,
+        "tokens_cached": request.tokens_cached,
+        "why": list(explain_request(request)),
+    }
+
+
+def step_object(record: StepRecord) -> dict[str, Any]:
+    """A step in short; a trace has all of it."""
+    return {
+        "step": record.step,
+        "class": record.execution_class,
+        "sequences": len(record.items),
+        "tokens_computed": record.tokens_computed,
+        "schedule_ms": record.schedule_ms,
+        "forward_ms": record.forward_ms,
+        "sample_ms": record.sample_ms,
+        **asdict(record.queues),
+        "used_blocks": record.cache.used_blocks,
+        "num_blocks": record.cache.num_blocks,
+        "fragmentation": record.cache.internal_fragmentation,
+        "sharing": record.cache.sharing,
+        "admitted": [one.seq_id for one in record.admitted],
+        "preempted": [one.seq_id for one in record.preempted],
+        "finished": [one.seq_id for one in record.finished],
+        "cycles": [cycle_object(one) for one in record.cycles],
+    }
+
+
+def print_serving(console: Console, history: History, requests: Sequence[RequestTimeline], note: str = "") -> None:
+    """The closing table of a run, its charts, and the longest waits with their reasons."""
+    if not history.records:
+        console.print(Text("No step ran."))
+        return
+    totals = totals_of(history.records, requests)
+    console.print(Text("What did the run come to?", TITLE))
+    console.print(Text(f"{history.label}{note}", QUIET))
+    console.print()
+    for line in flowing(total_facts(totals, history.records), console.width):
+        console.print(line)
+    console.print()
+    print_table(console, times_table(totals))
+    console.print()
+    for line in charts_over_time(history, console.width):
+        console.print(line)
+    print_reasons(console, requests)
+
+
+Tenants = Sequence[tuple[int, Sequence[RequestTimeline]]]
+"""Of each tenant: its draft tokens per cycle at most, and its requests."""
+
+
+def tenant_objects(tenants: Tenants) -> list[dict[str, Any]]:
+    """Acceptance and time per token of each tenant."""
+    found = []
+    for limit, requests in tenants:
+        cycles = [cycle for request in requests for cycle in request.cycles]
+        proposed = sum(cycle.num_proposed for cycle in cycles)
+        accepted = sum(cycle.num_accepted for cycle in cycles)
+        per_token = Percentiles.of([request.time_per_output_token_ms for request in requests])
+        found.append(
+            {
+                "num_speculative_tokens": limit,
+                "requests": len(requests),
+                "proposed": proposed,
+                "accepted": accepted,
+                "acceptance": accepted / proposed if proposed else None,
+                "time_per_output_token_ms": per_token and per_token.p50,
+            }
+        )
+    return found
+
+
+def print_tenants(console: Console, tenants: Tenants) -> None:
+    """A row per tenant; nothing without tenants."""
+    if not tenants:
+        return
+    table = new_table(None, "guesses at a time", "requests", "guessed", "accepted", "", "ms per token")
+    for one in tenant_objects(tenants):
+        share = NOTHING if one["acceptance"] is None else percent(one["acceptance"])
+        figures = (one[name] for name in ("num_speculative_tokens", "requests", "proposed", "accepted"))
+        table.add_row(*map(count, figures), share, ms(one["time_per_output_token_ms"]))
+    console.print()
+    console.print(Text("Each tenant's guesses", TITLE))
+    print_table(console, table)
+
+
+def total_facts(totals: Totals, records: Sequence[StepRecord]) -> list[tuple[str, str]]:
+    """Name and figure, in the order in which a reader asks."""
+    classes = ", ".join(f"{class_name(name)} {count(number)}" for name, number in sorted(totals.steps_by_class.items()))
+    ended = ", ".join(f"{name} {count(number)}" for name, number in sorted(totals.ended.items()))
+    facts = [
+        ("steps", f"{count(totals.num_steps)} ({classes})"),
+        ("seconds", f"{totals.seconds:.2f}"),
+        ("throughput", f"{rate(totals.tokens_per_second)} tok/s"),
+        ("output tokens", count(totals.output_tokens)),
+        ("tokens computed", count(totals.tokens_computed)),
+        ("batch", f"{totals.batch[0]:.1f} on average, {totals.batch[1]} at most"),
+        ("ended", ended or NOTHING),
+        ("preemptions", preemptions_text(totals)),
+        ("pool used", f"{percent(totals.utilization[0])} on average, {percent(totals.utilization[1])} at most"),
+        ("fragmentation", f"{percent(totals.fragmentation[0])} on average"),
+        ("shared", f"{percent(totals.sharing[0])} on average, {percent(totals.sharing[1])} at most"),
+    ]
+    if totals.most_overtaken:
+        facts.append(("overtaken", overtaken_text(totals)))
+    if totals.tokens_cached:
+        facts.append(("from cache", plural(totals.tokens_cached, "token")))
+    if totals.pool_exhausted:
+        facts.append(("ended by the pool's size", plural(totals.pool_exhausted, "sequence")))
+    if totals.rejected:
+        facts.append(("refused", plural(totals.rejected, "request")))
+    return facts + draft_facts(records)
+
+
+def overtaken_text(totals: Totals) -> str:
+    """`7 of 60 requests by more than 8 later ones (12 %), one by 31; longest wait 188 steps`."""
+    requests = sum(totals.ended.values())
+    many = f"{totals.starved} of {plural(requests, 'request')} by more than {STARVED} later ones"
+    share = percent(totals.starved / requests) if requests else NOTHING
+    return f"{many} ({share}), at most by {totals.most_overtaken}; longest wait {plural(totals.longest_wait, 'step')}"
+
+
+def preemptions_text(totals: Totals) -> str:
+    """`35 of 30 sequences, 1,203 tokens computed again (3 % of all)`."""
+    if not totals.preemptions:
+        return "0"
+    text = f"{count(totals.preemptions)} of {plural(totals.sequences_preempted, 'sequence')}"
+    if totals.swaps:
+        text += f", {count(totals.swaps)} swapped"
+    return f"{text}, {plural(totals.tokens_recomputed, 'token')} computed again ({percent(totals.recomputed_share)})"
+
+
+def times_table(totals: Totals) -> Table:
+    table = new_table()
+    table.add_column("milliseconds")
+    for name in ("p50", "p90", "p99", "max"):
+        table.add_column(name, justify="right", min_width=8)
+    for title, name in _TIMES:
+        found: Percentiles | None = getattr(totals, name)
+        values = (found.p50, found.p90, found.p99, found.maximum) if found else (None,) * 4
+        table.add_row(Text(title, QUIET), *(ms(value) for value in values))
+    return table
+
+
+def charts_over_time(history: History, width: int) -> list[Text]:
+    """One strip per figure over the whole run, with the value that its upper edge stands for."""
+    lines = []
+    ends = {"tok/s": rate, "pool": percent, "queue": lambda value: count(round(value)), "frag": percent}
+    names = {"frag": "fragmentation"}
+    for name, values, scale in chart_series(history, len(history) - 1, len(history)):
+        strip = sparkline(values, scale, max(8, min(_CHART_WIDTH, width - 26)))
+        lines.append(
+            Text.assemble(
+                (f"{names.get(name, name):<14}", QUIET), (strip, ACCENT), (f"  to {ends[name](scale)}", QUIET)
+            )
+        )
+    return lines
+
+
+def print_throughput(console: Console, records: Sequence[StepRecord]) -> None:
+    """Throughput over the time of a run, drawn from the moments of its tokens."""
+    if not records:
+        return
+    began = records[0].started
+    times = [record.ended - began for record in records for _ in record.tokens]
+    console.print()
+    console.print(Text("Throughput over time", TITLE))
+    for line in throughput_plot(times, records[-1].ended - began, console.width, ACCENT):
+        console.print(line)
+
+
+def print_reasons(console: Console, requests: Sequence[RequestTimeline]) -> None:
+    """The sequences that waited longest and the one that was preempted most, and why."""
+    waited = [(wait.seconds, one.seq_id, wait) for one in requests for wait in one.waits]
+    waited.sort(key=lambda one: (-one[0], one[1]))
+    told = [(seq_id, explain_wait(wait, seq_id)) for _, seq_id, wait in waited[:_LONGEST_WAITS]]
+    _print_told(console, "The longest waits", told)
+    victim = max(requests, key=lambda one: one.times_preempted, default=None)
+    if victim is not None and victim.preemptions:
+        told = [(victim.seq_id, explain_preempted(one)) for one in victim.preemptions[:_LONGEST_WAITS]]
+        _print_told(console, "Preempted most often", told)
+
+
+def _print_told(console: Console, title: str, told: Sequence[tuple[int, str]]) -> None:
+    if not told:
+        return
+    console.print()
+    console.print(Text(title, TITLE))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for seq_id, line in told:
+        table.add_row(Text(f"seq {seq_id}", sequence_style(seq_id)), Text(one_line(line)))
+    print_table(console, table)

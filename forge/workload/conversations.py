@@ -1,0 +1,91 @@
+"""Requests with prefixes in common, as a service sees them: conversations, shared system prompts, agents' trees.
+
+Tokens are drawn from a seed, so a trace is the same in every run. A request's prompt begins with a system prompt that
+many share; a later turn's with the whole conversation, answers included; an agent's branches with its task.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_VOCABULARY = 32_000
+
+
+@dataclass(frozen=True)
+class TraceShape:
+    """How many requests of which kind. Lengths are tokens; each is drawn from half to one and a half of its mean."""
+
+    num_requests: int = 100_000
+    num_systems: int = 12
+    """System prompts; one conversation in three has the first, one in six the second, and so on."""
+    system_tokens: int = 256
+    user_tokens: int = 64
+    answer_tokens: int = 16
+    turns: int = 6
+    """Of a conversation, on average."""
+    agents: float = 0.2
+    """The share of conversations that are agents: a task, and `branches` that run at once from it."""
+    branches: int = 4
+    task_tokens: int = 512
+    think_seconds: float = 4.0
+    """Between an answer and the next turn, on average."""
+    seed: int = 0
+
+
+@dataclass
+class Turn:
+    """One request of a conversation, when it is sent."""
+
+    at: float
+    """Seconds; when it may be sent at the earliest."""
+    conversation: "Conversation"
+    prompt: list[int]
+    answer: list[int]
+    """What the model says: the trace knows it before the simulated engine does."""
+
+
+@dataclass
+class Conversation:
+    """What has been said so far."""
+
+    number: int
+    history: list[int]
+    turns_left: int
+    random: random.Random
+    shape: TraceShape = field(repr=False)
+
+    def next_turn(self, now: float) -> Turn | None:
+        """The next request, some seconds after `now`; None when nothing is left to say."""
+        if not self.turns_left:
+            return None
+        self.turns_left -= 1
+        shape = self.shape
+        self.history += tokens(self.random, shape.user_tokens)
+        prompt, answer = list(self.history), tokens(self.random, shape.answer_tokens)
+        self.history += answer
+        return Turn(now + self.random.expovariate(1 / shape.think_seconds), self, prompt, answer)
+
+
+def tokens(random_: random.Random, mean: int) -> list[int]:
+    """As many random tokens as a text of this mean length has."""
+    length = random_.randint(max(1, mean // 2), mean + mean // 2)
+    return random_.choices(range(_VOCABULARY), k=length)
+
+
+def conversations(shape: TraceShape) -> Iterator[list[Conversation]]:
+    """Without end: what begins together, a conversation or an agent's branches."""
+    random_ = random.Random(shape.seed)
+    systems = [tokens(random_, shape.system_tokens) for _ in range(shape.num_systems)]
+    weights = [1 / (rank + 1) for rank in range(shape.num_systems)]
+    number = 0
+    while True:
+        beginning = list(random_.choices(systems, weights)[0])
+        is_agent = random_.random() < shape.agents
+        if is_agent:
+            beginning += tokens(random_, shape.task_tokens)
+        begun = []
+        for _ in range(shape.branches if is_agent else 1):
+            turns = random_.randint(1, 2 * shape.turns - 1)
+            begun.append(Conversation(number, list(beginning), turns, random.Random(f"{shape.seed}-{number}"), shape))
+            number += 1
+        yield begun

@@ -1,0 +1,96 @@
+"""A hand-over: another engine's keys and values, continued to the last bit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forge import LLM, SamplingParams
+from forge.engine.handoff import KvHandoff
+from forge.errors import UsageError
+from forge.trace.records import AdmitRecord
+
+PROMPT = list(b"Once upon a time there was a fox who lived by the old mill")
+PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=3, ignore_eos=True)
+
+
+def engine_of(model: str, **options):
+    return LLM(model, threads=1, check=True, **{"kv": "prefix", **options}).engine
+
+
+def prefilled(model: str, prompt: list[int], **options) -> KvHandoff:
+    """What a prefill engine hands over of a prompt."""
+    engine = engine_of(model, **options)
+    (seq_id,) = engine.add_request("p", prompt[:-1], SamplingParams(max_tokens=1), retain_cache=True)
+    while engine.has_unfinished():
+        engine.step()
+    handoff = engine.hand_off(seq_id)
+    engine.release(seq_id)
+    assert engine.cache.stats().used_blocks == 0
+    return handoff
+
+
+def run(engine, prompt: list[int], handoff: KvHandoff | None = None, params: SamplingParams = PARAMS):
+    """The tokens, their logits, the rows computed and the admissions."""
+    logits, rows, admitted = [], 0, []
+    engine.on_logits = lambda seq_id, row: logits.append(row.tobytes())
+    engine.add_request("r", prompt, params, handoff=handoff)
+    while engine.has_unfinished():
+        record = engine.step()
+        rows += sum(item.num_tokens for item in record.items)
+        admitted += record.admitted
+    tokens = [sample.token_ids for sample in engine.output("r").outputs]
+    engine.forget("r")
+    return tokens, logits, rows, admitted
+
+
+@pytest.mark.parametrize("model", ["hash", "tales"])
+@pytest.mark.parametrize("kv", ["paged", "prefix"])
+def test_the_tokens_and_logits_are_those_of_one_engine(model: str, kv: str):
+    handoff = prefilled(model, PROMPT)
+    alone = run(engine_of(model), PROMPT)
+    engine = engine_of(model, kv=kv)
+    tokens, logits, rows, admitted = run(engine, PROMPT, handoff)
+    assert (tokens, logits) == alone[:2]
+    assert rows == alone[2] - (len(PROMPT) - 1)
+    assert admitted == [AdmitRecord(admitted[0].seq_id, "handoff", len(PROMPT) - 1, admitted[0].num_blocks)]
+    assert engine.cache.stats().used_blocks == 0 and not engine.scheduler.host.entries
+
+
+def test_several_samples_share_what_was_handed_over():
+    params = replace(PARAMS, n=3)
+    assert (
+        run(engine_of("hash"), PROMPT, prefilled("hash", PROMPT), params)[0]
+        == run(engine_of("hash"), PROMPT, None, params)[0]
+    )
+
+
+def test_without_room_in_the_host_pool_the_prompt_is_computed():
+    tokens, logits, _, admitted = run(engine_of("hash", num_host_blocks=1), PROMPT, prefilled("hash", PROMPT))
+    assert (tokens, logits) == run(engine_of("hash"), PROMPT)[:2]
+    assert admitted[0].how == "new"
+
+
+def test_a_hand_over_of_another_prompt_or_layout_is_refused_and_changes_nothing():
+    engine, handoff = engine_of("hash"), prefilled("hash", PROMPT)
+    with pytest.raises(UsageError, match="other tokens than the prompt begins with"):
+        engine.add_request("r", list(b"Twice upon a time"), PARAMS, handoff=handoff)
+    other = replace(handoff, layout=replace(handoff.layout, num_layers=9))
+    with pytest.raises(UsageError, match="give both engines one model"):
+        engine.add_request("r", PROMPT, PARAMS, handoff=other)
+    assert not engine.has_unfinished()
+
+
+def test_a_sequence_that_is_aborted_before_it_begins_frees_its_room():
+    engine = engine_of("hash")
+    engine.add_request("r", PROMPT, PARAMS, handoff=prefilled("hash", PROMPT))
+    assert engine.scheduler.host.entries
+    engine.abort("r")
+    assert not engine.scheduler.host.entries
+
+
+def test_the_bytes_are_those_of_its_blocks():
+    handoff = prefilled("tales", PROMPT)
+    blocks = handoff.num_blocks * handoff.layout.block_size * handoff.layout.bytes_per_token
+    assert handoff.position == len(PROMPT) - 1 and handoff.num_bytes == blocks
+    assert all(isinstance(part, np.ndarray) for part in handoff.data)

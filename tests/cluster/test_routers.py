@@ -1,0 +1,132 @@
+"""Routers: each request goes to one replica that runs, loads are exact, and a prefix goes where it is cached."""
+
+import random
+
+import pytest
+
+from forge.cluster.events import CacheEvents
+from forge.cluster.fleet import Fleet, NoReplica, RouteRequest
+from forge.cluster.routers import ROUTERS, new_router
+from forge.errors import UsageError
+
+
+def fleet_of(*names: str) -> Fleet:
+    fleet = Fleet()
+    fleet.set_to(names)
+    return fleet
+
+
+def request(number: int, keys: tuple[int, ...] = (), tokens: int = 100) -> RouteRequest:
+    return RouteRequest(f"r{number}", keys, tokens, 10, 16)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_whatever_joins_leaves_and_ends_every_request_counts_once_at_a_replica_that_runs(name: str):
+    random_ = random.Random(7)
+    fleet = fleet_of("a", "b")
+    router, outstanding, number = new_router(name, fleet), {}, 0
+    for _ in range(2000):
+        match random_.choice(("route", "route", "end", "join", "leave", "events", "again")):
+            case "route" if fleet.replicas:
+                number += 1
+                keys = tuple(random_.choices(range(40), k=random_.randint(0, 5)))
+                decision = router.route(request(number, keys))
+                outstanding[f"r{number}"] = fleet.replicas[decision.replica]
+                assert decision.replica in fleet.replicas
+            case "again" if outstanding and fleet.replicas:
+                request_id = random_.choice(list(outstanding))
+                decision = router.route(RouteRequest(request_id, (), 50, 5))
+                outstanding[request_id] = fleet.replicas[decision.replica]
+            case "end" if outstanding:
+                request_id = random_.choice(list(outstanding))
+                fleet.end(request_id)
+                fleet.end(request_id)
+                del outstanding[request_id]
+            case "join":
+                fleet.join(random_.choice("abcd"))
+            case "leave" if len(fleet.replicas) > 1:
+                fleet.leave(random_.choice(list(fleet.replicas)))
+            case "events" if fleet.replicas:
+                keys = tuple(random_.sample(range(40), 6))
+                fleet.apply(random_.choice("abcd"), CacheEvents(keys[:3], keys[3:]))
+        for replica in fleet.replicas.values():
+            assert replica.requests == sum(one is replica for one in outstanding.values())
+            assert replica.tokens >= 0 and (replica.requests or not replica.tokens)
+        bits = {1 << one.index for one in fleet.replicas.values()}
+        assert len(bits) == len(fleet.replicas)
+        assert all(held and not held & ~sum(bits) for held in fleet.prefixes.holders.values())
+
+
+def test_round_robin_takes_each_in_turn():
+    router = new_router("round-robin", fleet_of("a", "b", "c"))
+    assert [router.route(request(number)).replica for number in range(6)] == list("abcabc")
+
+
+def test_p2c_takes_the_one_of_two_with_fewer_requests():
+    router = new_router("p2c", fleet_of("a", "b"))
+    for number in range(10):
+        router.route(request(number))
+    assert {one.requests for one in router.fleet.replicas.values()} == {5}
+
+
+def test_least_tokens_weighs_requests_by_their_length():
+    router = new_router("least-tokens", fleet_of("a", "b"))
+    assert router.route(request(0, tokens=1000)).replica == "a"
+    assert [router.route(request(number, tokens=50)).replica for number in range(1, 4)] == ["b", "b", "b"]
+
+
+def test_a_prefix_goes_to_its_holder_until_that_is_busier_by_the_threshold():
+    fleet = fleet_of("a", "b")
+    router = new_router("prefix", fleet)
+    fleet.apply("b", CacheEvents(published=(1, 2, 3)))
+    keys = (1, 2, 3, 9)
+    decisions = [router.route(RouteRequest(f"r{number}", keys, 70, 200)) for number in range(4)]
+    assert [(one.replica, one.why) for one in decisions] == [
+        ("b", "prefix"),
+        ("b", "prefix"),
+        ("b", "prefix"),
+        ("a", "holder_busy"),
+    ]
+    assert decisions[0].cached_tokens == 48
+    assert decisions[3].holder == "b" and decisions[3].holder_load == 3 * (70 - 48 + 200)
+
+
+def test_the_longest_prefix_wins_and_an_evicted_block_ends_it():
+    fleet = fleet_of("a", "b")
+    router = new_router("prefix", fleet)
+    fleet.apply("a", CacheEvents(published=(1,)))
+    fleet.apply("b", CacheEvents(published=(1, 2)))
+    assert router.route(request(0, (1, 2))).replica == "b"
+    fleet.apply("b", CacheEvents(evicted=(1, 2)))
+    assert router.route(request(1, (1, 2))).replica == "a"
+    fleet.apply("a", CacheEvents(evicted=(1,)))
+    assert router.route(request(2, (1, 2))).why == "no_prefix"
+
+
+def test_a_replica_that_comes_back_has_nothing_cached():
+    fleet = fleet_of("a", "b")
+    fleet.apply("a", CacheEvents(published=(1, 2)))
+    fleet.leave("a")
+    fleet.join("a")
+    assert not fleet.prefixes.holders
+
+
+def test_the_estimate_believes_in_what_it_sent_and_forgets_the_oldest():
+    fleet = fleet_of("a", "b")
+    router = ROUTERS["prefix-estimate"](fleet)
+    router._num_blocks = 3
+    first = router.route(request(0, (1, 2))).replica
+    fleet.end("r0")
+    assert router.route(request(1, (1, 2, 3))).replica == first
+    router.route(request(2, (7, 8, 9)))
+    assert set(fleet.prefixes.holders) == {7, 8, 9}
+
+
+def test_without_a_replica_the_error_says_so():
+    with pytest.raises(NoReplica, match="no replica runs"):
+        new_router("prefix", Fleet()).route(request(0))
+
+
+def test_an_unknown_router_is_refused_with_those_there_are():
+    with pytest.raises(UsageError, match="unknown router 'fastest'; there are round-robin, p2c"):
+        new_router("fastest", Fleet())

@@ -1,0 +1,35 @@
+"""The simulation: nothing is lost, a run is reproducible, and prefixes that are cached are not computed."""
+
+import pytest
+
+from forge.cluster.routers import ROUTERS
+from forge.cluster.simulation import SimulationOptions, simulate
+from forge.workload.conversations import TraceShape
+
+TRACE = TraceShape(num_requests=400)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_request_is_answered_once_at_some_replica(router: str):
+    result = simulate(SimulationOptions(replicas=4, router=router, trace=TRACE))
+    assert result.num_requests == sum(result.requests_by_replica) == len(result.ttft) == 400
+    assert 0 < result.computed_tokens <= result.prompt_tokens
+    assert sum(result.reasons.values()) == 400
+
+
+def test_the_same_options_give_the_same_run():
+    options = SimulationOptions(replicas=4, trace=TRACE)
+    first, second = simulate(options), simulate(options)
+    assert first.ttft == second.ttft and first.requests_by_replica == second.requests_by_replica
+
+
+def test_prefix_routing_computes_less_than_taking_turns():
+    taking_turns, prefix = (
+        simulate(SimulationOptions(replicas=8, router=router, trace=TRACE)) for router in ("round-robin", "prefix")
+    )
+    assert 1 - prefix.hit_rate < 0.8 * (1 - taking_turns.hit_rate)
+
+
+def test_a_cache_too_small_for_a_request_ends_it_and_loses_nothing():
+    result = simulate(SimulationOptions(replicas=2, num_blocks=30, trace=TRACE))
+    assert result.num_requests == 400
