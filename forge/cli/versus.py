@@ -122,10 +122,10 @@ def _switched_at(args: Sequence[str], word: int, switches: Mapping[str, Switch])
     if before in switches:
         start, switch = word - 1, switches[before]
         other = switches.get(after)
-        sides = (switch.on, other.on) if other is not None and other.option == switch.option else ()
+        sides = [switch.on, other.on] if other is not None and other.option == switch.option else []
     elif word > 1 and args[word - 2] in switches:
         start, switch = word - 2, switches[args[word - 2]]
-        sides = tuple(_ON_OFF[value.lower()] for value in (before, after) if value.lower() in _ON_OFF)
+        sides = [_ON_OFF[value.lower()] for value in (before, after) if value.lower() in _ON_OFF]
     else:
         return None
     option = switch.option

@@ -129,7 +129,8 @@ def times_overtaken(requests: Sequence[RequestTimeline]) -> list[int]:
     """Of each request, in the order of arrival: how many that came later were admitted before it. One that was never
     admitted is overtaken by every later one that was."""
     known = [(one.arrived, one.seq_id, one.admitted) for one in requests if one.arrived is not None and not one.sample]
-    found, later = [], []
+    found: list[int] = []
+    later: list[float] = []
     for _, _, admitted in sorted(known, reverse=True):
         found.append(bisect_left(later, inf if admitted is None else admitted))
         if admitted is not None:
