@@ -104,6 +104,13 @@ class EngineArgs:
         shown="tales-draft",
         needs="--speculate draft",
     )
+    draft_device: str | None = option(
+        None,
+        "Where drafts are computed: cpu, reference or cuda.",
+        _SPECULATION,
+        shown="--device",
+        needs="--speculate draft",
+    )
     k: int = option(4, "Tokens to guess at a time, at most.", _SPECULATION, needs="--speculate draft or ngram")
     speculate_fixed: bool = option(False, "Always guess that many, also where it loses.", _SPECULATION)
     acceptance: str = option(
@@ -181,6 +188,8 @@ class EngineArgs:
         if isinstance(self.cache, str):
             canonical_mode(self.cache)
         check_device(self.device, self.quantize, self.invariant, self.kernels)
+        if self.draft_device is not None:
+            check_device(self.draft_device)
 
     @property
     def cache(self) -> "str | CacheFactory":

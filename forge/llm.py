@@ -92,7 +92,10 @@ class LLM:
         self._compile_grammar = GrammarCompiler(self.tokenizer, target.vocab_size)
         self.engine = self._engine_of(target, config)
         self.kv = self.engine.cache.kind
-        self._target = Target(self.tokenizer, target.vocab_size, self.path, *limits, device, threads, self.kv_dtype)
+        draft_device = args.draft_device or device
+        self._target = Target(
+            self.tokenizer, target.vocab_size, self.path, *limits, draft_device, threads, self.kv_dtype
+        )
         self.speculate_with(args.speculate, args.drafts)
         self._request_ids = count()
         self.load_seconds = time.perf_counter() - started
@@ -477,6 +480,8 @@ class ChatSession:
         self._system = system
         self._retained: int | None = None
         """The sequence whose cache is retained for the next turn."""
+        self._branches: list[tuple[list[dict[str, str]], int | None]] = []
+        """Where the conversation was forked: what had been said, and a cache retained of that."""
         self._turn: ChatTurn | None = None
         self.messages: list[dict[str, str]] = []
         self.reset()
@@ -486,9 +491,40 @@ class ChatSession:
         with self._llm.engine.lock:
             self._end_turn()
             self.messages = [{"role": "system", "content": self._system}] if self._system else []
+            for seq_id in (self._retained, *(seq_id for _, seq_id in self._branches)):
+                if seq_id is not None:
+                    self._llm.engine.release(seq_id)
+            self._retained, self._branches = None, []
+
+    @property
+    def depth(self) -> int:
+        """How many places there are to go back to."""
+        return len(self._branches)
+
+    @property
+    def tokens_held(self) -> int:
+        """Tokens of the conversation whose keys and values are in the cache."""
+        engine = self._llm.engine
+        with engine.lock:
+            held = self._retained is not None and engine.is_retained(self._retained)
+            return engine.cache.computed_length(self._retained) if held else 0
+
+    def fork(self) -> None:
+        """Mark this place of the conversation, to come `back` to: its cache is forked, and the fork kept for then."""
+        with self._llm.engine.lock:
+            self._end_turn()
+            kept = None if self._retained is None else self._llm.engine.fork_retained(self._retained)
+            self._branches.append((list(self.messages), kept))
+
+    def back(self) -> None:
+        """Return to the last place marked; what has been said since is forgotten. Raises `UsageError` without one."""
+        if not self._branches:
+            raise UsageError("there is no place to go back to: mark one with /fork first")
+        with self._llm.engine.lock:
+            self._end_turn()
             if self._retained is not None:
                 self._llm.engine.release(self._retained)
-                self._retained = None
+            self.messages, self._retained = self._branches.pop()
 
     def send(self, text: str, params: SamplingParams | None = None) -> "ChatTurn":
         """Begin the assistant's answer to `text`. An answer that has not ended is aborted first.

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from forge.book.bugs import Bug, BugRequest
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import ForgeError
+from forge.speculation.draft import DraftProposer
+from forge.speculation.leases import lease_model
 
 if TYPE_CHECKING:
     from forge.llm import LLM
@@ -58,15 +60,18 @@ class BugRuns:
 
 def run_with_and_without(bug: Bug, load: "Callable[[], LLM]") -> BugRuns:
     """`load` makes a new engine for each run."""
-    sound = run_requests(load(), bug.requests, checked=True)
+    revoked = bug.revokes_draft_after
+    sound = run_requests(load(), bug.requests, checked=True, revokes_draft_after=revoked)
     with bug.switch():
-        checked = run_requests(load(), bug.requests, checked=True)
+        checked = run_requests(load(), bug.requests, checked=True, revokes_draft_after=revoked)
     with bug.switch():
-        unchecked = run_requests(load(), bug.requests, checked=False)
+        unchecked = run_requests(load(), bug.requests, checked=False, revokes_draft_after=revoked)
     return BugRuns(bug, sound, checked, unchecked)
 
 
-def run_requests(llm: "LLM", requests: Sequence[BugRequest], *, checked: bool) -> BugRun:
+def run_requests(
+    llm: "LLM", requests: Sequence[BugRequest], *, checked: bool, revokes_draft_after: int | None = None
+) -> BugRun:
     """Run the requests to their ends, or to the first invariant that does not hold."""
     engine, steps, arrived = llm.engine, 0, 0
     check = engine.scheduler.check_invariants if checked else nullcontext
@@ -83,6 +88,10 @@ def run_requests(llm: "LLM", requests: Sequence[BugRequest], *, checked: bool) -
             steps += 1
             engine.step()
             check()
+            if steps == revokes_draft_after:
+                for proposer in engine.speculation.proposers:
+                    if isinstance(proposer, DraftProposer):
+                        lease_model(proposer, "draft").revoke()
             for index, request in enumerate(requests[:arrived]):
                 if request.hangs_up_after == steps:
                     engine.abort(str(index))

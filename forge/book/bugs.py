@@ -24,6 +24,8 @@ from forge.engine.sequence import Sequence as TokenSequence
 from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 from forge.grammar.matcher import GrammarMatcher
+from forge.model.model import ModelUnavailable
+from forge.speculation.speculator import Speculator
 
 CaughtBy = Literal["invariant", "tokens"]
 
@@ -56,6 +58,8 @@ class Bug:
     switch: Callable[[], AbstractContextManager[None]]
     loading: Mapping[str, Any]
     requests: Sequence[BugRequest]
+    revokes_draft_after: int | None = None
+    """The owner of the draft takes it back after this step."""
 
 
 def find_bug(name: str, chapter: str) -> Bug:
@@ -189,6 +193,20 @@ def _rollback() -> Iterator[None]:
         return outcome._replace(num_accepted=outcome.num_accepted + 1)
 
     with patch.object(Sampler, "_verify", one_more):
+        yield
+
+
+@contextmanager
+def _lease() -> Iterator[None]:
+    """A proposer's error is not caught where it is asked: it reaches the step, which takes it for the target's."""
+    ask = Speculator._ask
+
+    def ask_unguarded(speculator: Speculator, source, items, running, drafts) -> None:
+        ask(speculator, source, items, running, drafts)
+        for failure in drafts.failures.values():
+            raise ModelUnavailable(failure.message)
+
+    with patch.object(Speculator, "_ask", ask_unguarded):
         yield
 
 
@@ -343,6 +361,18 @@ BUGS: Mapping[str, Bug] = {
             _rollback,
             _SMALL | {"speculate": "draft", "k": 4, "speculate_fixed": True},
             (BugRequest(_OTHER, _greedy(32)),),
+        ),
+        Bug(
+            "lease",
+            "speculation",
+            "A draft that is taken back is asked no more, and the target goes on alone.",
+            "The revoked draft is still asked. Its error is taken for the target's, and every sequence ends with it.",
+            "vLLM: a draft past its own context crashed the engine (pull request 24662)",
+            "tokens",
+            _lease,
+            _SMALL | {"speculate": "draft", "k": 4, "speculate_fixed": True},
+            (BugRequest(_OTHER, _greedy(32)), BugRequest(_SHORT, _greedy(32), step=2)),
+            revokes_draft_after=4,
         ),
         Bug(
             "matcher-ahead",

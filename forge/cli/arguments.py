@@ -90,10 +90,10 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make(made: Callable[..., _Made], values: Mapping[str, Any], **changed: Any) -> _Made:
-    """The dataclass from a command's parameters: what is None, or an empty list, was not given. `values` may have
+    """The dataclass from a command's parameters: what is None, or an empty sequence, was not given. `values` may have
     others' parameters in it. Raises its `UsageError`."""
     names = [field.name for field in fields(made)]  # type: ignore[arg-type]
-    given = {name: values[name] for name in names if values.get(name) is not None and values[name] != []}
+    given = {name: values[name] for name in names if values.get(name) not in (None, [], ())}
     return made(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()} | changed)
 
 

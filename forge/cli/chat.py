@@ -26,7 +26,8 @@ def chat(
 ) -> None:
     """Talk with a model. Its cache stays between turns: a turn computes only what is new.
 
-    /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer.
+    /fork marks a place in the conversation, /back returns to it, /reset forgets the conversation, /exit or Ctrl-D ends
+    it, Ctrl-C ends an answer.
     """
     from forge.views.chat import ChatView
 
@@ -46,6 +47,18 @@ def _converse(llm: "LLM", session: "ChatSession", params: SamplingParams, view: 
         if message == "/reset":
             session.reset()
             view.forgotten()
+        elif message == "/fork":
+            used = llm.engine.cache.stats().used_blocks
+            session.fork()
+            more = llm.engine.cache.stats().used_blocks - used
+            view.forked(session.depth, session.tokens_held, more, repr(llm.engine.cache))
+        elif message == "/back":
+            try:
+                session.back()
+            except ForgeError as error:
+                view.trouble(str(error))
+                continue
+            view.went_back(session.depth + 1, session.tokens_held, repr(llm.engine.cache))
         elif message.startswith("/"):
             view.help()
         elif message:

@@ -41,7 +41,7 @@ MANY = 32
 DIFFERENT = 1
 """The exit status when the two sides' tokens differ."""
 
-_OF_MANY = ("requests", "batch", "max_num_batched_tokens", "order", "preempt", "mode")
+_OF_MANY = ("requests", "batch", "max_num_batched_tokens", "chunked_prefill", "order", "preempt", "mode")
 """Options that mean something for many requests alone."""
 
 
@@ -55,11 +55,6 @@ class ManyArgs:
     execution_class: str = option(
         "prefill-only", "Class of a request of one token: prefill-only, or generation.", _WORKLOAD, flags="--class"
     )
-    planning: str = option(
-        "on",
-        "Wait for what another request computes: on, or off. With it a file's prompts come all at once.",
-        _WORKLOAD,
-    )
 
 
 @command
@@ -69,7 +64,7 @@ def compare(
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
     *,
     sampling: Annotated[SamplingParams, Takes(without="max_tokens n logprobs prompt_logprobs")],
-    engine: Annotated[EngineArgs, Takes(without="invariant max_num_seqs prefix_planning prefill_only")],
+    engine: Annotated[EngineArgs, Takes(without="invariant max_num_seqs prefill_only")],
     invariant: options.InvariantOption = False,
     prompts: Annotated[
         str | None,
@@ -83,6 +78,8 @@ def compare(
     json: options.JsonOption = False,
 ) -> Found:
     """Run one prompt, or those of a file, on two sides that differ in one option, given as A vs B.
+
+    A switch is given as --switch vs --no-switch, or --switch on vs off.
 
     With --requests, or an option of the scheduler, it runs many requests on either side.
 
@@ -164,9 +161,15 @@ def _number_alone(ctx: typer.Context, prompt: str, max_tokens: int) -> int:
     given = [name for name in ("prompt", "max_tokens") if options.was_given(ctx, name)]
     if not given:
         return max_tokens
-    if given == ["prompt"] and prompt.isdecimal():
+    if _is_number_alone(ctx):
         return int(prompt)
     raise UsageError(f"--prompts or --requests says what is asked: leave out {prompt!r}, and give MAX_TOKENS alone")
+
+
+def _is_number_alone(ctx: typer.Context) -> bool:
+    """Whether the only word on the command line is a number: of many requests that is MAX_TOKENS."""
+    prompt = ctx.params["prompt"]
+    return options.was_given(ctx, "prompt") and not options.was_given(ctx, "max_tokens") and prompt.isdecimal()
 
 
 def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
@@ -175,7 +178,11 @@ def _compare_many(ctx: typer.Context, versus: Versus) -> Found:
     from forge.workload.ways import identical, requests_in_common
 
     explicit = {name for name in ("kv", "prompt") if options.was_given(ctx, name)}
-    workloads, labels, sides = zip(*(_serve_side(given, explicit) for given in (ctx.params, versus.right)), strict=True)
+    left, right = dict(ctx.params), dict(versus.right)
+    if _is_number_alone(ctx):
+        explicit -= {"prompt"}
+        left["max_tokens"] = right["max_tokens"] = int(left["prompt"])
+    workloads, labels, sides = zip(*(_serve_side(given, explicit) for given in (left, right)), strict=True)
     in_common = requests_in_common(*workloads)
     report = Report(
         many_object(versus.option, versus.names, sides, in_common),

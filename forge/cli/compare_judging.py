@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 CLASSES = {"generation": False, "prefill-only": True}
 """`--class`: whether a generation of one token is prefill-only."""
-PLANNING = {"off": False, "on": True}
 _QUESTIONS = {
     "--class": "What does a generation's life cost a request that wants one token?",
-    "--planning": "What does it save when requests wait for what one of them computes?",
+    "--prefix-planning": "What does it save when requests wait for what one of them computes?",
 }
 _WARM_UP = 2
 """Requests that are not timed."""
@@ -65,17 +64,11 @@ def _load_side(side: Mapping[str, Any]) -> "LLM":
 
 
 def _config(side: Mapping[str, Any]) -> dict[str, bool]:
-    """What `--class` and `--planning` mean for a scheduler."""
-    return {
-        "prefill_only": _chosen(CLASSES, side["execution_class"], "--class"),
-        "prefix_planning": _chosen(PLANNING, side["planning"], "--planning"),
-    }
-
-
-def _chosen(choices: Mapping[str, bool], value: str, option: str) -> bool:
-    if value not in choices:
-        raise UsageError(f"{option} is {' or '.join(choices)}, and not {value!r}")
-    return choices[value]
+    """What `--class` means for a scheduler."""
+    value = side["execution_class"]
+    if value not in CLASSES:
+        raise UsageError(f"--class is {' or '.join(CLASSES)}, and not {value!r}")
+    return {"prefill_only": CLASSES[value]}
 
 
 def _encoded(llm: "LLM", texts: Sequence[str]) -> list[list[int]]:

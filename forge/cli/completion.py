@@ -100,6 +100,7 @@ COMPLETIONS: dict[str, Callable[[str], list[str]]] = {
     "kv": kv_modes,
     "kv_dtype": kv_dtypes,
     "device": devices,
+    "draft_device": devices,
     "quantize": quantize_types,
     "kernels": one_of("triton", "torch"),
     "speculate": proposers,

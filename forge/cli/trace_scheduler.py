@@ -21,7 +21,7 @@ from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.views.report import Report
 from forge.views.run_live import serving_view
-from forge.views.run_summary import print_serving, print_tenants, serving_object, tenant_objects
+from forge.views.run_summary import print_serving, print_tenants, print_throughput, serving_object, tenant_objects
 from forge.views.terminal import can_redraw, open_console
 from forge.workload.requests import Arrival, Range, WorkloadRun, make_workload
 
@@ -61,6 +61,9 @@ def trace_scheduler(
             rich_help_panel=_WORKLOAD,
         ),
     ] = None,
+    chart: Annotated[
+        bool, typer.Option("--chart", help="Draw the throughput over time.", rich_help_panel="Output")
+    ] = False,
 ) -> Found:
     """Run many requests at once and see who runs, who waits, and why.
 
@@ -85,7 +88,7 @@ def trace_scheduler(
             for number, one in enumerate(workload.requests)
         ),
     )
-    return _run(llm, workload, watch, output, limits)
+    return _run(llm, workload, watch, output, limits, chart)
 
 
 def _tenants(text: str | None, speculate: object) -> tuple[int, ...]:
@@ -99,8 +102,9 @@ def _tenants(text: str | None, speculate: object) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _run(llm: "LLM", workload: "Workload", watch: Watch, output: OutputArgs, tenants: tuple[int, ...]) -> Found:
-
+def _run(
+    llm: "LLM", workload: "Workload", watch: Watch, output: OutputArgs, tenants: tuple[int, ...], chart: bool
+) -> Found:
     engine = llm.engine
     engine.report_probabilities = False  # they are not shown
     history = new_history(llm, engine)
@@ -125,6 +129,8 @@ def _run(llm: "LLM", workload: "Workload", watch: Watch, output: OutputArgs, ten
 
     def draw(console: "Console") -> None:
         print_serving(console, history, requests)
+        if chart:
+            print_throughput(console, history.records)
         print_tenants(console, by_tenant)
 
     report = Report(

@@ -1,14 +1,16 @@
 """The grammar of a comparison: exactly one option is given as `A vs B`, every other option holds for both sides.
 
     forge compare --kv off vs on "The fox and the lantern" 64
+    forge compare --chunked-prefill vs --no-chunked-prefill --prompt-tokens 400 --max-num-batched-tokens 128
 
-`VersusCommand` splits such a command line into two ordinary ones, which differ in that option alone, and parses both
-with the same parser. So every option of the command can vary, each value is checked like any other, and an option added
-to the command later needs nothing here.
+A switch varies as `--switch vs --no-switch`, or as `--switch on vs off`. `VersusCommand` splits such a command line
+into two ordinary ones, which differ in that option alone, and parses both with the same parser. So every option of the
+command can vary, each value is checked like any other, and an option added to the command later needs nothing here.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from typer import Context
@@ -20,6 +22,18 @@ WORD = "vs"
 _EXAMPLE = f"for example: forge compare --kv off {WORD} on"
 _TWO_SIDES = f"a comparison has two sides, {_EXAMPLE}"
 _META = "forge.versus"
+_NO_SIDES = ("json", "help")
+"""Switches of the command, not of a side."""
+_ON_OFF = {"on": True, "off": False}
+
+
+@dataclass(frozen=True)
+class Switch:
+    """What one spelling of a switch says."""
+
+    option: str
+    """By its first name: `--chunked-prefill`."""
+    on: bool
 
 
 @dataclass(frozen=True)
@@ -29,7 +43,7 @@ class SplitLine:
     option: str
     """By its first name: `--kv`."""
     names: tuple[str, str]
-    """The two values as they were written."""
+    """The two values as they were written; a switch's are on and off."""
     left: tuple[str, ...]
     right: tuple[str, ...]
 
@@ -49,9 +63,10 @@ class VersusCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         value_options = self._value_options()
+        switches = self._switches()
         if ctx.resilient_parsing or _asks_for_help(args) or _lacks_value(args, value_options):
             return super().parse_args(ctx, args)
-        split = split_versus(args, value_options)
+        split = split_versus(args, value_options, switches)
         other = self.context_class(self, info_name=ctx.info_name, parent=ctx.parent)
         with other.scope(cleanup=False):
             super().parse_args(other, list(split.right))
@@ -63,14 +78,26 @@ class VersusCommand(TyperCommand):
         options = [param for param in self.params if isinstance(param, TyperOption) and not param.is_flag]
         return {spelling: option.opts[0] for option in options for spelling in option.opts}
 
+    def _switches(self) -> dict[str, "Switch"]:
+        """Every spelling of every switch that the run depends on."""
+        options = [param for param in self.params if isinstance(param, TyperOption) and param.is_flag]
+        return {
+            spelling: Switch(option.opts[0], spelling in option.opts)
+            for option in options
+            if option.name not in _NO_SIDES
+            for spelling in (*option.opts, *option.secondary_opts)
+        }
+
 
 def versus_of(ctx: Context) -> Versus:
     """The comparison that the command of `ctx` was asked for."""
     return ctx.meta[_META]
 
 
-def split_versus(args: Sequence[str], value_options: Mapping[str, str]) -> SplitLine:
-    """Find the one `OPTION A vs B` (or `OPTION=A vs B`) among `args`, wherever it stands.
+def split_versus(
+    args: Sequence[str], value_options: Mapping[str, str], switches: Mapping[str, Switch] = MappingProxyType({})
+) -> SplitLine:
+    """Find the one `OPTION A vs B` (or `OPTION=A vs B`, or `--switch vs --no-switch`) among `args`, wherever it stands.
 
     `value_options` maps the spellings of options that take a value to their first spelling. Raises `UsageError` if
     nothing varies, more than one option does, or a side is missing.
@@ -78,7 +105,7 @@ def split_versus(args: Sequence[str], value_options: Mapping[str, str]) -> Split
     words = _word_positions(args)
     if not words:
         raise UsageError(f"nothing to compare: give one option two values, {_EXAMPLE}")
-    varied = [_varied_at(args, position, value_options) for position in words]
+    varied = [_switched_at(args, at, switches) or _varied_at(args, at, value_options) for at in words]
     if len(varied) > 1:
         raise UsageError(_too_many([split.option for split in varied]))
     return varied[0]
@@ -87,6 +114,29 @@ def split_versus(args: Sequence[str], value_options: Mapping[str, str]) -> Split
 def _word_positions(args: Sequence[str]) -> list[int]:
     end = args.index("--") if "--" in args else len(args)
     return [position for position, arg in enumerate(args[:end]) if arg.lower() == WORD]
+
+
+def _switched_at(args: Sequence[str], word: int, switches: Mapping[str, Switch]) -> SplitLine | None:
+    """The comparison of a switch around the `vs` at position `word`; None where what stands before is none."""
+    before, after = (args[word - 1] if word else ""), (args[word + 1] if word + 1 < len(args) else "")
+    if before in switches:
+        start, switch = word - 1, switches[before]
+        other = switches.get(after)
+        sides = [switch.on, other.on] if other is not None and other.option == switch.option else []
+    elif word > 1 and args[word - 2] in switches:
+        start, switch = word - 2, switches[args[word - 2]]
+        sides = [_ON_OFF[value.lower()] for value in (before, after) if value.lower() in _ON_OFF]
+    else:
+        return None
+    option = switch.option
+    if set(sides) != {True, False}:
+        raise UsageError(f"{option} is a switch: write {option} on {WORD} off, {_EXAMPLE}")
+    left_of, right_of = args[:start], args[word + 2 :]
+    if any(arg in switches and switches[arg].option == option for arg in (*left_of, *right_of)):
+        raise UsageError(f"{option} is given more than once: {_TWO_SIDES}")
+    spelled = {one.on: (spelling,) for spelling, one in switches.items() if one.option == option}
+    left, right = ((*left_of, *spelled.get(on, ()), *right_of) for on in sides)
+    return SplitLine(option, ("on", "off") if sides[0] else ("off", "on"), left, right)
 
 
 def _varied_at(args: Sequence[str], word: int, value_options: Mapping[str, str]) -> SplitLine:

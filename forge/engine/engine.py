@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forge.cache.kv_cache import KvCache
+from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.cache.kv_storage import KvStorage
 from forge.engine.async_scheduling import AsyncScheduling, InFlightStep
 from forge.engine.batch_builder import BatchBuilder
@@ -521,6 +521,22 @@ class Engine:
         self._begin()
         self.scheduler.retained.release(seq_id)
         self._operating = False
+
+    def fork_retained(self, seq_id: int) -> int | None:
+        """Retain an ended sequence's cache a second time; return the id under which it can be continued too.
+
+        None if it is no longer there, or where the cache cannot share blocks and has no room for a copy.
+        """
+        self._begin()
+        child: int | None = self._num_sequences
+        try:
+            copies = self.scheduler.retained.fork(seq_id, self._num_sequences)
+            self._num_sequences += 1
+            self.storage.copy_blocks(copies)
+        except (KeyError, OutOfBlocks):
+            child = None
+        self._operating = False
+        return child
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
         sequences = self._requests[request_id].sequences

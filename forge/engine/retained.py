@@ -6,8 +6,10 @@ continuation that finds nothing is computed from its tokens, as any other sequen
 """
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 from forge.cache.kv_cache import KvCache
+from forge.cache.kv_storage import BlockCopy
 from forge.engine.sequence import Sequence
 
 
@@ -23,6 +25,16 @@ class RetainedCaches:
         """Hold the computed tokens of a sequence that has ended."""
         self._cache.truncate(sequence.seq_id, self._cache.computed_length(sequence.seq_id))
         self.sequences[sequence.seq_id] = sequence
+
+    def fork(self, seq_id: int, child: int) -> tuple[BlockCopy, ...]:
+        """Retain what `seq_id` holds once more, under the id `child`; return the copies that this takes.
+
+        Raises `KeyError` if it is gone, and `OutOfBlocks` where the cache cannot share and has no room for a copy.
+        """
+        sequence = self.sequences[seq_id]
+        copies = self._cache.fork(seq_id, child)
+        self.sequences[child] = replace(sequence, seq_id=child, token_ids=list(sequence.token_ids))
+        return copies
 
     def release(self, seq_id: int) -> None:
         """Release one, unless that has happened already."""

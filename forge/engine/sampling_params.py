@@ -9,7 +9,7 @@ from forge.engine.structured_output import StructuredOutput
 from forge.errors import UsageError
 from forge.option import option
 
-_SAMPLING = "Sampling"
+_SAMPLING, _SPECULATION = "Sampling", "Speculation"
 _GREATEST = sys.float_info.max
 
 
@@ -60,9 +60,21 @@ class SamplingParams:
     searched."""
     structured: StructuredOutput | None = None
     """The form that the output must have. Tokens that its grammar refuses get no probability."""
-    drafts: Sequence[str] | None = None
+    drafts: Sequence[str] | None = option(
+        None,
+        "Which of several drafts propose for this request, by name; may be repeated.",
+        _SPECULATION,
+        shown="all",
+        needs="--speculate draft or ngram",
+    )
     """Which proposers propose for it, by name: None for all that the engine has, () for none."""
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | None = option(
+        None,
+        "Draft tokens a cycle of this request, at most; 0 for none.",
+        _SPECULATION,
+        shown="--k",
+        needs="--speculate draft or ngram",
+    )
     """Draft tokens per cycle at most; 0 is off, None is what the engine is set to. The output does not depend on it."""
 
     def __post_init__(self) -> None:

@@ -82,6 +82,12 @@ def prefix(
     ] = None,
     block_size: Annotated[int, typer.Option("--block-size", help="Tokens per block.", rich_help_panel=_SIZES)] = 16,
     num_blocks: Annotated[int, typer.Option("--num-blocks", help="The pool.", rich_help_panel=_SIZES)] = 64,
+    snapshot: Annotated[
+        bool,
+        typer.Option(
+            "--snapshot", help="What a snapshot of the story's cache holds and shares.", rich_help_panel="Prompt"
+        ),
+    ] = False,
     model: options.ModelOption = "tales",
     device: options.DeviceOption = None,
     threads: options.ThreadsOption = None,
@@ -93,7 +99,7 @@ def prefix(
 ) -> Found:
     if bug is not None:
         return run_bug("prefix", bug, device, threads, json)
-    if reads_chapter(only, json):
+    if reads_chapter(only, json or snapshot):
         return read_chapter(ctx, pause)
     for name, value, least in (("--branches", branches, 1), ("--requests", requests, 2), ("MAX_TOKENS", max_tokens, 4)):
         if value < least:
@@ -109,6 +115,14 @@ def prefix(
         num_blocks=num_blocks,
         max_num_seqs=max(16, branches + 1, requests),
     )
+    if snapshot:
+        from forge.cli.snapshot import snapshot_report
+
+        llm = load_model(model, kv="prefix", **loading)
+        start = len(llm.tokenizer.encode(text))
+        place = branch_at if branch_at is not None else _middle_of_a_block(start, max_tokens, block_size)
+        report = snapshot_report(llm, text, max_tokens, place)
+        return report.as_json() if json else report
     report = _measure(text, max_tokens, branches, branch_at, shared, requests, model, loading, pace, json)
     return report.as_json() if json else report
 

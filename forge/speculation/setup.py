@@ -43,7 +43,8 @@ class Target:
     path: Path | None
     max_model_len: int
     max_num_seqs: int
-    device: str
+    draft_device: str
+    """Where drafts are computed."""
     threads: int | None
     kv_dtype: str
 
@@ -99,20 +100,20 @@ def load_proposers(mode: str | Proposer, drafts: Sequence[str | Path], target: T
 
 
 def _hash_draft(draft: str, name: str, target: Target) -> DraftProposer:
-    loaded = load_model(draft, lambda: create_backend(target.device, target.threads))
+    loaded = load_model(draft, lambda: create_backend(target.draft_device, target.threads))
     check_same_tokenizer(target.tokenizer, loaded.tokenizer)
     return _proposer_of(loaded.model, name, target)
 
 
 def _load_draft(path: Path, name: str, target: Target, is_default: bool) -> DraftProposer:
-    threads = 1 if target.device == "cpu" and _num_bytes(path) < _SMALL_DRAFT_BYTES else target.threads
+    threads = 1 if target.draft_device == "cpu" and _num_bytes(path) < _SMALL_DRAFT_BYTES else target.threads
     with open_weights(path) as weights:
         try:
             check_same_tokenizer(target.tokenizer, Tokenizer(weights.tokenizer_spec()))
         except UsageError as error:
             hint = "; give one that can with --draft MODEL, or take --speculate ngram" if is_default else ""
             raise UsageError(f"{error}{hint}") from None
-        model = load_qwen3(weights, create_backend(target.device, threads))
+        model = load_qwen3(weights, create_backend(target.draft_device, threads))
     return _proposer_of(model, name, target)
 
 

@@ -3,13 +3,18 @@
 Made of records alone, so a recorded run has the same totals as the run itself.
 """
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import fmean
 
 from forge.trace.records import ExecutionClass, StepRecord
 from forge.trace.timeline import RequestTimeline
+
+STARVED = 8
+"""A request that more later ones were admitted before counts as starved."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,12 @@ class Totals:
     """The share of blocks that sharing saves: mean over the steps, and the most."""
     batch: tuple[float, int]
     """Sequences in a step: mean, and the most."""
+    starved: int
+    """Requests that more than `STARVED` later ones were admitted before."""
+    most_overtaken: int
+    """Later requests that were admitted before one, at most."""
+    longest_wait: int
+    """Steps that a request waited in the queue, at most."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -85,6 +96,7 @@ def totals_of(steps: Sequence[StepRecord], requests: Sequence[RequestTimeline]) 
         raise ValueError("no step, no totals")
     preempted = [one for step in steps for one in step.preempted]
     batches = [len(step.items) for step in steps]
+    overtakers = times_overtaken(requests)
     return Totals(
         num_steps=len(steps),
         steps_by_class=dict(Counter(step.execution_class for step in steps)),
@@ -107,7 +119,23 @@ def totals_of(steps: Sequence[StepRecord], requests: Sequence[RequestTimeline]) 
         fragmentation=_mean_and_most([step.cache.internal_fragmentation for step in steps]),
         sharing=_mean_and_most([step.cache.sharing for step in steps]),
         batch=(fmean(batches), max(batches)),
+        starved=sum(number > STARVED for number in overtakers),
+        most_overtaken=max(overtakers, default=0),
+        longest_wait=max((one.steps_waited for one in requests), default=0),
     )
+
+
+def times_overtaken(requests: Sequence[RequestTimeline]) -> list[int]:
+    """Of each request, in the order of arrival: how many that came later were admitted before it. One that was never
+    admitted is overtaken by every later one that was."""
+    known = [(one.arrived, one.seq_id, one.admitted) for one in requests if one.arrived is not None and not one.sample]
+    found: list[int] = []
+    later: list[float] = []
+    for _, _, admitted in sorted(known, reverse=True):
+        found.append(bisect_left(later, inf if admitted is None else admitted))
+        if admitted is not None:
+            insort(later, admitted)
+    return found[::-1]
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -64,6 +64,26 @@ def line_plot(curves: Sequence[Curve], scale: float, num_points: int, width: int
     return canvas.lines()
 
 
+def throughput_plot(times: Sequence[float], seconds: float, width: int, style: str, height: int = 8) -> list[Text]:
+    """Tokens per second over the time of a run, from the moment of each token: the curve, its scale, the time axis.
+
+    A point is the mean over one of up to 60 slices of the run, so a burst within a slice is not seen.
+    """
+    slices = min(60, max(2, len(times) // 8))
+    length = seconds / slices
+    counts = [0] * slices
+    for time in times:
+        counts[min(int(time / length), slices - 1)] += 1
+    rates = [number / length for number in counts]
+    top = f"{max(rates):,.0f} tok/s"
+    label, columns = len(top) + 2, max(16, min(80, width) - len(top) - 2)
+    lines = line_plot([Curve(rates, style)], max(rates), slices, columns, height)
+    names = [top, *[""] * (height - 2), "0"]
+    axis = f"{seconds:,.2f} s"
+    drawn = [Text.assemble(f"{name:>{label - 2}}  ", line) for name, line in zip(names, lines, strict=True)]
+    return [*drawn, Text(" " * label + "0" + axis.rjust(columns - 1))]
+
+
 def row_of(value: float, scale: float, height: int) -> int:
     """The line of a plot, counted from the upper one, on which `value` lies."""
     return _dot_row(value, scale, height) // _ROWS_PER_CELL

@@ -12,7 +12,10 @@ from forge.views.terminal import print_lines
 from forge.views.text import WordWrap, neutralise
 
 PROMPT = "you> "
-HELP = "/reset forgets the conversation · /exit or Ctrl-D ends it · Ctrl-C ends an answer"
+HELP = (
+    "/fork marks a place · /back returns to it · /reset forgets the conversation\n"
+    "/exit or Ctrl-D ends it · Ctrl-C ends an answer"
+)
 
 
 class ChatView:
@@ -65,6 +68,16 @@ class ChatView:
 
     def forgotten(self) -> None:
         self._quiet("forgotten: the next message starts a new conversation")
+
+    def forked(self, place: int, tokens: int, blocks: int, cache: str) -> None:
+        """A place was marked: what a fork of the cache holds, and how many more blocks that took."""
+        cost = f"the fork took {plural(blocks, 'more block')}" if blocks else "the fork shares all of its blocks"
+        self._quiet(f"place {place} marked: {plural(tokens, 'token')} held, {cost if tokens else 'nothing to fork'}")
+        self._quiet(cache)
+
+    def went_back(self, place: int, tokens: int, cache: str) -> None:
+        self._quiet(f"back at place {place}: {plural(tokens, 'token')} held; what came after it is forgotten")
+        self._quiet(cache)
 
     def help(self) -> None:
         self._quiet(HELP)

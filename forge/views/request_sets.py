@@ -23,6 +23,7 @@ _QUESTIONS = {
     "--preempt": "Does it matter which request gives way?",
     "--mode": "Compute again, or swap?",
     "--order": "Who waits under another order?",
+    "--chunked-prefill": "Who waits for a long prompt?",
 }
 
 
@@ -108,7 +109,8 @@ def workload_text(workload: Workload) -> str:
     """`64 requests, prompts of 16 tokens, outputs of 8 to 64`."""
     prompts = [len(request.prompt_token_ids) for request in workload.requests]
     outputs = [request.max_tokens for request in workload.requests]
-    return f"{plural(len(prompts), 'request')}, prompts of {_span(prompts)} tokens, outputs of {_span(outputs)}"
+    unit = "token" if max(prompts) == 1 else "tokens"
+    return f"{plural(len(prompts), 'request')}, prompts of {_span(prompts)} {unit}, outputs of {_span(outputs)}"
 
 
 def identity_text(measured: Sequence[Measured], requests: int | None = None) -> Text:
@@ -116,7 +118,8 @@ def identity_text(measured: Sequence[Measured], requests: int | None = None) -> 
     if requests == 0:
         return Text("tokens not compared: the two sides have no request in common", QUIET)
     outputs = measured[0].tokens[:requests]
-    common = " that both sides have" if any(len(one.tokens) > len(outputs) for one in measured) else ""
+    partly = any(len(one.tokens) > len(outputs) for one in measured)
+    common = " in both workloads (they differ)" if partly else ""
     same = f"{plural(len(outputs), 'request')}{common}, {count(sum(map(len, outputs)))} tokens each way"
     return verdict(identical(measured, requests), same, "the tokens differ between the ways")
 

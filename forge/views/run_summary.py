@@ -15,8 +15,8 @@ from forge.trace.explain import class_name, explain_finish, explain_preempted, e
 from forge.trace.records import StepRecord
 from forge.trace.speculation_summary import cycle_object, draft_totals
 from forge.trace.timeline import RequestTimeline
-from forge.trace.totals import Percentiles, Totals, totals_of
-from forge.views.charts import sparkline
+from forge.trace.totals import STARVED, Percentiles, Totals, totals_of
+from forge.views.charts import sparkline, throughput_plot
 from forge.views.formatting import NOTHING, count, ms, percent, plural, rate
 from forge.views.history import History
 from forge.views.json_output import as_object
@@ -185,6 +185,8 @@ def total_facts(totals: Totals, records: Sequence[StepRecord]) -> list[tuple[str
         ("fragmentation", f"{percent(totals.fragmentation[0])} on average"),
         ("shared", f"{percent(totals.sharing[0])} on average, {percent(totals.sharing[1])} at most"),
     ]
+    if totals.most_overtaken:
+        facts.append(("overtaken", overtaken_text(totals)))
     if totals.tokens_cached:
         facts.append(("from cache", plural(totals.tokens_cached, "token")))
     if totals.pool_exhausted:
@@ -192,6 +194,14 @@ def total_facts(totals: Totals, records: Sequence[StepRecord]) -> list[tuple[str
     if totals.rejected:
         facts.append(("refused", plural(totals.rejected, "request")))
     return facts + draft_facts(records)
+
+
+def overtaken_text(totals: Totals) -> str:
+    """`7 of 60 requests by more than 8 later ones (12 %), one by 31; longest wait 188 steps`."""
+    requests = sum(totals.ended.values())
+    many = f"{totals.starved} of {plural(requests, 'request')} by more than {STARVED} later ones"
+    share = percent(totals.starved / requests) if requests else NOTHING
+    return f"{many} ({share}), at most by {totals.most_overtaken}; longest wait {plural(totals.longest_wait, 'step')}"
 
 
 def preemptions_text(totals: Totals) -> str:
@@ -229,6 +239,18 @@ def charts_over_time(history: History, width: int) -> list[Text]:
             )
         )
     return lines
+
+
+def print_throughput(console: Console, records: Sequence[StepRecord]) -> None:
+    """Throughput over the time of a run, drawn from the moments of its tokens."""
+    if not records:
+        return
+    began = records[0].started
+    times = [record.ended - began for record in records for _ in record.tokens]
+    console.print()
+    console.print(Text("Throughput over time", TITLE))
+    for line in throughput_plot(times, records[-1].ended - began, console.width, ACCENT):
+        console.print(line)
 
 
 def print_reasons(console: Console, requests: Sequence[RequestTimeline]) -> None:

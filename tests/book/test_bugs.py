@@ -18,6 +18,7 @@ from forge.engine import sampling
 from forge.engine.sampler import Sampler
 from forge.engine.sequence import Sequence
 from forge.grammar.matcher import GrammarMatcher
+from forge.speculation.speculator import Speculator
 
 each_bug = pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
 
@@ -29,6 +30,7 @@ FIRES = {
     "stale-count": None,
     "query-start": None,
     "rollback": "the cached length is past the next position",
+    "lease": None,
     "matcher-ahead": None,
     "mask-after": None,
 }
@@ -37,7 +39,7 @@ FIRES = {
 
 def patched() -> dict:
     """Every attribute that a bug may replace, as it is now."""
-    owners = (PagedKvCache, PrefixKvCache, Sampler, Sequence, ReferenceOperations, GrammarMatcher, sampling)
+    owners = (PagedKvCache, PrefixKvCache, Sampler, Sequence, ReferenceOperations, Speculator, GrammarMatcher, sampling)
     return {(owner, name): value for owner in owners for name, value in vars(owner).items()}
 
 

@@ -119,7 +119,7 @@ def test_a_chapter_has_its_parts(entry):
     (recap,) = blocks(entry, Recap)
     assert len(recap.lines) == 5 and recap.commands
     words = sum(len(block.text.split()) for block in blocks(entry, Prose))
-    assert 800 <= words <= 1800
+    assert 800 <= words <= 1900
     exercises, answers = (text.split(f"## {part}\n")[1].split("\n## ")[0] for part in ("Exercises", "Answers"))
     for part in (exercises, answers):
         assert re.findall(r"^(\d+)\. ", part, re.MULTILINE) == ["1", "2", "3"]

@@ -100,7 +100,7 @@ def test_rerank_by_embedding(forge, small, lines):
         (["rerank", "--query", "q", "/nowhere"], "No such file"),
         (["oneshot", "--requests", "0", "--json"], "--requests must be at least 1"),
         (["compare", "--class", "generation", "vs", "oneshot", "-n", "2"], "--class is generation or prefill-only"),
-        (["compare", "--planning", "off", "vs", "perhaps", "-n", "2"], "--planning is off or on"),
+        (["compare", "--prefix-planning", "off", "vs", "perhaps", "-n", "2"], "write --prefix-planning on vs off"),
         (["bench", "oneshot", "--concurrency", "none"], "--concurrency takes"),
         (["bench", "oneshot", "--only", "all"], "unknown part"),
         (["bench", "prefix-planning", "--reps", "0"], "at least 1"),
@@ -140,10 +140,10 @@ def test_compare_planning_on_a_file(forge, tmp_path):
     path = tmp_path / "items.txt"
     path.write_text("\n".join("the same rubric for all of them, " * 3 + str(n) for n in range(8)), encoding="utf-8")
     found = json.loads(
-        forge("compare", "--planning", "off", "vs", "on", "--prompts", str(path), "-m", "hash", "--json").out
+        forge("compare", "--prefix-planning", "off", "vs", "on", "--prompts", str(path), "-m", "hash", "--json").out
     )
     off, on = found["sides"]
-    assert found["identical"] and found["option"] == "--planning"
+    assert found["identical"] and found["option"] == "--prefix-planning"
     assert off["tokens_cached"] == 0 and on["tokens_cached"] == 7 * 96
     assert on["deferred"] == 7 and off["tokens_computed"] - on["tokens_computed"] == 7 * 96
 

@@ -249,7 +249,16 @@ def test_a_file_without_prompts_is_one_line(forge, small, tmp_path):
 @pytest.mark.parametrize(
     ("varied", "compared", "verdict"),
     [
-        (("--requests", "2", "vs", "3"), 2, "✓ identical: 2 requests that both sides have, 64 tokens each way"),
+        (
+            ("--requests", "2", "vs", "3"),
+            2,
+            "✓ identical: 2 requests in both workloads (they differ), 64 tokens each way",
+        ),
+        (
+            ("--requests", "2", "vs", "3", "4"),
+            2,
+            "✓ identical: 2 requests in both workloads (they differ), 8 tokens each way",
+        ),
         (("--batch", "1", "vs", "2", "--requests", "3"), 3, "✓ identical: 3 requests, 96 tokens each way"),
         (("--prompt-tokens", "4", "vs", "5", "--requests", "3"), 0, "tokens not compared: the two sides have no req"),
     ],
@@ -292,6 +301,19 @@ def test_prefix_forks_a_story_and_shares_a_rubric(forge, small, tmp_path):
     assert found.status == 0 and found.err == "" and "\x1b" not in found.out
     for expected in ("copied to", "began as a fork", "request 3", "✓ identical", "without sharing it would have been"):
         assert expected in found.out
+
+
+def test_prefix_shows_what_a_snapshot_holds(forge, small):
+    line = ("prefix", "Once", "16", "--block-size", "4", "--branch-at", "7", "--snapshot", *small)
+    found = forge(*line)
+    assert found.status == 0 and "✓ identical: the snapshot's" in found.out
+    assert "<prefix KV cache: 0 of 64 blocks used" in found.out
+    facts = json.loads(forge(*line, "--json").out)
+    computed, taken, written, ended, restored, released = facts["moments"]
+    assert taken["used"] == computed["used"] and set(taken["snapshot"]) & {"*"}
+    assert written["used"] == taken["used"] + 1  # the block that is not full is copied, and only that one
+    assert ended["story"] == "–" and ended["used"] == taken["used"] and restored["used"] == ended["used"]
+    assert released["used"] == 0 and facts["unchanged"]
 
 
 def test_prefix_as_json_has_what_its_chapter_names(forge, small, tmp_path):

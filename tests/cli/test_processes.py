@@ -255,6 +255,28 @@ def test_a_conversation_on_standard_input(tmp_path):
     assert "forgotten" in text and "/reset" in text
 
 
+def test_a_conversation_branches_on_standard_input(tmp_path):
+    line = (
+        "chat",
+        "-m",
+        str(write_chat_model(tmp_path)),
+        "--device",
+        "reference",
+        "--max-tokens",
+        "4",
+        "--kv",
+        "paged",
+    )
+    process = start(*line, stdin=subprocess.PIPE)
+    out, err = process.communicate(b"/back\nhello\n/fork\nleft\n/back\nleft\n/exit\n", timeout=PATIENCE)
+    text = out.decode()
+    assert process.returncode == 0 and err == b""
+    assert "mark one with /fork first" in text and "the fork shares all of its blocks" in text
+    assert "back at place 1" in text and "<paged KV cache: " in text
+    figures = [line for line in text.splitlines() if "first token" in line]
+    assert figures[1].split(" · ")[0] == figures[2].split(" · ")[0] and ", 0 held" not in figures[2]
+
+
 def write_chat_model(folder):
     template = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

@@ -165,11 +165,29 @@ def test_a_hash_draft_is_a_draft_for_the_hash_model_alone(forge):
 HASH_DRAFT = ("--speculate", "draft", "--draft", "hash:1")
 
 
+def test_a_request_says_which_drafts_guess_for_it_and_how_many(forge):
+    line = ("-m", "hash", "--speculate-fixed", "--ignore-eos", "--draft", "hash:0.8", "--draft", "hash:0.5", "x", "12")
+    speculating = (*line, "--speculate", "draft")
+    found = forge("generate", *speculating, "--drafts", "hash:0.5", "--num-speculative-tokens", "2").out
+    assert "hash:0.5 guesses" in found and "hash:0.8 guesses" not in found and " of 3" not in found
+    varied = json.loads(forge("compare", *speculating, "--num-speculative-tokens", "0", "vs", "4", "--json").out)
+    assert varied["identical"] and varied["option"] == "--num-speculative-tokens"
+    none, four = (len(side["forwards"]) for side in varied["sides"])
+    assert none == 12 > four
+    needless = forge("generate", *line, "--num-speculative-tokens", "2")
+    assert needless.status == 2 and "means nothing without --speculate" in needless.err
+    unknown = forge("generate", *speculating, "--drafts", "nobody")
+    assert unknown.status == 2 and "has no 'nobody'; it has hash:0.8" in unknown.err
+
+
 def test_the_pins_of_a_pair_are_four_lines_or_facts(forge, pair):
     shown = forge("speculation", "pins", "16", *pair)
     assert shown.status == 0 and shown.out.count("✓") == 4 and "all bits" in shown.out
     assert json.loads(forge("speculation", "pins", "16", *pair, "--temperature", "1", "--json").out)["held"] is True
     assert "pins checks a draft model" in forge("speculation", "pins", "--speculate", "ngram").err
+    assert "takes numbers with commas" in forge("speculation", "pins", "--lengths", "short").err
+    assert "are for forge speculation pins" in forge("speculation", "x", "--seeds", "0,1").err
+    assert "at least one token" in forge("speculation", "pins", "--lengths", "0,8", *pair).err
 
 
 def test_both_models_are_taken_back_and_given_back_and_no_token_changes(forge, pair):
@@ -195,3 +213,21 @@ def test_each_tenant_has_its_number_of_guesses_and_its_acceptance(forge, pair):
     assert "Each tenant's guesses" in forge(*few, "--speculate", "draft", "--tenants", "2,0").out
     assert "give --speculate" in forge(*few[:-1], "--draft", "x", "--tenants", "1").err
     assert "takes numbers of guesses" in forge(*few, "--speculate", "draft", "--tenants", "a").err
+
+
+def test_a_draft_is_revoked_while_its_forward_is_under_way():
+    from types import SimpleNamespace
+
+    from forge.experiments.speculation.borrowing import _revoke_in_the_next_forward
+    from forge.speculation.leases import Lease, LeaseRevoked
+
+    seen, clock = [], iter(range(10))
+    model = SimpleNamespace(forward=lambda batch, storage: seen.append((lease.revoked, lease.release_ms)))
+    lease = Lease("draft", model, clock=lambda: next(clock))
+    _revoke_in_the_next_forward(lease)
+    assert not lease.revoked
+    lease.enter().forward(None, None)
+    lease.leave()
+    assert seen == [(True, None)] and lease.release_ms == 1000  # by a clock of one second a look
+    with pytest.raises(LeaseRevoked):
+        lease.enter()

@@ -199,3 +199,35 @@ def test_many_requests_are_compared_and_say_the_same(forge, small, varied):
     assert found.status == 0 and found.err == "" and "✓ identical: 4 requests, 32 tokens" in found.out
     facts = json.loads(forge("compare", *varied, *small, *tight, "--json").out)
     assert facts["identical"] and len({side["totals"]["output_tokens"] for side in facts["sides"]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "recomputed", "overlap"),
+    [
+        (("--num-blocks", "16", "--arrival", "every:3", "--max-tokens", "16:64"), "fewer", 4),
+        (("--num-blocks", "20", "--arrival", "every:6", "--max-tokens", "8:100"), "more", 2),
+    ],
+)
+def test_the_two_victim_policies_choose_different_victims(forge, options, recomputed, overlap):
+    line = ("trace-scheduler", "-m", "hash", "-n", "12", *options, "--json", "--preempt")
+    found = [json.loads(forge(*line, policy).out) for policy in ("lifo", "least-progressed")]
+    lifo, least = ({seq for step in one["steps"] for seq in step["preempted"]} for one in found)
+    assert len(lifo ^ least) == overlap
+    lost, other = (one["totals"]["tokens_recomputed"] for one in found)
+    assert other < lost if recomputed == "fewer" else other > lost
+
+
+def test_the_shortest_job_first_starves_and_aging_does_not(forge):
+    line = ("trace-scheduler", "-n", "60", "-m", "hash", "--max-num-seqs", "2", "--arrival", "every:3")
+    line += ("--max-tokens", "4:60")
+    found = {order: forge(*line, "--order", order, "--no-lines").out for order in ("fcfs", "sjf", "sjf-aged")}
+    assert "overtaken 30 of 60 requests by more than 8 later ones (50 %)" in found["sjf"]
+    assert "overtaken 0 of 60 requests" in found["sjf-aged"] and "overtaken" not in found["fcfs"]
+    totals = json.loads(forge(*line, "--order", "sjf", "--json").out)["totals"]
+    assert totals["starved"] == 30 and totals["most_overtaken"] > 8 and totals["longest_wait"] > 0
+
+
+def test_a_run_draws_its_throughput_over_time(forge):
+    line = ("trace-scheduler", "-n", "8", "-m", "hash", "--no-lines")
+    assert "Throughput over time" in forge(*line, "--chart").out
+    assert "Throughput over time" not in forge(*line).out

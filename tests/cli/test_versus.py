@@ -1,15 +1,23 @@
 """The grammar of `forge compare`: one option as `A vs B`."""
 
+import json
+
 import pytest
 
-from forge.cli.versus import split_versus
+from forge.cli.versus import Switch, split_versus
 from forge.errors import UsageError
 
 OPTIONS = {"--kv": "--kv", "--model": "--model", "-m": "--model", "--threads": "--threads", "--seed": "--seed"}
+SWITCHES = {
+    "--chunked-prefill": Switch("--chunked-prefill", True),
+    "--no-chunked-prefill": Switch("--chunked-prefill", False),
+    "--invariant": Switch("--invariant", True),
+    "--ignore-eos": Switch("--ignore-eos", True),
+}
 
 
 def split(*args):
-    return split_versus(args, OPTIONS)
+    return split_versus(args, OPTIONS, SWITCHES)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +45,31 @@ def test_any_option_that_takes_a_value_may_vary():
     assert found.right == ("-m", "tales-q4_0", "--kv", "on")
 
 
+@pytest.mark.parametrize(
+    ("words", "left", "right", "names"),
+    [
+        ("--chunked-prefill vs --no-chunked-prefill", "--chunked-prefill", "--no-chunked-prefill", ("on", "off")),
+        ("--chunked-prefill off vs on", "--no-chunked-prefill", "--chunked-prefill", ("off", "on")),
+        ("--invariant on vs off", "--invariant", "", ("on", "off")),
+        ("--ignore-eos off vs on", "", "--ignore-eos", ("off", "on")),
+    ],
+)
+def test_a_switch_may_vary(words, left, right, names):
+    found = split("a prompt", *words.split(), "64")
+    assert found.names == names
+    assert (found.left, found.right) == (("a prompt", *left.split(), "64"), ("a prompt", *right.split(), "64"))
+
+
+def test_a_switch_of_the_engine_varies_on_the_command_line(forge):
+    line = ("-m", "hash", "-n", "6", "--prompt-tokens", "4:64", "--max-num-batched-tokens", "16", "4")
+    found = forge("compare", "--chunked-prefill", "vs", "--no-chunked-prefill", *line)
+    assert found.status == 0 and "Who waits for a long prompt?" in found.out
+    assert "✓ identical: 6 requests, 24 tokens each way" in found.out
+    sides = json.loads(forge("compare", "--chunked-prefill", "on", "vs", "off", *line, "--json").out)["sides"]
+    assert [side["value"] for side in sides] == ["on", "off"]
+    assert sides[0]["totals"]["num_steps"] != sides[1]["totals"]["num_steps"]
+
+
 def test_a_value_may_begin_with_a_minus():
     assert split("--seed", "-1", "vs", "-2").names == ("-1", "-2")
 
@@ -56,7 +89,11 @@ def test_a_prompt_may_hold_the_word():
         (("--kv", "off", "vs", "--threads", "1"), "no value after 'vs'"),
         (("--kv", "vs", "on"), "no value before 'vs'"),
         (("--max-num-seqs", "1", "vs", "4"), "--max-num-seqs is no option with a value here"),
-        (("--ignore-eos", "vs", "off"), "--ignore-eos is no option with a value here"),
+        (("--ignore-eos", "vs", "off"), "write --ignore-eos on vs off"),
+        (("--ignore-eos", "on", "vs", "on"), "write --ignore-eos on vs off"),
+        (("--ignore-eos", "vs", "--invariant"), "write --ignore-eos on vs off"),
+        (("--ignore-eos", "off", "vs"), "write --ignore-eos on vs off"),
+        (("--ignore-eos", "off", "vs", "on", "--ignore-eos"), "more than once"),
         (("vs", "on"), "between the two values of one option"),
         (("a", "vs", "b"), "between the two values of one option"),
         (("--json", "vs", "--kv"), "--json is no option with a value here"),
@@ -76,8 +113,6 @@ def test_a_wrong_line_is_one_error_that_says_how(args, expected):
 
 def test_both_sides_get_every_other_option(forge, small):
     found = forge("compare", "--kv", "off", "vs", "on", *small, "--temperature", "1", "--json", "Once", "4")
-    import json
-
     sides = json.loads(found.out)["sides"]
     assert [side["kv"] for side in sides] == ["off", "basic"]
     assert sides[0]["seed"] == sides[1]["seed"]

@@ -250,3 +250,36 @@ def test_what_a_user_writes_cannot_forge_a_turn(llm):
     turn.abort()
     control = {llm.tokenizer.encode(text, allow_special=True)[0] for text in ("<|im_start|>", "<|im_end|>")}
     assert sum(token_id in control for token_id in token_ids) == 3, "those of the template alone"
+
+
+@pytest.mark.parametrize("kv", ["basic", "paged", "prefix"])
+def test_a_conversation_branches_and_goes_back_to_where_it_forked(path, kv):
+    llm = LLM(path, kv=kv, device="reference", block_size=4, max_model_len=300, max_num_seqs=4)
+    cache, session = llm.engine.cache, llm.chat_session()
+    say(session, "one")
+    held, used = session.tokens_held, cache.stats().used_blocks
+    session.fork()
+    assert session.depth == 1 and session.tokens_held == held > 0
+    assert (cache.stats().used_blocks > used) == (kv == "basic")  # the other kinds share blocks
+    left = say(session, "left")
+    session.back()
+    assert session.depth == 0 and session.tokens_held == held and len(session.messages) == 2
+    again = say(session, "left")
+    assert again.outputs[0].token_ids == left.outputs[0].token_ids
+    assert again.metrics.forward_tokens[0] == left.metrics.forward_tokens[0]  # the fork computes only what is new
+    session.fork()
+    session.reset()
+    assert cache.stats().used_blocks == 0 and session.depth == 0
+    with pytest.raises(UsageError, match="mark one with /fork"):
+        session.back()
+
+
+def test_without_room_for_a_copy_what_was_said_is_computed_again(path):
+    llm = LLM(path, kv="basic", device="reference", max_model_len=300, max_num_seqs=1)
+    session = llm.chat_session()
+    say(session, "one")
+    session.fork()
+    left = say(session, "left")
+    session.back()
+    assert session.tokens_held == 0
+    assert say(session, "left").outputs[0].token_ids == left.outputs[0].token_ids

@@ -195,3 +195,25 @@ def test_a_seed_is_a_seed_beside_a_neighbour_with_a_draft_and_without(neighbour)
 def test_an_unknown_acceptance_rule_is_refused(files):
     with pytest.raises(UsageError, match="unknown --acceptance 'typical'; supported: gumbel, rejection"):
         LLM(files["target"], threads=1, acceptance="typical")
+
+
+@pytest.mark.parametrize("params", ["greedy", "sampled"])
+def test_the_draft_may_be_on_another_device(files, plain, params):
+    llm = LLM(
+        files["target"],
+        kv="basic",
+        threads=1,
+        max_model_len=96,
+        speculate="draft",
+        draft=files["other"],
+        draft_device="reference",
+        speculate_fixed=True,
+    )
+    (draft,) = llm.engine.speculation.proposers
+    assert type(draft.model.backend).__name__ == "ReferenceBackend" != type(llm.model.backend).__name__
+    assert outputs(llm, {"greedy": GREEDY, "sampled": SAMPLED}[params]) == plain[params]
+
+
+def test_a_draft_device_that_there_is_none_of_is_refused_before_anything_is_loaded():
+    with pytest.raises(UsageError, match="unknown device 'tpu'"):
+        LLM("no such model", speculate="draft", draft_device="tpu")

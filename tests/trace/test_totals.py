@@ -1,9 +1,11 @@
 """The totals of a run, from its records alone."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from forge.trace.timeline import timeline_of
-from forge.trace.totals import percentile, totals_of
+from forge.trace.totals import percentile, times_overtaken, totals_of
 from tests.trace.runs import crowded
 
 
@@ -27,3 +29,19 @@ def test_percentiles_lie_between_neighbours():
     with pytest.raises(ValueError):
         percentile([], 0.5)
     assert percentile(range(101), 0.9) == 90
+
+
+@pytest.mark.parametrize(
+    ("admitted", "overtaken"),
+    [
+        ((0.0, 1.0, 2.0, 3.0), [0, 0, 0, 0]),
+        ((3.0, 1.0, 2.0, 4.0), [2, 0, 0, 0]),
+        ((None, 1.0, 2.0, 1.5), [3, 0, 1, 0]),
+        ((1.0, 1.0, 1.0, 1.0), [0, 0, 0, 0]),
+    ],
+)
+def test_a_request_is_overtaken_by_later_ones_that_begin_before_it(admitted, overtaken):
+    requests = [
+        SimpleNamespace(arrived=0.0, seq_id=number, admitted=when, sample=0) for number, when in enumerate(admitted)
+    ]
+    assert times_overtaken(requests) == overtaken

@@ -1,6 +1,6 @@
 import pytest
 
-from forge.views.charts import CUT, Curve, bar, line_plot, row_of, sparkline
+from forge.views.charts import CUT, Curve, bar, line_plot, row_of, sparkline, throughput_plot
 
 
 def test_a_bar_is_as_long_as_its_share_of_the_scale():
@@ -62,3 +62,15 @@ def test_values_outside_the_scale_stay_on_the_canvas():
 def test_a_row_counts_from_the_upper_edge():
     assert row_of(10, 10, 6) == 0
     assert row_of(0, 10, 6) == 5
+
+
+def test_throughput_over_time_is_drawn_with_both_axes():
+    times = [0.1 * number for number in range(20)] + [2 + 0.01 * number for number in range(200)]
+    lines = [line.plain for line in throughput_plot(times, 4.0, 60, "")]
+    assert len(lines) == 9 and 95 < int(lines[0].split()[0]) < 110 and lines[7].strip().startswith("0")
+    assert lines[-1].split() == ["0", "4.00", "s"] and max(map(len, lines)) <= 60
+    assert not lines[1][9:30].strip() and lines[1][30:].strip()  # the most is in the second half
+
+
+def test_throughput_of_a_few_tokens_is_drawn_too():
+    assert len(throughput_plot([0.0], 0.5, 40, "")) == 9

@@ -25,7 +25,7 @@ from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chap
 from forge.cli.run_control import Found, drive, exit_status, load_model, run_label, warm_up
 from forge.errors import UsageError
 from forge.experiments.speculation.borrowing import BorrowedRun, Revocation
-from forge.experiments.speculation.pins import check_pins, pins_report
+from forge.experiments.speculation.pins import PROMPTS, check_pins, pins_report, prompts_of
 from forge.trace.records import SpecCycle, SpecDecision, StepRecord
 from forge.trace.speculation_summary import SpeculationSummary, cycle_object, cycles_of, draft_totals
 from forge.views.charts import bar, sparkline
@@ -101,6 +101,14 @@ def speculation(
             rich_help_panel="Speculation",
         ),
     ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option("--lengths", help="Of pins: prompts of so many tokens, 8,64,256.", rich_help_panel="Speculation"),
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option("--seeds", help="Of pins, when sampling: 0,1,2.", rich_help_panel="Speculation"),
+    ] = None,
     temperature: options.TemperatureOption = 0.0,
     top_p: options.TopPOption = 1.0,
     top_k: options.TopKOption = 0,
@@ -121,15 +129,23 @@ def speculation(
     if revoke_target_at is not None and revoke_target_at < 1:
         raise UsageError(f"--revoke-target-at is a number of output tokens, at least 1, and not {revoke_target_at}")
     revocation = Revocation(revoke_draft_at, return_draft_at, revoke_target_at, tuple(draft or ()))
-    if prompt == PINS and (speculate != "draft" or acceptance not in (None, "gumbel")):
-        raise UsageError("pins checks a draft model with --acceptance gumbel: other tokens need not be the target's")
+    if prompt == PINS and speculate != "draft":
+        raise UsageError("pins checks a draft model: leave --speculate out")
+    if prompt != PINS and (lengths or seeds):
+        raise UsageError("--lengths and --seeds are for forge speculation pins")
     if prompt != PINS and reads_chapter(only, json) and revoke_draft_at is None and revoke_target_at is None:
         return read_chapter(ctx, pause)
     drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     loading = {"kv": kv, "device": device, "threads": threads, "max_model_len": max_model_len}
     if prompt == PINS:
-        llm = load_model(model, **options.model_options(**loading, k=k, speculate_fixed=True))
-        report = _pins(llm, draft or (), options.sampling_params(max_tokens=max_tokens, ignore_eos=True, **drawing))
+        sizes = numbers(lengths, "--lengths", "8,64,256") if lengths else []
+        drawn = numbers(seeds, "--seeds", "0,1,2") if seeds else [seed or 0]
+        if 0 in sizes:
+            raise UsageError("--lengths: a prompt has at least one token")
+        llm = load_model(model, **options.model_options(**loading, k=k, speculate_fixed=True, acceptance=acceptance))
+        params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True, **drawing)
+        rejection = acceptance == "rejection" and not params.greedy
+        report = _pins(llm, draft or (), params, sizes, drawn, rejection)
         return report.as_json() if json else report
     drafting = {"speculate": speculate, "draft": draft, "k": k}
     drafting |= {"speculate_fixed": speculate_fixed, "acceptance": acceptance}
@@ -138,11 +154,30 @@ def speculation(
     return report.as_json() if json else report
 
 
-def _pins(llm: "LLM", draft: Sequence[str], params: "SamplingParams") -> Report:
+def numbers(text: str, flag: str, example: str) -> list[int]:
+    """`8,64,256` as numbers. Raises `UsageError` for anything else."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UsageError(f"{flag} takes numbers with commas, such as {example}, and not {text!r}")
+    return [int(part) for part in parts]
+
+
+def _pins(
+    llm: "LLM",
+    draft: Sequence[str],
+    params: "SamplingParams",
+    lengths: Sequence[int],
+    seeds: Sequence[int],
+    rejection: bool,
+) -> Report:
     names = ", ".join(draft) or "tales-draft"
-    params = params if params.seed is not None else _with_seed(params, 0)
-    how = "greedy" if params.greedy else f"sampled, seed {params.seed}"
-    return pins_report(f"{names} drafts for {llm.model_name} · {how}", check_pins(llm, draft, params))
+    drawn = f"sampled by {'rejection' if rejection else 'gumbel'}, seed {', '.join(map(str, seeds))}"
+    how = "greedy" if params.greedy else drawn
+    how += f" · prompts of {', '.join(map(str, lengths))} tokens" if lengths else ""
+    prompts = prompts_of(llm, lengths) if lengths else PROMPTS
+    seeds = seeds[:1] if params.greedy else seeds
+    pins = check_pins(llm, draft, params, prompts, seeds, rejection)
+    return pins_report(f"{names} drafts for {llm.model_name} · {how}", pins)
 
 
 def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revocation: Revocation) -> Report:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from forge.cache.kv_storage import KvStorage
     from forge.engine.outputs import RequestOutput
     from forge.llm import LLM, Run
+    from forge.model.forward_batch import ForwardBatch
+    from forge.model.logits import Logits
     from forge.model.model import Model
     from forge.speculation.leases import Lease
     from forge.trace.records import StepRecord
@@ -38,6 +41,7 @@ class BorrowedRun:
         self._tokens = 0
         self._draft_leases = _draft_leases(llm) if revocation.draft_at is not None else []
         self._target_lease = llm.lease() if revocation.target_at is not None else None
+        self._draft_is_revoked = False
         self._target: Model | None = None
         """What the owner holds meanwhile."""
         self._revoking: threading.Thread | None = None
@@ -82,9 +86,10 @@ class BorrowedRun:
 
     def _act(self) -> None:
         plan = self._plan
-        if plan.draft_at is not None and self._tokens >= plan.draft_at:
+        if plan.draft_at is not None and self._tokens >= plan.draft_at and not self._draft_is_revoked:
             for lease in self._draft_leases:
-                lease.revoke()
+                _revoke_in_the_next_forward(lease)
+            self._draft_is_revoked = True
         if plan.return_draft_at is not None and self._tokens >= plan.return_draft_at and not self._is_returned():
             started = time.perf_counter()
             self._llm.speculate_with("draft", plan.drafts)
@@ -120,6 +125,18 @@ def _draft_leases(llm: "LLM") -> "list[Lease]":
 
     proposers = llm.engine.speculation.proposers
     return [lease_model(proposer, "draft") for proposer in proposers if isinstance(proposer, DraftProposer)]
+
+
+def _revoke_in_the_next_forward(lease: "Lease") -> None:
+    """Revoke as the next forward begins: the longest that a release can take."""
+    model = lease.model()
+    forward = model.forward
+
+    def revoked_meanwhile(batch: "ForwardBatch", storage: "KvStorage") -> "Logits":
+        lease.revoke()
+        return forward(batch, storage)
+
+    model.forward = revoked_meanwhile  # type: ignore[method-assign]
 
 
 def _revoke_in_a_forward(lease: "Lease") -> None:

@@ -3,9 +3,11 @@
 - The target as its own draft: every draft token is accepted.
 - The logits of a batched verification are, bit by bit, those of one forward per token.
 - In every cycle the target's cache grows by the emitted tokens, and the draft's cache never holds more of the text.
-- The output with the draft is the output without.
+- The output with the draft is the output without. By rejection it need not be: there its distribution is compared,
+  by chi-squared of the tokens at two positions of many samples, with the target's own.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,14 +17,23 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.engine.sampling_params import SamplingParams
-from forge.llm import LLM
+from forge.llm import LLM, Prompt
 from forge.speculation.draft import DraftProposer
 from forge.trace.records import SpecCycle, StepRecord
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
 from forge.views.report import Report
 from forge.views.terminal import print_hanging
 from forge.views.text import one_line
+from forge.workload.requests import PASSAGE
 
+SAMPLES = 600
+"""Of each side, for the comparison of distributions."""
+POSITIONS = (2, 3)
+"""Output tokens that are compared: the first is the prefill's own, these are verified."""
+_BEYOND_CHANCE = 4.0
+"""Standard deviations; one statistic in 30,000 lies above them by chance."""
+_FEW = 10
+"""A token that both sides together say less often shares its bin with others."""
 PROMPTS = ("Once upon a time", "The cat sat on the mat. The cat sat on", "a")
 _FAILED = 1
 _NAME = 48
@@ -50,25 +61,84 @@ class _Outcome:
     """The same in the drafts' caches, the longest of them."""
 
 
+def prompts_of(llm: LLM, lengths: Sequence[int]) -> list[list[int]]:
+    """A prompt of each length in tokens, from one text."""
+    text = list(llm.tokenizer.encode(PASSAGE))
+    return [[text[place % len(text)] for place in range(length)] for length in lengths]
+
+
 def check_pins(
-    llm: LLM, draft: Sequence[str | Path], params: SamplingParams, prompts: Sequence[str] = PROMPTS
+    llm: LLM,
+    draft: Sequence[str | Path],
+    params: SamplingParams,
+    prompts: Sequence[Prompt] = PROMPTS,
+    seeds: Sequence[int] = (0,),
+    rejection: bool = False,
 ) -> tuple[Pin, ...]:
-    """Run every prompt without a draft, with the target as its own draft, and with `draft`. `llm` is left without."""
+    """Run every prompt with every seed without a draft, with the target as its own draft, and with `draft`. `llm` is
+    left without. With `rejection`, where the draws of a run and its verification differ from a run without a draft, the
+    distributions are compared in place of logits and tokens."""
+
+    def run_all() -> list[_Outcome]:
+        return [_run(llm, prompt, replace(params, seed=seed)) for seed in seeds for prompt in prompts]
+
     llm.speculate_with("off")
-    plain = [_run(llm, prompt, params) for prompt in prompts]
+    plain = run_all()
+    sampled = _samples(llm, prompts[0], params, 0) if rejection else {}
     llm.speculate_with("draft", [llm.path or llm.model_name])
-    itself = [_run(llm, prompt, params) for prompt in prompts]
+    itself = run_all()
     llm.speculate_with("draft", draft)
-    drafted = [_run(llm, prompt, params) for prompt in prompts]
+    drafted = run_all()
+    others = _samples(llm, prompts[0], params, 1) if rejection else {}
     llm.speculate_with("off")
-    found = (_accepts_itself(itself), _batched(plain, drafted), _advances(drafted), _same_output(plain, drafted))
+    found = [(_accepts_itself(itself), itself), (_advances(drafted), drafted)]
+    if rejection:
+        found.append((_same_distribution(sampled, others), drafted))
+    else:
+        found.insert(1, (_batched(plain, drafted), drafted))
+        found.append((_same_output(plain, drafted), drafted))
     return tuple(
         replace(pin, failure="nothing was proposed") if not pin.failure and not _num_cycles(runs) else pin
-        for pin, runs in zip(found, (itself, drafted, drafted, drafted), strict=True)
+        for pin, runs in found
     )
 
 
-def _run(llm: LLM, prompt: str, params: SamplingParams) -> _Outcome:
+Samples = dict[int, Counter[int]]
+"""Position → how often each token was said there."""
+
+
+def _samples(llm: LLM, prompt: Prompt, params: SamplingParams, seed: int) -> Samples:
+    many = replace(params, n=SAMPLES, seed=seed, max_tokens=max(POSITIONS))
+    (output,) = llm.generate([prompt], many)
+    return {place: Counter(one.token_ids[place - 1] for one in output.outputs) for place in POSITIONS}
+
+
+def _same_distribution(alone: Samples, drafted: Samples) -> Pin:
+    said, failure = [], None
+    for place in POSITIONS:
+        statistic, degrees = chi_squared(alone[place], drafted[place])
+        said.append(f"{statistic:.1f} of {degrees}")
+        spread = 2 / (9 * max(degrees, 1))  # Wilson and Hilferty (1931): how many standard deviations above chance
+        above = ((statistic / max(degrees, 1)) ** (1 / 3) - (1 - spread)) / spread**0.5
+        if above > _BEYOND_CHANCE and failure is None:
+            failure = f"output token {place}: chi-squared {statistic:.1f}, and by chance about {degrees}"
+    compared = f"{SAMPLES} samples each, chi-squared {' and '.join(said)} degrees of freedom"
+    return Pin("the distribution is that of the target alone", compared, failure)
+
+
+def chi_squared(one: Counter[int], other: Counter[int]) -> tuple[float, int]:
+    """Pearson's statistic of two samples of the same size, and its degrees of freedom; rare tokens share a bin."""
+    bins, few = [], (0, 0)
+    for token in one.keys() | other.keys():
+        if one[token] + other[token] < _FEW:
+            few = few[0] + one[token], few[1] + other[token]
+        else:
+            bins.append((one[token], other[token]))
+    bins += [few] if sum(few) else []
+    return sum((left - right) ** 2 / (left + right) for left, right in bins), len(bins) - 1
+
+
+def _run(llm: LLM, prompt: Prompt, params: SamplingParams) -> _Outcome:
     run = llm.start([prompt], params, keep_logits=True)
     cache, found = llm.engine.cache, _Outcome((), [], [], [], [])
     drafts = [one for one in llm.engine.speculation.proposers if isinstance(one, DraftProposer)]
