@@ -14,7 +14,7 @@ from rich.text import Text
 
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.run_control import Found, Watch, drive, exit_status, fastest, load_model, run_label, warm_up
+from forge.cli.run_control import Found, StepObserver, drive, exit_status, fastest, load_model, run_label, warm_up
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
 from forge.views.forwards import chart_rows, chart_scale, spaced
@@ -50,20 +50,20 @@ def naive(
     pause: PauseOption = True,
     json: options.JsonOption = False,
 ) -> Found:
-    watch = Watch(trace, step)
-    if not watch.is_on and reads_chapter(only, json):
+    observer = StepObserver(trace, step)
+    if not observer.is_on and reads_chapter(only, json):
         return read_chapter(ctx, pause)
-    report = _measure(prompt, max_tokens, model, options.model_options(device=device, threads=threads), watch)
+    report = _measure(prompt, max_tokens, model, options.model_options(device=device, threads=threads), observer)
     return report.as_json() if json else report
 
 
-def _measure(prompt: str, max_tokens: int, model: str, loading: dict, watch: Watch) -> Report:
+def _measure(prompt: str, max_tokens: int, model: str, loading: dict, observer: StepObserver) -> Report:
     text = options.read_prompt(prompt)
     params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True)
     llm = load_model(model, kv="off", **loading)
     warm_up(llm, text)
     with watching(open_console(), run_label(llm), text) as view:
-        first = drive(llm, llm.start([text], params), params, view.step, watch)
+        first = drive(llm, llm.start([text], params), params, view.step, observer)
         result, runs = fastest(first, lambda: drive(llm, llm.start([text], params), params, lambda record: None))
     if not result.interrupted:  # once more, with a clock around every operation, which takes time of its own
         llm.time_operations()
