@@ -30,8 +30,8 @@ from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.llm import LLM
-from forge.views.bench import progress_line
 from forge.views.formatting import NOTHING, count, plural, rate, share, size
+from forge.views.progress import progress_line
 
 LENGTHS = (128, 1024)
 BLOCK_SIZES = (1, 16, 64)

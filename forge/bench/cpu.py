@@ -24,9 +24,9 @@ from forge.cli import machine, options
 from forge.cli.run_control import Found
 from forge.errors import UsageError
 from forge.model.catalog import model_name, resolve_model
-from forge.views.bench import progress_line
 from forge.views.formatting import NOTHING, percent, plural, rate, size
 from forge.views.palette import ACCENT
+from forge.views.progress import progress_line
 from forge.views.text import one_line
 
 PEERS = {"llama.cpp": "llama_cpp_worker", "transformers": "transformers_worker"}

@@ -28,8 +28,8 @@ from forge.errors import UsageError
 from forge.model.catalog import resolve_model
 from forge.model.synth import SHAPES, default_file_name, synth
 from forge.model.weight_source import open_weights
-from forge.views.bench import progress_line
 from forge.views.formatting import NOTHING, count, percent
+from forge.views.progress import progress_line
 from forge.views.text import one_line
 
 HTTP = "forge over HTTP"

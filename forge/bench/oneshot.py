@@ -24,8 +24,8 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.llm import LLM
-from forge.views.bench import progress_line
 from forge.views.formatting import ms, plural, rate
+from forge.views.progress import progress_line
 from forge.workload.judging import latency_ms, run_requests
 from forge.workload.requests import PASSAGE
 

@@ -13,8 +13,8 @@ from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found, load_model
 from forge.engine_args import EngineArgs
 from forge.llm import LLM
-from forge.views.bench import progress_line
 from forge.views.formatting import count, plural
+from forge.views.progress import progress_line
 from forge.workload.judging import run_requests
 
 REQUESTS = 64

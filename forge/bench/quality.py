@@ -29,9 +29,9 @@ from forge.cli import options
 from forge.cli.run_control import Found
 from forge.errors import UsageError
 from forge.llm import LLM
-from forge.views.bench import progress_line
 from forge.views.formatting import count, plural
 from forge.views.palette import QUIET
+from forge.views.progress import progress_line
 from forge.views.text import one_line
 from forge.workload.judging import HELD_OUT
 

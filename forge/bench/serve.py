@@ -35,8 +35,8 @@ from forge.cli import options
 from forge.cli.arguments import command
 from forge.errors import UsageError
 from forge.option import option as field_option
-from forge.views.bench import progress_line
 from forge.views.formatting import count, percent, rate
+from forge.views.progress import progress_line
 from forge.views.report import Report
 from forge.views.text import one_line
 

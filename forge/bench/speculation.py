@@ -24,8 +24,8 @@ from forge.speculation.setup import checked_mode
 from forge.speculation.speculator import Speculator
 from forge.trace.records import StepRecord
 from forge.trace.speculation_summary import DecodeTime, SpeculationSummary
-from forge.views.bench import progress_line
 from forge.views.formatting import NOTHING, count, plural
+from forge.views.progress import progress_line
 
 BEGINNINGS = (
     "Once upon a time", "One day", "In a small village", "The old", "When the first snow fell", "Every evening",

@@ -20,11 +20,11 @@ from forge.cli.run_control import Found, load_model, run_label
 from forge.errors import UsageError
 from forge.trace.timeline import timeline_of
 from forge.trace.totals import Percentiles, totals_of
-from forge.views.bench import BenchProgress
 from forge.views.charts import bar
 from forge.views.formatting import count, ms, percent, rate, times
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.request_sets import identity_text, workload_text
 from forge.views.run_summary import totals_object

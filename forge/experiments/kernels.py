@@ -22,11 +22,11 @@ from forge.bench.cases import BLOCK_SIZE, Case, Limits, ModelSize, measure_model
 from forge.cli import options
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.run_control import Found
-from forge.views.bench import BenchProgress
 from forge.views.charts import Curve, line_plot, row_of
 from forge.views.formatting import count, ms, percent, plural, size
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.terminal import new_table, open_error_console, print_table
 

@@ -16,11 +16,11 @@ from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chap
 from forge.cli.compare_judging import CLASSES
 from forge.cli.run_control import Found, load_model, run_label
 from forge.trace.records import Deferred, StepRecord
-from forge.views.bench import BenchProgress
 from forge.views.charts import sparkline
 from forge.views.formatting import NOTHING, count, plural, size
 from forge.views.judging import identical, judging_object, print_judging
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.summary import RunLabel
 from forge.views.terminal import new_table, open_error_console, print_table

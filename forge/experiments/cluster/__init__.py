@@ -17,10 +17,10 @@ from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chap
 from forge.cli.run_control import Found
 from forge.errors import UsageError
 from forge.trace.explain import explain_route
-from forge.views.bench import BenchProgress
 from forge.views.charts import bar
 from forge.views.formatting import count, percent, plural, times
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.terminal import new_table, open_error_console, print_lines, print_table
 

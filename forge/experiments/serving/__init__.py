@@ -26,12 +26,12 @@ from forge.errors import ForgeError, UsageError
 from forge.experiments.serving.clients import Crowd, Crowded, Visit, visit_all
 from forge.server.server_process import ServerProcess
 from forge.trace.totals import percentile
-from forge.views.bench import BenchProgress
 from forge.views.charts import sparkline
 from forge.views.formatting import NOTHING, count, ms, percent, plural
 from forge.views.json_output import as_object
 from forge.views.metrics import flowing, verdict
 from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.summary import RunLabel
 from forge.views.terminal import can_redraw, new_table, open_console, open_error_console, print_hanging, print_table
