@@ -23,7 +23,9 @@ from forge.bench.process import Effort, Launch, Runner, measure_limits
 from forge.bench.results import Facts, Figure, Progress, last_of, shown, silent
 from forge.bench.tables import Part, Table, title, trouble
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.model.catalog import resolve_model
 from forge.model.synth import SHAPES, default_file_name, synth
@@ -63,6 +65,7 @@ class Plan:
     effort: Effort = EFFORT
 
 
+@command
 def bench_cuda(
     model: Annotated[
         str,
@@ -80,7 +83,8 @@ def bench_cuda(
         ),
     ] = None,
     peer: Annotated[list[str] | None, option("transformers, all or none.", default="all")] = None,
-    kv: options.KvOption = "paged",
+    *,
+    engine: Annotated[EngineArgs, Takes("kv", kv="paged")],
     reps: Annotated[int | None, option("Turns per figure; 5 if not given.")] = None,
     quick: QuickOption = False,
     json: options.JsonOption = False,
@@ -94,7 +98,7 @@ def bench_cuda(
     at_least_one(reps=reps)
     effort = QUICK if quick else EFFORT
     effort = effort if reps is None else replace(effort, repetitions=reps)
-    plan = plan_for(model, type, only, peer, kv, effort)
+    plan = plan_for(model, type, only, peer, str(engine.cache), effort)
     if reason := why_not_cuda():  # before anything is made or started
         raise UsageError(reason.replace("--device cuda", "forge bench cuda").replace(": use --device cpu", ""))
     with progress_line() as progress:
