@@ -170,8 +170,8 @@ def advance(
     observer: StepObserver = UNOBSERVED,
     history: "History | None" = None,
 ) -> Driven:
-    """Advance a run to its end, or to Ctrl-C, with `observer`. Where it is stepped through, `on_step` sees the steps when
-    that is over: only one of the two can have the screen. `history`, if given, is fed every step first. Raises
+    """Advance a run to its end, or to Ctrl-C, with `observer`. Where it is stepped through, `on_step` sees the steps
+    when that is over: only one of the two can have the screen. `history`, if given, is fed every step first. Raises
     `ForgeError` if a sample ended as an `error`."""
     from forge.trace.pauses import Pauses
 
