@@ -215,8 +215,10 @@ def _matcher_ahead() -> Iterator[None]:
         matcher._consumed = [*known, *missing[:moved]]
         return moved == len(missing)
 
-    changed = {"num_allowed": check_and_stay, "_move_to": move_forward}
-    with patch.multiple(GrammarMatcher, **changed):
+    with (
+        patch.object(GrammarMatcher, "num_allowed", check_and_stay),
+        patch.object(GrammarMatcher, "_move_to", move_forward),
+    ):
         yield
 
 

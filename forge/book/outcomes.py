@@ -188,7 +188,9 @@ def _other(value: Any, factor: float, constants: Sequence[Any], values: Sequence
     if value is None:
         return draw.choice([None, 1.0, factor])
     same = [one for one in (*constants, *values) if isinstance(one, str) == isinstance(value, str) and one is not None]
-    if isinstance(value, str) or draw.random() < 0.2:
+    if isinstance(value, str):
+        return draw.choice([*same, "another"])
+    if draw.random() < 0.2:
         return draw.choice(same) if same else value
     varied = value * factor
     return max(0, math.ceil(varied) if factor > 1 else math.floor(varied)) if isinstance(value, int) else varied

@@ -1,8 +1,8 @@
 """`forge bench`: how fast forge is beside its peers on this machine, and what the cheaper ways of computing cost.
 
-To add a benchmark, write one file, `forge/bench/NAME.py`, and add its line to `COMMANDS`. The file holds
+To add a benchmark, write one file, `forge/experiments/bench/NAME.py`, and add its line to `COMMANDS`. The file holds
 
-1. `bench_NAME(...) -> Found`, the command: its options (`forge.bench.options`, `forge.cli.options`) and its help;
+1. `bench_NAME(...) -> Found`, the command: its options (`options.py` there, `forge.cli.options`) and its help;
 2. `run(...) -> Facts`, which measures: a dictionary of plain values and `Figure`s, the JSON as it is printed. What is
    compared takes turns, and a ratio is the median of the turns' `ratios`. A program that must not share threads or
    memory runs in a process of its own: a `Worker` with a `load`, a `prepare` and a `_step`, driven by a `Runner`;
@@ -31,7 +31,7 @@ COMMANDS = {
     "speculation": "speculation:bench_speculation",
     "serve": "serve:bench_serve",
 }
-"""Name → its module in `forge.bench`, and the function there."""
+"""Name → its module in `forge.experiments.bench`, and the function there."""
 
 
 class Benchmarks(TyperGroup):
@@ -44,7 +44,7 @@ class Benchmarks(TyperGroup):
         if cmd_name not in self.commands and cmd_name in COMMANDS:
             module, _, function = COMMANDS[cmd_name].partition(":")
             alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-            alone.command(cmd_name)(getattr(import_module(f"forge.bench.{module}"), function))
+            alone.command(cmd_name)(getattr(import_module(f"forge.experiments.bench.{module}"), function))
             self.commands[cmd_name] = typer.main.get_command(alone)
         return self.commands.get(cmd_name)
 

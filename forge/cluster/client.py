@@ -45,6 +45,8 @@ from forge.trace.records import StepRecord
 logger = logging.getLogger("forge.server")
 
 ATTEMPTS = 2
+_LAST_CALLBACKS = 0.3
+"""Seconds in which Ray's threads still tell this loop of calls that have ended."""
 _FOLLOW_AGAIN = 0.2
 """Seconds before a replica that could not be followed is followed again."""
 
@@ -104,6 +106,7 @@ class ClusterClient(EngineClient):
         await asyncio.gather(*self._tasks.values(), *self._followers.values(), return_exceptions=True)
         for handle in self._handles:
             await handle.shutdown_async()
+        await asyncio.sleep(_LAST_CALLBACKS)
 
     def close(self) -> None:
         """The replicas are ended by Ray Serve."""
@@ -154,8 +157,9 @@ class ClusterClient(EngineClient):
 
     async def _generate(self, submit: Submit) -> None:
         """One prompt, from its route to its end."""
+        replica = None
         for attempt in range(ATTEMPTS):
-            failure = await self._try(submit, is_first=attempt == 0)
+            failure = await self._try(submit, avoid=replica)
             if failure is None or submit.key not in self._generations:
                 return
             replica, is_last = self.replica_of(submit.request_id), attempt == ATTEMPTS - 1
@@ -165,9 +169,10 @@ class ClusterClient(EngineClient):
                 self.abort(self._generations[submit.key][0], error)
                 return
 
-    async def _try(self, submit: Submit, is_first: bool) -> "_Failure | None":
-        """Send a request to a replica; None if it has ended there."""
-        route, has_sent, calls = self._route_of(submit), False, []
+    async def _try(self, submit: Submit, avoid: str | None) -> "_Failure | None":
+        """Send a request to a replica, if there is one not to the one that has failed at it; None if it has ended
+        there."""
+        route, has_sent, calls = replace(self._route_of(submit), avoid=avoid), False, []
         try:
             if self._prefills is not None and len(submit.token_ids) >= MIN_PROMPT:
                 # Ray gives what this returns to the replica that continues; its bytes never come here.
@@ -176,8 +181,8 @@ class ClusterClient(EngineClient):
             calls.append(stream)
             async for update in stream:
                 has_sent = has_sent or bool(update.tokens or update.sample_ends)
-                if not is_first:
-                    update.accepted.clear()
+                if avoid is not None:
+                    update.accepted.clear()  # they were, by the first
                 self._take_in(update)
                 self._flush_when_due()
                 if update.ends or update.refused:
@@ -212,22 +217,26 @@ class ClusterClient(EngineClient):
         number = sum(len(token_ids) for token_ids, _ in question.requests)
         route = RouteRequest(f"ask-{question.number}", keys, number, 0, self._block_size)
         try:
-            for _ in range(ATTEMPTS):
-                if await self._put(question.number, self._handle.answer.remote(route, question.requests)):
+            for attempt in range(ATTEMPTS):
+                response = self._handle.answer.remote(route, question.requests)
+                if await self._put(question.number, response, is_last=attempt == ATTEMPTS - 1):
                     return
+                route = replace(route, avoid=self.replica_of(route.request_id))
         finally:
             self.routing.fleet.end(route.request_id)
 
-    async def _put(self, number: int, response: Any) -> bool:
-        """Take in the answer to a question; False, with the question failed, where there is none."""
+    async def _put(self, number: int, response: Any, is_last: bool = True) -> bool:
+        """Take in the answer to a question; False where there is none, which fails the question if it was asked for
+        the last time."""
         try:
             answer = await response
         except asyncio.CancelledError:
             response.cancel()
             raise
         except Exception as error:
-            fault = Fault(f"the replica that was asked has failed: {_first_line(error)}", internal=True)
-            self._take_answer(Answer(number, None, fault))
+            if is_last:
+                fault = Fault(f"the replica that was asked has failed: {_first_line(error)}", internal=True)
+                self._take_answer(Answer(number, None, fault))
             return False
         self._take_answer(answer._replace(number=number))
         return True

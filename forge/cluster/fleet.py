@@ -34,6 +34,8 @@ class RouteRequest:
     block_size: int = 16
     target: str | None = None
     """The one replica that this is for; None for any."""
+    avoid: str | None = None
+    """A replica that has failed at it: another one is tried, if there is one."""
 
     @property
     def num_tokens(self) -> int:

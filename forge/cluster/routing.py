@@ -34,6 +34,7 @@ class Routing:
         if request.target is not None:
             return request.target if request.target in names else names[0]  # which refuses it
         assert self.router is not None, "Serve begins a router before it asks it"
+        names = [name for name in names if name != request.avoid] or names
         for name in names:
             self.fleet.join(name)
         decision = self.router.route(request, names)

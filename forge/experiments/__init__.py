@@ -22,7 +22,9 @@ def summaries() -> dict[str, str]:
         folder = Path(module.module_finder.path)
         path = folder / module.name / "__init__.py" if module.ispkg else folder / f"{module.name}.py"
         with path.open(encoding="utf-8") as file:
-            found[module.name.replace("_", "-")] = file.readline().strip().removeprefix('"""')
+            first = file.readline().strip().removeprefix('"""')
+        if first[:1].isdigit():  # `bench` has commands of its own
+            found[module.name.replace("_", "-")] = first
     return dict(sorted(found.items(), key=lambda item: int(item[1].partition(".")[0])))
 
 

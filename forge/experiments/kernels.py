@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -211,8 +211,8 @@ def run(
     if path is not None:
         measured.append(_measure_model(path, threads, on_progress))
     on_progress("what this machine can do, once more")
-    best = _limits(threads).or_better(*limits, *(model.reached for model in measured))
-    return KernelsResult(best, tuple(measured))
+    limits += [_limits(threads), *(model.reached for model in measured)]
+    return KernelsResult(reduce(Limits.or_better, limits), tuple(measured))
 
 
 def _limits(threads: int | None) -> Limits:

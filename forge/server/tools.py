@@ -194,7 +194,7 @@ class ToolCallSplitter:
         """A call begins with its name; one in another order is read when it is whole."""
         begun = _HEAD.match(self._held)
         name = _parsed(begun[1]) if begun else None
-        if begun and name in self._names:
+        if begun and isinstance(name, str) and name in self._names:
             self._state, self._held = "arguments", self._held[begun.end() :]
             return "", [self._call(name, "")]
         inside, tag, after = self._held.partition(END)

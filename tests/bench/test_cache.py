@@ -5,7 +5,12 @@ import json
 
 import pytest
 
-from forge.bench.cache import (
+from forge.cache.basic import BasicKvCache
+from forge.cache.paged import PagedKvCache
+from forge.cache.prefix import PrefixKvCache
+from forge.engine_args import EngineArgs
+from forge.errors import UsageError
+from forge.experiments.bench.cache import (
     BOOKKEEPING_SEQUENCES,
     QUICK,
     RUBRIC_REQUESTS,
@@ -18,12 +23,7 @@ from forge.bench.cache import (
     screen,
     waste,
 )
-from forge.bench.tables import draw
-from forge.cache.basic import BasicKvCache
-from forge.cache.paged import PagedKvCache
-from forge.cache.prefix import PrefixKvCache
-from forge.engine_args import EngineArgs
-from forge.errors import UsageError
+from forge.experiments.bench.tables import draw
 from forge.views.json_output import plain, to_json
 from forge.views.terminal import open_console
 from tests.small_models import write_small_qwen3

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from forge.bench.results import Figure, last_of, shown
-from forge.bench.tables import Table, title
 from forge.cli.bench import COMMANDS
 from forge.cli.main import command_named
 from forge.errors import INTERRUPTED
+from forge.experiments.bench.results import Figure, last_of, shown
+from forge.experiments.bench.tables import Table, title
 from forge.views.terminal import open_console
 
 

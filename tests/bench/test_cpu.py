@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from forge.bench import cpu, process
+from forge.bench import process
 from forge.bench.cases import CASES
-from forge.bench.cpu import PEERS, Effort, Plan, run
-from forge.bench.options import select_cases, select_peers
 from forge.bench.process import ProcessFailed
-from forge.bench.results import Figure
 from forge.cli.main import main
 from forge.errors import UsageError
+from forge.experiments.bench import cpu
+from forge.experiments.bench.cpu import PEERS, Effort, Plan, run
+from forge.experiments.bench.options import select_cases, select_peers
+from forge.experiments.bench.results import Figure
 from tests.bench.stubs import Script
 from tests.small_models import write_small_qwen3
 

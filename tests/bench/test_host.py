@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from forge.bench.host import measure, screen
-from forge.bench.tables import draw
 from forge.cli.main import main
+from forge.experiments.bench.host import measure, screen
+from forge.experiments.bench.tables import draw
 from forge.views.terminal import open_console
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from forge import LLM
-from forge.bench import quality
-from forge.bench.quality import divergences, negative_log_likelihood, perplexity, run
 from forge.cli.main import main
 from forge.errors import UsageError
+from forge.experiments.bench import quality
+from forge.experiments.bench.quality import divergences, negative_log_likelihood, perplexity, run
 from tests.small_models import write_small_qwen3
 
 TEXT = "There is a hen in the tree at the inn, and the other hen is on the roof. " * 3

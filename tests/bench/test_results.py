@@ -5,11 +5,11 @@ from statistics import median
 
 import pytest
 
-from forge.bench import cpu
 from forge.bench.cases import CASES, Limits, ModelSize, Needs, Roofline, measure_model, needs_of
-from forge.bench.options import select_cases
-from forge.bench.results import Figure, ratios
 from forge.errors import UsageError
+from forge.experiments.bench import cpu
+from forge.experiments.bench.options import select_cases
+from forge.experiments.bench.results import Figure, ratios
 from forge.gguf import GGUFFile
 from forge.views.json_output import plain, to_json
 from tests.small_models import write_small_qwen3

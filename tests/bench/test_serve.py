@@ -11,7 +11,8 @@ import pytest
 
 from forge.bench.http_client import ServerProblem, Timed
 from forge.bench.process import ProcessFailed
-from forge.bench.serve import (
+from forge.errors import UsageError
+from forge.experiments.bench.serve import (
     ServeBenchmark,
     ServePlan,
     engine_turns,
@@ -23,8 +24,7 @@ from forge.bench.serve import (
     screen,
     serve_object,
 )
-from forge.bench.tables import draw
-from forge.errors import UsageError
+from forge.experiments.bench.tables import draw
 from forge.views.terminal import open_console
 
 EVENT = b"data: "

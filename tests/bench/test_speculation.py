@@ -2,8 +2,8 @@
 
 import pytest
 
-from forge.bench.speculation import screen
-from forge.bench.tables import draw
+from forge.experiments.bench.speculation import screen
+from forge.experiments.bench.tables import draw
 from tests.views.records import piped, written
 
 

@@ -4,9 +4,9 @@ import io
 
 import pytest
 
-from forge.bench import cpu, quality
 from forge.bench.cases import Limits
-from forge.bench.tables import draw
+from forge.experiments.bench import cpu, quality
+from forge.experiments.bench.tables import draw
 from forge.views.progress import BenchProgress
 from forge.views.terminal import open_console
 from tests.bench.test_results import benchmark

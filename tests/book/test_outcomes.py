@@ -30,6 +30,7 @@ def test_each_outcome_is_rendered_with_facts_under_which_it_is_said():
         "a.tokens == 0",
         "a.tokens > 1000 and a.ms < 1",
         "a.kind == 'basic'",
+        "a.kind != 'paged'",
         "not a.same",
         "a.ms < 3 and not a.same or a.tokens == 40",
         "a.items[0].n > a.items[1].n",

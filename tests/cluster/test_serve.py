@@ -74,9 +74,10 @@ def events(server: Server, prompt: str, **options) -> Iterator[str]:
 
 
 def num_answering(server: Server) -> int:
-    """To how many replicas requests go at the moment."""
-    found = [completion(server, f"{time.monotonic()} who?", max_tokens=1)[1]["id"] for _ in range(4)]
-    return len({route(server, one)["replica"] for one in found})
+    """To how many replicas requests go that come at once."""
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(completion, server, f"{time.monotonic()} who?", max_tokens=200) for _ in range(4)]
+    return len({route(server, one.result()[1]["id"])["replica"] for one in asked})
 
 
 def route(server: Server, request_id: str) -> dict:
@@ -111,6 +112,8 @@ def test_limits_and_mistakes_are_answered_as_by_one_server(server):
     assert server.request("/v1/completions", {"prompt": "a", "temperature": -1})[0] == 400
     status, found = completion(server, "a", n=2, max_tokens=3)
     assert status == 200 and len(found["choices"]) == 2
+    status, found = server.request("/classify", {"input": ["a", "b"], "labels": ["x", "y"]})
+    assert status == 200 and len(found["data"]) == 2
 
 
 def test_a_client_that_leaves_ends_its_request(server):
@@ -188,12 +191,15 @@ def test_each_request_ends_once_when_replicas_are_killed(server):
 
 def test_sigterm_lets_requests_finish_and_leaves_nothing_behind():
     server = cluster("--replicas", "1", "--router", "p2c")
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(completion, server, "a long one", max_tokens=800)
-        assert until(lambda: server.metric("vllm:num_requests_running") == 1)
-        left = children(server.process.pid)
-        assert server.stop() == 0
-        assert answer.result()[0] == 200
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(completion, server, "a long one", max_tokens=800)
+            assert until(lambda: server.metric("vllm:num_requests_running") == 1)
+            left = children(server.process.pid)
+            assert server.stop() == 0
+            assert answer.result()[0] == 200
+    finally:
+        server.stop()
     assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), 30), "processes are left behind"
 
 
@@ -214,7 +220,10 @@ def test_prefill_apart_gives_the_same_answers():
         server.stop()
 
 
-@pytest.mark.skipif(KILLS < 3, reason="Serve takes half a minute to decide: run with FORGE_KILLS=50")
+long = pytest.mark.skipif(KILLS < 3, reason="it would take these tests beyond two minutes: run with FORGE_KILLS=50")
+
+
+@long
 def test_serve_adds_a_replica_when_requests_pile_up():
     server = cluster("--replicas", "1", "--max-replicas", "2", "--target-requests", "1")
     try:
@@ -235,6 +244,7 @@ def test_serve_adds_a_replica_when_requests_pile_up():
         server.stop()
 
 
+@long
 def test_a_model_that_does_not_load_is_one_line():
     options = ("--replicas", "1", "--ray-address", "local", "--max-model-len", "1000000")
     process = start("serve", "--model", "hash", "--port", "0", *options, text=True)

@@ -15,10 +15,10 @@ WITH_EXAMPLE = f"""
 import sys
 from pathlib import Path
 from forge import experiments
-from forge.book import shelf
+from forge.book import catalog
 folder = Path({str(EXAMPLE)!r})
 experiments.__path__.append(str(folder))
-shelf.chapters_folder = lambda: folder
+catalog.chapters_folder = lambda: folder
 from forge.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

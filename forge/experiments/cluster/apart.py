@@ -17,7 +17,7 @@ from forge.engine.handoff import KvHandoff
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 from forge.trace.totals import percentile
-from forge.views.formatting import count, ms, size, times
+from forge.views.formatting import count, ms, share, size
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
 from forge.views.progress import BenchProgress
 from forge.views.report import Report
@@ -215,7 +215,7 @@ def print_apart(console: Console, facts: dict[str, Any]) -> None:
             f"{count(one['prompt_tokens'])} tokens",
             size(one["bytes"]),
             *(ms(one[f"{name}_ms"]) for name in ("prefill", "export", "import")),
-            times(one["share"]) if one["share"] >= 0.1 else f"{one['share']:.2f} x",
+            share(one["share"]),
         )
     print_table(console, table)
     console.print()

@@ -27,14 +27,14 @@ import numpy as np
 import typer
 
 from forge.bench.http_client import HttpClient, ServerProblem, Timed
-from forge.bench.options import MEASURE, at_least_one, option
 from forge.bench.process import BenchProcess, Launch
-from forge.bench.results import Progress, shown, silent
-from forge.bench.tables import Part, Table, title, trouble
 from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.experiments.bench.options import MEASURE, at_least_one, option
+from forge.experiments.bench.results import Progress, shown, silent
+from forge.experiments.bench.tables import Part, Table, title, trouble
 from forge.option import option as field_option
 from forge.views.formatting import count, percent, rate
 from forge.views.progress import progress_line

@@ -16,13 +16,13 @@ from typing import Annotated, Any
 
 import typer
 
-from forge.bench.results import Facts, Progress, shown, silent
-from forge.bench.tables import Part, Table, ratio_text, title, trouble, verdict, where
 from forge.bench.tokenizer_inputs import inputs
 from forge.bench.worker import timed
 from forge.cli import machine, options
 from forge.cli.run_control import Found
 from forge.errors import ForgeError, UsageError
+from forge.experiments.bench.results import Facts, Progress, shown, silent
+from forge.experiments.bench.tables import Part, Table, ratio_text, title, trouble, verdict, where
 from forge.gguf import GGUFFile
 from forge.model.catalog import is_hash_model, resolve_model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerSpec, spec_from_gguf

@@ -22,14 +22,14 @@ import numpy as np
 import typer
 from rich.text import Text
 
-from forge.bench.results import Facts, Progress, shown, silent
-from forge.bench.tables import Part, Table, title
 from forge.cache.kv_storage import KV_DTYPES
 from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.experiments.bench.results import Facts, Progress, shown, silent
+from forge.experiments.bench.tables import Part, Table, title
 from forge.llm import LLM
 from forge.views.formatting import count, plural
 from forge.views.palette import QUIET

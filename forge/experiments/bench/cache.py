@@ -13,9 +13,6 @@ from functools import partial
 from statistics import median
 from typing import Annotated
 
-from forge.bench.options import QuickOption, at_least_one, option
-from forge.bench.results import Facts, Figure, Progress, ratios, shown, silent
-from forge.bench.tables import Part, Table, ratio_text, title, where
 from forge.bench.worker import timed
 from forge.cache.basic import BasicKvCache
 from forge.cache.block_pool import BlockPool
@@ -29,6 +26,9 @@ from forge.engine.engine import Engine
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
+from forge.experiments.bench.options import QuickOption, at_least_one, option
+from forge.experiments.bench.results import Facts, Figure, Progress, ratios, shown, silent
+from forge.experiments.bench.tables import Part, Table, ratio_text, title, where
 from forge.llm import LLM
 from forge.views.formatting import NOTHING, count, plural, rate, share, size
 from forge.views.progress import progress_line

@@ -11,15 +11,15 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
-from forge.bench.options import QuickOption, option
-from forge.bench.results import Facts, Figure, Progress, last_of, ratios, shown
-from forge.bench.tables import Part, Table, title, verdict
 from forge.cli import machine, options
 from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.experiments.bench.options import QuickOption, option
+from forge.experiments.bench.results import Facts, Figure, Progress, last_of, ratios, shown
+from forge.experiments.bench.tables import Part, Table, title, verdict
 from forge.llm import LLM
 from forge.speculation.setup import checked_mode
 from forge.speculation.speculator import Speculator

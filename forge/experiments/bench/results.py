@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from forge.bench.tables import Part, draw, ratio_text
 from forge.cli.run_control import INTERRUPTED
+from forge.experiments.bench.tables import Part, draw, ratio_text
 from forge.views.json_output import plain
 from forge.views.report import Report
 

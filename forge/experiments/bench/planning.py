@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-from forge.bench.oneshot import PromptMaker
-from forge.bench.options import at_least_one, option
-from forge.bench.results import Facts, Figure, Progress, ratios, shown, silent
-from forge.bench.tables import Part, Table, title, verdict, where
 from forge.cache.prefix import PrefixKvCache
 from forge.cli import machine, options
 from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found, load_model
 from forge.engine_args import EngineArgs
+from forge.experiments.bench.oneshot import PromptMaker
+from forge.experiments.bench.options import at_least_one, option
+from forge.experiments.bench.results import Facts, Figure, Progress, ratios, shown, silent
+from forge.experiments.bench.tables import Part, Table, title, verdict, where
 from forge.llm import LLM
 from forge.views.formatting import count, plural
 from forge.views.progress import progress_line

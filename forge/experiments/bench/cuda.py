@@ -18,19 +18,20 @@ import typer
 from forge.backends.devices import why_not_cuda
 from forge.bench.cases import BLOCK_SIZE, CUDA_LOADS, CUDA_STEPS, FORGE, Case, Load
 from forge.bench.closed_loop import load_figures
-from forge.bench.options import QuickOption, at_least_one, option, select_cases, select_peers
 from forge.bench.process import Effort, Launch, Runner, measure_limits
-from forge.bench.results import Facts, Figure, Progress, last_of, shown, silent
-from forge.bench.tables import Part, Table, title, trouble
 from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.experiments.bench.options import QuickOption, at_least_one, option, select_cases, select_peers
+from forge.experiments.bench.results import Facts, Figure, Progress, last_of, shown, silent
+from forge.experiments.bench.tables import Part, Table, title, trouble
 from forge.model.catalog import resolve_model
 from forge.model.synth import SHAPES, default_file_name, synth
 from forge.model.weight_source import open_weights
 from forge.views.formatting import NOTHING, count, percent
+from forge.views.json_output import plain  # noqa: F401 (gpu_stages takes it from here)
 from forge.views.progress import progress_line
 from forge.views.text import one_line
 

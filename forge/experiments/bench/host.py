@@ -13,14 +13,14 @@ from typing import Annotated
 
 import numpy as np
 
-from forge.bench.options import option
-from forge.bench.results import Facts, shown
-from forge.bench.tables import Part, Table, title
 from forge.cli import machine, options
 from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
+from forge.experiments.bench.options import option
+from forge.experiments.bench.results import Facts, shown
+from forge.experiments.bench.tables import Part, Table, title
 from forge.llm import LLM
 
 BATCHES = (1, 4, 16, 64)

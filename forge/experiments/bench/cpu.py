@@ -16,15 +16,15 @@ from typing import Annotated
 
 from forge.backends.cpu.features import usable_cpus
 from forge.bench.cases import BLOCK_SIZE, CASES, FORGE, Case, Limits, Needs, Roofline, measure_model, needs_of
-from forge.bench.options import QuickOption, at_least_one, option, select_cases, select_peers
 from forge.bench.process import Effort, Launch, PeerMissing, Runner, measure_limits
-from forge.bench.results import Facts, Figure, Progress, last_of, ratios, shown, silent
-from forge.bench.tables import Fitting, Part, Table, ratio_text, title, trouble
 from forge.cli import machine, options
 from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.experiments.bench.options import QuickOption, at_least_one, option, select_cases, select_peers
+from forge.experiments.bench.results import Facts, Figure, Progress, last_of, ratios, shown, silent
+from forge.experiments.bench.tables import Fitting, Part, Table, ratio_text, title, trouble
 from forge.model.catalog import model_name, resolve_model
 from forge.views.formatting import NOTHING, percent, plural, rate, size
 from forge.views.palette import ACCENT

@@ -12,9 +12,6 @@ from dataclasses import replace
 from statistics import median
 from typing import Annotated
 
-from forge.bench.options import at_least_one, option
-from forge.bench.results import Facts, Figure, Progress, ratios, shown, silent
-from forge.bench.tables import Part, Table, ratio_text, title, verdict, where
 from forge.cache.paged import PagedKvCache
 from forge.cli import machine, options
 from forge.cli.arguments import Takes, command
@@ -23,6 +20,9 @@ from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.experiments.bench.options import at_least_one, option
+from forge.experiments.bench.results import Facts, Figure, Progress, ratios, shown, silent
+from forge.experiments.bench.tables import Part, Table, ratio_text, title, verdict, where
 from forge.llm import LLM
 from forge.views.formatting import ms, plural, rate
 from forge.views.progress import progress_line
