@@ -114,7 +114,7 @@ def _measure(prompt: str, max_tokens: int, form: StructuredOutput, engine: Engin
         llm.generate([token_ids], one)  # kernels and grammars are compiled by then
         with watching(open_console(), run_label(llm), prompt) as view:
             runs.append(drive(llm, llm.start([token_ids], one), one, view.step))
-    result = Constrained(run_label(plain), prompt, plain.model.vocab_size, free_text, *runs, places)
+    result = Constrained(run_label(plain), prompt, plain.model.vocab_size, free_text, runs[0], runs[1], runs[2], places)
     return Report(constrained_object(result), lambda console: print_constrained(console, result), exit_status(*runs))
 
 
