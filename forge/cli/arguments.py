@@ -104,11 +104,12 @@ def was_given(context: typer.Context, name: str) -> bool:
 
 
 def _check_needs(chosen: "Sequence[Field[Any]]", given: Mapping[str, Any], context: typer.Context) -> None:
+    names = {field.name for field in chosen}
     for field in chosen:
         needed = field.metadata["needs"]
         flag = needed.partition(" ")[0]
         name = flag.removeprefix("--").replace("-", "_")
-        if name in given and given[name] is None and was_given(context, field.name):
+        if name in names and given[name] is None and was_given(context, field.name):
             raise UsageError(f"{flag_of(field.name)} means nothing without {flag}: give {needed} too, or leave it out")
 
 

@@ -6,8 +6,9 @@ import typer
 
 from forge.book.bug_view import bug_object, print_bug
 from forge.book.bugs import find_bug
-from forge.cli import completion, options
+from forge.cli import completion
 from forge.cli.run_control import load_model
+from forge.engine_args import EngineArgs
 from forge.views.report import Report
 
 _MODEL = "tales"
@@ -27,12 +28,13 @@ BugOption = Annotated[
 ]
 
 
-def run_bug(chapter: str, name: str, device: str | None, threads: int | None, json: bool) -> "Report":
-    """The runs of one of a chapter's bugs, in which texts are compared that the bundled model tells."""
+def run_bug(chapter: str, name: str, engine: EngineArgs, json: bool) -> "Report":
+    """The runs of one of a chapter's bugs, in which texts are compared that the bundled model tells. Of `engine` they
+    have its device and threads."""
     from forge.book.bug_runs import run_with_and_without
 
     bug = find_bug(name, chapter)
-    given = options.model_options(device=device, threads=threads)
+    given = {"device": engine.device, "threads": engine.threads}
     runs = run_with_and_without(bug, lambda: load_model(_MODEL, **{**given, **bug.loading}))
     is_caught = runs.sound.failure is None and runs.caught_by is not None
     report = Report(bug_object(runs), lambda console: print_bug(console, runs), 0 if is_caught else UNNOTICED)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command
+from forge.engine_args import EngineArgs
 from forge.exercises import running, session
 from forge.exercises.catalog import available, find_entry
 from forge.exercises.screens import (
@@ -91,15 +93,17 @@ def check(number: Number = None, folder: FolderOption = _FOLDER, json: options.J
 
 
 @build.command("run")
+@command
 def run(
     number: Number = None,
     folder: FolderOption = _FOLDER,
-    model: options.ModelOption = "tales",
+    *,
+    engine: Annotated[EngineArgs, Takes("model")],
     json: options.JsonOption = False,
 ) -> Any:
     """Run the real engine on your code, and compare tokens and speed with the engine's own."""
     entry = _entry(number)
-    comparison = running.run(entry, session.path_of(entry, folder), model)
+    comparison = running.run(entry, session.path_of(entry, folder), str(engine.model))
     return _shown(
         Report(
             running.facts(comparison),

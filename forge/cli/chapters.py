@@ -22,6 +22,7 @@ from forge.book.session import Session
 from forge.cli import completion, options
 from forge.cli.run_control import INTERRUPTED, Found
 from forge.errors import UsageError
+from forge.option import flag_of
 from forge.views.report import Report
 from forge.views.terminal import open_console
 
@@ -46,10 +47,8 @@ PauseOption = Annotated[
 ]
 _NOT_GIVEN = ("only", "pause", "json")
 _ALONE = "run"
-_COUNTS = (
-    "requests", "prompt_tokens", "max_tokens", "k", "threads", "block_size", "num_blocks", "max_num_seqs", "sequences"
-)  # fmt: skip
-"""What is at least 1 wherever it can be given."""
+_COUNTS = ("requests", "prompt_tokens", "max_tokens", "sequences")
+"""What is at least 1 wherever it can be given, and no field of a dataclass that checks it."""
 
 
 def chapters(
@@ -158,10 +157,7 @@ def _check(given: Mapping[str, str | tuple[str, ...]]) -> None:
 
     Raises `UsageError`.
     """
-    from forge.backends.devices import check_device
-    from forge.cache.factory import canonical_mode
     from forge.model.catalog import is_hash_model, resolve_model
-    from forge.speculation.setup import DEFAULT_K, checked_mode
     from forge.workload.requests import Range
 
     models = [model for name in ("model", "draft") for model in each(given.get(name, ()))]
@@ -173,29 +169,15 @@ def _check(given: Mapping[str, str | tuple[str, ...]]) -> None:
         raise UsageError("the prompt is empty: give it at least one word")
     for name in ("prompt_tokens", "max_tokens"):
         if not _is_whole(values.get(name, "1")):
-            Range.parse(values[name], _option(name))
+            Range.parse(values[name], flag_of(name))
     for name in _COUNTS:
         if _is_whole(values.get(name, "")) and int(values[name]) < 1:
-            named = name if name == "max_tokens" else _option(name)  # which is an argument of some chapters
+            named = name if name == "max_tokens" else flag_of(name)  # which is an argument of some chapters
             raise UsageError(f"{named} must be at least 1, got {values[name]}")
-    if "kv" in values:
-        canonical_mode(values["kv"])
-    if "device" in values:
-        check_device(values["device"])
-    if "kernels" in values:
-        check_device("cuda", kernels=values["kernels"])
-    if "speculate" in values:
-        checked_mode(values["speculate"], DEFAULT_K)
-    if "temperature" in values:
-        options.sampling_params(temperature=float(values["temperature"]))
 
 
 def _is_whole(text: str) -> bool:
     return text.removeprefix("-").isdecimal()
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _as_written(value: object) -> str | tuple[str, ...]:

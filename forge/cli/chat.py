@@ -6,7 +6,7 @@ import typer
 
 from forge.cli.arguments import Takes, command
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import Watch, drive, load_model, run_label
+from forge.cli.run_control import StepObserver, drive, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import ForgeError
@@ -31,15 +31,17 @@ def chat(
     """
     from forge.views.chat import ChatView
 
-    blocks, watch = output.shows_blocks(engine), Watch(output.trace, output.step)
+    blocks, observer = output.shows_blocks(engine), StepObserver(output.trace, output.step)
     llm = load_model(engine)
     llm.engine.report_blocks = blocks
     view = ChatView(open_console(), run_label(llm))
     view.welcome()
-    _converse(llm, llm.chat_session(system), sampling, view, watch)
+    _converse(llm, llm.chat_session(system), sampling, view, observer)
 
 
-def _converse(llm: "LLM", session: "ChatSession", params: SamplingParams, view: "ChatView", watch: Watch) -> None:
+def _converse(
+    llm: "LLM", session: "ChatSession", params: SamplingParams, view: "ChatView", observer: StepObserver
+) -> None:
     """Read messages until there are no more."""
     while (message := view.ask()) is not None:
         if message in ("/exit", "/quit"):
@@ -67,4 +69,4 @@ def _converse(llm: "LLM", session: "ChatSession", params: SamplingParams, view: 
             except ForgeError as error:
                 view.trouble(str(error))
                 continue
-            view.finish(drive(llm, run, params, view.step, watch))
+            view.finish(drive(llm, run, params, view.step, observer))

@@ -65,7 +65,14 @@ def compare(
     *,
     sampling: Annotated[SamplingParams, Takes(without="max_tokens n logprobs prompt_logprobs")],
     engine: Annotated[EngineArgs, Takes(without="invariant max_num_seqs prefill_only")],
-    invariant: options.InvariantOption = False,
+    invariant: Annotated[
+        bool,
+        typer.Option(
+            "--invariant",
+            help="One tiling for every batch, so that bits never depend on it (cuda; elsewhere they never do).",
+            rich_help_panel="Model",
+        ),
+    ] = False,
     prompts: Annotated[
         str | None,
         typer.Option(

@@ -33,7 +33,7 @@ def is_judging(versus: "Versus") -> bool:
 
 def compare_judging(given: Mapping[str, Any], versus: "Versus", texts: Sequence[str] | None, max_tokens: int) -> Report:
     """Run the texts, or `--requests` judge requests, all at once on both sides."""
-    from forge.views.bench import BenchProgress
+    from forge.views.progress import BenchProgress
 
     if texts is not None and given["requests"] is not None:
         raise UsageError("--requests makes requests up and --prompts reads them: give one of the two")

@@ -8,7 +8,7 @@ import typer
 from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.cli.options import FormArgs, OutputArgs
-from forge.cli.run_control import Watch, drive, exit_status, load_model, run_label
+from forge.cli.run_control import StepObserver, drive, exit_status, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.views.generation import GenerationView, generation_view
@@ -51,14 +51,14 @@ def generate(
     if prompt_logprobs is None and echo and max_tokens == 0:
         sampling = replace(sampling, prompt_logprobs=0)
     params = replace(sampling, max_tokens=max_tokens, structured=form.structured_output())
-    watch = Watch(output.trace, output.step)
+    observer = StepObserver(output.trace, output.step)
     llm = load_model(engine)
     llm.engine.report_blocks = blocks
     token_ids = chat_prompt(llm, text, system) if chat or system is not None else None
     if output.json:
-        status = _run_json(llm, text, token_ids, params, watch)
+        status = _run_json(llm, text, token_ids, params, observer)
     else:
-        status = _run_shown(llm, text, token_ids, params, watch, echo, prompt_logprobs, output.pace)
+        status = _run_shown(llm, text, token_ids, params, observer, echo, prompt_logprobs, output.pace)
     raise typer.Exit(status)
 
 
@@ -69,7 +69,9 @@ def chat_prompt(llm: "LLM", message: str, system: str | None) -> list[int]:
     return llm.tokenizer.encode_chat(messages, add_generation_prompt=True)[1]
 
 
-def _run_json(llm: "LLM", text: str, token_ids: list[int] | None, params: SamplingParams, watch: Watch) -> int:
+def _run_json(
+    llm: "LLM", text: str, token_ids: list[int] | None, params: SamplingParams, observer: StepObserver
+) -> int:
     from forge.views.blocks import BlockScreen, blocks_object
 
     screen, blocks = BlockScreen(), []
@@ -78,7 +80,7 @@ def _run_json(llm: "LLM", text: str, token_ids: list[int] | None, params: Sampli
         if record.blocks is not None:
             blocks.append(blocks_object(record, screen.feed(record), screen.names))
 
-    result = drive(llm, llm.start([token_ids or text], params), params, look, watch)
+    result = drive(llm, llm.start([token_ids or text], params), params, look, observer)
     found = run_object(result, llm.tokenizer.token_text) | {"prompt": text}
     if llm.engine.report_blocks:
         found["blocks"] = blocks
@@ -91,7 +93,7 @@ def _run_shown(
     text: str,
     token_ids: list[int] | None,
     params: SamplingParams,
-    watch: Watch,
+    observer: StepObserver,
     echo: bool,
     prompt_logprobs: int | None,
     pace: float,
@@ -106,7 +108,7 @@ def _run_shown(
     else:
         following = generation_view(console, run_label(llm), shown, echo)
     with following as view:
-        result = drive(llm, llm.start([token_ids or text], params), params, view.step, watch)
+        result = drive(llm, llm.start([token_ids or text], params), params, view.step, observer)
         view.finish(result)
     print_logprobs(console, result.output, params.logprobs, prompt_logprobs, llm.tokenizer.token_text)
     return exit_status(result)

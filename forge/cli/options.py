@@ -8,20 +8,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from forge.cli import completion
 from forge.cli.arguments import JSON_HELP, JsonOption, was_given  # noqa: F401
-from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import StructuredOutput
-from forge.engine_args import KV_KINDS, EngineArgs, memory_bytes
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
 
-_MODEL, _SAMPLING, _OUTPUT, _SPECULATION = "Model", "Sampling", "Output", "Speculation"
-_SCHEDULER, _WORKLOAD = "Scheduler", "Requests"
+_OUTPUT, _WORKLOAD, _FORM = "Output", "Requests", "Structured output (one of these)"
 
 DEFAULT_PROMPT = "Once upon a time"
 DEFAULT_MAX_TOKENS = 32
@@ -34,153 +31,6 @@ PromptArgument = Annotated[
 DefaultedPrompt = Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.")]
 MaxTokens = Annotated[int, typer.Argument(metavar="MAX_TOKENS", help="Output tokens at most.")]
 
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        help="A bundled or pulled model's name, a GGUF file, a Hugging Face folder, or hash.",
-        autocompletion=completion.models,
-        rich_help_panel=_MODEL,
-    ),
-]
-_KV_HELP = f"KV cache: {'; '.join(f'{kind}, {what}' for kind, what in KV_KINDS.items())}."
-
-
-def _stripped(value: str | None) -> str | None:
-    return value if value is None else value.strip()
-
-
-KvOption = Annotated[
-    str,
-    typer.Option("--kv", help=_KV_HELP, autocompletion=completion.kv_modes, callback=_stripped, rich_help_panel=_MODEL),
-]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        help="cpu, reference or cuda.",
-        show_default="the fastest on the CPU",
-        autocompletion=completion.devices,
-        rich_help_panel=_MODEL,
-    ),
-]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option("--threads", help="CPU threads.", show_default="all usable CPUs", rich_help_panel=_MODEL),
-]
-MaxModelLenOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-model-len",
-        help="Prompt and output tokens at most; bounds the memory reserved.",
-        show_default="the model's context, up to 4,096",
-        rich_help_panel=_MODEL,
-    ),
-]
-NumBlocksOption = Annotated[
-    int | None,
-    typer.Option(
-        "--num-blocks",
-        help="Blocks in the KV cache's pool.",
-        show_default="512 for paged and prefix, or what one sequence may take",
-        rich_help_panel=_MODEL,
-    ),
-]
-PaceOption = Annotated[
-    float,
-    typer.Option("--pace", help="Steps per second that a terminal shows; 0 does not wait.", rich_help_panel=_OUTPUT),
-]
-
-
-InvariantOption = Annotated[
-    bool,
-    typer.Option(
-        "--invariant",
-        help="One tiling for every batch, so that bits never depend on it (cuda; elsewhere they never do).",
-        rich_help_panel=_MODEL,
-    ),
-]
-
-SpeculateOption = Annotated[
-    str | None,
-    typer.Option(
-        "--speculate",
-        help="Guess tokens ahead and verify them together: draft, a small model; ngram, what followed before; grammar, "
-        "what a grammar leaves no choice about; off.",
-        show_default="off",
-        autocompletion=completion.proposers,
-        rich_help_panel=_SPECULATION,
-    ),
-]
-DraftOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--draft",
-        help="The draft model; may be repeated, then all of them guess.",
-        show_default="tales-draft",
-        autocompletion=completion.models,
-        rich_help_panel=_SPECULATION,
-    ),
-]
-KOption = Annotated[
-    int | None,
-    typer.Option("--k", help="Tokens to guess at a time, at most; 4 if not given.", rich_help_panel=_SPECULATION),
-]
-SpeculateFixedOption = Annotated[
-    bool,
-    typer.Option(
-        "--speculate-fixed", help="Always guess that many, also where it loses.", rich_help_panel=_SPECULATION
-    ),
-]
-AcceptanceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--acceptance",
-        help="Which draft tokens stand when tokens are sampled: gumbel (default; the output is the same as without a "
-        "draft) or rejection (more are accepted; reproducible only with a fixed K).",
-        autocompletion=completion.one_of("gumbel", "rejection"),
-        rich_help_panel=_SPECULATION,
-    ),
-]
-
-TemperatureOption = Annotated[
-    float, typer.Option("--temperature", help="0 is greedy: always the most probable token.", rich_help_panel=_SAMPLING)
-]
-TopPOption = Annotated[
-    float, typer.Option("--top-p", help="Keep the most probable tokens up to this sum.", rich_help_panel=_SAMPLING)
-]
-TopKOption = Annotated[
-    int, typer.Option("--top-k", help="Keep this many of the most probable; 0 keeps all.", rich_help_panel=_SAMPLING)
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option("--seed", help="Same seed, same tokens.", show_default="drawn, and shown", rich_help_panel=_SAMPLING),
-]
-
-_FORM = "Structured output (one of these)"
-
-MaxNumSeqsOption = Annotated[
-    int | None,
-    typer.Option("--max-num-seqs", help="Sequences that may run at once; 16 if not given.", rich_help_panel=_SCHEDULER),
-]
-
-PrefillOnlyTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--prefill-only-tokens",
-        help="Tokens of prefill-only requests in one step; 2,048 if not given, 8,192 on a large GPU.",
-        rich_help_panel=_SCHEDULER,
-    ),
-]
-PrefillOnlyMemoryOption = Annotated[
-    str | None,
-    typer.Option(
-        "--prefill-only-memory",
-        help="Temporary memory that a step may take for them; what the caches bear if not given.",
-        rich_help_panel=_SCHEDULER,
-    ),
-]
 TextsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="TEXT...", help="One text or several; - reads standard input.")
 ]
@@ -200,19 +50,6 @@ WorkloadSeedOption = Annotated[
     int, typer.Option("--seed", help="The same seed makes the same requests.", rich_help_panel=_WORKLOAD)
 ]
 
-TraceOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace", help="Record every step in this file, for forge replay.", dir_okay=False, rich_help_panel=_OUTPUT
-    ),
-]
-StepOption = Annotated[
-    bool, typer.Option("--step", help="Stop after each step and wait for a key.", rich_help_panel=_OUTPUT)
-]
-SvgOption = Annotated[
-    Path | None, typer.Option("--svg", help="Save the final picture in this file.", rich_help_panel=_OUTPUT)
-]
-
 
 @dataclass(frozen=True)
 class OutputArgs:
@@ -229,11 +66,14 @@ class OutputArgs:
     def __post_init__(self) -> None:
         if self.show not in (None, *SHOWABLE):
             raise UsageError(f"--show takes {' or '.join(SHOWABLE)}, and {self.show!r} is something else")
-        checked_pace(self.pace)
+        if not 0 <= self.pace < float("inf"):
+            raise UsageError(f"--pace is a number of steps per second, or 0 not to wait, and {self.pace} is neither")
 
     def shows_blocks(self, engine: EngineArgs) -> bool:
         """Whether `--show blocks` was given. Raises `UsageError` with no cache."""
-        return shows_blocks(self.show, str(engine.cache))
+        if self.show is not None and engine.cache == "off":
+            raise UsageError("--show blocks has nothing to show with --kv off: give --kv paged, prefix or basic")
+        return self.show is not None
 
 
 @dataclass(frozen=True)
@@ -258,48 +98,6 @@ class FormArgs:
             choice=self.choice or None,
             grammar=self.grammar and read_text(self.grammar),
         )
-
-
-def model_options(**given: Any) -> dict[str, Any]:
-    """The keyword arguments of `LLM` that were given; what was not given is the library's to decide."""
-    found = {name: value for name, value in given.items() if value is not None}
-    for name in ("kv_memory", "prefill_only_memory"):
-        if name in found:
-            found[name] = memory_bytes(found[name], f"--{name.replace('_', '-')}")
-    return found
-
-
-def check_speculation(
-    speculate: str | None, draft: list[str] | None, k: int | None, acceptance: str | None = None
-) -> None:
-    """Raises `UsageError` for options of speculation without `--speculate`."""
-    given = [name for name, value in (("--draft", draft), ("--k", k), ("--acceptance", acceptance)) if value]
-    if given and speculate is None:
-        how = "--speculate draft" if draft else "--speculate draft or ngram"
-        raise UsageError(f"{given[0]} means nothing without guesses: give {how} too, or leave it out")
-
-
-def shows_blocks(show: str | None, kv: str) -> bool:
-    """Whether `--show blocks` was given. Raises `UsageError` for anything else, or with no cache."""
-    if show is None:
-        return False
-    if show not in SHOWABLE:
-        raise UsageError(f"--show takes {' or '.join(SHOWABLE)}, and {show!r} is something else")
-    if kv == "off":
-        raise UsageError("--show blocks has nothing to show with --kv off: give --kv paged, prefix or basic")
-    return True
-
-
-def checked_pace(pace: float) -> float:
-    """`--pace`. Raises `UsageError` for a negative one."""
-    if not 0 <= pace < float("inf"):
-        raise UsageError(f"--pace is a number of steps per second, or 0 not to wait, and {pace} is neither")
-    return pace
-
-
-def sampling_params(**given: Any) -> SamplingParams:
-    """`SamplingParams` from option values. Raises `UsageError` for one that has no meaning."""
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
 def read_prompt(argument: str) -> str:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command
+from forge.cli.options import OutputArgs
 from forge.cli.run_control import Found
 from forge.errors import UsageError
 from forge.trace.recorder import TraceError, read_trace
@@ -28,14 +30,13 @@ TraceArgument = Annotated[
 trace = typer.Typer(help="Turn a recorded run into other formats.", no_args_is_help=True, rich_markup_mode="rich")
 
 
+@command
 def replay(
     file: TraceArgument,
-    step: options.StepOption = False,
+    output: Annotated[OutputArgs, Takes("step svg json")],
     seq: Annotated[
         int | None, typer.Option("--seq", metavar="NUMBER", help="One sequence's story.", show_default=False)
     ] = None,
-    svg: options.SvgOption = None,
-    json: options.JsonOption = False,
 ) -> Found:
     """Show a recorded run again, step through it, or tell one request's story. Loads no model.
 
@@ -43,23 +44,23 @@ def replay(
     [dim]forge replay run.jsonl --seq 27[/dim]
     """
     console = open_console()
-    if step:
+    if output.step:
         require_terminal(console)
     recorded = read_trace(file)
     if recorded.note:
         open_error_console().print(f"{options.shown_path(file)}: {recorded.note}", soft_wrap=True)
     history = _history(recorded)
     if seq is not None:
-        return _story(history, seq, json)
-    if step and history.records:
+        return _story(history, seq, output.json)
+    if output.step and history.records:
         with Stepper(console, history) as stepper:
             stepper.walk()
         return 0
-    if svg is not None:
+    if output.svg is not None:
         from forge.views.picture import save_serving
 
-        save_serving(svg, history)
-    if json:
+        save_serving(output.svg, history)
+    if output.json:
         found = serving_object(history.label, history.records, history.requests())
         return Report(found, lambda console: None).as_json()
     _show(console, history)

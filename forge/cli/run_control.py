@@ -92,8 +92,8 @@ class Driven:
     """Their times, as those of the records, without the time for which the reader looked at steps."""
 
 
-class Watch:
-    """What is done with the steps of a command's runs besides showing them: recording, stepping through."""
+class StepObserver:
+    """Records the steps of a command's runs in a trace, and lets a reader step through them."""
 
     def __init__(self, trace: Path | None = None, step: bool = False):
         """Raises a `ForgeError` where the trace cannot be written, or without a terminal to step in."""
@@ -123,7 +123,7 @@ class Watch:
             self._writer.write(record)
 
 
-UNWATCHED = Watch()
+UNOBSERVED = StepObserver()
 
 
 def drive(
@@ -131,10 +131,10 @@ def drive(
     run: AnyRun,
     params: SamplingParams,
     on_step: "Callable[[StepRecord], None]",
-    watch: Watch = UNWATCHED,
+    observer: StepObserver = UNOBSERVED,
 ) -> RunResult:
     """Advance `run` to its end, or to Ctrl-C, handing on every step as it happens."""
-    driven = advance(llm, llm.engine, run, on_step, watch)
+    driven = advance(llm, llm.engine, run, on_step, observer)
     label = run_label(llm)
     return RunResult(label, driven.records, driven.outputs[0], not params.greedy, driven.interrupted, driven.left)
 
@@ -167,18 +167,18 @@ def advance(
     engine: "Engine",
     run: AnyRun,
     on_step: "Callable[[StepRecord], None]",
-    watch: Watch = UNWATCHED,
+    observer: StepObserver = UNOBSERVED,
     history: "History | None" = None,
 ) -> Driven:
-    """Advance a run to its end, or to Ctrl-C, under `watch`. Where it is stepped through, `on_step` sees the steps when
-    that is over: only one of the two can have the screen. `history`, if given, is fed every step first. Raises
+    """Advance a run to its end, or to Ctrl-C, with `observer`. Where it is stepped through, `on_step` sees the steps
+    when that is over: only one of the two can have the screen. `history`, if given, is fed every step first. Raises
     `ForgeError` if a sample ended as an `error`."""
     from forge.trace.pauses import Pauses
 
-    watch.begin(llm, engine)
+    observer.begin(llm, engine)
     pauses = Pauses()
     records: list[StepRecord] = []
-    stepped = _stepper(llm, engine, history) if watch.steps else None
+    stepped = _stepper(llm, engine, history) if observer.steps else None
     if stepped is not None:
         stepper, history = stepped
         with interruption() as requested, stepper:
@@ -187,7 +187,7 @@ def advance(
                 with pauses.pause():
                     return stepper.asks_for_another(requested)
 
-            left = _advance(map(pauses.step, run), run.abort, records, watch, history, ask)
+            left = _advance(map(pauses.step, run), run.abort, records, observer, history, ask)
             if not left:
                 stepper.ended(requested)
             interrupted = requested()
@@ -201,10 +201,10 @@ def advance(
 
         left = False
         with interruption() as requested:
-            interrupted = _advance(run, run.abort, records, watch, history, show)
+            interrupted = _advance(run, run.abort, records, observer, history, show)
     outputs = tuple(_without_pauses(output, pauses) for output in run.outputs)
     for output in outputs:
-        watch.record(end_record(output))
+        observer.record(end_record(output))
     for sample in [sample for output in outputs for sample in output.outputs]:
         if sample.finish_reason == "error":
             raise ForgeError("; ".join(sample.errors))
@@ -220,14 +220,14 @@ def _advance(
     steps: "Iterable[StepRecord]",
     abort: "Callable[[], None]",
     records: "list[StepRecord]",
-    watch: Watch,
+    observer: StepObserver,
     history: "History | None",
     goes_on: "Callable[[StepRecord], bool]",
 ) -> bool:
     """Take the steps of a run while `goes_on`; whether it was aborted because that said no."""
     for record in steps:
         records.append(record)
-        watch.record(record)
+        observer.record(record)
         if history is not None:
             history.feed(record)
         if not goes_on(record):

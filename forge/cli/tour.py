@@ -4,16 +4,19 @@ from typing import Annotated
 
 import typer
 
-from forge.cli import options
+from forge.cli.arguments import Takes, command
+from forge.cli.options import OutputArgs
 from forge.cli.run_control import Found
+from forge.engine_args import EngineArgs
 
 
+@command
 def tour(
     prompt: Annotated[str, typer.Argument(help="What the request says.")] = "Once upon a time",
     max_tokens: Annotated[int, typer.Argument(help="Tokens to generate.", min=1)] = 8,
-    model: options.ModelOption = "tales",
-    svg: options.SvgOption = None,
-    json: options.JsonOption = False,
+    *,
+    engine: Annotated[EngineArgs, Takes("model")],
+    output: Annotated[OutputArgs, Takes("svg json")],
 ) -> Found:
     """Follow one request from HTTP to a token and back, with file and function at each station.
 
@@ -28,12 +31,12 @@ def tour(
     if not prompt:
         raise UsageError("the prompt is empty: give it at least one word")
     require_server()
-    found = take_tour(model, prompt, max_tokens, lambda url: steps_of(url, None))
-    if svg is not None:
+    found = take_tour(str(engine.model), prompt, max_tokens, lambda url: steps_of(url, None))
+    if output.svg is not None:
         from forge.views.picture import picture_console, save_picture
 
         console = picture_console()
         print_tour(console, found)
-        save_picture(console, svg, "forge tour")
+        save_picture(console, output.svg, "forge tour")
     report = Report(found.as_json(), lambda console: print_tour(console, found))
-    return report.as_json() if json else report
+    return report.as_json() if output.json else report

@@ -11,7 +11,7 @@ from forge.cli.options import OutputArgs
 from forge.cli.run_control import (
     INTERRUPTED,
     Found,
-    Watch,
+    StepObserver,
     advance,
     end_record,
     load_model,
@@ -75,7 +75,7 @@ def trace_scheduler(
     prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
     output_range = Range.parse(max_tokens, "--max-tokens")
     arrivals = Arrival.parse(arrival)
-    watch = Watch(output.trace, output.step)
+    observer = StepObserver(output.trace, output.step)
     llm = load_model(engine)
     priorities = engine.order == "priority"
     workload = make_workload(
@@ -88,7 +88,7 @@ def trace_scheduler(
             for number, one in enumerate(workload.requests)
         ),
     )
-    return _run(llm, workload, watch, output, limits, chart)
+    return _run(llm, workload, observer, output, limits, chart)
 
 
 def _tenants(text: str | None, speculate: object) -> tuple[int, ...]:
@@ -103,16 +103,16 @@ def _tenants(text: str | None, speculate: object) -> tuple[int, ...]:
 
 
 def _run(
-    llm: "LLM", workload: "Workload", watch: Watch, output: OutputArgs, tenants: tuple[int, ...], chart: bool
+    llm: "LLM", workload: "Workload", observer: StepObserver, output: OutputArgs, tenants: tuple[int, ...], chart: bool
 ) -> Found:
     engine = llm.engine
     engine.report_probabilities = False  # they are not shown
     history = new_history(llm, engine)
     run = WorkloadRun(engine, workload)
     console = open_console()
-    quiet = output.json or watch.steps or not (output.lines or can_redraw(console))
+    quiet = output.json or observer.steps or not (output.lines or can_redraw(console))
     with serving_view(console, history, quiet) as view:
-        driven = advance(llm, engine, run, view.step, watch, history)
+        driven = advance(llm, engine, run, view.step, observer, history)
     if not history.records and run.refused:
         raise UsageError(f"no request can run: {run.refused[0][1]}")
     history.end([end_record(output) for output in run.outputs])

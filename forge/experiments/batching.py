@@ -14,17 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.run_control import Found, load_model, run_label
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.trace.timeline import timeline_of
 from forge.trace.totals import Percentiles, totals_of
-from forge.views.bench import BenchProgress
 from forge.views.charts import bar
 from forge.views.formatting import count, ms, percent, rate, times
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.request_sets import identity_text, workload_text
 from forge.views.run_summary import totals_object
@@ -52,6 +54,7 @@ _WIDE = 94
 """Columns from which on there is room for a bar."""
 
 
+@command
 def batching(
     ctx: typer.Context,
     requests: Annotated[
@@ -60,9 +63,8 @@ def batching(
     prompt_tokens: options.PromptTokensOption = "16",
     max_tokens: options.OutputTokensOption = "8:64",
     seed: options.WorkloadSeedOption = 0,
-    model: options.ModelOption = "tales",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
+    *,
+    engine: Annotated[EngineArgs, Takes("model device threads", kv="paged")],
     budgets: Annotated[
         str | None,
         typer.Option(
@@ -77,14 +79,13 @@ def batching(
     json: options.JsonOption = False,
 ) -> Found:
     if bug is not None:
-        return run_bug("batching", bug, device, threads, json)
+        return run_bug("batching", bug, engine, json)
     if reads_chapter(only, json):
         return read_chapter(ctx, pause)
-    loading = options.model_options(device=device, threads=threads)
     if budgets is not None:
-        report = measure_budgets(model, loading, parse_budgets(budgets), seed)
+        report = measure_budgets(engine, parse_budgets(budgets), seed)
         return report.as_json() if json else report
-    report = measure_ways(model, loading, (requests, prompt_tokens, max_tokens, seed), ways_of(BATCHES), TURNS)
+    report = measure_ways(engine, (requests, prompt_tokens, max_tokens, seed), ways_of(BATCHES), TURNS)
     return report.as_json() if json else report
 
 
@@ -98,8 +99,7 @@ def ways_of(batches: Sequence[int]) -> "list[tuple[How, int]]":
 
 
 def measure_ways(
-    model: str,
-    loading: dict,
+    engine: EngineArgs,
     asked: tuple[int, str, str, int],
     ways: "Sequence[tuple[How, int]]",
     turns: int,
@@ -109,7 +109,7 @@ def measure_ways(
     number, prompt_tokens, max_tokens, seed = asked
     prompt_range = Range.parse(prompt_tokens, "--prompt-tokens")
     output_range = Range.parse(max_tokens, "--max-tokens")
-    llm = load_model(model, **({"kv": "paged"} | loading))
+    llm = load_model(engine)
     workload = make_workload(llm.tokenizer, number, prompt_range, output_range, seed=seed)
     with BenchProgress(open_error_console()) as progress:
         measured = measure_all(llm, workload, ways, turns, progress)
@@ -146,9 +146,9 @@ def parse_budgets(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def measure_budgets(model: str, loading: dict, budgets: Sequence[int], seed: int) -> Report:
+def measure_budgets(engine: EngineArgs, budgets: Sequence[int], seed: int) -> Report:
     """The same stories and prompts with every budget, and with whole prompts."""
-    llm = load_model(model, **({"kv": "paged"} | loading))
+    llm = load_model(engine)
     stories = make_workload(llm.tokenizer, NUM_STORIES, Range(16, 16), Range(STORY_TOKENS, STORY_TOKENS), seed=seed)
     length = min(LONG_PROMPT, llm.max_model_len - 8)
     arrival = WorkloadArrival("every", STEPS_BETWEEN)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
-from forge.cli.arguments import command
+from forge.cli.arguments import Takes, command
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.options import FormArgs
@@ -24,6 +24,7 @@ from forge.cli.run_control import Found, drive, exit_status, load_model, run_lab
 from forge.engine.sampling import log_sum_exp
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import StructuredOutput
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.views.formatting import count, ms, plural
 from forge.views.generation import watching
@@ -73,21 +74,19 @@ def constrained(
             rich_help_panel="Structured output (one of these)",
         ),
     ] = "hero,place,mood",
-    model: options.ModelOption = "tales",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
+    *,
+    engine: Annotated[EngineArgs, Takes("model device threads", kv="paged")],
     only: OnlyOption = None,
     pause: PauseOption = True,
     bug: BugOption = None,
     json: options.JsonOption = False,
 ) -> Found:
     if bug is not None:
-        return run_bug("constrained", bug, device, threads, json)
+        return run_bug("constrained", bug, engine, json)
     if reads_chapter(only, json):
         return read_chapter(ctx, pause)
     wanted = form.structured_output() or StructuredOutput(json=record_schema(fields))
-    loading = options.model_options(device=device, threads=threads)
-    report = _measure(options.read_prompt(prompt), max_tokens, wanted, model, loading)
+    report = _measure(options.read_prompt(prompt), max_tokens, wanted, engine)
     return report.as_json() if json else report
 
 
@@ -101,11 +100,11 @@ def record_schema(names: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": fields, "additionalProperties": False}
 
 
-def _measure(prompt: str, max_tokens: int, form: StructuredOutput, model: str, loading: dict) -> Report:
+def _measure(prompt: str, max_tokens: int, form: StructuredOutput, engine: EngineArgs) -> Report:
     """The same question without the form, with it, and with its forced text proposed; and once more with a look at
     every row of logits."""
-    plain, params = load_model(model, kv="paged", **loading), SamplingParams(max_tokens, structured=form)
-    proposing = load_model(model, kv="paged", speculate="grammar", k=PROPOSED, speculate_fixed=True, **loading)
+    plain, params = load_model(engine), SamplingParams(max_tokens, structured=form)
+    proposing = load_model(engine, speculate="grammar", k=PROPOSED, speculate_fixed=True)
     token_ids = plain.tokenizer.encode_chat([{"role": "user", "content": prompt}])[1]
     free_text = plain.generate([token_ids], SamplingParams(max_tokens))[0].outputs[0].text
     places = _places(plain, token_ids, params)

@@ -20,13 +20,15 @@ from rich.text import Text
 
 from forge.bench.cases import BLOCK_SIZE, Case, Limits, ModelSize, measure_model, needs_of
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.run_control import Found
-from forge.views.bench import BenchProgress
+from forge.engine_args import EngineArgs
 from forge.views.charts import Curve, line_plot, row_of
 from forge.views.formatting import count, ms, percent, plural, size
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.terminal import new_table, open_error_console, print_table
 
@@ -54,6 +56,7 @@ _MAX_WIDTH = 66
 _MARKS = "●○◆◇■□"
 
 
+@command
 def kernels(
     ctx: typer.Context,
     model: Annotated[
@@ -75,14 +78,15 @@ def kernels(
             rich_help_panel="Model",
         ),
     ] = None,
-    threads: options.ThreadsOption = None,
+    *,
+    engine: Annotated[EngineArgs, Takes("threads")],
     only: OnlyOption = None,
     pause: PauseOption = True,
     json: options.JsonOption = False,
 ) -> Found:
     if reads_chapter(only, json):
         return read_chapter(ctx, pause)
-    report = _report_of(model, types, threads)
+    report = _report_of(model, types, engine.threads)
     return report.as_json() if json else report
 
 

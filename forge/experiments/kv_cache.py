@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,8 +13,12 @@ from rich.text import Text
 
 from forge.cache.kv_storage import KV_ITEM_BYTES
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.run_control import Found, Watch, drive, exit_status, fastest, load_model, run_label, warm_up
+from forge.cli.options import OutputArgs
+from forge.cli.run_control import Found, StepObserver, drive, exit_status, fastest, load_model, run_label, warm_up
+from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
 from forge.trace.records import StepRecord
 from forge.views.formatting import count, ms, plural, size
 from forge.views.forwards import chart_rows, chart_scale, spaced
@@ -33,33 +37,31 @@ LEADS_ON = "The same tokens at another cost. Both in one picture:\n  forge compa
 ROWS = 12
 
 
+@command
 def kv_cache(
     ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = MAX_TOKENS,
-    model: options.ModelOption = "tales",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    trace: options.TraceOption = None,
-    step: options.StepOption = False,
+    *,
+    engine: Annotated[EngineArgs, Takes("model device threads", kv="basic")],
+    output: Annotated[OutputArgs, Takes("trace step json")],
     only: OnlyOption = None,
     pause: PauseOption = True,
-    json: options.JsonOption = False,
 ) -> Found:
-    watch = Watch(trace, step)
-    if not watch.is_on and reads_chapter(only, json):
+    observer = StepObserver(output.trace, output.step)
+    if not observer.is_on and reads_chapter(only, output.json):
         return read_chapter(ctx, pause)
-    report = _measure(prompt, max_tokens, model, options.model_options(device=device, threads=threads), watch)
-    return report.as_json() if json else report
+    report = _measure(prompt, max_tokens, engine, observer)
+    return report.as_json() if output.json else report
 
 
-def _measure(prompt: str, max_tokens: int, model: str, loading: dict, watch: Watch) -> Report:
+def _measure(prompt: str, max_tokens: int, engine: EngineArgs, observer: StepObserver) -> Report:
     text = options.read_prompt(prompt)
-    params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True)
-    llm = load_model(model, kv="basic", **loading)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    llm = load_model(engine)
     warm_up(llm, text)
     with watching(open_console(), run_label(llm), text) as view:
-        first = drive(llm, llm.start([text], params), params, view.step, watch)
+        first = drive(llm, llm.start([text], params), params, view.step, observer)
         result, runs = fastest(first, lambda: drive(llm, llm.start([text], params), params, lambda record: None))
     layout = llm.kv_layout
     shape = KvShape(layout.num_layers, layout.num_kv_heads, layout.head_dim, KV_ITEM_BYTES[layout.kv_dtype])

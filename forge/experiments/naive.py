@@ -6,15 +6,19 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.run_control import Found, Watch, drive, exit_status, fastest, load_model, run_label, warm_up
+from forge.cli.options import OutputArgs
+from forge.cli.run_control import Found, StepObserver, drive, exit_status, fastest, load_model, run_label, warm_up
+from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
 from forge.views.forwards import chart_rows, chart_scale, spaced
@@ -37,33 +41,31 @@ ROWS = 12
 _BAR = 28
 
 
+@command
 def naive(
     ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = MAX_TOKENS,
-    model: options.ModelOption = "tales",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    trace: options.TraceOption = None,
-    step: options.StepOption = False,
+    *,
+    engine: Annotated[EngineArgs, Takes("model device threads", kv="off")],
+    output: Annotated[OutputArgs, Takes("trace step json")],
     only: OnlyOption = None,
     pause: PauseOption = True,
-    json: options.JsonOption = False,
 ) -> Found:
-    watch = Watch(trace, step)
-    if not watch.is_on and reads_chapter(only, json):
+    observer = StepObserver(output.trace, output.step)
+    if not observer.is_on and reads_chapter(only, output.json):
         return read_chapter(ctx, pause)
-    report = _measure(prompt, max_tokens, model, options.model_options(device=device, threads=threads), watch)
-    return report.as_json() if json else report
+    report = _measure(prompt, max_tokens, engine, observer)
+    return report.as_json() if output.json else report
 
 
-def _measure(prompt: str, max_tokens: int, model: str, loading: dict, watch: Watch) -> Report:
+def _measure(prompt: str, max_tokens: int, engine: EngineArgs, observer: StepObserver) -> Report:
     text = options.read_prompt(prompt)
-    params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True)
-    llm = load_model(model, kv="off", **loading)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    llm = load_model(engine)
     warm_up(llm, text)
     with watching(open_console(), run_label(llm), text) as view:
-        first = drive(llm, llm.start([text], params), params, view.step, watch)
+        first = drive(llm, llm.start([text], params), params, view.step, observer)
         result, runs = fastest(first, lambda: drive(llm, llm.start([text], params), params, lambda record: None))
     if not result.interrupted:  # once more, with a clock around every operation, which takes time of its own
         llm.time_operations()

@@ -12,15 +12,17 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.compare_judging import CLASSES
 from forge.cli.run_control import Found, load_model, run_label
+from forge.engine_args import EngineArgs
 from forge.trace.records import Deferred, StepRecord
-from forge.views.bench import BenchProgress
 from forge.views.charts import sparkline
 from forge.views.formatting import NOTHING, count, plural, size
 from forge.views.judging import identical, judging_object, print_judging
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.summary import RunLabel
 from forge.views.terminal import new_table, open_error_console, print_table
@@ -31,8 +33,10 @@ WARM_UP = 2
 QUESTION = "What does a request that wants one token have to hold?"
 STRIP_WIDTH = 40
 STEPS_SHOWN = 6
+_ENGINE = "model kv device threads num_blocks max_num_seqs prefill_only_tokens prefill_only_memory"
 
 
+@command
 def oneshot(
     ctx: typer.Context,
     requests: Annotated[
@@ -42,36 +46,21 @@ def oneshot(
         int,
         typer.Option("--max-tokens", help="Of each answer; above 1 both are generations.", rich_help_panel="Requests"),
     ] = 1,
-    model: options.ModelOption = "tales",
-    kv: options.KvOption = "paged",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    num_blocks: options.NumBlocksOption = None,
-    max_num_seqs: options.MaxNumSeqsOption = None,
-    prefill_only_tokens: options.PrefillOnlyTokensOption = None,
-    prefill_only_memory: options.PrefillOnlyMemoryOption = None,
+    *,
+    engine: Annotated[EngineArgs, Takes(_ENGINE, kv="paged")],
     only: OnlyOption = None,
     pause: PauseOption = True,
     json: options.JsonOption = False,
 ) -> Found:
     if reads_chapter(only, json):
         return read_chapter(ctx, pause)
-    loading = options.model_options(
-        kv=kv,
-        device=device,
-        threads=threads,
-        num_blocks=num_blocks,
-        max_num_seqs=max_num_seqs,
-        prefill_only_tokens=prefill_only_tokens,
-        prefill_only_memory=prefill_only_memory,
-    )
-    report = _measure(model, loading, requests, max_tokens)
+    report = _measure(engine, requests, max_tokens)
     return report.as_json() if json else report
 
 
-def _measure(model: str, loading: dict, requests: int, max_tokens: int) -> Report:
+def _measure(args: EngineArgs, requests: int, max_tokens: int) -> Report:
     """The same requests through each life once, on one model, after a few that are not timed."""
-    llm = load_model(model, **loading)
+    llm = load_model(args)
     prompts = judge_prompts(llm.tokenizer, requests)
     lives = []
     with BenchProgress(open_error_console()) as progress:

@@ -11,10 +11,14 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.arrivals import Arrival, WatchedRun
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.options import OutputArgs
 from forge.cli.run_control import Found, load_model
+from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.views.block_map import pool_lines
 from forge.views.blocks import legend_line
@@ -41,46 +45,37 @@ NAMES = ("basic", "paged")
 _MAP_ROWS = 8
 
 
+@command
 def paged(
     ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     sequences: Annotated[
         int, typer.Option("--sequences", help="Stories, of different lengths.", rich_help_panel=_SIZES)
     ] = 12,
-    num_blocks: Annotated[int, typer.Option("--num-blocks", help="The pool.", rich_help_panel=_SIZES)] = 64,
-    block_size: Annotated[int, typer.Option("--block-size", help="Tokens per block.", rich_help_panel=_SIZES)] = 16,
-    max_model_len: Annotated[
-        int,
-        typer.Option("--max-model-len", help="Tokens that a story may have, at most.", rich_help_panel=_SIZES),
-    ] = 256,
-    model: options.ModelOption = "tales",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    pace: options.PaceOption = PACE,
+    *,
+    engine: Annotated[
+        EngineArgs, Takes("model device threads block_size num_blocks max_model_len", num_blocks=64, max_model_len=256)
+    ],
+    output: Annotated[OutputArgs, Takes("pace json", pace=PACE)],
     only: OnlyOption = None,
     pause: PauseOption = True,
     bug: BugOption = None,
-    json: options.JsonOption = False,
 ) -> Found:
     if bug is not None:
-        return run_bug("paged", bug, device, threads, json)
-    if reads_chapter(only, json):
+        return run_bug("paged", bug, engine, output.json)
+    if reads_chapter(only, output.json):
         return read_chapter(ctx, pause)
     if sequences < 1:
         raise UsageError(f"--sequences is at least 1, and {sequences} is less")
-    text, pace = options.read_prompt(prompt), options.checked_pace(pace)
-    loading = options.model_options(
-        device=device, threads=threads, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len
-    )
-    report = _measure(text, sequences, model, loading, pace, json)
-    return report.as_json() if json else report
+    report = _measure(options.read_prompt(prompt), sequences, engine, output)
+    return report.as_json() if output.json else report
 
 
-def _measure(prompt: str, sequences: int, model: str, loading: dict, pace: float, quiet: bool) -> Report:
+def _measure(prompt: str, sequences: int, engine: EngineArgs, output: OutputArgs) -> Report:
     runs: dict[str, PoolRun] = {}
     for kind in ("basic", "paged"):
-        llm = load_model(model, kv=kind, max_num_seqs=sequences, **loading)
-        runs[kind] = PoolRun.of(llm, _stories(llm, prompt, sequences), QUESTION, pace, quiet)
+        llm = load_model(engine, kv=kind, max_num_seqs=sequences)
+        runs[kind] = PoolRun.of(llm, _stories(llm, prompt, sequences), QUESTION, output.pace, output.json)
     experiment = PagedExperiment(prompt, llm.max_model_len, llm.kv_layout.bytes_per_token, runs["basic"], runs["paged"])
     return Report(paged_object(experiment), lambda console: print_paged(console, experiment))
 
@@ -89,7 +84,7 @@ def _stories(llm: "LLM", prompt: str, sequences: int) -> list[Arrival]:
     """Requests that grow to different lengths and come one after another."""
     room = llm.max_model_len - len(llm.tokenizer.encode(prompt))
     params = [
-        options.sampling_params(
+        SamplingParams(
             max_tokens=max(1, int(room * LENGTHS[story % len(LENGTHS)])), temperature=0.8, seed=story, ignore_eos=True
         )
         for story in range(sequences)

@@ -3,7 +3,7 @@
 [dim]forge prefix --only run --branches 5 --requests 8[/dim]
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,10 +11,14 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.arrivals import Arrival, WatchedRun, drive_arrivals, watch_arrivals, whole
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.options import OutputArgs
 from forge.cli.run_control import Found, forget_prefixes, load_model
+from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.trace.records import BlockSplit, PrefixHit
 from forge.views.blocks import BlockScreen
@@ -57,6 +61,7 @@ _SHOWN = 160
 """Characters of a text that are worth seeing."""
 
 
+@command
 def prefix(
     ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
@@ -80,51 +85,41 @@ def prefix(
         str | None,
         typer.Option("--rubric", help="A file with the text that they share.", rich_help_panel="Prompt"),
     ] = None,
-    block_size: Annotated[int, typer.Option("--block-size", help="Tokens per block.", rich_help_panel=_SIZES)] = 16,
-    num_blocks: Annotated[int, typer.Option("--num-blocks", help="The pool.", rich_help_panel=_SIZES)] = 64,
     snapshot: Annotated[
         bool,
         typer.Option(
             "--snapshot", help="What a snapshot of the story's cache holds and shares.", rich_help_panel="Prompt"
         ),
     ] = False,
-    model: options.ModelOption = "tales",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    pace: options.PaceOption = PACE,
+    *,
+    engine: Annotated[EngineArgs, Takes("model device threads block_size num_blocks", kv="prefix", num_blocks=64)],
+    output: Annotated[OutputArgs, Takes("pace json", pace=PACE)],
     only: OnlyOption = None,
     pause: PauseOption = True,
     bug: BugOption = None,
-    json: options.JsonOption = False,
 ) -> Found:
     if bug is not None:
-        return run_bug("prefix", bug, device, threads, json)
-    if reads_chapter(only, json or snapshot):
+        return run_bug("prefix", bug, engine, output.json)
+    if reads_chapter(only, output.json or snapshot):
         return read_chapter(ctx, pause)
     for name, value, least in (("--branches", branches, 1), ("--requests", requests, 2), ("MAX_TOKENS", max_tokens, 4)):
         if value < least:
             raise UsageError(f"{name} is at least {least}, and {value} is less")
     if branch_at is not None and not 0 < branch_at < max_tokens:
         raise UsageError(f"--branch-at is between 1 and {max_tokens - 1}, a place in the story, and {branch_at} is not")
-    text, pace = options.read_prompt(prompt), options.checked_pace(pace)
+    text = options.read_prompt(prompt)
     shared = RUBRIC if rubric is None else options.read_text(rubric)
-    loading = options.model_options(
-        device=device,
-        threads=threads,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        max_num_seqs=max(16, branches + 1, requests),
-    )
+    engine = replace(engine, max_num_seqs=max(16, branches + 1, requests))
     if snapshot:
         from forge.cli.snapshot import snapshot_report
 
-        llm = load_model(model, kv="prefix", **loading)
+        llm = load_model(engine)
         start = len(llm.tokenizer.encode(text))
-        place = branch_at if branch_at is not None else _middle_of_a_block(start, max_tokens, block_size)
+        place = branch_at if branch_at is not None else _middle_of_a_block(start, max_tokens, engine.block_size)
         report = snapshot_report(llm, text, max_tokens, place)
-        return report.as_json() if json else report
-    report = _measure(text, max_tokens, branches, branch_at, shared, requests, model, loading, pace, json)
-    return report.as_json() if json else report
+    else:
+        report = _measure(text, max_tokens, branches, branch_at, shared, requests, engine, output)
+    return report.as_json() if output.json else report
 
 
 def _measure(
@@ -134,16 +129,14 @@ def _measure(
     branch_at: int | None,
     rubric: str,
     requests: int,
-    model: str,
-    loading: dict,
-    pace: float,
-    quiet: bool,
+    engine: EngineArgs,
+    output: OutputArgs,
 ) -> Report:
-    llm = load_model(model, kv="prefix", **loading)
+    llm, pace, quiet = load_model(engine), output.pace, output.json
     fork = _fork_story(llm, prompt, max_tokens, branches, branch_at, pace, quiet)
     texts = [rubric + QUESTIONS[number % len(QUESTIONS)] for number in range(requests)]
     shared = _share_rubric(llm, texts, pace, quiet)
-    alone = _share_rubric(load_model(model, kv="paged", **loading), texts, 0.0, quiet=True)
+    alone = _share_rubric(load_model(engine, kv="paged"), texts, 0.0, quiet=True)
     experiment = PrefixExperiment(prompt, fork, len(llm.tokenizer.encode(rubric)), alone, shared)
     return Report(prefix_object(experiment), lambda console: print_prefix(console, experiment))
 
@@ -152,14 +145,12 @@ def _fork_story(
     llm: "LLM", prompt: str, max_tokens: int, branches: int, branch_at: int | None, pace: float, quiet: bool
 ) -> "Fork":
     """Let a story run, and others begin as it did when it is a little past the branching point."""
-    greedy = options.sampling_params(max_tokens=max_tokens, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     story = whole(drive_arrivals(llm, [Arrival(prompt, greedy, 0)])).outputs[0]  # what it will say
     start = len(story.prompt_token_ids)
     place = branch_at if branch_at is not None else _middle_of_a_block(start, max_tokens, llm.engine.cache.block_size)
     beginning = [*story.prompt_token_ids, *story.outputs[0].token_ids[:place]]
-    drawn = options.sampling_params(
-        max_tokens=max(1, max_tokens - place), temperature=0.9, seed=1, n=branches, ignore_eos=True
-    )
+    drawn = SamplingParams(max_tokens=max(1, max_tokens - place), temperature=0.9, seed=1, n=branches, ignore_eos=True)
     arrivals = [Arrival(prompt, greedy, 0), Arrival(beginning, drawn, min(place + LEAD, max_tokens - 1))]
     forget_prefixes(llm)
     screen = BlockScreen(FORK_QUESTION)
@@ -181,7 +172,7 @@ def _middle_of_a_block(start: int, max_tokens: int, block_size: int) -> int:
 
 def _share_rubric(llm: "LLM", texts: list[str], pace: float, quiet: bool) -> WatchedRun:
     """Requests that come one step after another, once to be seen and then to be timed."""
-    params = options.sampling_params(max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     arrivals = [Arrival(text, params, step) for step, text in enumerate(texts)]
     return WatchedRun.of(llm, arrivals, RUBRIC_QUESTION, pace, quiet)
 

@@ -100,3 +100,10 @@ def test_the_context_is_given_to_those_that_take_it():
 
     assert run(show, "--size", "2").exit_code == 0
     assert seen == [(2, 2)]
+
+
+def test_what_an_option_needs_is_not_another_option_of_that_name():
+    def show(few: Annotated[Args, Takes("texts")], named: str | None = None) -> None:
+        assert few.texts == ("a",) and named is None
+
+    assert run(show, "-t", "a").exit_code == 0

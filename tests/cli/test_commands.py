@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from forge.cli.options import memory_bytes
+from forge.engine_args import memory_bytes
 from tests.small_models import gguf_beginning
 
 

@@ -106,6 +106,7 @@ def test_compare_with_and_without_guesses(forge, pair):
         (("speculation", "--speculate", "ngram", "--revoke-draft-at", "3"), "for --speculate draft"),
         (("bench", "speculation", "--batch", "17"), "--batch takes 1 to 16 sequences, got 17"),
         (("bench", "speculation", "--k", "65"), "got 65"),
+        (("bench", "engine", "--k", "3"), "--k means nothing without guesses"),
     ],
 )
 def test_a_mistake_is_one_line(forge, args, message):

@@ -30,8 +30,8 @@ from forge.experiments.bench.options import QuickOption, at_least_one, option
 from forge.experiments.bench.results import Facts, Figure, Progress, ratios, shown, silent
 from forge.experiments.bench.tables import Part, Table, ratio_text, title, where
 from forge.llm import LLM
-from forge.views.bench import progress_line
 from forge.views.formatting import NOTHING, count, plural, rate, share, size
+from forge.views.progress import progress_line
 
 LENGTHS = (128, 1024)
 BLOCK_SIZES = (1, 16, 64)

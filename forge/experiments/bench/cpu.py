@@ -18,15 +18,17 @@ from forge.backends.cpu.features import usable_cpus
 from forge.bench.cases import BLOCK_SIZE, CASES, FORGE, Case, Limits, Needs, Roofline, measure_model, needs_of
 from forge.bench.process import Effort, Launch, PeerMissing, Runner, measure_limits
 from forge.cli import machine, options
+from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.bench.options import QuickOption, at_least_one, option, select_cases, select_peers
 from forge.experiments.bench.results import Facts, Figure, Progress, last_of, ratios, shown, silent
 from forge.experiments.bench.tables import Fitting, Part, Table, ratio_text, title, trouble
 from forge.model.catalog import model_name, resolve_model
-from forge.views.bench import progress_line
 from forge.views.formatting import NOTHING, percent, plural, rate, size
 from forge.views.palette import ACCENT
+from forge.views.progress import progress_line
 from forge.views.text import one_line
 
 PEERS = {"llama.cpp": "llama_cpp_worker", "transformers": "transformers_worker"}
@@ -65,9 +67,9 @@ class Plan:
             raise UsageError("no figure is left to measure")
 
 
+@command
 def bench_cpu(
-    model: options.ModelOption = "tales",
-    threads: options.ThreadsOption = None,
+    engine: Annotated[EngineArgs, Takes("model threads")],
     only: Annotated[
         str | None, option(f"Figures to measure, with commas: {', '.join(case.name for case in CASES)}.", default="all")
     ] = None,
@@ -87,7 +89,8 @@ def bench_cpu(
     """
     effort = QUICK if quick else EFFORT
     effort = effort if reps is None else replace(effort, repetitions=reps)
-    plan = Plan(model, select_cases(only, CASES), select_peers(peer, PEERS), threads, peer_python, effort)
+    cases, peers = select_cases(only, CASES), select_peers(peer, PEERS)
+    plan = Plan(str(engine.model), cases, peers, engine.threads, peer_python, effort)
     with progress_line() as progress:
         facts = last_of(run(plan, progress, machine.cpu_model()))
     return shown(facts, screen(facts), json)

@@ -20,7 +20,9 @@ from forge.bench.cases import BLOCK_SIZE, CUDA_LOADS, CUDA_STEPS, FORGE, Case, L
 from forge.bench.closed_loop import load_figures
 from forge.bench.process import Effort, Launch, Runner, measure_limits
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.bench.options import QuickOption, at_least_one, option, select_cases, select_peers
 from forge.experiments.bench.results import Facts, Figure, Progress, last_of, shown, silent
@@ -28,9 +30,9 @@ from forge.experiments.bench.tables import Part, Table, title, trouble
 from forge.model.catalog import resolve_model
 from forge.model.synth import SHAPES, default_file_name, synth
 from forge.model.weight_source import open_weights
-from forge.views.bench import progress_line
 from forge.views.formatting import NOTHING, count, percent
 from forge.views.json_output import plain  # noqa: F401 (gpu_stages takes it from here)
+from forge.views.progress import progress_line
 from forge.views.text import one_line
 
 HTTP = "forge over HTTP"
@@ -64,6 +66,7 @@ class Plan:
     effort: Effort = EFFORT
 
 
+@command
 def bench_cuda(
     model: Annotated[
         str,
@@ -81,7 +84,8 @@ def bench_cuda(
         ),
     ] = None,
     peer: Annotated[list[str] | None, option("transformers, all or none.", default="all")] = None,
-    kv: options.KvOption = "paged",
+    *,
+    engine: Annotated[EngineArgs, Takes("kv", kv="paged")],
     reps: Annotated[int | None, option("Turns per figure; 5 if not given.")] = None,
     quick: QuickOption = False,
     json: options.JsonOption = False,
@@ -95,7 +99,7 @@ def bench_cuda(
     at_least_one(reps=reps)
     effort = QUICK if quick else EFFORT
     effort = effort if reps is None else replace(effort, repetitions=reps)
-    plan = plan_for(model, type, only, peer, kv, effort)
+    plan = plan_for(model, type, only, peer, str(engine.cache), effort)
     if reason := why_not_cuda():  # before anything is made or started
         raise UsageError(reason.replace("--device cuda", "forge bench cuda").replace(": use --device cpu", ""))
     with progress_line() as progress:

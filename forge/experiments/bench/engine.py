@@ -1,30 +1,31 @@
 """`forge bench engine`: the batching chapter's experiment with sizes of one's own, guesses ahead included."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command, was_given
 from forge.cli.run_control import Found
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.batching import measure_ways
 from forge.workload.ways import How
 
 
+@command
 def bench_engine(
-    model: options.ModelOption = "tales",
+    ctx: typer.Context,
     requests: Annotated[int, typer.Option("--requests", "-n", help="How many requests.")] = 64,
     prompt_tokens: options.PromptTokensOption = "16",
     max_tokens: options.OutputTokensOption = "64",
     seed: options.WorkloadSeedOption = 0,
     batch: Annotated[str, typer.Option(help="Sequences at once, with commas.")] = "4,16",
-    kv: options.KvOption = "paged",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    num_blocks: options.NumBlocksOption = None,
-    speculate: options.SpeculateOption = None,
-    draft: options.DraftOption = None,
-    k: options.KOption = None,
+    *,
+    engine: Annotated[
+        EngineArgs, Takes("model kv device threads num_blocks speculate draft k", kv="paged", speculate="off")
+    ],
     reps: Annotated[int, typer.Option(help="Turns of each way; the median counts.")] = 3,
     json: options.JsonOption = False,
 ) -> Found:
@@ -40,12 +41,13 @@ def bench_engine(
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in batch.split(",")]
     if min(sizes) < 1 or reps < 1:
         raise UsageError("--batch takes numbers of sequences with commas, such as 4,16, and --reps at least 1")
-    speculate = speculate or ("draft" if draft else None)
-    options.check_speculation(speculate, draft, k)
-    speculation = {"speculate": speculate, "draft": draft, "k": k, "speculate_fixed": speculate is not None}
-    loading = options.model_options(kv=kv, device=device, threads=threads, num_blocks=num_blocks, **speculation)
-    hows: tuple[How, ...] = ("static", "continuous", "speculative")
-    hows = hows if speculate not in (None, "off") else hows[:2]
+    if engine.draft and not was_given(ctx, "speculate"):
+        engine = replace(engine, speculate="draft")
+    guesses = engine.speculate != "off"
+    if was_given(ctx, "k") and not was_given(ctx, "speculate") and not guesses:
+        raise UsageError("--k means nothing without guesses: give --speculate draft or ngram too, or leave it out")
+    hows: tuple[How, ...] = ("static", "continuous", "speculative") if guesses else ("static", "continuous")
     ways: list[tuple[How, int]] = [("sequential", 1), *((how, size) for size in sizes for how in hows)]
-    report = measure_ways(model, loading, (requests, prompt_tokens, max_tokens, seed), ways, reps)
+    engine = replace(engine, speculate_fixed=guesses)
+    report = measure_ways(engine, (requests, prompt_tokens, max_tokens, seed), ways, reps)
     return report.as_json() if json else report

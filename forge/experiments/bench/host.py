@@ -14,8 +14,10 @@ from typing import Annotated
 import numpy as np
 
 from forge.cli import machine, options
+from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found
 from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
 from forge.experiments.bench.options import option
 from forge.experiments.bench.results import Facts, shown
 from forge.experiments.bench.tables import Part, Table, title
@@ -27,13 +29,14 @@ STEPS = 200
 BAR_US, BAR_PER_SEQUENCE_US = 60.0, 6.0
 
 
+@command
 def bench_host(
-    kv: options.KvOption = "paged",
+    engine: Annotated[EngineArgs, Takes("kv", kv="paged")],
     steps: Annotated[int, option("Steps per figure.", min=2)] = STEPS,
     json: options.JsonOption = False,
 ) -> Found:
     """What a step costs beside its forward pass: planning, sampling, records; with 1, 4, 16 and 64 sequences."""
-    facts = {"steps": measure(kv, steps=steps)}
+    facts = {"steps": measure(str(engine.cache), steps=steps)}
     return shown(facts, screen(facts | {"machine": machine.cpu_model()}), json)
 
 

@@ -24,8 +24,8 @@ from forge.experiments.bench.options import at_least_one, option
 from forge.experiments.bench.results import Facts, Figure, Progress, ratios, shown, silent
 from forge.experiments.bench.tables import Part, Table, ratio_text, title, verdict, where
 from forge.llm import LLM
-from forge.views.bench import progress_line
 from forge.views.formatting import ms, plural, rate
+from forge.views.progress import progress_line
 from forge.workload.judging import latency_ms, run_requests
 from forge.workload.requests import PASSAGE
 

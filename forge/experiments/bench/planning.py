@@ -13,8 +13,8 @@ from forge.experiments.bench.options import at_least_one, option
 from forge.experiments.bench.results import Facts, Figure, Progress, ratios, shown, silent
 from forge.experiments.bench.tables import Part, Table, title, verdict, where
 from forge.llm import LLM
-from forge.views.bench import progress_line
 from forge.views.formatting import count, plural
+from forge.views.progress import progress_line
 from forge.workload.judging import run_requests
 
 REQUESTS = 64

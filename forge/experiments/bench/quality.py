@@ -24,14 +24,16 @@ from rich.text import Text
 
 from forge.cache.kv_storage import KV_DTYPES
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.bench.results import Facts, Progress, shown, silent
 from forge.experiments.bench.tables import Part, Table, title
 from forge.llm import LLM
-from forge.views.bench import progress_line
 from forge.views.formatting import count, plural
 from forge.views.palette import QUIET
+from forge.views.progress import progress_line
 from forge.views.text import one_line
 from forge.workload.judging import HELD_OUT
 
@@ -45,6 +47,7 @@ DEFAULT_TOKENS = 2048
 SCHEMA = 1
 
 
+@command
 def bench_quality(
     models: Annotated[
         list[str] | None,
@@ -63,7 +66,8 @@ def bench_quality(
     ] = None,
     text: Annotated[str | None, typer.Option(help="Held-out text, UTF-8.", show_default="held-out stories")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read at most.")] = DEFAULT_TOKENS,
-    threads: options.ThreadsOption = None,
+    *,
+    engine: Annotated[EngineArgs, Takes("threads")],
     json: options.JsonOption = False,
 ) -> Found:
     """Perplexity and KL divergence against float32 on held-out text, by quantization and KV dtype."""
@@ -72,7 +76,8 @@ def bench_quality(
             raise UsageError(f"unknown kv dtype {dtype!r}; supported: {', '.join(KV_DTYPES)}")
     path = Path(text).expanduser() if text else None
     with progress_line() as progress:
-        facts = run(models or DEFAULT_MODELS, kv_dtype or KV_DTYPES, device or ["cpu"], path, tokens, threads, progress)
+        dtypes, devices = kv_dtype or KV_DTYPES, device or ["cpu"]
+        facts = run(models or DEFAULT_MODELS, dtypes, devices, path, tokens, engine.threads, progress)
     return shown(facts, screen(facts), json)
 
 

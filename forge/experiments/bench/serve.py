@@ -29,14 +29,15 @@ import typer
 from forge.bench.http_client import HttpClient, ServerProblem, Timed
 from forge.bench.process import BenchProcess, Launch
 from forge.cli import options
-from forge.cli.arguments import command
+from forge.cli.arguments import Takes, command
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.bench.options import MEASURE, at_least_one, option
 from forge.experiments.bench.results import Progress, shown, silent
 from forge.experiments.bench.tables import Part, Table, title, trouble
 from forge.option import option as field_option
-from forge.views.bench import progress_line
 from forge.views.formatting import count, percent, rate
+from forge.views.progress import progress_line
 from forge.views.report import Report
 from forge.views.text import one_line
 
@@ -96,7 +97,8 @@ def bench_serve(
     num_blocks: Annotated[int | None, option("For --engine.")] = None,
     peer: Annotated[str | None, option("Send the same to another server, in turns.")] = None,
     peer_model: Annotated[str | None, typer.Option(help="As the peer calls it.", show_default="its first")] = None,
-    threads: options.ThreadsOption = None,
+    *,
+    own: Annotated[EngineArgs, Takes("threads")],
     json: options.JsonOption = False,
 ) -> Report:
     """What clients of a server see: TTFT, TPOT, ITL, end-to-end latency, throughput.
@@ -107,9 +109,9 @@ def bench_serve(
     if peer is not None and engine is not None:
         raise UsageError("--peer and --engine are two comparisons: give one of them")
     other = replace(plan, url=peer, model=peer_model, api_key=None, probe_health=False) if peer is not None else None
-    loading = options.model_options(num_blocks=num_blocks, threads=threads)
-    with progress_line() as progress, engine_turns(engine, loading, plan) if engine else nullcontext() as own:
-        result = run(plan, progress, engine_turn=own, peer=other)
+    loading = {"num_blocks": num_blocks, "threads": own.threads}
+    with progress_line() as progress, engine_turns(engine, loading, plan) if engine else nullcontext() as turn:
+        result = run(plan, progress, engine_turn=turn, peer=other)
     result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
     return shown(serve_object(result), screen(result), json, 0 if result.good else 1)
 

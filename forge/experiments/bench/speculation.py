@@ -7,6 +7,7 @@ of draft tokens is fixed, so that each K shows what it costs. Whether the tokens
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Annotated
 
@@ -24,8 +25,8 @@ from forge.speculation.setup import checked_mode
 from forge.speculation.speculator import Speculator
 from forge.trace.records import StepRecord
 from forge.trace.speculation_summary import DecodeTime, SpeculationSummary
-from forge.views.bench import progress_line
 from forge.views.formatting import NOTHING, count, plural
+from forge.views.progress import progress_line
 
 BEGINNINGS = (
     "Once upon a time", "One day", "In a small village", "The old", "When the first snow fell", "Every evening",
@@ -44,8 +45,7 @@ with_verification: the same with the measured time of the verification."""
 
 @command
 def bench_speculation(
-    engine: Annotated[EngineArgs, Takes("model kv device threads", kv="paged")],
-    draft: options.DraftOption = None,
+    engine: Annotated[EngineArgs, Takes("model kv device threads draft", kv="paged")],
     speculate: Annotated[list[str] | None, option("draft or ngram; may be repeated.", default="both")] = None,
     k: Annotated[list[int] | None, option("Guesses at a time; may be repeated.", "--k", default="1 to 8")] = None,
     batch: Annotated[list[int] | None, option("Sequences; may be repeated.", default="1, 4, 16")] = None,
@@ -72,7 +72,7 @@ def bench_speculation(
     facts = {"label": f"{run_label(llm)} · {machine.cpu_model()}", "tokens": tokens, "repetitions": reps}
     cases = [(name, number) for name in speculate or PROPOSERS for number in k or GUESSES]
     with progress_line() as progress:
-        facts |= last_of(run(llm, cases, batch or BATCHES, tokens, reps, draft or (), progress))
+        facts |= last_of(run(llm, cases, batch or BATCHES, tokens, reps, engine.drafts, progress))
     return shown(facts, screen(facts), json)
 
 
@@ -90,7 +90,7 @@ def run(
     batches: Sequence[int],
     num_tokens: int,
     repetitions: int,
-    drafts: Sequence[str],
+    drafts: Sequence[str | Path],
     on_progress: Progress,
 ) -> Generator[Facts, None, None]:
     """Measure each (proposer, K) batch by batch, yielding the figures so far when a batch is done. `llm` must have

@@ -28,9 +28,9 @@ from forge.model.catalog import is_hash_model, resolve_model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerSpec, spec_from_gguf
 from forge.tokenizer.fast import tokenizer_json
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
-from forge.views.bench import progress_line
 from forge.views.formatting import count
 from forge.views.palette import ACCENT
+from forge.views.progress import progress_line
 from forge.views.text import one_line
 
 BATCHES = (1, 4, 16, 64)

@@ -5,7 +5,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -13,14 +13,16 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.run_control import Found
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.trace.explain import explain_route
-from forge.views.bench import BenchProgress
 from forge.views.charts import bar
 from forge.views.formatting import count, percent, plural, times
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.terminal import new_table, open_error_console, print_lines, print_table
 
@@ -38,15 +40,13 @@ DECISIONS_SHOWN = 6
 _BAR = 24
 
 
+@command
 def cluster(
     ctx: typer.Context,
     replicas: Annotated[int, typer.Option("--replicas", help="Engines.", rich_help_panel=_CLUSTER)] = 2,
     requests: Annotated[
         int, typer.Option("--requests", "-n", help="Of conversations with four turns.", rich_help_panel=_CLUSTER)
     ] = 96,
-    num_blocks: Annotated[
-        int, typer.Option("--num-blocks", help="Of each engine's cache.", rich_help_panel=_CLUSTER)
-    ] = 256,
     router: Annotated[
         list[str] | None,
         typer.Option("--router", help="May be repeated.", show_default="all of them", rich_help_panel=_CLUSTER),
@@ -69,7 +69,11 @@ def cluster(
             rich_help_panel=_CLUSTER,
         ),
     ] = "routers",
-    model: options.ModelOption = "hash",
+    *,
+    engine: Annotated[
+        EngineArgs,
+        Takes("model num_blocks", model="hash", kv="prefix", num_blocks=256, max_num_seqs=CLIENTS, threads=1),
+    ],
     only: OnlyOption = None,
     pause: PauseOption = True,
     json: options.JsonOption = False,
@@ -86,13 +90,13 @@ def cluster(
     elif part == "apart":
         from forge.experiments.cluster.apart import measure_apart
 
-        report = measure_apart("tales" if model == "hash" else model)
+        report = measure_apart("tales" if engine.model == "hash" else str(engine.model))
     elif part == "failure":
         from forge.experiments.cluster.failure import measure_failure
 
         report = measure_failure(max(2, replicas))
     else:
-        report = _measure(model, replicas, requests // TURNS, num_blocks, router, threshold)
+        report = _measure(engine, replicas, requests // TURNS, router, threshold)
     return report.as_json() if json else report
 
 
@@ -111,7 +115,7 @@ def _words(random_: random.Random, length: int) -> list[int]:
 
 
 def _measure(
-    model: str, replicas: int, num_talks: int, num_blocks: int, routers: list[str] | None, threshold: int | None
+    args: EngineArgs, replicas: int, num_talks: int, routers: list[str] | None, threshold: int | None
 ) -> Report:
     from functools import partial
 
@@ -124,11 +128,13 @@ def _measure(
     if unknown:
         raise UsageError(f"unknown router {unknown[0]!r}; there are {', '.join(ROUTERS)}")
     params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
-    first = LLM(model, kv="prefix", num_blocks=num_blocks, max_num_seqs=CLIENTS, threads=1)
+    num_blocks = args.num_blocks
+    assert num_blocks is not None, "the command has a default"
+    first = LLM.from_engine_args(args)
     runs = []
     with BenchProgress(open_error_console()) as progress:
         progress("one engine")
-        large = LLM(model, kv="prefix", num_blocks=num_blocks * replicas, max_num_seqs=CLIENTS, threads=1)
+        large = LLM.from_engine_args(replace(args, num_blocks=num_blocks * replicas))
         alone = run_talks([large.engine], "round-robin", talks(num_talks), params, CLIENTS)
         for name in routers or ROUTERS:
             progress(name)
@@ -137,7 +143,7 @@ def _measure(
                 chosen = partial(chosen, threshold=threshold)
             engines = [first.new_engine() for _ in range(replicas)]
             runs.append(run_talks(engines, chosen, talks(num_talks), params, CLIENTS))
-    facts = routers_object(model, num_blocks, alone, runs)
+    facts = routers_object(str(args.model), num_blocks, alone, runs)
     return Report(facts, lambda console: print_routers(console, facts, runs), 0 if facts["identical"] else 1)
 
 

@@ -17,9 +17,9 @@ from forge.engine.handoff import KvHandoff, add_handed_over, hand_off
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 from forge.trace.totals import percentile
-from forge.views.bench import BenchProgress
 from forge.views.formatting import count, ms, share, size
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.terminal import new_table, open_error_console, print_lines, print_table
 

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from forge.errors import ForgeError
 from forge.server.server_process import ServerProcess
-from forge.views.bench import BenchProgress
 from forge.views.formatting import plural
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.terminal import open_error_console, print_lines
 

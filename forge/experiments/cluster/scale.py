@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.cluster.simulation import SimulationOptions, SimulationResult, StepTime, simulate
-from forge.views.bench import BenchProgress
 from forge.views.formatting import count, ms, percent, rate
 from forge.views.palette import QUIET, TITLE
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.terminal import new_table, open_error_console, print_lines, print_table
 from forge.workload.conversations import TraceShape

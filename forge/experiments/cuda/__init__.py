@@ -17,8 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.run_control import Found, drive, exit_status, load_model, run_label
+from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.cuda.plan import H200, SHAPE, Limits, PlannedStep, planned_steps
 from forge.views.formatting import NOTHING, count, ms, plural, rate, size, times
@@ -52,16 +55,13 @@ DRAWN = {"decode1@160": "1", "decode16@160": "2", "decode64@160": "3", "prefill5
 Source = Literal["measured", "recorded"]
 
 
+@command
 def cuda(
     ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
-    model: options.ModelOption = "tales",
-    threads: options.ThreadsOption = None,
-    kernels: Annotated[
-        str | None,
-        typer.Option("--kernels", help="triton, or torch: every operation by itself.", rich_help_panel="Model"),
-    ] = None,
+    *,
+    engine: Annotated[EngineArgs, Takes("model threads kernels", kv="basic", device="cuda")],
     graphs: Annotated[
         bool,
         typer.Option("--graphs/--no-graphs", help="Run with captured graphs too.", rich_help_panel="Model"),
@@ -81,16 +81,15 @@ def cuda(
 ) -> Found:
     if record is None and reads_chapter(only, json):
         return read_chapter(ctx, pause)
-    from forge.backends.devices import check_device, why_not_cuda
+    from forge.backends.devices import why_not_cuda
 
-    check_device("cuda", kernels=kernels)
     reason = why_not_cuda()
     if reason is not None and record is not None:
         raise UsageError(reason.replace("--device cuda", "forge cuda --record").replace(": use --device cpu", ""))
     if reason is not None:
         report = _report(_recorded())
     else:
-        report = _measure(prompt, max_tokens, model, threads, kernels, graphs)
+        report = _measure(prompt, max_tokens, engine, graphs)
         if record is not None:
             _save(report, record)
     return report.as_json() if json else report
@@ -105,20 +104,18 @@ def _report(measured: "Measured | None", *results: RunResult) -> Report:
     )
 
 
-def _measure(
-    prompt: str, max_tokens: int, model: str, threads: int | None, kernels: str | None, graphs: bool
-) -> Report:
+def _measure(prompt: str, max_tokens: int, engine: EngineArgs, graphs: bool) -> Report:
     from forge.bench.cuda_limits_worker import measure
     from forge.model.qwen3 import Qwen3
 
     text = options.read_prompt(prompt)
-    params = options.sampling_params(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    on_cpu = load_model(model, kv="basic", device="cpu", **options.model_options(threads=threads))
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    on_cpu = load_model(engine, device="cpu", kernels=None)
     results = [("cpu", "c", _warm_run(on_cpu, text, params))]
-    on_gpu = load_model(model, kv="basic", device="cuda", **options.model_options(kernels=kernels))
+    on_gpu = load_model(engine, threads=None)
     assert isinstance(on_gpu.model, Qwen3)
     backend = cast("CudaBackend", on_gpu.model.backend)
-    by_itself = "cuda, torch" if kernels == "torch" else "cuda, kernel by kernel"
+    by_itself = "cuda, torch" if engine.kernels == "torch" else "cuda, kernel by kernel"
     for name, mark, captured in ((by_itself, "k", False), ("cuda, graphs", "g", True)):
         if captured and not (graphs and backend.can_capture):
             continue

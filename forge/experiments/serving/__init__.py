@@ -18,20 +18,23 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.cli import options
+from forge.cli.arguments import Takes, command
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.run_control import Found
 from forge.cli.serve import require_server
 from forge.cli.watch import steps_of
+from forge.engine_args import EngineArgs
 from forge.errors import ForgeError, UsageError
 from forge.experiments.serving.clients import Crowd, Crowded, Visit, visit_all
+from forge.option import flag_of
 from forge.server.server_process import ServerProcess
 from forge.trace.totals import percentile
-from forge.views.bench import BenchProgress
 from forge.views.charts import sparkline
 from forge.views.formatting import NOTHING, count, ms, percent, plural
 from forge.views.json_output import as_object
 from forge.views.metrics import flowing, verdict
 from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.progress import BenchProgress
 from forge.views.report import Report
 from forge.views.summary import RunLabel
 from forge.views.terminal import can_redraw, new_table, open_console, open_error_console, print_hanging, print_table
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
     from forge.trace.records import StepRecord
 
 _CLIENTS = "Clients"
+_SERVER = "model kv device threads num_blocks max_num_seqs"
+"""The options of the engine that its server is started with."""
 LAST_STEPS = 2.0
 """Seconds that what a server told last may take to come in."""
 QUESTION = "What do the clients of one loop see?"
@@ -51,6 +56,7 @@ STRIP_WIDTH = 50
 ROWS_SHOWN = 10
 
 
+@command
 def serving(
     ctx: typer.Context,
     clients: Annotated[
@@ -60,12 +66,8 @@ def serving(
     every: Annotated[
         float, typer.Option("--every", help="Milliseconds between two of them.", rich_help_panel=_CLIENTS)
     ] = 20.0,
-    model: options.ModelOption = "tales",
-    kv: options.KvOption = "prefix",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    num_blocks: options.NumBlocksOption = None,
-    max_num_seqs: options.MaxNumSeqsOption = None,
+    *,
+    engine: Annotated[EngineArgs, Takes(_SERVER, kv="prefix", max_num_seqs=64)],
     only: OnlyOption = None,
     pause: PauseOption = True,
     json: options.JsonOption = False,
@@ -75,13 +77,10 @@ def serving(
         raise UsageError("--clients and --max-tokens are at least 1, --every 0 to 10,000 ms")
     if reads_chapter(only, json):
         return read_chapter(ctx, pause)
-    given = options.model_options(
-        device=device, threads=threads, num_blocks=num_blocks, max_num_seqs=max_num_seqs, model=model, kv=kv
-    )
     crowd = Crowd(clients, max_tokens, every / 1e3, max_queue=max(64, clients + 8))
-    given["max_queue"] = crowd.max_queue
-    spelled = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    report = _measure(crowd, spelled, model, kv, json)
+    given = {name: getattr(engine, name) for name in _SERVER.split()} | {"max_queue": crowd.max_queue}
+    spelled = [word for name, value in given.items() if value is not None for word in (flag_of(name), str(value))]
+    report = _measure(crowd, spelled, str(engine.model), str(engine.cache), json)
     return report.as_json() if json else report
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,9 +21,12 @@ from rich.live import Live
 from rich.text import Text
 
 from forge.cli import completion, options
+from forge.cli.arguments import Takes, command
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
 from forge.cli.run_control import Found, drive, exit_status, load_model, run_label, warm_up
+from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.speculation.borrowing import BorrowedRun, Revocation
 from forge.experiments.speculation.pins import PROMPTS, check_pins, pins_report, prompts_of
@@ -41,7 +45,6 @@ from forge.views.terminal import can_redraw, open_console, print_hanging
 from forge.views.text import neutralise, quoted, tail
 
 if TYPE_CHECKING:
-    from forge.engine.sampling_params import SamplingParams
     from forge.llm import LLM
 
 MAX_TOKENS = 64
@@ -53,17 +56,16 @@ CYCLE_INDENT, POSITION_INDENT = 10, 23
 """Where a line goes on that does not fit: under the first draft token, under the first position."""
 _BAR_WIDTH = 12
 _PROMPT_SHOWN = 120
+_ENGINE = "model kv device threads max_model_len draft k speculate_fixed acceptance"
 
 
+@command
 def speculation(
     ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = MAX_TOKENS,
-    model: options.ModelOption = "tales",
-    kv: options.KvOption = "basic",
-    device: options.DeviceOption = None,
-    threads: options.ThreadsOption = None,
-    max_model_len: options.MaxModelLenOption = None,
+    *,
+    engine: Annotated[EngineArgs, Takes(_ENGINE, kv="basic")],
     speculate: Annotated[
         str,
         typer.Option(
@@ -73,34 +75,8 @@ def speculation(
             rich_help_panel="Speculation",
         ),
     ] = "draft",
-    draft: options.DraftOption = None,
-    k: options.KOption = None,
-    speculate_fixed: options.SpeculateFixedOption = False,
-    acceptance: options.AcceptanceOption = None,
-    revoke_draft_at: Annotated[
-        int | None,
-        typer.Option(
-            "--revoke-draft-at",
-            help="Take the draft back after this many output tokens: the experiment alone.",
-            rich_help_panel="Speculation",
-        ),
-    ] = None,
-    return_draft_at: Annotated[
-        int | None,
-        typer.Option(
-            "--return-draft-at",
-            help="Load the draft again after this many output tokens.",
-            rich_help_panel="Speculation",
-        ),
-    ] = None,
-    revoke_target_at: Annotated[
-        int | None,
-        typer.Option(
-            "--revoke-target-at",
-            help="Take the target back after this many output tokens, and give it back: the sequence waits.",
-            rich_help_panel="Speculation",
-        ),
-    ] = None,
+    revocation: Revocation,
+    sampling: Annotated[SamplingParams, Takes("temperature top_p top_k seed", ignore_eos=True)],
     lengths: Annotated[
         str | None,
         typer.Option("--lengths", help="Of pins: prompts of so many tokens, 8,64,256.", rich_help_panel="Speculation"),
@@ -109,48 +85,34 @@ def speculation(
         str | None,
         typer.Option("--seeds", help="Of pins, when sampling: 0,1,2.", rich_help_panel="Speculation"),
     ] = None,
-    temperature: options.TemperatureOption = 0.0,
-    top_p: options.TopPOption = 1.0,
-    top_k: options.TopKOption = 0,
-    seed: options.SeedOption = None,
     only: OnlyOption = None,
     pause: PauseOption = True,
     bug: BugOption = None,
     json: options.JsonOption = False,
 ) -> Found:
     if bug is not None:
-        return run_bug("speculation", bug, device, threads, json)
+        return run_bug("speculation", bug, engine, json)
     if speculate == "off":
         raise UsageError("--speculate off proposes nothing: take draft or ngram, or forge generate")
-    if revoke_draft_at is not None and (speculate != "draft" or revoke_draft_at < 1):
+    if revocation.revoke_draft_at is not None and (speculate != "draft" or revocation.revoke_draft_at < 1):
         raise UsageError("--revoke-draft-at is a number of output tokens, at least 1, for --speculate draft")
-    if return_draft_at is not None and (revoke_draft_at is None or return_draft_at <= revoke_draft_at):
-        raise UsageError("--return-draft-at is a number of output tokens above --revoke-draft-at, which it needs")
-    if revoke_target_at is not None and revoke_target_at < 1:
-        raise UsageError(f"--revoke-target-at is a number of output tokens, at least 1, and not {revoke_target_at}")
-    revocation = Revocation(revoke_draft_at, return_draft_at, revoke_target_at, tuple(draft or ()))
     if prompt == PINS and speculate != "draft":
         raise UsageError("pins checks a draft model: leave --speculate out")
     if prompt != PINS and (lengths or seeds):
         raise UsageError("--lengths and --seeds are for forge speculation pins")
-    if prompt != PINS and reads_chapter(only, json) and revoke_draft_at is None and revoke_target_at is None:
+    engine, sampling = replace(engine, speculate=speculate), replace(sampling, max_tokens=max_tokens)
+    if prompt != PINS and reads_chapter(only, json) and not revocation.is_asked_for:
         return read_chapter(ctx, pause)
-    drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    loading = {"kv": kv, "device": device, "threads": threads, "max_model_len": max_model_len}
     if prompt == PINS:
         sizes = numbers(lengths, "--lengths", "8,64,256") if lengths else []
-        drawn = numbers(seeds, "--seeds", "0,1,2") if seeds else [seed or 0]
+        drawn = numbers(seeds, "--seeds", "0,1,2") if seeds else [sampling.seed or 0]
         if 0 in sizes:
             raise UsageError("--lengths: a prompt has at least one token")
-        llm = load_model(model, **options.model_options(**loading, k=k, speculate_fixed=True, acceptance=acceptance))
-        params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True, **drawing)
-        rejection = acceptance == "rejection" and not params.greedy
-        report = _pins(llm, draft or (), params, sizes, drawn, rejection)
+        rejection = engine.acceptance == "rejection" and not sampling.greedy
+        llm = load_model(engine, speculate=None, speculate_fixed=True)
+        report = _pins(llm, engine.drafts, sampling, sizes, drawn, rejection)
         return report.as_json() if json else report
-    drafting = {"speculate": speculate, "draft": draft, "k": k}
-    drafting |= {"speculate_fixed": speculate_fixed, "acceptance": acceptance}
-    llm = load_model(model, **options.model_options(**loading, **drafting))
-    report = _measure(llm, options.read_prompt(prompt), max_tokens, drawing, revocation)
+    report = _measure(load_model(engine), options.read_prompt(prompt), sampling, revocation, engine.drafts)
     return report.as_json() if json else report
 
 
@@ -164,13 +126,13 @@ def numbers(text: str, flag: str, example: str) -> list[int]:
 
 def _pins(
     llm: "LLM",
-    draft: Sequence[str],
-    params: "SamplingParams",
+    draft: Sequence[str | Path],
+    params: SamplingParams,
     lengths: Sequence[int],
     seeds: Sequence[int],
     rejection: bool,
 ) -> Report:
-    names = ", ".join(draft) or "tales-draft"
+    names = ", ".join(map(str, draft)) or "tales-draft"
     drawn = f"sampled by {'rejection' if rejection else 'gumbel'}, seed {', '.join(map(str, seeds))}"
     how = "greedy" if params.greedy else drawn
     how += f" · prompts of {', '.join(map(str, lengths))} tokens" if lengths else ""
@@ -180,15 +142,16 @@ def _pins(
     return pins_report(f"{names} drafts for {llm.model_name} · {how}", pins)
 
 
-def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revocation: Revocation) -> Report:
+def _measure(
+    llm: "LLM", text: str, params: SamplingParams, revocation: Revocation, drafts: Sequence[str | Path]
+) -> Report:
     """Run with draft tokens, then once more without."""
-    params = options.sampling_params(max_tokens=max_tokens, ignore_eos=True, **drawing)
     warm_up(llm, text)
     speculation = llm.engine.speculation
     names = [proposer.name for proposer in speculation.proposers]
     with watching(open_console(), run_label(llm), text, llm.tokenizer.token_text) as view:
         run = llm.start([text], params)
-        borrowed = BorrowedRun(llm, run, revocation)
+        borrowed = BorrowedRun(llm, run, revocation, drafts)
         drafted = drive(llm, borrowed, params, view.step)
     llm.speculate_with("off")
     plain = None
@@ -209,8 +172,7 @@ def _measure(llm: "LLM", text: str, max_tokens: int, drawing: dict, revocation: 
     )
 
 
-def _with_seed(params, seed: int):
-
+def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return replace(params, seed=seed)
 
 

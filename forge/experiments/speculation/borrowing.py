@@ -2,9 +2,13 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from forge.errors import UsageError
+from forge.option import option
 
 if TYPE_CHECKING:
     from forge.cache.kv_storage import KvStorage
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from forge.speculation.leases import Lease
     from forge.trace.records import StepRecord
 
+_SPECULATION = "Speculation"
 _AWAY_SECONDS = 0.005
 """How long the owner keeps the target."""
 _PATIENCE_SECONDS = 1.0
@@ -24,23 +29,40 @@ _PATIENCE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Revocation:
-    """After how many output tokens each model is taken back and given back; None for never."""
+    """After how many output tokens each model is taken back and given back; None for never. Raises `UsageError` for a
+    number that has no meaning."""
 
-    draft_at: int | None = None
-    return_draft_at: int | None = None
-    target_at: int | None = None
-    drafts: tuple[str, ...] = ()
-    """To load again, as `--draft` names them."""
+    revoke_draft_at: int | None = option(
+        None, "Take the draft back after this many output tokens: the experiment alone.", _SPECULATION
+    )
+    return_draft_at: int | None = option(None, "Load the draft again after this many output tokens.", _SPECULATION)
+    revoke_target_at: int | None = option(
+        None,
+        "Take the target back after this many output tokens, and give it back: the sequence waits.",
+        _SPECULATION,
+    )
+
+    def __post_init__(self) -> None:
+        draft, again, target = self.revoke_draft_at, self.return_draft_at, self.revoke_target_at
+        if again is not None and (draft is None or again <= draft):
+            raise UsageError("--return-draft-at is a number of output tokens above --revoke-draft-at, which it needs")
+        if target is not None and target < 1:
+            raise UsageError(f"--revoke-target-at is a number of output tokens, at least 1, and not {target}")
+
+    @property
+    def is_asked_for(self) -> bool:
+        return self.revoke_draft_at is not None or self.revoke_target_at is not None
 
 
 class BorrowedRun:
     """A `Run` that is iterated in its place."""
 
-    def __init__(self, llm: "LLM", run: "Run", revocation: Revocation):
-        self._llm, self._run, self._plan = llm, run, revocation
+    def __init__(self, llm: "LLM", run: "Run", revocation: Revocation, drafts: Sequence[str | Path] = ()):
+        """drafts: to load again, as `--draft` names them."""
+        self._llm, self._run, self._plan, self._drafts = llm, run, revocation, drafts
         self._tokens = 0
-        self._draft_leases = _draft_leases(llm) if revocation.draft_at is not None else []
-        self._target_lease = llm.lease() if revocation.target_at is not None else None
+        self._draft_leases = _draft_leases(llm) if revocation.revoke_draft_at is not None else []
+        self._target_lease = llm.lease() if revocation.revoke_target_at is not None else None
         self._draft_is_revoked = False
         self._target: Model | None = None
         """What the owner holds meanwhile."""
@@ -86,18 +108,18 @@ class BorrowedRun:
 
     def _act(self) -> None:
         plan = self._plan
-        if plan.draft_at is not None and self._tokens >= plan.draft_at and not self._draft_is_revoked:
+        if plan.revoke_draft_at is not None and self._tokens >= plan.revoke_draft_at and not self._draft_is_revoked:
             for lease in self._draft_leases:
                 _revoke_in_the_next_forward(lease)
             self._draft_is_revoked = True
         if plan.return_draft_at is not None and self._tokens >= plan.return_draft_at and not self._is_returned():
             started = time.perf_counter()
-            self._llm.speculate_with("draft", plan.drafts)
+            self._llm.speculate_with("draft", self._drafts)
             ms = (time.perf_counter() - started) * 1e3
             self.told.append(
                 f"after {self._tokens} tokens the draft was loaded again in {ms:.1f} ms, with an empty cache"
             )
-        if plan.target_at is not None and self._tokens >= plan.target_at and self._target is None:
+        if plan.revoke_target_at is not None and self._tokens >= plan.revoke_target_at and self._target is None:
             assert self._target_lease is not None
             self._target = self._target_lease.model()
             self._revoking = threading.Thread(target=_revoke_in_a_forward, args=(self._target_lease,), daemon=True)
