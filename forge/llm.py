@@ -506,8 +506,9 @@ class ChatSession:
         """Tokens of the conversation whose keys and values are in the cache."""
         engine = self._llm.engine
         with engine.lock:
-            held = self._retained is not None and engine.is_retained(self._retained)
-            return engine.cache.computed_length(self._retained) if held else 0
+            if self._retained is None or not engine.is_retained(self._retained):
+                return 0
+            return engine.cache.computed_length(self._retained)
 
     def fork(self) -> None:
         """Mark this place of the conversation, to come `back` to: its cache is forked, and the fork kept for then."""
