@@ -55,6 +55,8 @@ def fastest(torch, work: Callable[[], object], seconds: float) -> float:
 
 
 class LimitsWorker(Worker):
+    """Measures the machine's limits, as a peer measures its figures."""
+
     measure = staticmethod(measure)
 
 

@@ -142,6 +142,8 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 class LimitsWorker(Worker):
+    """Measures the machine's limits, as a peer measures its figures."""
+
     measure = staticmethod(measure)
 
 

@@ -20,6 +20,7 @@ from forge.cli.run_control import Found, forget_prefixes, load_model
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.option import option
 from forge.trace.records import BlockSplit, PrefixHit
 from forge.views.blocks import BlockScreen
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
@@ -61,26 +62,27 @@ _SHOWN = 160
 """Characters of a text that are worth seeing."""
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """How many, and where."""
+
+    branches: int = option(3, "Ways in which the story goes on.", _SIZES)
+    branch_at: int | None = option(
+        None,
+        "Output tokens that the branches share with the story.",
+        _SIZES,
+        shown="half of it, to the middle of a block",
+    )
+    requests: int = option(4, "Requests that share the rubric.", _SIZES)
+
+
 @command
 def prefix(
     ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = STORY_TOKENS,
-    branches: Annotated[
-        int, typer.Option("--branches", help="Ways in which the story goes on.", rich_help_panel=_SIZES)
-    ] = 3,
-    branch_at: Annotated[
-        int | None,
-        typer.Option(
-            "--branch-at",
-            help="Output tokens that the branches share with the story.",
-            show_default="half of it, to the middle of a block",
-            rich_help_panel=_SIZES,
-        ),
-    ] = None,
-    requests: Annotated[
-        int, typer.Option("--requests", help="Requests that share the rubric.", rich_help_panel=_SIZES)
-    ] = 4,
+    *,
+    sizes: Sizes,
     rubric: Annotated[
         str | None,
         typer.Option("--rubric", help="A file with the text that they share.", rich_help_panel="Prompt"),
@@ -91,7 +93,6 @@ def prefix(
             "--snapshot", help="What a snapshot of the story's cache holds and shares.", rich_help_panel="Prompt"
         ),
     ] = False,
-    *,
     engine: Annotated[EngineArgs, Takes("model device threads block_size num_blocks", kv="prefix", num_blocks=64)],
     output: Annotated[OutputArgs, Takes("pace json", pace=PACE)],
     only: OnlyOption = None,
@@ -102,6 +103,7 @@ def prefix(
         return run_bug("prefix", bug, engine, output.json)
     if reads_chapter(only, output.json or snapshot):
         return read_chapter(ctx, pause)
+    branches, branch_at, requests = sizes.branches, sizes.branch_at, sizes.requests
     for name, value, least in (("--branches", branches, 1), ("--requests", requests, 2), ("MAX_TOKENS", max_tokens, 4)):
         if value < least:
             raise UsageError(f"{name} is at least {least}, and {value} is less")

@@ -30,6 +30,7 @@ from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.speculation.borrowing import BorrowedRun, Revocation
 from forge.experiments.speculation.pins import PROMPTS, check_pins, pins_report, prompts_of
+from forge.option import option
 from forge.trace.records import SpecCycle, SpecDecision, StepRecord
 from forge.trace.speculation_summary import SpeculationSummary, cycle_object, cycles_of, draft_totals
 from forge.views.charts import bar, sparkline
@@ -59,6 +60,14 @@ _PROMPT_SHOWN = 120
 _ENGINE = "model kv device threads max_model_len draft k speculate_fixed acceptance"
 
 
+@dataclass(frozen=True)
+class PinArgs:
+    """What the four checks of a pair run on."""
+
+    lengths: str | None = option(None, "Of pins: prompts of so many tokens, 8,64,256.", "Speculation")
+    seeds: str | None = option(None, "Of pins, when sampling: 0,1,2.", "Speculation")
+
+
 @command
 def speculation(
     ctx: typer.Context,
@@ -77,14 +86,7 @@ def speculation(
     ] = "draft",
     revocation: Revocation,
     sampling: Annotated[SamplingParams, Takes("temperature top_p top_k seed", ignore_eos=True)],
-    lengths: Annotated[
-        str | None,
-        typer.Option("--lengths", help="Of pins: prompts of so many tokens, 8,64,256.", rich_help_panel="Speculation"),
-    ] = None,
-    seeds: Annotated[
-        str | None,
-        typer.Option("--seeds", help="Of pins, when sampling: 0,1,2.", rich_help_panel="Speculation"),
-    ] = None,
+    pins: PinArgs,
     only: OnlyOption = None,
     pause: PauseOption = True,
     bug: BugOption = None,
@@ -98,14 +100,14 @@ def speculation(
         raise UsageError("--revoke-draft-at is a number of output tokens, at least 1, for --speculate draft")
     if prompt == PINS and speculate != "draft":
         raise UsageError("pins checks a draft model: leave --speculate out")
-    if prompt != PINS and (lengths or seeds):
+    if prompt != PINS and (pins.lengths or pins.seeds):
         raise UsageError("--lengths and --seeds are for forge speculation pins")
     engine, sampling = replace(engine, speculate=speculate), replace(sampling, max_tokens=max_tokens)
     if prompt != PINS and reads_chapter(only, json) and not revocation.is_asked_for:
         return read_chapter(ctx, pause)
     if prompt == PINS:
-        sizes = numbers(lengths, "--lengths", "8,64,256") if lengths else []
-        drawn = numbers(seeds, "--seeds", "0,1,2") if seeds else [sampling.seed or 0]
+        sizes = numbers(pins.lengths, "--lengths", "8,64,256") if pins.lengths else []
+        drawn = numbers(pins.seeds, "--seeds", "0,1,2") if pins.seeds else [sampling.seed or 0]
         if 0 in sizes:
             raise UsageError("--lengths: a prompt has at least one token")
         rejection = engine.acceptance == "rejection" and not sampling.greedy
