@@ -504,11 +504,11 @@ class ChatSession:
     @property
     def tokens_held(self) -> int:
         """Tokens of the conversation whose keys and values are in the cache."""
-        engine = self._llm.engine
+        engine, retained = self._llm.engine, self._retained
         with engine.lock:
-            if self._retained is None or not engine.is_retained(self._retained):
+            if retained is None or not engine.is_retained(retained):
                 return 0
-            return engine.cache.computed_length(self._retained)
+            return engine.cache.computed_length(retained)
 
     def fork(self) -> None:
         """Mark this place of the conversation, to come `back` to: its cache is forked, and the fork kept for then."""

@@ -124,7 +124,8 @@ class Engine:
         self._eos_token_ids = tokenizer.eos_token_ids
         self._unavailable: ModelUnavailable | None = None
         """The error that ended every sequence, once the model is gone."""
-        self._num_sequences = self._num_steps = 0
+        self._num_sequences = self._num_steps = self._num_retained_forks = 0
+        """The ids of retained forks are no request's."""
         self._rejected: list[RejectRecord] = []
         self._arrived: list[ArriveRecord] = []
         self._operating = False
@@ -532,6 +533,7 @@ class Engine:
         try:
             copies = self.scheduler.retained.fork(seq_id, self._num_sequences)
             self._num_sequences += 1
+            self._num_retained_forks += 1
             self.storage.copy_blocks(copies)
         except (KeyError, OutOfBlocks):
             child = None
@@ -586,7 +588,7 @@ class Engine:
                 sequence.stop_reason, sequence.finish_reason = outcome.stop_reason, outcome.finish_reason
         self._num_sequences = max([self._num_sequences, *(seq_id + 1 for seq_id in sequences)])
         unfinished = [sequence for sequence in sequences.values() if sequence.finish_reason is None]
-        self.scheduler.restart(unfinished, self._num_sequences - len(unfinished))
+        self.scheduler.restart(unfinished, self._num_sequences - self._num_retained_forks - len(unfinished))
         for sequence in unfinished:
             self._rebuild_text(sequence)
         for seq_id in sequences.keys() - {one.seq_id for one in unfinished}:

@@ -5,12 +5,14 @@ import json
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from forge.bench.http_client import ServerProblem, Timed
 from forge.bench.process import ProcessFailed
+from forge.cli.main import main
 from forge.errors import UsageError
 from forge.experiments.bench.serve import (
     ServeBenchmark,
@@ -28,6 +30,18 @@ from forge.experiments.bench.tables import draw
 from forge.views.terminal import open_console
 
 EVENT = b"data: "
+
+
+@pytest.fixture
+def forge(capfd):
+    """Run a command line in this process."""
+
+    def run_line(*args: str):
+        status = main(args)
+        captured = capfd.readouterr()
+        return SimpleNamespace(status=status, out=captured.out, err=captured.err)
+
+    return run_line
 
 
 @contextmanager
@@ -237,3 +251,47 @@ def test_the_engines_turns_run_in_a_process_of_its_own():
         assert turn(plan.prompts()) > 0
         with pytest.raises(ProcessFailed, match="the engine, answer: UsageError"):
             turn([[1] * 5000])
+
+
+def begin_alike(prompts, tokens) -> int:
+    """How many begin with the same tokens as another."""
+    heads = [tuple(prompt[:tokens]) for prompt in prompts]
+    return sum(heads.count(head) > 1 for head in heads)
+
+
+def test_prompts_begin_alike_as_their_reuse_says():
+    plan = ServePlan("x", input_tokens=20, num_prompts=200)
+    assert begin_alike(plan.prompts(), 10) == 0
+    half = replace(plan, prefix_reuse="0.5").prompts()
+    assert begin_alike(half, 10) == 200 and begin_alike(half, 11) < 20 and {len(one) for one in half} == {20}
+    mixed = replace(plan, prefix_reuse="0:1,0.5:1").prompts()
+    assert 60 < begin_alike(mixed, 10) < 140 and mixed == replace(plan, prefix_reuse="0:1,0.5:1").prompts()
+    texts = replace(plan, dataset="words", prefix_reuse="1").prompts()
+    assert len(set(texts)) == 4 and {len(text.split()) for text in texts} == {20}
+
+
+@pytest.mark.parametrize("text", ["", "2", "0.5:0", "half", "0.5:1:2", "nan"])
+def test_a_reuse_without_a_meaning_is_refused(text):
+    with pytest.raises(UsageError, match="--prefix-reuse is a share"):
+        ServePlan("x", prefix_reuse=text)
+
+
+def test_a_sweep_has_a_row_per_level_a_picture_and_logs(forge, tmp_path):
+    logs, svg = tmp_path / "logs", tmp_path / "sweep.svg"
+    line = ("bench", "serve", "--concurrency", "1,2,4", "--input-tokens", "5", "--output-tokens", "8")
+    line += ("--num-prompts", "12")
+    with server(polite) as url:
+        found = forge(*line, "--url", url, "--svg", str(svg), "--log-dir", str(logs), "--chart")
+        facts = json.loads(forge(*line, "--url", url, "--json").out)
+    assert found.status == 0 and "by how many are under way" in found.out and "over output tokens/s" in found.out
+    assert found.out.count("Throughput over time") == 3 and "TTFT, ms" in found.out and "4 at once" in found.out
+    assert [level["max_concurrency"] for level in facts["levels"]] == [1, 2, 4]
+    assert sorted(path.name.rpartition("-")[2] for path in logs.iterdir()) == ["1.json", "2.json", "4.json"]
+    assert all(json.loads(path.read_text())["completed"] == 12 for path in logs.iterdir())
+    assert svg.read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_levels_that_are_none_are_refused(forge):
+    for text in ("0", "1,two", ""):
+        found = forge("bench", "serve", "--concurrency", text)
+        assert found.status == 2 and "--concurrency takes numbers" in found.err

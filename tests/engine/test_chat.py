@@ -283,3 +283,13 @@ def test_without_room_for_a_copy_what_was_said_is_computed_again(path):
     session.back()
     assert session.tokens_held == 0
     assert say(session, "left").outputs[0].token_ids == left.outputs[0].token_ids
+
+
+def test_a_fork_is_no_sequence_that_has_ended(path):
+    llm = LLM(path, kv="paged", device="reference", max_model_len=300)
+    session = llm.chat_session()
+    say(session, "one")
+    session.fork()
+    llm.engine._operating = True  # as an interrupted operation leaves it
+    say(session, "two")
+    assert llm.engine.scheduler.num_finished == 2

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from statistics import fmean, median, pstdev
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
@@ -49,6 +50,9 @@ WORDS = "time year people way day man thing woman life child world school state 
 """Each a token of most vocabularies, with the space before it."""
 
 Prompt = str | list[int]
+_Piece = TypeVar("_Piece")
+COMMON_TEXTS = 4
+"""Of `--prefix-reuse`: how many texts prompts begin with."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,9 @@ class ServePlan:
     input_tokens: int = field_option(128, "", MEASURE)
     output_tokens: int = field_option(32, "", MEASURE)
     num_prompts: int = field_option(400, "", MEASURE)
+    prefix_reuse: str = field_option(
+        "0", "Share of a prompt that others begin with: 0.5, or with weights 0:4,0.5:4,0.9:2.", MEASURE
+    )
     concurrency: int = field_option(4, "Requests under way at most.", MEASURE)
     request_rate: float | None = field_option(None, "Requests per second.", MEASURE, shown="as answered")
     """As a Poisson process; None sends as `concurrency` allows."""
@@ -80,40 +87,77 @@ class ServePlan:
         if self.dataset not in DATASETS:
             raise UsageError(f"unknown dataset {self.dataset!r}; supported: {', '.join(DATASETS)}")
         parse_goodput(self.goodput)
+        parse_reuse(self.prefix_reuse)
 
     def prompts(self) -> list[Prompt]:
         """The prompts; the same for the same seed."""
         rng, (low, high), length = random.Random(self.seed), self.token_range, range(self.input_tokens)
         if self.dataset == "words":
             words = WORDS.split()
-            return [" ".join(rng.choice(words) for _ in length) for _ in range(self.num_prompts)]
-        return [[rng.randrange(low, high) for _ in length] for _ in range(self.num_prompts)]
+            texts = self._with_reuse([[rng.choice(words) for _ in length] for _ in range(self.num_prompts)])
+            return [" ".join(text) for text in texts]
+        return list(self._with_reuse([[rng.randrange(low, high) for _ in length] for _ in range(self.num_prompts)]))
+
+    def _with_reuse(self, prompts: list[list[_Piece]]) -> list[list[_Piece]]:
+        """The same number and lengths; each begins with as much of one of a few common texts as its draw says."""
+        shares, weights = zip(*parse_reuse(self.prefix_reuse), strict=True)
+        if not any(shares):
+            return prompts
+        rng = random.Random(f"{self.seed}: reuse")
+        common = prompts[:COMMON_TEXTS]
+        found = []
+        for prompt in prompts:
+            (share,), text = rng.choices(shares, weights), rng.choice(common)
+            reused = round(share * len(prompt))
+            found.append([*text[:reused], *prompt[reused:]])
+        return found
 
 
 @command
 def bench_serve(
-    plan: ServePlan,
+    plan: Annotated[ServePlan, Takes(without="concurrency")],
+    concurrency: Annotated[str, option("Requests under way at most; several to compare: 1,4,16,64.")] = "4",
     engine: Annotated[str | None, option("Run the same on this model without a server, in turns.")] = None,
     num_blocks: Annotated[int | None, option("For --engine.")] = None,
     peer: Annotated[str | None, option("Send the same to another server, in turns.")] = None,
     peer_model: Annotated[str | None, typer.Option(help="As the peer calls it.", show_default="its first")] = None,
     *,
     own: Annotated[EngineArgs, Takes("threads")],
+    chart: Annotated[bool, option("Draw the throughput over time.")] = False,
+    svg: Annotated[Path | None, option("Save what is shown as a picture.")] = None,
+    log_dir: Annotated[Path | None, option("Keep every request's times in this folder.")] = None,
     json: options.JsonOption = False,
 ) -> Report:
     """What clients of a server see: TTFT, TPOT, ITL, end-to-end latency, throughput.
 
     [dim]forge bench serve --concurrency 64 --num-prompts 400[/dim]
+    [dim]forge bench serve --concurrency 1,4,16,64 --prefix-reuse 0:4,0.5:4,0.9:2 --svg sweep.svg --log-dir logs[/dim]
     [dim]forge bench serve --concurrency 16 --num-prompts 112 --peer http://127.0.0.1:8081[/dim]
     """
+    from forge.experiments.bench.serve_sweep import chart_parts, save_logs, save_svg, sweep_object, sweep_screen
+
     if peer is not None and engine is not None:
         raise UsageError("--peer and --engine are two comparisons: give one of them")
-    other = replace(plan, url=peer, model=peer_model, api_key=None, probe_health=False) if peer is not None else None
+    plans = [replace(plan, concurrency=level) for level in parse_levels(concurrency)]
     loading = {"num_blocks": num_blocks, "threads": own.threads}
-    with progress_line() as progress, engine_turns(engine, loading, plan) if engine else nullcontext() as turn:
-        result = run(plan, progress, engine_turn=turn, peer=other)
-    result = replace(result, command=shlex.join(["forge", *sys.argv[1:]]))
-    return shown(serve_object(result), screen(result), json, 0 if result.good else 1)
+    results = []
+    with progress_line() as progress:
+        for one in plans:
+            other = None
+            if peer is not None:
+                other = replace(one, url=peer, model=peer_model, api_key=None, probe_health=False)
+            with engine_turns(engine, loading, one) if engine else nullcontext() as turn:
+                result = run(one, progress, engine_turn=turn, peer=other)
+            results.append(replace(result, command=shlex.join(["forge", *sys.argv[1:]])))
+    if log_dir is not None:
+        save_logs(log_dir, results)
+    parts = list(sweep_screen(results) if len(results) > 1 else screen(results[0]))
+    if chart:
+        parts += [part for one in results for part in chart_parts(one)]
+    if svg is not None:
+        save_svg(svg, parts)
+    facts = sweep_object(results) if len(results) > 1 else serve_object(results[0])
+    return shown(facts, parts, json, 0 if all(one.good for one in results) else 1)
 
 
 @dataclass
@@ -324,6 +368,7 @@ def serve_object(result: ServeBenchmark) -> dict[str, Any]:
         "model_id": result.model,
         "dataset_name": plan.dataset,
         "num_prompts": plan.num_prompts,
+        "prefix_reuse": plan.prefix_reuse,
         "request_rate": plan.request_rate if plan.request_rate is not None else "inf",
         "max_concurrency": plan.concurrency,
         "duration": result.duration,
@@ -377,6 +422,26 @@ def goodput(result: ServeBenchmark) -> float | None:
         if all((value := milliseconds(one, metric)) is None or value <= most for metric, most in goals)
     ]
     return len(met) / result.duration
+
+
+def parse_levels(text: str) -> list[int]:
+    """`1,4,16` as numbers. Raises `UsageError` for anything else."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise UsageError(f"--concurrency takes numbers from 1 with commas, such as 1,4,16,64, and not {text!r}")
+    return [int(part) for part in parts]
+
+
+def parse_reuse(text: str) -> list[tuple[float, float]]:
+    """`0:4,0.9:2` as shares and weights; a share alone is that of every prompt. Raises `UsageError` otherwise."""
+    try:
+        pairs = [part.partition(":") for part in text.split(",")]
+        found = [(float(share), float(weight) if colon else 1.0) for share, colon, weight in pairs]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= share <= 1 and 0 < weight < float("inf") for share, weight in found):
+        raise UsageError(f"--prefix-reuse is a share from 0 to 1, or several with weights, 0:4,0.9:2, and not {text!r}")
+    return found
 
 
 def parse_goodput(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
