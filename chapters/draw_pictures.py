@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forge.cli.main import parse_and_run
-from forge.engine.sampling_params import SamplingParams
 from forge.cli.run_control import advance, drive, load_model, new_history, run_label, warm_up
+from forge.engine.sampling_params import SamplingParams
 from forge.views.blocks import BlockScreen
 from forge.views.generation import LiveGeneration
 from forge.views.picture import draw_busiest_step, picture_console, save_picture
