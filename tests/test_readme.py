@@ -87,7 +87,7 @@ RUN_BY = {
     "forge serve --replicas 2 --router prefix": f"{CLUSTER}::test_a_prompt_goes_where_its_beginning_is_cached_and_why",
     "forge serve --prefill-replicas 1 --decode-replicas 1": f"{CLUSTER}::test_prefill_apart_gives_the_same_answers",
     "forge serve --replicas 2 --max-replicas 8": f"{CLUSTER}::test_serve_adds_a_replica_when_requests_pile_up",
-    "pip install 'forge-llm[cluster]'": "make test-cluster",
+    "pip install 'ray[serve]'": "make test-cluster",
     "ray start --head": "Ray's own",
     "forge next": "tests/book/test_terminal.py::test_the_reader_is_brought_back_to_the_page_that_was_left",
     "forge replay run.jsonl --step": "tests/test_readme.py::test_a_recorded_run_is_walked_through",

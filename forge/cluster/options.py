@@ -55,4 +55,4 @@ class ClusterOptions:
 def require_ray() -> None:
     """Raises `UsageError` where Ray Serve is not installed."""
     if find_spec("ray") is None:
-        raise UsageError("many engines need Ray Serve: pip install 'forge-llm[cluster]'")
+        raise UsageError("many engines need Ray Serve: pip install 'ray[serve]'")

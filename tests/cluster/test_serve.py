@@ -18,7 +18,7 @@ import pytest
 from tests.cli.conftest import start
 from tests.server.conftest import Server, until
 
-pytest.importorskip("ray", reason="Ray Serve is not installed: pip install 'forge-llm[cluster]'")
+pytest.importorskip("ray", reason="Ray Serve is not installed: pip install 'ray[serve]'")
 
 KILLS = int(os.environ.get("FORGE_KILLS", "2"))
 BEGINNING = "Once upon a time there was a fox who lived by the old mill. "

@@ -26,7 +26,7 @@ from forge.views.terminal import open_error_console, print_lines
 STREAMS = WHOLE = 6
 MAX_TOKENS = 1500
 QUESTION = "What do clients notice when an engine dies?"
-MISSING = "Ray Serve is not installed, so no engine was killed: pip install 'forge-llm[cluster]'"
+MISSING = "Ray Serve is not installed, so no engine was killed: pip install 'ray[serve]'"
 
 
 @dataclass(frozen=True)

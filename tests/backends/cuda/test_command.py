@@ -29,8 +29,8 @@ def on_a_gpu_of_sorts(monkeypatch, device):
     if device == "cuda":
         return
     monkeypatch.setattr(devices, "why_not_cuda", lambda: None)
-    for name in ("is_gpu", "is_large_gpu"):
-        monkeypatch.setattr(llm_module, name, lambda device: False)
+    monkeypatch.setattr(llm_module, "is_gpu", lambda device: False)
+    monkeypatch.setattr(devices, "is_large_gpu", lambda device: False)
     monkeypatch.setattr(backend_module, "CudaBackend", OnCpu)
     monkeypatch.setattr(backend_module, "Graphs", StandIn)
     monkeypatch.setattr(cuda_limits_worker, "measure", lambda *_: LIMITS)

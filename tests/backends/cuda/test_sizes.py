@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from forge import LLM, SamplingParams, UsageError
+from forge.backends import devices
 from forge.backends.cuda import sizes
 
 GIB = 1 << 30
@@ -36,7 +37,7 @@ def test_what_is_no_share_is_refused(share):
 def test_a_model_on_a_large_gpu_has_its_blocks_from_memory_and_large_steps(memory, monkeypatch):
     home = sys.modules[LLM.__module__]
     monkeypatch.setattr(home, "is_gpu", lambda device: device == "cuda")
-    monkeypatch.setattr(home, "is_large_gpu", lambda device: device == "cuda")
+    monkeypatch.setattr(devices, "is_large_gpu", lambda device: device == "cuda")
     asked = []
     monkeypatch.setattr(sizes, "kv_memory", lambda *given: asked.append(given) or 1 << 20)
 
