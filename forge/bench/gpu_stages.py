@@ -389,13 +389,13 @@ def peers(report: Report) -> None:
 
 def _compare(report: Report, model: str, only: tuple[str, ...], names: tuple[str, ...]) -> None:
     """A run of `forge bench cuda`, reported after every figure."""
-    from forge.experiments.bench.cuda import plain, plan_for, run
+    from forge.experiments.bench.cuda import plan_for, run
 
     if report.rehearsal:
         raise Skip("forge bench cuda needs a GPU")
     plan = plan_for(model, "BF16", ",".join(only), list(names), "paged")
     for found in run(plan, lambda text: print(text, flush=True)):
-        report("result", plain(found))
+        report("result", json.loads(json.dumps(found, default=asdict)))
 
 
 def _needs(*names: str) -> None:

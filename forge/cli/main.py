@@ -249,7 +249,7 @@ def _usage_error(error: Any) -> UsageError:
     elif re.match(r"-\d", option):
         message = "a number of tokens must not be negative"
     else:
-        message = " ".join(error.format_message().split()).rstrip(".")
+        message = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     context = getattr(error, "ctx", None)
     return UsageError(f"{message} (see {context.command_path if context else 'forge'} --help)")
 

@@ -80,10 +80,11 @@ def batching(
 ) -> Found:
     if bug is not None:
         return run_bug("batching", bug, engine, json)
+    limits = None if budgets is None else parse_budgets(budgets)
     if reads_chapter(only, json):
         return read_chapter(ctx, pause)
-    if budgets is not None:
-        report = measure_budgets(engine, parse_budgets(budgets), seed)
+    if limits is not None:
+        report = measure_budgets(engine, limits, seed)
         return report.as_json() if json else report
     report = measure_ways(engine, (requests, prompt_tokens, max_tokens, seed), ways_of(BATCHES), TURNS)
     return report.as_json() if json else report

@@ -84,13 +84,19 @@ def kernels(
     pause: PauseOption = True,
     json: options.JsonOption = False,
 ) -> Found:
+    from forge.model.catalog import resolve_model
+    from forge.model.synth import find_quantization
+
+    for name in types or ():
+        find_quantization(name)
+    path = resolve_model(model) if model is not None else None
     if reads_chapter(only, json):
         return read_chapter(ctx, pause)
-    report = _report_of(model, types, engine.threads)
+    report = _report_of(path, types, engine.threads)
     return report.as_json() if json else report
 
 
-def _report_of(model: str | None, types: list[str] | None, threads: int | None) -> Report:
+def _report_of(model: Path | None, types: list[str] | None, threads: int | None) -> Report:
     with BenchProgress(open_error_console()) as progress:
         result = run(model, types, threads, progress)
     return Report(kernels_object(result), lambda console: print_kernels(console, result))
@@ -181,7 +187,7 @@ class KernelsResult:
 
 
 def run(
-    model: str | None,
+    model: Path | None,
     types: Sequence[str] | None = None,
     threads: int | None = None,
     on_progress: Progress = lambda text: None,
@@ -190,16 +196,9 @@ def run(
 
     Without types and without a model, models in each of `DEFAULT_TYPES`.
 
-    The files that are made up lie in a temporary folder and are gone afterwards. Raises `UsageError` for a model or a
-    type that does not exist.
+    The files that are made up lie in a temporary folder and are gone afterwards.
     """
-    from forge.model.catalog import resolve_model
-    from forge.model.synth import find_quantization
-
     types = types or (DEFAULT_TYPES if model is None else ())
-    for name in types:
-        find_quantization(name)
-    path = resolve_model(model) if model is not None else None
     on_progress("what this machine can do")
     limits = [_limits(threads)]
     measured = []
@@ -208,8 +207,8 @@ def run(
         with _made_up(name) as made_up:
             measured.append(_measure_model(made_up, threads, on_progress))
         limits.append(_limits(threads))
-    if path is not None:
-        measured.append(_measure_model(path, threads, on_progress))
+    if model is not None:
+        measured.append(_measure_model(model, threads, on_progress))
     on_progress("what this machine can do, once more")
     limits += [_limits(threads), *(model.reached for model in measured)]
     return KernelsResult(reduce(Limits.or_better, limits), tuple(measured))

@@ -101,19 +101,19 @@ def prefix(
 ) -> Found:
     if bug is not None:
         return run_bug("prefix", bug, engine, output.json)
-    if reads_chapter(only, output.json or snapshot):
-        return read_chapter(ctx, pause)
     branches, branch_at, requests = sizes.branches, sizes.branch_at, sizes.requests
     for name, value, least in (("--branches", branches, 1), ("--requests", requests, 2), ("MAX_TOKENS", max_tokens, 4)):
         if value < least:
             raise UsageError(f"{name} is at least {least}, and {value} is less")
     if branch_at is not None and not 0 < branch_at < max_tokens:
         raise UsageError(f"--branch-at is between 1 and {max_tokens - 1}, a place in the story, and {branch_at} is not")
+    if reads_chapter(only, output.json or snapshot):
+        return read_chapter(ctx, pause)
     text = options.read_prompt(prompt)
     shared = RUBRIC if rubric is None else options.read_text(rubric)
     engine = replace(engine, max_num_seqs=max(16, branches + 1, requests))
     if snapshot:
-        from forge.cli.snapshot import snapshot_report
+        from forge.experiments.snapshot import snapshot_report
 
         llm = load_model(engine)
         start = len(llm.tokenizer.encode(text))

@@ -37,68 +37,6 @@ def facts(capfd, monkeypatch):
     return run
 
 
-def test_chapter_7(facts):
-    twelve, seeded, classic, revoked = exercises(7)
-    found = facts(twelve)
-    by_position = found["accepted_by_position"]
-    assert len(by_position) == 12 and by_position == sorted(by_position, reverse=True)
-    assert by_position[-1] < found["draft_cost"] + 0.5, "the last positions are the ones that seldom pay"
-    assert facts(seeded)["identical"] is True
-    assert facts(classic)["identical"] is None, "another text of the same distribution: there is nothing to compare"
-    alone = facts(revoked)
-    assert alone["identical"] is True and alone["errors"] and alone["tokens_per_pass"] >= 1
-
-
-def test_chapter_6(facts):
-    swapping, small_budget, forgotten = exercises(6)
-    plain = facts("forge trace-scheduler --requests 12 --num-blocks 20")["totals"]
-    swapped = facts(swapping)["totals"]
-    assert plain["tokens_recomputed"] > 0 == swapped["tokens_recomputed"] and swapped["swaps"] > 0
-    assert plain["tokens_computed"] - swapped["tokens_computed"] == plain["tokens_recomputed"]
-    limited = facts(small_budget)["totals"]
-    assert limited["steps_by_class"]["mixed"] > plain["steps_by_class"]["mixed"]
-    found = facts(forgotten)
-    assert found["caught_by"] == "tokens" and found["different"] > 0 and found["message"] is None
-
-
-def test_chapter_8(facts):
-    two_words, planning, small_model = exercises(8)
-    sides = facts(two_words)["sides"]
-    assert sides[0]["blocks_held"] == sides[1]["blocks_held"] > 0 and sides[0]["steps"] == sides[1]["steps"]
-    planned = facts(planning)
-    assert sorted(side["tokens_cached"] for side in planned["sides"]) == [0, 1216]
-    sweep = facts(small_model)
-    assert sweep["identical"]
-
-
-def test_chapter_9(facts):
-    four_slots, small_pool, no_cache = exercises(9)
-    crowded = facts(four_slots)
-    assert crowded["metrics"]["most_running"] <= 4 and crowded["steps"]["batch_max"] == 4
-    assert crowded["first_ms"]["max"] > crowded["alone"]["end_to_end_ms"], "the last waits for the stories before it"
-    preempted = facts(small_pool)
-    assert preempted["identical"] and preempted["steps"]["preemptions"] > 0
-    uncached = facts(no_cache)
-    assert uncached["identical"] and uncached["steps"]["rows"] > 10 * uncached["steps"]["seen"]
-
-
-def test_chapter_10(facts):
-    with_prefix, floors, _ = exercises(10)
-    steps = facts(floors)["steps"]
-    one, many = steps["decode1_160"], steps["decode64_160"]
-    row_ms = (many["floor_ms"] - one["floor_ms"]) / 63
-    assert one["bound"] == many["bound"] == "memory" and 1e3 * row_ms == pytest.approx(3.8, abs=0.1)
-    assert len(facts(with_prefix)["steps"]) == 4
-
-
-def test_chapter_11(facts):
-    words, mood, sentence = map(facts, exercises(11))
-    assert words["places"][0]["allowed"] == 5 and words["given_up"] == 0 and words["text"] == "happy"
-    assert round(facts("forge constrained --only run")["given_up_per_token"]) == 11
-    assert round(mood["given_up_per_token"]) == 12 and mood["record"] == {"mood": "happy"}
-    assert round(sentence["given_up_per_token"], 1) == 6.5 and sentence["text"] == "The fox was happy."
-
-
 def test_chapter_1(facts):
     rows, keys, threads = exercises(1)
     found = facts(rows)
@@ -164,3 +102,65 @@ def test_chapter_5(facts):
     assert all(request["tokens_cached"] == request["prompt_tokens"] - 1 for request in others[3:])
     found = facts(whole)
     assert found["sound"] and found["different"] > 0
+
+
+def test_chapter_6(facts):
+    swapping, small_budget, forgotten = exercises(6)
+    plain = facts("forge trace-scheduler --requests 12 --num-blocks 20")["totals"]
+    swapped = facts(swapping)["totals"]
+    assert plain["tokens_recomputed"] > 0 == swapped["tokens_recomputed"] and swapped["swaps"] > 0
+    assert plain["tokens_computed"] - swapped["tokens_computed"] == plain["tokens_recomputed"]
+    limited = facts(small_budget)["totals"]
+    assert limited["steps_by_class"]["mixed"] > plain["steps_by_class"]["mixed"]
+    found = facts(forgotten)
+    assert found["caught_by"] == "tokens" and found["different"] > 0 and found["message"] is None
+
+
+def test_chapter_7(facts):
+    twelve, seeded, classic, revoked = exercises(7)
+    found = facts(twelve)
+    by_position = found["accepted_by_position"]
+    assert len(by_position) == 12 and by_position == sorted(by_position, reverse=True)
+    assert by_position[-1] < found["draft_cost"] + 0.5, "the last positions are the ones that seldom pay"
+    assert facts(seeded)["identical"] is True
+    assert facts(classic)["identical"] is None, "another text of the same distribution: there is nothing to compare"
+    alone = facts(revoked)
+    assert alone["identical"] is True and alone["errors"] and alone["tokens_per_pass"] >= 1
+
+
+def test_chapter_8(facts):
+    two_words, planning, small_model = exercises(8)
+    sides = facts(two_words)["sides"]
+    assert sides[0]["blocks_held"] == sides[1]["blocks_held"] > 0 and sides[0]["steps"] == sides[1]["steps"]
+    planned = facts(planning)
+    assert sorted(side["tokens_cached"] for side in planned["sides"]) == [0, 1216]
+    sweep = facts(small_model)
+    assert sweep["identical"]
+
+
+def test_chapter_9(facts):
+    four_slots, small_pool, no_cache = exercises(9)
+    crowded = facts(four_slots)
+    assert crowded["metrics"]["most_running"] <= 4 and crowded["steps"]["batch_max"] == 4
+    assert crowded["first_ms"]["max"] > crowded["alone"]["end_to_end_ms"], "the last waits for the stories before it"
+    preempted = facts(small_pool)
+    assert preempted["identical"] and preempted["steps"]["preemptions"] > 0
+    uncached = facts(no_cache)
+    assert uncached["identical"] and uncached["steps"]["rows"] > 10 * uncached["steps"]["seen"]
+
+
+def test_chapter_10(facts):
+    with_prefix, floors, _ = exercises(10)
+    steps = facts(floors)["steps"]
+    one, many = steps["decode1_160"], steps["decode64_160"]
+    row_ms = (many["floor_ms"] - one["floor_ms"]) / 63
+    assert one["bound"] == many["bound"] == "memory" and 1e3 * row_ms == pytest.approx(3.8, abs=0.1)
+    assert len(facts(with_prefix)["steps"]) == 4
+
+
+def test_chapter_11(facts):
+    words, mood, sentence = map(facts, exercises(11))
+    assert words["places"][0]["allowed"] == 5 and words["given_up"] == 0 and words["text"] == "happy"
+    assert round(facts("forge constrained --only run")["given_up_per_token"]) == 11
+    assert round(mood["given_up_per_token"]) == 12 and mood["record"] == {"mood": "happy"}
+    assert round(sentence["given_up_per_token"], 1) == 6.5 and sentence["text"] == "The fox was happy."

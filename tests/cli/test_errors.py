@@ -184,6 +184,13 @@ def test_a_mistake_is_refused_before_a_page_or_an_answer_is_shown(forge, argumen
         (("prefix", "--block-size", "0"), "--block-size must be a whole number of at least 1"),
         (("batching", "--max-tokens", "x:y"), "--max-tokens is a number of tokens or two of them"),
         (("batching", "--prompt-tokens", "9:3"), "--prompt-tokens 9:3"),
+        (("batching", "--budgets", "x"), "--budgets takes numbers of tokens"),
+        (("prefix", "--branches", "0"), "--branches is at least 1"),
+        (("cluster", "--replicas", "0"), "--replicas is at least 1"),
+        (("cluster", "--router", "nosuch"), "unknown router 'nosuch'"),
+        (("cluster", "--part", "nosuch"), "Invalid value for '--part': 'nosuch' is not one of"),
+        (("kernels", "--type", "Q3_K"), "Q3_K"),
+        (("kernels", "--model", "nothing"), "nothing"),
         (("speculation", "--draft", "no.gguf"), "no.gguf: no such file"),
         (("speculation", "--speculate", "medusa"), "unknown --speculate 'medusa'"),
         (("speculation", "--temperature", "-1"), "temperature must not be negative"),
@@ -195,4 +202,4 @@ def test_a_mistake_is_refused_before_a_page_or_an_answer_is_shown(forge, argumen
 )
 def test_a_chapter_refuses_a_mistake_before_its_first_page(forge, args, expected):
     found = forge(*args)
-    assert found.status == 2 and expected in complaint(found)
+    assert found.status == 2 and expected in complaint(found) and found.out == ""

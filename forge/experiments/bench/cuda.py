@@ -31,7 +31,6 @@ from forge.model.catalog import resolve_model
 from forge.model.synth import SHAPES, default_file_name, synth
 from forge.model.weight_source import open_weights
 from forge.views.formatting import NOTHING, count, percent
-from forge.views.json_output import plain  # noqa: F401 (gpu_stages takes it from here)
 from forge.views.progress import progress_line
 from forge.views.text import one_line
 

@@ -78,11 +78,16 @@ def cluster(
     pause: PauseOption = True,
     json: options.JsonOption = False,
 ) -> Found:
-    if reads_chapter(only, json):
-        return read_chapter(ctx, pause)
+    from forge.cluster.routers import ROUTERS
+
     for name, value, least in (("--replicas", replicas, 1), ("--requests", requests, TURNS)):
         if value < least:
             raise UsageError(f"{name} is at least {least}, and {value} is less")
+    unknown = [name for name in router or () if name not in ROUTERS]
+    if unknown:
+        raise UsageError(f"unknown router {unknown[0]!r}; there are {', '.join(ROUTERS)}")
+    if reads_chapter(only, json):
+        return read_chapter(ctx, pause)
     if part == "scale":
         from forge.experiments.cluster.scale import measure_scale
 
@@ -124,9 +129,6 @@ def _measure(
     from forge.engine.sampling_params import SamplingParams
     from forge.llm import LLM
 
-    unknown = [name for name in routers or () if name not in ROUTERS]
-    if unknown:
-        raise UsageError(f"unknown router {unknown[0]!r}; there are {', '.join(ROUTERS)}")
     params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
     num_blocks = args.num_blocks
     assert num_blocks is not None, "the command has a default"
