@@ -1,7 +1,8 @@
-"""Everything from nothing: `python -m models.build` writes the three GGUF files of this folder.
+"""Everything from nothing, in one command: `python -m models.build` (or `make models`) writes the GGUF files of this folder.
 
-Steps: train the tokenizer, train the target on the corpus, distil the draft from it, export, measure. Work in progress lives in the build
-folder; run the same command again to go on after an interruption. Budgets are times of training, so a faster machine sees more text.
+Steps: the tokenizer, the target, a draft distilled from it, a deliberately bad draft, the files, and the figures of the card beside those
+of the files that were there before. It may be stopped at any moment and started again: work in progress lies in `models/build/`, and
+the run goes on from the last checkpoint, at most a few minutes back. Budgets are tokens, so the files are the same on the same machine.
 """
 
 from __future__ import annotations
@@ -9,92 +10,129 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from dataclasses import asdict
+import os
+import platform
+import shutil
+import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from .distil import DRAFT_PHASES, DistillationLoss, project_embedding
-from .evaluate import agreement, answer_accuracy, held_out_loss, seconds_per_token
-from .export import export, quantized_copy
-from .network import DRAFT, TARGET, Qwen3, parameter_count
+from .card import write_card
+from .distil import BAD_DRAFT_SCHEDULE, DRAFT_SCHEDULE, FIRST_DOCUMENT, Distillation, project_embedding
+from .evaluate import measure_draft, measure_target
+from .export import export
+from .network import BAD_DRAFT, DRAFT, TARGET, Qwen3
 from .tokenizer import load_tokenizer
-from .train import Schedule, State, continue_greedily, train
+from .train import Schedule, train
 
-TARGET_SEED, DRAFT_SEED = 1, 2
+TARGET_SEED, DRAFT_SEED, BAD_DRAFT_SEED = 1, 2, 3
 HERE = Path(__file__).parent
-PROMPTS = (
-    "Once upon a time",
-    "The fox and the lantern",
-    "<|im_start|>user\nTell me a story about a mouse and a bell.<|im_end|>\n<|im_start|>assistant\n",
-)
-FILES = {"target q8_0": "tales-q8_0.gguf", "target q4_0": "tales-q4_0.gguf", "draft q8_0": "tales-draft-q8_0.gguf"}
+TARGETS = ("tales-q8_0.gguf", "tales-q4_0.gguf")
+DRAFTS = ("tales-draft-q8_0.gguf", "tales-bad-draft-q8_0.gguf")
+ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""Keeps glibc from returning memory to the system after every operation."""
 
 
-def train_target(tokenizer: Tokenizer, seconds: float, folder: Path) -> Qwen3:
+def train_target(tokenizer: Tokenizer, folder: Path, stop_at: int | None = None) -> Qwen3:
     """The target, trained on the corpus."""
     model = Qwen3(TARGET, TARGET_SEED)
-
-    def show(model: Qwen3, state: State) -> None:
-        print("  >>", continue_greedily(model, tokenizer, PROMPTS[0], 60), flush=True)
-
-    train(model, tokenizer, Schedule(seconds), folder / "target", after_checkpoint=show)
+    train(model, tokenizer, Schedule(), folder / "target", stop_at=stop_at)
     return model.eval()
 
 
-def distil_draft(target: Qwen3, tokenizer: Tokenizer, seconds: float, folder: Path) -> Qwen3:
+def distil_draft(target: Qwen3, tokenizer: Tokenizer, folder: Path, stop_at: int | None = None) -> Qwen3:
     """The draft, distilled from the target."""
     draft = Qwen3(DRAFT, DRAFT_SEED)
     project_embedding(target, draft)
-    schedule = Schedule(seconds, phases=DRAFT_PHASES, decay_from=0.3, rehearse_until=0.0)
-    train(draft, tokenizer, schedule, folder / "draft", DistillationLoss(target, tokenizer, DRAFT_SEED))
+    distillation = Distillation(target, tokenizer, DRAFT_SCHEDULE.phases[0].length)
+    train(draft, tokenizer, DRAFT_SCHEDULE, folder / "draft", distillation.loss, distillation.prepare, FIRST_DOCUMENT, stop_at=stop_at)
     return draft.eval()
 
 
-def measure(target: Qwen3, draft: Qwen3, tokenizer: Tokenizer) -> dict[str, object]:
-    """The figures of the model card, for the weights as the files hold them."""
-    models = {
-        "target q8_0": quantized_copy(target, "q8_0"),
-        "target q4_0": quantized_copy(target, "q4_0"),
-        "draft q8_0": quantized_copy(draft, "q8_0"),
-    }
-    small = models["draft q8_0"]
-    return {
-        "parameters": {"target": parameter_count(target), "draft": parameter_count(draft)},
-        "held_out_loss": {name: held_out_loss(model, tokenizer) for name, model in models.items()},
-        "answer_accuracy": {
-            name: answer_accuracy(model, tokenizer) for name, model in models.items() if name != "draft q8_0"
-        },
-        "agreement": {
-            name: asdict(agreement(models[name], small, tokenizer)) for name in ("target q8_0", "target q4_0")
-        },
-        "seconds_per_token": {"target": seconds_per_token(target), "draft": seconds_per_token(draft)},
-    }
+def train_bad_draft(tokenizer: Tokenizer, folder: Path, stop_at: int | None = None) -> Qwen3:
+    """A tiny model that has seen a little of the corpus and nothing of the target: a draft to lose with."""
+    draft = Qwen3(BAD_DRAFT, BAD_DRAFT_SEED)
+    train(draft, tokenizer, BAD_DRAFT_SCHEDULE, folder / "bad-draft", first_document=FIRST_DOCUMENT, stop_at=stop_at)
+    return draft.eval()
+
+
+def keep_old_files(output: Path, folder: Path) -> Path:
+    """Copy the files that this run replaces to `folder`/before, once, so that they can be measured beside the new ones."""
+    before = folder / "before"
+    if not before.exists():
+        temporary = folder / "before.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for path in output.glob("tales-*.gguf"):
+            shutil.copy2(path, temporary)
+        temporary.rename(before)
+    return before
+
+
+def measure(folder: Path, cache: Path, small: bool) -> dict[str, object]:
+    """The figures of every file in `folder`, each by its name. `cache` keeps them, by SHA-256, from one start to the next."""
+    known = json.loads(cache.read_text()) if cache.exists() else {}
+    figures: dict[str, object] = {}
+    for name in (*TARGETS, *DRAFTS):
+        path, target = folder / name, folder / TARGETS[0]
+        if not path.exists():
+            continue
+        key = f"{sha256(path)} {sha256(target)} {small}"
+        if key not in known:
+            print(f"measuring {path}", flush=True)
+            known[key] = measure_target(path, small) if name in TARGETS else measure_draft(target, path)
+            cache.write_text(json.dumps(known))
+        figures[name] = {**known[key], "sha256": sha256(path), "bytes": path.stat().st_size}
+    return figures
 
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def gather_logs(folder: Path, path: Path) -> None:
+    """All logs of the run, one after another, each line with the name of its model."""
+    lines = []
+    for name in ("target", "draft", "bad-draft"):
+        for line in (folder / name / "log.jsonl").read_text().splitlines():
+            lines.append(json.dumps({"model": name, **json.loads(line)}))
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def restart_with_allocator() -> None:
+    """Start this program again with the allocator's settings, which glibc reads when a process starts."""
+    if platform.libc_ver()[0] == "glibc" and any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
+        os.execve(sys.executable, [sys.executable, "-m", "models.build", *sys.argv[1:]], os.environ | ALLOCATOR)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hours", type=float, default=1.5, help="time for all training (default 1.5)")
-    parser.add_argument("--draft-share", type=float, default=0.17, help="share of it for the draft (default 0.17)")
     parser.add_argument("--build", type=Path, default=HERE / "build", help="folder for work in progress")
-    parser.add_argument("--output", type=Path, default=HERE, help="folder for the GGUF files")
+    parser.add_argument("--output", type=Path, default=HERE, help="folder for the GGUF files, the log and the card")
+    parser.add_argument("--try", dest="stop_at", type=int, metavar="TOKENS", help="train every model for this many tokens only, to try it out")
     arguments = parser.parse_args()
-    seconds = arguments.hours * 3600
-    tokenizer = load_tokenizer(arguments.build / "tokenizer.json")
-    target = train_target(tokenizer, seconds * (1 - arguments.draft_share), arguments.build)
-    export(target, tokenizer, arguments.output / FILES["target q8_0"], "q8_0")
-    export(target, tokenizer, arguments.output / FILES["target q4_0"], "q4_0")
-    draft = distil_draft(target, tokenizer, seconds * arguments.draft_share, arguments.build)
-    export(draft, tokenizer, arguments.output / FILES["draft q8_0"], "q8_0")
-    figures = measure(target, draft, tokenizer)
-    figures["sha256"] = {file: sha256(arguments.output / file) for file in FILES.values()}
-    text = json.dumps(figures, indent=2)
-    (arguments.build / "evaluation.json").write_text(text + "\n")
-    print(text)
+    restart_with_allocator()
+    folder, output = arguments.build, arguments.output
+    before = keep_old_files(output, folder)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    target = train_target(tokenizer, folder, arguments.stop_at)
+    draft = distil_draft(target, tokenizer, folder, arguments.stop_at)
+    bad_draft = train_bad_draft(tokenizer, folder, arguments.stop_at)
+    models = (target, target, draft, bad_draft)
+    for model, name in zip(models, (*TARGETS, *DRAFTS), strict=True):
+        export(model, tokenizer, output / name, name.removesuffix(".gguf").rpartition("-")[2])
+    gather_logs(folder, output / "training_log.jsonl")
+    small = arguments.stop_at is not None
+    new, old = (measure(place, folder / "figures.json", small) for place in (output, before))
+    (folder / "evaluation.json").write_text(json.dumps({"new": new, "old": old}, indent=2) + "\n")
+    write_card(output / "README.md", new, old)
+    print(f"done: {', '.join(new)} in {output}, figures in {output / 'README.md'}")
 
 
 if __name__ == "__main__":

@@ -1,33 +1,35 @@
-"""Distillation: the draft learns to say what the target would say next.
+"""Distillation: a draft learns to say what the target would say next.
 
-Speculative decoding accepts a guess only if it is the target's own choice, so the draft is trained on the target's distribution rather
-than on the corpus: the loss is KL(target || draft) plus the cross-entropy of the target's most likely token. Half of the rows are corpus
-text, half are text that the target wrote itself, greedily or sampled: when the draft is used, that is the text it continues.
-The draft's embedding starts as the target's, projected on its principal directions.
+Speculative decoding accepts a guess only if it is the target's own choice, so a draft is trained on the target's distribution rather
+than on the corpus: the loss is KL(target || draft) plus the cross-entropy of the target's most likely token. A quarter of the rows is
+corpus text, the rest is text that the target wrote itself, greedily and at a temperature of 0.8: when the draft is used, that is the
+text it continues. The draft's embedding starts as the target's, projected on its principal directions.
 
 References: Hinton et al. 2015 (arXiv 1503.02531); DistillSpec (arXiv 2310.08461).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from threading import Lock
-
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
+from .corpus.documents import HELD_OUT
 from .data import Rows
+from .evaluate import TEMPERATURE
 from .network import Qwen3
 from .sampling import extend
-from .train import Phase
+from .train import MILLION, Part, Phase, Schedule, compiled, half_precision
 
-FIRST_DOCUMENT = 500_000_000  # rows for the draft come from documents that the target was not trained on
-WRITTEN_ROWS = 32  # rows that the target writes at a time
-WRITTEN_USES = 4  # how often each of them is used
+FIRST_DOCUMENT = 500_000_000  # rows for a draft come from documents that the target was not trained on
+PROMPTS = HELD_OUT // 10 * 7  # and what the target continues, from others again
+WRITTEN_ROWS = 64  # rows that the target writes at a time
+WRITTEN_USES = 3  # how often each of them is used
+STARTS = (3, 8, 16, 60, 160)  # tokens of a document that the target continues
 ARGMAX_WEIGHT = 1.0
-DRAFT_PHASES = (Phase(0.9, 4, 256), Phase(1.0, 4, 512))
+DRAFT_SCHEDULE = Schedule((Phase(12 * MILLION, 16, 256, answer_weight=1.0),), decay_from=0.3)
+BAD_DRAFT_SCHEDULE = Schedule((Phase(MILLION, 2, 256, answer_weight=1.0),), decay_from=0.3)
 
 
 def project_embedding(target: Qwen3, draft: Qwen3) -> None:
@@ -35,61 +37,68 @@ def project_embedding(target: Qwen3, draft: Qwen3) -> None:
     with torch.no_grad():
         weight = target.token_embd.weight
         directions = torch.linalg.svd(weight - weight.mean(0), full_matrices=False).Vh[: draft.config.embedding_length]
-        image = weight @ directions.T
-        draft.token_embd.weight.copy_(image)
+        draft.token_embd.weight.copy_(weight @ directions.T)
 
 
 class TargetText:
-    """Rows written by the target: the start of a document, continued at a temperature of 0 to 1. Safe to use from several threads."""
+    """Rows written by the target: the start of a document, continued greedily or at `TEMPERATURE`.
 
-    def __init__(self, target: Qwen3, tokenizer: Tokenizer, seed: int) -> None:
-        self.target = target
-        self.rows = Rows(tokenizer, FIRST_DOCUMENT + 100_000_000)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.pool: Iterator[Tensor] = iter(())
-        self.lock = Lock()
+    Which rows a training step gets depends on its number alone, so that a run that is resumed gets the same.
+    """
 
-    def batch(self, count: int, length: int) -> Tensor:
-        """[count, length + 1]."""
-        with self.lock:
-            return torch.stack([self._row(length) for _ in range(count)])
+    def __init__(self, target: Qwen3, tokenizer: Tokenizer, length: int) -> None:
+        self.target, self.tokenizer, self.length = target, tokenizer, length
+        self.pool: tuple[int, Tensor] | None = None
 
-    def _row(self, length: int) -> Tensor:
-        row = next(self.pool, None)
-        if row is None or len(row) != length + 1:
-            self.pool = iter(self._write(length))
-            row = next(self.pool)
-        return row
+    def rows(self, first: int, count: int) -> Tensor:
+        """[count, length + 1]: rows `first` and on of an endless sequence."""
+        return torch.stack([self._row(number) for number in range(first, first + count)])
 
-    def _write(self, length: int) -> list[Tensor]:
-        start = int(torch.tensor([3, 6, 12, 40, 200])[torch.randint(5, (1,), generator=self.generator)])
-        count = WRITTEN_ROWS if length <= 512 else 4
-        prompts = self.rows.batch(count, start - 1)
-        temperature = torch.tensor([0.0, 0.0, 0.5, 1.0]).repeat(count // 4)
-        written = extend(self.target, prompts, length + 1, temperature, self.generator)
-        order = torch.cat([torch.randperm(count, generator=self.generator) for _ in range(WRITTEN_USES)])
-        return [written[i] for i in order]
+    def _row(self, number: int) -> Tensor:
+        pool, place = divmod(number, WRITTEN_ROWS * WRITTEN_USES)
+        if self.pool is None or self.pool[0] != pool:
+            self.pool = (pool, self._write(pool))
+        use, place = divmod(place, WRITTEN_ROWS)
+        order = torch.randperm(WRITTEN_ROWS, generator=torch.Generator().manual_seed(pool * WRITTEN_USES + use))
+        return self.pool[1][order[place]]
+
+    def _write(self, pool: int) -> Tensor:
+        start = STARTS[pool % len(STARTS)]
+        source = Rows(self.tokenizer, PROMPTS + pool * 10 * WRITTEN_ROWS)
+        temperature = torch.tensor([0.0, TEMPERATURE]).repeat(WRITTEN_ROWS // 2)
+        prompts = source.batch(WRITTEN_ROWS, start - 1)
+        return extend(self.target, prompts, self.length + 1, temperature, torch.Generator().manual_seed(pool))
 
 
-class DistillationLoss:
-    """A loss function for `train`: replaces half of the batch by the target's text, and compares distributions."""
+class Distillation:
+    """What `train` needs to distil: rows by the target in place of some of a batch's, and a loss that compares distributions."""
 
-    def __init__(self, target: Qwen3, tokenizer: Tokenizer, seed: int) -> None:
-        self.target = target.eval()
-        self.text = TargetText(self.target, tokenizer, seed)
+    def __init__(self, target: Qwen3, tokenizer: Tokenizer, length: int) -> None:
+        self.text = TargetText(target.eval(), tokenizer, length)
+        self.target = half_precision(target)
 
-    def __call__(self, draft: Qwen3, tokens: Tensor, weights: Tensor) -> tuple[Tensor, float]:
-        """The loss to minimize, and the share of positions where both would choose the same token (as 1 - agreement)."""
-        half = tokens.shape[0] // 2
-        tokens = torch.cat((tokens[:half], self.text.batch(tokens.shape[0] - half, tokens.shape[1] - 1)))
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            wanted = self.target(tokens[:, :-1]).flatten(0, 1).float()
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            logits = draft(tokens[:, :-1]).flatten(0, 1)
-        logits = logits.float()
-        choice = wanted.argmax(-1)
-        log_likely = F.log_softmax(logits, -1)
-        divergence = F.kl_div(log_likely, F.log_softmax(wanted, -1), reduction="batchmean", log_target=True)
-        loss = divergence + ARGMAX_WEIGHT * F.nll_loss(log_likely, choice)
-        disagreement = (logits.argmax(-1) != choice).float().mean().item()
-        return loss, disagreement
+    def prepare(self, tokens: Tensor, step: int) -> None:
+        """Replace three rows of four by the target's text, in place."""
+        written = torch.arange(len(tokens)) % 4 != 0
+        count = int(written.sum())
+        tokens[written] = self.text.rows(step * count, count)
+
+    def loss(self, draft: Qwen3, tokens: Tensor, weights: Tensor, answered: Tensor) -> Part:
+        """The divergence, and as the plain loss the number of positions where both would choose another token."""
+        with torch.no_grad():
+            wanted = self.target.hidden(tokens[:, :-1]).flatten(0, 1)
+        hidden = draft.hidden(tokens[:, :-1])
+        loss, plain = _divergence(hidden.flatten(0, 1), draft.token_embd.weight, wanted, self.target.token_embd.weight.detach(), weights.flatten())
+        with torch.no_grad():
+            chosen = F.linear(hidden[answered], draft.token_embd.weight.to(hidden.dtype)).argmax(-1)
+        return Part(loss, plain, chosen)
+
+
+@compiled
+def _divergence(hidden: Tensor, embedding: Tensor, wanted: Tensor, target_embedding: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    likely = F.log_softmax(F.linear(hidden, embedding.to(hidden.dtype)).float(), -1)
+    target = F.log_softmax(F.linear(wanted, target_embedding.to(wanted.dtype)).float(), -1)
+    choice = target.argmax(-1)
+    divergence = (target.exp() * (target - likely)).sum(-1)
+    losses = divergence - ARGMAX_WEIGHT * likely.gather(-1, choice[:, None])[:, 0]
+    return (losses * weights).sum(), (likely.detach().argmax(-1) != choice).float().sum()

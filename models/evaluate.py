@@ -1,14 +1,19 @@
-"""Measurements for the model card, all on documents that training never saw.
+"""Measurements for the model card, all on documents that training never saw, for models as their files hold them.
 
-Loss in nats per token; accuracy of one-token answers by kind of question (the choice is the most likely token of the whole
-vocabulary, no help from the options); agreement of draft and target on text that the target writes greedily, which bounds what
-speculative decoding can accept; and the cost of one forward pass.
+Loss in nats per token; accuracy of one-token answers by kind of question, in phrasings of training and in one that is held out (the
+choice is the most likely token of the whole vocabulary, no help from the options); consistency of the stories that a model tells;
+agreement of draft and target on the target's own text, which decides what speculative decoding accepts; the cost of one forward pass.
+
+`python -m models.evaluate models/tales-q8_0.gguf models/tales-draft-q8_0.gguf` prints all of it as JSON.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from random import Random
 from statistics import median
 
@@ -17,45 +22,54 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
+from .consistency import consistency
 from .corpus.conversations import question_prompt
 from .corpus.documents import HELD_OUT
 from .corpus.questions import ASKERS
+from .corpus.stories import draw_world, tell
 from .data import Rows
-from .network import Qwen3
+from .export import load
+from .network import Qwen3, parameter_count
 from .sampling import Cache, extend, last_logits
+
+TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often the draft's greedy choice is the target's, and what speculation with K guesses would accept of it.
+    """How often the draft says what the target says, on text that the target wrote greedily and at `TEMPERATURE`.
 
-    `accepted` is the mean number of guesses accepted per round of K, over rounds laid end to end on the target's own text.
+    `accepted` is, for every K, the mean share of K guesses that speculation accepts: the draft's most likely tokens, over rounds laid
+    end to end on greedy text. `sampled` is the same for one guess of rejection sampling on sampled text: the sum of min(p, q).
     """
 
     rate: float
     accepted: dict[int, float]
+    sampled: float
 
 
 @torch.no_grad()
 def held_out_loss(model: Qwen3, tokenizer: Tokenizer, rows: int = 64, length: int = 512) -> float:
-    """Mean loss in nats per token over held-out rows."""
+    """Mean loss in nats per token over held-out rows, padding left out."""
     source = Rows(tokenizer, HELD_OUT)
-    losses = []
+    total, count = 0.0, 0
     for _ in range(rows):
         tokens = source.batch(1, length)
-        losses.append(F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:]).item())
-    return sum(losses) / len(losses)
+        counted = ~((tokens[:, 1:] == source.end_of_text) & (tokens[:, :-1] == source.end_of_text))
+        total += F.cross_entropy(model(tokens[:, :-1])[counted], tokens[:, 1:][counted], reduction="sum").item()
+        count += int(counted.sum())
+    return total / count
 
 
 @torch.no_grad()
-def answer_accuracy(model: Qwen3, tokenizer: Tokenizer, per_kind: int = 150) -> dict[str, float]:
+def answer_accuracy(model: Qwen3, tokenizer: Tokenizer, per_kind: int = 300, held_out: bool = False) -> dict[str, float]:
     """The share of held-out decision questions of each kind whose most likely next token is the right answer."""
     accuracy = {}
     for kind in ASKERS:
         rng = Random(f"held-out {kind}")
         right = 0
         for _ in range(per_kind):
-            prompt, question = question_prompt(rng, kind)
+            prompt, question = question_prompt(rng, kind, held_out)
             hidden = model.hidden(torch.tensor([tokenizer.encode(prompt).ids]))[0, -1]
             token = int((model.token_embd.weight @ hidden).argmax())
             right += tokenizer.decode([token]) == question.answer
@@ -63,34 +77,61 @@ def answer_accuracy(model: Qwen3, tokenizer: Tokenizer, per_kind: int = 150) -> 
     return accuracy
 
 
-def greedy_texts(target: Qwen3, tokenizer: Tokenizer, start: int, rows: int, length: int) -> Tensor:
-    """[rows, length]: the first `start` tokens of held-out documents, continued greedily by the target."""
+def stories(model: Qwen3, tokenizer: Tokenizer, count: int, temperature: float, length: int = 300, start: int = 8) -> list[str]:
+    """Stories of up to `length` tokens that begin with the first `start` tokens of held-out stories."""
+    ends = {tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")}
+    prompts = []
+    for number in range(count):
+        rng = Random(f"story {number}")
+        prompts.append(tokenizer.encode(tell(draw_world(rng), rng).text).ids[:start])
+    texts = []
+    for first in range(0, count, 100):
+        rows = torch.tensor(prompts[first : first + 100])
+        written = extend(model, rows, start + length, torch.full((len(rows),), temperature), torch.Generator().manual_seed(first))
+        for ids in written.tolist():
+            end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+            texts.append(tokenizer.decode(ids[:end]))
+    return texts
+
+
+def story_consistency(model: Qwen3, tokenizer: Tokenizer, count: int = 500) -> dict[str, dict[str, float]]:
+    """The share of right mentions in stories told greedily and at `TEMPERATURE`, all together and by kind; see `consistency`."""
+    figures = {}
+    for name, temperature in (("greedy", 0.0), ("sampled", TEMPERATURE)):
+        found = consistency(stories(model, tokenizer, count, temperature))
+        figures[name] = {"all": found.share} | {kind: found.right[kind] / found.total[kind] for kind in sorted(found.total)}
+    return figures
+
+
+def target_texts(target: Qwen3, tokenizer: Tokenizer, temperature: float, start: int, rows: int, length: int) -> Tensor:
+    """[rows, length]: the first `start` tokens of held-out documents, continued by the target."""
     prompts = Rows(tokenizer, HELD_OUT + 10_000).batch(rows, start - 1)
-    return extend(target, prompts, length, torch.zeros(rows), torch.Generator())
+    return extend(target, prompts, length, torch.full((rows,), temperature), torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
-def agreement(
-    target: Qwen3, draft: Qwen3, tokenizer: Tokenizer, start: int = 8, rows: int = 48, length: int = 136
-) -> Agreement:
-    """Compare the greedy choices of both after `start` tokens, position by position, on the target's greedy text."""
-    texts = greedy_texts(target, tokenizer, start, rows, length)
+def agreement(target: Qwen3, draft: Qwen3, tokenizer: Tokenizer, start: int = 8, rows: int = 64, length: int = 136) -> Agreement:
+    """Compare the choices of both after `start` tokens, position by position, on the target's own text."""
+    texts = target_texts(target, tokenizer, 0.0, start, rows, length)
     same = draft(texts[:, :-1])[:, start - 1 :].argmax(-1) == texts[:, start:]
-    return Agreement(same.float().mean().item(), {k: mean_accepted(same.tolist(), k) for k in (2, 4, 8)})
+    texts = target_texts(target, tokenizer, TEMPERATURE, start, rows, length)
+    p, q = ((model(texts[:, :-1])[:, start - 1 :] / TEMPERATURE).softmax(-1) for model in (target, draft))
+    accepted = {k: accepted_share(same.tolist(), k) for k in (2, 4, 5, 8)}
+    return Agreement(same.float().mean().item(), accepted, torch.minimum(p, q).sum(-1).mean().item())
 
 
-def mean_accepted(rows: list[list[bool]], k: int) -> float:
-    """Guesses accepted per round: a round stops at its first wrong guess, and the target adds one token of its own."""
-    rounds = accepted = 0
+def accepted_share(rows: list[list[bool]], k: int) -> float:
+    """Accepted over proposed guesses: a round stops at its first wrong guess, and the target adds one token of its own."""
+    proposed = accepted = 0
     for row in rows:
         position = 0
         while position < len(row):
             guesses = row[position : position + k]
             good = guesses.index(False) if False in guesses else len(guesses)
-            rounds += 1
+            proposed += len(guesses)
             accepted += good
             position += good + 1
-    return accepted / rounds
+    return accepted / proposed
 
 
 def seconds_per_token(model: Qwen3, context: int = 128, count: int = 64) -> float:
@@ -104,3 +145,42 @@ def seconds_per_token(model: Qwen3, context: int = 128, count: int = 64) -> floa
         last_logits(model, token, cache)
         times.append(time.perf_counter() - started)
     return median(times)
+
+
+def measure_target(path: Path, small: bool = False) -> dict[str, object]:
+    """Everything about one target. `small` measures a tenth as much, to try it out."""
+    model, tokenizer = load(path)
+    questions, told = (30, 50) if small else (300, 500)
+    return {
+        "parameters": parameter_count(model),
+        "held_out_loss": held_out_loss(model, tokenizer),
+        "answers": answer_accuracy(model, tokenizer, questions),
+        "answers_held_out_phrasing": answer_accuracy(model, tokenizer, questions, held_out=True),
+        "consistency": story_consistency(model, tokenizer, told),
+    }
+
+
+def measure_draft(target_path: Path, path: Path) -> dict[str, object]:
+    """Everything about a draft of one target."""
+    (target, tokenizer), (draft, _) = load(target_path), load(path)
+    return {
+        "parameters": parameter_count(draft),
+        "held_out_loss": held_out_loss(draft, tokenizer),
+        "agreement": asdict(agreement(target, draft, tokenizer)),
+        "cost": seconds_per_token(draft) / seconds_per_token(target),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", type=Path)
+    parser.add_argument("drafts", type=Path, nargs="*")
+    parser.add_argument("--small", action="store_true", help="a tenth of the questions and stories")
+    arguments = parser.parse_args()
+    figures = {arguments.target.name: measure_target(arguments.target, arguments.small)}
+    figures |= {path.name: measure_draft(arguments.target, path) for path in arguments.drafts}
+    print(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()

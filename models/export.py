@@ -12,18 +12,37 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, LlamaFileType, TokenType
 from tokenizers import Tokenizer
 
+from .corpus.tools import AFTER_TOOLS, BEFORE_TOOLS
 from .network import Config, Qwen3
-from .tokenizer import CONTROL_TOKENS, USER_DEFINED_TOKENS
+from .tokenizer import ADDED_TOKENS, CONTROL_TOKENS, USER_DEFINED_TOKENS, tokenizer_of
 
 CHAT_TEMPLATE = (
+    "{% if tools %}"
+    "{{ '<|im_start|>system\\n' + (messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '') }}"
+    "{{ BEFORE_TOOLS }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ AFTER_TOOLS + '<|im_end|>\\n' }}"
+    "{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% if message['role'] == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% set function = call['function'] or call %}"
+    "{{ ('\\n' if message['content'] or not loop.first else '') + '<tool_call>\\n{\"name\": \"' + function['name'] + '\", \"arguments\": ' }}"
+    "{{ function['arguments'] if function['arguments'] is string else function['arguments'] | tojson }}{{ '}\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>\\n' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+).replace("BEFORE_TOOLS", repr(BEFORE_TOOLS)).replace("AFTER_TOOLS", repr(AFTER_TOOLS))
+"""As Qwen3's template writes turns, tools and calls, without thinking."""
 FILE_TYPES = {"q8_0": LlamaFileType.MOSTLY_Q8_0, "q4_0": LlamaFileType.MOSTLY_Q4_0}
 MATRIX_TYPES = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 BLOCK_TENSORS = {
@@ -112,15 +131,26 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, matrix_ty
     writer.add_tensor(name, gguf.quants.quantize(values, chosen), raw_dtype=chosen)
 
 
-def quantized_copy(model: Qwen3, quantization: str) -> Qwen3:
-    """The network with every matrix rounded as `export` rounds it, to measure what the file can do."""
-    copy = Qwen3(model.config)
-    weights = {}
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().float().numpy()
-        if values.ndim == 2:
-            chosen = GGMLQuantizationType.Q8_0 if name == "token_embd.weight" else MATRIX_TYPES[quantization]
-            values = gguf.quants.dequantize(gguf.quants.quantize(values, chosen), chosen)
-        weights[name] = parameter.new_tensor(values)
-    copy.load_state_dict(weights)
-    return copy.eval()
+def load(path: Path) -> tuple[Qwen3, Tokenizer]:
+    """The network and the tokenizer of a file that `export` wrote, with the weights as the file holds them."""
+    reader = gguf.GGUFReader(path)
+    fields = {name.removeprefix("qwen3."): field for name, field in reader.fields.items()}
+
+    def value(name: str):
+        return fields[name].contents()
+
+    config = Config(
+        value("general.name"),
+        block_count=value("block_count"),
+        embedding_length=value("embedding_length"),
+        head_count=value("attention.head_count"),
+        head_count_kv=value("attention.head_count_kv"),
+        head_dim=value("attention.key_length"),
+        feed_forward_length=value("feed_forward_length"),
+        context_length=value("context_length"),
+    )
+    model = Qwen3(config)
+    tensors = {tensor.name: torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type)) for tensor in reader.tensors}
+    model.load_state_dict({name: tensors[gguf_name(name)] for name, _ in model.named_parameters()})
+    tokens = [token for token in value("tokenizer.ggml.tokens") if token not in ADDED_TOKENS]
+    return model.eval(), tokenizer_of(tokens, value("tokenizer.ggml.merges"))

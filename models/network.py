@@ -38,13 +38,10 @@ TARGET = Config(
     "tales", block_count=12, embedding_length=256, head_count=4, head_count_kv=2, head_dim=64, feed_forward_length=768
 )
 DRAFT = Config(
-    "tales-draft",
-    block_count=1,
-    embedding_length=128,
-    head_count=2,
-    head_count_kv=1,
-    head_dim=64,
-    feed_forward_length=384,
+    "tales-draft", block_count=2, embedding_length=96, head_count=2, head_count_kv=1, head_dim=64, feed_forward_length=256
+)
+BAD_DRAFT = Config(
+    "tales-bad-draft", block_count=1, embedding_length=32, head_count=1, head_count_kv=1, head_dim=32, feed_forward_length=64
 )
 
 # Large enough that a token can be told from its neighbours from the first step: rows of the embedding are also the directions of the
@@ -61,7 +58,7 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.epsilon)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
 
 
 class Attention(nn.Module):
@@ -78,14 +75,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_epsilon)
         self.k_norm = RMSNorm(head_dim, config.rms_epsilon)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """x: [batch, length, width] -> the same shape; cos and sin: [length, head_dim]; mask: see `causal_mask`."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [batch, length, width] -> the same shape; cos and sin: [length, head_dim]."""
         batch, length, _ = x.shape
         split = (batch, length, -1, self.head_dim)
         q = rotate(self.q_norm(self.q(x).view(split)), cos, sin).transpose(1, 2)
         k = rotate(self.k_norm(self.k(x).view(split)), cos, sin).transpose(1, 2)
         v = self.v(x).view(split).transpose(1, 2)
-        mixed = attend(q.to(v.dtype), k.to(v.dtype), v, mask)
+        mixed = attend(q, k, v)
         return self.output(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -113,8 +110,8 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.embedding_length, config.rms_epsilon)
         self.ffn = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), cos, sin, mask)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), cos, sin)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -144,20 +141,18 @@ class Qwen3(nn.Module):
                 nn.init.normal_(parameter, std=std, generator=generator)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """tokens: [batch, length] -> [batch, length, width], after the last norm."""
+        """tokens: [batch, length] -> [batch, length, width], after the last norm, in the dtype of the norms."""
         length = tokens.shape[1]
-        x = self.token_embd(tokens)
-        if torch.is_autocast_enabled("cpu"):
-            x = x.to(torch.get_autocast_dtype("cpu"))
+        x = self.token_embd(tokens).to(self.output_norm.weight.dtype)
         cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
-        mask = causal_mask(length, x.dtype)
         for block in self.blocks:
-            x = block(x, cos, sin, mask)
+            x = block(x, cos, sin)
         return self.output_norm(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: [batch, length] -> logits [batch, length, vocab]."""
-        return F.linear(self.hidden(tokens), self.token_embd.weight)
+        hidden = self.hidden(tokens)
+        return F.linear(hidden, self.token_embd.weight.to(hidden.dtype))
 
 
 def rotary_table(length: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -174,23 +169,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None, :] + torch.cat((-second, first), dim=-1) * sin[:, None, :]
 
 
-def causal_mask(length: int, dtype: torch.dtype) -> Tensor:
-    """[length, length]: 0 where a row may look, minus infinity where it may not."""
-    return torch.full((length, length), float("-inf")).triu(1).to(dtype)
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal grouped-query attention written out: q [batch, heads, length, dim], k and v [batch, kv_heads, length, dim].
 
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Grouped-query attention written out: q [batch, heads, length, dim], k and v [batch, kv_heads, length, dim].
-
-    The queries that share a key head are stacked, so that each key head takes part in one matrix product. On a CPU in bfloat16 this is
-    cheaper than PyTorch's fused attention at 512 tokens: a training step takes a fifth less time.
+    The queries that share a key head are stacked, so that each key head takes part in one matrix product. Two halves of the queries
+    are computed one after the other, and the first leaves out the keys of the second. For 4 rows of 512 tokens in bfloat16 on one core
+    of a Zen 4, forward and backward: 20 ms compiled, 31 ms in one piece and not compiled, 53 ms in PyTorch's fused attention.
     """
     batch, heads, length, dim = q.shape
-    kv_heads = k.shape[1]
-    stacked = q.reshape(batch, kv_heads, -1, dim)
-    scores = (stacked @ k.transpose(-1, -2)).view(batch, heads, length, length)
-    weights = (scores * dim**-0.5 + mask).softmax(-1)
-    return (weights.view(batch, kv_heads, -1, length) @ v).view(q.shape)
+    kv_heads, mixed = k.shape[1], []
+    for start, end in halves(length):
+        stacked = q[:, :, start:end].reshape(batch, kv_heads, -1, dim)
+        scores = (stacked @ k[:, :, :end].transpose(-1, -2)).view(batch, heads, end - start, end)
+        visible = torch.ones(end - start, end, dtype=torch.bool, device=q.device).tril(start)
+        weights = (scores * dim**-0.5).masked_fill(~visible, float("-inf")).softmax(-1)
+        mixed.append((weights.view(batch, kv_heads, -1, end) @ v[:, :, :end]).view(batch, heads, end - start, dim))
+    return torch.cat(mixed, dim=2)
+
+
+def halves(length: int) -> tuple[tuple[int, int], ...]:
+    """Start and end of the stretches of queries that `attend` computes together."""
+    return ((0, length),) if length < 128 else ((0, length // 2), (length // 2, length))
 
 
 def parameter_count(model: nn.Module) -> int:

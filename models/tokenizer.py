@@ -31,7 +31,28 @@ def all_labels() -> list[str]:
 
 def train_tokenizer() -> Tokenizer:
     """Train from nothing; the same result every time."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = with_qwen_rules(Tokenizer(models.BPE()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(ADDED_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_training_text(), trainer)
+    add_tokens(tokenizer)
+    check_tokenizer(tokenizer)
+    return tokenizer
+
+
+def tokenizer_of(tokens: list[str], merges: list[str]) -> Tokenizer:
+    """The tokenizer with these tokens, in the order of their numbers and without the added ones, and these merges ("a b")."""
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    tokenizer = with_qwen_rules(Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, pairs)))
+    add_tokens(tokenizer)
+    return tokenizer
+
+
+def with_qwen_rules(tokenizer: Tokenizer) -> Tokenizer:
+    """Set normalizer, pre-tokenizer and decoder."""
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -40,16 +61,12 @@ def train_tokenizer() -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(ADDED_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_training_text(), trainer)
+    return tokenizer
+
+
+def add_tokens(tokenizer: Tokenizer) -> None:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in USER_DEFINED_TOKENS])
-    check_tokenizer(tokenizer)
-    return tokenizer
 
 
 def _training_text():

@@ -9,7 +9,9 @@ import re
 from random import Random
 
 from . import phrases as say
+from .facts import facts_and_questions
 from .questions import Question, ask
+from .remarks import remarks_about
 from .stories import Story, article, draw_world, tell
 
 Message = tuple[str, str]
@@ -52,6 +54,7 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 THANKS = ("Thank you!", "Thanks!", "That was lovely.", "What a nice story!", "I liked that.", "Thank you very much.")
 WELCOME = ("You are welcome! Would you like another one?", "I am glad that you liked it.", "You are very welcome.", "Thank you for listening!")
 AGAIN = ("Another one, please!", "Tell me another story.", "One more story, please.", "And now another one?")
+SAME_HERO = ("Tell me another story about {hero}.", "What did {hero} do next? Tell me another story.", "I would like to hear more about {hero}.", "And another one about {hero}, please!")
 MORAL = ("What does the story teach us?", "What is the moral of the story?", "What can we learn from it?")
 
 
@@ -100,7 +103,7 @@ def _questions(story: Story, rng: Random, count: int) -> list[Question]:
     """Different questions about one story."""
     asked: dict[str, Question] = {}
     while len(asked) < count:
-        question = ask(story.world, rng)
+        question = ask(story, rng)
         asked[question.text] = question
     return list(asked.values())
 
@@ -133,12 +136,42 @@ def story_chat(rng: Random) -> str:
     return render(messages)
 
 
+def subject_chat(rng: Random) -> str:
+    """A story told on request and then a talk of six turns and more about it: every turn is about this story, or its hero's next one."""
+    messages = _system(rng, 0.25)
+    if rng.random() < 0.3:
+        said, replies = rng.choice(SMALL_TALK)
+        messages += [("user", rng.choice(said)), ("assistant", rng.choice(replies))]
+    story = _told(rng, rng.uniform(0.3, 0.8))
+    messages += [("user", _request(story, rng)), ("assistant", _answer_text(story, rng))]
+    messages += _talk(story, rng, rng.randint(3, 6))
+    if rng.random() < 0.4:
+        hero = story.world.hero
+        again = tell(draw_world(rng, hero), rng, 0.4)
+        messages += [("user", rng.choice(SAME_HERO).format(hero=hero.called)), ("assistant", again.text)]
+        messages += _talk(again, rng, rng.randint(2, 4))
+    if rng.random() < 0.5:
+        messages += [("user", rng.choice(THANKS)), ("assistant", rng.choice(WELCOME))]
+    return render(messages)
+
+
+def _talk(story: Story, rng: Random, count: int) -> list[Message]:
+    """Turns about a story: sentences, one-word answers, its record."""
+    remarks = rng.sample(topics := remarks_about(story, rng), min(count, len(topics)))
+    turns: list[Message] = []
+    for asked, answer in remarks:
+        if rng.random() < 0.3:
+            turns += _question_turns(story, rng, 1)
+        turns += [("user", asked), ("assistant", answer)]
+    return turns
+
+
 def question_chat(rng: Random) -> str:
     """A story given by the user, and several questions about it as short turns."""
     story = _told(rng, rng.uniform(0.0, 0.7))
     body = f"{story.title}\n\n{story.text}" if rng.random() < 0.3 else story.text
     suffix = rng.choice(ONE_WORD)
-    first, *rest = _questions(story, rng, rng.randint(4, 8))
+    first, *rest = _questions(story, rng, rng.randint(5, 12))
     return render([*_system(rng, 0.25), ("user", pose(body, first, suffix, rng)), ("assistant", first.answer), *_as_turns(rest, suffix)])
 
 
@@ -178,9 +211,16 @@ def from_the_middle(text: str, rng: Random) -> str:
     return " ".join(words[rng.randrange(1, max(2, len(words) * 2 // 3)) :]).lstrip()
 
 
-def question_prompt(rng: Random, kind: str) -> tuple[str, Question]:
+def fact_chat(rng: Random) -> str:
+    """A few plain facts given by the user, and several questions about them as short turns."""
+    body, (first, *rest) = facts_and_questions(rng)
+    suffix = rng.choice(("", *ONE_WORD))
+    return render([("user", pose(body, first, suffix, rng)), ("assistant", first.answer), *_as_turns(rest, suffix)])
+
+
+def question_prompt(rng: Random, kind: str, held_out: bool = False) -> tuple[str, Question]:
     """One decision as a server gets it: a story and one question of the given kind, up to the answer's place."""
     story = _told(rng, rng.uniform(0.0, 0.7))
-    question = ask(story.world, rng, kind)
+    question = ask(story, rng, kind, held_out)
     message = pose(story.text, question, rng.choice(ONE_WORD), rng)
     return render([("user", message)]) + "<|im_start|>assistant\n", question

@@ -9,12 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from .conversations import plain_story, question_chat, story_chat
+from .conversations import fact_chat, plain_story, question_chat, story_chat, subject_chat
+from .records import record_chat
+from .tools import tool_chat
 
 HELD_OUT = 1_000_000_000
-STORIES = {plain_story: 0.50, story_chat: 0.17, question_chat: 0.33}
-QUESTIONS = {plain_story: 0.16, story_chat: 0.08, question_chat: 0.76}
-"""Shares of the kinds of documents: most of the time, and in the phase that teaches answers."""
+FACTS = {fact_chat: 0.80, question_chat: 0.20}
+STORIES = {
+    plain_story: 0.40,
+    story_chat: 0.10,
+    question_chat: 0.27,
+    subject_chat: 0.07,
+    record_chat: 0.06,
+    tool_chat: 0.04,
+    fact_chat: 0.06,
+}
+"""Shares of the kinds of documents: in the first phase, which teaches to look up and to compare, and in the rest of the training."""
 
 Shares = dict[Callable[[Random], str], float]
 

@@ -123,11 +123,11 @@ def sizes_of(kind: str) -> list[str]:
     return [size for size in SIZES if size not in unfit.get(kind, ())]
 
 
-def draw_world(rng: Random, hero_kind: str | None = None, thing: str | None = None, ending: str | None = None) -> World:
-    """Draw a consistent world; the arguments fix the parts that a request asked for."""
-    taken: set[str] = set()
-    hero_kinds = (hero_kind,) if hero_kind else (HERO_ANIMALS if rng.random() < 0.55 else HERO_PEOPLE)
-    hero = draw_character(rng, hero_kinds, taken, named=0.7)
+def draw_world(rng: Random, hero: Character | None = None) -> World:
+    """Draw a consistent world, with the given hero if there is one."""
+    taken: set[str] = {hero.kind, hero.label} if hero else set()
+    if not hero:
+        hero = draw_character(rng, HERO_ANIMALS if rng.random() < 0.55 else HERO_PEOPLE, taken, named=0.7)
     friend = draw_character(rng, list(KINDS), taken, named=1.0)
     place = rng.choice(list(PLACES.values()))
     obstacle = rng.choice(place.obstacles)
@@ -135,13 +135,11 @@ def draw_world(rng: Random, hero_kind: str | None = None, thing: str | None = No
     helper = draw_character(rng, [noun for noun, kind in KINDS.items() if kind.ability in abilities and noun not in ("girl", "boy")], taken, 0.0)
     plot = rng.choice(PLOTS)
     candidates = [t for t in THINGS.values() if plot != "borrow" or t.noun not in UNBREAKABLE]
-    main = THINGS[thing] if thing else rng.choice(candidates)
-    if main not in candidates:
-        plot = "lost"
+    main = rng.choice(candidates)
     other = rng.choice([candidate for candidate in THINGS.values() if candidate is not main])
     return World(
         plot=plot,
-        ending=ending or (HAPPY if rng.random() < 0.6 else SAD),
+        ending=HAPPY if rng.random() < 0.6 else SAD,
         hero=hero,
         friend=friend,
         helper=helper,
