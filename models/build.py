@@ -51,7 +51,16 @@ def distil_draft(target: Qwen3, tokenizer: Tokenizer, folder: Path, stop_at: int
     draft = Qwen3(DRAFT, DRAFT_SEED)
     project_embedding(target, draft)
     distillation = Distillation(target, tokenizer, DRAFT_SCHEDULE.phases[0].length)
-    train(draft, tokenizer, DRAFT_SCHEDULE, folder / "draft", distillation.loss, distillation.prepare, FIRST_DOCUMENT, stop_at=stop_at)
+    train(
+        draft,
+        tokenizer,
+        DRAFT_SCHEDULE,
+        folder / "draft",
+        distillation.loss,
+        distillation.prepare,
+        FIRST_DOCUMENT,
+        stop_at=stop_at,
+    )
     return draft.eval()
 
 
@@ -115,7 +124,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--build", type=Path, default=HERE / "build", help="folder for work in progress")
     parser.add_argument("--output", type=Path, default=HERE, help="folder for the GGUF files, the log and the card")
-    parser.add_argument("--try", dest="stop_at", type=int, metavar="TOKENS", help="train every model for this many tokens only, to try it out")
+    parser.add_argument(
+        "--try",
+        dest="stop_at",
+        type=int,
+        metavar="TOKENS",
+        help="train every model for this many tokens only, to try it out",
+    )
     arguments = parser.parse_args()
     restart_with_allocator()
     folder, output = arguments.build, arguments.output

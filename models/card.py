@@ -34,14 +34,23 @@ def figures(new: Figures, old: Figures) -> str:
 
 def table(names: list[str], new: Figures, old: Figures, lines: Callable[[Mapping[str, Any]], dict[str, str]]) -> str:
     """One column per file before and after; a file that was not there before has one column."""
-    columns = [(f"{name}, {when}", lines(known[name])) for name in names for when, known in (("before", old), ("now", new)) if name in known]
+    columns = [
+        (f"{name}, {when}", lines(known[name]))
+        for name in names
+        for when, known in (("before", old), ("now", new))
+        if name in known
+    ]
     rows = list(dict.fromkeys(row for _, cells in columns for row in cells))
     head = f"| | {' | '.join(name for name, _ in columns)} |\n|{' --- |' * (len(columns) + 1)}"
     return "\n".join([head, *(f"| {row} | {' | '.join(cells.get(row, '') for _, cells in columns)} |" for row in rows)])
 
 
 def target_lines(one: Mapping[str, Any]) -> dict[str, str]:
-    lines = {"parameters": f"{one['parameters']:,}", "bytes": f"{one['bytes']:,}", "loss, nats per token": f"{one['held_out_loss']:.3f}"}
+    lines = {
+        "parameters": f"{one['parameters']:,}",
+        "bytes": f"{one['bytes']:,}",
+        "loss, nats per token": f"{one['held_out_loss']:.3f}",
+    }
     lines |= {f"answers right, {kind}": percent(share) for kind, share in one["answers"].items()}
     lines |= {f"{kind}, held-out phrasing": percent(share) for kind, share in one["answers_held_out_phrasing"].items()}
     for how, shares in one["consistency"].items():
@@ -51,7 +60,11 @@ def target_lines(one: Mapping[str, Any]) -> dict[str, str]:
 
 def draft_lines(one: Mapping[str, Any]) -> dict[str, str]:
     agreement = one["agreement"]
-    lines = {"parameters": f"{one['parameters']:,}", "bytes": f"{one['bytes']:,}", "loss, nats per token": f"{one['held_out_loss']:.3f}"}
+    lines = {
+        "parameters": f"{one['parameters']:,}",
+        "bytes": f"{one['bytes']:,}",
+        "loss, nats per token": f"{one['held_out_loss']:.3f}",
+    }
     lines["greedy agreement with the target"] = percent(agreement["rate"])
     lines |= {f"accepted over proposed, K = {k}": percent(share) for k, share in agreement["accepted"].items()}
     lines["accepted, temperature 0.8, K = 1"] = percent(agreement["sampled"])

@@ -55,7 +55,9 @@ def in_passing() -> re.Pattern[str]:
 
     A piece starts and ends with a word of its own, so that a slot beside it stays whole.
     """
-    tables = [value for name, value in vars(phrases).items() if name.isupper() and name != "TITLES" and name != "THEMES"]
+    tables = [
+        value for name, value in vars(phrases).items() if name.isupper() and name != "TITLES" and name != "THEMES"
+    ]
     tables += [lexicon.TRAITS, lexicon.OBSTACLES, lexicon.SOLUTIONS, lexicon.WEATHER]
     texts = [*_strings(tables), *phrases.CONTESTS]
     texts += [text for kind in KINDS.values() for text in kind.homes]
@@ -64,7 +66,7 @@ def in_passing() -> re.Pattern[str]:
     for thing in THINGS.values():  # of the image of an object, all but the object itself
         pieces += [piece for part in _SLOT.split(thing.image) for piece in re.split(rf"\b[Tt]he {thing.noun}\b", part)]
     nouns = {*KINDS, *THINGS, *PLACES, *(name.lower() for name in NAMES)}
-    words = {piece.strip(' .,!?"\''): {word.lower() for word in _WORD.findall(piece)} for piece in pieces}
+    words = {piece.strip(" .,!?\"'"): {word.lower() for word in _WORD.findall(piece)} for piece in pieces}
     pieces = [piece for piece, found in words.items() if found & nouns and len(found) > 1]
     longest_first = sorted(pieces, key=len, reverse=True)
     return re.compile("|".join(rf"(?<!\w){re.escape(piece)}(?!\w)" for piece in longest_first), re.IGNORECASE)
@@ -111,7 +113,7 @@ class _Reader:
 
     def see_kind(self, kind: str, before: list[str]) -> None:
         """`before`: the words to its left, the nearest first. "A sleepy little fox", "Hazel the fox"."""
-        if not self.kinds or {"a", "an"} & {*before[:4]} or before[1:2] and before[1].capitalize() in NAMES:
+        if not self.kinds or {"a", "an"} & {*before[:4]} or (before[1:2] and before[1].capitalize() in NAMES):
             self.kinds.add(kind)
         self.count("kind", kind, kind in self.kinds)
 

@@ -26,7 +26,9 @@ class Rows:
     `next_document` and `waiting`, the numbers of documents drawn and not yet dealt, are all that a checkpoint needs.
     """
 
-    def __init__(self, tokenizer: Tokenizer, next_document: int = 0, waiting: list[int] | None = None, shares: Shares = STORIES) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, next_document: int = 0, waiting: list[int] | None = None, shares: Shares = STORIES
+    ) -> None:
         self.tokenizer = tokenizer
         self.shares = shares
         self.next_document = next_document
@@ -142,7 +144,14 @@ class AnswerKinds:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         names = set(LABELS["hero"]) - set(KINDS)
-        kinds = {"yes_no": LABELS["yes_no"], "ending": LABELS["ending"], "name": names, "kind": KINDS, "object": THINGS, "place": PLACES}
+        kinds = {
+            "yes_no": LABELS["yes_no"],
+            "ending": LABELS["ending"],
+            "name": names,
+            "kind": KINDS,
+            "object": THINGS,
+            "place": PLACES,
+        }
         self.kinds = {word: kind for kind, words in kinds.items() for word in words}
 
     def count(self, answers: Tensor, right: Tensor, counts: dict[str, list[int]]) -> None:

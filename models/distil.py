@@ -88,14 +88,22 @@ class Distillation:
         with torch.no_grad():
             wanted = self.target.hidden(tokens[:, :-1]).flatten(0, 1)
         hidden = draft.hidden(tokens[:, :-1])
-        loss, plain = _divergence(hidden.flatten(0, 1), draft.token_embd.weight, wanted, self.target.token_embd.weight.detach(), weights.flatten())
+        loss, plain = _divergence(
+            hidden.flatten(0, 1),
+            draft.token_embd.weight,
+            wanted,
+            self.target.token_embd.weight.detach(),
+            weights.flatten(),
+        )
         with torch.no_grad():
             chosen = F.linear(hidden[answered], draft.token_embd.weight.to(hidden.dtype)).argmax(-1)
         return Part(loss, plain, chosen)
 
 
 @compiled
-def _divergence(hidden: Tensor, embedding: Tensor, wanted: Tensor, target_embedding: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _divergence(
+    hidden: Tensor, embedding: Tensor, wanted: Tensor, target_embedding: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
     likely = F.log_softmax(F.linear(hidden, embedding.to(hidden.dtype)).float(), -1)
     target = F.log_softmax(F.linear(wanted, target_embedding.to(wanted.dtype)).float(), -1)
     choice = target.argmax(-1)

@@ -62,7 +62,9 @@ def held_out_loss(model: Qwen3, tokenizer: Tokenizer, rows: int = 64, length: in
 
 
 @torch.no_grad()
-def answer_accuracy(model: Qwen3, tokenizer: Tokenizer, per_kind: int = 300, held_out: bool = False) -> dict[str, float]:
+def answer_accuracy(
+    model: Qwen3, tokenizer: Tokenizer, per_kind: int = 300, held_out: bool = False
+) -> dict[str, float]:
     """The share of held-out decision questions of each kind whose most likely next token is the right answer."""
     accuracy = {}
     for kind in ASKERS:
@@ -77,7 +79,9 @@ def answer_accuracy(model: Qwen3, tokenizer: Tokenizer, per_kind: int = 300, hel
     return accuracy
 
 
-def stories(model: Qwen3, tokenizer: Tokenizer, count: int, temperature: float, length: int = 300, start: int = 8) -> list[str]:
+def stories(
+    model: Qwen3, tokenizer: Tokenizer, count: int, temperature: float, length: int = 300, start: int = 8
+) -> list[str]:
     """Stories of up to `length` tokens that begin with the first `start` tokens of held-out stories."""
     ends = {tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")}
     prompts = []
@@ -87,7 +91,9 @@ def stories(model: Qwen3, tokenizer: Tokenizer, count: int, temperature: float, 
     texts = []
     for first in range(0, count, 100):
         rows = torch.tensor(prompts[first : first + 100])
-        written = extend(model, rows, start + length, torch.full((len(rows),), temperature), torch.Generator().manual_seed(first))
+        written = extend(
+            model, rows, start + length, torch.full((len(rows),), temperature), torch.Generator().manual_seed(first)
+        )
         for ids in written.tolist():
             end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
             texts.append(tokenizer.decode(ids[:end]))
@@ -99,7 +105,9 @@ def story_consistency(model: Qwen3, tokenizer: Tokenizer, count: int = 500) -> d
     figures = {}
     for name, temperature in (("greedy", 0.0), ("sampled", TEMPERATURE)):
         found = consistency(stories(model, tokenizer, count, temperature))
-        figures[name] = {"all": found.share} | {kind: found.right[kind] / found.total[kind] for kind in sorted(found.total)}
+        figures[name] = {"all": found.share} | {
+            kind: found.right[kind] / found.total[kind] for kind in sorted(found.total)
+        }
     return figures
 
 
@@ -110,7 +118,9 @@ def target_texts(target: Qwen3, tokenizer: Tokenizer, temperature: float, start:
 
 
 @torch.no_grad()
-def agreement(target: Qwen3, draft: Qwen3, tokenizer: Tokenizer, start: int = 8, rows: int = 64, length: int = 136) -> Agreement:
+def agreement(
+    target: Qwen3, draft: Qwen3, tokenizer: Tokenizer, start: int = 8, rows: int = 64, length: int = 136
+) -> Agreement:
     """Compare the choices of both after `start` tokens, position by position, on the target's own text."""
     texts = target_texts(target, tokenizer, 0.0, start, rows, length)
     same = draft(texts[:, :-1])[:, start - 1 :].argmax(-1) == texts[:, start:]

@@ -21,27 +21,31 @@ from .network import Config, Qwen3
 from .tokenizer import ADDED_TOKENS, CONTROL_TOKENS, USER_DEFINED_TOKENS, tokenizer_of
 
 CHAT_TEMPLATE = (
-    "{% if tools %}"
-    "{{ '<|im_start|>system\\n' + (messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '') }}"
-    "{{ BEFORE_TOOLS }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ AFTER_TOOLS + '<|im_end|>\\n' }}"
-    "{% endif %}"
-    "{% for message in messages %}"
-    "{% if message['role'] == 'tool' %}"
-    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
-    "{{ '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}"
-    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
-    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
-    "{% for call in message['tool_calls'] or [] %}"
-    "{% set function = call['function'] or call %}"
-    "{{ ('\\n' if message['content'] or not loop.first else '') + '<tool_call>\\n{\"name\": \"' + function['name'] + '\", \"arguments\": ' }}"
-    "{{ function['arguments'] if function['arguments'] is string else function['arguments'] | tojson }}{{ '}\\n</tool_call>' }}"
-    "{% endfor %}"
-    "{{ '<|im_end|>\\n' }}"
-    "{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-).replace("BEFORE_TOOLS", repr(BEFORE_TOOLS)).replace("AFTER_TOOLS", repr(AFTER_TOOLS))
+    (
+        "{% if tools %}"
+        "{{ '<|im_start|>system\\n' + (messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '') }}"
+        "{{ BEFORE_TOOLS }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ AFTER_TOOLS + '<|im_end|>\\n' }}"
+        "{% endif %}"
+        "{% for message in messages %}"
+        "{% if message['role'] == 'tool' %}"
+        "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+        "{{ '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}"
+        "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+        "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+        "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+        "{% for call in message['tool_calls'] or [] %}"
+        "{% set function = call['function'] or call %}"
+        "{{ ('\\n' if message['content'] or not loop.first else '') + '<tool_call>\\n{\"name\": \"' + function['name'] + '\", \"arguments\": ' }}"
+        "{{ function['arguments'] if function['arguments'] is string else function['arguments'] | tojson }}{{ '}\\n</tool_call>' }}"
+        "{% endfor %}"
+        "{{ '<|im_end|>\\n' }}"
+        "{% endif %}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    .replace("BEFORE_TOOLS", repr(BEFORE_TOOLS))
+    .replace("AFTER_TOOLS", repr(AFTER_TOOLS))
+)
 """As Qwen3's template writes turns, tools and calls, without thinking."""
 FILE_TYPES = {"q8_0": LlamaFileType.MOSTLY_Q8_0, "q4_0": LlamaFileType.MOSTLY_Q4_0}
 MATRIX_TYPES = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
@@ -150,7 +154,9 @@ def load(path: Path) -> tuple[Qwen3, Tokenizer]:
         context_length=value("context_length"),
     )
     model = Qwen3(config)
-    tensors = {tensor.name: torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type)) for tensor in reader.tensors}
+    tensors = {
+        tensor.name: torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type)) for tensor in reader.tensors
+    }
     model.load_state_dict({name: tensors[gguf_name(name)] for name, _ in model.named_parameters()})
     tokens = [token for token in value("tokenizer.ggml.tokens") if token not in ADDED_TOKENS]
     return model.eval(), tokenizer_of(tokens, value("tokenizer.ggml.merges"))

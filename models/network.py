@@ -38,10 +38,22 @@ TARGET = Config(
     "tales", block_count=12, embedding_length=256, head_count=4, head_count_kv=2, head_dim=64, feed_forward_length=768
 )
 DRAFT = Config(
-    "tales-draft", block_count=2, embedding_length=96, head_count=2, head_count_kv=1, head_dim=64, feed_forward_length=256
+    "tales-draft",
+    block_count=2,
+    embedding_length=96,
+    head_count=2,
+    head_count_kv=1,
+    head_dim=64,
+    feed_forward_length=256,
 )
 BAD_DRAFT = Config(
-    "tales-bad-draft", block_count=1, embedding_length=32, head_count=1, head_count_kv=1, head_dim=32, feed_forward_length=64
+    "tales-bad-draft",
+    block_count=1,
+    embedding_length=32,
+    head_count=1,
+    head_count_kv=1,
+    head_dim=32,
+    feed_forward_length=64,
 )
 
 # Large enough that a token can be told from its neighbours from the first step: rows of the embedding are also the directions of the

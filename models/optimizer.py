@@ -49,7 +49,11 @@ class Optimizer:
 
     def step(self, factor: float, pool: Executor, workers: int) -> None:
         """One update with both learning rates scaled by `factor`."""
-        pieces = [piece for group, momentum in zip(self.groups, self.momenta, strict=True) for piece in split(group, momentum, workers)]
+        pieces = [
+            piece
+            for group, momentum in zip(self.groups, self.momenta, strict=True)
+            for piece in split(group, momentum, workers)
+        ]
         list(pool.map(lambda piece: self._update(*piece, factor), pieces))
         self.adam.param_groups[0]["lr"] = self.other_rate * factor
         self.adam.step()

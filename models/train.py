@@ -142,7 +142,9 @@ def _cross_entropy(hidden: Tensor, embedding: Tensor, targets: Tensor, weights: 
 def next_token_loss(model: Qwen3, tokens: Tensor, weights: Tensor, answered: Tensor) -> Part:
     """The cross-entropy of every next token."""
     hidden = model.hidden(tokens[:, :-1])
-    loss, plain = _cross_entropy(hidden.flatten(0, 1), model.token_embd.weight, tokens[:, 1:].flatten(), weights.flatten())
+    loss, plain = _cross_entropy(
+        hidden.flatten(0, 1), model.token_embd.weight, tokens[:, 1:].flatten(), weights.flatten()
+    )
     with torch.no_grad():
         chosen = F.linear(hidden[answered], model.token_embd.weight.to(hidden.dtype)).argmax(-1)
     return Part(loss, plain, chosen)
@@ -232,7 +234,10 @@ def train(
             rows = Rows(tokenizer, state.next_document, state.waiting, phase.shares)
         tokens = rows.batch(phase.rows, phase.length)
         prepare(tokens, state.step)
-        answered, weights = weigher.answers(tokens), weigher.weights(tokens, phase.text_weight, phase.copy_weight, phase.answer_weight)
+        answered, weights = (
+            weigher.answers(tokens),
+            weigher.weights(tokens, phase.text_weight, phase.copy_weight, phase.answer_weight),
+        )
         if rehearsed := round(phase.rehearsal * phase.rows):
             chosen = slice(None, None, phase.rows // rehearsed)
             tokens[chosen] = rehearsal.batch(len(tokens[chosen]), phase.length, state.step)
@@ -262,11 +267,17 @@ class Log:
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step] if path.exists() else []
+        kept = (
+            [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
+            if path.exists()
+            else []
+        )
         path.write_text("".join(f"{line}\n" for line in kept))
         self.started: tuple[float, int] | None = None
 
-    def write(self, state: State, schedule: Schedule, loss: float, gradient: float, counts: dict[str, list[int]]) -> None:
+    def write(
+        self, state: State, schedule: Schedule, loss: float, gradient: float, counts: dict[str, list[int]]
+    ) -> None:
         now = time.monotonic()
         elapsed, done = (now - self.started[0], state.tokens - self.started[1]) if self.started else (0.0, 0)
         self.started = (now, state.tokens)
@@ -296,7 +307,10 @@ class Log:
 def fingerprint(model: Qwen3, schedule: Schedule, tokenizer: Tokenizer) -> str:
     """Changes with the network, the schedule, the tokenizer or the corpus: a run must not go on with another recipe."""
     sample = [document(number, shares) for shares in (FACTS, STORIES) for number in range(50)]
-    phases = [asdict(phase) | {"shares": [[f.__name__, share] for f, share in phase.shares.items()]} for phase in schedule.phases]
+    phases = [
+        asdict(phase) | {"shares": [[f.__name__, share] for f, share in phase.shares.items()]}
+        for phase in schedule.phases
+    ]
     parts = [asdict(model.config), phases, {**vars(schedule), "phases": None}, tokenizer.to_str(), sample]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -309,7 +323,12 @@ class Checkpoint:
 
     def save(self, model: Qwen3, optimizer: Optimizer, state: State) -> None:
         temporary = self.path.with_suffix(".tmp")
-        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": vars(state), "recipe": self.recipe}
+        saved = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "state": vars(state),
+            "recipe": self.recipe,
+        }
         torch.save(saved, temporary)
         os.replace(temporary, self.path)
 

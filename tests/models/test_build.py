@@ -1,7 +1,7 @@
 import json
 
 from models import build
-from models.card import write_card
+from models.card import BEGIN, END, write_card
 from models.network import Qwen3
 from models.train import Phase, Schedule
 
@@ -30,7 +30,7 @@ FIGURES = {
 
 def test_the_card_shows_old_beside_new_and_keeps_the_rest(tmp_path):
     card = tmp_path / "README.md"
-    card.write_text("# Tales\n\n<!-- figures: written by models/build.py -->\nold\n<!-- end of figures -->\n\n## Limits\n")
+    card.write_text(f"# Tales\n\n{BEGIN}\nold\n{END}\n\n## Limits\n")
     old = {"tales-q8_0.gguf": {**FIGURES["tales-q8_0.gguf"], "answers": {"yes_no": 0.55}}}
     write_card(card, FIGURES, old)
     text = card.read_text()

@@ -21,11 +21,11 @@ def told(number: int) -> Story:
 
 
 @pytest.mark.parametrize("write", [*STORIES, *FACTS])
-def test_every_kind_of_document_is_a_function_of_its_number(write):
+def test_every_kind_of_document_is_a_function_of_its_number_and_has_no_slot_left(write):
     for number in range(50):
         text = document(number, {write: 1.0})
         assert text == document(number, {write: 1.0})
-        assert "{" not in re.sub(r'\{["<]|\{}', "", text) or write.__name__ in ("record_chat", "tool_chat", "subject_chat")
+        assert not re.search(r"\{\w+\}", text)
 
 
 @pytest.mark.parametrize("kind", ASKERS)
@@ -39,8 +39,9 @@ def test_every_answer_is_a_label_and_an_option(kind, held_out):
 
 def test_a_phrasing_that_is_held_out_is_never_used_in_training():
     for kind in set(ASKERS) - {"object"}:
-        trained = {ask(told(n), Random(f"{n} {k}"), kind).text for n in range(20) for k in range(60)}
-        assert not trained & {ask(told(n), Random(f"{n} {k}"), kind, held_out=True).text for n in range(20) for k in range(60)}
+        cases = [(told(n), f"{n} {k}", kind) for n in range(20) for k in range(60)]
+        trained = {ask(story, Random(seed), kind).text for story, seed, kind in cases}
+        assert not trained & {ask(story, Random(seed), kind, held_out=True).text for story, seed, kind in cases}
 
 
 def test_yes_and_no_are_equally_frequent():
@@ -81,7 +82,8 @@ def test_the_chat_template_writes_tools_and_calls_as_the_corpus_does():
         for role, content in re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", text, re.S)[1:]:
             if call := re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", content):
                 function = json.loads(call[1])
-                messages.append({"role": role, "content": "", "tool_calls": [{"type": "function", "function": function}]})
+                calls = [{"type": "function", "function": function}]
+                messages.append({"role": role, "content": "", "tool_calls": calls})
             elif response := re.fullmatch(r"<tool_response>\n(.*)\n</tool_response>", content):
                 messages.append({"role": "tool", "content": response[1]})
             else:
@@ -106,10 +108,15 @@ def test_stories_of_the_corpus_are_consistent():
 @pytest.mark.parametrize("kind", ["object", "name", "kind", "place"])
 def test_a_detail_that_changes_under_way_is_counted(kind):
     text = (
-        "Once upon a time, there was a little fox named Maple. Maple had a brass lantern and a rusty key. Maple went to "
-        "the river. Among the reeds, the fox met Willow, a young owl. "
+        "Once upon a time, there was a little fox named Maple. Maple had a brass lantern and a rusty key. Maple went "
+        "to the river. Among the reeds, the fox met Willow, a young owl. "
     )
-    change = {"object": "The drum glowed.", "name": "Pebble laughed.", "kind": "The bear laughed.", "place": "It lay on the beach."}
+    change = {
+        "object": "The drum glowed.",
+        "name": "Pebble laughed.",
+        "kind": "The bear laughed.",
+        "place": "It lay on the beach.",
+    }
     assert consistency([text]).share == 1.0
     found = consistency([text + change[kind]])
     assert found.total[kind] - found.right[kind] == 1

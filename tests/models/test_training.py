@@ -1,6 +1,5 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
-from random import Random
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ from models.train import Phase, Schedule, train
 
 from .conftest import TINY
 
-SHORT = Schedule((Phase(512, 4, 64, FACTS, rehearsal=0.25, text_weight=0.1), Phase(512, 4, 64, STORIES, copy_weight=3.0)))
+LOOKING_UP = Phase(512, 4, 64, FACTS, rehearsal=0.25, text_weight=0.1)
+SHORT = Schedule((LOOKING_UP, Phase(512, 4, 64, STORIES, copy_weight=3.0)))
 
 
 def test_attention_in_halves_is_causal_attention():
@@ -60,7 +60,7 @@ def test_no_document_is_dealt_twice(tokenizer):
 
 
 def test_answers_copies_and_padding_have_their_weights(tokenizer):
-    text = "The fox ran. A fox sat.<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|endoftext|><|endoftext|><|endoftext|>"
+    text = "The fox ran. A fox sat.<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n" + "<|endoftext|>" * 3
     tokens = torch.tensor([tokenizer.encode(text).ids])
     weigher = Weigher(tokenizer)
     weights = weigher.weights(tokens, text=0.1, copy=3.0, answer=5.0)[0]
@@ -91,7 +91,7 @@ def test_rehearsal_is_the_same_for_the_same_seed(tokenizer):
 @pytest.mark.parametrize("shape", [(3, 32, 96), (3, 96, 32), (2, 48, 48)])
 def test_an_orthogonalized_matrix_has_singular_values_near_one(shape):
     values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0))).float())
-    assert 0.5 < values.min()
+    assert values.min() > 0.5
     assert values.max() < 1.4
 
 
@@ -151,8 +151,8 @@ def test_a_file_gives_back_what_was_exported(tokenizer, tiny, tmp_path):
     model, read = load(tmp_path / "tiny.gguf")
     text = document(3)
     assert read.encode(text).ids == tokenizer.encode(text).ids
-    tokens = torch.tensor([tokenizer.encode(text).ids])
-    torch.testing.assert_close(model(tokens), tiny(tokens), rtol=0.1, atol=0.1)
+    for saved, original in zip(model.parameters(), tiny.parameters(), strict=True):
+        torch.testing.assert_close(saved, original, rtol=0, atol=original.abs().max().item() / 127)
 
 
 def test_what_the_target_writes_for_a_step_depends_on_its_number_alone(tokenizer, tiny):
@@ -161,8 +161,3 @@ def test_what_the_target_writes_for_a_step_depends_on_its_number_alone(tokenizer
     one.rows(0, 3)
     assert torch.equal(one.rows(number, 4), other.rows(number, 4))
     assert one.rows(0, 4).shape == (4, 25)
-
-
-def test_rng_of_documents_is_not_shared():
-    assert document(5) == document(5) != document(6)
-    assert Random("tales-5").random() == Random("tales-5").random()
