@@ -10,10 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import platform
 import shutil
-import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -30,13 +27,6 @@ TARGET_SEED, DRAFT_SEED, BAD_DRAFT_SEED = 1, 2, 3
 HERE = Path(__file__).parent
 TARGETS = ("tales-q8_0.gguf", "tales-q4_0.gguf")
 DRAFTS = ("tales-draft-q8_0.gguf", "tales-bad-draft-q8_0.gguf")
-ALLOCATOR = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
-"""Keeps glibc from returning memory to the system after every operation."""
 
 
 def train_target(tokenizer: Tokenizer, folder: Path, stop_at: int | None = None) -> Qwen3:
@@ -114,12 +104,6 @@ def gather_logs(folder: Path, path: Path) -> None:
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-def restart_with_allocator() -> None:
-    """Start this program again with the allocator's settings, which glibc reads when a process starts."""
-    if platform.libc_ver()[0] == "glibc" and any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
-        os.execve(sys.executable, [sys.executable, "-m", "models.build", *sys.argv[1:]], os.environ | ALLOCATOR)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--build", type=Path, default=HERE / "build", help="folder for work in progress")
@@ -132,7 +116,6 @@ def main() -> None:
         help="train every model for this many tokens only, to try it out",
     )
     arguments = parser.parse_args()
-    restart_with_allocator()
     folder, output = arguments.build, arguments.output
     before = keep_old_files(output, folder)
     tokenizer = load_tokenizer(folder / "tokenizer.json")

@@ -78,15 +78,15 @@ class Rehearsal:
         return tokens[:length]
 
     def _loop(self, rng: Random) -> list[int]:
-        words = rng.sample(self.words, rng.randint(4, 40))
-        return words * (100 // len(words) + 2)
+        words = rng.sample(self.words, rng.choice((2, 3, 4, 6, 8, 12, 16, 24, 32)))
+        return words * (80 // len(words) + 2)
 
     def _few(self, rng: Random) -> list[int]:
         words = rng.sample(self.words, rng.randint(2, 5))
         return [token for _ in range(40) for token in (rng.choice(words), self.period)]
 
     def _pairs(self, rng: Random) -> list[int]:
-        words = rng.sample(self.words, 2 * rng.randint(3, 8))
+        words = rng.sample(self.words, 2 * rng.randint(2, 6))
         pairs = list(zip(words[::2], words[1::2], strict=True))
         return [token for _ in range(36) for token in (*rng.choice(pairs), self.period)]
 

@@ -14,7 +14,7 @@ from .records import record_chat
 from .tools import tool_chat
 
 HELD_OUT = 1_000_000_000
-FACTS = {fact_chat: 0.80, question_chat: 0.20}
+FACTS = {fact_chat: 1.0}
 STORIES = {
     plain_story: 0.40,
     story_chat: 0.10,
