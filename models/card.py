@@ -49,7 +49,7 @@ def target_lines(one: Mapping[str, Any]) -> dict[str, str]:
     lines = {
         "parameters": f"{one['parameters']:,}",
         "bytes": f"{one['bytes']:,}",
-        "loss, nats per token": f"{one['held_out_loss']:.3f}",
+        "loss on stories, nats per byte": f"{one['held_out_loss']:.4f}",
     }
     lines |= {f"answers right, {kind}": percent(share) for kind, share in one["answers"].items()}
     lines |= {f"{kind}, held-out phrasing": percent(share) for kind, share in one["answers_held_out_phrasing"].items()}
@@ -63,7 +63,7 @@ def draft_lines(one: Mapping[str, Any]) -> dict[str, str]:
     lines = {
         "parameters": f"{one['parameters']:,}",
         "bytes": f"{one['bytes']:,}",
-        "loss, nats per token": f"{one['held_out_loss']:.3f}",
+        "loss on stories, nats per byte": f"{one['held_out_loss']:.4f}",
     }
     lines["greedy agreement with the target"] = percent(agreement["rate"])
     lines |= {f"accepted over proposed, K = {k}": percent(share) for k, share in agreement["accepted"].items()}

@@ -1,6 +1,6 @@
 """Measurements for the model card, all on documents that training never saw, for models as their files hold them.
 
-Loss in nats per token; accuracy of one-token answers by kind of question, in phrasings of training and in one that is held out (the
+Loss on stories in nats per byte; accuracy of one-token answers by kind of question, in phrasings of training and in one that is held out (the
 choice is the most likely token of the whole vocabulary, no help from the options); consistency of the stories that a model tells;
 agreement of draft and target on the target's own text, which decides what speculative decoding accepts; the cost of one forward pass.
 
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .consistency import consistency
-from .corpus.conversations import question_prompt
-from .corpus.documents import HELD_OUT
+from .corpus.conversations import plain_story, question_prompt
+from .corpus.documents import HELD_OUT, document
 from .corpus.questions import ASKERS
 from .corpus.stories import draw_world, tell
 from .data import Rows
@@ -49,16 +49,15 @@ class Agreement:
 
 
 @torch.no_grad()
-def held_out_loss(model: Qwen3, tokenizer: Tokenizer, rows: int = 64, length: int = 512) -> float:
-    """Mean loss in nats per token over held-out rows, padding left out."""
-    source = Rows(tokenizer, HELD_OUT)
-    total, count = 0.0, 0
-    for _ in range(rows):
-        tokens = source.batch(1, length)
-        counted = ~((tokens[:, 1:] == source.end_of_text) & (tokens[:, :-1] == source.end_of_text))
-        total += F.cross_entropy(model(tokens[:, :-1])[counted], tokens[:, 1:][counted], reduction="sum").item()
-        count += int(counted.sum())
-    return total / count
+def held_out_loss(model: Qwen3, tokenizer: Tokenizer, count: int = 200) -> float:
+    """Mean loss on held-out stories in nats per byte of text, which compares models with different tokenizers."""
+    total, size = 0.0, 0
+    for number in range(HELD_OUT, HELD_OUT + count):
+        text = document(number, {plain_story: 1.0})
+        tokens = torch.tensor([[tokenizer.token_to_id("<|endoftext|>"), *tokenizer.encode(text).ids]])
+        total += F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="sum").item()
+        size += len(text.encode())
+    return total / size
 
 
 @torch.no_grad()
@@ -160,10 +159,10 @@ def seconds_per_token(model: Qwen3, context: int = 128, count: int = 64) -> floa
 def measure_target(path: Path, small: bool = False) -> dict[str, object]:
     """Everything about one target. `small` measures a little of it, to try it out."""
     model, tokenizer = load(path)
-    questions, told, rows = (10, 20, 4) if small else (300, 500, 64)
+    questions, told, read = (10, 20, 10) if small else (300, 500, 200)
     return {
         "parameters": parameter_count(model),
-        "held_out_loss": held_out_loss(model, tokenizer, rows),
+        "held_out_loss": held_out_loss(model, tokenizer, read),
         "answers": answer_accuracy(model, tokenizer, questions),
         "answers_held_out_phrasing": answer_accuracy(model, tokenizer, questions, held_out=True),
         "consistency": story_consistency(model, tokenizer, told),
