@@ -11,8 +11,11 @@ import argparse
 import hashlib
 import json
 import shutil
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 
 from .card import write_card
@@ -74,21 +77,38 @@ def keep_old_files(output: Path, folder: Path) -> Path:
     return before
 
 
-def measure(folder: Path, cache: Path, small: bool) -> dict[str, object]:
-    """The figures of every file in `folder`, each by its name. `cache` keeps them, by SHA-256, from one start to the next."""
+def measure(folders: tuple[Path, ...], cache: Path, small: bool) -> list[dict[str, object]]:
+    """The figures of every file in each of `folders`, by its name, a process per processor measuring.
+
+    `cache` keeps them, by SHA-256, from one start to the next.
+    """
     known = json.loads(cache.read_text()) if cache.exists() else {}
-    figures: dict[str, object] = {}
-    for name in (*TARGETS, *DRAFTS):
-        path, target = folder / name, folder / TARGETS[0]
-        if not path.exists():
-            continue
-        key = f"{sha256(path)} {sha256(target)} {small}"
-        if key not in known:
-            print(f"measuring {path}", flush=True)
-            known[key] = measure_target(path, small) if name in TARGETS else measure_draft(target, path)
+    keys = {
+        folder / name: f"{sha256(folder / name)} {sha256(folder / TARGETS[0])} {small}"
+        for folder in folders
+        for name in (*TARGETS, *DRAFTS)
+        if (folder / name).exists()
+    }
+    with ProcessPoolExecutor(None, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        running = {
+            pool.submit(measure_target, path, small)
+            if path.name in TARGETS
+            else pool.submit(measure_draft, path.parent / TARGETS[0], path): path
+            for path, key in keys.items()
+            if key not in known
+        }
+        for done in as_completed(running):
+            known[keys[running[done]]] = done.result()
+            print(f"measured {running[done]}", flush=True)
             cache.write_text(json.dumps(known))
-        figures[name] = {**known[key], "sha256": sha256(path), "bytes": path.stat().st_size}
-    return figures
+    return [
+        {
+            path.name: {**known[key], "sha256": key.partition(" ")[0], "bytes": path.stat().st_size}
+            for path, key in keys.items()
+            if path.parent == folder
+        }
+        for folder in folders
+    ]
 
 
 def sha256(path: Path) -> str:
@@ -127,7 +147,7 @@ def main() -> None:
         export(model, tokenizer, output / name, name.removesuffix(".gguf").rpartition("-")[2])
     gather_logs(folder, output / "training_log.jsonl")
     small = arguments.stop_at is not None
-    new, old = (measure(place, folder / "figures.json", small) for place in (output, before))
+    new, old = measure((output, before), folder / "figures.json", small)
     (folder / "evaluation.json").write_text(json.dumps({"new": new, "old": old}, indent=2) + "\n")
     write_card(output / "README.md", new, old)
     print(f"done: {', '.join(new)} in {output}, figures in {output / 'README.md'}")

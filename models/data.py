@@ -17,7 +17,7 @@ from .corpus.documents import STORIES, Shares, document
 from .corpus.lexicon import KINDS, PLACES, THINGS
 from .corpus.questions import LABELS
 
-WAITING = 64  # documents to choose from when a row is filled: leaves 1 % of a row of 512 tokens to padding
+WAITING = 64  # documents to choose from when a row is filled: leaves 5 % of a row of 512 tokens to padding
 
 
 class Rows:

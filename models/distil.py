@@ -28,7 +28,7 @@ WRITTEN_ROWS = 64  # rows that the target writes at a time
 WRITTEN_USES = 3  # how often each of them is used
 STARTS = (3, 8, 16, 60, 160)  # tokens of a document that the target continues
 ARGMAX_WEIGHT = 1.0
-DRAFT_SCHEDULE = Schedule((Phase(8 * MILLION, 16, 256, answer_weight=1.0),), decay_from=0.3)
+DRAFT_SCHEDULE = Schedule((Phase(4 * MILLION, 16, 256, answer_weight=1.0),), decay_from=0.3)
 BAD_DRAFT_SCHEDULE = Schedule((Phase(MILLION, 2, 256, answer_weight=1.0),), decay_from=0.3)
 
 

@@ -59,9 +59,9 @@ MILLION = 1_000_000
 TARGET_PHASES = (
     Phase(2 * MILLION, 8, 128, FACTS, rehearsal=1.0),
     Phase(8 * MILLION, 16, 128, FACTS, rehearsal=0.25, text_weight=0.1),
-    Phase(10 * MILLION, 8, 512, copy_weight=3.0),
-    Phase(8 * MILLION, 16, 512, copy_weight=2.0),
-    Phase(4 * MILLION, 4, 2048),
+    Phase(8 * MILLION, 8, 512, copy_weight=3.0),
+    Phase(9 * MILLION // 2, 16, 512, copy_weight=2.0),
+    Phase(3 * MILLION // 2, 4, 2048),
 )
 """To copy; to look up and to compare, in short documents; stories; more of them per step; long conversations."""
 
