@@ -14,7 +14,7 @@ A file that is a quantization of another is held against that one's reference to
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +22,7 @@ import numpy as np
 import typer
 from rich.text import Text
 
-from forge.cache.kv_storage import KV_DTYPES
+from forge.backends.devices import check_kv_dtype, kv_dtypes_of
 from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.cli.run_control import Found
@@ -59,7 +59,10 @@ def bench_quality(
         ),
     ] = None,
     kv_dtype: Annotated[
-        list[str] | None, typer.Option(help="float32, float16 or bfloat16; may be repeated.", show_default="all three")
+        list[str] | None,
+        typer.Option(
+            help="float32, float16, bfloat16 or int8; may be repeated.", show_default="all that the device has"
+        ),
     ] = None,
     device: Annotated[
         list[str] | None, typer.Option(help="cpu, reference or cuda; may be repeated.", show_default="cpu")
@@ -71,13 +74,12 @@ def bench_quality(
     json: options.JsonOption = False,
 ) -> Found:
     """Perplexity and KL divergence against float32 on held-out text, by quantization and KV dtype."""
-    for dtype in kv_dtype or ():
-        if dtype not in KV_DTYPES:
-            raise UsageError(f"unknown kv dtype {dtype!r}; supported: {', '.join(KV_DTYPES)}")
+    devices = device or ["cpu"]
+    for dtype, each in product(kv_dtype or (), devices):
+        check_kv_dtype(dtype, each)
     path = Path(text).expanduser() if text else None
     with progress_line() as progress:
-        dtypes, devices = kv_dtype or KV_DTYPES, device or ["cpu"]
-        facts = run(models or DEFAULT_MODELS, dtypes, devices, path, tokens, engine.threads, progress)
+        facts = run(models or DEFAULT_MODELS, kv_dtype, devices, path, tokens, engine.threads, progress)
     return shown(facts, screen(facts), json)
 
 
@@ -126,7 +128,7 @@ class _Variant:
 
 def run(
     models: Sequence[str] = DEFAULT_MODELS,
-    kv_dtypes: Sequence[str] = ("float32", "float16", "bfloat16"),
+    kv_dtypes: Sequence[str] | None = None,
     devices: Sequence[str] = ("cpu",),
     text: Path | None = None,
     tokens: int = DEFAULT_TOKENS,
@@ -135,7 +137,8 @@ def run(
 ) -> Facts:
     """Measure every model on every device with every KV dtype, and each model's float32 reference.
 
-    The first model's reference is what the others are held against besides their own. tokens: of the text, at most.
+    The first model's reference is what the others are held against besides their own. kv_dtypes: None for all that a
+    device has. tokens: of the text, at most.
 
     Raises `UsageError` for a text too short to predict anything, or models whose tokens do not mean the same.
     """
@@ -202,7 +205,7 @@ def divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
 def _variants(loaded, models, kv_dtypes, devices) -> Iterator[_Variant]:
     """Each model's reference, then its variants."""
     for model in dict.fromkeys(models):
-        wanted = [REFERENCE, *((device, kv_dtype) for device in devices for kv_dtype in kv_dtypes)]
+        wanted = [REFERENCE, *((device, each) for device in devices for each in kv_dtypes or kv_dtypes_of(device))]
         for device, kv_dtype in dict.fromkeys(wanted):
             tallies = {name: Tally() for name in dict.fromkeys([model, models[0]])}
             yield _Variant(model, device, kv_dtype, loaded[model, device], tallies)
