@@ -91,7 +91,3 @@ def judging_rows(runs: Sequence[JudgeRun]) -> list[Row]:
     if any(run.deferred for run in runs):
         rows.append(row("deferrals", count, [run.deferred for run in runs]))
     return rows
-
-
-def _per_second(value: float) -> str:
-    return with_unit(rate(value), "/s")
