@@ -18,7 +18,7 @@ from forge.experiments.speculation import (
 from forge.trace.records import ItemRecord, SpecCycle, SpecDecision, StepRecord, TokenRecord, TokenVerdict
 from forge.trace.speculation_summary import SpeculationSummary
 from forge.views.json_output import to_json
-from tests.views.records import LABEL, piped, run_of, step, terminal, written
+from tests.views.records import piped, run_of, step, terminal, written
 
 TEXTS = {1: " there", 2: " was", 3: " a", 4: " small", 5: " fox", 6: " tall", 7: " old"}
 ON = SpecDecision(4, "wins", 1.8, 0.8)
@@ -172,7 +172,7 @@ def test_as_json_nothing_is_rounded_and_every_cycle_is_there():
 
 def test_the_live_view_leaves_nothing_behind():
     console = terminal()
-    with LiveSpeculation(console, LABEL, "Once", TEXTS.__getitem__) as view:
+    with LiveSpeculation(console, "Once", TEXTS.__getitem__) as view:
         for number in range(2, 6):
             view.step(drafting(number, (1, 2, 6), 2, 3))
     text = written(console)

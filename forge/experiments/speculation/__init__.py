@@ -7,7 +7,6 @@
 [dim]forge speculation pins --model TARGET --draft DRAFT[/dim]  four checks of a pair: is its output exact?
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
-from rich.live import Live
 from rich.text import Text
 
 from forge.cli import completion, options
 from forge.cli.arguments import Takes, command
 from forge.cli.bugs import BugOption, run_bug
 from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.run_control import Found, drive, exit_status, load_model, run_label, warm_up
+from forge.cli.run_control import Found, drive, exit_status, load_model, warm_up
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -35,13 +33,13 @@ from forge.trace.records import SpecCycle, SpecDecision, StepRecord
 from forge.trace.speculation_summary import SpeculationSummary, cycle_object, cycles_of, draft_totals
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural, times
-from forge.views.generation import FRAMES_PER_SECOND, Unwatched
 from forge.views.json_output import run_object
 from forge.views.metrics import draft_facts, flowing, verdict
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE
 from forge.views.report import Report
+from forge.views.run_view import LiveView, RunView
 from forge.views.speculation import Step, TokenText, marked_text, steps_of
-from forge.views.summary import RunLabel, RunResult
+from forge.views.summary import RunResult
 from forge.views.terminal import can_redraw, open_console, print_hanging
 from forge.views.text import neutralise, quoted, tail
 
@@ -151,7 +149,7 @@ def _measure(
     warm_up(llm, text)
     speculation = llm.engine.speculation
     names = [proposer.name for proposer in speculation.proposers]
-    with watching(open_console(), run_label(llm), text, llm.tokenizer.token_text) as view:
+    with watching(open_console(), text, llm.tokenizer.token_text) as view:
         run = llm.start([text], params)
         borrowed = BorrowedRun(llm, run, revocation, drafts)
         drafted = drive(llm, borrowed, params, view.step)
@@ -446,31 +444,21 @@ def _cycle_object(step: int, cycle: SpecCycle) -> dict[str, Any]:
     return {"step": step, **cycle_object(cycle)}
 
 
-class LiveSpeculation:
+class LiveSpeculation(LiveView):
     """The marked text as it grows, over the last cycle and what was accepted so far. Gone when the run has ended."""
 
-    def __init__(self, console: Console, label: RunLabel, prompt: str, token_text: TokenText):
-        self._console, self._label, self._prompt, self._token_text = console, label, prompt, token_text
+    frames_per_second = 20
+
+    def __init__(self, console: Console, prompt: str, token_text: TokenText):
+        super().__init__(console)
+        self._prompt, self._token_text = prompt, token_text
         self._steps: list[Step] = []
-        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._next_frame = 0.0
-
-    def __enter__(self) -> "LiveSpeculation":
-        self._live.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._live.update(Text(""), refresh=True)
-        self._live.stop()
 
     def step(self, record: StepRecord) -> None:
         self._steps.append(Step(len(self._steps) + 1, record.tokens, record.cycles))
-        now = time.monotonic()
-        if now >= self._next_frame:
-            self._live.update(self._frame(), refresh=True)
-            self._next_frame = time.monotonic() + 1 / FRAMES_PER_SECOND
+        self.redraw()
 
-    def _frame(self) -> Group:
+    def frame(self) -> Group:
         width, height = self._console.size
         drafting = [step for step in self._steps if step.winner]
         won = [cycle for step in drafting if (cycle := step.winner)]
@@ -492,6 +480,6 @@ class LiveSpeculation:
         return Group(*lines)
 
 
-def watching(console: Console, label: RunLabel, prompt: str, token_text: TokenText) -> "LiveSpeculation | Unwatched":
+def watching(console: Console, prompt: str, token_text: TokenText) -> RunView:
     """A view of a run on its way that leaves nothing behind."""
-    return LiveSpeculation(console, label, prompt, token_text) if can_redraw(console) else Unwatched()
+    return LiveSpeculation(console, prompt, token_text) if can_redraw(console) else RunView()
