@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +23,7 @@ from forge.server.server_process import ServerProcess
 from forge.trace.explain import explain_admission, explain_finish
 from forge.trace.records import ItemRecord, StepRecord
 from forge.views.formatting import count, ms, plural
+from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.terminal import print_hanging
 from forge.views.text import quoted
@@ -84,7 +85,7 @@ class Tour:
     last_text_ms: float
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "stations": [{**asdict(one), "where": one.where} for one in self.stations]}
+        return as_object(self) | {"stations": [as_object(one, "where") for one in self.stations]}
 
 
 def take_tour(model: str, prompt: str, max_tokens: int, steps_of: StepsOf) -> Tour:

@@ -26,7 +26,7 @@ from forge.cli.run_control import Found
 from forge.engine_args import EngineArgs
 from forge.views.charts import Curve, line_plot, row_of
 from forge.views.formatting import count, ms, percent, plural, size
-from forge.views.json_output import as_object
+from forge.views.json_output import as_object, picked
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.progress import BenchProgress
 from forge.views.report import Report
@@ -313,13 +313,10 @@ def _model_object(model: Measured, limits: Limits) -> dict[str, Any]:
     return {
         "name": model.name,
         "weight_bytes": model.size.weight_bytes,
-        "threads": model.threads,
-        "fits_in_cache": model.fits_in_cache,
+        **picked(model, "threads", "fits_in_cache"),
         "long_passes": [
             {
-                "context": found.context,
-                "kv_bytes": found.kv_bytes,
-                "bytes_read": found.bytes_read,
+                **picked(found, "context", "kv_bytes", "bytes_read"),
                 "ms": found.seconds * 1e3,
             }
             for found in model.long_passes

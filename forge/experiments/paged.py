@@ -24,6 +24,7 @@ from forge.views.block_map import pool_lines
 from forge.views.blocks import legend_line
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
 from forge.views.formatting import count, plural, rate, share, size, times
+from forge.views.json_output import picked
 from forge.views.metrics import verdict, with_unit
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report
@@ -177,8 +178,7 @@ def _run_object(run: PoolRun) -> dict[str, Any]:
         "most_running": run.most_running,
         "most_tokens_held": run.most_tokens,
         "steps": len(run.timed.records),
-        "steps_with_waiting": run.steps_with_waiting,
-        "preempted": run.preempted,
+        **picked(run, "steps_with_waiting", "preempted"),
         "tokens_computed": run.timed.tokens_computed,
         "milliseconds": run.timed.seconds * 1e3,
         "tokens_per_second": run.tokens_per_second,

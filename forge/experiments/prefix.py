@@ -25,6 +25,7 @@ from forge.trace.records import BlockSplit, PrefixHit
 from forge.views.blocks import BlockScreen
 from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
 from forge.views.formatting import NOTHING, count, plural, share, times
+from forge.views.json_output import as_object
 from forge.views.metrics import verdict
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.report import Report
@@ -254,12 +255,7 @@ def prefix_object(experiment: PrefixExperiment) -> dict[str, Any]:
             "hit_tokens": fork.hit.num_tokens if fork.hit else 0,
             "hit_blocks": list(fork.hit.blocks) if fork.hit else [],
             "splits": [
-                {
-                    "sequence": fork.screen.names.number(split.seq_id),
-                    "source": split.source,
-                    "destination": split.destination,
-                    "references": split.references,
-                }
+                {"sequence": fork.screen.names.number(split.seq_id), **as_object(split, without=("seq_id",))}
                 for split in fork.splits
             ],
             "copies": len(fork.splits),

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from forge.gguf.errors import GGUFError, printable
-from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType
+from forge.gguf.ggml_types import GGMLType, GGUFValueType
+from forge.mapped_file import OTHER_KINDS_OF_FILE, ModelFileError, printable
 
 SUPPORTED_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -72,15 +72,11 @@ _NUMBERS: dict[GGUFValueType, np.dtype] = {
     GGUFValueType.FLOAT64: np.dtype("<f8"),
 }
 
-_OTHER_KINDS_OF_FILE = {
-    b"lmgg": "a GGML file from before GGUF; convert the model again",
-    b"fmgg": "a GGML file from before GGUF; convert the model again",
-    b"tjgg": "a GGML file from before GGUF; convert the model again",
-    b"PK\x03\x04": "a zip archive (a PyTorch checkpoint?), not a GGUF file",
-    b"vers": "perhaps a Git LFS pointer in place of the file; fetch the file itself",
-    b"<!do": "a web page, not a GGUF file; the download went wrong",
-    b"<!DO": "a web page, not a GGUF file; the download went wrong",
-}
+_BEFORE_GGUF = (b"lmgg", b"fmgg", b"tjgg")
+
+
+class GGUFError(ModelFileError):
+    """A GGUF file that is missing, malformed, or of a kind that forge does not run."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +231,9 @@ class _Cursor:
 def _read_version(cursor: _Cursor) -> int:
     magic = cursor.take(4, "magic")
     if magic != b"GGUF":
-        hint = _OTHER_KINDS_OF_FILE.get(magic, "this is not a GGUF file")
+        hint = OTHER_KINDS_OF_FILE.get(magic, "this is not a {kind} file").format(kind="GGUF")
+        if magic in _BEFORE_GGUF:
+            hint = "a GGML file from before GGUF; convert the model again"
         raise cursor.error("magic", f"{printable(magic)} where 'GGUF' belongs: {hint}", 0)
     version = cursor.u32("version")
     if version in SUPPORTED_VERSIONS:
@@ -370,7 +368,7 @@ def _read_tensor_entry(cursor: _Cursor, index: int) -> tuple[TensorEntry, int]:
     field = f"tensor {printable(name)}"
     shape = _read_shape(cursor, field)
     ggml_type = _read_ggml_type(cursor, field)
-    block = BLOCK_SIZES[ggml_type]
+    block = ggml_type.block
     if shape[-1] % block.elements:
         first_dimension = cursor.position - 4 - 8 * len(shape)
         problem = f"{shape[-1]} is not a multiple of {ggml_type.name}'s blocks of {block.elements}"

@@ -112,7 +112,7 @@ def why_unsupported(metadata: Mapping[str, Any], tensors: Iterable[TensorEntry])
     """Why no file with this header runs, as far as kind and tensor types tell; None if nothing is known against it."""
     architecture = metadata.get("general.architecture")
     if architecture not in (ARCHITECTURE, MOE_ARCHITECTURE):
-        return f"it holds {printable(str(architecture))}; forge runs {ARCHITECTURE!r} and {MOE_ARCHITECTURE!r}"
+        return f"it holds {printable(architecture)}; forge runs {ARCHITECTURE!r} and {MOE_ARCHITECTURE!r}"
     unsupported = sorted({tensor.ggml_type.name for tensor in tensors if tensor.ggml_type not in SUPPORTED_TYPES})
     return f"forge does not compute with its {', '.join(unsupported)} tensors" if unsupported else None
 

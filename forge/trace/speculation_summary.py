@@ -8,9 +8,8 @@ the second prediction and the measured figure is work outside the models.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from forge.trace.records import SpecCycle, StepRecord
 
@@ -48,14 +47,6 @@ class DraftTotals:
     def acceptance(self) -> float:
         """Accepted over proposed."""
         return self.accepted / self.proposed if self.proposed else 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"acceptance": self.acceptance}
-
-
-def cycle_object(cycle: SpecCycle) -> dict[str, Any]:
-    """One cycle as JSON, with the positions in both caches."""
-    return asdict(cycle) | {"target_positions": cycle.target_positions, "draft_positions": cycle.draft_positions}
 
 
 def draft_totals(steps: Iterable[Sequence[SpecCycle]]) -> tuple[DraftTotals, ...]:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from forge.views.comparison_rows import comparison_rows, two_sided_table
 from forge.views.curves import curve_plot, shape_sentence, short_name
 from forge.views.formatting import plural
 from forge.views.generation import sample_texts
-from forge.views.json_output import climb_object, run_object
+from forge.views.json_output import as_object, climb_object, picked, run_object
 from forge.views.metrics import metrics_lines
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.summary import Forward, RunResult
@@ -172,9 +172,7 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
     logits = comparison.logits
     several = bool(comparison.sides[0].others)
     return {
-        "option": comparison.option,
-        "identical": comparison.identical,
-        "first_difference": comparison.first_difference,
+        **picked(comparison, "option", "identical", "first_difference"),
         "margin": None if comparison.margin is None else _margin_object(comparison.margin),
         "largest_logit_difference": None if logits is None else logits.largest,
         "logits_compared": 0 if logits is None else logits.forwards,
@@ -194,7 +192,7 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
 
 
 def _margin_object(margin: Margin) -> dict[str, Any]:
-    return asdict(margin) | {"apart": margin.apart, "near_tie": margin.is_near_tie}
+    return as_object(margin, "apart") | {"near_tie": margin.is_near_tie}
 
 
 def _answer_object(answer: Answer) -> dict[str, Any]:
@@ -204,8 +202,7 @@ def _answer_object(answer: Answer) -> dict[str, Any]:
         "prompt_tokens": len(output.prompt_token_ids),
         "tokens_cached": output.metrics.tokens_cached,
         "time_to_first_token_ms": output.metrics.time_to_first_token_ms,
-        "text": output.outputs[0].text,
-        "token_ids": list(output.outputs[0].token_ids),
+        **picked(output.outputs[0], "text", "token_ids"),
     }
 
 

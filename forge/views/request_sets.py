@@ -9,6 +9,7 @@ from rich.text import Text
 from forge.trace.totals import Percentiles
 from forge.views.curves import short_name
 from forge.views.formatting import NOTHING, count, ms, percent, plural, rate, times
+from forge.views.json_output import picked
 from forge.views.metrics import verdict, with_unit
 from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.run_summary import totals_object
@@ -36,10 +37,7 @@ def many_object(option: str, names: Sequence[str], sides: Sequence[Measured], in
         "sides": [
             {
                 "value": name,
-                "batch": side.batch,
-                "seconds": side.seconds,
-                "tokens_per_second": side.tokens_per_second,
-                "ms_per_request": side.ms_per_request,
+                **picked(side, "batch", "seconds", "tokens_per_second", "ms_per_request"),
                 "totals": totals_object(side.totals),
             }
             for name, side in zip(names, sides, strict=True)

@@ -31,7 +31,7 @@ from forge.server.server_process import ServerProcess
 from forge.trace.totals import percentile
 from forge.views.charts import sparkline
 from forge.views.formatting import NOTHING, count, ms, percent, plural
-from forge.views.json_output import as_object
+from forge.views.json_output import as_object, picked
 from forge.views.metrics import flowing, verdict
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.progress import BenchProgress
@@ -168,8 +168,7 @@ def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
             "used_afterwards": result.afterwards["usage"],
         },
         "ending": {
-            "finish_reason": result.ending.stream.finish_reason,
-            "tokens": result.ending.stream.tokens,
+            **picked(result.ending.stream, "finish_reason", "tokens"),
             **as_object(result.ending, without=("stream",)),
         },
     }
@@ -184,9 +183,7 @@ def visit_object(visit: Visit) -> dict[str, Any]:
         "longest_gap_ms": max(gaps, default=None),
         "end_to_end_ms": _whole_ms(visit),
         "events": len(visit.events),
-        "tokens": visit.tokens,
-        "finish_reason": visit.finish_reason,
-        "text": visit.text,
+        **picked(visit, "tokens", "finish_reason", "text"),
     }
 
 

@@ -29,11 +29,11 @@ from forge.errors import UsageError
 from forge.experiments.speculation.borrowing import BorrowedRun, Revocation
 from forge.experiments.speculation.pins import PROMPTS, check_pins, pins_report, prompts_of
 from forge.option import option
-from forge.trace.records import SpecCycle, SpecDecision, StepRecord
-from forge.trace.speculation_summary import SpeculationSummary, cycle_object, cycles_of, draft_totals
+from forge.trace.records import SpecDecision, StepRecord
+from forge.trace.speculation_summary import SpeculationSummary, cycles_of, draft_totals
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural, times
-from forge.views.json_output import run_object
+from forge.views.json_output import as_object, picked, run_object
 from forge.views.metrics import draft_facts, flowing, verdict
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE
 from forge.views.report import Report
@@ -406,9 +406,13 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
         "identical": result.identical,
         "release_ms": result.release_ms,
         "leases": list(result.told),
-        "drafts": [draft.as_json() for draft in draft_totals(step.cycles for step in steps)],
+        "drafts": [as_object(draft, "acceptance") for draft in draft_totals(step.cycles for step in steps)],
         "errors": list(result.drafted.output.outputs[0].errors),
-        "cycles": [_cycle_object(step.number, cycle) for step in steps for cycle in step.cycles],
+        "cycles": [
+            {"step": step.number, **as_object(cycle, "target_positions", "draft_positions")}
+            for step in steps
+            for cycle in step.cycles
+        ],
         "num_cycles": len([cycle for cycle in cycles_of(result.drafted.records) if cycle.won and cycle.proposed]),
         "reasons": dict(
             Counter(cycle.decision.reason for step in steps for cycle in step.cycles if cycle.decision is not None)
@@ -417,31 +421,18 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
     if summary is None or result.plain is None:
         return found
     return found | {
-        "acceptance": summary.acceptance,
-        "alpha": summary.alpha,
+        **picked(summary, "acceptance", "alpha"),
         "expected_tokens": [summary.expected_tokens(k) for k in range(17)],
-        "tokens_per_pass": summary.tokens_per_pass,
-        "drafting_share": summary.drafting_share,
-        "mean_k": summary.mean_k,
-        "tokens_per_cycle": summary.tokens_per_cycle,
+        **picked(summary, "tokens_per_pass", "drafting_share", "mean_k", "tokens_per_cycle"),
         "accepted_by_position": [accepted / proposed for accepted, proposed in summary.accepted_by_position],
         "target_forwards": len(steps),
         "plain_forwards": len(result.plain.records),
-        "draft_cost": summary.draft_cost,
-        "verify_cost": summary.verify_cost,
-        "draft_ms": summary.draft_ms,
-        "verify_ms": summary.verify_ms,
+        **picked(summary, "draft_cost", "verify_cost", "draft_ms", "verify_ms"),
         "plain_forward_ms": summary.plain.forward_ms,
         "tokens_per_second": summary.speculative.tokens_per_second,
         "plain_tokens_per_second": summary.plain.tokens_per_second,
-        "predicted": summary.predicted,
-        "predicted_with_verification": summary.predicted_with_verification,
-        "measured": summary.measured,
+        **picked(summary, "predicted", "predicted_with_verification", "measured"),
     }
-
-
-def _cycle_object(step: int, cycle: SpecCycle) -> dict[str, Any]:
-    return {"step": step, **cycle_object(cycle)}
 
 
 class LiveSpeculation(LiveView):
