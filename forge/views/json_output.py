@@ -56,9 +56,7 @@ def run_object(result: RunResult, token_text) -> dict[str, Any]:
         "per_forward_ms": spread_object(result.spread),
         **picked(result, "tokens_computed", "kv_bytes_held"),
         "forwards": forward_objects(result.records),
-        "speculation": [
-            as_object(draft, "acceptance") for draft in draft_totals(record.cycles for record in result.records)
-        ],
+        "speculation": [as_object(one, "acceptance") for one in draft_totals(step.cycles for step in result.records)],
         "samples": [_sample_object(sample, result.endings[sample.index], token_text) for sample in output.outputs],
         "prompt_logprobs": _prompt_logprobs(output, token_text),
     }
