@@ -78,10 +78,6 @@ class Shape:
         total = prompt + self._num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": total}
 
-    def says_something(self, delta: Delta) -> bool:
-        """Whether a delta is worth a chunk: a token may bring nothing that can be shown yet."""
-        return bool(delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids)
-
     def _end(self, reason: str | None, stop: str | int | None) -> dict[str, Any]:
         """Why a choice ended. The stop reason is null for EOS."""
         is_told = isinstance(stop, str) or stop in (self._body.stop_token_ids or ())
@@ -139,7 +135,10 @@ class CompletionShape(Shape):
                 choice["prompt_logprobs"] = self._prompt_logprobs(output)
             yield choice
 
-    def delta(self, delta: Delta) -> dict[str, Any]:
+    def delta(self, delta: Delta) -> list[dict[str, Any]]:
+        """Its chunk, or none: a token may bring nothing that can be shown yet."""
+        if not (delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids):
+            return []
         logprobs = None
         if delta.logprobs:
             logprobs = self._logprobs(delta.choice, delta.token_ids, delta.logprobs)
@@ -152,13 +151,15 @@ class CompletionShape(Shape):
             if delta.choice not in self._begun:
                 self._begun.add(delta.choice)
                 choice["prompt_token_ids"] = self._prompts[delta.choice // (self._body.n or 1)].token_ids
-        return self.chunk_of([choice])
+        return [self.chunk_of([choice])]
 
-    def echo_chunk(self, choice: int, prompt: int) -> dict[str, Any]:
-        """A choice's first chunk where the prompt is wanted with it."""
-        text = self._echo[prompt] or ""
-        self._lengths[choice] = len(text)
-        return self.chunk_of([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}])
+    def begin(self, n: int) -> Iterator[dict[str, Any]]:
+        """Of each of a prompt's `n` choices the first chunk, where the prompt is wanted with it."""
+        for choice in range(n * len(self._prompts)):
+            text = self._echo[choice // n]
+            if text is not None:
+                self._lengths[choice] = len(text)
+                yield self.chunk_of([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}])
 
     def _text_of(self, prompt: Prompt) -> str:
         return prompt.text if prompt.text is not None else self.tokenizer.decode(prompt.token_ids)
@@ -252,10 +253,11 @@ class ChatShape(Shape):
             choice["token_ids"] = sample.token_ids
         return choice
 
-    def role_chunk(self, choice: int) -> dict[str, Any]:
-        """A choice's first chunk."""
-        chunk = self._chunk(choice, {"role": "assistant", "content": ""})
-        return chunk | {"prompt_token_ids": self._prompts[0].token_ids} if self._body.return_token_ids else chunk
+    def begin(self, n: int) -> Iterator[dict[str, Any]]:
+        """The first chunk of each of `n` choices."""
+        ids = {"prompt_token_ids": self._prompts[0].token_ids} if self._body.return_token_ids else {}
+        for choice in range(n):
+            yield self._chunk(choice, {"role": "assistant", "content": ""}) | ids
 
     def delta(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks that make of a delta: reasoning, answer, tool calls and end, as far as there are any."""
