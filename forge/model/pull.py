@@ -1,11 +1,12 @@
 """`forge models pull`: a model from the Hugging Face hub, by way of huggingface_hub, into the user's cache folder.
 
 A repository of GGUF files gives one file; any other gives what `forge.model.hf_directory` reads. The hub's own library
-finds files, sends the token (HF_TOKEN, or what `hf auth login` stored) and speaks to HF_ENDPOINT. What is done here:
+finds files, sends the token (HF_TOKEN, or what `hf auth login` stored) and speaks to HF_ENDPOINT. Its `hf_hub_download`
+would replace about half of this file, but not do what is done here: release 2.4 removes what has come when it is
+interrupted, compares sizes and no checksum, and looks into no file before all of it is here.
 
 - A file arrives as `.<name>.<digest>.partial` beside its final name. An interrupted pull leaves it, and the next one
-  goes on from there: the digest says that it is still the same file. (`hf_hub_download` starts again: it gives each
-  attempt a file of its own.)
+  goes on from there: the digest says that it is still the same file.
 - It gets its name only after its SHA-256 was found to be the one that the hub states, or for a small file its git
   hash. A file that is not is removed.
 - config.json gets its name last, so a folder that has one is whole.
@@ -16,7 +17,6 @@ Files are fetched over plain HTTP, also those that the hub keeps in its Xet stor
 """
 
 import errno
-import hashlib
 import os
 import shutil
 import sys
@@ -27,10 +27,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
-from urllib.parse import quote
 
 from forge.errors import ForgeError, UsageError
 from forge.gguf import MAX_HEADER_BYTES, parse_beginning
+from forge.model.catalog import sha256
 from forge.model.config import why_unsupported
 from forge.model.pulled import (
     PulledModel,
@@ -95,30 +95,28 @@ def pull(
     name: str,
     *,
     endpoint: str | None = None,
-    token: str | None = None,
-    folder: Path | None = None,
     on_progress: PullProgress | None = None,
 ) -> PulledModel:
     """Bring the model called `owner/name` or `owner/name:QUANT`; what is here already is not fetched again.
 
-    endpoint and token: None takes HF_ENDPOINT and HF_TOKEN, as huggingface_hub does. folder: where models lie, by
-    default `pulled_folder()`. Raises `UsageError` for a name that means no model, or several, and `PullError` for
-    whatever else goes wrong; Ctrl-C passes through. A partial file stays for the next time, except a damaged one.
+    endpoint: None takes HF_ENDPOINT, as huggingface_hub does. Raises `UsageError` for a name that means no model, or
+    several, and `PullError` for whatever else goes wrong; Ctrl-C passes through. A partial file stays for the next
+    time, except a damaged one.
     """
     wanted = PullName.parse(name)
     if find_spec("huggingface_hub") is None:
         raise PullError("pulling models needs huggingface_hub, which is not installed: pip install huggingface_hub")
-    target = (folder or pulled_folder()) / wanted.repo
+    target = pulled_folder() / wanted.repo
     with _plain_errors(wanted, endpoint), _quiet_hub():
-        repository = _list(wanted.repo, _endpoint(endpoint), token)
-        chosen = [_described(repository, file, token) for file in _choose(repository, wanted)]
+        repository = _list(wanted.repo, _endpoint(endpoint))
+        chosen = [_described(repository, file) for file in _choose(repository, wanted)]
         target.mkdir(parents=True, exist_ok=True)
         with _lock(target, wanted):
             _check_room(target, chosen)
             if chosen[-1].name == CONFIG:
-                _check_config(repository, chosen[-1], target, token)
+                _check_config(repository, chosen[-1], target)
             for file in chosen:
-                _fetch(repository, file, target, token, on_progress)
+                _fetch(repository, file, target, on_progress)
     total = sum(file.bytes for file in chosen)
     if len(chosen) == 1:
         path = target / Path(chosen[0].name).name
@@ -126,11 +124,11 @@ def pull(
     return PulledModel(wanted.repo, target, total)
 
 
-def _list(repo: str, endpoint: str, token: str | None) -> _Repository:
+def _list(repo: str, endpoint: str) -> _Repository:
     """What the repository holds now."""
     from huggingface_hub import HfApi
 
-    info = HfApi(endpoint=endpoint, token=token).model_info(repo, files_metadata=True, timeout=TIMEOUT_SECONDS)
+    info = HfApi(endpoint=endpoint).model_info(repo, files_metadata=True, timeout=TIMEOUT_SECONDS)
     files = {}
     for entry in info.siblings or ():
         sha256 = entry.lfs["sha256"] if entry.lfs else None
@@ -165,14 +163,14 @@ def _choose(repository: _Repository, wanted: PullName) -> list[_RemoteFile]:
     return [repository.files[name] for name in (*beside, *weights, CONFIG)]
 
 
-def _check_config(repository: _Repository, file: _RemoteFile, target: Path, token: str | None) -> None:
+def _check_config(repository: _Repository, file: _RemoteFile, target: Path) -> None:
     """Look at config.json before the weights are downloaded. It gets its name last all the same."""
     from forge.model.hf_directory import check_supported
 
     if _is_here(file, target):
         return
     partial = _partial(repository, file, target)
-    _download(_url(repository, file.name), partial, file, token, None)
+    _download(_url(repository, file.name), partial, file, None)
     try:
         check_supported(partial)
     except ForgeError as error:
@@ -198,9 +196,7 @@ def _partial(repository: _Repository, file: _RemoteFile, target: Path) -> Path:
     return path.with_name(f".{path.name}.{version}.partial")
 
 
-def _fetch(
-    repository: _Repository, file: _RemoteFile, target: Path, token: str | None, on_progress: PullProgress | None
-) -> None:
+def _fetch(repository: _Repository, file: _RemoteFile, target: Path, on_progress: PullProgress | None) -> None:
     """Bring one file, unless it is here: from where an earlier attempt stopped, verified, under its name at the end."""
     path = _place(file, target)
     if _is_here(file, target):
@@ -210,7 +206,7 @@ def _fetch(
     if partial.exists() and partial.stat().st_size > file.bytes:
         partial.unlink()
     try:
-        _download(_url(repository, file.name), partial, file, token, on_progress)
+        _download(_url(repository, file.name), partial, file, on_progress)
     except _UnsupportedModel:
         partial.unlink()
         raise
@@ -226,11 +222,11 @@ def _fetch(
         stale.unlink(missing_ok=True)
 
 
-def _download(url: str, partial: Path, file: _RemoteFile, token: str | None, on_progress: PullProgress | None) -> None:
+def _download(url: str, partial: Path, file: _RemoteFile, on_progress: PullProgress | None) -> None:
     """Append to `partial` what it lacks, taking up a broken connection as long as each attempt brings something."""
     from huggingface_hub.file_download import http_get
 
-    headers = import_module("huggingface_hub.utils").build_hf_headers(token=token, library_name="forge")
+    headers = import_module("huggingface_hub.utils").build_hf_headers(library_name="forge")
     headers["Accept-Encoding"] = "identity"  # a compressed answer has other positions than the file
     with open(partial, "ab") as stream:
         here = stream.tell()
@@ -295,14 +291,14 @@ class _WatchedFile:
             self._on_progress(self._file.name, self._stream.tell(), self._file.bytes)
 
 
-def _described(repository: _Repository, file: _RemoteFile, token: str | None) -> _RemoteFile:
+def _described(repository: _Repository, file: _RemoteFile) -> _RemoteFile:
     """`file`, with size and digest from its own headers where the listing did not say."""
     from huggingface_hub import get_hf_file_metadata
 
     if file.bytes >= 0 and file.digest is not None:
         return file
     url = _url(repository, file.name)
-    stated = get_hf_file_metadata(url, token=token, timeout=TIMEOUT_SECONDS)
+    stated = get_hf_file_metadata(url, timeout=TIMEOUT_SECONDS)
     etag = (stated.etag or "").lower()
     is_hexadecimal = not set(etag) - set("0123456789abcdef")
     digest = {64: etag, 40: f"git:{etag}"}.get(len(etag)) if is_hexadecimal else None
@@ -316,13 +312,9 @@ def _digest_of(path: Path, like: str | None) -> str | None:
     """The digest of a file on disk, of the same kind as `like`."""
     if like is None:
         return None
-    with path.open("rb") as stream:
-        if not like.startswith("git:"):
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-        digest = hashlib.sha1(b"blob %d\0" % os.fstat(stream.fileno()).st_size)
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-        return f"git:{digest.hexdigest()}"
+    from huggingface_hub.utils.sha import git_hash
+
+    return f"git:{git_hash(path.read_bytes())}" if like.startswith("git:") else sha256(path)
 
 
 def _check_room(target: Path, files: Sequence[_RemoteFile]) -> None:
@@ -441,7 +433,9 @@ def _endpoint(endpoint: str | None) -> str:
 
 
 def _url(repository: _Repository, file_name: str) -> str:
-    return f"{repository.endpoint}/{repository.name}/resolve/{repository.commit}/{quote(file_name)}"
+    from huggingface_hub import hf_hub_url
+
+    return hf_hub_url(repository.name, file_name, revision=repository.commit, endpoint=repository.endpoint)
 
 
 def _is_plain(name: str) -> bool:

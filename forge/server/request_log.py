@@ -11,7 +11,7 @@ from typing import Any
 
 from forge.server.messages import prompt_id
 from forge.trace.explain import explain_admission, explain_finish, explain_preempted, explain_wait
-from forge.trace.speculation_summary import DraftTotals
+from forge.trace.speculation_summary import DraftTotals, add_cycles
 from forge.trace.timeline import DraftCycle, RequestTimeline, Timeline
 from forge.views.json_output import as_object, picked, plain
 
@@ -102,11 +102,7 @@ def _events(request: RequestTimeline, sample: int) -> list[Event]:
 def _draft_totals(cycles: Sequence[DraftCycle]) -> list[DraftTotals]:
     found: dict[str, DraftTotals] = {}
     for _, step in groupby(cycles, key=lambda cycle: cycle.step):
-        proposed = [cycle for cycle in step if cycle.num_proposed]
-        for cycle in proposed:
-            others = [one.num_accepted for one in proposed if one is not cycle]
-            totals = found.setdefault(cycle.proposer, DraftTotals(cycle.proposer))
-            totals.add(cycle.num_proposed, cycle.num_accepted, cycle.won, max(others, default=0))
+        add_cycles(found, [(one.proposer, one.num_proposed, one.num_accepted, one.won) for one in step])
     return list(found.values())
 
 

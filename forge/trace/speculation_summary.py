@@ -49,22 +49,26 @@ class DraftTotals:
         return self.accepted / self.proposed if self.proposed else 0.0
 
 
+def add_cycles(found: dict[str, DraftTotals], cycles: Iterable[tuple[str, int, int, bool]]) -> None:
+    """Count the cycles of one sequence in one step, one per proposer: its name, how many tokens it proposed, how many
+    of them were accepted, and whether it won."""
+    proposed = [cycle for cycle in cycles if cycle[1]]
+    for cycle in proposed:
+        others = [other[2] for other in proposed if other is not cycle]
+        found.setdefault(cycle[0], DraftTotals(cycle[0])).add(*cycle[1:], max(others, default=0))
+
+
 def draft_totals(steps: Iterable[Sequence[SpecCycle]]) -> tuple[DraftTotals, ...]:
     """The totals of every proposer that proposed, from the cycles of each step."""
     found: dict[str, DraftTotals] = {}
     for cycles in steps:
-        accepted: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        times: dict[str, float] = {}
+        by_sequence: dict[int, list[tuple[str, int, int, bool]]] = defaultdict(list)
         for cycle in cycles:
-            if cycle.proposed:
-                accepted[cycle.seq_id].append((cycle.proposer, cycle.num_accepted))
-                times[cycle.proposer] = cycle.draft_ms
-        for cycle in cycles:
-            if cycle.proposed:
-                others = [number for name, number in accepted[cycle.seq_id] if name != cycle.proposer]
-                totals = found.setdefault(cycle.proposer, DraftTotals(cycle.proposer))
-                totals.add(len(cycle.proposed), cycle.num_accepted, cycle.won, max(others, default=0))
-        for name, milliseconds in times.items():
+            numbers = (cycle.proposer, len(cycle.proposed), cycle.num_accepted, cycle.won)
+            by_sequence[cycle.seq_id].append(numbers)
+        for own in by_sequence.values():
+            add_cycles(found, own)
+        for name, milliseconds in {cycle.proposer: cycle.draft_ms for cycle in cycles if cycle.proposed}.items():
             found[name].ms += milliseconds
     return tuple(found.values())
 
