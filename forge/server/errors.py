@@ -108,9 +108,6 @@ def install_handlers(app: FastAPI) -> None:
         return Response(status_code=499)  # the client has left
 
     @app.exception_handler(ForgeError)
-    async def on_forge(request: Request, error: ForgeError) -> JSONResponse:
-        return error_response(error)
-
     @app.exception_handler(Exception)
     async def on_any(request: Request, error: Exception) -> JSONResponse:
         return error_response(error)

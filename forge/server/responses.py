@@ -139,9 +139,7 @@ class CompletionShape(Shape):
         """Its chunk, or none: a token may bring nothing that can be shown yet."""
         if not (delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids):
             return []
-        logprobs = None
-        if delta.logprobs:
-            logprobs = self._logprobs(delta.choice, delta.token_ids, delta.logprobs)
+        logprobs = self._logprobs(delta.choice, delta.token_ids, delta.logprobs) if delta.logprobs else None
         self._num_tokens += len(delta.token_ids)
         choice = {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
         if delta.finish_reason is not None:
@@ -244,9 +242,7 @@ class ChatShape(Shape):
             if calls:
                 message["tool_calls"] = calls
                 reason = _reason_of_calls(reason)
-        logprobs = None
-        if sample.logprobs is not None:
-            logprobs = self._logprobs(sample.token_ids, sample.logprobs)
+        logprobs = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
         choice = {"index": sample.index, "message": message, "logprobs": logprobs}
         choice |= self._end(reason, sample.stop_reason)
         if self._body.return_token_ids:
@@ -275,9 +271,7 @@ class ChatShape(Shape):
                 answer += calling.finish()
         named = (("reasoning_content", reasoning), ("content", answer), ("tool_calls", calls))
         fields = {name: value for name, value in named if value}
-        logprobs = None
-        if delta.logprobs:
-            logprobs = self._logprobs(delta.token_ids, delta.logprobs)
+        logprobs = self._logprobs(delta.token_ids, delta.logprobs) if delta.logprobs else None
         self._num_tokens += len(delta.token_ids)
         chunks = []
         if fields or logprobs or (self._body.return_token_ids and delta.token_ids):
