@@ -25,8 +25,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any
 
 from forge.errors import ForgeError, UsageError
 from forge.gguf import MAX_HEADER_BYTES, parse_beginning
@@ -44,6 +45,7 @@ from forge.model.pulled import (
 )
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
     from huggingface_hub.errors import HfHubHTTPError
 
 PullProgress = Callable[[str, int, int], None]
@@ -228,12 +230,11 @@ def _download(url: str, partial: Path, file: _RemoteFile, on_progress: PullProgr
 
     headers = import_module("huggingface_hub.utils").build_hf_headers(library_name="forge")
     headers["Accept-Encoding"] = "identity"  # a compressed answer has other positions than the file
-    with open(partial, "ab") as stream:
+    with _WatchedFile(partial, file, on_progress) as stream:
         here = stream.tell()
-        watched = _WatchedFile(stream, file, on_progress)
         while here < file.bytes:
             try:
-                http_get(url, cast(BinaryIO, watched), resume_size=here, headers=headers, expected_size=file.bytes)
+                http_get(url, stream, resume_size=here, headers=headers, expected_size=file.bytes)
                 return
             except _transport_errors():
                 before, here = here, stream.tell()
@@ -246,49 +247,40 @@ def _download(url: str, partial: Path, file: _RemoteFile, on_progress: PullProgr
                 here = 0
 
 
-class _WatchedFile:
-    """A file open for appending that reports its size as it grows; as much of a file as `http_get` needs.
+class _WatchedFile(BufferedWriter):
+    """A file open for appending that reports its size as it grows.
 
     Of a GGUF file it reads the header as soon as that has arrived, and ends the download of one that would not run."""
 
-    def __init__(self, stream: BinaryIO, file: _RemoteFile, on_progress: PullProgress | None):
-        self._stream, self._file, self._on_progress = stream, file, on_progress
+    def __init__(self, path: Path, file: _RemoteFile, on_progress: PullProgress | None):
+        super().__init__(FileIO(path, "a"))
+        self._path, self._file, self._on_progress = path, file, on_progress
         self._header_expected = 0 if file.name.endswith(".gguf") else _NEVER
         self._look_at_header()
         self.report()
 
-    def write(self, data: bytes) -> int:
-        written = self._stream.write(data)
+    def write(self, data: "Buffer") -> int:
+        written = super().write(data)
         self._look_at_header()
         self.report()
         return written
 
     def _look_at_header(self) -> None:
         """Each time that twice as much has arrived."""
-        size = self._stream.tell()
+        size = self.tell()
         if size < self._header_expected:
             return
-        self._stream.flush()
-        with open(self._stream.name, "rb") as beginning:
+        self.flush()
+        with self._path.open("rb") as beginning:
             found = parse_beginning(Path(self._file.name), beginning.read(MAX_HEADER_BYTES))
         self._header_expected = max(_CHUNK, 2 * size) if found is None and size < MAX_HEADER_BYTES else _NEVER
         problem = why_unsupported(*found) if found is not None else None
         if problem is not None:
             raise _UnsupportedModel(f"{self._file.name}: {problem}; the download was ended after its header")
 
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._stream.seek(offset, whence)
-
-    def truncate(self, size: int | None = None) -> int:
-        """Called where the server does not resume but begins again."""
-        return self._stream.truncate(size)
-
     def report(self) -> None:
         if self._on_progress is not None:
-            self._on_progress(self._file.name, self._stream.tell(), self._file.bytes)
+            self._on_progress(self._file.name, self.tell(), self._file.bytes)
 
 
 def _described(repository: _Repository, file: _RemoteFile) -> _RemoteFile:

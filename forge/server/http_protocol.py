@@ -76,7 +76,8 @@ class HttpProtocol(HttpToolsProtocol):
             transport.close()
             self._is_refused = True
             return
-        super().connection_made(CorkedTransport(transport, self.loop, self._header_timeout))
+        corked = CorkedTransport(transport, self.loop, self._header_timeout)
+        super().connection_made(corked)  # type: ignore[arg-type]  # it has all that uvicorn uses of one
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -98,7 +99,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._deadline is None:
             self._expect_head()
 
-    def eof_received(self) -> bool | None:
+    def eof_received(self) -> bool | None:  # type: ignore[override]  # as asyncio has it
         """The client has left, or has only closed its sending half and waits. What is sent to one that left comes
         back as a reset, so something harmless is sent."""
         cycle = self.cycle
