@@ -417,11 +417,6 @@ class StepRecord:
         return sum(item.num_tokens for item in self.items if item.phase != "decode")
 
     @property
-    def decode_tokens(self) -> int:
-        """Rows of sequences that decode, draft tokens left out."""
-        return sum(item.num_tokens for item in self.items if item.phase == "decode")
-
-    @property
     def phase(self) -> Phase:
         """`decode` if every sequence in the step was decoding."""
         return "decode" if all(item.phase == "decode" for item in self.items) else "prefill"
