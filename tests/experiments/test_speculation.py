@@ -166,7 +166,7 @@ def test_as_json_nothing_is_rounded_and_every_cycle_is_there():
 
     assert to_json(found)
     assert (found["acceptance"], found["num_cycles"], found["accepted_by_position"]) == (0.8, 2, [1.0, 1.0, 0.0])
-    assert [cycle["emitted"] for cycle in found["cycles"]] == [(1, 2, 3), (4, 5, 7)]
+    assert [cycle["emitted"] for cycle in found["cycles"]] == [[1, 2, 3], [4, 5, 7]]
     assert found["cycles"][0]["verdicts"][2]["accepted"] is False
 
 
