@@ -87,9 +87,11 @@ def unpack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> Quan
     scales = np.empty((rows, groups), dtype=np.float32)
     minimums = np.empty((rows, groups), dtype=np.float32) if has_minimums(ggml_type) else None
 
-    by_block = [array if array is None else array.reshape(len(blocks), -1) for array in (quants, scales, minimums)]
+    quants_by_block, scales_by_block = quants.reshape(-1, elements), scales.reshape(len(blocks), -1)
+    minimums_by_block = None if minimums is None else minimums.reshape(len(blocks), -1)
     for span in _passes(len(blocks), elements):
-        _decode(layout, blocks[span], *(array if array is None else array[span] for array in by_block))
+        minimums_span = None if minimums_by_block is None else minimums_by_block[span]
+        _decode(layout, blocks[span], quants_by_block[span], scales_by_block[span], minimums_span)
     return QuantizedGroups(quants, scales, minimums, layout.group_size)
 
 

@@ -8,7 +8,7 @@ where `Histogram` takes 1 µs; importing it takes 20 ms, and it saves the twenty
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
@@ -218,7 +218,7 @@ class Metrics:
             header = _header(f"vllm:{name}", "histogram", _HISTOGRAMS[name][0])
             yield header, histogram.lines(f"vllm:{name}", self._labels)
 
-    def _family(self, name: str, kind: str, help_text: str, values: dict[str, float]) -> Family:
+    def _family(self, name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Family:
         """`values`: by their further labels."""
         lines = [f"vllm:{name}{{{self._labels}{further}}} {value}" for further, value in values.items()]
         return _header(f"vllm:{name}", kind, help_text), lines
