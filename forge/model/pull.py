@@ -93,12 +93,7 @@ class _Repository:
     files: dict[str, _RemoteFile]
 
 
-def pull(
-    name: str,
-    *,
-    endpoint: str | None = None,
-    on_progress: PullProgress | None = None,
-) -> PulledModel:
+def pull(name: str, *, endpoint: str | None = None, on_progress: PullProgress | None = None) -> PulledModel:
     """Bring the model called `owner/name` or `owner/name:QUANT`; what is here already is not fetched again.
 
     endpoint: None takes HF_ENDPOINT, as huggingface_hub does. Raises `UsageError` for a name that means no model, or

@@ -204,14 +204,7 @@ class ChatShape(Shape):
 
     whole, chunk = "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        tokenizer: Tokenizer,
-        body: ChatRequest,
-        prompts: Sequence[Prompt],
-    ):
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, body: ChatRequest, prompts: Sequence[Prompt]):
         super().__init__(request_id, model, tokenizer, body, prompts)
         self._top = body.top_logprobs or 0
         self._in_reasoning = ends_in_thinking(prompts[0])

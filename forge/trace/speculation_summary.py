@@ -228,13 +228,7 @@ def cycles_of(records: Sequence[StepRecord]) -> list[SpecCycle]:
 
 def _by_position(cycles: Sequence[SpecCycle]) -> tuple[tuple[int, int], ...]:
     longest = max(len(cycle.proposed) for cycle in cycles)
-    return tuple(
-        (
-            sum(cycle.num_accepted > index for cycle in cycles),
-            len(cycles),
-        )
-        for index in range(longest)
-    )
+    return tuple((sum(cycle.num_accepted > index for cycle in cycles), len(cycles)) for index in range(longest))
 
 
 def _draft_ms(record: StepRecord) -> float:
