@@ -21,6 +21,10 @@ from starlette.exceptions import HTTPException
 __all__ = ["JsonAnswer", "StrictRoute", "to_json"]
 
 
+_CLEARER = {"recursion limit": "it is nested too deeply", "hex escape": "an escape in it is half of a surrogate pair"}
+"""The parser's words, and what to say instead."""
+
+
 class JsonAnswer(Response):
     """A body that `to_json` has made."""
 
@@ -34,7 +38,8 @@ class StrictRequest(Request):
         try:
             return from_json(await self.body(), allow_inf_nan=False)
         except ValueError as error:
-            raise HTTPException(400, f"the body is not JSON: {error}") from None
+            problem = next((words for said, words in _CLEARER.items() if said in str(error)), str(error))
+            raise HTTPException(400, f"the body is not JSON: {problem}") from None
 
 
 class StrictRoute(APIRoute):
