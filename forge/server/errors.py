@@ -18,14 +18,10 @@ from forge.server.engine_client import EngineDead, FollowerStalled, RequestFaile
 
 logger = logging.getLogger("forge.server")
 
-_TYPES = {
-    400: "invalid_request_error",
+_TYPES = {  # of all others: invalid_request_error
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
