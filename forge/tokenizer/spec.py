@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from forge.errors import ForgeError
 from forge.tokenizer.byte_level import BYTE_ALPHABET
 
-if TYPE_CHECKING:
-    from forge.gguf import GGUFFile
+Scalar = TypeVar("Scalar", str, int, bool)
 
 SUPPORTED_MODEL = "gpt2"
 """`tokenizer.ggml.model` of byte-level BPE."""
@@ -58,6 +58,19 @@ class TokenType(IntEnum):
     UNUSED = 5
     """Padding of the vocabulary: never made, stands for no text."""
     BYTE = 6
+
+
+class TokenizerMetadata(Protocol):
+    """What `spec_from_gguf` needs of a GGUF file: `forge.gguf.GGUFFile` has it."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def get(self, key: str, kind: type[Scalar]) -> Scalar | None: ...
+
+    def string_array(self, key: str) -> Sequence[str]: ...
+
+    def int_array(self, key: str) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +198,7 @@ class TokenizerSpec:
             raise self.error("post_processor", f"adds token {max(around)}, and there are {len(self.tokens)} tokens")
 
 
-def spec_from_gguf(file: "GGUFFile") -> TokenizerSpec:
+def spec_from_gguf(file: TokenizerMetadata) -> TokenizerSpec:
     """The tokenizer that a GGUF file carries in `tokenizer.ggml.*` and `tokenizer.chat_template`.
 
     Raises `TokenizerError` when it is absent, inconsistent, or not byte-level BPE split as Qwen2, and the file's own
@@ -213,7 +226,7 @@ def spec_from_gguf(file: "GGUFFile") -> TokenizerSpec:
     )
 
 
-def _added(file: "GGUFFile", name: str, prefix: str) -> tuple[int, ...]:
+def _added(file: TokenizerMetadata, name: str, prefix: str) -> tuple[int, ...]:
     """The token that `add_bos_token` or `add_eos_token` asks for."""
     if not file.get(f"tokenizer.ggml.add_{name}_token", bool):
         return ()
