@@ -67,3 +67,8 @@ def parameters(value: int) -> str:
 def plural(value: int, noun: str, several: str = "") -> str:
     """`1 token`, `32 tokens`; `several` where an s will not do."""
     return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {several or noun + 's'}"
+
+
+def ratio(value: float) -> str:
+    """Times as much, with the digits that such a figure has: `2.50`, `31.2`."""
+    return f"{value:,.2f}" if value < 10 else f"{value:,.1f}"

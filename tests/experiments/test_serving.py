@@ -10,12 +10,12 @@ from tests.views.records import piped, written
 def visit(kind: str, number: int, **more) -> Visit:
     asked = 0.02 * number
     events = [asked + 0.005 + 0.01 * event for event in range(20)]
-    fields = {"events": events, "tokens": 64, "finish_reason": "length", "text": "x", "ended": asked + 0.2} | more
-    return Visit(kind, asked, f"cmpl-{number}", began_to_read=asked, **fields)
+    fields = {"chunks": events, "completion_tokens": 64, "finish_reason": "length", "text": "x", "ended": asked + 0.2}
+    return Visit(asked, kind=kind, request_id=f"cmpl-{number}", began_to_read=asked, **fields | more)
 
 
 def crowded(**more) -> Crowded:
-    visits = [visit("reads", 0), visit("leaves", 1, tokens=None, finish_reason="left"), visit("late", 2)]
+    visits = [visit("reads", 0), visit("leaves", 1, completion_tokens=None, finish_reason="left"), visit("late", 2)]
     visits += [visit("reads", number) for number in range(3, 14)]
     seen = {"running": 9.0, "waiting": 0.0, "usage": 0.25, "aborted": 1.0, "generated": 700.0}
     fields = {"alone": visit("reads", 20), "afterwards": seen | {"running": 0.0, "usage": 0.0}} | more

@@ -6,7 +6,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from statistics import mean
@@ -141,17 +141,17 @@ class _Watcher:
 def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
     """For `--json`. Milliseconds throughout; a figure that this run does not have is None."""
     readers = result.of("reads")
-    gaps = [gap for visit in readers for gap in visit.gaps_ms]
+    gaps = [gap for visit in readers for gap in visit.itls_ms]
     return {
         "model": model,
         "kv": kv,
         "ready_seconds": result.ready_seconds,
         "num_clients": len(result.visits),
         "max_tokens": result.crowd.max_tokens,
-        "first_ms": _spread([visit.first_ms for visit in readers if visit.first_ms is not None]),
-        "per_token_ms": _spread([visit.per_token_ms for visit in readers if visit.per_token_ms is not None]),
+        "first_ms": _spread(visit.ttft_ms for visit in readers),
+        "per_token_ms": _spread(visit.per_token_ms for visit in readers),
         "longest_gap_ms": max(gaps, default=None),
-        "end_to_end_ms": _spread([_whole_ms(visit) for visit in readers]),
+        "end_to_end_ms": _spread(visit.e2el_ms for visit in readers),
         "clients": [visit_object(visit) for visit in result.visits],
         "alone": visit_object(result.alone),
         "identical": result.alone.text == readers[0].text,
@@ -169,33 +169,30 @@ def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
         },
         "ending": {
             "finish_reason": result.ending.stream.finish_reason,
-            "tokens": result.ending.stream.tokens,
+            "tokens": result.ending.stream.completion_tokens,
             **as_object(result.ending, without=("stream",)),
         },
     }
 
 
 def visit_object(visit: Visit) -> dict[str, Any]:
-    gaps = visit.gaps_ms if visit.kind != "late" else []  # what lay there already says nothing
+    gaps = visit.itls_ms if visit.kind != "late" else []  # what lay there already says nothing
     return {
         "kind": visit.kind,
-        "first_ms": visit.first_ms,
+        "first_ms": visit.ttft_ms,
         "per_token_ms": visit.per_token_ms if gaps else None,
         "longest_gap_ms": max(gaps, default=None),
-        "end_to_end_ms": _whole_ms(visit),
-        "events": len(visit.events),
-        "tokens": visit.tokens,
+        "end_to_end_ms": visit.e2el_ms,
+        "events": len(visit.chunks),
+        "tokens": visit.completion_tokens,
         "finish_reason": visit.finish_reason,
         "text": visit.text,
     }
 
 
-def _whole_ms(visit: Visit) -> float:
-    return (visit.ended - visit.asked) * 1e3
-
-
-def _spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Median, 95th percentile and the largest."""
+def _spread(found: Iterable[float | None]) -> dict[str, float | None]:
+    """Median, 95th percentile and the largest, of those that there are."""
+    values = [value for value in found if value is not None]
     if not values:
         return {"p50": None, "p95": None, "max": None}
     return {"p50": percentile(values, 0.5), "p95": percentile(values, 0.95), "max": max(values)}
@@ -225,7 +222,7 @@ def _leaver_object(result: Crowded) -> dict[str, Any]:
         last = next(item for item in steps[-1].items if item.seq_id == seq_id)
         held = -(-(last.start + last.num_tokens) // steps[-1].cache.block_size)
     return {
-        "events": len(visit.events),
+        "events": len(visit.chunks),
         "steps": visit.num_steps,
         "steps_after": result.steps_after_leaving,
         "blocks": held,
@@ -235,10 +232,10 @@ def _leaver_object(result: Crowded) -> dict[str, Any]:
 def _late_object(result: Crowded) -> dict[str, Any]:
     visit = result.late
     return {
-        "tokens": visit.tokens,
+        "tokens": visit.completion_tokens,
         "done_after_ms": visit.engine_ms,
-        "began_to_read_after_ms": (visit.began_to_read - visit.asked) * 1e3,
-        "all_read_after_ms": _whole_ms(visit),
+        "began_to_read_after_ms": (visit.began_to_read - visit.started) * 1e3,
+        "all_read_after_ms": visit.e2el_ms,
     }
 
 
@@ -291,8 +288,8 @@ def _table(result: Crowded) -> Table:
             ms(facts["per_token_ms"]),
             ms(facts["longest_gap_ms"]),
             f"{facts['end_to_end_ms']:.0f}",
-            NOTHING if visit.tokens is None else count(visit.tokens),
-            count(len(visit.events)),
+            NOTHING if visit.completion_tokens is None else count(visit.completion_tokens),
+            count(len(visit.chunks)),
             visit.finish_reason or NOTHING,
         )
     return table
