@@ -17,9 +17,9 @@ from rich.text import Text
 
 from forge.views import formatting
 from forge.views.formatting import NOTHING, plural
-from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
+from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.report import Report
-from forge.views.terminal import new_table, print_table
+from forge.views.terminal import new_table, print_hanging, print_table
 from forge.views.text import one_line, short_name
 
 FORMATS: Mapping[str, Callable[..., str]] = {
@@ -71,6 +71,8 @@ class Table:
     names: int = 1
     styles: Mapping[int, str] | None = None
     """Column → style."""
+    lefts: Sequence[int] = ()
+    """Columns beside those that stand to the left too."""
     wraps: bool = False
     """Whether cells may be broken where the screen is too narrow."""
 
@@ -104,7 +106,7 @@ class Table:
         for number, heading in enumerate(self.headings):
             style, wraps = (self.styles or {}).get(number), self.wraps
             table.add_column(heading, style=style, no_wrap=not wraps, overflow="fold")
-            table.columns[number].justify = "left" if number < self.names else "right"
+            table.columns[number].justify = "left" if number < self.names or number in self.lefts else "right"
         for row in self.rows:
             table.add_row(*row)
         return table
@@ -126,8 +128,8 @@ class Fitting:
 
 
 def sides(names: Sequence[str], items: Sequence[Any], *rows: str, gains: Mapping[str, float | None] = {}) -> RichTable:
-    """Things side by side, each under its name and in its colour. A row is a heading and a template; `gains` says by the
-    heading how many times as much the second has."""
+    """Things side by side, each under its name and in its colour. A row is a heading and a template; `gains` says by
+    the heading how many times as much the second has."""
     table = new_table()
     table.add_column("")
     for index, name in enumerate(names):
@@ -146,12 +148,25 @@ def question(text: str, *about: str) -> "list[Part]":
     return [title(text), *about, None]
 
 
+def leads_on(text: str) -> "Part":
+    """The end of a screen: where to go from here."""
+    return lambda width: [None, Text(text, ACCENT)]
+
+
 def sentences(said: Iterable[str]) -> "Iterable[Part]":
     """In the console's own colour."""
     return map(Text, said)
 
 
-Part = str | Text | Table | RichTable | Fitting | Callable[[int], "Iterable[Part]"] | None
+@dataclass(frozen=True)
+class Hanging:
+    """A line whose continuations, where it does not fit, are set in."""
+
+    text: Text
+    indent: int
+
+
+Part = str | Text | Table | RichTable | Fitting | Hanging | Callable[[int], "Iterable[Part]"] | None
 """Of a screen: a table; a sentence about it, grey if it is a plain text; what depends on the width; an empty line."""
 
 
@@ -174,6 +189,8 @@ def draw(console: Console, parts: "Iterable[Part]") -> None:
             print_table(console, part.rich() if isinstance(part, Table) else part)
         elif isinstance(part, Fitting):
             draw(console, part.parts(console))
+        elif isinstance(part, Hanging):
+            print_hanging(console, part.text, part.indent)
         elif callable(part):
             draw(console, part(console.width))
         else:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from forge.experiments.serving import clients_object, print_clients
+from forge.experiments.serving import clients_object, screen
 from forge.experiments.serving.clients import Crowd, Crowded, Ending, Overload, Visit
+from forge.views.screen import draw
 from tests.views.records import piped, written
 
 
@@ -36,7 +37,7 @@ def crowded(**more) -> Crowded:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_screen_is_whole_even_where_no_step_was_told(width):
     result, console = crowded(), piped(width)
-    print_clients(console, result, clients_object(result, "tales", "prefix"))
+    draw(console, screen(result, clients_object(result, "tales", "prefix")))
     shown = written(console)
     assert max(map(len, shown.splitlines())) <= width
     assert "14 clients, one every 20 ms" in shown and "… and 4 more readers" in shown
@@ -46,7 +47,7 @@ def test_the_screen_is_whole_even_where_no_step_was_told(width):
 def test_another_story_alone_is_said_and_is_a_fact():
     result, console = crowded(alone=visit("reads", 20, text="y")), piped(80)
     facts = clients_object(result, "tales", "prefix")
-    print_clients(console, result, facts)
+    draw(console, screen(result, facts))
     assert not facts["identical"] and "✗ the first client's story is another one alone" in written(console)
 
 

@@ -6,38 +6,35 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from forge.cli import options
-from forge.cli.arguments import Takes, command
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.run_control import Found
+from forge.cli.arguments import Takes
+from forge.cli.chapters import Experiment, experiment
 from forge.cli.serve import require_server
 from forge.cli.watch import steps_of
 from forge.engine_args import EngineArgs
 from forge.errors import ForgeError, UsageError
 from forge.experiments.serving.clients import Crowd, Crowded, Visit, visit_all
-from forge.option import flag_of
+from forge.option import flag_of, option
 from forge.server.server_process import ServerProcess
 from forge.trace.totals import percentile
 from forge.views.charts import sparkline
-from forge.views.formatting import NOTHING, count, ms, percent, plural
+from forge.views.formatting import count, ms, percent, plural
 from forge.views.json_output import as_object
 from forge.views.metrics import flowing, verdict
-from forge.views.palette import ACCENT, QUIET, TITLE
-from forge.views.progress import BenchProgress
+from forge.views.palette import ACCENT, QUIET
+from forge.views.progress import progress_line
 from forge.views.report import Report
+from forge.views.screen import Hanging, Part, Table, question, report
 from forge.views.summary import RunLabel
-from forge.views.terminal import can_redraw, new_table, open_console, open_error_console, print_hanging, print_table
+from forge.views.terminal import can_redraw, open_console
 from forge.views.text import one_line
 from forge.views.traffic import Traffic
 
@@ -56,37 +53,35 @@ STRIP_WIDTH = 50
 ROWS_SHOWN = 10
 
 
-@command
+@dataclass(frozen=True)
+class ClientArgs:
+    """The clients."""
+
+    clients: int = option(8, "Who read, beside three who do not.", _CLIENTS, flags="--clients -n")
+    max_tokens: int = option(256, "Of each story.", _CLIENTS)
+    every: float = option(20.0, "Milliseconds between two of them.", _CLIENTS)
+
+    def __post_init__(self) -> None:
+        if self.clients < 1 or self.max_tokens < 1 or not 0 <= self.every <= 10_000:
+            raise UsageError("--clients and --max-tokens are at least 1, --every 0 to 10,000 ms")
+
+
+@experiment()
 def serving(
-    ctx: typer.Context,
-    clients: Annotated[
-        int, typer.Option("--clients", "-n", help="Who read, beside three who do not.", rich_help_panel=_CLIENTS)
-    ] = 8,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of each story.", rich_help_panel=_CLIENTS)] = 256,
-    every: Annotated[
-        float, typer.Option("--every", help="Milliseconds between two of them.", rich_help_panel=_CLIENTS)
-    ] = 20.0,
-    *,
+    asked: ClientArgs,
     engine: Annotated[EngineArgs, Takes(_SERVER, kv="prefix", max_num_seqs=64)],
-    only: OnlyOption = None,
-    pause: PauseOption = True,
     json: options.JsonOption = False,
-) -> Found:
+) -> Experiment:
     require_server()
-    if clients < 1 or max_tokens < 1 or not 0 <= every <= 10_000:
-        raise UsageError("--clients and --max-tokens are at least 1, --every 0 to 10,000 ms")
-    if reads_chapter(only, json):
-        return read_chapter(ctx, pause)
-    crowd = Crowd(clients, max_tokens, every / 1e3, max_queue=max(64, clients + 8))
+    crowd = Crowd(asked.clients, asked.max_tokens, asked.every / 1e3, max_queue=max(64, asked.clients + 8))
     given = {name: getattr(engine, name) for name in _SERVER.split()} | {"max_queue": crowd.max_queue}
     spelled = [word for name, value in given.items() if value is not None for word in (flag_of(name), str(value))]
-    report = _measure(crowd, spelled, str(engine.model), str(engine.cache), json)
-    return report.as_json() if json else report
+    return Experiment(lambda: _measure(crowd, spelled, str(engine.model), str(engine.cache), json))
 
 
 def _measure(crowd: Crowd, spelled: Sequence[str], model: str, kv: str, quiet: bool) -> Report:
     with ServerProcess(spelled) as server:
-        with BenchProgress(open_error_console()) as progress:
+        with progress_line() as progress:
             progress("starting forge serve")
             server.wait_until_ready()
         console = open_console()
@@ -94,7 +89,7 @@ def _measure(crowd: Crowd, spelled: Sequence[str], model: str, kv: str, quiet: b
         with Traffic(console, RunLabel(model, kv, "", "")) if shows else nullcontext() as traffic:
             result = _let_them_come(server, crowd, traffic.step if traffic else lambda record: None)
     facts = clients_object(result, model, kv)
-    return Report(facts, lambda console: print_clients(console, result, facts), 0 if facts["identical"] else 1)
+    return report(facts, lambda: screen(result, facts), 0 if facts["identical"] else 1)
 
 
 def _let_them_come(server: ServerProcess, crowd: Crowd, on_step: "Callable[[StepRecord], None]") -> Crowded:
@@ -239,30 +234,23 @@ def _late_object(result: Crowded) -> dict[str, Any]:
     }
 
 
-def print_clients(console: Console, result: Crowded, facts: dict[str, Any]) -> None:
+def screen(result: Crowded, facts: dict[str, Any]) -> Iterator[Part]:
     """`facts`: those of `clients_object`."""
     crowd = result.crowd
-    console.print(Text(QUESTION, TITLE))
     come = f"{plural(facts['num_clients'], 'client')}, one every {crowd.every * 1e3:.0f} ms"
     served = f"kv {facts['kv']} · {one_line(facts['model'])}"
-    console.print(Text(f"{come}, {plural(crowd.max_tokens, 'token')} each · {served}", QUIET))
-    console.print()
-    for line in _strips(result):
-        console.print(line)
-    console.print()
-    print_table(console, _table(result))
-    left = len(result.visits) - ROWS_SHOWN
-    if left > 0:
-        console.print(Text(f"… and {plural(left, 'more reader')}", QUIET))
-    console.print()
-    for line in _sentences(facts):
-        print_hanging(console, line, 10)
-    console.print()
-    for line in flowing(_figures(facts), console.width):
-        console.print(line)
-    console.print()
+    yield from question(QUESTION, f"{come}, {plural(crowd.max_tokens, 'token')} each · {served}")
+    yield from (*_strips(result), None)
+    clients = [one | {"number": number} for number, one in enumerate(facts["clients"][:ROWS_SHOWN], 1)]
+    columns = ("client: {number} {kind}", "TTFT, ms: {first_ms:ms}", "TPOT, ms: {per_token_ms:ms}")
+    columns += ("longest: {longest_gap_ms:ms}", "all, ms: {end_to_end_ms:.0f}", "tokens: {tokens:count}")
+    yield Table.of(clients, *columns, "events: {events:count}", "ended: {finish_reason}", lefts=(7,))
+    if (left := len(result.visits) - ROWS_SHOWN) > 0:
+        yield f"… and {plural(left, 'more reader')}"
+    yield from (None, *(Hanging(line, 10) for line in _sentences(facts)), None)
+    yield from (lambda width: flowing(_figures(facts), width), None)
     same, other = "the first client's story, in the crowd and alone", "the first client's story is another one alone"
-    console.print(verdict(facts["identical"], same, other))
+    yield verdict(facts["identical"], same, other)
 
 
 def _strips(result: Crowded) -> list[Text]:
@@ -276,23 +264,6 @@ def _strips(result: Crowded) -> list[Text]:
         strip = sparkline(values, most, STRIP_WIDTH)
         lines.append(Text.assemble((f"{title:<16}", QUIET), (strip, ACCENT), (f"  to {count(most)}", QUIET)))
     return lines
-
-
-def _table(result: Crowded) -> Table:
-    table = new_table("client", "TTFT, ms", "TPOT, ms", "longest", "all, ms", "tokens", "events", last="ended")
-    for number, visit in enumerate(result.visits[:ROWS_SHOWN], 1):
-        facts = visit_object(visit)
-        table.add_row(
-            f"{number} {visit.kind}",
-            ms(facts["first_ms"]),
-            ms(facts["per_token_ms"]),
-            ms(facts["longest_gap_ms"]),
-            f"{facts['end_to_end_ms']:.0f}",
-            NOTHING if visit.completion_tokens is None else count(visit.completion_tokens),
-            count(len(visit.chunks)),
-            visit.finish_reason or NOTHING,
-        )
-    return table
 
 
 def _sentences(facts: dict[str, Any]) -> list[Text]:

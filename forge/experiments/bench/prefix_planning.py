@@ -28,7 +28,7 @@ def screen(facts: Facts) -> Iterator[Part]:
 
 
 @kit.benchmark(screen)
-def bench_planning(
+def bench_prefix_planning(
     say: Progress,
     engine: Annotated[EngineArgs, Takes("model device threads num_blocks")],
     requests: Annotated[int, option("All at once.", "--requests", "-n")] = 64,
