@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.cli.run_control import load_model, run_label
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.option import option
 from forge.trace.timeline import timeline_of
 from forge.trace.totals import Percentiles, totals_of
 from forge.views.charts import bar
@@ -50,30 +49,30 @@ _WIDE = 94
 """Columns from which on there is room for a bar."""
 
 
+@dataclass(frozen=True)
+class BatchingArgs:
+    """What is run together."""
+
+    requests: int = option(96, "How many requests.", _WORKLOAD, flags="--requests -n")
+    budgets: str | None = option(
+        None, "Long prompts that come while stories decode, with these tokens a step instead: 32,128,512.", "Scheduler"
+    )
+
+
 @experiment(bugs=True)
 def batching(
-    requests: Annotated[
-        int, typer.Option("--requests", "-n", help="How many requests.", rich_help_panel=_WORKLOAD)
-    ] = 96,
+    asked: BatchingArgs,
     prompt_tokens: options.PromptTokensOption = "16",
     max_tokens: options.OutputTokensOption = "8:64",
     seed: options.WorkloadSeedOption = 0,
     *,
     engine: Annotated[EngineArgs, Takes("model device threads", kv="paged")],
-    budgets: Annotated[
-        str | None,
-        typer.Option(
-            "--budgets",
-            help="Long prompts that come while stories decode, with these tokens a step instead: 32,128,512.",
-            rich_help_panel="Scheduler",
-        ),
-    ] = None,
 ) -> Experiment:
-    if budgets is not None:
-        limits = parse_budgets(budgets)
+    if asked.budgets is not None:
+        limits = parse_budgets(asked.budgets)
         return Experiment(lambda: measure_budgets(engine, limits, seed))
-    asked = requests, prompt_tokens, max_tokens, seed
-    return Experiment(lambda: measure_ways(engine, asked, ways_of(BATCHES), TURNS))
+    sizes = asked.requests, prompt_tokens, max_tokens, seed
+    return Experiment(lambda: measure_ways(engine, sizes, ways_of(BATCHES), TURNS))
 
 
 def ways_of(batches: Sequence[int]) -> "list[tuple[How, int]]":
@@ -187,9 +186,9 @@ def _all_of(values: Sequence[float | None]) -> Percentiles:
 def budgets_screen(about: str, runs: Sequence[BudgetRun]) -> Iterator[Part]:
     """A row per budget: what the stories notice, and what the prompts do."""
     yield from question(BUDGET_QUESTION, f"{about}, the better of {TURNS} turns")
-    columns = ("tokens a step: {shown}", "steps: {num_steps:count}", "tok/s: {tokens_per_second:rate}")
-    columns += ("rows between: {rows.p50:,.0f}", "most: {rows.maximum:,.0f}")
-    columns += ("gap p50: {gap_ms.p50:ms}", "p99: {gap_ms.p99:ms}", "TTFT: {first_token_ms:ms}")
+    columns = ["tokens a step: {shown}", "steps: {num_steps:count}", "tok/s: {tokens_per_second:rate}"]
+    columns += ["rows between: {rows.p50:,.0f}", "most: {rows.maximum:,.0f}"]
+    columns += ["gap p50: {gap_ms.p50:ms}", "p99: {gap_ms.p99:ms}", "TTFT: {first_token_ms:ms}"]
     yield from (Table.of(runs, *columns), None)
     yield from sentences(
         [

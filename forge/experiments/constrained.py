@@ -24,6 +24,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import StructuredOutput
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.option import option
 from forge.views.formatting import count, plural
 from forge.views.generation import watching
 from forge.views.json_output import as_object
@@ -56,6 +57,16 @@ FIELDS = {
 }
 """What a record of a story may hold, from the lists that the bundled model's stories are made of."""
 _INDENT = 14
+_FORM = "Structured output (one of these)"
+
+
+@dataclass(frozen=True)
+class RecordArgs:
+    """Which record, where no other form is asked for."""
+
+    fields: str = option(
+        "hero,place,mood", "The record's fields, with commas, in their order.", "Structured output (one of these)"
+    )
 
 
 @experiment(bugs=True)
@@ -65,18 +76,11 @@ def constrained(
         str, typer.Argument(metavar="PROMPT", help="What is asked, in a chat.", show_default="a story and a question")
     ] = PROMPT,
     max_tokens: options.MaxTokens = MAX_TOKENS,
-    fields: Annotated[
-        str,
-        typer.Option(
-            "--fields",
-            help="The record's fields, with commas, in their order.",
-            rich_help_panel="Structured output (one of these)",
-        ),
-    ] = "hero,place,mood",
     *,
+    record: RecordArgs,
     engine: Annotated[EngineArgs, Takes("model device threads", kv="paged")],
 ) -> Experiment:
-    wanted = form.structured_output() or StructuredOutput(json=record_schema(fields))
+    wanted = form.structured_output() or StructuredOutput(json=record_schema(record.fields))
     return Experiment(lambda: _measure(options.read_prompt(prompt), max_tokens, wanted, engine))
 
 
@@ -253,8 +257,8 @@ def screen(result: Constrained) -> Iterator[Part]:
     yield f"[chosen] · the rest had to come · below: how many of {count(result.vocab_size)} tokens might have"
     yield None
     if result.chosen:
-        columns = ("chosen: {text:visible}", "might have: {allowed:count}", "probability: {probability:small}")
-        columns += ("of all these: {mass:small}", "given up: {given_up:.2f}", "it would have said: {preferred:visible}")
+        columns = ["chosen: {text:visible}", "might have: {allowed:count}", "probability: {probability:small}"]
+        columns += ["of all these: {mass:small}", "given up: {given_up:.2f}", "it would have said: {preferred:visible}"]
         yield Table.of(result.chosen, *columns, formats={"visible": visible, "small": small}, lefts=(5,))
         yield None
     yield from (*plain_sentences(sentences(result)), None)
@@ -268,7 +272,7 @@ def screen(result: Constrained) -> Iterator[Part]:
         }
         for name, run in runs.items()
     ]
-    columns = (": {name}", "forward passes: {passes:count}", "tokens: {tokens:count}", "ms per token: {ms:ms}")
+    columns = [": {name}", "forward passes: {passes:count}", "tokens: {tokens:count}", "ms per token: {ms:ms}"]
     yield from (Table.of(costs, *columns), leads_on(LEADS_ON))
 
 

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import typer
 from rich.text import Text
 
-from forge.bench.cases import BLOCK_SIZE, Case, Limits, ModelSize, measure_model, needs_of
+from forge.bench.cases import BLOCK_SIZE, Case, Limits, ModelSize, Needs, Roofline, measure_model, needs_of
 from forge.bench.worker import timed
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
 from forge.engine_args import EngineArgs
+from forge.option import option
 from forge.views.formatting import count, ms, percent, plural, size
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
@@ -50,40 +50,34 @@ QUESTION = "What does a forward pass wait for?"
 _MARKS = "●○◆◇■□"
 
 
+@dataclass(frozen=True)
+class KernelArgs:
+    """What is measured."""
+
+    model: str | None = option(
+        None,
+        "The model to measure, with --type beside those that are made up.",
+        "Model",
+        flags="--model -m",
+        shown="one that is made up, larger than a processor's cache",
+    )
+    types: Sequence[str] = option(
+        (), "Make it up in this type; may be repeated.", "Model", flags="--type", shown="Q8_0 and Q4_0"
+    )
+
+
 @experiment()
-def kernels(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="The model to measure, with --type beside those that are made up.",
-            show_default="one that is made up, larger than a processor's cache",
-            rich_help_panel="Model",
-        ),
-    ] = None,
-    types: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--type",
-            help="Make it up in this type; may be repeated.",
-            show_default="Q8_0 and Q4_0",
-            rich_help_panel="Model",
-        ),
-    ] = None,
-    *,
-    engine: Annotated[EngineArgs, Takes("threads")],
-) -> Experiment:
+def kernels(asked: KernelArgs, engine: Annotated[EngineArgs, Takes("threads")]) -> Experiment:
     from forge.model.catalog import resolve_model
     from forge.model.synth import find_quantization
 
-    for name in types or ():
+    for name in asked.types:
         find_quantization(name)
-    path = resolve_model(model) if model is not None else None
+    path = resolve_model(asked.model) if asked.model is not None else None
 
     def measure() -> Report:
         with progress_line() as progress:
-            result = run(path, types, engine.threads, progress)
+            result = run(path, asked.types, engine.threads, progress)
         return report(kernels_object(result), lambda: screen(result))
 
     return Experiment(measure)
@@ -120,15 +114,10 @@ class Pass:
     def products_per_second(self) -> float:
         return self.products / self.seconds
 
-    def bound(self, limits: Limits) -> Literal["memory", "arithmetic"]:
-        """Which limit is nearer."""
-        return "memory" if self.intensity < limits.ridge else "arithmetic"
-
-    def share(self, limits: Limits) -> float:
-        """How much of the nearer limit is used; more than 1 where weights come from a cache and not from memory."""
-        by_memory = self.bytes_per_second / limits.bytes_per_second
-        by_arithmetic = self.products_per_second / limits.products_per_second
-        return by_memory if self.bound(limits) == "memory" else by_arithmetic
+    def against(self, limits: Limits) -> Roofline:
+        """Which limit is nearer, and how much of it is used: more than 1 where weights come from a cache and not from
+        memory."""
+        return Roofline.of(Needs(self.bytes_read, self.products), self.seconds, limits)
 
 
 @dataclass(frozen=True)
@@ -296,7 +285,7 @@ def kernels_object(result: KernelsResult) -> dict[str, Any]:
             "weight_bytes": model.size.weight_bytes,
             "passes": [
                 as_object(found, *_OF_A_PASS, without=("seconds",))
-                | {"bound": found.bound(limits), "share": found.share(limits)}
+                | as_object(found.against(limits), without=_OF_A_LINE)
                 for found in model.passes
             ],
         }
@@ -305,6 +294,7 @@ def kernels_object(result: KernelsResult) -> dict[str, Any]:
     return as_object(limits, "ridge") | {"models": models}
 
 
+_OF_A_LINE = ("bytes_per_second", "products_per_second", "limit_seconds")
 _OF_A_PASS = ("bytes_per_second", "products_per_second", "intensity", "ms", "ms_per_row")
 
 
@@ -315,12 +305,12 @@ def screen(result: KernelsResult) -> Iterator[Part]:
     shown = {
         "G": lambda value: f"{value / 1e9:,.1f}",
         "products": lambda value: f"{value / 1e9:,.0f}",
-        "limit": lambda found: f"{percent(found.share(limits)):>6}  {found.bound(limits)}",
+        "limit": lambda found: f"{percent(found.against(limits).share):>6}  {found.against(limits).bound}",
     }
-    columns = ("rows: {rows:count}", "ms: {ms:.2f}", "ms per row: {ms_per_row:.3f}", "GB/s: {bytes_per_second:G}")
-    columns += ("G products/s: {products_per_second:products}", "of the limit: {:limit}")
-    after = ("1 row after: {context:plural token}", "keys and values: {kv_bytes:size}")
-    after += ("with the weights: {bytes_read:size}", "ms: {ms:.2f}")
+    columns = ["rows: {rows:count}", "ms: {ms:.2f}", "ms per row: {ms_per_row:.3f}", "GB/s: {bytes_per_second:G}"]
+    columns += ["G products/s: {products_per_second:products}", "of the limit: {:limit}"]
+    after = ["1 row after: {context:plural token}", "keys and values: {kv_bytes:size}"]
+    after += ["with the weights: {bytes_read:size}", "ms: {ms:.2f}"]
     for model in result.models:
         about = f"  {reads(model)}, {plural(model.threads, 'thread')}"
         yield from (None, Text.assemble((model.name, TITLE), (about, QUIET)))

@@ -97,7 +97,7 @@ def screen(result: RunResult, operations: "Sequence[OperationTime]", prompt: str
     if operations:
         shares = shares_by_operation(operations)
         bars = {"bar": lambda value: bar(value, shares[0].ms, _BAR)}
-        columns = ("operation: {name}", "ms: {ms:ms}", "calls: {calls:count}", "share: {share:percent}", ": {ms:bar}")
+        columns = ["operation: {name}", "ms: {ms:ms}", "calls: {calls:count}", "share: {share:percent}", ": {ms:bar}"]
         yield from (None, Table.of(shares, *columns, formats=bars, styles={4: ACCENT}, lefts=(4,)))
         yield from sentences([operations_sentence(shares)])
         yield from (None, *_layers(shares_by_layer(operations)))

@@ -130,7 +130,7 @@ def screen(result: TwoLives) -> Iterator[Part]:
     life = result.lives[-1]
     yield title(f"The first steps as {life.name}", f"{TITLE} {ACCENT}")
     steps = [step_object(record) | {"step": number} for number, record in enumerate(life.records[:STEPS_SHOWN], 1)]
-    columns = ("step: {step}", "answered: {answered:count}", "rows: {rows:count}", "tokens found: {found:count}")
+    columns = ["step: {step}", "answered: {answered:count}", "rows: {rows:count}", "tokens found: {found:count}"]
     yield Table.of(steps, *columns, "deferred: {:waits}", formats={"waits": _waits}, names=0, lefts=(4,))
     if left := len(life.records) - len(steps):
         yield f"… and {plural(left, 'more step', 'more steps')}"

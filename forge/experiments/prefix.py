@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.text import Text
 
 from forge.cli import options
@@ -73,6 +72,8 @@ class Sizes:
         shown="half of it, to the middle of a block",
     )
     requests: int = option(4, "Requests that share the rubric.", _SIZES)
+    rubric: str | None = option(None, "A file with the text that they share.", "Prompt")
+    snapshot: bool = option(False, "What a snapshot of the story's cache holds and shares.", "Prompt")
 
 
 @experiment(bugs=True)
@@ -81,16 +82,6 @@ def prefix(
     max_tokens: options.MaxTokens = STORY_TOKENS,
     *,
     sizes: Sizes,
-    rubric: Annotated[
-        str | None,
-        typer.Option("--rubric", help="A file with the text that they share.", rich_help_panel="Prompt"),
-    ] = None,
-    snapshot: Annotated[
-        bool,
-        typer.Option(
-            "--snapshot", help="What a snapshot of the story's cache holds and shares.", rich_help_panel="Prompt"
-        ),
-    ] = False,
     engine: Annotated[EngineArgs, Takes("model device threads block_size num_blocks", kv="prefix", num_blocks=64)],
     output: Annotated[OutputArgs, Takes("pace", pace=PACE)],
     json: options.JsonOption = False,
@@ -102,12 +93,12 @@ def prefix(
     if branch_at is not None and not 0 < branch_at < max_tokens:
         raise UsageError(f"--branch-at is between 1 and {max_tokens - 1}, a place in the story, and {branch_at} is not")
     engine = replace(engine, max_num_seqs=max(16, branches + 1, requests))
+    shared = RUBRIC if sizes.rubric is None else options.read_text(sizes.rubric)
 
     def run() -> Report:
         text, llm = options.read_prompt(prompt), load_model(engine)
-        start, shared = len(llm.tokenizer.encode(text)), RUBRIC if rubric is None else options.read_text(rubric)
-        place = branch_at if branch_at is not None else _middle_of_a_block(start, max_tokens, engine.block_size)
-        if snapshot:
+        place = branch_at or _middle_of_a_block(len(llm.tokenizer.encode(text)), max_tokens, engine.block_size)
+        if sizes.snapshot:
             from forge.experiments.snapshot import snapshot_report
 
             return snapshot_report(llm, text, max_tokens, place)
@@ -118,7 +109,7 @@ def prefix(
         result = PrefixExperiment(text, fork, len(llm.tokenizer.encode(shared)), alone, found)
         return report(prefix_object(result), lambda: screen(result))
 
-    return Experiment(run, alone=snapshot)
+    return Experiment(run, alone=sizes.snapshot)
 
 
 def _fork_story(

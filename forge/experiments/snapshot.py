@@ -115,7 +115,7 @@ def _keys_and_values(llm: "LLM", table: TableRecord) -> "list[np.ndarray]":
 
 def _screen(story: SnapshotStory, about: str) -> Iterator[Part]:
     yield from question(QUESTION, about, neutralise(one_line(tail(story.beginning, 200))))
-    columns = ("blocks of the: {what}", "sequence: {story}", "snapshot: {snapshot}")
+    columns = ["blocks of the: {what}", "sequence: {story}", "snapshot: {snapshot}"]
     yield Table.of(
         story.moments, *columns, "used: {used:count}", "cached: {cached:count}", "saved: {saved:count}", names=3
     )

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.text import Text
 
 from forge.cache.kv_cache import CacheStats
@@ -20,7 +19,8 @@ from forge.trace.records import BlockSplit, CacheRecord, StepRecord
 from forge.views.block_map import LEGEND, SequenceNames, cache_facts, pool_lines, table_lines
 from forge.views.block_story import BlockStory, Sentence
 from forge.views.formatting import count, plural, share
-from forge.views.generation import FRAMES_PER_SECOND, sample_texts
+from forge.views.generation import sample_texts
+from forge.views.live import FRAMES_PER_SECOND, LiveView
 from forge.views.metrics import flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.streams import TextStreams
@@ -169,32 +169,21 @@ class SilentBlocks:
         self._screen.feed(record)
 
 
-class LiveBlocks:
+class LiveBlocks(LiveView):
     """The frame of each step in the place of the one before; gone at the end."""
 
     def __init__(self, console: Console, screen: BlockScreen, pace: float):
-        self._console, self._screen = console, screen
-        self._seconds = 1 / pace if pace else 0.0
-        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._next = 0.0
+        super().__init__(console, pace or FRAMES_PER_SECOND)
+        self._screen, self._paced = screen, pace > 0
 
-    def __enter__(self) -> "LiveBlocks":
-        self._live.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._live.update(Text(""), refresh=True)
-        self._live.stop()
+    def frame(self, width: int, height: int) -> list[Text]:
+        return self._screen.frame(width, height - 1)
 
     def step(self, record: StepRecord) -> None:
         self._screen.feed(record)
-        now = time.monotonic()
-        if self._seconds or now >= self._next:
-            width, height = self._console.size
-            self._live.update(Group(*self._screen.frame(width, height - 1)), refresh=True)
-            self._next = now + (self._seconds or 1 / FRAMES_PER_SECOND)
-        if self._seconds:
-            time.sleep(max(0.0, self._next - time.monotonic()))
+        self.draw(at_once=self._paced)
+        if self._paced:
+            time.sleep(max(0.0, self._next_frame - time.monotonic()))
 
 
 class BlockGeneration:

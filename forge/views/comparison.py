@@ -9,8 +9,7 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.text import Text
 
 from forge.engine.outputs import RequestOutput
@@ -21,6 +20,7 @@ from forge.views.curves import curve_plot, shape_sentence
 from forge.views.formatting import plural
 from forge.views.generation import sample_texts
 from forge.views.json_output import climb_object, run_object
+from forge.views.live import LiveView
 from forge.views.metrics import metrics_lines
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.summary import Forward, RunResult
@@ -209,35 +209,21 @@ def _answer_object(answer: Answer) -> dict[str, Any]:
     }
 
 
-class ComparisonProgress:
+class ComparisonProgress(LiveView):
     """The curves as they grow, on a terminal; nothing in a pipe. Gone when both sides have run."""
 
     def __init__(self, console: Console, question: str, names: Sequence[str], num_points: int, quiet: bool = False):
-        self._console, self._question = console, question
-        self._names, self._num_points = names, num_points
+        super().__init__(console, shown=can_redraw(console) and not quiet)
+        self._question, self._names, self._num_points = question, names, num_points
         self._forwards: list[list[Forward]] = [[] for _ in names]
-        self._live = (
-            Live(console=console, auto_refresh=False, transient=True) if can_redraw(console) and not quiet else None
-        )
-        self._undrawn = 0.0
 
-    def __enter__(self) -> "ComparisonProgress":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self._live:
-            self._live.update(Text(""), refresh=True)
-            self._live.stop()
-
-    def step(self, side: int, record: StepRecord) -> None:
+    def step_of(self, side: int, record: StepRecord) -> None:
         self._forwards[side].append(Forward.of(len(self._forwards[side]) + 1, record))
-        self._undrawn += record.forward_ms
-        if self._live and self._undrawn > 50:  # of the engine's time, so that drawing is a small part of it
-            self._undrawn = 0.0
-            plot = curve_plot(self._names, self._forwards, self._num_points, self._console.width)
-            self._live.update(Group(Text(self._question, TITLE), Text(""), *plot), refresh=True)
+        self.draw()
+
+    def frame(self, width: int, height: int) -> list[Text]:
+        plot = curve_plot(self._names, self._forwards, self._num_points, width)
+        return [Text(self._question, TITLE), Text(""), *plot]
 
 
 def print_comparison(console: Console, comparison: Comparison, prompt: str) -> None:

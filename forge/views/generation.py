@@ -1,22 +1,20 @@
 """What `forge generate` shows: a live picture on a terminal, plain lines in a pipe. Both show the same run.
 
 A view is entered before the run starts, is fed every step, and is shown the result when the run is over. It must not
-slow the engine that it watches: the live view draws between steps, in this thread, at most `FRAMES_PER_SECOND` times
-a second, because a drawing thread would take the interpreter away from a kernel in the middle of a step.
+slow the engine that it watches (`forge.views.live`).
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.text import Text
 
 from forge.trace.explain import explain_cycle
 from forge.trace.records import StepRecord
 from forge.views.formatting import count, ms, rate
 from forge.views.forwards import Note, chart_rows, chart_scale, compact_chart, spaced
+from forge.views.live import LiveView, Unwatched
 from forge.views.metrics import chart_heading, flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, sequence_style
 from forge.views.screen import Part, sentences
@@ -25,7 +23,6 @@ from forge.views.summary import Forward, RunLabel, RunResult, decode_rate
 from forge.views.terminal import can_redraw
 from forge.views.text import neutralise, quoted, tail
 
-FRAMES_PER_SECOND = 20
 CHART_ROWS = 12
 """Rows of the live chart; older ones scroll out of it."""
 _PROMPT_SHOWN = 240
@@ -56,7 +53,7 @@ def generation_view(console: Console, label: RunLabel, prompt: str, echo: bool =
     return view(console, label, prompt, echo)
 
 
-def watching(console: Console, label: RunLabel, prompt: str) -> "GenerationView":
+def watching(console: Console, label: RunLabel, prompt: str) -> Unwatched:
     """A view of a run on its way that leaves nothing behind, for commands that draw their own picture of the result."""
     return LiveGeneration(console, label, prompt) if can_redraw(console) else Unwatched()
 
@@ -77,23 +74,7 @@ def run_parts(
     yield lambda width: metrics_lines(result, width)
 
 
-class Unwatched:
-    """A view that shows nothing."""
-
-    def __enter__(self) -> "Unwatched":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        pass
-
-    def step(self, record: StepRecord) -> None:
-        pass
-
-    def finish(self, result: RunResult) -> None:
-        pass
-
-
-class PlainGeneration:
+class PlainGeneration(Unwatched):
     """One line per forward as it happens, then the text, then the figures, one to a line. No escape codes."""
 
     def __init__(self, console: Console, label: RunLabel, prompt: str = "", echo: bool = False):
@@ -101,12 +82,6 @@ class PlainGeneration:
         self._label = label
         self._prompt = prompt if echo else ""
         self._steps = 0
-
-    def __enter__(self) -> "PlainGeneration":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        pass
 
     def step(self, record: StepRecord) -> None:
         self._steps += 1
@@ -125,38 +100,26 @@ class PlainGeneration:
         self._console.print(Text(neutralise(line)), soft_wrap=True)
 
 
-class LiveGeneration:
+class LiveGeneration(LiveView):
     """The text so far over a chart of the latest forwards; at the end all text, a compact chart, the figures."""
 
     def __init__(self, console: Console, label: RunLabel, prompt: str, echo: bool = False):
-        self._console = console
+        super().__init__(console)
         self._label = label
         self._prompt, self._echo = prompt, echo
         self._records: list[StepRecord] = []
         self._forwards: list[Forward] = []
         self._streams = TextStreams()
-        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._next_frame = 0.0
-
-    def __enter__(self) -> "LiveGeneration":
-        self._live.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._live.stop()
 
     def step(self, record: StepRecord) -> None:
         self._records.append(record)
         self._forwards.append(Forward.of(len(self._forwards) + 1, record))
         self._streams.feed(record)
-        now = time.monotonic()
-        if now >= self._next_frame:
-            self._live.update(self._frame(), refresh=True)
-            self._next_frame = time.monotonic() + 1 / FRAMES_PER_SECOND
+        self.draw()
 
     def finish(self, result: RunResult) -> None:
-        self._live.update(Text(""), refresh=True)
-        self._live.stop()
+        super().__exit__()
+        self._shown = False
         width = self._console.width
         for text in sample_texts(result, self._prompt, quiet_prompt=not self._echo):
             self._console.print(text)
@@ -167,15 +130,14 @@ class LiveGeneration:
         for line in metrics_lines(result, width):
             self._console.print(line)
 
-    def _frame(self) -> RenderableType:
-        width, height = self._console.size
+    def frame(self, width: int, height: int) -> list[Text]:
         rows = max(3, min(CHART_ROWS, height - 8, len(self._forwards)))
         shown = self._forwards[-rows:]
         chart = chart_rows(shown, chart_scale(self._forwards), width)
         so_far = flowing(self._facts(), width)
         room = max(1, height - len(chart) - len(so_far) - 4)
         text = self._text_so_far(width, room)
-        return Group(*text, Text(""), chart_heading(self._label, width), *chart, Text(""), *so_far)
+        return [*text, Text(""), chart_heading(self._label, width), *chart, Text(""), *so_far]
 
     def _text_so_far(self, width: int, room: int) -> list[Text]:
         """The last lines of what has been said; with several samples, the last line of each."""

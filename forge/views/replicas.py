@@ -1,11 +1,9 @@
 """Several engines at work: what each is doing, where requests went, and why."""
 
-import time
 from collections import deque
 from collections.abc import Iterator
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +11,7 @@ from forge.trace.explain import explain_route
 from forge.trace.records import RouteRecord, StepRecord
 from forge.views.charts import bar
 from forge.views.formatting import count, percent
+from forge.views.live import LiveView
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.run_live import FRAMES_PER_SECOND
 from forge.views.scheduler import step_line
@@ -24,46 +23,31 @@ ROUTES_SHOWN = 8
 _BAR = 16
 
 
-class ReplicasView:
+class ReplicasView(LiveView):
     """Follows the steps of all engines: a table and the last routes on a terminal, a line for each in a pipe. Used as a
     context manager."""
 
     def __init__(self, console: Console):
-        self._console = console
+        super().__init__(console, FRAMES_PER_SECOND, shown=can_redraw(console))
         self._last: dict[str, StepRecord] = {}
         """Of each engine, its latest step."""
         self._tokens: dict[str, int] = {}
         """Of each engine, the tokens generated while it was watched."""
         self._routes: deque[RouteRecord] = deque(maxlen=ROUTES_SHOWN)
-        live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._live = live if can_redraw(console) else None
-        self._next_frame = 0.0
-
-    def __enter__(self) -> "ReplicasView":
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self._live is not None:
-            self._live.update(Group(*self.lines()), refresh=True)
-            self._live.stop()
 
     def step(self, record: StepRecord) -> None:
         """An engine has ended a step."""
         self._last[record.replica] = record
         self._tokens[record.replica] = self._tokens.get(record.replica, 0) + len(record.tokens)
         self._routes.extend(record.routes)
-        if self._live is None:
+        if self._shown:
+            self.draw()
+        else:
             for route in record.routes:
                 self._console.print(self._route_line(route), soft_wrap=True)
             self._console.print(self._name(record.replica).append(f"  {step_line(record)}", ""), soft_wrap=True)
-        elif (now := time.monotonic()) >= self._next_frame:
-            self._live.update(Group(*self.lines()), refresh=True)
-            self._next_frame = now + 1 / FRAMES_PER_SECOND
 
-    def lines(self) -> Iterator[Text | Table]:
-        """The picture, at the width that the console has now."""
+    def frame(self, width: int, height: int) -> Iterator[Text | Table]:
         yield Text(QUESTION, TITLE)
         yield Text()
         table = new_table("engine", "running", "waiting", "tokens", last="blocks in use")
@@ -78,7 +62,7 @@ class ReplicasView:
             yield Text("The last requests, and why they went there", f"{TITLE} {ACCENT}")
         for route in self._routes:
             line = self._route_line(route)
-            line.truncate(self._console.width, overflow="ellipsis")
+            line.truncate(width, overflow="ellipsis")
             yield line
 
     def _route_line(self, route: RouteRecord) -> Text:

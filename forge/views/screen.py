@@ -3,7 +3,7 @@
     Table.of(facts["waste"], "memory: {kind}", "reserved: {bytes_reserved:size}", "empty: {wasted:share}")
 
 is a table with a row for each item. A column is a heading and a template; a template's fields are keys or attributes of
-the item (`{totals.first_token.p50:ms}`), shown as the function of `formatting` with that name does, None as nothing.
+the item (`{totals.first_token.p50:ms}`), shown as `formatting.formatted` says.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,26 +15,18 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from forge.views import formatting
-from forge.views.formatting import NOTHING, plural
+from forge.views.formatting import formatted, times
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.report import Report
 from forge.views.terminal import new_table, print_hanging, print_table
 from forge.views.text import one_line, short_name
 
-FORMATS: Mapping[str, Callable[..., str]] = {
-    "line": one_line,
-    **{name: function for name, function in vars(formatting).items() if callable(function)},
-}
-"""What may stand behind the colon of a field, with a unit: `{mean:ms ms}`, `{requests:plural request}`. A value with a
-`text` (a figure with its spread) shows each of its numbers so."""
-
 
 class _Templates(Formatter):
-    """`str.format` with one value, whose keys and attributes are the fields, and with `FORMATS`."""
+    """`str.format` with one value, whose keys and attributes are the fields, in the formats of `formatting`."""
 
-    def __init__(self, formats: Mapping[str, Callable[..., str]]):
-        self._formats = {**FORMATS, **formats}
+    def __init__(self, formats: Mapping[str, Callable[[Any], str]]):
+        self._formats = {"line": one_line, **formats}
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         (value,) = args
@@ -47,14 +39,7 @@ class _Templates(Formatter):
         return value, field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        name, _, unit = format_spec.partition(" ")
-        if value is None:
-            return NOTHING
-        if name == "plural":
-            return plural(value, unit)
-        show = self._formats.get(name, lambda value: format(value, name))
-        shown = value.text(show) if hasattr(value, "text") else show(value)
-        return f"{shown} {unit}" if unit else shown
+        return formatted(value, format_spec, self._formats)
 
 
 def fill(template: str, value: Any, **formats: Callable[..., str]) -> str:
@@ -138,7 +123,7 @@ def sides(names: Sequence[str], items: Sequence[Any], *rows: str, gains: Mapping
     table.add_column("")
     for row in rows:
         heading, _, template = row.partition(": ")
-        gain = formatting.times(gains[heading]) if heading in gains else ""
+        gain = times(gains[heading]) if heading in gains else ""
         table.add_row(Text(heading, QUIET), *(fill(template, item) for item in items), gain)
     return table
 

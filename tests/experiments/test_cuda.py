@@ -83,7 +83,7 @@ def test_a_point_on_the_roof_replaces_it_and_one_below_lies_below():
     lines = [line.plain for line in picture(points, LIMITS, 96)][1:-2]
     rows = {mark: max(i for i, line in enumerate(lines) if mark in line[8:]) for mark in "ckg"}
     assert rows["g"] < rows["k"] < rows["c"]
-    assert lines[0].startswith("800 T ┤")
+    assert lines[0].lstrip().startswith("800 T ┤")
     column = lines[rows["g"]].index("g", 8)
     assert all(line[column : column + 1] in ("", " ") for line in lines[: rows["g"]]), "the point covers the roof"
 

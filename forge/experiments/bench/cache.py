@@ -7,7 +7,7 @@ is measured on the caches alone.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -30,6 +30,7 @@ from forge.experiments.bench.kit import Facts, Figure, Progress, QuickOption, op
 from forge.llm import LLM
 from forge.views.formatting import plural, ratio
 from forge.views.screen import Part, Table, title
+from forge.workload.judging import run_requests
 
 LENGTHS = (128, 1024)
 BLOCK_SIZES = (1, 16, 64)
@@ -73,7 +74,7 @@ def screen(facts: Facts) -> Iterator[Part]:
         for one in facts["step_times"]
         for name, (step, times) in compared.items()
     ]
-    columns = ("decode at: {length:plural token}", "block: {block_size}", "cache: {cache}")
+    columns = ["decode at: {length:plural token}", "block: {block_size}", "cache: {cache}"]
     yield Table.of(steps, *columns, "ms per step: {step:ms}", "of contiguous: {of:fine x}", formats=shown, grouped=2)
     yield (
         f"One sequence, whole steps: scheduling, forward pass, choice. {plural(facts['steps'], 'step')} of each, in "
@@ -160,8 +161,9 @@ def _step_time(llm: LLM, length: int, block_size: int, steps: int) -> Facts:
         "scattered": _scattered(PagedKvCache(2 * blocks, block_size)),
     }
     engines = {name: _engine(llm, cache, longest) for name, cache in caches.items()}
+    params = SamplingParams(max_tokens=steps + 2, temperature=0.0, ignore_eos=True)
     for engine in engines.values():
-        _begin(engine, prompt, steps + 2)
+        engine.add_request("measured", prompt, params)
         while not engine.step().tokens:
             pass
         engine.step()  # the first decode after a prefill finds nothing of the weights in the processor's cache
@@ -196,11 +198,9 @@ def _first_token(llm: LLM, rounds: int) -> Facts:
     kinds = {"paged": PagedKvCache, "prefix": PrefixKvCache}
     engines = {name: _engine(llm, kind(blocks, size), longest) for name, kind in kinds.items()}
     # The first fills the cache, and touches memory for the first time.
-    turns = kit.in_turns(
-        engines, lambda engine, turn: timed(lambda: _answer(engine, beginning + ends[turn])), rounds, 1
-    )
-    seconds = {name: [seconds for _, seconds in found] for name, found in turns.items()}
-    cached = turns["prefix"][-1][0]
+    turns = kit.in_turns(engines, lambda engine, turn: run_requests(engine, [beginning + ends[turn]]), rounds, 1)
+    cached = turns["prefix"][-1].tokens_cached
+    seconds = {name: [run.seconds for run in runs] for name, runs in turns.items()}
     return {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": cached} | kit.compared(seconds, Figure.quartiles)
 
 
@@ -210,20 +210,11 @@ def _engine(llm: LLM, cache: KvCache, longest: int) -> Engine:
     return Engine(llm.model, llm.tokenizer, cache, storage, longest, SchedulerConfig(prefill_only=False))
 
 
-def _answer(engine: Engine, prompt: Sequence[int]) -> int:
-    """Answer with one token; how many of the prompt's were found in the cache."""
-    request = _begin(engine, prompt, 1)
-    while engine.has_unfinished():
-        engine.step()
-    cached = engine.output(request).metrics.tokens_cached
-    engine.forget(request)
-    return cached
-
-
-def _begin(engine: Engine, prompt: Sequence[int], max_tokens: int) -> str:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    engine.add_request("measured", prompt, params)
-    return "measured"
+def _compute(cache: KvCache, seq_id: int, tokens: list[int], max_cached: int | None = None) -> None:
+    """Take in a sequence and compute what of it is not cached."""
+    cached = cache.add(seq_id, tokens, max_cached=max_cached)
+    cache.reserve(seq_id, len(tokens) - cached)
+    cache.commit(seq_id, tokens[cached:])
 
 
 def bookkeeping(cache: KvCache, steps: int) -> Facts:
@@ -233,9 +224,7 @@ def bookkeeping(cache: KvCache, steps: int) -> Facts:
     sequences = range(BOOKKEEPING_SEQUENCES)
     for seq_id in sequences:
         tokens = [rng.randrange(1000) for _ in range(BOOKKEEPING_LENGTH + seq_id % cache.block_size)]
-        cache.add(seq_id, tokens, max_cached=0)
-        cache.reserve(seq_id, len(tokens))
-        cache.commit(seq_id, tokens)
+        _compute(cache, seq_id, tokens, max_cached=0)
 
     def step(token: list[int]) -> None:
         for seq_id in sequences:
@@ -294,9 +283,7 @@ def waste(cache: KvCache, bytes_per_token: int) -> Facts:
     rng = random.Random(SEED)
     for seq_id in range(WASTE_SEQUENCES):
         tokens = [0] * min(WASTE_MAX_LEN, 1 + int(rng.expovariate(1 / 300)))
-        cache.add(seq_id, tokens)
-        cache.reserve(seq_id, len(tokens))
-        cache.commit(seq_id, tokens)
+        _compute(cache, seq_id, tokens)
     stats = cache.stats()
     return {
         "kind": cache.kind,
@@ -316,9 +303,7 @@ def hit_rate(block_size: int) -> Facts:
     rubric = [rng.randrange(1000) for _ in range(RUBRIC_TOKENS)]
     for seq_id in range(RUBRIC_REQUESTS):
         prompt = rubric + [rng.randrange(1000) for _ in range(QUESTION_TOKENS)]
-        cached = cache.add(seq_id, prompt, max_cached=len(prompt) - 1)
-        cache.reserve(seq_id, len(prompt) - cached)
-        cache.commit(seq_id, prompt[cached:])
+        _compute(cache, seq_id, prompt, len(prompt) - 1)
         cache.remove(seq_id)
     asked, found = cache.stats().prefix_queries, cache.stats().prefix_hits
     return {"block_size": block_size, "prompt_tokens": asked, "tokens_found": found, "share": found / asked}

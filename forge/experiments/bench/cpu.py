@@ -209,8 +209,8 @@ def screen(facts: Facts) -> Iterator[Part]:
     if contenders:
         yield None
         load = {"s": lambda value: f"{value:.{2 if value >= 0.1 else 3}f}"}
-        columns = ("loading and memory: {name}", "load, s: {load:s}", "loaded: {loaded_bytes:size}")
-        columns += ("peak: {peak_bytes:size}", "peak / file: {share:,.2f} x")
+        columns = ["loading and memory: {name}", "load, s: {load:s}", "loaded: {loaded_bytes:size}"]
+        columns += ["peak: {peak_bytes:size}", "peak / file: {share:,.2f} x"]
         shares = [one | {"share": one["peak_bytes"] / model.file_bytes} for one in contenders]
         yield Table.of(shares, *columns, formats=load)
         yield (
@@ -265,9 +265,9 @@ def _roofline(figures: list[Facts], limits: Limits) -> Iterator[Part]:
         "ms": lambda seconds: f"{seconds * 1e3:,.1f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms",
         "middle": lambda all_seconds: shown["ms"](median(all_seconds)),
     }
-    columns = ("roofline: {case.title}", "reads: {needs.bytes_read:size}", "GB/s: {roofline.bytes_per_second:G}")
-    columns += ("products: {needs.products:billions}", "G/s: {roofline.products_per_second:g}")
-    columns += ("at best: {roofline.limit_seconds:ms}", "took: {seconds:middle}", "share: {roofline.share:percent}")
+    columns = ["roofline: {case.title}", "reads: {needs.bytes_read:size}", "GB/s: {roofline.bytes_per_second:G}"]
+    columns += ["products: {needs.products:billions}", "G/s: {roofline.products_per_second:g}"]
+    columns += ["at best: {roofline.limit_seconds:ms}", "took: {seconds:middle}", "share: {roofline.share:percent}"]
     yield Table.of(lines, *columns, formats=shown)
     sentence = (
         "reads: the file's weights once and the keys and values before the step, the least that a step can do with. "

@@ -34,8 +34,8 @@ def screen(facts: Facts) -> Iterator[Part]:
     yield title("What does a generation's life cost a request that wants one token?")
     yield kit.where(facts, f"kv {facts['kv']}, {plural(facts['repetitions'], 'turn')}")
     if levels := [*facts["levels"], *filter(None, [facts["control"]])]:
-        columns = ("generation: {generation.median:rate}", "prefill-only: {prefill_only.median:rate}")
-        columns += ("ratio: {ratio:ratio x}", "p95, ms: {generation_p95_ms:ms}, {prefill_only_p95_ms:ms}")
+        columns = ["generation: {generation.median:rate}", "prefill-only: {prefill_only.median:rate}"]
+        columns += ["ratio: {ratio:ratio x}", "p95, ms: {generation_p95_ms:ms}, {prefill_only_p95_ms:ms}"]
         yield from (None, Table.of(levels, "requests/s: {concurrency} at once", "out: {output_tokens}", *columns))
         tokens = fill("{prompt_tokens:plural prompt token} each.", levels[0])
         yield f"{tokens} Medians (least–most); p95 of the latency, as generations and prefill-only."
@@ -55,7 +55,7 @@ def screen(facts: Facts) -> Iterator[Part]:
         yield fill(pool, one)
     if one := facts["packing"]:
         many = f"prompts of {one['short_tokens']}: {{many.median:rate}}"
-        columns = ("one prompt: {one.median:rate}", many, "ratio: {ratio:ratio x}")
+        columns = ["one prompt: {one.median:rate}", many, "ratio: {ratio:ratio x}"]
         yield from (None, Table.of([one], "prefill, tokens/s: {tokens:plural token}", *columns))
     yield from (None, check(facts["identical"], "both classes gave every request the same tokens"))
 

@@ -19,7 +19,7 @@ def screen(facts: Facts) -> Iterator[Part]:
     yield title("What does it save when requests wait for what one of them computes?")
     yield from (kit.where(facts, f"kv prefix, {plural(facts['repetitions'], 'turn')}"), None)
     seconds = {"s": lambda value: f"{value:.{2 if value >= 0.1 else 3}f}"}
-    columns = ("off, s: {off.median:s}", "on, s: {on.median:s}", "faster: {ratio:ratio x}")
+    columns = ["off, s: {off.median:s}", "on, s: {on.median:s}", "faster: {ratio:ratio x}"]
     counts = ("tokens off: {tokens_off:count}", "on: {tokens_on:count}")
     yield Table.of(facts["shared"], "rubric: {rubric_tokens:plural token}", *columns, *counts, formats=seconds)
     asked = "{requests:plural request} at once, each with {item_tokens:plural token} of its own; nothing is cached "

@@ -473,12 +473,9 @@ def sweep_screen(levels: Sequence[Facts]) -> Iterator[Part]:
             yield trouble(fill("{failed:count} failed with {max_concurrency} at once", one))
     good = [one for one in levels if one["completed"]]
     for metric in ("ttft", "tpot", "e2el"):
-        columns = (
-            f"{METRICS[metric]}, ms: {{max_concurrency:count}} at once",
-            "requests/min: {requests_per_minute:rate}",
-        )
-        columns += ("tok/s: {output_throughput:rate}",)
-        columns += tuple(f"p{share}: {{p{share}_{metric}_ms:.1f}}" for share in (50, 95, 99))
+        columns = [f"{METRICS[metric]}, ms: {{max_concurrency:count}} at once"]
+        columns += ["requests/min: {requests_per_minute:rate}", "tok/s: {output_throughput:rate}"]
+        columns += [f"p{share}: {{p{share}_{metric}_ms:.1f}}" for share in (50, 95, 99)]
         if rows := [one for one in good if f"p50_{metric}_ms" in one]:
             yield from (None, Table.of(rows, *columns))
     if good:

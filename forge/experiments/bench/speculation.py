@@ -47,9 +47,9 @@ def screen(facts: Facts) -> Iterator[Part]:
     does beside it, and whether the tokens stayed the same."""
     yield from (title("How many tokens should be guessed at a time?"), facts["label"])
     figures = facts["figures"]
-    columns = (": {proposer}", "K: {k}", "α: {alpha:.2f}", "tokens\nper\ncycle: {tokens_per_cycle:.2f}")
-    columns += ("speed-up: {speed_up:.2f} x", "least–most: {least:.2f}–{most:.2f}", "formula: {predicted:.2f}")
-    columns += ("with\nverify: {predicted_with_verification:.2f}", "tok/s: {tokens_per_second:,.0f}")
+    columns = [": {proposer}", "K: {k}", "α: {alpha:.2f}", "tokens\nper\ncycle: {tokens_per_cycle:.2f}"]
+    columns += ["speed-up: {speed_up:.2f} x", "least–most: {least:.2f}–{most:.2f}", "formula: {predicted:.2f}"]
+    columns += ["with\nverify: {predicted_with_verification:.2f}", "tok/s: {tokens_per_second:,.0f}"]
     for batch in dict.fromkeys(one["batch"] for one in figures):
         own = [one for one in figures if one["batch"] == batch]
         best = {one["proposer"]: one for one in sorted(own, key=lambda one: one["speed_up"])}

@@ -51,7 +51,7 @@ def screen(facts: Facts) -> Iterator[Part]:
     times = ("tokenizers: {theirs:us}", "fast path: {ours:us}", "faster: {speed_up:ratio x}")
     us = {"us": lambda value: f"{value:,.{0 if value >= 100 else 1 if value >= 1 else 2}f}"}
     for kind in ("encode", "decode"):
-        columns = (f"{kind}: {{name}}", "chars: {chars:count}", "tokens: {tokens:count}", *times)
+        columns = [f"{kind}: {{name}}", "chars: {chars:count}", "tokens: {tokens:count}", *times]
         yield from (None, Table.of(facts[kind], *columns, formats=us, styles={4: ACCENT}))
     others = [one | {"name": f"encode a batch of {one['name']}"} for one in facts["batch"]]
     others.append(facts["concurrent"] | {"name": f"{THREADS} threads x {ENCODES} encodes, per encode"})

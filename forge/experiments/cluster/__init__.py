@@ -173,8 +173,8 @@ def screen(facts: dict[str, Any], runs: "Sequence[LocalRun]") -> Iterator[Part]:
         f"{plural(facts['requests'], 'request')}, {count(facts['prompt_tokens'])} prompt tokens, {SYSTEMS} system "
         f"prompts; {plural(facts['replicas'], 'engine')} of {facts['num_blocks']} blocks",
     )
-    columns = ("computed: {tokens_computed:count}", "found: {hit_rate:percent}")
-    columns += ("of one engine's: {over_one_engine:times}", "busiest / mean: {busiest_over_mean:.2f}")
+    columns = ["computed: {tokens_computed:count}", "found: {hit_rate:percent}"]
+    columns += ["of one engine's: {over_one_engine:times}", "busiest / mean: {busiest_over_mean:.2f}"]
     table = Table.of(facts["routers"].values(), *columns, names=0)
     one = facts["one_engine"]
     rows = [[run.router, *row] for run, row in zip(runs, table.rows, strict=True)]

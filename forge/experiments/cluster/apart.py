@@ -200,10 +200,10 @@ def screen(facts: dict[str, Any]) -> Iterator[Part]:
     what = {"whole": "whole, beside", "chunked": f"in chunks of {facts['chunk']}", "apart": "by another engine"}
     whole = facts["ways"]["whole"]["gap_p99_ms"]
     ways = [way | {"name": what[name], "ratio": way["gap_p99_ms"] / whole} for name, way in facts["ways"].items()]
-    columns = ("prompts: {name}", "gap p50: {gap_p50_ms:ms}", "gap p99: {gap_p99_ms:ms}", "of whole: {ratio:.2f}")
+    columns = ["prompts: {name}", "gap p50: {gap_p50_ms:ms}", "gap p99: {gap_p99_ms:ms}", "of whole: {ratio:.2f}"]
     yield Table.of(ways, *columns, "first token: {first_token_ms:ms}")
     yield from (None, "A hand-over of its blocks, in milliseconds")
-    columns = ("prompt: {prompt_tokens:count} tokens", "bytes: {bytes:size}", "prefill: {prefill_ms:ms}")
-    columns += ("read: {export_ms:ms}", "written: {import_ms:ms}", "of prefill: {share:share}")
+    columns = ["prompt: {prompt_tokens:count} tokens", "bytes: {bytes:size}", "prefill: {prefill_ms:ms}"]
+    columns += ["read: {export_ms:ms}", "written: {import_ms:ms}", "of prefill: {share:share}"]
     yield from (Table.of(facts["handovers"], *columns), None)
     yield verdict(facts["identical"], "tokens and logits are one engine's, to the last bit", "the tokens differ")

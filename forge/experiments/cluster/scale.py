@@ -53,8 +53,8 @@ def screen(facts: dict[str, Any], step_time: StepTime) -> Iterator[Part]:
         f"{step_time.fixed:g} ms, and {step_time.prefill_token:g} ms for each token",
     )
     sizes = [{"router": name} | one for name, by_size in facts["routers"].items() for one in by_size.values()]
-    columns = ("router: {router:dashed}", "engines: {replicas:count}", "found: {hit_rate:percent}")
-    columns += ("busiest: {busiest_over_mean:.2f}", "TTFT p50: {ttft_p50_ms:ms}", "p99: {ttft_p99_ms:ms}")
+    columns = ["router: {router:dashed}", "engines: {replicas:count}", "found: {hit_rate:percent}"]
+    columns += ["busiest: {busiest_over_mean:.2f}", "TTFT p50: {ttft_p50_ms:ms}", "p99: {ttft_p99_ms:ms}"]
     dashed = {"dashed": lambda name: name.replace("_", "-")}
     yield Table.of(sizes, *columns, "decisions/s: {decisions_per_second:rate}", formats=dashed, grouped=1)
     note = "busiest: requests over the mean. Milliseconds are simulated; decisions per second are this machine's."

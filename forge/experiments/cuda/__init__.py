@@ -234,7 +234,7 @@ def _measured_parts(measured: Measured) -> Iterator[Part]:
 
 def _planned_parts(steps: Sequence[PlannedStep]) -> Iterator[Part]:
     shown = {"floor": lambda step: f"{step.floor_ms(H200):.2f}", "bound": _bound}
-    columns = ("step: {title}", "kernels: {num_launches:count}", "reads: {bytes:size}")
+    columns = ["step: {title}", "kernels: {num_launches:count}", "reads: {bytes:size}"]
     yield from (title(COMPUTED, ACCENT), None)
     yield Table.of(steps, *columns, "floor, ms: {:floor}", "bound by: {:bound}", formats=shown)
     yield from (None, *sentences(planned_sentences(steps)), None)

@@ -242,8 +242,8 @@ def screen(result: Crowded, facts: dict[str, Any]) -> Iterator[Part]:
     yield from question(QUESTION, f"{come}, {plural(crowd.max_tokens, 'token')} each · {served}")
     yield from (*_strips(result), None)
     clients = [one | {"number": number} for number, one in enumerate(facts["clients"][:ROWS_SHOWN], 1)]
-    columns = ("client: {number} {kind}", "TTFT, ms: {first_ms:ms}", "TPOT, ms: {per_token_ms:ms}")
-    columns += ("longest: {longest_gap_ms:ms}", "all, ms: {end_to_end_ms:.0f}", "tokens: {tokens:count}")
+    columns = ["client: {number} {kind}", "TTFT, ms: {first_ms:ms}", "TPOT, ms: {per_token_ms:ms}"]
+    columns += ["longest: {longest_gap_ms:ms}", "all, ms: {end_to_end_ms:.0f}", "tokens: {tokens:count}"]
     yield Table.of(clients, *columns, "events: {events:count}", "ended: {finish_reason}", lefts=(7,))
     if (left := len(result.visits) - ROWS_SHOWN) > 0:
         yield f"… and {plural(left, 'more reader')}"

@@ -7,7 +7,6 @@
 [dim]forge speculation pins --model TARGET --draft DRAFT[/dim]  four checks of a pair: is its output exact?
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.text import Text
 
 from forge.cli import completion, options
@@ -34,8 +32,8 @@ from forge.trace.records import SpecDecision, StepRecord
 from forge.trace.speculation_summary import SpeculationSummary, cycle_object, cycles_of, draft_totals
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural, times
-from forge.views.generation import FRAMES_PER_SECOND, Unwatched
 from forge.views.json_output import run_object
+from forge.views.live import LiveView, Unwatched
 from forge.views.metrics import draft_facts, flowing, verdict
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE
 from forge.views.report import Report
@@ -419,32 +417,19 @@ _OF_A_SUMMARY = (
 )  # fmt: skip
 
 
-class LiveSpeculation:
+class LiveSpeculation(LiveView):
     """The marked text as it grows, over the last cycle and what was accepted so far. Gone when the run has ended."""
 
     def __init__(self, console: Console, label: RunLabel, prompt: str, token_text: TokenText):
-        self._console, self._label, self._prompt, self._token_text = console, label, prompt, token_text
+        super().__init__(console)
+        self._label, self._prompt, self._token_text = label, prompt, token_text
         self._steps: list[Step] = []
-        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._next_frame = 0.0
-
-    def __enter__(self) -> "LiveSpeculation":
-        self._live.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._live.update(Text(""), refresh=True)
-        self._live.stop()
 
     def step(self, record: StepRecord) -> None:
         self._steps.append(Step(len(self._steps) + 1, record.tokens, record.cycles))
-        now = time.monotonic()
-        if now >= self._next_frame:
-            self._live.update(self._frame(), refresh=True)
-            self._next_frame = time.monotonic() + 1 / FRAMES_PER_SECOND
+        self.draw()
 
-    def _frame(self) -> Group:
-        width, height = self._console.size
+    def frame(self, width: int, height: int) -> list[Text]:
         drafting = [step for step in self._steps if step.winner]
         won = [cycle for step in drafting if (cycle := step.winner)]
         proposed = sum(len(cycle.proposed) for cycle in won)
@@ -462,7 +447,7 @@ class LiveSpeculation:
             lines.append(
                 Text.assemble(("accepted so far ", QUIET), (bar(share, 1.0, 24), ACCENT), f" {percent(share)}")
             )
-        return Group(*lines)
+        return lines
 
 
 def watching(console: Console, label: RunLabel, prompt: str, token_text: TokenText) -> "LiveSpeculation | Unwatched":
