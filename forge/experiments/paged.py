@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -189,7 +190,8 @@ def screen(experiment: PagedExperiment, facts: dict[str, Any]) -> Iterator[Part]
         step, record = run.screen.fullest
         assert record.blocks is not None
         yield Text.assemble((name, TITLE), (f"  at its fullest, step {step}", QUIET))
-        yield lambda width, run=run, blocks=record.blocks: pool_lines(blocks, run.screen.names, width, _MAP_ROWS)
+        blocks, names = record.blocks, run.screen.names
+        yield partial(pool_lines, blocks, names, max_rows=_MAP_ROWS)
         yield None
     gains = {"stories at once": facts["more_at_once"], "speed": facts["speed_up"]}
     yield from (lambda width: [legend_line(width)], None, sides(NAMES, experiment.runs, *_ROWS, gains=gains), None)

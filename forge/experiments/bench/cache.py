@@ -120,11 +120,11 @@ def bench_cache(
     kit.at_least_one(length=min(lengths), block_size=min(block_sizes), reps=effort.steps)
     say(f"load {engine.model}")
     llm = LLM.from_engine_args(replace(engine, kv="paged", num_blocks=1))  # its own cache is not used
-    fitting = [length for length in lengths if length + effort.steps + 2 <= llm.max_model_len]
+    fitting = [tokens for tokens in lengths if tokens + effort.steps + 2 <= llm.max_model_len]
     times = []
-    for length, block_size in product(fitting, block_sizes):
-        say(f"decode at {length:,} tokens, blocks of {block_size}")
-        times.append(_step_time(llm, length, block_size, effort.steps))
+    for tokens, size in product(fitting, block_sizes):
+        say(f"decode at {tokens:,} tokens, blocks of {size}")
+        times.append(_step_time(llm, tokens, size, effort.steps))
     say("time to first token with a prefix that is there")
     first_token = _first_token(llm, effort.rounds) if llm.max_model_len >= PROMPT_TOKENS + 2 else None
     say("the policies alone")
@@ -138,7 +138,7 @@ def bench_cache(
         **kit.about(llm),
         "steps": effort.steps,
         "step_times": times,
-        "skipped": [f"{length:,} tokens do not fit the model's context" for length in lengths if length not in fitting],
+        "skipped": [f"{one:,} tokens do not fit the model's context" for one in lengths if one not in fitting],
         "first_token": first_token,
         "bookkeeping": [bookkeeping(cache, effort.policy_steps) for cache in bookkept],
         "allocator": allocator_speeds(effort.policy_steps),

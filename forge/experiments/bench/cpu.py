@@ -258,12 +258,16 @@ def _roofline(figures: list[Facts], limits: Limits) -> Iterator[Part]:
     words = f"{memory:,.1f} GB/s from memory; {products:,.0f} G int8 products/s, forge's tile with its weights in cache"
     yield title("The machine's limits: ").append(words, "not bold")
     lines = [one | one["measured"][0] for one in figures]
+
+    def took(seconds: float) -> str:
+        return f"{seconds * 1e3:,.1f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"
+
     shown = {
         "G": lambda value: f"{value / 1e9:,.1f}",
         "g": lambda value: f"{value / 1e9:,.0f}",
         "billions": lambda value: f"{value / 1e9:,.1f} G" if value >= 1e9 else f"{value / 1e6:,.1f} M",
-        "ms": lambda seconds: f"{seconds * 1e3:,.1f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms",
-        "middle": lambda all_seconds: shown["ms"](median(all_seconds)),
+        "ms": took,
+        "middle": lambda every: took(median(every)),
     }
     columns = ["roofline: {case.title}", "reads: {needs.bytes_read:size}", "GB/s: {roofline.bytes_per_second:G}"]
     columns += ["products: {needs.products:billions}", "G/s: {roofline.products_per_second:g}"]

@@ -130,7 +130,7 @@ def in_turns(
     the first `warm` rounds, which are more."""
     found: dict[str, list[_Found]] = {name: [] for name in contenders}
     for turn in range(warm + rounds):
-        for name in contenders if turn % 2 else reversed(contenders):
+        for name in contenders if turn % 2 else reversed(list(contenders)):
             found[name].append(work(contenders[name], turn))
     return {name: each[warm:] for name, each in found.items()}
 

@@ -291,8 +291,8 @@ class _Target:
         return sum(one.num_tokens for one in answers if one.error is None) / seconds
 
     async def _ask(self, prompt: Prompt) -> Timed:
-        body = {"model": self.found.model, "prompt": prompt, "max_tokens": self._plan.output_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        body: dict[str, Any] = {"model": self.found.model, "prompt": prompt, "max_tokens": self._plan.output_tokens}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         return await self.client.stream("/v1/completions", body)
 
     async def _probe(self) -> None:

@@ -173,13 +173,12 @@ def screen(facts: dict[str, Any], runs: "Sequence[LocalRun]") -> Iterator[Part]:
         f"{plural(facts['requests'], 'request')}, {count(facts['prompt_tokens'])} prompt tokens, {SYSTEMS} system "
         f"prompts; {plural(facts['replicas'], 'engine')} of {facts['num_blocks']} blocks",
     )
-    columns = ["computed: {tokens_computed:count}", "found: {hit_rate:percent}"]
+    columns = ["router: {name}", "computed: {tokens_computed:count}", "found: {hit_rate:percent}"]
     columns += ["of one engine's: {over_one_engine:times}", "busiest / mean: {busiest_over_mean:.2f}"]
-    table = Table.of(facts["routers"].values(), *columns, names=0)
     one = facts["one_engine"]
-    rows = [[run.router, *row] for run, row in zip(runs, table.rows, strict=True)]
+    table = Table.of(({**facts["routers"][run.router.replace("-", "_")], "name": run.router} for run in runs), *columns)
     alone = [Text("one engine", QUIET), count(one["tokens_computed"]), percent(one["hit_rate"]), "", ""]
-    yield from (Table(["router", *table.headings], [*rows, alone]), None)
+    yield from (replace(table, rows=[*table.rows, alone]), None)
     for run in runs:
         for number, computed in enumerate(run.computed_by_replica):
             label = run.router if number == 0 else ""
