@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from forge.book.catalog import entries, find, next_entry
-from forge.book.chapter_view import chapter_lines, chapters_object, print_chapters
+from forge.book.chapter_view import chapter_lines, print_chapters
 from forge.book.command_line import Given, Syntax, each
 from forge.book.pager import Pager
 from forge.book.print_chapter import print_chapter
@@ -25,6 +25,7 @@ from forge.cli.arguments import command
 from forge.cli.run_control import INTERRUPTED, Found
 from forge.errors import UsageError
 from forge.option import flag_of
+from forge.views.json_output import plain
 from forge.views.report import Report
 from forge.views.terminal import open_console
 
@@ -76,7 +77,7 @@ def chapters(
         return _outcomes(outcomes)
 
     lines = chapter_lines(entries(), load_progress())
-    report = Report({"chapters": chapters_object(lines)}, lambda console: print_chapters(console, lines))
+    report = Report({"chapters": plain(lines)}, lambda console: print_chapters(console, lines))
     return report.as_json() if json else report
 
 

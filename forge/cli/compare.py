@@ -114,7 +114,7 @@ def compare(
     sides: list[Side] = []
     with ComparisonProgress(console, question, versus.names, max_tokens, quiet=json) as progress:
         for name, given in zip(versus.names, (ctx.params, versus.right), strict=True):
-            side = _run_side(name, {**given, "max_tokens": max_tokens}, texts, sides, progress.step_of)
+            side = _run_side(name, {**given, "max_tokens": max_tokens}, texts, sides, progress.step)
             sides.append(side)
             if side.result.interrupted:
                 break

@@ -27,7 +27,7 @@ from forge.errors import UsageError
 from forge.option import option
 from forge.views.formatting import count, plural
 from forge.views.generation import watching
-from forge.views.json_output import as_object
+from forge.views.json_output import as_object, picked, plain
 from forge.views.palette import ACCENT, QUIET
 from forge.views.report import Report
 from forge.views.screen import Hanging, Part, Table, leads_on, question, report
@@ -210,20 +210,16 @@ def constrained_object(result: Constrained) -> dict[str, Any]:
     record = _parsed(result.text)
     return {
         **as_object(result.label),
-        "prompt": result.prompt,
-        "vocab_size": result.vocab_size,
-        "free_text": result.free_text,
-        "text": result.text,
+        **picked(result, "prompt", "vocab_size", "free_text", "text"),
         "record": record if isinstance(record, dict) else {},
         "is_json": record is not None,
         "finish_reason": result.constrained.output.outputs[0].finish_reason,
-        "places": [as_object(place) for place in places],
+        "places": plain(places),
         "num_tokens": len(places),
         "num_forced": len(places) - len(result.chosen),
         "num_chosen": len(result.chosen),
         "num_single": sum(place.allowed == 1 for place in places),
-        "given_up": result.given_up,
-        "given_up_chosen": result.given_up_chosen,
+        **picked(result, "given_up", "given_up_chosen"),
         "given_up_per_token": result.given_up / len(places) if places else None,
         "same_tokens": result.proposed.output.outputs[0].token_ids == result.constrained.output.outputs[0].token_ids,
         **{

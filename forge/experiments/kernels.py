@@ -158,9 +158,6 @@ class Measured:
         read = 0.0 if self.fits_in_cache else max(found.bytes_per_second for found in self.passes)
         return Limits(read, products)
 
-    def pass_of(self, rows: int) -> Pass:
-        return next(found for found in self.passes if found.rows == rows)
-
 
 @dataclass(frozen=True)
 class KernelsResult:

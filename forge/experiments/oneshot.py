@@ -18,6 +18,7 @@ from forge.option import option
 from forge.trace.records import Deferred, StepRecord
 from forge.views.charts import sparkline
 from forge.views.formatting import NOTHING, count, plural, size
+from forge.views.json_output import picked
 from forge.views.judging import identical, judging_object, judging_screen
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.progress import progress_line
@@ -101,11 +102,7 @@ def lives_object(result: TwoLives) -> dict[str, Any]:
     found = judging_object(result.label, [life.name for life in result.lives], result.runs, result.prompt_tokens)
     for side, life in zip(found["sides"], result.lives, strict=True):
         side["per_step"] = [step_object(record) for record in life.records]
-    return found | {
-        "pool_blocks": result.pool_blocks,
-        "scratch_blocks": result.scratch_blocks,
-        "scratch_bytes": result.scratch_bytes,
-    }
+    return found | picked(result, "pool_blocks", "scratch_blocks", "scratch_bytes")
 
 
 def step_object(record: StepRecord) -> dict[str, Any]:

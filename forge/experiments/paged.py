@@ -23,6 +23,7 @@ from forge.errors import UsageError
 from forge.views.block_map import pool_lines
 from forge.views.blocks import legend_line
 from forge.views.formatting import plural, share, size
+from forge.views.json_output import picked
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, TITLE
 from forge.views.report import Report
@@ -171,12 +172,9 @@ def _run_object(run: PoolRun) -> dict[str, Any]:
     return run.figures.as_object() | {
         "most_running": run.most_running,
         "most_tokens_held": run.most_tokens,
-        "steps": run.steps,
-        "steps_with_waiting": run.steps_with_waiting,
-        "preempted": run.preempted,
+        **picked(run, "steps", "steps_with_waiting", "preempted", "tokens_per_second"),
         "tokens_computed": run.timed.tokens_computed,
         "milliseconds": run.timed.milliseconds,
-        "tokens_per_second": run.tokens_per_second,
     }
 
 

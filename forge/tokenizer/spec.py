@@ -14,13 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from forge.errors import ForgeError
 from forge.tokenizer.byte_level import BYTE_ALPHABET
+
+if TYPE_CHECKING:
+    from forge.gguf import GGUFFile
 
 SUPPORTED_MODEL = "gpt2"
 """`tokenizer.ggml.model` of byte-level BPE."""
@@ -56,19 +58,6 @@ class TokenType(IntEnum):
     UNUSED = 5
     """Padding of the vocabulary: never made, stands for no text."""
     BYTE = 6
-
-
-class TokenizerMetadata(Protocol):
-    """What `spec_from_gguf` needs of a GGUF file: `forge.gguf.GGUFFile` has it."""
-
-    @property
-    def path(self) -> Path: ...
-
-    def get(self, key: str, kind: type) -> Any: ...
-
-    def string_array(self, key: str) -> Sequence[str]: ...
-
-    def int_array(self, key: str) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +185,7 @@ class TokenizerSpec:
             raise self.error("post_processor", f"adds token {max(around)}, and there are {len(self.tokens)} tokens")
 
 
-def spec_from_gguf(file: TokenizerMetadata) -> TokenizerSpec:
+def spec_from_gguf(file: "GGUFFile") -> TokenizerSpec:
     """The tokenizer that a GGUF file carries in `tokenizer.ggml.*` and `tokenizer.chat_template`.
 
     Raises `TokenizerError` when it is absent, inconsistent, or not byte-level BPE split as Qwen2, and the file's own
@@ -224,7 +213,7 @@ def spec_from_gguf(file: TokenizerMetadata) -> TokenizerSpec:
     )
 
 
-def _added(file: TokenizerMetadata, name: str, prefix: str) -> tuple[int, ...]:
+def _added(file: "GGUFFile", name: str, prefix: str) -> tuple[int, ...]:
     """The token that `add_bos_token` or `add_eos_token` asks for."""
     if not file.get(f"tokenizer.ggml.add_{name}_token", bool):
         return ()

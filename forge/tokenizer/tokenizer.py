@@ -24,9 +24,10 @@ from forge.tokenizer.control_text import beginnings, choose_mark, marked
 from forge.tokenizer.encoders import Encoders, Preference
 from forge.tokenizer.equality_gate import PlainEncoder
 from forge.tokenizer.fast import FastEncoder
-from forge.tokenizer.spec import TokenizerMetadata, TokenizerSpec, TokenType, spec_from_gguf
+from forge.tokenizer.spec import TokenizerSpec, TokenType, spec_from_gguf
 
 if TYPE_CHECKING:
+    from forge.gguf import GGUFFile
     from forge.tokenizer.chat_template import ChatTemplate
 
 _HIDDEN_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)
@@ -51,9 +52,9 @@ class Tokenizer:
         self._bytes_of: dict[int, bytes] = {}
 
     @classmethod
-    def from_gguf(cls, file: TokenizerMetadata, *, prefer: Preference = "auto") -> "Tokenizer":
+    def from_gguf(cls, file: "GGUFFile") -> "Tokenizer":
         """The tokenizer of an open GGUF file. Raises `TokenizerError` when the file has none that forge supports."""
-        return cls(spec_from_gguf(file), prefer=prefer)
+        return cls(spec_from_gguf(file))
 
     @property
     def vocab_size(self) -> int:

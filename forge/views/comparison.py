@@ -4,12 +4,13 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.text import Text
 
 from forge.engine.outputs import RequestOutput
@@ -19,8 +20,7 @@ from forge.views.comparison_rows import comparison_table
 from forge.views.curves import curve_plot, shape_sentence
 from forge.views.formatting import plural
 from forge.views.generation import sample_texts
-from forge.views.json_output import climb_object, run_object
-from forge.views.live import LiveView
+from forge.views.json_output import as_object, climb_object, picked, run_object
 from forge.views.metrics import metrics_lines
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.summary import Forward, RunResult
@@ -172,9 +172,7 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
     logits = comparison.logits
     several = bool(comparison.sides[0].others)
     return {
-        "option": comparison.option,
-        "identical": comparison.identical,
-        "first_difference": comparison.first_difference,
+        **picked(comparison, "option", "identical", "first_difference"),
         "margin": None if comparison.margin is None else _margin_object(comparison.margin),
         "largest_logit_difference": None if logits is None else logits.largest,
         "logits_compared": 0 if logits is None else logits.forwards,
@@ -194,7 +192,7 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
 
 
 def _margin_object(margin: Margin) -> dict[str, Any]:
-    return asdict(margin) | {"apart": margin.apart, "near_tie": margin.is_near_tie}
+    return as_object(margin, "apart") | {"near_tie": margin.is_near_tie}
 
 
 def _answer_object(answer: Answer) -> dict[str, Any]:
@@ -204,26 +202,39 @@ def _answer_object(answer: Answer) -> dict[str, Any]:
         "prompt_tokens": len(output.prompt_token_ids),
         "tokens_cached": output.metrics.tokens_cached,
         "time_to_first_token_ms": output.metrics.time_to_first_token_ms,
-        "text": output.outputs[0].text,
-        "token_ids": list(output.outputs[0].token_ids),
+        **picked(output.outputs[0], "text", "token_ids"),
     }
 
 
-class ComparisonProgress(LiveView):
+class ComparisonProgress:
     """The curves as they grow, on a terminal; nothing in a pipe. Gone when both sides have run."""
 
     def __init__(self, console: Console, question: str, names: Sequence[str], num_points: int, quiet: bool = False):
-        super().__init__(console, shown=can_redraw(console) and not quiet)
-        self._question, self._names, self._num_points = question, names, num_points
+        self._console, self._question = console, question
+        self._names, self._num_points = names, num_points
         self._forwards: list[list[Forward]] = [[] for _ in names]
+        self._live = (
+            Live(console=console, auto_refresh=False, transient=True) if can_redraw(console) and not quiet else None
+        )
+        self._undrawn = 0.0
 
-    def step_of(self, side: int, record: StepRecord) -> None:
+    def __enter__(self) -> "ComparisonProgress":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._live:
+            self._live.update(Text(""), refresh=True)
+            self._live.stop()
+
+    def step(self, side: int, record: StepRecord) -> None:
         self._forwards[side].append(Forward.of(len(self._forwards[side]) + 1, record))
-        self.draw()
-
-    def frame(self, width: int, height: int) -> list[Text]:
-        plot = curve_plot(self._names, self._forwards, self._num_points, width)
-        return [Text(self._question, TITLE), Text(""), *plot]
+        self._undrawn += record.forward_ms
+        if self._live and self._undrawn > 50:  # of the engine's time, so that drawing is a small part of it
+            self._undrawn = 0.0
+            plot = curve_plot(self._names, self._forwards, self._num_points, self._console.width)
+            self._live.update(Group(Text(self._question, TITLE), Text(""), *plot), refresh=True)
 
 
 def print_comparison(console: Console, comparison: Comparison, prompt: str) -> None:

@@ -1,22 +1,17 @@
-"""What `forge generate` shows: a live picture on a terminal, plain lines in a pipe. Both show the same run.
-
-A view is entered before the run starts, is fed every step, and is shown the result when the run is over. It must not
-slow the engine that it watches (`forge.views.live`).
-"""
+"""What `forge generate` shows: a live picture on a terminal, plain lines in a pipe. Both show the same run."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from forge.trace.explain import explain_cycle
 from forge.trace.records import StepRecord
 from forge.views.formatting import count, ms, rate
 from forge.views.forwards import Note, chart_rows, chart_scale, compact_chart, spaced
-from forge.views.live import LiveView, Unwatched
 from forge.views.metrics import chart_heading, flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, sequence_style
+from forge.views.run_view import LiveView, RunView
 from forge.views.screen import Part, sentences
 from forge.views.streams import TextStreams
 from forge.views.summary import Forward, RunLabel, RunResult, decode_rate
@@ -29,21 +24,7 @@ _PROMPT_SHOWN = 240
 """Characters of a long prompt that are worth seeing before its continuation."""
 
 
-class GenerationView(Protocol):
-    """Follows one run. Used as a context manager, so that the terminal is restored whatever happens."""
-
-    def __enter__(self) -> "GenerationView": ...
-
-    def __exit__(self, *exception) -> None: ...
-
-    def step(self, record: StepRecord) -> None:
-        """A step has ended."""
-
-    def finish(self, result: RunResult) -> None:
-        """The run has ended, perhaps before its time."""
-
-
-def generation_view(console: Console, label: RunLabel, prompt: str, echo: bool = False) -> GenerationView:
+def generation_view(console: Console, label: RunLabel, prompt: str, echo: bool = False) -> RunView:
     """The view that fits what `console` writes to.
 
     `prompt` is what to show before the text: quietly on a terminal, where it is the context of what follows, and in a
@@ -53,9 +34,9 @@ def generation_view(console: Console, label: RunLabel, prompt: str, echo: bool =
     return view(console, label, prompt, echo)
 
 
-def watching(console: Console, label: RunLabel, prompt: str) -> Unwatched:
+def watching(console: Console, label: RunLabel, prompt: str) -> RunView:
     """A view of a run on its way that leaves nothing behind, for commands that draw their own picture of the result."""
-    return LiveGeneration(console, label, prompt) if can_redraw(console) else Unwatched()
+    return LiveGeneration(console, label, prompt) if can_redraw(console) else RunView()
 
 
 RUN_ROWS = 12
@@ -63,7 +44,7 @@ RUN_ROWS = 12
 
 def run_parts(
     result: RunResult, prompt: str, said: Sequence[str], *about: str, note: Note | None = None
-) -> "Iterator[Part]":
+) -> Iterator[Part]:
     """A run as a chapter shows it: the text, its forwards at even distances, what that shows, the figures. note: beside
     a forward."""
     shown = spaced(result.forwards, RUN_ROWS)
@@ -74,7 +55,7 @@ def run_parts(
     yield lambda width: metrics_lines(result, width)
 
 
-class PlainGeneration(Unwatched):
+class PlainGeneration(RunView):
     """One line per forward as it happens, then the text, then the figures, one to a line. No escape codes."""
 
     def __init__(self, console: Console, label: RunLabel, prompt: str = "", echo: bool = False):
@@ -103,6 +84,8 @@ class PlainGeneration(Unwatched):
 class LiveGeneration(LiveView):
     """The text so far over a chart of the latest forwards; at the end all text, a compact chart, the figures."""
 
+    frames_per_second = 20
+
     def __init__(self, console: Console, label: RunLabel, prompt: str, echo: bool = False):
         super().__init__(console)
         self._label = label
@@ -115,11 +98,10 @@ class LiveGeneration(LiveView):
         self._records.append(record)
         self._forwards.append(Forward.of(len(self._forwards) + 1, record))
         self._streams.feed(record)
-        self.draw()
+        self.redraw()
 
     def finish(self, result: RunResult) -> None:
-        super().__exit__()
-        self._shown = False
+        self.__exit__()
         width = self._console.width
         for text in sample_texts(result, self._prompt, quiet_prompt=not self._echo):
             self._console.print(text)
@@ -130,14 +112,15 @@ class LiveGeneration(LiveView):
         for line in metrics_lines(result, width):
             self._console.print(line)
 
-    def frame(self, width: int, height: int) -> list[Text]:
+    def frame(self) -> RenderableType:
+        width, height = self._console.size
         rows = max(3, min(CHART_ROWS, height - 8, len(self._forwards)))
         shown = self._forwards[-rows:]
         chart = chart_rows(shown, chart_scale(self._forwards), width)
         so_far = flowing(self._facts(), width)
         room = max(1, height - len(chart) - len(so_far) - 4)
         text = self._text_so_far(width, room)
-        return [*text, Text(""), chart_heading(self._label, width), *chart, Text(""), *so_far]
+        return Group(*text, Text(""), chart_heading(self._label, width), *chart, Text(""), *so_far)
 
     def _text_so_far(self, width: int, room: int) -> list[Text]:
         """The last lines of what has been said; with several samples, the last line of each."""

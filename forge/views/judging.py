@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from forge.views.formatting import plural
+from forge.views.json_output import picked
 from forge.views.metrics import verdict
 from forge.views.screen import Part, sides, title
 from forge.views.summary import RunLabel
@@ -14,9 +15,7 @@ from forge.workload.judging import JudgeRun
 def judging_object(label: RunLabel, names: Sequence[str], runs: Sequence[JudgeRun], prompt_tokens: int):
     """For `--json`."""
     return {
-        "model": label.model,
-        "kv": label.kv,
-        "device": label.device,
+        **picked(label, "model", "kv", "device"),
         "requests": len(runs[0].answers),
         "prompt_tokens": prompt_tokens,
         "identical": identical(runs),
@@ -27,18 +26,15 @@ def judging_object(label: RunLabel, names: Sequence[str], runs: Sequence[JudgeRu
 
 def run_object(run: JudgeRun) -> dict[str, Any]:
     return {
-        "seconds": run.seconds,
-        "requests_per_second": run.requests_per_second,
+        **picked(run, "seconds", "requests_per_second"),
         "latency_p50_ms": run.p50_ms,
         "latency_p95_ms": run.p95_ms,
         "steps": run.num_steps,
-        "tokens_computed": run.tokens_computed,
-        "tokens_cached": run.tokens_cached,
+        **picked(run, "tokens_computed", "tokens_cached"),
         "blocks_held": run.most_blocks,
         "block_table_entries": run.most_table_entries,
         "temporary_bytes": run.most_temporary_bytes,
-        "deferred": run.deferred,
-        "answers": [list(answer) for answer in run.answers],
+        **picked(run, "deferred", "answers"),
     }
 
 

@@ -1,9 +1,11 @@
 """Several engines at work: what each is doing, where requests went, and why."""
 
+import time
 from collections import deque
 from collections.abc import Iterator
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -11,9 +13,8 @@ from forge.trace.explain import explain_route
 from forge.trace.records import RouteRecord, StepRecord
 from forge.views.charts import bar
 from forge.views.formatting import count, percent
-from forge.views.live import LiveView
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
-from forge.views.run_live import FRAMES_PER_SECOND
+from forge.views.run_view import LiveView
 from forge.views.scheduler import step_line
 from forge.views.terminal import can_redraw, new_table
 from forge.views.text import one_line
@@ -23,31 +24,46 @@ ROUTES_SHOWN = 8
 _BAR = 16
 
 
-class ReplicasView(LiveView):
+class ReplicasView:
     """Follows the steps of all engines: a table and the last routes on a terminal, a line for each in a pipe. Used as a
     context manager."""
 
     def __init__(self, console: Console):
-        super().__init__(console, FRAMES_PER_SECOND, shown=can_redraw(console))
+        self._console = console
         self._last: dict[str, StepRecord] = {}
         """Of each engine, its latest step."""
         self._tokens: dict[str, int] = {}
         """Of each engine, the tokens generated while it was watched."""
         self._routes: deque[RouteRecord] = deque(maxlen=ROUTES_SHOWN)
+        live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._live = live if can_redraw(console) else None
+        self._next_frame = 0.0
+
+    def __enter__(self) -> "ReplicasView":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._live is not None:
+            self._live.update(Group(*self.lines()), refresh=True)
+            self._live.stop()
 
     def step(self, record: StepRecord) -> None:
         """An engine has ended a step."""
         self._last[record.replica] = record
         self._tokens[record.replica] = self._tokens.get(record.replica, 0) + len(record.tokens)
         self._routes.extend(record.routes)
-        if self._shown:
-            self.draw()
-        else:
+        if self._live is None:
             for route in record.routes:
                 self._console.print(self._route_line(route), soft_wrap=True)
             self._console.print(self._name(record.replica).append(f"  {step_line(record)}", ""), soft_wrap=True)
+        elif (now := time.monotonic()) >= self._next_frame:
+            self._live.update(Group(*self.lines()), refresh=True)
+            self._next_frame = now + 1 / LiveView.frames_per_second
 
-    def frame(self, width: int, height: int) -> Iterator[Text | Table]:
+    def lines(self) -> Iterator[Text | Table]:
+        """The picture, at the width that the console has now."""
         yield Text(QUESTION, TITLE)
         yield Text()
         table = new_table("engine", "running", "waiting", "tokens", last="blocks in use")
@@ -62,7 +78,7 @@ class ReplicasView(LiveView):
             yield Text("The last requests, and why they went there", f"{TITLE} {ACCENT}")
         for route in self._routes:
             line = self._route_line(route)
-            line.truncate(width, overflow="ellipsis")
+            line.truncate(self._console.width, overflow="ellipsis")
             yield line
 
     def _route_line(self, route: RouteRecord) -> Text:

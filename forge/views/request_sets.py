@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from forge.views.formatting import count, plural
+from forge.views.json_output import picked
 from forge.views.metrics import verdict
 from forge.views.palette import QUIET, TITLE
 from forge.views.run_summary import totals_object
@@ -35,10 +36,7 @@ def many_object(option: str, names: Sequence[str], sides: Sequence[Measured], in
         "sides": [
             {
                 "value": name,
-                "batch": side.batch,
-                "seconds": side.seconds,
-                "tokens_per_second": side.tokens_per_second,
-                "ms_per_request": side.ms_per_request,
+                **picked(side, "batch", "seconds", "tokens_per_second", "ms_per_request"),
                 "totals": totals_object(side.totals),
             }
             for name, side in zip(names, sides, strict=True)

@@ -19,7 +19,7 @@ from forge.trace.records import ItemRecord, SpecCycle, SpecDecision, StepRecord,
 from forge.trace.speculation_summary import SpeculationSummary
 from forge.views.json_output import to_json
 from forge.views.screen import draw
-from tests.views.records import LABEL, piped, run_of, step, terminal, written
+from tests.views.records import piped, run_of, step, terminal, written
 
 TEXTS = {1: " there", 2: " was", 3: " a", 4: " small", 5: " fox", 6: " tall", 7: " old"}
 ON = SpecDecision(4, "wins", 1.8, 0.8)
@@ -167,13 +167,13 @@ def test_as_json_nothing_is_rounded_and_every_cycle_is_there():
 
     assert to_json(found)
     assert (found["acceptance"], found["num_cycles"], found["accepted_by_position"]) == (0.8, 2, [1.0, 1.0, 0.0])
-    assert [cycle["emitted"] for cycle in found["cycles"]] == [(1, 2, 3), (4, 5, 7)]
+    assert [cycle["emitted"] for cycle in found["cycles"]] == [[1, 2, 3], [4, 5, 7]]
     assert found["cycles"][0]["verdicts"][2]["accepted"] is False
 
 
 def test_the_live_view_leaves_nothing_behind():
     console = terminal()
-    with LiveSpeculation(console, LABEL, "Once", TEXTS.__getitem__) as view:
+    with LiveSpeculation(console, "Once", TEXTS.__getitem__) as view:
         for number in range(2, 6):
             view.step(drafting(number, (1, 2, 6), 2, 3))
     text = written(console)

@@ -30,6 +30,6 @@ def test_the_picture_has_a_row_for_each_engine_and_the_last_routes():
     view = ReplicasView(piped())
     for record in steps():
         view.step(record)
-    title, _, table, _, heading, route = view.frame(80, 24)
+    title, _, table, _, heading, route = view.lines()
     assert title.plain == "Which engine does what, and why?" and table.row_count == 2
     assert "why they went there" in heading.plain and "has 240 tokens of it" in route.plain

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.text import Text
 
 from forge.cli import completion, options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
-from forge.cli.run_control import drive, exit_status, load_model, run_label, warm_up
+from forge.cli.run_control import drive, exit_status, load_model, warm_up
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -29,17 +29,17 @@ from forge.experiments.speculation.borrowing import BorrowedRun, Revocation
 from forge.experiments.speculation.pins import PROMPTS, check_pins, pins_report, prompts_of
 from forge.option import option
 from forge.trace.records import SpecDecision, StepRecord
-from forge.trace.speculation_summary import SpeculationSummary, cycle_object, cycles_of, draft_totals
+from forge.trace.speculation_summary import SpeculationSummary, cycles_of, draft_totals
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural, times
-from forge.views.json_output import run_object
-from forge.views.live import LiveView, Unwatched
+from forge.views.json_output import as_object, picked, run_object
 from forge.views.metrics import draft_facts, flowing, verdict
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE
 from forge.views.report import Report
+from forge.views.run_view import LiveView, RunView
 from forge.views.screen import Hanging, Part, report, sentences
 from forge.views.speculation import Step, TokenText, marked_text, steps_of
-from forge.views.summary import RunLabel, RunResult
+from forge.views.summary import RunResult
 from forge.views.terminal import can_redraw, open_console
 from forge.views.text import neutralise, quoted, tail
 
@@ -146,7 +146,7 @@ def _measure(
     warm_up(llm, text)
     speculation = llm.engine.speculation
     names = [proposer.name for proposer in speculation.proposers]
-    with watching(open_console(), run_label(llm), text, llm.tokenizer.token_text) as view:
+    with watching(open_console(), text, llm.tokenizer.token_text) as view:
         run = llm.start([text], params)
         borrowed = BorrowedRun(llm, run, revocation, drafts)
         drafted = drive(llm, borrowed, params, view.step)
@@ -389,9 +389,13 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
         "identical": result.identical,
         "release_ms": result.release_ms,
         "leases": list(result.told),
-        "drafts": [draft.as_json() for draft in draft_totals(step.cycles for step in steps)],
+        "drafts": [as_object(draft, "acceptance") for draft in draft_totals(step.cycles for step in steps)],
         "errors": list(result.drafted.output.outputs[0].errors),
-        "cycles": [{"step": step.number, **cycle_object(cycle)} for step in steps for cycle in step.cycles],
+        "cycles": [
+            {"step": step.number, **as_object(cycle, "target_positions", "draft_positions")}
+            for step in steps
+            for cycle in step.cycles
+        ],
         "num_cycles": len([cycle for cycle in cycles_of(result.drafted.records) if cycle.won and cycle.proposed]),
         "reasons": dict(
             Counter(cycle.decision.reason for step in steps for cycle in step.cycles if cycle.decision is not None)
@@ -400,36 +404,36 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
     if summary is None or result.plain is None:
         return found
     return found | {
-        **{name: getattr(summary, name) for name in _OF_A_SUMMARY},
+        **picked(summary, "acceptance", "alpha"),
         "expected_tokens": [summary.expected_tokens(k) for k in range(17)],
+        **picked(summary, "tokens_per_pass", "drafting_share", "mean_k", "tokens_per_cycle"),
         "accepted_by_position": [accepted / proposed for accepted, proposed in summary.accepted_by_position],
         "target_forwards": len(steps),
         "plain_forwards": len(result.plain.records),
+        **picked(summary, "draft_cost", "verify_cost", "draft_ms", "verify_ms"),
         "plain_forward_ms": summary.plain.forward_ms,
         "tokens_per_second": summary.speculative.tokens_per_second,
         "plain_tokens_per_second": summary.plain.tokens_per_second,
+        **picked(summary, "predicted", "predicted_with_verification", "measured"),
     }
-
-
-_OF_A_SUMMARY = (
-    "acceptance", "alpha", "tokens_per_pass", "drafting_share", "mean_k", "tokens_per_cycle", "draft_cost",
-    "verify_cost", "draft_ms", "verify_ms", "predicted", "predicted_with_verification", "measured",
-)  # fmt: skip
 
 
 class LiveSpeculation(LiveView):
     """The marked text as it grows, over the last cycle and what was accepted so far. Gone when the run has ended."""
 
-    def __init__(self, console: Console, label: RunLabel, prompt: str, token_text: TokenText):
+    frames_per_second = 20
+
+    def __init__(self, console: Console, prompt: str, token_text: TokenText):
         super().__init__(console)
-        self._label, self._prompt, self._token_text = label, prompt, token_text
+        self._prompt, self._token_text = prompt, token_text
         self._steps: list[Step] = []
 
     def step(self, record: StepRecord) -> None:
         self._steps.append(Step(len(self._steps) + 1, record.tokens, record.cycles))
-        self.draw()
+        self.redraw()
 
-    def frame(self, width: int, height: int) -> list[Text]:
+    def frame(self) -> Group:
+        width, height = self._console.size
         drafting = [step for step in self._steps if step.winner]
         won = [cycle for step in drafting if (cycle := step.winner)]
         proposed = sum(len(cycle.proposed) for cycle in won)
@@ -447,9 +451,9 @@ class LiveSpeculation(LiveView):
             lines.append(
                 Text.assemble(("accepted so far ", QUIET), (bar(share, 1.0, 24), ACCENT), f" {percent(share)}")
             )
-        return lines
+        return Group(*lines)
 
 
-def watching(console: Console, label: RunLabel, prompt: str, token_text: TokenText) -> "LiveSpeculation | Unwatched":
+def watching(console: Console, prompt: str, token_text: TokenText) -> RunView:
     """A view of a run on its way that leaves nothing behind."""
-    return LiveSpeculation(console, label, prompt, token_text) if can_redraw(console) else Unwatched()
+    return LiveSpeculation(console, prompt, token_text) if can_redraw(console) else RunView()

@@ -14,7 +14,6 @@ import pytest
 
 from forge.backends.cpu.vectors import exp16, load_f32, store_f32
 from forge.gguf import GGMLType
-from forge.gguf.ggml_types import BLOCK_SIZES
 from forge.gguf.writer import random_weights
 from forge.model.forward_batch import ForwardBatch
 from forge.model.manual_batch import Part, flat_batch
@@ -111,7 +110,7 @@ def quantized(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("tensor_type", [*FLOATS, *QUANTIZED])
 def test_a_looked_up_row_is_the_dequantized_row_to_the_bit(tensor_type):
-    columns = max(64, BLOCK_SIZES[GGMLType[tensor_type]].elements) if tensor_type in QUANTIZED else 40
+    columns = max(64, GGMLType[tensor_type].block.elements) if tensor_type in QUANTIZED else 40
     bench = Bench(np.zeros((1, 8)))
     rng = np.random.default_rng(1)
     raw = random_weights(GGMLType[tensor_type], (37, columns), 1.0, rng)
@@ -195,7 +194,7 @@ def test_a_product_with_float_weights(tensor_type, rows, columns):
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 20])
 def test_a_product_with_quantized_weights_is_that_of_what_both_sides_stand_for(tensor_type, rows):
     """So tight that one quant of one activation off by one would show: it is 1/127 of its group's largest."""
-    columns = 2 * max(32, BLOCK_SIZES[GGMLType[tensor_type]].elements)
+    columns = 2 * max(32, GGMLType[tensor_type].block.elements)
     x = random_rows(rows, columns, seed=rows)
     x[0, :32] = 0
     bench = Bench(x)
@@ -236,7 +235,7 @@ def test_a_product_that_a_residual_is_added_to(tensor_type):
 
 @pytest.mark.parametrize("tensor_type", QUANTIZED)
 def test_activations_of_zero_give_zero(tensor_type):
-    columns = max(32, BLOCK_SIZES[GGMLType[tensor_type]].elements)
+    columns = max(32, GGMLType[tensor_type].block.elements)
     bench = Bench(np.zeros((3, columns)))
     raw = random_weights(GGMLType[tensor_type], (16, columns), 1.0, np.random.default_rng(6))
     matrix = bench.matrix(tensor_type, raw)
