@@ -16,8 +16,8 @@ from rich.text import Text
 from forge.engine.outputs import RequestOutput
 from forge.trace.records import StepRecord, TokenRecord
 from forge.views.cache_figures import CacheFigures
-from forge.views.comparison_rows import comparison_rows, two_sided_table
-from forge.views.curves import curve_plot, shape_sentence, short_name
+from forge.views.comparison_rows import comparison_table
+from forge.views.curves import curve_plot, shape_sentence
 from forge.views.formatting import plural
 from forge.views.generation import sample_texts
 from forge.views.json_output import as_object, climb_object, picked, run_object
@@ -25,7 +25,7 @@ from forge.views.metrics import metrics_lines
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.summary import Forward, RunResult
 from forge.views.terminal import can_redraw, print_table
-from forge.views.text import one_line, quoted, tail
+from forge.views.text import one_line, quoted, short_name, tail
 
 if TYPE_CHECKING:
     import numpy as np
@@ -244,7 +244,7 @@ def print_comparison(console: Console, comparison: Comparison, prompt: str) -> N
     console.print(Text(one_line(tail(prompt, 200)), QUIET))
     console.print()
     sides = comparison.sides
-    print_table(console, two_sided_table([side.name for side in sides], comparison_rows(sides)))
+    print_table(console, comparison_table(sides))
     if not sides[0].others:
         plot = curve_plot(
             [side.name for side in sides], [side.result.forwards for side in sides], _num_points(sides), console.width

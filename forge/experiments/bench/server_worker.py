@@ -61,9 +61,9 @@ class ServerWorker(Worker):
         failed = [one.error for one in found.requests if one.error is not None]
         if failed:
             raise RuntimeError(f"{len(failed)} of {requests} requests failed: {one_line(failed[0])}")
-        ended = [(one, one.ended) for one in found.requests if one.ended is not None]
         # Half a character is no text: then the first token is seen with the end.
-        moments = [Moments((one.chunks or [end])[0] - one.started, end - one.started) for one, end in ended]
+        times = [((one.ttft_ms or one.e2el_ms or 0.0) / 1e3, (one.e2el_ms or 0.0) / 1e3) for one in found.requests]
+        moments = [Moments(*each) for each in times]
         setting = f"HTTP, streamed, greedy; the client took {found.client_cpu_share:.0%} of a CPU"
         return answered(setting, moments, found.duration)
 
