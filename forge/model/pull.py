@@ -28,6 +28,7 @@ from importlib.util import find_spec
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from forge.errors import ForgeError, UsageError
 from forge.gguf import MAX_HEADER_BYTES, parse_beginning
@@ -420,9 +421,7 @@ def _endpoint(endpoint: str | None) -> str:
 
 
 def _url(repository: _Repository, file_name: str) -> str:
-    from huggingface_hub import hf_hub_url
-
-    return hf_hub_url(repository.name, file_name, revision=repository.commit, endpoint=repository.endpoint)
+    return f"{repository.endpoint}/{repository.name}/resolve/{repository.commit}/{quote(file_name)}"
 
 
 def _is_plain(name: str) -> bool:

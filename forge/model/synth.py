@@ -16,6 +16,7 @@ whose numbers are drawn from a normal distribution one by one; peak memory is 12
 import errno
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -167,30 +168,32 @@ def synth(
     kind = find_quantization(quantization)
     if seed < 0:
         raise UsageError(f"--seed must not be negative, got {seed}")
-    types = tensor_types(config, kind, pure)
-    _check_place(path, config, types, force)
+    from forge.gguf.writer import NewTensor, write_gguf  # which imports the gguf package
+
+    types, shapes = tensor_types(config, kind, pure), expected_tensors(config)
+    tensors = [
+        NewTensor(tensor, types[tensor], _weights(tensor, types[tensor], shape, seed), shape)
+        for tensor, shape in shapes.items()
+    ]
+    type_bytes: Counter[str] = Counter()
+    for new in tensors:
+        type_bytes[new.ggml_type.name] += new.nbytes()
+    _check_place(path, type_bytes.total(), force)
     metadata = _metadata(config, kind, name)
-    written, total = 0, sum(_nbytes(config, types).values())
+    written = 0
 
     def advance(nbytes: int) -> None:
         nonlocal written
         written += nbytes
         if on_progress is not None:
-            on_progress(written, total)
+            on_progress(written, type_bytes.total())
 
-    from forge.gguf.writer import NewTensor, write_gguf  # which imports the gguf package
-
-    shapes = expected_tensors(config)
-    tensors = [
-        NewTensor(tensor, types[tensor], _weights(tensor, types[tensor], shape, seed), shape)
-        for tensor, shape in shapes.items()
-    ]
     try:
         write_gguf(path, metadata, tensors, advance)
     except OSError as error:
         raise SynthError(f"{path}: cannot be written: {error.strerror or error}{_hint(error)}") from None
     parameters = sum(map(prod, shapes.values()))
-    return SyntheticFile(path, path.stat().st_size, parameters, len(shapes), _by_type(config, types))
+    return SyntheticFile(path, path.stat().st_size, parameters, len(shapes), dict(type_bytes))
 
 
 def find_quantization(name: str) -> Quantization:
@@ -328,22 +331,7 @@ def _metadata(config: Qwen3Config, kind: Quantization, name: str) -> dict[str, o
     }
 
 
-def _nbytes(config: Qwen3Config, types: dict[str, GGMLType]) -> dict[str, int]:
-    blocks = {name: ggml_type.block for name, ggml_type in types.items()}
-    return {
-        name: prod(shape) // blocks[name].elements * blocks[name].nbytes
-        for name, shape in expected_tensors(config).items()
-    }
-
-
-def _by_type(config: Qwen3Config, types: dict[str, GGMLType]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for name, nbytes in _nbytes(config, types).items():
-        sums[types[name].name] = sums.get(types[name].name, 0) + nbytes
-    return sums
-
-
-def _check_place(path: Path, config: Qwen3Config, types: dict[str, GGMLType], force: bool) -> None:
+def _check_place(path: Path, needed: int, force: bool) -> None:
     """Refuse before anything is made: a folder, an existing file, a disk without room."""
     if path.is_dir():
         raise UsageError(f"{path}: is a folder; name the file to write")
@@ -351,7 +339,7 @@ def _check_place(path: Path, config: Qwen3Config, types: dict[str, GGMLType], fo
         raise SynthError(f"{path}: exists already; --force replaces it")
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: no such folder")
-    needed, free = sum(_nbytes(config, types).values()), shutil.disk_usage(path.parent).free
+    free = shutil.disk_usage(path.parent).free
     if needed > free:
         raise SynthError(f"{path}: needs {needed / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB left")
     if not os.access(path.parent, os.W_OK):
