@@ -5,6 +5,8 @@ engine.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from forge import LLM, SamplingParams, __version__
 from forge.backends.devices import why_not_cuda
 from forge.bench.cases import BLOCK_SIZE
@@ -82,6 +84,12 @@ class ForgeWorker(Worker):
         eager = f"{dtype} KV" if self._llm.device == "cpu" else "eager"
         how = f"{execution.mode}: {execution.reason}" if execution is not None else eager
         return {"setting": how, "seconds": self._expected}
+
+    def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
+        """Of the last token."""
+        model, blocks = self._llm.model, -(-len(token_ids) // BLOCK_SIZE)
+        storage = model.new_storage(model.kv_layout(blocks, BLOCK_SIZE, self._llm.kv_dtype))
+        return {"logits": np.asarray(model.forward(batch_of([token_ids], 0, blocks), storage))[0].tolist()}
 
     def requests(
         self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
