@@ -68,12 +68,19 @@ def test_the_machine_is_measured_before_and_after(scripted, model):
     assert result["limits"]["before"] and result["limits"]["after"]
 
 
+def test_logits_are_held_against_float32(scripted, model):
+    result, script = scripted(plan(model, peers=()), seconds={"forge": [1.0, 1.0]})
+    assert script.log.count(("float32", "logits")) == script.log.count(("forge", "logits")) == 4
+    assert result["contenders"][0]["logits_error"] == 0.5
+
+
 def test_loading_is_repeated_in_new_processes(scripted, model):
     effort = replace(LITTLE, loads=3)
     result, script = scripted(plan(model, peers=("llama.cpp",), effort=effort), seconds={
         "forge": [1.0, 1.0], "llama.cpp": [1.0, 1.0],
     })  # fmt: skip
-    assert [name for name, do in script.log if do == "load"] == ["forge", "llama.cpp"] * 3
+    loaded = [name for name, do in script.log if do == "load"]
+    assert loaded == ["forge", "llama.cpp"] * 3 + ["float32"]
     assert [len(one["load_seconds"]) for one in result["contenders"]] == [3, 3]
 
 
@@ -125,7 +132,7 @@ def test_a_context_that_the_model_has_not_is_said(scripted, tmp_path):
 
 
 def test_peers_are_selected_by_name():
-    assert select_peers(None, PEERS) == select_peers(["all"], PEERS) == ("llama.cpp", "transformers")
+    assert select_peers(None, PEERS) == select_peers(["all"], PEERS) == tuple(PEERS)
     assert select_peers(["none"], PEERS) == ()
     assert select_peers(["transformers", "llama.cpp"], PEERS) == ("llama.cpp", "transformers")
     with pytest.raises(UsageError, match=r"unknown peer 'vllm'; there are llama\.cpp"):

@@ -295,3 +295,8 @@ def test_levels_that_are_none_are_refused(forge):
     for text in ("0", "1,two", ""):
         found = forge("bench", "serve", "--concurrency", text)
         assert found.status == 2 and "--concurrency takes numbers" in found.err
+
+
+def test_unique_prompts_begin_with_tokens_of_their_own():
+    plan = ServePlan("x", dataset="unique", input_tokens=4, num_prompts=50, token_range=(0, 60))
+    assert begin_alike(plan.prompts(), 1) == 0 and {len(one) for one in plan.prompts()} == {4}

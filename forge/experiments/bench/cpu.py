@@ -12,10 +12,24 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import numpy as np
+
 from forge.backends.cpu.features import usable_cpus
-from forge.bench.cases import BLOCK_SIZE, CASES, FORGE, Case, Limits, Needs, Roofline, measure_model, needs_of
+from forge.bench.cases import (
+    BLOCK_SIZE,
+    CASES,
+    FORGE,
+    LONG_CASES,
+    Case,
+    Limits,
+    Needs,
+    Roofline,
+    measure_model,
+    needs_of,
+)
 from forge.bench.process import Effort, Launch, PeerMissing, Runner, measure_limits
 from forge.cli.arguments import Takes
 from forge.engine_args import EngineArgs
@@ -28,9 +42,19 @@ from forge.views.palette import ACCENT
 from forge.views.screen import Fitting, Part, Table, fill, title, trouble
 from forge.views.text import one_line
 
-PEERS = {"llama.cpp": "llama_cpp_worker", "transformers": "transformers_worker"}
+PEERS = {
+    "llama.cpp": "llama_cpp_worker",
+    "ik_llama.cpp": "llama_binary_worker",
+    "openvino": "openvino_worker",
+    "transformers": "transformers_worker",
+}
 """Name → worker module."""
-SCHEMA = 1
+EXACT = "float32"
+"""The process that computes logits in float32, against which the others' are held."""
+EXACT_BYTES = 2 << 30
+"""Of a file at most, since in float32 it takes up to seven times that."""
+PROMPTS = Case("logits", "logits", "prefill", 4, 0, 24)
+SCHEMA = 2
 """Counts up when a name in the JSON changes its meaning."""
 BUSY = 0.3
 """Of a CPU: load from elsewhere that makes figures worth less."""
@@ -54,6 +78,8 @@ class Plan:
     """None for all usable CPUs."""
     peer_python: str | None = None
     """An interpreter in which peers are looked for first; None for this one alone."""
+    peer_bin: str | None = None
+    """ik_llama.cpp's `llama-batched-bench`, or its folder."""
     effort: Effort = EFFORT
 
     def __post_init__(self):
@@ -90,8 +116,10 @@ def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Fact
     ]
     on_progress("what this machine can do")
     before = _limits(plan)
-    with Runner(on_progress) as runner:
-        contenders = _load(runner, plan, path, threads, max((case.length for case in cases), default=1))
+    with TemporaryDirectory(prefix="forge-bench-") as scratch, Runner(on_progress) as runner:
+        longest = max((case.length for case in cases), default=1)
+        contenders = _load(runner, plan, path, {"threads": threads, "max_model_len": longest}, scratch)
+        _compare_logits(runner, contenders, path, size.vocab_size)
         measured: list[tuple[Case, Needs, Facts]] = []
 
         def so_far(after: Limits | None) -> Facts:
@@ -117,7 +145,27 @@ def _limits(plan: Plan) -> Limits:
     return Limits(found["bytes_per_second"], found["products_per_second"])
 
 
-def _load(runner: Runner, plan: Plan, path: Path, threads: int, longest: int) -> dict[str, Facts]:
+def _compare_logits(runner: Runner, contenders: dict[str, Facts], path: Path, vocab_size: int) -> None:
+    """Each program's error in the logits after some prompts, relative (L2) to float32 arithmetic on the same file."""
+
+    def ask(name: str) -> Facts:
+        runner.say(f"logits: {name}")
+        if name == EXACT:
+            runner.open(Launch(EXACT, "forge_worker"), model=str(path.absolute()), device="reference")
+        answers = [runner.processes[name].ask("logits", token_ids=ids) for ids in PROMPTS.token_ids(vocab_size)]
+        return {"logits": np.array([answer["logits"] for answer in answers])}
+
+    exact = runner.attempt(EXACT, partial(ask, EXACT)) if path.stat().st_size < EXACT_BYTES else None
+    runner.close(EXACT)
+    for name, one in contenders.items():
+        found = exact and runner.attempt(name, partial(ask, name), f"{name}, logits")
+        one["logits_error"] = None
+        if found and exact:
+            distance = np.linalg.norm(found["logits"] - exact["logits"])
+            one["logits_error"] = float(distance / np.linalg.norm(exact["logits"]))
+
+
+def _load(runner: Runner, plan: Plan, path: Path, options: dict[str, int], scratch: str) -> dict[str, Facts]:
     """Each program loads the file `loads` times, in turn, each time in a new process; the last ones stay.
 
     What has to be done once per machine (compiling kernels) does not count. A peer is looked for in `peer_python`
@@ -127,15 +175,15 @@ def _load(runner: Runner, plan: Plan, path: Path, threads: int, longest: int) ->
     pythons = list(dict.fromkeys(filter(None, (plan.peer_python, sys.executable))))
     launches = {FORGE: [Launch(FORGE, "forge_worker")]}
     launches |= {peer: [Launch(peer, PEERS[peer], python) for python in pythons] for peer in plan.peers}
-    given = {"model": str(path.absolute()), "device": "cpu", "threads": threads, "max_model_len": longest}
-    given |= {"max_num_seqs": 1, "block_size": BLOCK_SIZE}
+    given = {"model": str(path.absolute()), "device": "cpu", **options}
+    ours, theirs = {"max_num_seqs": 1, "block_size": BLOCK_SIZE}, {"scratch": scratch, "binary": plan.peer_bin}
 
     def load(name: str) -> Facts:
-        reasons = []
+        reasons, fields = [], given | (ours if name == FORGE else theirs)
         for launch in launches[name]:
             try:
-                answer = runner.open(launch, **given)
-                answer = runner.open(launch, **given) if answer["first_time"] else answer
+                answer = runner.open(launch, **fields)
+                answer = runner.open(launch, **fields) if answer["first_time"] else answer
             except PeerMissing as reason:
                 reasons.append(str(reason))
                 continue
@@ -173,7 +221,7 @@ def figure(case: Case, needs: Needs, turns: Facts, limits: Limits) -> Facts:
 
     def measured(name: str, one: Facts) -> Facts:
         is_peer = name != FORGE
-        differing = sum(a != b for a, b in zip(ours["top_tokens"], one["top_tokens"], strict=True))
+        differing = sum(a != b for a, b in zip(ours["top_tokens"], one["top_tokens"], strict=False))
         return {
             "contender": name,
             **one,
@@ -210,12 +258,13 @@ def screen(facts: Facts) -> Iterator[Part]:
         yield None
         load = {"s": lambda value: f"{value:.{2 if value >= 0.1 else 3}f}"}
         columns = ["loading and memory: {name}", "load, s: {load:s}", "loaded: {loaded_bytes:size}"]
-        columns += ["peak: {peak_bytes:size}", "peak / file: {share:,.2f} x"]
+        columns += ["peak: {peak_bytes:size}", "peak / file: {share:,.2f} x", "error: {logits_error:.2%}"]
         shares = [one | {"share": one["peak_bytes"] / model.file_bytes} for one in contenders]
         yield Table.of(shares, *columns, formats=load)
         yield (
             "load: from opening the file, which is in the system's cache, to ready. loaded, peak: the most memory "
-            "that the process had had by then, and in all; interpreter, libraries and mapped pages included."
+            "that the process had had by then, and in all; interpreter, libraries and mapped pages included. "
+            "error: relative (L2), of the last logits of four prompts of 24 random tokens, to float32 arithmetic."
         )
         for one in contenders:
             if held := one["weight_bytes"]:
@@ -316,9 +365,13 @@ def bench_cpu(
     ] = None,
     reps: Annotated[int | None, option("Turns of each process per figure; 9 if not given.")] = None,
     peer: Annotated[
-        list[str] | None, option("llama.cpp, transformers, all or none; may be repeated.", default="all")
+        list[str] | None, option(f"{', '.join(PEERS)}, all or none; may be repeated.", default="all")
     ] = None,
     peer_python: Annotated[str | None, option("A Python interpreter that has the peers, if this one has not.")] = None,
+    peer_bin: Annotated[
+        str | None, option("The folder of ik_llama.cpp's binaries: its llama-batched-bench takes part.")
+    ] = None,
+    long: Annotated[bool, option("Contexts of 8,192 and 32,768 too.", "--long", default="off")] = False,
     quick: QuickOption = False,
 ) -> Generator[Facts, None, None]:
     """Decode, prefill, load time and memory of the cpu device, beside its peers on the same file in the same run.
@@ -328,5 +381,6 @@ def bench_cpu(
     [dim]forge bench cpu -m Qwen3-0.6B-Q8_0.gguf --peer-python ~/llama/bin/python[/dim]
     """
     effort = kit.effort_of(QUICK if quick else EFFORT, repetitions=reps)
-    cases, peers = kit.select(only, CASES), kit.select_peers(peer, PEERS)
-    yield from run(Plan(str(engine.model), cases, peers, engine.threads, peer_python, effort), say)
+    cases = kit.select(only, CASES + LONG_CASES) if only else CASES + (LONG_CASES if long else ())
+    peers = kit.select_peers(peer, PEERS)
+    yield from run(Plan(str(engine.model), cases, peers, engine.threads, peer_python, peer_bin, effort), say)

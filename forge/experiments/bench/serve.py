@@ -13,6 +13,7 @@ that a machine that is slow for a while is slow for both. So are a server and th
 import asyncio
 import json
 import random
+import re
 import shlex
 import sys
 import time
@@ -28,6 +29,7 @@ import numpy as np
 import typer
 from rich.text import Text
 
+from forge.bench.closed_loop import unique_prompts
 from forge.bench.http_client import HttpClient, ServerProblem, Timed
 from forge.bench.process import BenchProcess, Launch
 from forge.cli.arguments import Takes, command
@@ -47,7 +49,7 @@ from forge.views.text import one_line
 PERCENTILES = (50, 90, 95, 99)
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
 """As the JSON and as the screen calls them."""
-DATASETS = ("random", "words")
+DATASETS = ("random", "unique", "words")
 WORDS = "time year people way day man thing woman life child world school state family student group country problem"
 """Each a token of most vocabularies, with the space before it."""
 COMMON_TEXTS = 4
@@ -64,7 +66,7 @@ class ServePlan:
 
     url: str = field_option("http://127.0.0.1:8080", "Any OpenAI-compatible server.")
     model: str | None = field_option(None, "As the server calls it.", shown="its first", flags="--model -m")
-    dataset: str = field_option("random", "random token ids, or words.", MEASURE)
+    dataset: str = field_option("random", "random token ids, unique: no two begin alike, or words.", MEASURE)
     input_tokens: int = field_option(128, "", MEASURE)
     output_tokens: int = field_option(32, "", MEASURE)
     num_prompts: int = field_option(400, "", MEASURE)
@@ -99,6 +101,8 @@ class ServePlan:
             words = WORDS.split()
             texts = self._with_reuse([[rng.choice(words) for _ in length] for _ in range(self.num_prompts)])
             return [" ".join(text) for text in texts]
+        if self.dataset == "unique":
+            return [*unique_prompts(self.num_prompts, self.input_tokens, high, self.seed)]
         return list(self._with_reuse([[rng.randrange(low, high) for _ in length] for _ in range(self.num_prompts)]))
 
     def _with_reuse(self, prompts: list[list[_Piece]]) -> list[list[_Piece]]:
@@ -397,17 +401,11 @@ def parse_reuse(text: str) -> list[tuple[float, float]]:
 
 def parse_goodput(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
     """`ttft:100` as ("ttft", 100.0). Raises `UsageError` for anything else."""
-    goals = []
-    for text in texts:
-        metric, _, number = text.partition(":")
-        try:
-            most = float(number)
-        except ValueError:
-            most = -1.0
-        if metric not in ("ttft", "tpot", "e2el") or not most > 0:
+    goals = [re.fullmatch(r"(ttft|tpot|e2el):(\d+\.?\d*)", text) for text in texts]
+    for text, goal in zip(texts, goals, strict=True):
+        if goal is None or not float(goal[2]):
             raise UsageError(f"--goodput {text}: give ttft, tpot or e2el and milliseconds, such as ttft:100")
-        goals.append((metric, most))
-    return tuple(goals)
+    return tuple((goal[1], float(goal[2])) for goal in goals if goal)
 
 
 def screen(facts: Facts) -> Iterator[Part]:

@@ -177,7 +177,13 @@ def screen(facts: dict[str, Any], runs: "Sequence[LocalRun]") -> Iterator[Part]:
     columns += ["of one engine's: {over_one_engine:times}", "busiest / mean: {busiest_over_mean:.2f}"]
     one = facts["one_engine"]
     table = Table.of(({**facts["routers"][run.router.replace("-", "_")], "name": run.router} for run in runs), *columns)
-    alone: list[str | Text] = [Text("one engine", QUIET), count(one["tokens_computed"]), percent(one["hit_rate"]), "", ""]
+    alone: list[str | Text] = [
+        Text("one engine", QUIET),
+        count(one["tokens_computed"]),
+        percent(one["hit_rate"]),
+        "",
+        "",
+    ]
     yield from (replace(table, rows=[*table.rows, alone]), None)
     for run in runs:
         for number, computed in enumerate(run.computed_by_replica):
