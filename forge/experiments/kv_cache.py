@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from forge.cache.kv_storage import KV_ITEM_BYTES
+from forge.cache.kv_storage import KV_ITEM_BYTES, vector_bytes
 from forge.cli import options
 from forge.cli.arguments import Takes
 from forge.cli.chapters import Experiment, experiment
@@ -43,7 +43,9 @@ def kv_cache(
 def _measure(prompt: str, max_tokens: int, engine: EngineArgs, observer: StepObserver) -> Report:
     run = RepeatedRun.of(engine, prompt, max_tokens, observer)
     layout, result = run.llm.kv_layout, run.result
-    shape = KvShape(layout.num_layers, layout.num_kv_heads, layout.head_dim, KV_ITEM_BYTES[layout.kv_dtype])
+    item_bytes = KV_ITEM_BYTES[layout.kv_dtype]
+    scale_bytes = vector_bytes(layout.head_dim, layout.kv_dtype) - layout.head_dim * item_bytes
+    shape = KvShape(layout.num_layers, layout.num_kv_heads, layout.head_dim, item_bytes, scale_bytes)
     facts = kv_cache_object(result, shape, run.llm.tokenizer.token_text) | {"runs": run.runs}
     return report(facts, lambda: screen(result, shape, prompt), exit_status(result))
 
@@ -56,16 +58,20 @@ class KvShape:
     num_kv_heads: int
     head_dim: int
     bytes_per_number: int
+    scale_bytes: int = 0
+    """Of the scale that all numbers of a key or value share, where there is one."""
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_number
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.bytes_per_number + self.scale_bytes)
 
     def formula(self) -> str:
+        numbers = f"{plural(self.head_dim, 'number')} x {plural(self.bytes_per_number, 'byte')}"
+        if self.scale_bytes:
+            numbers = f"({numbers} + {plural(self.scale_bytes, 'byte')} of scale)"
         return (
             f"2 (key and value) x {plural(self.num_layers, 'layer')} x {plural(self.num_kv_heads, 'KV head')} x "
-            f"{plural(self.head_dim, 'number')} x {plural(self.bytes_per_number, 'byte')} = "
-            f"{size(self.bytes_per_token)} per token"
+            f"{numbers} = {size(self.bytes_per_token)} per token"
         )
 
 

@@ -113,7 +113,7 @@ def test_several_prompts_at_once_give_the_tokens_that_each_gives_alone(request, 
     assert tokens(llm.generate(PROMPTS, SAMPLED)) == [sample for samples in alone for sample in samples]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16", "int8"])
 def test_rounded_keys_are_rounded_with_the_cache_off_too(path, off, kv_dtype):
     rounded = [load(path, kv=kv, kv_dtype=kv_dtype) for kv in ("off", "basic")]
     seen = [logits_of(llm, PROMPTS[2]) for llm in rounded]
@@ -125,8 +125,8 @@ def test_rounded_keys_are_rounded_with_the_cache_off_too(path, off, kv_dtype):
 
 
 def test_an_unknown_kv_dtype_lists_the_supported_ones(path):
-    with pytest.raises(UsageError, match="unknown kv dtype 'int8'; supported: float32, float16, bfloat16"):
-        load(path, kv_dtype="int8")
+    with pytest.raises(UsageError, match="unknown kv dtype 'int3'; supported: float32, float16, bfloat16, int8"):
+        load(path, kv_dtype="int3")
 
 
 # Prompts and outputs

@@ -82,6 +82,12 @@ def test_the_cache_page_does_the_arithmetic_of_the_bytes():
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_the_cache_page_counts_the_scales_of_int8():
+    shape = KvShape(12, 2, 64, 1, scale_bytes=4)
+    assert shape.bytes_per_token == 3264
+    assert "2 KV heads x (64 numbers x 1 byte + 4 bytes of scale) = 3.3 kB per token" in shape.formula()
+
+
 def test_the_cache_page_counts_what_was_not_computed():
     sentence = cache_sentences(flat(32), KvShape(12, 2, 64, 4))[1]
     assert "35 tokens went through the model; without the cache it would have been 624" in sentence

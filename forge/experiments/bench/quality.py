@@ -14,14 +14,14 @@ A file that is a quantization of another is held against that one's reference to
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 
-from forge.cache.kv_storage import KV_DTYPES
+from forge.backends.devices import check_kv_dtype, kv_dtypes_of
 from forge.cli.arguments import Takes
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
@@ -88,7 +88,10 @@ def bench_quality(
         ),
     ] = None,
     kv_dtype: Annotated[
-        list[str] | None, typer.Option(help="float32, float16 or bfloat16; may be repeated.", show_default="all three")
+        list[str] | None,
+        typer.Option(
+            help="float32, float16, bfloat16 or int8; may be repeated.", show_default="all that the device has"
+        ),
     ] = None,
     device: Annotated[
         list[str] | None, typer.Option(help="cpu, reference or cuda; may be repeated.", show_default="cpu")
@@ -99,12 +102,12 @@ def bench_quality(
     engine: Annotated[EngineArgs, Takes("threads")],
 ) -> Facts:
     """Perplexity and KL divergence against float32 on held-out text, by quantization and KV dtype."""
-    for dtype in kv_dtype or ():
-        if dtype not in KV_DTYPES:
-            raise UsageError(f"unknown kv dtype {dtype!r}; supported: {', '.join(KV_DTYPES)}")
+    devices = device or ["cpu"]
+    for dtype, one in product(kv_dtype or (), devices):
+        check_kv_dtype(dtype, one)
     if tokens < 2:
         raise UsageError(f"--tokens is at least 2, and {tokens} is less")
-    wanted = [REFERENCE, *((one, dtype) for one in device or ["cpu"] for dtype in kv_dtype or KV_DTYPES)]
+    wanted = [REFERENCE, *((one, dtype) for one in devices for dtype in kv_dtype or kv_dtypes_of(one))]
     loaded: dict[tuple[str, str], LLM] = {}
     variants = []
     for model in dict.fromkeys(models or DEFAULT_MODELS):

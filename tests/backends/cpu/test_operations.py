@@ -18,7 +18,7 @@ from forge.gguf.writer import random_weights
 from forge.model.forward_batch import ForwardBatch
 from forge.model.manual_batch import Part, flat_batch
 from forge.model.rope import Rope
-from tests.backends.cpu.models import FLOATS, QUANTIZED, ThreadedBackend, memory_tensor
+from tests.backends.cpu.models import FLOATS, QUANTIZED, ThreadedBackend, memory_tensor, poison
 
 EPS = 1e-6
 ROUNDING = 2.0**-24
@@ -380,7 +380,7 @@ def test_stored_keys_are_normed_and_rotated_and_values_are_as_they_were(head_dim
     np.testing.assert_array_equal(values.reshape(9, -1), x[:, bench.parts[2]])
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16", "int8"])
 def test_keys_and_values_are_rounded_to_the_nearest_number_of_the_storages_type(kv_dtype):
     """Ties to even, subnormals and overflow included, exactly as `reference` rounds."""
     from forge.cache.kv_storage import rounded
@@ -409,7 +409,7 @@ def test_attention_through_a_shuffled_block_table(shape, context):
     num_blocks = -(-context // block_size)
     blocks = np.random.default_rng(context).permutation(num_blocks + 3)[:num_blocks].tolist()
     storage = bench.storage(num_blocks + 3, block_size)
-    poison(storage, head_dim)
+    poison(storage)
 
     got = bench.run(bench.operation, flat_batch([Part(list(range(context)), 0, context, blocks)], block_size), storage)
 
@@ -417,19 +417,12 @@ def test_attention_through_a_shuffled_block_table(shape, context):
     assert relative_error(got, want, np.abs(want).max()) < 60 * ROUNDING
 
 
-def poison(storage, head_dim: int) -> None:
-    """What was never written is not a number; padding stays zero."""
-    nan = 0x7FC0 if storage.layout.kv_dtype == "bfloat16" else np.nan
-    storage.keys[..., :head_dim] = nan
-    storage.values[..., :head_dim] = nan
-
-
-@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16", "int8"])
 def test_attention_reads_what_was_rounded(kv_dtype):
     x = attention_rows(90, 4, 2, 24, seed=5)
     bench = AttentionBench(x, 4, 2, 24)
     storage = bench.storage(6, 16, kv_dtype)
-    poison(storage, 24)
+    poison(storage)
 
     got = bench.run(bench.operation, flat_batch([Part(list(range(90)), 0, 90, [5, 1, 0, 2, 4, 3])], 16), storage)
 
