@@ -34,6 +34,7 @@ from forge.backends.cpu.vectors import (
     maximum,
     put_f32,
     put_i32,
+    quantize_16_groups,
     round_to_int,
     splat_f32,
     store_f32,
@@ -195,7 +196,12 @@ def _quantize_row(rows, row):
     """A whole row of floats, 32 at a time."""
     x, quants = values_of(rows, row), quants_of(rows, row)
     scales, sums = scales_of(rows, row), sums_of(rows, row)
-    for group in range(rows.stride // 32):
+    groups = rows.stride // 32
+    together = groups // 16 * 16
+    for group in range(0, together, 16):
+        at = 8 * group
+        quantize_16_groups(x + 128 * group, 128, quants + 32 * group, 32, scales + at, 8, sums + at, 8)
+    for group in range(together, groups):
         _quantize_32(x + 128 * group, quants + 32 * group, scales + 8 * group, sums + 8 * group)
 
 
@@ -408,6 +414,19 @@ def _two_tiles(matrix, pair, x, first, last, out, ahead):
         multiply_rows(matrix, 2 * pair + half, x, first, last, out + 64 * half, 32, 0, upcoming)
 
 
+@numba.njit
+def _quantize_column(x, rows, first, last, group):
+    """Floats `[last - first, 32]` into group `group` of the quantized form of rows `first` to `last` - 1."""
+    together = (last - first) // 16 * 16
+    for row in range(first, first + together, 16):
+        quants, scales, sums = quants_of(rows, row), scales_of(rows, row) + 8 * group, sums_of(rows, row) + 8 * group
+        step = rows.stride // 4
+        from_ = x + 128 * (row - first)
+        quantize_16_groups(from_, 128, quants + 32 * group, rows.stride, scales, step, sums, step)
+    for row in range(first + together, last):
+        quantize_group(x + 128 * (row - first), rows, row, group)
+
+
 def gate_up_swiglu(op, ctx, thread, threads):
     """silu(x · gateᵀ) * (x · upᵀ), quantized on the spot. One item per 32 results, which share one scale.
 
@@ -427,9 +446,7 @@ def gate_up_swiglu(op, ctx, thread, threads):
                 ahead = following if begin == 0 and following < pairs else -1
                 _two_tiles(op.gate, pair, op.x, begin, end, gates, ahead)
                 _two_tiles(op.up, pair, op.x, begin, end, ups, ahead)
-                for row in range(begin, end):
-                    gate, up = gates + 128 * (row - begin), ups + 128 * (row - begin)
-                    store_f32(gate, _silu(load_f32(gate)) * load_f32(up))
-                    store_f32(gate + 64, _silu(load_f32(gate + 64)) * load_f32(up + 64))
-                    quantize_group(gate, op.out, row, pair)
+                for offset in range(0, 128 * (end - begin), VECTOR):
+                    store_f32(gates + offset, _silu(load_f32(gates + offset)) * load_f32(ups + offset))
+                _quantize_column(gates, op.out, begin, end, pair)
         first, last = upcoming, its_last
