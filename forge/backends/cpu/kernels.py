@@ -301,8 +301,8 @@ def multiply_tile(matrix, tile, x, row, count, out, out_stride, adds, low, high)
 def multiply_rows(matrix, tile, x, first, last, out, out_stride, adds, ahead):
     """Rows `first` to `last` - 1 of x times the 16 weight rows of a tile: `[last - first, 16]`, `out_stride` apart.
 
-    All of them pass over the tile while its weights are near: up to eight at a time, the rest in a tile made for exactly
-    as many. The first two passes fetch the tile at `ahead`, half of it each, unless that is 0.
+    All of them pass over the tile while its weights are near: up to eight at a time, the rest in a tile made for
+    exactly as many. The first two passes fetch the tile at `ahead`, half of it each, unless that is 0.
     """
     row = first
     while row < last:
@@ -408,7 +408,10 @@ def swiglu(op, ctx, thread, threads):
 
 @numba.njit
 def _two_tiles(matrix, pair, x, first, last, out, ahead):
-    """Rows `first` to `last` - 1 times 32 weight rows: float32 `[last - first, 32]`. `ahead` is the pair to fetch, or -1."""
+    """Rows `first` to `last` - 1 times 32 weight rows: float32 `[last - first, 32]`.
+
+    `ahead` is the pair of tiles to fetch meanwhile, or -1.
+    """
     for half in range(2):
         upcoming = matrix.weights + (2 * ahead + half) * matrix.tile_bytes if ahead >= 0 else 0
         multiply_rows(matrix, 2 * pair + half, x, first, last, out + 64 * half, 32, 0, upcoming)

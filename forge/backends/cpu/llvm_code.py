@@ -78,7 +78,7 @@ def narrow(builder: ir.IRBuilder, value: ir.Value, kind: str) -> ir.Value:
 def reduce_each(
     builder: ir.IRBuilder, vectors: list[ir.Value], combine: Callable[[ir.Value, ir.Value], ir.Value]
 ) -> ir.Value:
-    """16 vectors to the vector of what each one's lanes come to: 0 to 7 with 8 to 15, then 0 to 3 with 4 to 7, and so on.
+    """16 vectors to the vector of their reductions: of each, lanes 0 to 7 with 8 to 15, then 0 to 3 with 4 to 7, …
 
     Level by level, two vectors become one that holds the halves of both, so that each operation serves two of them.
     """

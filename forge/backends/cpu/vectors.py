@@ -223,8 +223,8 @@ def store_i8(typingctx, address, a):
 def quantize_16_groups(typingctx, x, x_step, quants, quants_step, scales, scales_step, sums, sums_step):
     """What `kernels._quantize_32` does, for 16 groups at once, each array's so many bytes apart.
 
-    One group alone waits for its maximum, for a division and for its sums; these are computed for all 16 in the lanes of
-    one vector. Every step is exact or rounds in its own lane, so the bits are the same.
+    One group alone waits for its maximum, for a division and for its sums; here the lanes of one vector are those of
+    all 16. Every step is exact or rounds in its own lane, so the bits are the same.
     """
 
     def codegen(context, b, sig, args):
