@@ -8,6 +8,7 @@ between the matrices (8-bit activations need the latter), whichever is faster in
 import os
 import sys
 from collections.abc import Mapping
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
@@ -41,13 +42,17 @@ class OpenVinoWorker(Worker):
         self._openvino, self._library, self._threads, self._folder = openvino, openvino_genai, threads, scratch
         self._pipelines: dict[str, Any] = {}
         self._requests: list[Any] = []
+        self._numbers = count()
         link, saved = os.path.join(scratch, "model.gguf"), os.path.join(scratch, "openvino_model.xml")
         if not os.path.exists(link):
             os.symlink(model, link)
         options = {"INFERENCE_NUM_THREADS": threads, "enable_save_ov_model": not os.path.exists(saved)}
-        _, seconds = timed(lambda: openvino_genai.LLMPipeline(link, "CPU", **options))
-        version = f"OpenVINO GenAI {openvino_genai.__version__}, {plural(threads)}, KV 8 bits"
-        return {"description": version, "seconds": seconds, "first_time": False}
+        version = f"OpenVINO GenAI {openvino_genai.__version__}"
+        try:
+            _, seconds = timed(lambda: openvino_genai.LLMPipeline(link, "CPU", **options))
+        except Exception as error:
+            raise Missing(f"{version} does not load this model: {error}") from None
+        return {"description": f"{version}, {plural(threads)}, KV 8 bits", "seconds": seconds, "first_time": False}
 
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         found = {}
@@ -86,22 +91,24 @@ class OpenVinoWorker(Worker):
             self._pipelines[setting] = self._library.ContinuousBatchingPipeline(
                 self._folder, config, "CPU", self._options(setting)
             )
+        self._top_tokens = []
         self._pipeline, self._prompt = self._pipelines[setting], token_ids[0] if kind == "prefill" else None
         if kind == "decode":
             begun = max(1, context - BEGIN_EARLIER)
-            self._requests = [self._add(ids[:begun], number, 4096) for number, ids in enumerate(token_ids)]
+            self._requests = [self._add(ids[:begun], 4096) for ids in token_ids]
             self._pipeline.step()
 
-    def _add(self, token_ids: list[int], number: int, new_tokens: int) -> Any:
+    def _add(self, token_ids: list[int], new_tokens: int) -> Any:
         import numpy as np
 
         config = self._library.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
-        return self._pipeline.add_request(number, self._openvino.Tensor(np.array([token_ids], np.int64)), config)
+        tensor = self._openvino.Tensor(np.array([token_ids], np.int64))
+        return self._pipeline.add_request(next(self._numbers), tensor, config)
 
     def _step(self) -> float:
         if self._prompt is None:
             return timed(self._pipeline.step)[1]
-        request = self._add(self._prompt, 0, 1)
+        request = self._add(self._prompt, 1)
         _, seconds = timed(self._pipeline.step)
         self._top_tokens = [output.generated_ids[0] for output in request.read_all()]
         return seconds
