@@ -12,7 +12,6 @@ the batch, chunked prefill, a preemption, a rejected draft token, another device
 """
 
 from enum import IntEnum
-from operator import iand, ixor
 from typing import Any
 
 import numpy as np
@@ -56,8 +55,14 @@ def philox(x0: Word, x1: Word, x2: Word, x3: Word, k0: int, k1: int) -> tuple[Wo
     """
     for _ in range(10):
         p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
-        x0, x2 = ixor(ixor(p1 >> 32, x1), k0), ixor(ixor(p0 >> 32, x3), k1)  # arrays in place, a fifth faster
-        x1, x3 = iand(p1, _MASK), iand(p0, _MASK)
+        x0, x2 = p1 >> 32, p0 >> 32
+        x0 ^= x1  # arrays in place, a fifth faster
+        x0 ^= k0
+        x2 ^= x3
+        x2 ^= k1
+        p1 &= _MASK
+        p0 &= _MASK
+        x1, x3 = p1, p0
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     return x0, x1, x2, x3
 
