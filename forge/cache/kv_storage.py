@@ -57,7 +57,8 @@ def rounded(values: np.ndarray, kv_dtype: str) -> np.ndarray:
         return values
     if kv_dtype == "int8":
         quants, scales = quantized(values)
-        return quants * scales[..., None]
+        restored: np.ndarray = quants * scales[..., None]
+        return restored
     if kv_dtype == "float16":
         with np.errstate(over="ignore"):
             return values.astype(np.float16).astype(np.float32)

@@ -10,10 +10,19 @@ import pytest
 from forge import LLM
 from forge.cache.kv_storage import KV_DTYPES
 from forge.cli.main import main
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.bench import quality
-from forge.experiments.bench.quality import divergences, negative_log_likelihood, perplexity, run
+from forge.experiments.bench.quality import bench_quality, divergences, negative_log_likelihood, perplexity
 from tests.small_models import write_small_qwen3
+
+
+def run(models, kv_dtypes=None, devices=None, text=None, tokens=2048, threads=None):
+    text = text and str(text)
+    return bench_quality.measure(
+        lambda text: None, models, kv_dtypes, devices, text, tokens, engine=EngineArgs(threads=threads)
+    )
+
 
 TEXT = "There is a hen in the tree at the inn, and the other hen is on the roof. " * 3
 

@@ -10,7 +10,7 @@ import pytest
 
 from forge import LLM, ForgeError, SamplingParams, UsageError
 from forge import llm as llm_module
-from forge.engine import sampler
+from forge.engine import readout, sampler
 from forge.engine.sampling import BrokenLogits
 from tests.small_models import write_small_qwen3
 
@@ -231,6 +231,27 @@ def test_logprobs_are_those_of_the_logits(request, kv):
         assert [i for i, _ in found] == (likeliest if token_id in likeliest else [*likeliest, token_id])
         assert [value for _, value in found] == pytest.approx([row[i] for i, _ in found], rel=1e-5)
         assert np.exp([value for _, value in found]).sum() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("kv", ["off", "basic"])
+def test_a_long_prompt_is_scored_in_pieces_with_the_same_bits(request, kv, monkeypatch):
+    llm = request.getfixturevalue(kv)
+    params = SamplingParams(max_tokens=2, n=2, temperature=1.0, seed=1, prompt_logprobs=2, ignore_eos=True)
+    prompt, rows, forward = [*range(5, 35)], [], llm.model.forward
+    (whole,) = llm.generate([prompt], params)
+
+    def counted(batch, storage):
+        rows.append(len(batch.logit_rows))
+        return forward(batch, storage)
+
+    monkeypatch.setattr(llm.model, "forward", counted)
+    monkeypatch.setattr(llm.engine.scheduler, "_max_logit_rows", 8)
+    monkeypatch.setattr(readout, "max_logit_rows", lambda vocab_size: 8)
+    (pieces,) = llm.generate([prompt, [1, 2, 3]], params)[:1]
+
+    assert max(rows) == 8
+    assert pieces.prompt_logprobs == whole.prompt_logprobs
+    assert tokens([pieces]) == tokens([whole])
 
 
 def test_all_logprobs_together_are_a_distribution(basic):

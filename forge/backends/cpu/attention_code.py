@@ -10,6 +10,7 @@ Rows of keys are given by a list of their offsets, int64, because two neighbours
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from llvmlite import ir
 from numba import types
@@ -79,7 +80,7 @@ def _for_each_kind(b: ir.IRBuilder, kind: ir.Value, together: ir.Value, emit: Ca
     """Code for every kind of stored number and every number of queries together."""
 
     def of_kind(name: str) -> Callable[[], None]:
-        return lambda: _each(b, together, {count: lambda count=count: emit(name, count) for count in (1, 2, 4)})
+        return lambda: _each(b, together, {count: partial(emit, name, count) for count in (1, 2, 4)})
 
     _each(b, kind, {number: of_kind(name) for number, name in _KINDS.items()})
 

@@ -18,10 +18,13 @@ import logging
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
@@ -32,7 +35,7 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from forge.backends.cpu.features import choose_instruction_set, is_arm, is_forced
+from forge.backends.cpu.features import choose_instruction_set, is_arm, is_forced, usable_cpus
 from forge.backends.cpu.instruction_sets import InstructionSet
 from forge.backends.cpu.tiles import MAX_ROWS, TILE_ARGUMENTS, TileLayout, emit_tile
 
@@ -41,6 +44,8 @@ Arguments = tuple[str | np.dtype, ...]
 CompileProgress = Callable[[int, int], None]
 """Called with (kernels ready, kernels in all) while code is being compiled."""
 
+_ITEMS_PER_HELPER = 4
+"""Kernels to compile for which another process is worth its start, which takes as long as one of them."""
 KEEP_SECONDS = 30 * 86_400
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -182,7 +187,8 @@ class Kernel(MachineCode):
         arguments = (
             getattr(numba, each) if isinstance(each, str) else numba.from_dtype(each) for each in self._arguments
         )
-        compiled = numba.njit(getattr(numba, self._result)(*arguments), **options)(function)
+        with _without_numbas_optimization():
+            compiled = numba.njit(getattr(numba, self._result)(*arguments), **options)(function)
         [result] = compiled.overloads.values()
         module = llvm.parse_assembly(result.library.get_llvm_str())
         wrapper = _c_wrapper(self.name, result.fndesc.mangled_name, self._arguments, self._result)
@@ -190,6 +196,20 @@ class Kernel(MachineCode):
         module.get_function(result.fndesc.mangled_name).linkage = llvm.Linkage.internal
         _optimize(module, machine)
         return module
+
+
+@contextlib.contextmanager
+def _without_numbas_optimization() -> Iterator[None]:
+    """Numba would optimize every function by itself, a fifth of the time; `_optimize` does so for the whole kernel."""
+    import numba
+
+    config: Any = numba.config
+    before = config.OPT
+    config.OPT = type(before)(0)
+    try:
+        yield
+    finally:
+        config.OPT = before
 
 
 def _c_wrapper(name: str, numba_name: str, arguments: Arguments, result: str) -> str:
@@ -291,18 +311,72 @@ def tile_set(layout: TileLayout) -> TileSet:
 def compile_all(wanted: Iterable[Kernel | TileSet], on_progress: CompileProgress | None = None) -> None:
     """Make all of `wanted` ready. `on_progress` is called only if something really has to be compiled."""
     wanted = list(dict.fromkeys(wanted))
-    cache_folder()
-    missing = [item for item in wanted if not item.is_cached]
+    missing = deque(item for item in wanted if not item.is_cached)
+    total = len(missing)
     if missing and cache_folder() is None:
         logging.getLogger("forge").warning("forge: %s", cache_problem())
-    for done, item in enumerate(missing):
-        if on_progress is not None:
-            on_progress(done, len(missing))
-        item.compile()
-    if missing and on_progress is not None:
-        on_progress(len(missing), len(missing))
+    helpers = [_Helper(missing) for _ in range(_helpers_for(total))]
+    try:
+        while missing:
+            if on_progress is not None:
+                on_progress(total - len(missing), total)
+            with contextlib.suppress(IndexError):  # a helper took the last one
+                missing.popleft().compile()
+        for helper in helpers:
+            helper.join()
+    finally:
+        missing.clear()
+    if total and on_progress is not None:
+        on_progress(total, total)
     for item in wanted:
         item.compile()
+
+
+def _helpers_for(missing: int) -> int:
+    """How many processes help: one per other CPU, where there is enough to do and a folder to leave it in."""
+    return min(usable_cpus() - 1, missing // _ITEMS_PER_HELPER) if cache_folder() is not None and sys.executable else 0
+
+
+class _Helper(threading.Thread):
+    """Another process that compiles items of a queue and leaves them in the cache folder.
+
+    Threads would not help: Numba and llvmlite hold a lock while they compile. If the process fails, what it was asked
+    for is still missing and is compiled here.
+    """
+
+    def __init__(self, queue: "deque[Kernel | TileSet]"):
+        super().__init__(name="forge-compile", daemon=True)
+        self._queue = queue
+        self.start()
+
+    def run(self) -> None:
+        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+        command = [sys.executable, "-c", f"from {__name__} import compile_what_is_named as run; run()"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        with (
+            contextlib.suppress(OSError, IndexError),
+            subprocess.Popen(command, env=environment, **pipes) as process,  # type: ignore[call-overload]
+        ):
+            while True:
+                print(self._queue.popleft().name, file=process.stdin, flush=True)
+                if not process.stdout.readline():
+                    break
+
+
+def compile_what_is_named() -> None:
+    """A helper process: compile what standard input names, line by line, and answer each with a line."""
+    from forge.backends.cpu import kernel_table, packing, thread_pool
+
+    tiles = [tile_set(layout) for layout in packing.LAYOUT_OF_TYPE.values()]
+    known = {
+        item.name: item
+        for item in (*vars(kernel_table).values(), *thread_pool.POOL_KERNELS, *tiles)
+        if isinstance(item, MachineCode)
+    }
+    for line in sys.stdin:
+        known[line.strip()].compile()
+        print(flush=True)
 
 
 def _read_object(name: str) -> bytes | None:

@@ -196,8 +196,10 @@ CHUNK = 64
 """Keys that attention reduces together: absolute positions 0 to 63, 64 to 127, …"""
 ROWS_PER_BLOCK = 16
 """Rows of one sequence that share a pass over its keys."""
-GLU_SCRATCH_FLOATS = 8 * 2 * 32
-"""What `gate_up_swiglu` needs of a thread's scratch: eight rows of 32 gates and 32 ups."""
+ROWS_NEAR = 128
+"""Rows of a large batch that pass over weights together: their quants stay in the second-level cache meanwhile."""
+GLU_SCRATCH_FLOATS = ROWS_NEAR * 2 * 32
+"""What `gate_up_swiglu` needs of a thread's scratch: of those rows 32 gates and 32 ups."""
 
 # The memory that a pool's threads share.
 

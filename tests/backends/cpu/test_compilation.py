@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge.backends.cpu import compilation
+from forge.backends.cpu import compilation, kernel_table
 from forge.backends.cpu.compilation import Kernel, TileSet, compile_all
 from forge.backends.cpu.instruction_sets import INSTRUCTION_SETS, NeonDot
 from forge.backends.cpu.kernel_table import OperationKernel
@@ -178,6 +178,34 @@ def test_only_what_is_wanted_and_missing_is_compiled(fresh_cache):
 
     assert progress == [(0, 1), (1, 1)]
     assert not (compilation.cache_folder() / f"{TileSet(Q8).name}.o").exists()
+
+
+FOUR = ("quantize", "rms_norm", "matmul_f16", "swiglu")
+"""Kernels that compile quickly, as many as are worth a helper process."""
+
+
+@pytest.mark.parametrize("python", ["sys.executable", "no such file", "/bin/false"])
+def test_another_process_helps_to_compile_and_is_done_without_if_it_fails(fresh_cache, python, monkeypatch):
+    monkeypatch.setattr(compilation, "usable_cpus", lambda: 2)
+    if python != "sys.executable":
+        monkeypatch.setattr(compilation.sys, "executable", python)
+    compiled_here, module_of = [], Kernel._module
+
+    def module(kernel, machine):
+        compiled_here.append(kernel.name)
+        return module_of(kernel, machine)
+
+    monkeypatch.setattr(Kernel, "_module", module)
+    kernels = [Kernel(known._module_name, known.name, known._arguments) for known in map(vars(kernel_table).get, FOUR)]
+    progress = Progress()
+
+    compile_all(kernels, progress)
+
+    assert quantizes(kernels[0])
+    assert {path.stem for path in compilation.cache_folder().glob("*.o")} == set(FOUR)
+    assert progress[0] == (0, 4) and progress[-1] == (4, 4)
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+    assert len(compiled_here) < 4 if python == "sys.executable" else len(compiled_here) == 4
 
 
 DAMAGES = {

@@ -12,9 +12,9 @@ import numba
 import numpy as np
 import pytest
 
+from forge.backends.cpu.op_layout import ROWS_NEAR
 from forge.backends.cpu.vectors import exp16, load_f32, store_f32
 from forge.gguf import GGMLType
-from forge.gguf.ggml_types import BLOCK_SIZES
 from forge.gguf.writer import random_weights
 from forge.model.forward_batch import ForwardBatch
 from forge.model.manual_batch import Part, flat_batch
@@ -111,7 +111,7 @@ def quantized(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("tensor_type", [*FLOATS, *QUANTIZED])
 def test_a_looked_up_row_is_the_dequantized_row_to_the_bit(tensor_type):
-    columns = max(64, BLOCK_SIZES[GGMLType[tensor_type]].elements) if tensor_type in QUANTIZED else 40
+    columns = max(64, GGMLType[tensor_type].block.elements) if tensor_type in QUANTIZED else 40
     bench = Bench(np.zeros((1, 8)))
     rng = np.random.default_rng(1)
     raw = random_weights(GGMLType[tensor_type], (37, columns), 1.0, rng)
@@ -195,7 +195,7 @@ def test_a_product_with_float_weights(tensor_type, rows, columns):
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 20])
 def test_a_product_with_quantized_weights_is_that_of_what_both_sides_stand_for(tensor_type, rows):
     """So tight that one quant of one activation off by one would show: it is 1/127 of its group's largest."""
-    columns = 2 * max(32, BLOCK_SIZES[GGMLType[tensor_type]].elements)
+    columns = 2 * max(32, GGMLType[tensor_type].block.elements)
     x = random_rows(rows, columns, seed=rows)
     x[0, :32] = 0
     bench = Bench(x)
@@ -211,6 +211,20 @@ def test_a_product_with_quantized_weights_is_that_of_what_both_sides_stand_for(t
     # A weight with a minimum is the small difference of two larger numbers, both of which the kernel rounds.
     slack = 8 if tensor_type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
     assert relative_error(got, exact @ weights.T, magnitudes) < slack * (columns / 32 + 4) * ROUNDING
+
+
+@pytest.mark.parametrize("groups", [15, 16, 17, 33])
+def test_rows_are_quantized_sixteen_groups_at_once_and_one_by_one(groups):
+    x = random_rows(3, 32 * groups)
+    x[0, 32:64], x[1, :64], x[2, 5] = 0, 1e-31, 1e30
+    bench = Bench(x)
+    tensor = memory_tensor("w", "Q8_0", random_weights(GGMLType.Q8_0, (16, 32 * groups), 1.0, np.random.default_rng(6)))
+    matrix = bench.backend.load_matrix(tensor)
+
+    got = bench.run(lambda ops, x, batch, storage: ops.linear(x, matrix))
+
+    exact, weights = quantized(x), tensor.dequantize().astype(np.float64)
+    assert relative_error(got, exact @ weights.T, np.abs(exact) @ np.abs(weights).T) < (groups + 4) * ROUNDING
 
 
 @pytest.mark.parametrize("tensor_type", ["F32", "Q8_0"])
@@ -236,7 +250,7 @@ def test_a_product_that_a_residual_is_added_to(tensor_type):
 
 @pytest.mark.parametrize("tensor_type", QUANTIZED)
 def test_activations_of_zero_give_zero(tensor_type):
-    columns = max(32, BLOCK_SIZES[GGMLType[tensor_type]].elements)
+    columns = max(32, GGMLType[tensor_type].block.elements)
     bench = Bench(np.zeros((3, columns)))
     raw = random_weights(GGMLType[tensor_type], (16, columns), 1.0, np.random.default_rng(6))
     matrix = bench.matrix(tensor_type, raw)
@@ -296,6 +310,27 @@ def test_gate_up_and_swiglu_with_quantized_weights(rows, gate_type, up_type):
     # A product's last bit may tip one of 96 quants over.
     assert relative_error(got, want) < 5e-3
     assert np.median(np.abs(got - want) / np.abs(want).max(axis=-1, keepdims=True)) < 1e-4
+
+
+def test_a_row_of_a_batch_larger_than_passes_over_weights_together_is_the_row_alone():
+    x = random_rows(2 * ROWS_NEAR + 19, 256) / 100
+    rng = np.random.default_rng(8)
+    tensors = [
+        memory_tensor("w", kind, random_weights(GGMLType[kind], shape, 1 / 16, rng))
+        for kind, shape in (("Q8_0", (544, 256)), ("Q4_K", (544, 256)), ("Q8_0", (256, 544)))
+    ]
+
+    def run(rows):
+        bench = Bench(rows)
+        gate, up, down = (bench.backend.load_matrix(tensor) for tensor in tensors)
+        return bench.run(
+            lambda ops, x, *_: ops.add(x, ops.linear(ops.swiglu(ops.linear(x, gate), ops.linear(x, up)), down))
+        )
+
+    got = run(x)
+
+    for row in (0, 15, ROWS_NEAR - 1, ROWS_NEAR, 2 * ROWS_NEAR + 15, 2 * ROWS_NEAR + 18):
+        np.testing.assert_array_equal(got[row], run(x[row : row + 1])[0])
 
 
 # Rotation, storing and attention
