@@ -314,19 +314,20 @@ def compile_all(wanted: Iterable[Kernel | TileSet], on_progress: CompileProgress
     total = len(missing)
     if missing and cache_folder() is None:
         logging.getLogger("forge").warning("forge: %s", cache_problem())
+    tell = on_progress if on_progress is not None and missing else lambda done, total: None
+    tell(0, total)
     helpers = [_Helper(missing) for _ in range(_helpers_for(total))]
     try:
         while missing:
-            if on_progress is not None:
-                on_progress(total - len(missing), total)
             with contextlib.suppress(IndexError):  # a helper took the last one
                 missing.popleft().compile()
+            if missing:
+                tell(total - len(missing), total)
         for helper in helpers:
             helper.join()
     finally:
         missing.clear()
-    if total and on_progress is not None:
-        on_progress(total, total)
+    tell(total, total)
     for item in wanted:
         item.compile()
 

@@ -202,11 +202,11 @@ def test_another_process_helps_to_compile_and_is_done_without_if_it_fails(fresh_
 
     compile_all(kernels, progress)
 
+    assert set(compiled_here) < set(FOUR) if python == "sys.executable" else sorted(compiled_here) == sorted(FOUR)
     assert {path.stem for path in compilation.cache_folder().glob("*.o")} == set(FOUR)
     assert quantizes(kernels[0])
     assert progress[0] == (0, 4) and progress[-1] == (4, 4)
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
-    assert len(compiled_here) < 4 if python == "sys.executable" else len(compiled_here) == 4
 
 
 DAMAGES = {
