@@ -13,7 +13,7 @@ from forge.bench.cases import BLOCK_SIZE
 from forge.bench.closed_loop import answered, drive, unique_prompts
 from forge.bench.worker import Missing, Worker, serve_requests, timed
 from forge.engine.sampler import argmax_rows
-from forge.model.forward_batch import ForwardBatch
+from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
 from forge.model.qwen3 import Qwen3
 
 CHUNK = 512
@@ -85,6 +85,12 @@ class ForgeWorker(Worker):
         how = f"{execution.mode}: {execution.reason}" if execution is not None else eager
         return {"setting": how, "seconds": self._expected}
 
+    def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
+        """Of the last token."""
+        model, blocks = self._llm.model, -(-len(token_ids) // BLOCK_SIZE)
+        storage = model.new_storage(model.kv_layout(blocks, BLOCK_SIZE, self._llm.kv_dtype))
+        return {"logits": np.asarray(model.forward(batch_of([token_ids], 0, blocks), storage))[0].tolist()}
+
     def requests(
         self, prompt_tokens: int, output_tokens: int, concurrency: int, requests: int, seed: int
     ) -> Mapping[str, Any]:
@@ -137,20 +143,12 @@ class _Engine:
 
 
 def batch_of(token_ids: list[list[int]], start: int, blocks: int, first: int = 0) -> ForwardBatch:
-    """Rows of sequences `first`, `first + 1`, … from position `start` on, with the logits of each one's last."""
-    sequences, count = len(token_ids), len(token_ids[0])
-    tables = np.arange(first * blocks, (first + sequences) * blocks, dtype=np.int32).reshape(sequences, blocks)
-    positions = np.tile(np.arange(start, start + count, dtype=np.int32), sequences)
-    owner = np.repeat(np.arange(sequences), count)
-    cu_seqlens = np.arange(0, sequences * count + 1, count, dtype=np.int32)
-    return ForwardBatch(
-        token_ids=np.array(token_ids, np.int32).reshape(-1),
-        positions=positions,
-        cu_seqlens=cu_seqlens,
-        slot_mapping=(tables[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32),
-        block_tables=tables,
-        context_lens=np.full(sequences, start + count, np.int32),
-        logit_rows=cu_seqlens[1:] - 1,
+    """Rows of sequences `first`, `first + 1`, … from position `start` on, with the logits of each one's last; the
+    sequences have so many `blocks` each, one behind the other."""
+    last = range(len(token_ids[0]) - 1, len(token_ids[0]))
+    own = [range(number * blocks, (number + 1) * blocks) for number in range(first, first + len(token_ids))]
+    return flat_batch(
+        [SequenceRows(ids, start, table, last) for ids, table in zip(token_ids, own, strict=True)], BLOCK_SIZE
     )
 
 

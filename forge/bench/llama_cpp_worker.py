@@ -63,6 +63,12 @@ class LlamaCppWorker(Worker):
         buffers = "" if len(token_ids) == 1 else ", one KV buffer" if best else ", a KV buffer per sequence"
         return {"setting": f"flash attention auto, ubatch {UBATCH}, f16 KV{buffers}", "seconds": self._expected}
 
+    def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
+        """Of the last token."""
+        self._open_context(1, len(token_ids), True)
+        self._decode([token_ids], 0)
+        return {"logits": self._row(len(token_ids) - 1).tolist()}
+
     def _set_up(self, unified: bool) -> None:
         """A fresh context with every sequence's cache filled."""
         self._open_context(len(self._token_ids), len(self._token_ids[0]), unified)
@@ -98,15 +104,14 @@ class LlamaCppWorker(Worker):
         status, seconds = timed(compute)
         if status:
             raise RuntimeError(f"llama_decode returned {status}")
-        self._top_tokens = [self._top(row) for row in range(count - 1, batch.n_tokens, count)]
+        self._top_tokens = [int(self._row(row).argmax()) for row in range(count - 1, batch.n_tokens, count)]
         lib.llama_batch_free(batch)
         return seconds
 
-    def _top(self, row: int) -> int:
+    def _row(self, row: int) -> Any:
         import numpy as np
 
-        logits = self._lib.llama_get_logits_ith(self._context, row)
-        return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
+        return np.ctypeslib.as_array(self._lib.llama_get_logits_ith(self._context, row), (self._vocab_size,))
 
     def _open_context(self, sequences: int, length: int, unified: bool) -> None:
         self._close_context()
@@ -135,7 +140,7 @@ def _library():
     try:
         import llama_cpp as lib
     except Exception as error:  # a shared library that does not load raises what it likes
-        raise Missing(f"llama_cpp is not importable in {sys.executable}: {error}") from None
+        raise Missing(f"pip install llama-cpp-python for {sys.executable} ({error})") from None
     global _silence
     _silence = lib.llama_log_callback(lambda *_: None)  # must stay alive as long as the library
     lib.llama_log_set(_silence, ctypes.c_void_p(0))

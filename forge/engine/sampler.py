@@ -80,7 +80,7 @@ class Sampler:
                 results.outcomes.append(self._outcome(item, runs, logits, first_row, row))
             first_row = row + sum([len(run) + 1 for run in runs]) if runs else row + 1
         for item, result in zip(plan.separate, separate, strict=True):
-            results.outcomes.append(self._separate_outcome(item.sequence, result))
+            results.outcomes.append(self._separate_outcome(item, result))
         return results
 
     def end(self, sequence: Sequence) -> None:
@@ -109,18 +109,22 @@ class Sampler:
                 return Outcome(item.seq_id, len(sequence.token_ids), (), None)
             return self._ended(sequence, "length")
         except (BrokenLogits, MatcherError) as error:
-            forked = tuple([self._broken(fork, error) for fork in sequence.forks]) if item.samples else ()
-            return self._broken(sequence, error)._replace(forked=forked)
+            return self._failed(item, error)
 
-    def _separate_outcome(self, sequence: Sequence, result: SeparateResult) -> Outcome:
-        """What the separate forwards of a prefill-only sequence bring."""
+    def _separate_outcome(self, item: PlanItem, result: SeparateResult) -> Outcome:
+        """What the separate forwards of an item bring."""
         if result.error is not None:
-            return self._broken(sequence, result.error)
+            return self._failed(item, result.error)
+        sequence = item.sequence
         rows = result.last_row[None] if result.last_row is not None else np.empty((0, 1), np.float32)
+        if not sequence.prefill_only:
+            sequence.prompt_logprobs += [*(() if sequence.prompt_logprobs else (None,)), *result.readout.scores]
+            last = item._replace(logit_rows=range(item.num_tokens - 1, item.num_tokens))
+            return self._outcome(last, (), StepLogits.of(rows), 0, 0)
         try:
             return self._answer(sequence, result.readout, StepLogits.of(rows), 0)
         except (BrokenLogits, MatcherError) as error:
-            return self._broken(sequence, error)
+            return self._failed(item, error)
 
     def _answer(self, sequence: Sequence, readout: Readout, logits: StepLogits, row: int) -> Outcome:
         """A prefill-only sequence ends with its readout, and with a token if it asked for one."""
@@ -231,6 +235,11 @@ class Sampler:
         why = sequence.length_limit if reason == "length" else None
         self._results.finished.append(FinishRecord(sequence.seq_id, reason, text, stop, error, why))
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
+
+    def _failed(self, item: PlanItem, error: BrokenLogits | MatcherError) -> Outcome:
+        """A sequence ends with an error, and with it those that wait for its first token."""
+        forked = tuple([self._broken(fork, error) for fork in item.sequence.forks]) if item.samples else ()
+        return self._broken(item.sequence, error)._replace(forked=forked)
 
     def _broken(self, sequence: Sequence, error: BrokenLogits | MatcherError) -> Outcome:
         """A sequence ends because its logits are not numbers, or its grammar needs too much work."""

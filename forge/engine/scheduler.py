@@ -52,7 +52,8 @@ class Scheduler:
         max_logit_rows: int = _UNLIMITED,
     ):
         """scratch: blocks past the cache's own, for prefill-only sequences. temporary_bytes: what a forward of so many
-        rows, so many of them with logits, needs for itself. max_logit_rows: see `PrefillOnly`."""
+        rows, so many of them with logits, needs for itself. max_logit_rows: rows of logits that one sequence may add
+        to the step's own forward; with more it gets forwards of its own."""
         self.cache = cache
         self.config = config
         self.queue = RequestQueue(config.admission_order)
@@ -78,6 +79,7 @@ class Scheduler:
         )
         # Without a cache a step computes whole sequences; it has no part of one to begin or to end with.
         self._token_budget = config.token_budget if cache.persistent else _UNLIMITED
+        self._max_logit_rows = max_logit_rows
         self._num_arrived = 0
 
     # Between steps
@@ -162,6 +164,9 @@ class Scheduler:
             self._admission.admit(plan)
         if not self.config.chunked_prefill:
             self._separate_prefill(plan)
+        if plan.limit - plan.budget > self._max_logit_rows:
+            large = [item for item in plan.items.values() if len(item.logit_rows) > self._max_logit_rows]
+            plan.separate += [plan.items.pop(item.seq_id) for item in large]
         if self.draft_slots is not None:
             self.draft_slots.reserve(plan)
         return plan.build()

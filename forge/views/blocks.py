@@ -20,6 +20,7 @@ from forge.views.block_map import LEGEND, SequenceNames, cache_facts, pool_lines
 from forge.views.block_story import BlockStory, Sentence
 from forge.views.formatting import count, plural, share
 from forge.views.generation import sample_texts
+from forge.views.json_output import picked
 from forge.views.metrics import flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, TITLE, sequence_style
 from forge.views.run_view import LiveView, RunView
@@ -212,11 +213,7 @@ def blocks_object(record: StepRecord, sentences: Sequence[Sentence], names: Sequ
     block_map, cache = record.blocks, record.cache
     assert block_map is not None
     return {
-        "used_blocks": cache.used_blocks,
-        "cached_blocks": cache.cached_blocks,
-        "free_blocks": cache.free_blocks,
-        "internal_fragmentation": cache.internal_fragmentation,
-        "sharing": cache.sharing,
+        **picked(cache, "used_blocks", "cached_blocks", "free_blocks", "internal_fragmentation", "sharing"),
         "tables": [
             {
                 "sequence": None if table.is_snapshot else names.number(table.owner),

@@ -6,8 +6,8 @@ import pytest
 
 from forge.bench.cases import Limits
 from forge.experiments.bench import cpu, quality
-from forge.experiments.bench.tables import draw
 from forge.views.progress import BenchProgress
+from forge.views.screen import draw
 from forge.views.terminal import open_console
 from tests.bench.test_results import benchmark
 

@@ -203,12 +203,13 @@ def _without_numbas_optimization() -> Iterator[None]:
     """Numba would optimize every function by itself, a fifth of the time; `_optimize` does so for the whole kernel."""
     import numba
 
-    before = numba.config.OPT
-    numba.config.OPT = type(before)(0)
+    config: Any = numba.config
+    before = config.OPT
+    config.OPT = type(before)(0)
     try:
         yield
     finally:
-        numba.config.OPT = before
+        config.OPT = before
 
 
 def _c_wrapper(name: str, numba_name: str, arguments: Arguments, result: str) -> str:

@@ -426,66 +426,6 @@ def exp_f32(typingctx, x):
 
 
 @intrinsic
-def dot_keys(typingctx, query, keys, key_bytes, head_dim):
-    """Dot products of one query with 16 keys: lane j is query · key j.
-
-    `keys` is the address of float32 keys, `key_bytes` apart; head_dim a multiple of 16. Each key has 16 partial sums,
-    which are added in the tree of `sum16`; the trees of all 16 keys are computed together, lane by lane, so that each
-    addition serves two keys.
-    """
-
-    def codegen(context, builder, sig, args):
-        query, keys, key_bytes, head_dim = args
-        entry, loop, done = builder.block, builder.append_basic_block("dims"), builder.append_basic_block("done")
-        addresses = [builder.add(keys, builder.mul(key_bytes, I64(j))) for j in range(LANES)]
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        offset = builder.phi(I64)
-        offset.add_incoming(I64(0), entry)
-        sums = [builder.phi(V_F32) for _ in range(LANES)]
-        q = load(builder, builder.add(query, offset), V_F32)
-        results = []
-        for total, address in zip(sums, addresses, strict=True):
-            total.add_incoming(ir.Constant(V_F32, [0.0] * LANES), entry)
-            key = load(builder, builder.add(address, offset), V_F32)
-            results.append(fused_multiply_add(builder, q, key, total))
-        following = builder.add(offset, I64(4 * LANES))
-        offset.add_incoming(following, loop)
-        for total, result in zip(sums, results, strict=True):
-            total.add_incoming(result, loop)
-        builder.cbranch(builder.icmp_signed("<", following, builder.mul(head_dim, I64(4))), loop, done)
-        builder.position_at_end(done)
-        return _sum_each(builder, results)
-
-    return f32x16(types.int64, types.int64, types.int64, types.int64), codegen
-
-
-def _sum_each(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """16 vectors to the vector of their sums, each by the tree of `sum16`.
-
-    Level by level, two vectors become one that holds the half-sums of both: lanes i and i + width of each vector are
-    added, for width 8, 4, 2, 1. `held[i]` lists (vector number, lane of its partial sums) in order.
-    """
-    width, level = LANES // 2, vectors
-    while len(level) > 1:
-        low: list[int] = []
-        high: list[int] = []
-        for part in range(LANES // (2 * width)):
-            base = part * 2 * width
-            low += range(base, base + width)
-            high += range(base + width, base + 2 * width)
-        # Of a pair (a, b): all low halves of a then of b, plus all high halves of a then of b.
-        lows = ir.Constant(ir.VectorType(I32, LANES), low + [lane + LANES for lane in low])
-        highs = ir.Constant(ir.VectorType(I32, LANES), high + [lane + LANES for lane in high])
-        level = [
-            builder.fadd(builder.shuffle_vector(a, b, lows), builder.shuffle_vector(a, b, highs))
-            for a, b in zip(level[::2], level[1::2], strict=True)
-        ]
-        width //= 2
-    return level[0]
-
-
-@intrinsic
 def call_tile(
     typingctx, tile, weights, scales, minimums, x, x_scales, x_sums, out, groups, x_stride, out_stride, add, low, high
 ):

@@ -15,12 +15,11 @@ import pytest
 from forge.backends.cpu.op_layout import ROWS_NEAR
 from forge.backends.cpu.vectors import exp16, load_f32, store_f32
 from forge.gguf import GGMLType
-from forge.gguf.ggml_types import BLOCK_SIZES
 from forge.gguf.writer import random_weights
 from forge.model.forward_batch import ForwardBatch
 from forge.model.manual_batch import Part, flat_batch
 from forge.model.rope import Rope
-from tests.backends.cpu.models import FLOATS, QUANTIZED, ThreadedBackend, memory_tensor
+from tests.backends.cpu.models import FLOATS, QUANTIZED, ThreadedBackend, memory_tensor, poison
 
 EPS = 1e-6
 ROUNDING = 2.0**-24
@@ -112,7 +111,7 @@ def quantized(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("tensor_type", [*FLOATS, *QUANTIZED])
 def test_a_looked_up_row_is_the_dequantized_row_to_the_bit(tensor_type):
-    columns = max(64, BLOCK_SIZES[GGMLType[tensor_type]].elements) if tensor_type in QUANTIZED else 40
+    columns = max(64, GGMLType[tensor_type].block.elements) if tensor_type in QUANTIZED else 40
     bench = Bench(np.zeros((1, 8)))
     rng = np.random.default_rng(1)
     raw = random_weights(GGMLType[tensor_type], (37, columns), 1.0, rng)
@@ -196,7 +195,7 @@ def test_a_product_with_float_weights(tensor_type, rows, columns):
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 20])
 def test_a_product_with_quantized_weights_is_that_of_what_both_sides_stand_for(tensor_type, rows):
     """So tight that one quant of one activation off by one would show: it is 1/127 of its group's largest."""
-    columns = 2 * max(32, BLOCK_SIZES[GGMLType[tensor_type]].elements)
+    columns = 2 * max(32, GGMLType[tensor_type].block.elements)
     x = random_rows(rows, columns, seed=rows)
     x[0, :32] = 0
     bench = Bench(x)
@@ -251,7 +250,7 @@ def test_a_product_that_a_residual_is_added_to(tensor_type):
 
 @pytest.mark.parametrize("tensor_type", QUANTIZED)
 def test_activations_of_zero_give_zero(tensor_type):
-    columns = max(32, BLOCK_SIZES[GGMLType[tensor_type]].elements)
+    columns = max(32, GGMLType[tensor_type].block.elements)
     bench = Bench(np.zeros((3, columns)))
     raw = random_weights(GGMLType[tensor_type], (16, columns), 1.0, np.random.default_rng(6))
     matrix = bench.matrix(tensor_type, raw)
@@ -417,7 +416,7 @@ def test_stored_keys_are_normed_and_rotated_and_values_are_as_they_were(head_dim
     np.testing.assert_array_equal(values.reshape(9, -1), x[:, bench.parts[2]])
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16", "int8"])
 def test_keys_and_values_are_rounded_to_the_nearest_number_of_the_storages_type(kv_dtype):
     """Ties to even, subnormals and overflow included, exactly as `reference` rounds."""
     from forge.cache.kv_storage import rounded
@@ -446,7 +445,7 @@ def test_attention_through_a_shuffled_block_table(shape, context):
     num_blocks = -(-context // block_size)
     blocks = np.random.default_rng(context).permutation(num_blocks + 3)[:num_blocks].tolist()
     storage = bench.storage(num_blocks + 3, block_size)
-    poison(storage, head_dim)
+    poison(storage)
 
     got = bench.run(bench.operation, flat_batch([Part(list(range(context)), 0, context, blocks)], block_size), storage)
 
@@ -454,19 +453,12 @@ def test_attention_through_a_shuffled_block_table(shape, context):
     assert relative_error(got, want, np.abs(want).max()) < 60 * ROUNDING
 
 
-def poison(storage, head_dim: int) -> None:
-    """What was never written is not a number; padding stays zero."""
-    nan = 0x7FC0 if storage.layout.kv_dtype == "bfloat16" else np.nan
-    storage.keys[..., :head_dim] = nan
-    storage.values[..., :head_dim] = nan
-
-
-@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16", "int8"])
 def test_attention_reads_what_was_rounded(kv_dtype):
     x = attention_rows(90, 4, 2, 24, seed=5)
     bench = AttentionBench(x, 4, 2, 24)
     storage = bench.storage(6, 16, kv_dtype)
-    poison(storage, 24)
+    poison(storage)
 
     got = bench.run(bench.operation, flat_batch([Part(list(range(90)), 0, 90, [5, 1, 0, 2, 4, 3])], 16), storage)
 

@@ -1,0 +1,235 @@
+"""The inner loops of attention: a few queries against the keys of a chunk, and their weights against its values.
+
+A key is fetched and widened to float32 once for up to four queries, which a loop of Numba's could not keep in
+registers. Sixteen running sums are in use at any time: four queries times four keys, two times eight or one times
+sixteen; of values four queries times 64 elements. How many queries go together cannot be seen in a result: each
+pair of a query and a key has its own sum (16 lanes, dimensions ascending, then the tree of `sum16`), and each element
+of an output has its own (positions ascending).
+
+Rows of keys are given by a list of their offsets, int64, because two neighbours may lie in different blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from forge.backends.cpu.llvm_code import (
+    F32,
+    I8,
+    I32,
+    I64,
+    LANES,
+    STORED,
+    V_F32,
+    V_I32,
+    call_intrinsic,
+    fused_multiply_add,
+    load,
+    splat,
+    store,
+    widen,
+)
+from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8
+
+_KINDS = {FLOAT32: "f32", FLOAT16: "f16", BFLOAT16: "bf16", INT8: "int8"}
+_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
+_ZEROS = ir.Constant(V_F32, [0.0] * LANES)
+
+Values = list[ir.Value]
+Body = Callable[[ir.Value, Values], Values]
+
+
+def _loop(
+    b: ir.IRBuilder, end: ir.Value, step: int, start: Values, body: Callable[[ir.Value, Values], Values]
+) -> Values:
+    """for index in range(0, end, step): values = body(index, values). At least once; the last values."""
+    entry, loop, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
+    b.branch(loop)
+    b.position_at_end(loop)
+    index = b.phi(I64)
+    values = [b.phi(each.type) for each in start]
+    results = body(index, values)
+    following = b.add(index, I64(step))
+    index.add_incoming(I64(0), entry)
+    index.add_incoming(following, b.block)
+    for value, first, result in zip(values, start, results, strict=True):
+        value.add_incoming(first, entry)
+        value.add_incoming(result, b.block)
+    b.cbranch(b.icmp_signed("<", following, end), loop, done)
+    b.position_at_end(done)
+    return results
+
+
+def _each(b: ir.IRBuilder, number: ir.Value, cases: dict[int, Callable[[], None]]) -> None:
+    """Run the code that `cases` has for `number`."""
+    end = b.append_basic_block("end")
+    switch = b.switch(number, end)
+    for case, emit in cases.items():
+        block = b.append_basic_block(f"case_{case}")
+        switch.add_case(I64(case), block)
+        b.position_at_end(block)
+        emit()
+        b.branch(end)
+    b.position_at_end(end)
+
+
+def _for_each_kind(b: ir.IRBuilder, kind: ir.Value, together: ir.Value, emit: Callable[[str, int], None]) -> None:
+    """Code for every kind of stored number and every number of queries together."""
+
+    def of_kind(name: str) -> Callable[[], None]:
+        return lambda: _each(b, together, {count: partial(emit, name, count) for count in (1, 2, 4)})
+
+    _each(b, kind, {number: of_kind(name) for number, name in _KINDS.items()})
+
+
+def _row(b: ir.IRBuilder, base: ir.Value, rows: ir.Value, number: ir.Value) -> ir.Value:
+    return b.add(base, load(b, b.add(rows, b.mul(number, I64(8))), I64))
+
+
+def _stored(b: ir.IRBuilder, address: ir.Value, kind: str) -> ir.Value:
+    """16 stored numbers as float32; of int8 without their scale."""
+    if kind == "int8":
+        return b.sitofp(b.sext(load(b, address, ir.VectorType(I8, LANES)), V_I32), V_F32)
+    return widen(b, load(b, address, STORED[kind]), kind)
+
+
+def _fetch(b: ir.IRBuilder, address: ir.Value, size: int) -> None:
+    """Ask for `size` bytes to be in the second-level cache when they are read."""
+    for line in range(0, size, 64):
+        pointer = b.inttoptr(b.add(address, I64(line)), I8.as_pointer())
+        call_intrinsic(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(2), I32(1))
+
+
+@intrinsic
+def dot_keys(typingctx, kind, together, queries, width, keys, rows, scores, ahead):
+    """Dot products of `together` queries (1, 2 or 4) with 16 / together keys, to `scores`.
+
+    queries: float32 `[together, width]`. keys: what is added to the offsets `rows` (int64) to find a key, stored as
+    `kind` says. scores: float32 `[together, CHUNK]`, of which 16 / together columns are written; of int8 without the
+    keys' scales. ahead: what, added to the same offsets, is to be fetched meanwhile.
+    """
+
+    def codegen(context, b, sig, args):
+        kind, together, queries, width, keys, rows, scores, ahead = args
+
+        def emit(kind: str, together: int) -> None:
+            count = LANES // together
+            addresses = [_row(b, keys, rows, I64(number)) for number in range(count)]
+            upcoming = [_row(b, ahead, rows, I64(number)) for number in range(count)]
+            item = I64(_ITEM_BYTES[kind])
+
+            def dimensions(index: ir.Value, sums: Values) -> Values:
+                offset = b.mul(index, item)
+                with b.if_then(b.icmp_signed("==", b.and_(offset, I64(63)), I64(0))):
+                    for row in upcoming:
+                        _fetch(b, b.add(row, offset), 64)
+                key = [_stored(b, b.add(address, offset), kind) for address in addresses]
+                results = []
+                for query in range(together):
+                    at = b.add(b.mul(I64(query), width), index)
+                    q = load(b, b.add(queries, b.mul(at, I64(4))), V_F32)
+                    mine = sums[query * count : (query + 1) * count]
+                    results += [fused_multiply_add(b, q, k, total) for k, total in zip(key, mine, strict=True)]
+                return results
+
+            result = _sum_each(b, _loop(b, width, LANES, [_ZEROS] * LANES, dimensions))
+            for query in range(together):
+                lanes = ir.Constant(ir.VectorType(I32, count), list(range(query * count, (query + 1) * count)))
+                part = b.shuffle_vector(result, ir.Constant(V_F32, ir.Undefined), lanes)
+                store(b, b.add(scores, I64(4 * CHUNK * query)), part)
+
+        _for_each_kind(b, kind, together, emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen
+
+
+@intrinsic
+def add_values(typingctx, kind, together, weights, count, values, rows, width, outs, states, ahead, ahead_rows):
+    """out = out * keep + gain * (sum of weight[j] * value[j], j ascending) for `together` queries (1, 2 or 4).
+
+    weights: float32 `[together, CHUNK]`, of which `count` are used. values: what is added to the offsets `rows` to
+    find a value. outs: float32 `[together, width]`. states: float32 `[together, 4]`, whose last two are keep and gain.
+    ahead, ahead_rows: what is to be fetched meanwhile.
+    """
+
+    def codegen(context, b, sig, args):
+        kind, together, weights, count, values, rows, width, outs, states, ahead, ahead_rows = args
+
+        def columns(kind: str, together: int, column: ir.Value, vectors: int) -> None:
+            """The sums of `16 * vectors` columns from `column` on, into the outputs."""
+            item = _ITEM_BYTES[kind]
+            first, next_first = (b.add(base, b.mul(column, I64(item))) for base in (values, ahead))
+
+            def position(index: ir.Value, sums: Values) -> Values:
+                row = _row(b, first, rows, index)
+                _fetch(b, _row(b, next_first, ahead_rows, index), LANES * item * vectors)
+                value = [_stored(b, b.add(row, I64(LANES * item * n)), kind) for n in range(vectors)]
+                results = []
+                scale = load(b, b.add(_row(b, values, rows, index), width), F32) if kind == "int8" else None
+                for query in range(together):
+                    at = b.add(weights, b.add(I64(4 * CHUNK * query), b.mul(index, I64(4))))
+                    weight = load(b, at, F32)
+                    weight = splat(b, b.fmul(weight, scale) if scale else weight)
+                    mine = sums[query * vectors : (query + 1) * vectors]
+                    results += [fused_multiply_add(b, weight, v, total) for v, total in zip(value, mine, strict=True)]
+                return results
+
+            sums = _loop(b, count, 1, [_ZEROS] * (together * vectors), position)
+            for query in range(together):
+                kept, gained = (splat(b, load(b, b.add(states, I64(16 * query + at)), F32)) for at in (8, 12))
+                for n in range(vectors):
+                    at = b.add(b.add(b.mul(I64(query), width), column), I64(LANES * n))
+                    out = b.add(outs, b.mul(at, I64(4)))
+                    old = b.fmul(load(b, out, V_F32), kept)
+                    store(b, out, fused_multiply_add(b, gained, sums[query * vectors + n], old))
+
+        def emit(kind: str, together: int) -> None:
+            most = 4 if together == 4 else 8
+            whole = b.and_(width, I64(-most * LANES))
+
+            def wide(column: ir.Value, _: Values) -> Values:
+                columns(kind, together, column, most)
+                return []
+
+            def narrow(column: ir.Value, _: Values) -> Values:
+                columns(kind, together, b.add(whole, column), 1)
+                return []
+
+            with b.if_then(b.icmp_signed(">", whole, I64(0))):
+                _loop(b, whole, most * LANES, [], wide)
+            with b.if_then(b.icmp_signed(">", width, whole)):
+                _loop(b, b.sub(width, whole), LANES, [], narrow)
+
+        _for_each_kind(b, kind, together, emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11), codegen
+
+
+def _sum_each(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
+    """16 vectors to the vector of their sums, each by the tree of `sum16`.
+
+    Level by level, two vectors become one that holds the half-sums of both: lanes i and i + width of each vector are
+    added, for width 8, 4, 2, 1. So each addition serves two keys.
+    """
+    width, level = LANES // 2, list(vectors)
+    while len(level) > 1:
+        low: list[int] = []
+        high: list[int] = []
+        for part in range(LANES // (2 * width)):
+            base = part * 2 * width
+            low += range(base, base + width)
+            high += range(base + width, base + 2 * width)
+        # Of a pair (a, b): all low halves of a then of b, plus all high halves of a then of b.
+        lows = ir.Constant(ir.VectorType(I32, LANES), low + [lane + LANES for lane in low])
+        highs = ir.Constant(ir.VectorType(I32, LANES), high + [lane + LANES for lane in high])
+        level = [
+            builder.fadd(builder.shuffle_vector(a, b, lows), builder.shuffle_vector(a, b, highs))
+            for a, b in zip(level[::2], level[1::2], strict=True)
+        ]
+        width //= 2
+    return level[0]
