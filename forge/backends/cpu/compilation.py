@@ -29,6 +29,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
