@@ -15,7 +15,6 @@ from forge.backends.cpu.thread_pool_code import next_item
 from forge.backends.cpu.vectors import (
     absolute,
     exp16,
-    exp_f32,
     fma,
     get_f32,
     get_i32,
@@ -194,35 +193,43 @@ def _together(visible, group, query, num_queries):
 
 
 @numba.njit
-def _softmax_chunk(weights, count, scale, state, scales):
-    """A query's scores over a chunk, in place, to softmax numerators; its state to what the chunk makes of it.
+def _softmax_chunk(weights, together, count, scale, states, scales, shifts):
+    """Scores of queries over a chunk, in place, to softmax numerators; their states to what the chunk makes of them.
 
-    `scales`: of int8, those of the chunk's keys, which its scores lack; 0 if there are none.
-
-    The state is (maximum, sum) of all chunks so far, then what the output so far and this chunk's sum of values are to
+    A state is (maximum, sum) of all chunks so far, then what the output so far and this chunk's sum of values are to
     be multiplied by. The first chunk meets the lowest maximum there is, and exp's smallest value times nothing.
+    `scales`: of int8, those of the chunk's keys, which its scores lack; 0 if there are none. `shifts`: room for 16
+    floats. Queries go step by step together, because each waits long for the sum over its own lanes.
     """
     factor = splat_f32(scale)
-    highest = splat_f32(LOWEST)
-    for block in range(0, count, 16):
-        scores = load_f32(weights + 4 * block)
-        if scales != 0:
-            scores = scores * load_f32(scales + 4 * block)
-        scores = mask_lanes(scores * factor, count - block, LOWEST)
-        store_f32(weights + 4 * block, scores)
-        highest = maximum(highest, scores)
-    old, new = get_f32(state), max16(highest)
-    total = splat_f32(ZERO)
-    for block in range(0, count, 16):
-        value = mask_lanes(exp16(load_f32(weights + 4 * block) - splat_f32(new)), count - block, ZERO)
-        store_f32(weights + 4 * block, value)
-        total = total + value
-    top = max(old, new)
-    keep, gain = exp_f32(old - top), exp_f32(new - top)
-    put_f32(state, top)
-    put_f32(state + 4, get_f32(state + 4) * keep + sum16(total) * gain)
-    put_f32(state + 8, keep)
-    put_f32(state + 12, gain)
+    for each in range(together):
+        scores_of, state = weights + 4 * CHUNK * each, states + 16 * each
+        highest = splat_f32(LOWEST)
+        for block in range(0, count, 16):
+            scores = load_f32(scores_of + 4 * block)
+            if scales != 0:
+                scores = scores * load_f32(scales + 4 * block)
+            scores = mask_lanes(scores * factor, count - block, LOWEST)
+            store_f32(scores_of + 4 * block, scores)
+            highest = maximum(highest, scores)
+        old, new = get_f32(state), max16(highest)
+        top = max(old, new)
+        put_f32(state, top)
+        put_f32(state + 8, new)
+        put_f32(shifts + 4 * each, old - top)
+        put_f32(shifts + 4 * (each + together), new - top)
+    store_f32(shifts, exp16(load_f32(shifts)))
+    for each in range(together):
+        scores_of, state = weights + 4 * CHUNK * each, states + 16 * each
+        highest, total = splat_f32(get_f32(state + 8)), splat_f32(ZERO)
+        for block in range(0, count, 16):
+            value = mask_lanes(exp16(load_f32(scores_of + 4 * block) - highest), count - block, ZERO)
+            store_f32(scores_of + 4 * block, value)
+            total = total + value
+        keep, gain = get_f32(shifts + 4 * each), get_f32(shifts + 4 * (each + together))
+        put_f32(state + 4, get_f32(state + 4) * keep + sum16(total) * gain)
+        put_f32(state + 8, keep)
+        put_f32(state + 12, gain)
 
 
 @numba.njit
@@ -245,7 +252,8 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
     num_queries, most = (last_row - first_row) * group, ROWS_PER_BLOCK * group
     rows, next_rows = scratch, scratch + 8 * CHUNK
     scales = scratch + 16 * CHUNK if kind == INT8 else 0
-    queries = scratch + 20 * CHUNK
+    shifts = scratch + 20 * CHUNK
+    queries = shifts + VECTOR
     all_weights = queries + 4 * width * most
     outs = all_weights + 4 * CHUNK * most
     states = outs + 4 * width * most
@@ -278,12 +286,8 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             visible = min(CHUNK, first_position + query // group + 1 - start)
             together = _together(visible, group, query, num_queries)
             weights = all_weights + 4 * CHUNK * query
-            step = 16 // together
-            for key in range(0, visible, step):
-                scores = weights + 4 * key
-                dot_keys(kind, together, queries + 4 * width * query, width, keys, rows + 8 * key, scores, values)
-            for each in range(together):
-                _softmax_chunk(weights + 4 * CHUNK * each, visible, scale, states + 16 * (query + each), scales)
+            dot_keys(kind, together, queries + 4 * width * query, width, keys, rows, visible, weights, values)
+            _softmax_chunk(weights, together, visible, scale, states + 16 * query, scales, shifts)
             query += together
         query = first_query
         while query < num_queries:

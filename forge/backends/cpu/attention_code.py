@@ -104,22 +104,23 @@ def _fetch(b: ir.IRBuilder, address: ir.Value, size: int) -> None:
 
 
 @intrinsic
-def dot_keys(typingctx, kind, together, queries, width, keys, rows, scores, ahead):
-    """Dot products of `together` queries (1, 2 or 4) with 16 / together keys, to `scores`.
+def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, scores, ahead):
+    """Dot products of `together` queries (1, 2 or 4) with the first `count` keys of a chunk, to `scores`.
 
     queries: float32 `[together, width]`. keys: what is added to the offsets `rows` (int64) to find a key, stored as
-    `kind` says. scores: float32 `[together, CHUNK]`, of which 16 / together columns are written; of int8 without the
+    `kind` says. scores: float32 `[together, CHUNK]`, written up to a multiple of 16 / together; of int8 without the
     keys' scales. ahead: what, added to the same offsets, is to be fetched meanwhile.
     """
 
     def codegen(context, b, sig, args):
-        kind, together, queries, width, keys, rows, scores, ahead = args
+        kind, together, queries, width, keys, rows, count, scores, ahead = args
 
-        def emit(kind: str, together: int) -> None:
-            count = LANES // together
-            addresses = [_row(b, keys, rows, I64(number)) for number in range(count)]
-            upcoming = [_row(b, ahead, rows, I64(number)) for number in range(count)]
-            item = I64(_ITEM_BYTES[kind])
+        def some_keys(kind: str, together: int, first: ir.Value) -> None:
+            """The scores of 16 / together keys from number `first` on."""
+            step, item = LANES // together, I64(_ITEM_BYTES[kind])
+            addresses, upcoming = (
+                [_row(b, base, rows, b.add(first, I64(number))) for number in range(step)] for base in (keys, ahead)
+            )
 
             def dimensions(index: ir.Value, sums: Values) -> Values:
                 offset = b.mul(index, item)
@@ -131,20 +132,27 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, scores, ahea
                 for query in range(together):
                     at = b.add(b.mul(I64(query), width), index)
                     q = load(b, b.add(queries, b.mul(at, I64(4))), V_F32)
-                    mine = sums[query * count : (query + 1) * count]
+                    mine = sums[query * step : (query + 1) * step]
                     results += [fused_multiply_add(b, q, k, total) for k, total in zip(key, mine, strict=True)]
                 return results
 
             result = _sum_each(b, _loop(b, width, LANES, [_ZEROS] * LANES, dimensions))
             for query in range(together):
-                lanes = ir.Constant(ir.VectorType(I32, count), list(range(query * count, (query + 1) * count)))
+                lanes = ir.Constant(ir.VectorType(I32, step), list(range(query * step, (query + 1) * step)))
                 part = b.shuffle_vector(result, ir.Constant(V_F32, ir.Undefined), lanes)
-                store(b, b.add(scores, I64(4 * CHUNK * query)), part)
+                store(b, b.add(scores, b.add(I64(4 * CHUNK * query), b.mul(first, I64(4)))), part)
+
+        def emit(kind: str, together: int) -> None:
+            def block(first: ir.Value, _: Values) -> Values:
+                some_keys(kind, together, first)
+                return []
+
+            _loop(b, count, LANES // together, [], block)
 
         _for_each_kind(b, kind, together, emit)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), codegen
+    return types.void(*[types.int64] * 9), codegen
 
 
 @intrinsic

@@ -266,7 +266,7 @@ class CpuBackend(Backend):
         width, group = padded(layout.head_dim, LANES), recording.heads_per_kv_head
         queries = ROWS_PER_BLOCK * group
         # What `_attend_block` lays out: offsets and scales of a chunk; per query itself, its weights, output and state.
-        floats = max(5 * CHUNK + queries * (CHUNK + 2 * width + 4), GLU_SCRATCH_FLOATS)
+        floats = max(5 * CHUNK + LANES + queries * (CHUNK + 2 * width + 4), GLU_SCRATCH_FLOATS)
         scratch = aligned_empty((self.threads, padded(4 * floats, 4096)), np.uint8)
         self._inputs["scratch"] = scratch
         self._context.scratch, self._context.scratch_bytes = scratch.ctypes.data, scratch.shape[1]
