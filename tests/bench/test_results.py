@@ -140,8 +140,8 @@ def test_everybody_gets_the_same_tokens():
 def test_figures_are_selected_by_name():
     assert select(None, CASES) == CASES
     assert [one.name for one in select("prefill128, decode1", CASES)] == ["decode1", "prefill128"]
-    with pytest.raises(UsageError, match="unknown figure 'decode2'; there are decode1, "):
-        select("decode2", CASES)
+    with pytest.raises(UsageError, match="unknown figure 'decode3'; there are decode1, "):
+        select("decode3", CASES)
 
 
 def test_the_json_has_every_repetition_and_what_is_made_of_them():

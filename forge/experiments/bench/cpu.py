@@ -49,6 +49,7 @@ PEERS = {
     "transformers": "transformers_worker",
 }
 """Name → worker module."""
+NAMES = ", ".join(case.name for case in CASES + LONG_CASES)
 EXACT = "float32"
 """The process that computes logits in float32, against which the others' are held."""
 EXACT_BYTES = 2 << 30
@@ -360,9 +361,7 @@ def _notes(facts: Facts, peers: list[str]) -> Iterator[Part]:
 def bench_cpu(
     say: Progress,
     engine: Annotated[EngineArgs, Takes("model threads")],
-    only: Annotated[
-        str | None, option(f"Figures to measure, with commas: {', '.join(case.name for case in CASES)}.", default="all")
-    ] = None,
+    only: Annotated[str | None, option(f"Figures to measure, with commas: {NAMES}.", default="all")] = None,
     reps: Annotated[int | None, option("Turns of each process per figure; 9 if not given.")] = None,
     peer: Annotated[
         list[str] | None, option(f"{', '.join(PEERS)}, all or none; may be repeated.", default="all")
@@ -371,7 +370,9 @@ def bench_cpu(
     peer_bin: Annotated[
         str | None, option("The folder of ik_llama.cpp's binaries: its llama-batched-bench takes part.")
     ] = None,
-    long: Annotated[bool, option("Contexts of 8,192 and 32,768 too.", "--long", default="off")] = False,
+    long: Annotated[
+        bool, option("Also contexts up to 32,768, and 64 sequences at 1,024: up to 8 GB for each peer.", "--long")
+    ] = False,
     quick: QuickOption = False,
 ) -> Generator[Facts, None, None]:
     """Decode, prefill, load time and memory of the cpu device, beside its peers on the same file in the same run.
