@@ -1,7 +1,8 @@
 """`forge bench cpu`: forge beside its peers on one file, in one run, taking turns.
 
 The order of things: the machine's limits; then each program loads the file, in turn, several times over, and stays
-loaded the last time; then, figure by figure, all take turns (`process.Runner`); then the machine's limits again.
+loaded the last time; then, figure by figure, all take turns (`process.Runner`); then their logits are held against
+float32, and the machine's limits are measured again.
 """
 
 import os
@@ -54,7 +55,7 @@ EXACT = "float32"
 """The process that computes logits in float32, against which the others' are held."""
 EXACT_BYTES = 2 << 30
 """Of a file at most, since in float32 it takes up to seven times that."""
-PROMPTS = Case("logits", "logits", "prefill", 4, 0, 24)
+PROMPTS = Case("logits", "logits", "prefill", 2, 0, 24)
 SCHEMA = 2
 """Counts up when a name in the JSON changes its meaning."""
 BUSY = 0.3
@@ -120,7 +121,6 @@ def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Fact
     with TemporaryDirectory(prefix="forge-bench-") as scratch, Runner(on_progress) as runner:
         longest = max((case.length for case in cases), default=1)
         contenders = _load(runner, plan, path, {"threads": threads, "max_model_len": longest}, scratch)
-        _compare_logits(runner, contenders, path, size.vocab_size)
         measured: list[tuple[Case, Needs, Facts]] = []
 
         def so_far(after: Limits | None) -> Facts:
@@ -137,6 +137,7 @@ def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Fact
                 if answer := runner.ask(name, "memory"):
                     contenders[name]["peak_bytes"] = answer["peak_bytes"]
             yield so_far(None)
+        _compare_logits(runner, contenders, path, size.vocab_size)
     on_progress("what this machine can do, once more")
     yield so_far(_limits(plan))
 
@@ -159,8 +160,7 @@ def _compare_logits(runner: Runner, contenders: dict[str, Facts], path: Path, vo
     exact = runner.attempt(EXACT, partial(ask, EXACT)) if path.stat().st_size < EXACT_BYTES else None
     runner.close(EXACT)
     for name, one in contenders.items():
-        found = exact and runner.attempt(name, partial(ask, name), f"{name}, logits")
-        one["logits_error"] = None
+        found = exact and name in runner.processes and runner.attempt(name, partial(ask, name), f"{name}, logits")
         if found and exact:
             distance = np.linalg.norm(found["logits"] - exact["logits"])
             one["logits_error"] = float(distance / np.linalg.norm(exact["logits"]))
@@ -202,7 +202,7 @@ def _load(runner: Runner, plan: Plan, path: Path, options: dict[str, int], scrat
             if answer is None:
                 launches.pop(name)
                 continue
-            one = found.setdefault(name, {"name": name, "load_seconds": []})
+            one = found.setdefault(name, {"name": name, "load_seconds": [], "logits_error": None})
             one["load_seconds"].append(answer.pop("seconds"))
             one |= answer | {"load": Figure.of(one["load_seconds"])}
     return found
@@ -265,7 +265,7 @@ def screen(facts: Facts) -> Iterator[Part]:
         yield (
             "load: from opening the file, which is in the system's cache, to ready. loaded, peak: the most memory "
             "that the process had had by then, and in all; interpreter, libraries and mapped pages included. "
-            "error: relative (L2), of the last logits of four prompts of 24 random tokens, to float32 arithmetic."
+            "error: relative (L2), of the last logits of two prompts of 24 random tokens, to float32 arithmetic."
         )
         for one in contenders:
             if held := one["weight_bytes"]:
