@@ -208,14 +208,15 @@ def _quantize_row(rows, row):
 def rms_norm(op, ctx, thread, threads):
     """x / sqrt(mean(x²) + eps) * weight, quantized too where a quantized product follows. One item per row.
 
-    The rows are those of the batch, or for the last norm those that need logits.
+    The rows are those of the batch, or for the last norm those that need logits; a negative one, which only an engine
+    with a bug in it asks for, stands for the first.
     """
     width, weight = op.width, op.weight
     while True:
         row = next_item(op, 1)
         if row >= num_rows(ctx, op.out):
             break
-        source = np.int64(get_i32(ctx.logit_rows + 4 * row)) if op.logit_rows_only != 0 else row
+        source = max(np.int64(get_i32(ctx.logit_rows + 4 * row)), 0) if op.logit_rows_only != 0 else row
         x, out = values_of(op.x, source), values_of(op.out, row)
         factor = splat_f32(ONE / np.sqrt(_mean_square(x, width) + op.eps))
         for offset in range(0, 4 * op.out.stride, VECTOR):

@@ -154,18 +154,19 @@ def test_rms_norm_of_zeros_and_of_tiny_and_large_numbers():
     np.testing.assert_allclose(got[:, 0], [0.0, 1e-17, 1.0], rtol=1e-6)
 
 
-def test_only_the_rows_that_need_logits_are_normed():
+@pytest.mark.parametrize("rows", [[2, 8], [-1, 0]], ids=["", "one before the first"])
+def test_only_the_rows_that_need_logits_are_normed(rows):
     x = random_rows(9, 64)
     bench = Bench(x)
     weight, identity = bench.vector(np.ones(64)), bench.identity(64)
-    batch = flat_batch([Part(list(range(9)), 0, 9, [0])], 16, logit_rows=[2, 8])
+    batch = flat_batch([Part(list(range(9)), 0, 9, [0])], 16, logit_rows=rows)
 
     def last_norm(ops, x, batch, storage):
         return ops.linear(ops.rms_norm(ops.logit_rows(x, batch), weight, EPS), identity)
 
     got = bench.run(last_norm, batch)
 
-    exact = x[[2, 8]].astype(np.float64)
+    exact = x[np.maximum(rows, 0)].astype(np.float64)
     want = exact / np.sqrt((exact**2).mean(axis=1, keepdims=True) + EPS)
     assert got.shape == (2, 64)
     assert relative_error(got, want) < 20 * ROUNDING
