@@ -246,8 +246,7 @@ class Engine:
     def _record(
         self, step: InFlightStep, results: StepResults, times: StepTimes, update: SpeculationUpdate = NO_UPDATE
     ) -> StepRecord:
-        """What the step did, and where everything is now. Everything is copied out: a record holds nothing of the
-        engine."""
+        """What the step did, and where everything is now; copied out, so that a record holds nothing of the engine."""
         self._num_steps += 1
         rejected, self._rejected = tuple(self._rejected), []
         arrived, self._arrived = tuple(self._arrived), []

@@ -45,7 +45,8 @@ class PrefillOnly:
         max_logit_rows: int,
     ):
         """scratch: blocks past the cache's own. temporary_bytes: what a forward of so many rows, so many of them with
-        logits, needs for itself. max_logit_rows: see `Scheduler`."""
+        logits, needs for itself. max_logit_rows: rows of logits that one sequence may add to the step's own forward;
+        with more it gets forwards of its own."""
         self._cache, self._config, self._queue, self._planner = cache, config, queue, planner
         self.scratch = scratch
         self.temporary_bytes, self._max_logit_rows = temporary_bytes, max_logit_rows

@@ -52,8 +52,7 @@ class Scheduler:
         max_logit_rows: int = _UNLIMITED,
     ):
         """scratch: blocks past the cache's own, for prefill-only sequences. temporary_bytes: what a forward of so many
-        rows, so many of them with logits, needs for itself. max_logit_rows: rows of logits that one sequence may add
-        to the step's own forward; with more it gets forwards of its own."""
+        rows, so many of them with logits, needs for itself. max_logit_rows: see `PrefillOnly`."""
         self.cache = cache
         self.config = config
         self.queue = RequestQueue(config.admission_order)

@@ -9,7 +9,7 @@ of an output has its own (positions ascending).
 Rows of keys are given by a list of their offsets, int64, because two neighbours may lie in different blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from llvmlite import ir
@@ -28,6 +28,7 @@ from forge.backends.cpu.llvm_code import (
     call_intrinsic,
     fused_multiply_add,
     load,
+    reduce_each,
     splat,
     store,
     widen,
@@ -136,7 +137,7 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
                     results += [fused_multiply_add(b, q, k, total) for k, total in zip(key, mine, strict=True)]
                 return results
 
-            result = _sum_each(b, _loop(b, width, LANES, [_ZEROS] * LANES, dimensions))
+            result = reduce_each(b, _loop(b, width, LANES, [_ZEROS] * LANES, dimensions), b.fadd)
             for query in range(together):
                 lanes = ir.Constant(ir.VectorType(I32, step), list(range(query * step, (query + 1) * step)))
                 part = b.shuffle_vector(result, ir.Constant(V_F32, ir.Undefined), lanes)
@@ -216,28 +217,3 @@ def add_values(typingctx, kind, together, weights, count, values, rows, width, o
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 11), codegen
-
-
-def _sum_each(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
-    """16 vectors to the vector of their sums, each by the tree of `sum16`.
-
-    Level by level, two vectors become one that holds the half-sums of both: lanes i and i + width of each vector are
-    added, for width 8, 4, 2, 1. So each addition serves two keys.
-    """
-    width, level = LANES // 2, list(vectors)
-    while len(level) > 1:
-        low: list[int] = []
-        high: list[int] = []
-        for part in range(LANES // (2 * width)):
-            base = part * 2 * width
-            low += range(base, base + width)
-            high += range(base + width, base + 2 * width)
-        # Of a pair (a, b): all low halves of a then of b, plus all high halves of a then of b.
-        lows = ir.Constant(ir.VectorType(I32, LANES), low + [lane + LANES for lane in low])
-        highs = ir.Constant(ir.VectorType(I32, LANES), high + [lane + LANES for lane in high])
-        level = [
-            builder.fadd(builder.shuffle_vector(a, b, lows), builder.shuffle_vector(a, b, highs))
-            for a, b in zip(level[::2], level[1::2], strict=True)
-        ]
-        width //= 2
-    return level[0]
