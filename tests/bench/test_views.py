@@ -64,7 +64,7 @@ def test_an_interrupted_run_shows_what_there_is():
 
 def test_a_run_without_figures_still_shows_loading():
     text = shown(cpu.screen, benchmark(figures=[]))
-    assert "loading and memory" in text and "tokens/s" not in text
+    assert "load, s" in text and "tokens/s" not in text
     assert "error" in text and "2.26%" in text
 
 

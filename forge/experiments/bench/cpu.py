@@ -258,8 +258,8 @@ def screen(facts: Facts) -> Iterator[Part]:
     if contenders:
         yield None
         load = {"s": lambda value: f"{value:.{2 if value >= 0.1 else 3}f}"}
-        columns = ["loading and memory: {name}", "load, s: {load:s}", "loaded: {loaded_bytes:size}"]
-        columns += ["peak: {peak_bytes:size}", "peak / file: {share:,.2f} x", "error: {logits_error:.2%}"]
+        columns = ["memory: {name}", "load, s: {load:s}", "loaded: {loaded_bytes:size}"]
+        columns += ["peak: {peak_bytes:size}", "/ file: {share:,.2f} x", "error: {logits_error:.2%}"]
         shares = [one | {"share": one["peak_bytes"] / model.file_bytes} for one in contenders]
         yield Table.of(shares, *columns, formats=load)
         yield (
