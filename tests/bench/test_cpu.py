@@ -141,7 +141,13 @@ def test_peers_are_selected_by_name():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"threads": 0}, {"effort": replace(LITTLE, repetitions=0)}, {"cases": ()}, {"peer_python": "no/such/python"}],
+    [
+        {"threads": 0},
+        {"effort": replace(LITTLE, repetitions=0)},
+        {"cases": ()},
+        {"peer_python": "no/such/python"},
+        {"peer_bin": "no/such/bin"},
+    ],
 )
 def test_a_plan_without_sense_is_refused(model, changes):
     with pytest.raises(UsageError):
