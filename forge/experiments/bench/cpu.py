@@ -89,9 +89,7 @@ class Plan:
         if self.peer_python is not None and shutil.which(self.peer_python) is None:
             raise UsageError(f"{self.peer_python}: no such program; --peer-python is a Python interpreter")
         if self.peer_bin is not None and not os.path.exists(self.peer_bin):
-            raise UsageError(
-                f"{self.peer_bin}: no such file or folder; --peer-bin has ik_llama.cpp's llama-batched-bench"
-            )
+            raise UsageError(f"{self.peer_bin}: no such folder; --peer-bin is where ik_llama.cpp's programs are")
         if not self.cases:
             raise UsageError("no figure is left to measure")
 
