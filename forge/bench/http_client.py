@@ -117,7 +117,7 @@ class HttpClient:
         self._idle.clear()
 
     async def connect(self) -> Connection:
-        """A new connection, of which nobody else knows."""
+        """A new connection, which no other code uses."""
         return await asyncio.open_connection(self._host, self._port, ssl=self._secure or None, limit=1 << 20)
 
     async def _ask(self, data: bytes) -> tuple[Connection, int, dict[bytes, bytes]]:
