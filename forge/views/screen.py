@@ -113,8 +113,8 @@ class Fitting:
 
 
 def sides(names: Sequence[str], items: Sequence[Any], *rows: str, gains: Mapping[str, float | None] = {}) -> RichTable:
-    """Things side by side, each under its name and in its colour. A row is a heading and a template; `gains` says by
-    the heading how many times as much the second has."""
+    """Things side by side, each under its name and in its colour. A row is a heading and a template. gains: heading
+    → the second's figure over the first's."""
     table = new_table()
     table.add_column("")
     for index, name in enumerate(names):
@@ -152,7 +152,7 @@ class Hanging:
 
 
 Part = str | Text | Table | RichTable | Fitting | Hanging | Callable[[int], "Iterable[Part]"] | None
-"""Of a screen: a table; a sentence about it, grey if it is a plain text; what depends on the width; an empty line."""
+"""A part of a screen: a table, a sentence (grey if it is a `str`), a function of the width, or None: an empty line."""
 
 
 def title(text: str, style: str = TITLE) -> Text:
