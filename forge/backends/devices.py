@@ -74,7 +74,7 @@ def kv_dtypes_of(device: str) -> tuple[str, ...]:
 
 
 def check_kv_dtype(kv_dtype: str, device: str) -> None:
-    """Raises `UsageError` for a KV dtype that there is none of, or that the device has none of."""
+    """Raises `UsageError` for an unknown KV dtype, and for one that the device does not support."""
     everywhere, here = kv_dtypes_of("cpu"), kv_dtypes_of(device)
     if kv_dtype not in everywhere:
         raise UsageError(f"unknown kv dtype {kv_dtype!r}; supported: {', '.join(everywhere)}")

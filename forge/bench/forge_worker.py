@@ -86,7 +86,7 @@ class ForgeWorker(Worker):
         return {"setting": how, "seconds": self._expected}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
-        """Of the last token."""
+        """The logits of the last token."""
         model, blocks = self._llm.model, -(-len(token_ids) // BLOCK_SIZE)
         storage = model.new_storage(model.kv_layout(blocks, BLOCK_SIZE, self._llm.kv_dtype))
         return {"logits": np.asarray(model.forward(batch_of([token_ids], 0, blocks), storage))[0].tolist()}

@@ -74,7 +74,7 @@ class LlamaBinaryWorker(Worker):
         return {"peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024}
 
     def _seconds(self, kind: str, prompt: int, sequences: int, *setting: str) -> float:
-        """Of a prefill or a decode step in a run of its own, from the last row of the program's table."""
+        """Seconds of a prefill or a decode step in a run of its own, from the last row of the program's table."""
         steps = 1 if kind == "prefill" else STEPS
         counts = {"-npp": prompt, "-ntg": steps, "-npl": "1,1" if kind == "prefill" else sequences}
         counts |= {"-c": -(-sequences * (prompt + steps + 16) // 256) * 256, "-b": 2048, "-ub": 512}

@@ -65,7 +65,7 @@ class OpenVinoWorker(Worker):
         return {"setting": f"{best}, paged attention, 8-bit KV", "seconds": self._expected}
 
     def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
-        """Of the last token, by the same matrices as the faster setting's."""
+        """The logits of the last token, computed with the matrices of the faster setting."""
         if not hasattr(self, "_compiled"):
             path = os.path.join(self._folder, "openvino_model.xml")
             self._compiled = self._openvino.Core().compile_model(path, "CPU", self._options("float32"))
@@ -80,7 +80,7 @@ class OpenVinoWorker(Worker):
         return {"INFERENCE_NUM_THREADS": self._threads, **SETTINGS[setting]}
 
     def _begin(self, setting: str, kind: str, context: int, token_ids: list[list[int]]) -> None:
-        """That setting's pipeline, with no request but, of a decode, every sequence's with its cache filled."""
+        """The pipeline of a setting. For a decode its only requests are those of the case, with their caches filled."""
         for request in self._requests:
             request.cancel()
         self._requests = []

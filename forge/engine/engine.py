@@ -125,7 +125,7 @@ class Engine:
         self._unavailable: ModelUnavailable | None = None
         """The error that ended every sequence, once the model is gone."""
         self._num_sequences = self._num_steps = self._num_retained_forks = 0
-        """The ids of retained forks are no request's."""
+        """How many there were. Retained forks have numbers of their own, apart from the requests'."""
         self._rejected: list[RejectRecord] = []
         self._arrived: list[ArriveRecord] = []
         self._operating = False

@@ -59,7 +59,7 @@ class KvShape:
     head_dim: int
     bytes_per_number: int
     scale_bytes: int = 0
-    """Of the scale that all numbers of a key or value share, where there is one."""
+    """Bytes of the scale that all numbers of a key or value share; 0 where there is none."""
 
     @property
     def bytes_per_token(self) -> int:

@@ -62,7 +62,7 @@ _SHOWN = 160
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many, and where."""
+    """How many continuations and requests there are, and where the continuations branch."""
 
     branches: int = option(3, "Ways in which the story goes on.", _SIZES)
     branch_at: int | None = option(

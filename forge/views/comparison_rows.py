@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 def comparison_table(sides: "Sequence[Side]") -> Table:
-    """The figures that these sides have something to say to. Decoding has a ratio: its speed is the one that people
-    quote."""
+    """The figures of both sides, where at least one has them. Decoding alone has a ratio: people quote its speed."""
     facts = [_facts(side) for side in sides]
     left, right = (side.result.decode_tokens_per_second for side in sides)
     gains = {"decode": right / left} if left and right else {}

@@ -16,12 +16,12 @@ _HEIGHT, _MOST_WIDTH, _LEFT = 9, 66, 14
 
 @dataclass(frozen=True)
 class Point:
-    """Something that was computed."""
+    """A measured pass: its place in the picture, and its mark."""
 
     mark: str
     """Its character in the picture."""
     name: str
-    """Said once for every mark."""
+    """What the mark stands for; printed once below the picture."""
     intensity: float
     """Operations per byte."""
     per_second: float

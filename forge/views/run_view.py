@@ -51,11 +51,11 @@ class LiveView(RunView):
         self._live.stop()
 
     def redraw(self) -> None:
-        """Draw the frame, if the last one has been seen long enough."""
+        """Draw the frame, unless the last one was drawn less than 1 / `frames_per_second` ago."""
         if time.monotonic() >= self._next_frame:
             self._live.update(self.frame(), refresh=True)
             self._next_frame = time.monotonic() + 1 / self.frames_per_second
 
     def frame(self) -> RenderableType:
-        """What is to be seen now."""
+        """The picture as it is now."""
         raise NotImplementedError

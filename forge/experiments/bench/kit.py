@@ -69,7 +69,7 @@ def benchmark(screen: Callable[[Facts], Iterable[Part]]) -> Callable[[Callable[.
 
 
 def last_of(measuring: Facts | Generator[Facts, None, None]) -> Facts:
-    """What a run that yields its facts so far comes to. Ctrl-C keeps what there is, marked `interrupted`."""
+    """The last facts of a run that yields what is known so far. Ctrl-C keeps them, marked `interrupted`."""
     if isinstance(measuring, dict):
         return measuring
     facts = None
@@ -126,8 +126,10 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
 def in_turns(
     contenders: Mapping[str, _Contender], work: Callable[[_Contender, int], _Found], rounds: int, warm: int = 0
 ) -> dict[str, list[_Found]]:
-    """What `work` gives of every contender, `rounds` times, B A, A B, …; it is told the turn's number. By name, without
-    the first `warm` rounds, which are more."""
+    """Call `work(contender, turn)` for every contender in each round, in the opposite order in every second one.
+
+    `warm` rounds run first and are left out of the result: name → what `work` returned in each of `rounds` rounds.
+    """
     found: dict[str, list[_Found]] = {name: [] for name in contenders}
     for turn in range(warm + rounds):
         for name in contenders if turn % 2 else reversed(list(contenders)):
@@ -172,7 +174,7 @@ def effort_of(wanted: _Effort, **given: Any) -> _Effort:
 
 
 def select_peers(names: list[str] | None, known: Mapping[str, str]) -> tuple[str, ...]:
-    """`all`, `none`, or names of peers, in their own order. Raises `UsageError` for one that is none."""
+    """`all`, `none`, or names of peers, in the order of `known`. Raises `UsageError` for an unknown name."""
     if names in (None, ["all"], ["none"]):
         return () if names == ["none"] else tuple(known)
     assert names is not None
@@ -183,8 +185,8 @@ def select_peers(names: list[str] | None, known: Mapping[str, str]) -> tuple[str
 
 
 def select(names: str | None, known: Sequence[_Found], what: str = "figure") -> tuple[_Found, ...]:
-    """What of `known` (names, or things with a name) is asked for by names with commas, in their own order; None means
-    all. Raises `UsageError`."""
+    """Those of `known` (names, or things with a `name`) that `names`, with commas, lists, in the order of `known`; None
+    lists all. Raises `UsageError` for an unknown name."""
     by_name = {getattr(one, "name", one): one for one in known}
     wanted = [*by_name] if names is None else [name.strip() for name in names.split(",")]
     for name in wanted:

@@ -13,7 +13,7 @@ from forge.views.report import Report
 
 
 def view_report(name: str, history: History) -> Report:
-    """The view of that name. Raises `UsageError` for one that is none, with a list of those that there are."""
+    """The view of that name. Raises `UsageError` for an unknown name, with a list of the known ones."""
     known = first_lines(__path__)
     if name not in known:
         unknown = UsageError(f"unknown view {name!r}; there are {', '.join(known)}")
