@@ -13,6 +13,7 @@ again. If no folder can be written, code is kept in memory.
 """
 
 import contextlib
+import gc
 import hashlib
 import logging
 import os
@@ -190,7 +191,7 @@ class Kernel(MachineCode):
         arguments = (
             getattr(numba, each) if isinstance(each, str) else numba.from_dtype(each) for each in self._arguments
         )
-        with _without_numbas_optimization():
+        with _intermediate_code_only():
             compiled = numba.njit(getattr(numba, self._result)(*arguments), **options)(function)
         [result] = compiled.overloads.values()
         module = llvm.parse_assembly(result.library.get_llvm_str())
@@ -202,17 +203,42 @@ class Kernel(MachineCode):
 
 
 @contextlib.contextmanager
-def _without_numbas_optimization() -> Iterator[None]:
-    """Numba would optimize every function by itself, a fifth of the time; `_optimize` does so for the whole kernel."""
+def _intermediate_code_only() -> Iterator[None]:
+    """Numba goes no further than LLVM's intermediate code, and neither optimizes it nor makes machine code of it.
+
+    It would do both for every function by itself, and wrap each for calls from Python: a third of the time, and none of
+    it is used. What was compiled here cannot be called through Numba.
+    """
     import numba
+    from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.cpu import CPUContext
+
+    def nothing(*arguments: Any, **options: Any) -> None:
+        pass
+
+    def finish(library: Any) -> None:
+        library._finalize_dynamic_globals()
+        library._finalized = True
+
+    def no_address(library: Any, name: str) -> int:
+        library._ensure_finalized()
+        return 0
 
     config: Any = numba.config
-    before = config.OPT
-    config.OPT = type(before)(0)
-    try:
+    replaced = (
+        (config, "OPT", type(config.OPT)(0)),
+        (CPUContext, "create_cpython_wrapper", nothing),
+        (CPUContext, "create_cfunc_wrapper", nothing),
+        (JITCodeLibrary, "_finalize_final_module", finish),
+        (JITCodeLibrary, "get_pointer_to_function", no_address),
+        (JITCPUCodegen, "set_env", nothing),
+    )
+    with global_compiler_lock, contextlib.ExitStack() as stack:  # other threads' functions are to be made whole
+        for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
-    finally:
-        config.OPT = before
 
 
 def _c_wrapper(name: str, numba_name: str, arguments: Arguments, result: str) -> str:
@@ -321,6 +347,8 @@ def compile_all(wanted: Iterable[Kernel | TileSet], on_progress: CompileProgress
     tell = on_progress if on_progress is not None and missing else lambda done, total: None
     tell(0, total)
     helpers = [_Helper(missing) for _ in range(_helpers_for(total))]
+    collects = gc.isenabled()
+    gc.disable()  # Numba makes many objects and keeps them: looking through them takes a tenth of the time
     try:
         while missing:
             with contextlib.suppress(IndexError):  # a helper took the last one
@@ -331,6 +359,8 @@ def compile_all(wanted: Iterable[Kernel | TileSet], on_progress: CompileProgress
             helper.join()
     finally:
         missing.clear()
+        if collects:
+            gc.enable()
     tell(total, total)
     for item in wanted:
         item.compile()
@@ -372,6 +402,7 @@ def compile_what_is_named() -> None:
     """A helper process: compile what standard input names, line by line, and answer each with a line."""
     from forge.backends.cpu import kernel_table, packing, thread_pool
 
+    gc.disable()
     tiles = [tile_set(layout) for layout in packing.LAYOUT_OF_TYPE.values()]
     known = {
         item.name: item
@@ -381,6 +412,7 @@ def compile_what_is_named() -> None:
     for line in sys.stdin:
         known[line.strip()].compile()
         print(flush=True)
+    os._exit(0)  # which does not look at every object that Numba made
 
 
 def _read_object(name: str) -> bytes | None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 
@@ -273,6 +274,7 @@ def test_a_full_disk_while_writing_is_done_without(fresh_cache, monkeypatch):
 WORKS_WITHOUT_A_FOLDER = """
 from forge.backends.cpu.compilation import cache_folder
 from forge.backends.cpu.thread_pool import ThreadPool
+import numba
 import numpy as np
 pool = ThreadPool(2)
 program = np.zeros((0, 32), np.int64)
@@ -321,7 +323,7 @@ def test_two_processes_that_compile_at_once_leave_whole_files_and_a_third_compil
     assert list(folder.glob("*.tmp")) == []
 
 
-SECOND_START = """
+START = """
 from tests.backends.cpu.models import small_model
 from forge.model.manual_batch import one_prefill
 from forge.backends.cpu.backend import CpuBackend
@@ -333,11 +335,9 @@ print(seen)
 
 @pytest.mark.skipif(compilation.cache_folder() is None, reason="no folder can be written here, so nothing is kept")
 def test_a_second_start_with_the_same_kind_of_model_compiles_nothing():
-    model = small_model(ThreadedBackend(2), "Q8_0")
-    one_prefill(model, [1, 2, 3])
-    model.backend._pool.close()
+    run_python(["-c", START])
 
-    result = run_python(["-c", SECOND_START])
+    result = run_python(["-c", START])
 
     assert (result.stdout, result.stderr) == ("[]\n", "")
 
@@ -366,3 +366,17 @@ def test_kernels_have_names_of_their_own_because_their_files_would_overwrite_eac
     kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
     assert len(kernels) > 8
     assert len({kernel.name for kernel in kernels}) == len(kernels)
+
+
+def test_a_function_of_ones_own_is_compiled_whole_after_a_kernel_was(fresh_cache):
+    compilation.compile_all([OperationKernel(*QUICK)])
+
+    @numba.njit
+    def twice(number):
+        return inner(number) + inner(number)
+
+    @numba.njit
+    def inner(number):
+        return number
+
+    assert twice(21) == 42
