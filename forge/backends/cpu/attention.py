@@ -87,7 +87,7 @@ def _store_head(ctx, address, layer, row, head, source, width):
     place = address + layer * ctx.cache.layer_bytes + slot // block_size * ctx.cache.block_bytes
     place += head * ctx.cache.head_bytes + slot % block_size * ctx.cache.row_bytes
     if ctx.cache.kind == INT8:
-        _store_int8(place, source, width, ctx.cache.row_bytes)
+        _store_int8(place, source, width, place + ctx.cache.row_bytes - 4)
         return
     for offset in range(0, width, 16):
         vector = mask_lanes(load_f32(source + 4 * offset), width - offset, ZERO)
@@ -95,8 +95,8 @@ def _store_head(ctx, address, layer, row, head, source, width):
 
 
 @numba.njit
-def _store_int8(place, source, width, row_bytes):
-    """A key or value as int8 and, in the row's last four bytes, its scale (`kv_storage.quantized`)."""
+def _store_int8(place, source, width, scale):
+    """A query, key or value as int8 to `place`, and its scale to `scale` (`kv_storage.quantized`)."""
     highest = splat_f32(ZERO)
     for offset in range(0, width, 16):
         highest = maximum(highest, absolute(mask_lanes(load_f32(source + 4 * offset), width - offset, ZERO)))
@@ -105,7 +105,15 @@ def _store_int8(place, source, width, row_bytes):
     for offset in range(0, width, 16):
         vector = mask_lanes(load_f32(source + 4 * offset), width - offset, ZERO)
         store_i8(place + offset, round_to_int(vector * splat_f32(inverse)))
-    put_f32(place + row_bytes - 4, largest / np.float32(127.0) if inverse > ZERO else ZERO)
+    put_f32(scale, largest / np.float32(127.0) if inverse > ZERO else ZERO)
+
+
+@numba.njit
+def _quantize_query(query, width, scale):
+    """A query in place as int8, zeros up to a multiple of 64, and its scale."""
+    _store_int8(query, query, width, scale)
+    for offset in range(width, (width + 63) // 64 * 64, 16):
+        store_i8(query + offset, round_to_int(splat_f32(ZERO)))
 
 
 def norm_rope_store(op, ctx, thread, threads):
@@ -165,7 +173,7 @@ def _find_rows(ctx, table, start, count, rows):
 
 @numba.njit
 def _gather_scales(head, rows, row_bytes, scales):
-    """The scales of a chunk's keys, from behind each."""
+    """The scales of a chunk's keys or values, from behind each."""
     for number in range(CHUNK):
         put_f32(scales + 4 * number, get_f32(head + get_i64(rows + 8 * number) + row_bytes - 4))
 
@@ -193,18 +201,19 @@ def _together(visible, group, query, num_queries):
 
 
 @numba.njit
-def _softmax_chunk(weights, together, count, scale, states, scales, shifts):
+def _softmax_chunk(weights, together, count, scale, states, scales, query_scales, shifts):
     """Scores of queries over a chunk, in place, to softmax numerators; their states to what the chunk makes of them.
 
     A state is (maximum, sum) of all chunks so far, then what the output so far and this chunk's sum of values are to
     be multiplied by. The first chunk meets the lowest maximum there is, and exp's smallest value times nothing.
-    `scales`: of int8, those of the chunk's keys, which its scores lack; 0 if there are none. `shifts`: room for 16
-    floats. Queries go step by step together, because each waits long for the sum over its own lanes.
+    `scales`: of int8, those of the chunk's keys, which its scores lack, then those of its values, which its numerators
+    are given; 0 if there are none. `query_scales` are those of the queries. `shifts`: room for 16 floats. Queries go
+    step by step together, because each waits long for the sum over its own lanes.
     """
-    factor = splat_f32(scale)
     for each in range(together):
         scores_of, state = weights + 4 * CHUNK * each, states + 16 * each
         highest = splat_f32(LOWEST)
+        factor = splat_f32(scale * get_f32(query_scales + 4 * each) if scales != 0 else scale)
         for block in range(0, count, 16):
             scores = load_f32(scores_of + 4 * block)
             if scales != 0:
@@ -224,8 +233,10 @@ def _softmax_chunk(weights, together, count, scale, states, scales, shifts):
         highest, total = splat_f32(get_f32(state + 8)), splat_f32(ZERO)
         for block in range(0, count, 16):
             value = mask_lanes(exp16(load_f32(scores_of + 4 * block) - highest), count - block, ZERO)
-            store_f32(scores_of + 4 * block, value)
             total = total + value
+            if scales != 0:
+                value = value * load_f32(scales + 4 * (CHUNK + block))
+            store_f32(scores_of + 4 * block, value)
         keep, gain = get_f32(shifts + 4 * each), get_f32(shifts + 4 * (each + together))
         put_f32(state + 4, get_f32(state + 4) * keep + sum16(total) * gain)
         put_f32(state + 8, keep)
@@ -252,8 +263,9 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
     num_queries, most = (last_row - first_row) * group, ROWS_PER_BLOCK * group
     rows, next_rows = scratch, scratch + 8 * CHUNK
     scales = scratch + 16 * CHUNK if kind == INT8 else 0
-    shifts = scratch + 20 * CHUNK
-    queries = shifts + VECTOR
+    shifts = scratch + 24 * CHUNK
+    query_scales = shifts + VECTOR
+    queries = query_scales + 4 * most
     all_weights = queries + 4 * width * most
     outs = all_weights + 4 * CHUNK * most
     states = outs + 4 * width * most
@@ -264,6 +276,8 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             vector = mask_lanes(load_f32(q + 4 * offset), head_dim - offset, ZERO)
             store_f32(queries + 4 * (i * width + offset), vector)
             store_f32(outs + 4 * (i * width + offset), splat_f32(ZERO))
+        if kind == INT8:
+            _quantize_query(queries + 4 * i * width, width, query_scales + 4 * i)
         put_f32(states + 16 * i, LOWEST)
         put_f32(states + 16 * i + 4, ZERO)
     head = _head_offset(op, ctx, kv_head)
@@ -280,6 +294,7 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
         _find_rows(ctx, ahead_table, upcoming, min(CHUNK, (end if following < end else next_end) - upcoming), next_rows)
         if kind == INT8:
             _gather_scales(keys, rows, ctx.cache.row_bytes, scales)
+            _gather_scales(values, rows, ctx.cache.row_bytes, scales + 4 * CHUNK)
         first_query = max(0, start - first_position) * group
         query = first_query
         while query < num_queries:
@@ -287,7 +302,9 @@ def _attend_block(op, ctx, sequence, kv_head, first_row, last_row, scratch, next
             together = _together(visible, group, query, num_queries)
             weights = all_weights + 4 * CHUNK * query
             dot_keys(kind, together, queries + 4 * width * query, width, keys, rows, visible, weights, values)
-            _softmax_chunk(weights, together, visible, scale, states + 16 * query, scales, shifts)
+            _softmax_chunk(
+                weights, together, visible, scale, states + 16 * query, scales, query_scales + 4 * query, shifts
+            )
             query += together
         query = first_query
         while query < num_queries:

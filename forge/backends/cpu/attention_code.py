@@ -4,7 +4,8 @@ A key is fetched and widened to float32 once for up to four queries, which a loo
 registers. Sixteen running sums are in use at any time: four queries times four keys, two times eight or one times
 sixteen; of values four queries times 64 elements. How many queries go together cannot be seen in a result: each
 pair of a query and a key has its own sum (16 lanes, dimensions ascending, then the tree of `sum16`), and each element
-of an output has its own (positions ascending).
+of an output has its own (positions ascending). Keys in int8 meet queries in int8, by the instruction set's own product
+(`instruction_sets.py`): 64 dimensions where float32 has 16, and a sum of integers, which has no order.
 
 Rows of keys are given by a list of their offsets, int64, because two neighbours may lie in different blocks.
 """
@@ -16,6 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from forge.backends.cpu.compilation import instruction_set
 from forge.backends.cpu.llvm_code import (
     F32,
     I8,
@@ -37,7 +39,9 @@ from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8
 
 _KINDS = {FLOAT32: "f32", FLOAT16: "f16", BFLOAT16: "bf16", INT8: "int8"}
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
-_ZEROS = ir.Constant(V_F32, [0.0] * LANES)
+_ZEROS, _NOTHING = ir.Constant(V_F32, [0.0] * LANES), ir.Constant(V_I32, [0] * LANES)
+_TOP_BITS = ir.Constant(V_I32, [0x80808080 - (1 << 32)] * LANES)
+"""128 in every byte."""
 
 Values = list[ir.Value]
 Body = Callable[[ir.Value, Values], Values]
@@ -108,20 +112,22 @@ def _fetch(b: ir.IRBuilder, address: ir.Value, size: int) -> None:
 def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, scores, ahead):
     """Dot products of `together` queries (1, 2 or 4) with the first `count` keys of a chunk, to `scores`.
 
-    queries: float32 `[together, width]`. keys: what is added to the offsets `rows` (int64) to find a key, stored as
-    `kind` says. scores: float32 `[together, CHUNK]`, written up to a multiple of 16 / together; of int8 without the
-    keys' scales. ahead: what, added to the same offsets, is to be fetched meanwhile.
+    queries: float32 `[together, width]`; for keys in int8 each row begins with its int8 numbers instead, zeros up to
+    a multiple of 64. keys: what is added to the offsets `rows` (int64) to find a key, stored as `kind` says. scores:
+    float32 `[together, CHUNK]`, written up to a multiple of 16 / together; of int8 without the scales of either side.
+    ahead: what, added to the same offsets, is to be fetched meanwhile.
     """
 
     def codegen(context, b, sig, args):
         kind, together, queries, width, keys, rows, count, scores, ahead = args
+        isa = instruction_set()
 
-        def some_keys(kind: str, together: int, first: ir.Value) -> None:
-            """The scores of 16 / together keys from number `first` on."""
+        def query_at(query: int, offset: ir.Value) -> ir.Value:
+            return b.add(queries, b.add(b.mul(b.mul(I64(query), width), I64(4)), offset))
+
+        def sums_of(addresses: Values, upcoming: Values, together: int, kind: str) -> Values:
+            """Of each query with each key 16 lanes, whose sum is their product."""
             step, item = LANES // together, I64(_ITEM_BYTES[kind])
-            addresses, upcoming = (
-                [_row(b, base, rows, b.add(first, I64(number))) for number in range(step)] for base in (keys, ahead)
-            )
 
             def dimensions(index: ir.Value, sums: Values) -> Values:
                 offset = b.mul(index, item)
@@ -131,21 +137,65 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
                 key = [_stored(b, b.add(address, offset), kind) for address in addresses]
                 results = []
                 for query in range(together):
-                    at = b.add(b.mul(I64(query), width), index)
-                    q = load(b, b.add(queries, b.mul(at, I64(4))), V_F32)
+                    q = load(b, query_at(query, b.mul(index, I64(4))), V_F32)
                     mine = sums[query * step : (query + 1) * step]
                     results += [fused_multiply_add(b, q, k, total) for k, total in zip(key, mine, strict=True)]
                 return results
 
-            result = reduce_each(b, _loop(b, width, LANES, [_ZEROS] * LANES, dimensions), b.fadd)
+            return _loop(b, width, LANES, [_ZEROS] * LANES, dimensions)
+
+        def integer_sums_of(addresses: Values, upcoming: Values, together: int, start: Values) -> Values:
+            """The same of int8. What lies behind a key meets zeros."""
+            step = LANES // together
+
+            def dimensions(index: ir.Value, sums: Values) -> Values:
+                for row in upcoming:
+                    _fetch(b, b.add(row, index), 64)
+                key = [load(b, b.add(address, index), V_I32) for address in addresses]
+                key = key if isa.signed_weights else [b.xor(each, _TOP_BITS) for each in key]
+                results = []
+                for query in range(together):
+                    q = load(b, query_at(query, index), V_I32)
+                    mine = sums[query * step : (query + 1) * step]
+                    results += [isa.dot(b, total, k, q) for k, total in zip(key, mine, strict=True)]
+                return results
+
+            return _loop(b, width, 4 * LANES, [each for each in start for _ in range(step)], dimensions)
+
+        def start_of(together: int) -> Values:
+            """Where integer sums start: unsigned bytes k + 128 stand for keys k, which adds 128 times a query's sum."""
+            if isa.signed_weights:
+                return [_NOTHING] * together
+
+            def dimensions(index: ir.Value, sums: Values) -> Values:
+                return [
+                    isa.dot(b, total, _TOP_BITS, load(b, query_at(query, index), V_I32))
+                    for query, total in enumerate(sums)
+                ]
+
+            return [b.neg(each) for each in _loop(b, width, 4 * LANES, [_NOTHING] * together, dimensions)]
+
+        def some_keys(kind: str, together: int, first: ir.Value, start: Values) -> None:
+            """The scores of 16 / together keys from number `first` on."""
+            step = LANES // together
+            addresses, upcoming = (
+                [_row(b, base, rows, b.add(first, I64(number))) for number in range(step)] for base in (keys, ahead)
+            )
+            if kind == "int8":
+                sums = integer_sums_of(addresses, upcoming, together, start)
+                result = b.sitofp(reduce_each(b, sums, b.add), V_F32)
+            else:
+                result = reduce_each(b, sums_of(addresses, upcoming, together, kind), b.fadd)
             for query in range(together):
                 lanes = ir.Constant(ir.VectorType(I32, step), list(range(query * step, (query + 1) * step)))
                 part = b.shuffle_vector(result, ir.Constant(V_F32, ir.Undefined), lanes)
                 store(b, b.add(scores, b.add(I64(4 * CHUNK * query), b.mul(first, I64(4)))), part)
 
         def emit(kind: str, together: int) -> None:
+            start = start_of(together) if kind == "int8" else []
+
             def block(first: ir.Value, _: Values) -> Values:
-                some_keys(kind, together, first)
+                some_keys(kind, together, first, start)
                 return []
 
             _loop(b, count, LANES // together, [], block)
@@ -160,9 +210,9 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
 def add_values(typingctx, kind, together, weights, count, values, rows, width, outs, states, ahead, ahead_rows):
     """out = out * keep + gain * (sum of weight[j] * value[j], j ascending) for `together` queries (1, 2 or 4).
 
-    weights: float32 `[together, CHUNK]`, of which `count` are used. values: what is added to the offsets `rows` to
-    find a value. outs: float32 `[together, width]`. states: float32 `[together, 4]`, whose last two are keep and gain.
-    ahead, ahead_rows: what is to be fetched meanwhile.
+    weights: float32 `[together, CHUNK]`, of which `count` are used; the scales of values in int8 are in them. values:
+    what is added to the offsets `rows` to find a value. outs: float32 `[together, width]`. states: float32
+    `[together, 4]`, whose last two are keep and gain. ahead, ahead_rows: what is to be fetched meanwhile.
     """
 
     def codegen(context, b, sig, args):
@@ -178,11 +228,9 @@ def add_values(typingctx, kind, together, weights, count, values, rows, width, o
                 _fetch(b, _row(b, next_first, ahead_rows, index), LANES * item * vectors)
                 value = [_stored(b, b.add(row, I64(LANES * item * n)), kind) for n in range(vectors)]
                 results = []
-                scale = load(b, b.add(_row(b, values, rows, index), width), F32) if kind == "int8" else None
                 for query in range(together):
                     at = b.add(weights, b.add(I64(4 * CHUNK * query), b.mul(index, I64(4))))
-                    weight = load(b, at, F32)
-                    weight = splat(b, b.fmul(weight, scale) if scale else weight)
+                    weight = splat(b, load(b, at, F32))
                     mine = sums[query * vectors : (query + 1) * vectors]
                     results += [fused_multiply_add(b, weight, v, total) for v, total in zip(value, mine, strict=True)]
                 return results

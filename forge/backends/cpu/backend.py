@@ -265,8 +265,8 @@ class CpuBackend(Backend):
         weakref.finalize(self, self._pool.close)  # its threads end with the backend
         width, group = padded(layout.head_dim, LANES), recording.heads_per_kv_head
         queries = ROWS_PER_BLOCK * group
-        # What `_attend_block` lays out: offsets and scales of a chunk; per query itself, its weights, output and state.
-        floats = max(5 * CHUNK + LANES + queries * (CHUNK + 2 * width + 4), GLU_SCRATCH_FLOATS)
+        # Laid out by `_attend_block`: offsets and scales of a chunk; queries, their scales, weights, outputs, states.
+        floats = max(6 * CHUNK + LANES + queries * (CHUNK + 2 * width + 5), GLU_SCRATCH_FLOATS)
         scratch = aligned_empty((self.threads, padded(4 * floats, 4096)), np.uint8)
         self._inputs["scratch"] = scratch
         self._context.scratch, self._context.scratch_bytes = scratch.ctypes.data, scratch.shape[1]
@@ -330,7 +330,7 @@ class CpuBackend(Backend):
 def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     try:
-        return huge_pages(size)[:size].view(dtype).reshape(shape)
+        return huge_pages(size + 64)[:size].view(dtype).reshape(shape)  # a key in int8 is read 64 bytes at a time
     except (OSError, OverflowError) as error:
         raise MemoryError(str(error)) from None
 

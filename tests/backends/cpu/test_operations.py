@@ -14,6 +14,7 @@ import pytest
 
 from forge.backends.cpu.op_layout import ROWS_NEAR
 from forge.backends.cpu.vectors import exp16, load_f32, store_f32
+from forge.cache.kv_storage import rounded
 from forge.gguf import GGMLType
 from forge.gguf.writer import random_weights
 from forge.model.forward_batch import ForwardBatch
@@ -387,8 +388,16 @@ class AttentionBench(Bench):
         ops.write_kv(storage, 0, batch, k, ops.linear(x, self.v))
         return ops.linear(ops.attention(q, storage, 0, batch), self.out)
 
-    def expected(self, rows: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def expected(
+        self,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        query_dtype: str = "float32",
+    ) -> np.ndarray:
         queries = rotated(normed_heads(rows[:, self.parts[0]], self.q_weight), positions, self.theta)
+        queries = queries if query_dtype == "float32" else rounded(queries.astype(np.float32), query_dtype)
         return attended(queries, keys.astype(np.float64), values.astype(np.float64), positions).reshape(len(rows), -1)
 
 
@@ -420,8 +429,6 @@ def test_stored_keys_are_normed_and_rotated_and_values_are_as_they_were(head_dim
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16", "int8"])
 def test_keys_and_values_are_rounded_to_the_nearest_number_of_the_storages_type(kv_dtype):
     """Ties to even, subnormals and overflow included, exactly as `reference` rounds."""
-    from forge.cache.kv_storage import rounded
-
     x = attention_rows(8, 1, 1, 32, seed=3)
     special = [0.0, -0.0, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 65519.9, 65520.0, -65504.0, 2.0**-24, 2.0**-25]
     special += [1.5 * 2.0**-24, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1e-30, -1e-30, 6e-8, 3e38]
@@ -454,7 +461,7 @@ def test_attention_through_a_shuffled_block_table(shape, context):
     assert relative_error(got, want, np.abs(want).max()) < 60 * ROUNDING
 
 
-@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
 def test_attention_reads_what_was_rounded(kv_dtype):
     x = attention_rows(90, 4, 2, 24, seed=5)
     bench = AttentionBench(x, 4, 2, 24)
@@ -465,6 +472,26 @@ def test_attention_reads_what_was_rounded(kv_dtype):
 
     want = bench.expected(x, np.arange(90), *storage.gather(0, [5, 1, 0, 2, 4, 3], 90))
     assert relative_error(got, want, np.abs(want).max()) < 60 * ROUNDING
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 24), (4, 2, 32), (4, 1, 64), (2, 1, 128), (3, 1, 6), (2, 1, 80), (1, 1, 192)], ids=str
+)
+def test_queries_are_rounded_as_int8_keys_are(shape):
+    """A number that lies between two of int8 may be rounded to either here and there, hence the tolerance."""
+    heads, kv_heads, head_dim = shape
+    x = attention_rows(90, heads, kv_heads, head_dim, seed=5)
+    bench = AttentionBench(x, heads, kv_heads, head_dim)
+    storage = bench.storage(6, 16, "int8")
+    poison(storage)
+
+    got = bench.run(bench.operation, flat_batch([Part(list(range(90)), 0, 90, [5, 1, 0, 2, 4, 3])], 16), storage)
+
+    keys, values = storage.gather(0, [5, 1, 0, 2, 4, 3], 90)
+    want = bench.expected(x, np.arange(90), keys, values, query_dtype="int8")
+    exact = bench.expected(x, np.arange(90), keys, values)
+    scale = np.abs(want).max()
+    assert relative_error(got, want, scale) < 1e-3 < relative_error(exact, want, scale)
 
 
 def test_attention_with_one_key_far_above_the_others_and_with_equal_keys():
