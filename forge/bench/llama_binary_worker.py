@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
@@ -39,13 +40,14 @@ class LlamaBinaryWorker(Worker):
         """binary: the program, or the folder that it is in."""
         if binary is None:
             raise Missing(INSTALL)
-        self._program = os.path.join(binary, PROGRAM) if os.path.isdir(binary) else binary
+        self._program = os.path.abspath(os.path.join(binary, PROGRAM) if os.path.isdir(binary) else binary)
+        self._folder = TemporaryDirectory(prefix="forge-bench-")  # the program leaves its log where it runs
         try:
             usage = subprocess.run([self._program, "--help"], capture_output=True, text=True).stdout
         except OSError as error:
             raise Missing(f"{self._program}: {error.strerror}; {INSTALL}") from None
         self._own = "-rtr" in usage
-        self._arguments = ["-m", model, "-t", str(threads), "-tb", str(threads)]
+        self._arguments = ["-m", os.path.abspath(model), "-t", str(threads), "-tb", str(threads)]
         _, seconds = timed(lambda: self._seconds("prefill", 1, 1))
         name = "ik_llama.cpp" if self._own else "llama.cpp, not ik_llama.cpp"
         description = f"{name}: {PROGRAM}, {plural(threads)}; its load is a whole run of one token"
@@ -80,7 +82,10 @@ class LlamaBinaryWorker(Worker):
         counts |= {"-c": -(-sequences * (prompt + steps + 16) // 256) * 256, "-b": 2048, "-ub": 512}
         arguments = [str(part) for pair in counts.items() for part in pair]
         run = subprocess.run(
-            [self._program, *self._arguments, *arguments, "-fa", "on", *setting], capture_output=True, text=True
+            [self._program, *self._arguments, *arguments, "-fa", "on", *setting],
+            cwd=self._folder.name,
+            capture_output=True,
+            text=True,
         )
         rows = [line.strip("| ").split("|") for line in (run.stdout + run.stderr).split("\n") if line.startswith("|")]
         if run.returncode or len(rows) < 3:

@@ -5,9 +5,11 @@ import sys
 
 import pytest
 
+from forge.bench.forge_worker import ForgeWorker
 from forge.bench.llama_binary_worker import PROGRAM, STEPS, LlamaBinaryWorker
 from forge.bench.openvino_worker import OpenVinoWorker
 from forge.bench.worker import Missing
+from tests.small_models import write_small_qwen3
 
 IK = "-rtr, --run-time-repack"
 
@@ -77,3 +79,19 @@ def test_without_openvino_it_is_said_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "openvino_genai", None)
     with pytest.raises(Missing, match=r"pip install openvino-genai"):
         OpenVinoWorker().load("model.gguf", threads=2, scratch=str(tmp_path))
+
+
+@pytest.mark.parametrize("faster", ["float16", "int8"])
+def test_on_a_cpu_forge_keeps_keys_and_values_in_the_faster_kv_dtype(tmp_path, monkeypatch, faster):
+    worker = ForgeWorker()
+    loaded = worker.load(str(write_small_qwen3(tmp_path / "m.gguf")), device="cpu")
+    kept = []
+    set_up = worker._set_up
+    monkeypatch.setattr(worker, "_set_up", lambda dtype, *rest: (kept.append(dtype), set_up(dtype, *rest)))
+    monkeypatch.setattr(worker, "_step", lambda: 1.0 if kept[-1] == faster else 2.0)
+
+    prepared = worker.prepare("decode", 16, [list(range(17)), list(range(1, 18))])
+
+    assert "KV" not in loaded["description"]  # which is told of each case instead
+    assert prepared == {"setting": f"{faster} KV", "seconds": 1.0}
+    assert kept[-1] == faster

@@ -39,7 +39,7 @@ from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8
 
 _KINDS = {FLOAT32: "f32", FLOAT16: "f16", BFLOAT16: "bf16", INT8: "int8"}
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
-_ZEROS, _NOTHING = ir.Constant(V_F32, [0.0] * LANES), ir.Constant(V_I32, [0] * LANES)
+_ZEROS, _INTEGER_ZEROS = ir.Constant(V_F32, [0.0] * LANES), ir.Constant(V_I32, [0] * LANES)
 _TOP_BITS = ir.Constant(V_I32, [0x80808080 - (1 << 32)] * LANES)
 """128 in every byte."""
 
@@ -165,7 +165,7 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
         def start_of(together: int) -> Values:
             """Where integer sums start: unsigned bytes k + 128 stand for keys k, which adds 128 times a query's sum."""
             if isa.signed_weights:
-                return [_NOTHING] * together
+                return [_INTEGER_ZEROS] * together
 
             def dimensions(index: ir.Value, sums: Values) -> Values:
                 return [
@@ -173,7 +173,7 @@ def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, score
                     for query, total in enumerate(sums)
                 ]
 
-            return [b.neg(each) for each in _loop(b, width, 4 * LANES, [_NOTHING] * together, dimensions)]
+            return [b.neg(each) for each in _loop(b, width, 4 * LANES, [_INTEGER_ZEROS] * together, dimensions)]
 
         def some_keys(kind: str, together: int, first: ir.Value, start: Values) -> None:
             """The scores of 16 / together keys from number `first` on."""

@@ -206,8 +206,8 @@ class Kernel(MachineCode):
 def _intermediate_code_only() -> Iterator[None]:
     """Numba goes no further than LLVM's intermediate code, and neither optimizes it nor makes machine code of it.
 
-    It would do both for every function by itself, and wrap each for calls from Python: a third of the time, and none of
-    it is used. What was compiled here cannot be called through Numba.
+    By itself it does both for every function and makes wrappers for calls from Python, a third of the time, and forge
+    uses none of that. Numba cannot call what was compiled here: it has no machine code.
     """
     import numba
     from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
@@ -234,7 +234,7 @@ def _intermediate_code_only() -> Iterator[None]:
         (JITCodeLibrary, "get_pointer_to_function", no_address),
         (JITCPUCodegen, "set_env", nothing),
     )
-    with global_compiler_lock, contextlib.ExitStack() as stack:  # other threads' functions are to be made whole
+    with global_compiler_lock, contextlib.ExitStack() as stack:  # which keeps other threads from compiling meanwhile
         for owner, name, value in replaced:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
@@ -412,7 +412,7 @@ def compile_what_is_named() -> None:
     for line in sys.stdin:
         known[line.strip()].compile()
         print(flush=True)
-    os._exit(0)  # which does not look at every object that Numba made
+    os._exit(0)  # without freeing every object that Numba made
 
 
 def _read_object(name: str) -> bytes | None:

@@ -253,6 +253,7 @@ def screen(facts: Facts) -> Iterator[Part]:
         if peers:
             how = "A ratio is forge over the peer, taken repetition by repetition; above 1 forge is faster."
             yield f"Medians (least–most). {how}"
+        yield from _settings(figures)
         if contexts := sorted({one["case"].context for one in figures if one["case"].kind == "decode"}):
             lengths = " or ".join(f"{context:,}" for context in contexts)
             yield f"decode N: N sequences with {lengths} tokens each in the cache take one step together."
@@ -274,6 +275,16 @@ def screen(facts: Facts) -> Iterator[Part]:
                 yield f"{one['name']} keeps the weights in {size(held)}, {held / model.weight_bytes:,.2f} x the file."
     if notes := list(_notes(facts, peers)):
         yield from (None, *notes)
+
+
+def _settings(figures: list[Facts]) -> Iterator[str]:
+    """Which setting each program was fastest with, and in which cases."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for one in figures:
+        for each in one["measured"]:
+            cases.setdefault((each["contender"], each["setting"]), []).append(one["case"].title)
+    for (name, setting), titles in sorted(cases.items(), key=lambda item: item[0][0] != FORGE):
+        yield one_line(f"{name}, {setting}: {', '.join(titles)}")
 
 
 def _speed_tables(figures: list[Facts], peers: list[str]) -> Fitting:
@@ -326,8 +337,9 @@ def _roofline(figures: list[Facts], limits: Limits) -> Iterator[Part]:
     columns += ["at best: {roofline.limit_seconds:ms}", "took: {seconds:middle}", "share: {roofline.share:percent}"]
     yield Table.of(lines, *columns, formats=shown)
     sentence = (
-        "reads: the file's weights once and the keys and values before the step, the least that a step can do with. "
-        "products: multiplications as int8; a float32 one counts as four. at best: what the nearer limit allows."
+        "reads: the file's weights once, and the keys and values before the step at two bytes a number. products: "
+        "multiplications as int8; a float32 one counts as four, as do attention's. "
+        "at best: what the nearer limit allows."
     )
     if any(one["roofline"].bound == "memory" and one["roofline"].share > 1 for one in lines):
         sentence += " More than 100 % of memory's limit: these weights stay in the processor's cache between steps."
