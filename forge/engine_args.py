@@ -90,7 +90,7 @@ class EngineArgs:
         shown="what all sequences need, up to 0.9",
     )
     kv_dtype: str | None = option(
-        None, "What keys and values are rounded to: float32, float16 or bfloat16.", _MODEL, shown="the device's own"
+        None, "How keys and values are stored: float32, float16, bfloat16 or int8.", _MODEL, shown="the device's own"
     )
     invariant: bool = option(
         False, "One tiling for every batch, so that bits never depend on it (cuda; elsewhere they never do).", _MODEL
@@ -164,9 +164,8 @@ class EngineArgs:
     """Called with (kernels compiled, kernels in all) if any have to be, which happens once per machine."""
 
     def __post_init__(self) -> None:
-        from forge.backends.devices import check_device
+        from forge.backends.devices import check_device, check_kv_dtype
         from forge.cache.factory import canonical_mode
-        from forge.cache.kv_storage import KV_DTYPES
         from forge.speculation.setup import checked_acceptance, checked_mode
 
         _require_positive("block_size", self.block_size)
@@ -183,11 +182,12 @@ class EngineArgs:
             self._check_gpu_memory(self.gpu_memory_utilization)
         if self.num_blocks is not None and self.kv_memory is not None:
             raise UsageError("--num-blocks and --kv-memory both say how large the KV cache is: give one of them")
-        if self.kv_dtype not in (None, *KV_DTYPES):
-            raise UsageError(f"unknown kv dtype {self.kv_dtype!r}; supported: {', '.join(KV_DTYPES)}")
         if isinstance(self.cache, str):
             canonical_mode(self.cache)
         check_device(self.device, self.quantize, self.invariant, self.kernels)
+        if self.kv_dtype is not None:
+            for device in (self.device, self.draft_device or self.device):
+                check_kv_dtype(self.kv_dtype, device)
         if self.draft_device is not None:
             check_device(self.draft_device)
 

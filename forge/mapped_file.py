@@ -1,51 +1,147 @@
-"""A model file mapped into memory, read-only: what both readers, GGUF and safetensors, look through.
+"""A model file mapped into memory, read-only: what both readers, GGUF and safetensors, have in common.
 
 A mapping costs nothing until its pages are read, and then they count as this process's memory although the system could
-drop them at any moment. `drop_pages` gives them back at once: a loader that has turned a tensor into its own layout
-calls it, so that it never holds the file twice.
+drop them at any moment. `MappedFile.release` gives them back at once: a loader that has turned a tensor into its own
+layout calls it, so that it never holds the file twice.
+
+A `ModelFileError` names the file, the field and the byte where the file went wrong. Everything in it that came out of
+the file went through `printable` first: a hostile name can neither write terminal escapes nor fill the screen.
 """
 
 import mmap
 import os
 import stat
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from forge.errors import ForgeError
 
+MAX_PRINTED_CHARACTERS = 64
+WHOLE_FILE = "file"
+"""The `field` of an error that is not about a place in the file: it is missing, empty, a directory."""
+OTHER_KINDS_OF_FILE = {
+    b"PK\x03\x04": "a zip archive (a PyTorch checkpoint?), not a {kind} file",
+    b"vers": "perhaps a Git LFS pointer in place of the file; fetch the file itself",
+    b"<!do": "a web page, not a {kind} file; the download went wrong",
+    b"<!DO": "a web page, not a {kind} file; the download went wrong",
+}
+"""By their first four bytes, what people have in place of a model."""
 
-def map_file(path: Path, refuse: Callable[[str], ForgeError]) -> mmap.mmap:
-    """The whole file, read-only; `refuse` makes the error to raise from a problem in words.
 
-    What is not an ordinary file is refused before it is opened: a pipe would block.
+class ModelFileError(ForgeError):
+    """A model file that is missing, malformed, or of a kind that forge does not run.
+
+    `path` is the file, `field` what in it is wrong (`metadata count`, `tensor 'blk.0.attn_q.weight' offset`), `offset`
+    the byte at which that field begins, or None where no position applies (a tensor that is not there).
     """
-    try:
-        status = os.stat(path)
-        if stat.S_ISDIR(status.st_mode):
-            raise refuse("is a directory")
-        if not stat.S_ISREG(status.st_mode):
-            raise refuse("is not an ordinary file")
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == 0:
-                raise refuse("is empty; the download or conversion did not finish")
-            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise refuse("does not exist") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise refuse(f"cannot be read: {reason}") from None
+
+    def __init__(self, path: Path | str, field: str, problem: str, offset: int | None = None):
+        self.path = Path(path)
+        self.field = field
+        self.offset = offset
+        self.problem = problem
+        where = "" if offset is None else f"at byte {offset}, "
+        what = "" if field == WHOLE_FILE else f"{field}: "
+        super().__init__(f"{shown_path(path)}: {where}{what}{problem}")
 
 
-def drop_pages(buffer: mmap.mmap, offset: int, nbytes: int) -> None:
-    """Give back the memory of `nbytes` bytes at `offset`, and of the pages that they share with others.
+class PlacedTensor(Protocol):
+    """A tensor that knows where in its file it lies."""
 
-    Nothing is lost: reading there again gives the same bytes from the file. Does nothing where the system has no
-    `madvise`, or the mapping is closed.
-    """
-    if not hasattr(mmap, "MADV_DONTNEED") or buffer.closed:
-        return
-    start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-    length = min(offset + nbytes, len(buffer)) - start
-    if length > 0:
-        buffer.madvise(mmap.MADV_DONTNEED, start, length)
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+TensorT = TypeVar("TensorT", bound=PlacedTensor)
+
+
+class MappedFile(ABC, Generic[TensorT]):
+    """An open file: its `tensors` by name, in the file's order, and its `size` in bytes. Made by `open`; a context
+    manager."""
+
+    error_type: ClassVar[type[ModelFileError]]
+    tensors: Mapping[str, TensorT]
+
+    def __init__(self, path: Path, buffer: mmap.mmap):
+        self.path = path
+        self.size = len(buffer)
+        self._buffer = buffer
+        self._read_header()
+
+    @abstractmethod
+    def _read_header(self) -> None:
+        """Fill `tensors`, and what else the format has. Raises `error_type`."""
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Map the file and read its header. `error_type` for whatever is wrong with it, a missing file included."""
+        path = Path(path)
+        buffer = cls._map(path)
+        try:
+            return cls(path, buffer)
+        except BaseException:
+            buffer.close()
+            raise
+
+    @classmethod
+    def _map(cls, path: Path) -> mmap.mmap:
+        """The whole file, read-only. Only an ordinary file is opened: a pipe would block."""
+        try:
+            status = os.stat(path)
+            if stat.S_ISDIR(status.st_mode):
+                raise cls.error_type(path, WHOLE_FILE, "is a directory; name the file in it")
+            if not stat.S_ISREG(status.st_mode):
+                raise cls.error_type(path, WHOLE_FILE, "is not an ordinary file")
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size == 0:
+                    raise cls.error_type(path, WHOLE_FILE, "is empty; the download or conversion did not finish")
+                return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise cls.error_type(path, WHOLE_FILE, "does not exist") from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise cls.error_type(path, WHOLE_FILE, f"cannot be read: {reason}") from None
+
+    def close(self) -> None:
+        """Give up the mapping. Arrays from `raw()` stay valid: the file is unmapped when the last of them goes."""
+        try:
+            self._buffer.close()
+        except BufferError:  # views are still in use
+            pass
+
+    def release(self, name: str) -> None:
+        """Give back the memory of the pages that hold the tensor called `name`, and of those that they share with
+        others; it can be read again all the same. Nothing happens where the system has no `madvise`."""
+        if not hasattr(mmap, "MADV_DONTNEED") or self._buffer.closed:
+            return
+        tensor = self.tensors[name]
+        start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        length = min(tensor.offset + tensor.nbytes, self.size) - start
+        if length > 0:
+            self._buffer.madvise(mmap.MADV_DONTNEED, start, length)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def printable(text: Any) -> str:
+    """Text or bytes quoted on one line, cut to `MAX_PRINTED_CHARACTERS`, with what is not printable escaped; another
+    value as its text."""
+    text = text if isinstance(text, bytes) else str(text)
+    shown = repr(text[:MAX_PRINTED_CHARACTERS])
+    return shown if len(text) <= MAX_PRINTED_CHARACTERS else f"{shown}... ({len(text)} long)"
+
+
+def shown_path(path: Path | str) -> str:
+    """`path` fit for one line of a terminal."""
+    text = str(path)
+    return text if text.isprintable() else repr(text)

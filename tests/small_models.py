@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType, row_nbytes
+from forge.gguf.ggml_types import GGMLType, GGUFValueType, row_nbytes
 from forge.gguf.writer import NewTensor, TypedValue, random_weights, write_gguf
 from forge.model.config import Qwen3Config, expected_tensors
 
@@ -120,7 +120,7 @@ def small_tensors(config: Qwen3Config, tensor_type: GGMLType, seed: int = 0) -> 
             norm = 1 + 0.1 * rng.standard_normal(shape, dtype=np.float32)
             tensors.append(NewTensor(name, GGMLType.F32, norm))
             continue
-        ggml_type = tensor_type if shape[-1] % BLOCK_SIZES[tensor_type].elements == 0 else GGMLType.F32
+        ggml_type = tensor_type if shape[-1] % tensor_type.block.elements == 0 else GGMLType.F32
         std = 0.1 if name in ("token_embd.weight", "output.weight") else 1 / shape[-1] ** 0.5
         tensors.append(NewTensor(name, ggml_type, random_weights(ggml_type, shape, std, rng)))
     return tensors

@@ -63,4 +63,4 @@ def test_only_the_command_line_and_the_gpu_session_know_the_experiments():
         for path in ROOT.rglob("*.py")
         if path.relative_to(ROOT).parts[0] != "experiments" and "experiments" in imported_folders(path)
     }
-    assert knowing == {"cli/main.py", "bench/gpu_stages.py"}
+    assert knowing == {"cli/main.py", "cli/bench.py", "bench/gpu_stages.py"}

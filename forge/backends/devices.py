@@ -66,6 +66,22 @@ def check_device(device: str, quantize: str | None = None, invariant: bool = Fal
         raise UsageError(f"--kernels is for --device cuda: {device} has kernels of its own")
 
 
+def kv_dtypes_of(device: str) -> tuple[str, ...]:
+    """What keys and values can be rounded to on a device."""
+    from forge.cache.kv_storage import KV_DTYPES
+
+    return tuple(kv_dtype for kv_dtype in KV_DTYPES if device != "cuda" or kv_dtype != "int8")
+
+
+def check_kv_dtype(kv_dtype: str, device: str) -> None:
+    """Raises `UsageError` for an unknown KV dtype, and for one that the device does not support."""
+    everywhere, here = kv_dtypes_of("cpu"), kv_dtypes_of(device)
+    if kv_dtype not in everywhere:
+        raise UsageError(f"unknown kv dtype {kv_dtype!r}; supported: {', '.join(everywhere)}")
+    if kv_dtype not in here:
+        raise UsageError(f"--kv-dtype {kv_dtype} is not for --device {device}: it has {', '.join(here)}")
+
+
 def is_gpu(device: str) -> bool:
     """Whether it is a GPU that can be used."""
     return device == "cuda" and why_not_cuda() is None

@@ -96,8 +96,8 @@ class ReferenceOperations(Operations):
         # A view of the layer as one long run of token slots: slot = block * block_size + offset.
         layer_keys = storage.keys[layer].reshape(-1, *token_shape)
         layer_values = storage.values[layer].reshape(-1, *token_shape)
-        layer_keys[slots] = rounded(keys[written], layout.kv_dtype).reshape(-1, *token_shape)
-        layer_values[slots] = rounded(values[written], layout.kv_dtype).reshape(-1, *token_shape)
+        layer_keys[slots] = rounded(keys[written].reshape(-1, *token_shape), layout.kv_dtype)
+        layer_values[slots] = rounded(values[written].reshape(-1, *token_shape), layout.kv_dtype)
 
     def attention(self, q: np.ndarray, storage: NumpyKvStorage, layer: int, batch: ForwardBatch) -> np.ndarray:
         head_dim = storage.layout.head_dim

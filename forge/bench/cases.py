@@ -47,13 +47,23 @@ class Case:
         return [[rng.randrange(vocab_size) for _ in range(self.length)] for _ in range(self.sequences)]
 
 
+def _decode(sequences: int, context: int, name: str | None = None) -> Case:
+    title = f"decode {sequences}" + (f" @ {context:,}" if context != 128 else "")
+    return Case(name or f"decode{sequences}@{context}", title, "decode", sequences, context, 1)
+
+
 CASES = (
-    Case("decode1", "decode 1", "decode", 1, 128, 1),
-    Case("decode1@1024", "decode 1 @ 1,024", "decode", 1, 1024, 1),
-    Case("decode4", "decode 4", "decode", 4, 128, 1),
-    Case("decode16", "decode 16", "decode", 16, 128, 1),
-    Case("prefill128", "prefill 128", "prefill", 1, 0, 128),
-    Case("prefill512", "prefill 512", "prefill", 1, 0, 512),
+    *(
+        _decode(rows, context, f"decode{rows}" if context == 128 else None)
+        for context in (128, 1024)
+        for rows in (1, 2, 4, 16, 64)
+        if rows * context < 1 << 16
+    ),
+    *(Case(f"prefill{tokens}", f"prefill {tokens:,}", "prefill", 1, 0, tokens) for tokens in (128, 512, 2048)),
+)
+LONG_CASES = (
+    *(_decode(rows, context) for rows, context in ((64, 1024), (1, 8192), (1, 32768))),
+    Case("prefill8192", "prefill 8,192", "prefill", 1, 0, 8192),
 )
 
 

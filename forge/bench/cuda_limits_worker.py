@@ -6,9 +6,10 @@ The fastest of many passes counts, because a limit is what is possible.
 """
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
-from forge.bench.worker import Missing, Worker, serve_requests
+from forge.bench.worker import Missing, serve_requests
 
 
 def measure(array_bytes: int, seconds: float, side: int = 8192) -> Mapping[str, Any]:
@@ -54,11 +55,5 @@ def fastest(torch, work: Callable[[], object], seconds: float) -> float:
     return best
 
 
-class LimitsWorker(Worker):
-    """Measures the machine's limits, as a peer measures its figures."""
-
-    measure = staticmethod(measure)
-
-
 if __name__ == "__main__":
-    serve_requests(LimitsWorker())
+    serve_requests(SimpleNamespace(measure=measure))

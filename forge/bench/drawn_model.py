@@ -5,13 +5,13 @@ one of bytes: prompts are token ids, and most of what is generated has no text.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from forge.backends.cuda.weights import DENSE, KIND_NAMES, Q8, Matrix, Packed
-from forge.model.config import Qwen3Config
+from forge.model.config import Qwen3Config, expected_tensors
 
 if TYPE_CHECKING:
     from forge import LLM
@@ -51,42 +51,25 @@ def drawn_llm(config: Qwen3Config, kind: int = DENSE, *, device: str = "cuda", b
     """An `LLM` of that shape. backend: a `CudaBackend`, if not the plain one. options: of `LLM`."""
     from forge import LLM
     from forge.backends.cuda.backend import CudaBackend
-    from forge.model.loader import LoadedModel
+    from forge.model.loader import LAYER_TENSORS, LoadedModel
     from forge.model.qwen3 import LayerWeights, Qwen3, Qwen3Weights
 
-    backend = backend or CudaBackend(device)
-    where = torch.device(device)
-    hidden, ffn, head = config.hidden_size, config.intermediate_size, config.head_dim
+    backend, where, shapes = backend or CudaBackend(device), torch.device(device), expected_tensors(config)
 
-    def matrix(name: str, rows: int, columns: int) -> Matrix:
-        return drawn_matrix(name, rows, columns, kind, where)
-
-    def norm(width: int, mean: float = 1.0) -> torch.Tensor:
-        return mean * (1 + 0.1 * torch.randn(width, device=where))
-
-    def layer(index: int) -> LayerWeights:
-        return LayerWeights(
-            attention_norm=norm(hidden),
-            q=matrix(f"blk.{index}.attn_q.weight", config.query_size, hidden),
-            k=matrix(f"blk.{index}.attn_k.weight", config.key_value_size, hidden),
-            v=matrix(f"blk.{index}.attn_v.weight", config.key_value_size, hidden),
-            q_norm=norm(head),
-            k_norm=norm(head),
-            attention_output=matrix(f"blk.{index}.attn_output.weight", hidden, config.query_size),
-            ffn_norm=norm(hidden),
-            gate=matrix(f"blk.{index}.ffn_gate.weight", ffn, hidden),
-            up=matrix(f"blk.{index}.ffn_up.weight", ffn, hidden),
-            down=matrix(f"blk.{index}.ffn_down.weight", hidden, ffn),
-        )
+    def drawn(name: str, mean: float = 1.0) -> Any:
+        shape = shapes[f"{name}.weight"]
+        if len(shape) == 2:
+            return drawn_matrix(f"{name}.weight", *shape, kind, where)
+        return mean * (1 + 0.1 * torch.randn(shape, device=where))
 
     torch.manual_seed(0)
-    embedding = matrix("token_embd.weight", config.vocab_size, hidden)
-    weights = Qwen3Weights(
-        embedding,
-        tuple(layer(index) for index in range(config.num_layers)),
-        norm(hidden, OUTPUT_NORM),
-        embedding if config.tie_word_embeddings else matrix("output.weight", config.vocab_size, hidden),
+    embedding = drawn("token_embd")
+    layers = tuple(
+        LayerWeights(**{field: drawn(f"blk.{index}.{tensor}") for field, tensor in LAYER_TENSORS.items()})
+        for index in range(config.num_layers)
     )
+    head = embedding if config.tie_word_embeddings else drawn("output")
+    weights = Qwen3Weights(embedding, layers, drawn("output_norm", OUTPUT_NORM), head)
     loaded = LoadedModel(
         name=f"drawn, {KIND_NAMES[kind]}",
         model=Qwen3(config, weights, backend),

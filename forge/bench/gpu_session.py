@@ -91,10 +91,6 @@ class Report:
         """One figure: anything that JSON holds. quiet: kept, and not printed."""
         self._send({"figure": name, "value": value, "quiet": quiet})
 
-    @property
-    def seconds_left(self) -> float:
-        return self._deadline - time.monotonic()
-
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Work whose failure is to cost itself alone: its traceback goes to the log, its reason becomes the figure."""

@@ -7,8 +7,9 @@ what it costs. It knows what such servers send (`content-length`, chunked, event
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,8 +30,37 @@ class Timed:
     ended: float | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    """As the server counts them at the end."""
     text: str = ""
     error: str | None = None
+    request_id: str = ""
+    finish_reason: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The server's own count, or else the chunks with text."""
+        return self.completion_tokens if self.completion_tokens is not None else len(self.chunks)
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """From sending to the first text."""
+        return 1e3 * (self.chunks[0] - self.started) if self.chunks else None
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """From the first text to the end, by the tokens after the first: a chunk may have several."""
+        if self.num_tokens < 2 or not self.chunks or self.ended is None:
+            return None
+        return 1e3 * (self.ended - self.chunks[0]) / (self.num_tokens - 1)
+
+    @property
+    def itls_ms(self) -> list[float]:
+        """Between one chunk and the next."""
+        return [1e3 * (after - before) for before, after in pairwise(self.chunks)]
+
+    @property
+    def e2el_ms(self) -> float | None:
+        return None if self.ended is None else 1e3 * (self.ended - self.started)
 
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -59,18 +89,22 @@ class HttpClient:
         self._idle.append(connection)
         return status, body
 
-    async def stream(self, path: str, body: dict[str, Any]) -> Timed:
-        """Send a request that streams; follow it to its end."""
+    def post(self, path: str, body: Any) -> bytes:
+        """A request with JSON."""
         data = json.dumps(body).encode()
         head = f"POST {self._base}{path} HTTP/1.1\r\n{self._headers}content-type: application/json\r\n"
+        return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+    async def stream(self, path: str, body: dict[str, Any]) -> Timed:
+        """Send a request that streams; follow it to its end."""
         found = Timed(time.perf_counter())
         try:
-            connection, status, headers = await self._ask(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            connection, status, headers = await self._ask(self.post(path, body))
             if status != 200:
                 text = b"".join([piece async for piece in read_body(connection[0], headers)])
                 found.error = f"{status}: {text[:300].decode(errors='replace')}"
             else:
-                await _follow(connection[0], headers, found)
+                await follow(connection[0], headers, found)
             self._idle.append(connection)
         except (OSError, EOFError, ValueError) as error:
             found.error = f"{type(error).__name__}: {error}"
@@ -81,6 +115,10 @@ class HttpClient:
         for _, writer in self._idle:
             writer.close()
         self._idle.clear()
+
+    async def connect(self) -> Connection:
+        """A new connection, which no other code uses."""
+        return await asyncio.open_connection(self._host, self._port, ssl=self._secure or None, limit=1 << 20)
 
     async def _ask(self, data: bytes) -> tuple[Connection, int, dict[bytes, bytes]]:
         """Send over a kept connection or a new one; the connection, the status and the headers of the answer. A kept
@@ -94,13 +132,18 @@ class HttpClient:
                 return (reader, writer), *await read_head(reader)
             except (EOFError, ConnectionError):
                 writer.close()
-        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._secure or None, limit=1 << 20)
+        reader, writer = await self.connect()
         writer.write(data)
         return (reader, writer), *await read_head(reader)
 
 
-async def _follow(reader: asyncio.StreamReader, headers: dict[bytes, bytes], found: Timed) -> None:
-    """Take in the events of a stream."""
+async def follow(
+    reader: asyncio.StreamReader,
+    headers: dict[bytes, bytes],
+    found: Timed,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> None:
+    """Take in the events of a stream, as long as it `goes_on`: asked after each piece."""
     rest = b""
     async for piece in read_body(reader, headers):
         now = time.perf_counter()
@@ -108,19 +151,22 @@ async def _follow(reader: asyncio.StreamReader, headers: dict[bytes, bytes], fou
         for event in events:
             if event.startswith(b"data: ") and event != b"data: [DONE]":
                 _take_event(json.loads(event[6:]), now, found)
+        if not goes_on():
+            return
 
 
 def _take_event(event: dict[str, Any], now: float, found: Timed) -> None:
+    found.request_id = event.get("id", found.request_id)
     if "error" in event:
         found.error = str(event["error"])[:300]
-    usage = event.get("usage")
-    if usage:
+        found.finish_reason = str(event["error"].get("code") or "error")
+    if usage := event.get("usage"):
         found.prompt_tokens, found.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     for choice in event.get("choices") or ():
-        text = choice.get("text") or (choice.get("delta") or {}).get("content")
-        if text:
+        if text := choice.get("text") or (choice.get("delta") or {}).get("content"):
             found.chunks.append(now)
             found.text += text
+        found.finish_reason = choice.get("finish_reason") or found.finish_reason
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:

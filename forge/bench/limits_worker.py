@@ -9,9 +9,9 @@ a close one of the processor's.
 """
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numba
@@ -22,7 +22,7 @@ from forge.backends.cpu.features import usable_cpus
 from forge.backends.cpu.packing import Q8, aligned_empty, huge_pages
 from forge.backends.cpu.tiles import GROUP, LINE, MAX_ROWS
 from forge.backends.cpu.vectors import LANES, call_tile
-from forge.bench.worker import Worker, serve_requests
+from forge.bench.worker import serve_requests, timed
 
 TILE_COLUMNS = 512
 """Inputs of the tile: 8 kB of weights and 4 kB of activations, far less than any first-level data cache."""
@@ -85,7 +85,7 @@ def product_rate(seconds: float, threads: int) -> float:
     work = [_Tile(int(tiles.addresses[MAX_ROWS])) for _ in range(threads)]
     work[0].run(1)
     times = _SHORT
-    while _seconds(partial(work[0].run, times)) < seconds / 20:
+    while timed(partial(work[0].run, times))[1] < seconds / 20:
         times *= 2
     taken = _passes([partial(tile.run, times) for tile in work], seconds)
     return threads * times * MAX_ROWS * LANES * TILE_COLUMNS / float(np.median(taken))
@@ -121,7 +121,7 @@ def _passes(work: list[Callable[[], object]], seconds: float) -> list[float]:
     """How long it takes to do all of `work` at once, again and again for about `seconds`, at least three times."""
     taken: list[float] = []
     while len(taken) < 3 or sum(taken) < seconds:
-        taken.append(_seconds(lambda: _at_once(work)))
+        taken.append(timed(lambda: _at_once(work))[1])
     return taken
 
 
@@ -135,17 +135,5 @@ def _at_once(work: list[Callable[[], object]]) -> None:
         thread.join()
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-class LimitsWorker(Worker):
-    """Measures the machine's limits, as a peer measures its figures."""
-
-    measure = staticmethod(measure)
-
-
 if __name__ == "__main__":
-    serve_requests(LimitsWorker())
+    serve_requests(SimpleNamespace(measure=measure))

@@ -1,14 +1,15 @@
 """llama.cpp as a peer, through llama-cpp-python: `llama_decode` and nothing above it.
 
 Runs with any interpreter that has `llama_cpp`; imports nothing of forge. Its best setting: flash attention on auto, a
-ubatch of 512, weights repacked as llama.cpp likes; with several sequences, one KV buffer for all or one for each,
-whichever is faster on this machine (tried before every such figure).
+ubatch of 512, weights repacked as llama.cpp likes; keys and values in float16 or 8 bits and, with several sequences, in
+one KV buffer for all or one for each, whichever is faster on this machine (tried before every figure).
 """
 
 import ctypes
 import os
 import sys
 from collections.abc import Mapping
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
@@ -19,8 +20,10 @@ else:
     sys.path.pop(0)  # this folder's modules are not for others to find
 
 UBATCH = 512
-TRIAL_STEPS = 4
-"""Steps of each setting when the faster one is chosen."""
+TRIAL_STEPS = {"prefill": 1, "decode": 4}
+"""Steps of each setting when the fastest one is chosen."""
+KV_TYPES = {"f16": 1, "8-bit": 8}
+"""How llama.cpp numbers them: GGML_TYPE_F16 and GGML_TYPE_Q8_0."""
 
 
 class LlamaCppWorker(Worker):
@@ -39,12 +42,12 @@ class LlamaCppWorker(Worker):
             self._model = lib.llama_model_load_from_file(model.encode(), lib.llama_model_default_params())
             if not self._model:
                 raise RuntimeError(f"llama.cpp does not load {model}")
-            self._open_context(sequences=1, length=max_model_len, unified=True)
+            self._open_context(1, max_model_len, ("f16", True))
 
         _, seconds = timed(ready)
         self._close_context()
         return {
-            "description": f"llama-cpp-python {lib.__version__}, {_instructions(lib)}, {plural(threads)}, KV float16",
+            "description": f"llama-cpp-python {lib.__version__}, {_instructions(lib)}, {plural(threads)}",
             "seconds": seconds,
             "first_time": False,
         }
@@ -52,20 +55,27 @@ class LlamaCppWorker(Worker):
     def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
         self._past, self._token_ids = context, token_ids
         found = {}
-        for unified in (True, False) if len(token_ids) > 1 else (True,):
-            self._set_up(unified)
-            found[unified] = min(self._step() for _ in range(TRIAL_STEPS if len(token_ids) > 1 else 1))
+        for setting in product(KV_TYPES, (True, False) if len(token_ids) > 1 else (True,)):
+            self._set_up(setting)
+            found[setting] = min(self._step() for _ in range(TRIAL_STEPS[kind]))
         best = min(found, key=lambda setting: found[setting])
-        if best != unified:
+        if best != setting:
             self._set_up(best)
             self._step()
         self._expected = found[best]
-        buffers = "" if len(token_ids) == 1 else ", one KV buffer" if best else ", a KV buffer per sequence"
-        return {"setting": f"flash attention auto, ubatch {UBATCH}, f16 KV{buffers}", "seconds": self._expected}
+        kv, unified = best
+        buffers = "" if len(token_ids) == 1 else ", one KV buffer" if unified else ", a KV buffer per sequence"
+        return {"setting": f"flash attention auto, ubatch {UBATCH}, {kv} KV{buffers}", "seconds": self._expected}
 
-    def _set_up(self, unified: bool) -> None:
+    def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
+        """Of the last token."""
+        self._open_context(1, len(token_ids), ("f16", True))
+        self._decode([token_ids], 0)
+        return {"logits": self._row(len(token_ids) - 1).tolist()}
+
+    def _set_up(self, setting: tuple[str, bool]) -> None:
         """A fresh context with every sequence's cache filled."""
-        self._open_context(len(self._token_ids), len(self._token_ids[0]), unified)
+        self._open_context(len(self._token_ids), len(self._token_ids[0]), setting)
         for sequence, ids in enumerate(self._token_ids):
             for start in range(0, self._past, UBATCH):
                 stop = min(self._past, start + UBATCH)
@@ -98,26 +108,27 @@ class LlamaCppWorker(Worker):
         status, seconds = timed(compute)
         if status:
             raise RuntimeError(f"llama_decode returned {status}")
-        self._top_tokens = [self._top(row) for row in range(count - 1, batch.n_tokens, count)]
+        self._top_tokens = [int(self._row(row).argmax()) for row in range(count - 1, batch.n_tokens, count)]
         lib.llama_batch_free(batch)
         return seconds
 
-    def _top(self, row: int) -> int:
+    def _row(self, row: int) -> Any:
         import numpy as np
 
-        logits = self._lib.llama_get_logits_ith(self._context, row)
-        return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
+        return np.ctypeslib.as_array(self._lib.llama_get_logits_ith(self._context, row), (self._vocab_size,))
 
-    def _open_context(self, sequences: int, length: int, unified: bool) -> None:
+    def _open_context(self, sequences: int, length: int, setting: tuple[str, bool]) -> None:
+        """setting: the keys' and values' type, and whether sequences share one buffer of them."""
         self._close_context()
         lib = self._lib
         params = lib.llama_context_default_params()
         each = -(-length // 256) * 256
         params.n_ctx = sequences * each
-        params.n_batch, params.n_ubatch, params.n_seq_max = max(UBATCH, sequences), UBATCH, sequences
+        params.n_batch, params.n_ubatch, params.n_seq_max = max(each, sequences), UBATCH, sequences
         params.n_threads = params.n_threads_batch = self._threads
         params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_AUTO
-        params.kv_unified = unified
+        kv, params.kv_unified = setting
+        params.type_k = params.type_v = KV_TYPES[kv]
         params.no_perf = True
         self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
@@ -135,7 +146,7 @@ def _library():
     try:
         import llama_cpp as lib
     except Exception as error:  # a shared library that does not load raises what it likes
-        raise Missing(f"llama_cpp is not importable in {sys.executable}: {error}") from None
+        raise Missing(f"pip install llama-cpp-python for {sys.executable} ({error})") from None
     global _silence
     _silence = lib.llama_log_callback(lambda *_: None)  # must stay alive as long as the library
     lib.llama_log_set(_silence, ctypes.c_void_p(0))

@@ -39,7 +39,7 @@ class TransformersWorker(Worker):
             import torch
             import transformers
         except Exception as error:  # a shared library that does not load raises what it likes
-            raise Missing(f"transformers is not importable in {sys.executable}: {error}") from None
+            raise Missing(f"pip install torch transformers for {sys.executable} ({error})") from None
         transformers.Qwen3ForCausalLM  # noqa: B018 (imported on first use, which is no part of loading a file)
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
@@ -79,6 +79,11 @@ class TransformersWorker(Worker):
             setting = self._compile()
         self._expected = self._step()
         return {"setting": setting, "seconds": self._expected}
+
+    def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
+        """Of the last token."""
+        ids = self._torch.tensor([token_ids], device=self._model.device)
+        return {"logits": self._model(ids, logits_to_keep=1).logits[0, -1].float().tolist()}
 
     def _compile(self) -> str:
         """Steps as CUDA graphs, if this release can; the setting."""

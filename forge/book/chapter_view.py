@@ -1,8 +1,7 @@
 """The list of chapters, with how far the reader has come."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -51,10 +50,6 @@ def chapter_lines(entries: Sequence[Entry], progress: Progress) -> list[ChapterL
             )
         )
     return lines
-
-
-def chapters_object(lines: Sequence[ChapterLine]) -> list[dict[str, Any]]:
-    return [asdict(line) for line in lines]
 
 
 def print_chapters(console: Console, lines: Sequence[ChapterLine]) -> None:

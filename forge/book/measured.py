@@ -29,17 +29,6 @@ FUNCTIONS = {
     "sum": sum,
     "zip": zip,
 }
-FORMATS: Mapping[str, Callable[[Any], str]] = {
-    "count": formatting.count,
-    "ms": formatting.ms,
-    "percent": formatting.percent,
-    "rate": formatting.rate,
-    "size": formatting.size,
-    "times": formatting.times,
-}
-"""The formats that have a name. `plural token` gives `1 token`, `8 tokens`; others are Python's own, such as `.2f`."""
-_PLURAL = "plural "
-
 _ALLOWED = (
     ast.Expression, ast.BoolOp, ast.boolop, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop, ast.Compare, ast.cmpop,
     ast.Call, ast.Name, ast.expr_context, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.List, ast.Tuple,
@@ -125,15 +114,9 @@ def expressions_in(text: str) -> list[str]:
 
 
 def formatted(value: Any, form: str | None) -> str:
-    """`value` as `form` says: the name of one of `FORMATS`, or a format specification of Python's."""
-    if value is None:
-        return formatting.NOTHING
-    if form is not None and form in FORMATS:
-        return FORMATS[form](value)
-    if form is not None and form.startswith(_PLURAL):
-        return formatting.plural(value, form.removeprefix(_PLURAL))
+    """`value` as `form` says (`forge.views.formatting`)."""
     try:
-        return format(value, form or "")
+        return formatting.formatted(value, form or "")
     except (TypeError, ValueError) as error:
         raise Unmeasured(f"{value!r} has no format {form!r}: {error}") from None
 

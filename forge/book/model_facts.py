@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from forge.cache.kv_storage import KV_ITEM_BYTES
+from forge.cache.kv_storage import KV_ITEM_BYTES, vector_bytes
 from forge.model.catalog import DEFAULT_MODEL, is_hash_model, model_name, resolve_model
 
 
@@ -33,15 +33,14 @@ def model_facts(name: str = DEFAULT_MODEL, kv_dtype: str | None = None) -> dict[
 
 
 def _facts(name: str, kv_dtype: str, num_layers: int, num_kv_heads: int, head_dim: int, **more: int) -> dict[str, Any]:
-    bytes_per_number = KV_ITEM_BYTES[kv_dtype]
     return {
         "name": name,
         "has_weights": not is_hash_model(name),
         "num_layers": num_layers,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "bytes_per_number": bytes_per_number,
-        "kv_bytes_per_token": 2 * num_layers * num_kv_heads * head_dim * bytes_per_number,
+        "bytes_per_number": KV_ITEM_BYTES[kv_dtype],
+        "kv_bytes_per_token": 2 * num_layers * num_kv_heads * vector_bytes(head_dim, kv_dtype),
         "num_attention_heads": 0,
         "hidden_size": 0,
         "intermediate_size": 0,

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +23,7 @@ from forge.server.server_process import ServerProcess
 from forge.trace.explain import explain_admission, explain_finish
 from forge.trace.records import ItemRecord, StepRecord
 from forge.views.formatting import count, ms, plural
+from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.terminal import print_hanging
 from forge.views.text import quoted
@@ -84,7 +85,7 @@ class Tour:
     last_text_ms: float
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "stations": [{**asdict(one), "where": one.where} for one in self.stations]}
+        return as_object(self) | {"stations": [as_object(one, "where") for one in self.stations]}
 
 
 def take_tour(model: str, prompt: str, max_tokens: int, steps_of: StepsOf) -> Tour:
@@ -242,7 +243,7 @@ def _stations(visit: Visit) -> Iterator[Station]:
     )  # fmt: skip
     events = [(moment, line) for moment, line in visit.events if line.startswith(b"data: {")]
     yield Station(
-        HTTP, "Events are written", "forge.server.app._completion_events",
+        HTTP, "Events are written", "forge.server.app._events",
         f"{plural(len(events), 'event')} of {count(sum(len(line) for _, line in events) // len(events))} bytes each; "
         "the last line is data: [DONE].", after(visit.events[-1][0]),
     )  # fmt: skip

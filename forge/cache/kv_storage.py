@@ -12,8 +12,15 @@ from typing import Any
 
 import numpy as np
 
-KV_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+KV_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 KV_DTYPES = tuple(KV_ITEM_BYTES)
+SCALE_BYTES = 4
+"""int8: behind the numbers of a key or value lies their scale, a float32."""
+
+
+def vector_bytes(head_dim: int, kv_dtype: str) -> int:
+    """Bytes that one key, or one value, of one head takes."""
+    return head_dim * KV_ITEM_BYTES[kv_dtype] + (SCALE_BYTES if kv_dtype == "int8" else 0)
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class KvLayout:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token's keys and values take in all layers together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * KV_ITEM_BYTES[self.kv_dtype]
+        return 2 * self.num_layers * self.num_kv_heads * vector_bytes(self.head_dim, self.kv_dtype)
 
 
 @dataclass(frozen=True)
@@ -45,14 +52,32 @@ class BlockCopy:
 
 
 def rounded(values: np.ndarray, kv_dtype: str) -> np.ndarray:
-    """float32 values, each as the nearest number of `kv_dtype`, ties to even; float32 again."""
+    """float32 `[..., head_dim]`, each as the nearest number of `kv_dtype`, ties to even; float32 again."""
     if kv_dtype == "float32":
         return values
+    if kv_dtype == "int8":
+        quants, scales = quantized(values)
+        restored: np.ndarray = quants * scales[..., None]
+        return restored
     if kv_dtype == "float16":
         with np.errstate(over="ignore"):
             return values.astype(np.float16).astype(np.float32)
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def quantized(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float32 `[..., head_dim]` → int8 of the same shape, and a float32 scale for each key or value.
+
+    The scale is that of one head of one token, its largest magnitude / 127, so what is stored never depends on another
+    token or head: a block can be shared, copied or computed again in pieces, with the same bytes.
+    """
+    largest = np.abs(values).max(axis=-1)
+    there = largest > np.float32(1e-30)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        inverse = np.where(there, np.float32(127) / largest, np.float32(0))
+        quants = np.rint(values * inverse[..., None]).astype(np.int8)
+    return quants, np.where(there, largest / np.float32(127), np.float32(0))
 
 
 class KvStorage(ABC):

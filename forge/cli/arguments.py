@@ -15,7 +15,7 @@ from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 
@@ -146,6 +146,8 @@ def _kind(field: "Field[Any]", made: type) -> Any:
     kinds = {get_origin(member) or member for member in members}
     if kinds & {Sequence, tuple}:
         return list[str]
+    if get_origin(found) is Literal:
+        return found
     return next((kind for kind in (str, bool, int, float, Path) if kind in kinds), str)
 
 

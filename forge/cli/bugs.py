@@ -1,12 +1,7 @@
 """`--bug NAME` of a chapter's command: put one known bug back into the engine, and see what catches it."""
 
-from typing import Annotated
-
-import typer
-
 from forge.book.bug_view import bug_object, print_bug
 from forge.book.bugs import find_bug
-from forge.cli import completion
 from forge.cli.run_control import load_model
 from forge.engine_args import EngineArgs
 from forge.views.report import Report
@@ -14,18 +9,6 @@ from forge.views.report import Report
 _MODEL = "tales"
 UNNOTICED = 1
 """The exit status when nothing caught the bug, or the engine fails without it."""
-
-BugOption = Annotated[
-    str | None,
-    typer.Option(
-        "--bug",
-        metavar="NAME",
-        autocompletion=completion.bugs,
-        help="Put one known bug back into the engine, on the bundled model, and see what catches it; a wrong NAME "
-        "lists them.",
-        rich_help_panel="Chapter",
-    ),
-]
 
 
 def run_bug(chapter: str, name: str, engine: EngineArgs, json: bool) -> "Report":

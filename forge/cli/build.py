@@ -20,6 +20,7 @@ from forge.exercises.screens import (
     print_started,
 )
 from forge.exercises.session import load_builds, next_entry, save_builds
+from forge.views.json_output import as_object
 from forge.views.report import Report
 from forge.views.terminal import open_console
 
@@ -88,7 +89,7 @@ def check(number: Number = None, folder: FolderOption = _FOLDER, json: options.J
     """
     entry = _entry(number)
     result = session.check(entry, session.path_of(entry, folder))
-    report = Report(result.as_object(), lambda console: print_result(console, entry, result), 0 if result.passed else 1)
+    report = Report(as_object(result), lambda console: print_result(console, entry, result), 0 if result.passed else 1)
     return _shown(report, json)
 
 

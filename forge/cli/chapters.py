@@ -7,22 +7,25 @@ are command lines with `--only run`, run in this process.
 
 import shlex
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from forge.book.catalog import entries, find, next_entry
-from forge.book.chapter_view import chapter_lines, chapters_object, print_chapters
+from forge.book.chapter_view import chapter_lines, print_chapters
 from forge.book.command_line import Given, Syntax, each
 from forge.book.pager import Pager
 from forge.book.print_chapter import print_chapter
 from forge.book.progress import load_progress
 from forge.book.session import Session
 from forge.cli import completion, options
+from forge.cli.arguments import command
 from forge.cli.run_control import INTERRUPTED, Found
 from forge.errors import UsageError
 from forge.option import flag_of
+from forge.views.json_output import plain
 from forge.views.report import Report
 from forge.views.terminal import open_console
 
@@ -45,6 +48,17 @@ PauseOption = Annotated[
     bool,
     typer.Option("--pause/--no-pause", help="Wait for a key after each page.", rich_help_panel=_CHAPTER),
 ]
+BugOption = Annotated[
+    str | None,
+    typer.Option(
+        "--bug",
+        metavar="NAME",
+        autocompletion=completion.bugs,
+        help="Put one known bug back into the engine, on the bundled model, and see what catches it; a wrong NAME "
+        "lists them.",
+        rich_help_panel=_CHAPTER,
+    ),
+]
 _NOT_GIVEN = ("only", "pause", "json")
 _ALONE = "run"
 _COUNTS = ("requests", "prompt_tokens", "max_tokens", "sequences")
@@ -63,7 +77,7 @@ def chapters(
         return _outcomes(outcomes)
 
     lines = chapter_lines(entries(), load_progress())
-    report = Report({"chapters": chapters_object(lines)}, lambda console: print_chapters(console, lines))
+    report = Report({"chapters": plain(lines)}, lambda console: print_chapters(console, lines))
     return report.as_json() if json else report
 
 
@@ -128,6 +142,50 @@ def next_chapter(pause: PauseOption = True) -> Found:
         open_console().print("You have finished every chapter. forge chapters lists them.")
         return 0
     return _read(entry, pause=pause, page=progress.pages.get(entry.command))
+
+
+class Experiment(NamedTuple):
+    """A chapter's experiment whose options have been checked."""
+
+    run: Callable[[], Report]
+    alone: bool = False
+    """It is not part of the chapter: it runs without `--only run` too."""
+
+
+def experiment(bugs: bool = False) -> Callable[[Callable[..., Experiment]], Callable[..., Found]]:
+    """Makes a chapter's command of a function that checks its options and returns the experiment to run.
+
+    The command has --only, --pause and --json, and --bug where the chapter has bugs. It opens the chapter, unless it is
+    to run the experiment alone. The function may ask for `json`.
+    """
+
+    def decorate(prepare: Callable[..., Experiment]) -> Callable[..., Found]:
+        found = signature(prepare, eval_str=True)
+        own = [one for name, one in found.parameters.items() if name != "json"]
+
+        def run(ctx: typer.Context, only: str | None, pause: bool, json: bool, bug: str | None = None, **given: Any):
+            if bug is not None:
+                from forge.cli.bugs import run_bug
+
+                return run_bug(ctx.command.name or "", bug, given["engine"], json)
+            prepared = prepare(**given, **({"json": json} if "json" in found.parameters else {}))
+            if reads_chapter(only, json) and not prepared.alone:
+                return read_chapter(ctx, pause)
+            report = prepared.run()
+            return report.as_json() if json else report
+
+        added: dict[str, Any] = {"only": (OnlyOption, None), "pause": (PauseOption, True)}
+        added |= {"bug": (BugOption, None)} if bugs else {}
+        added |= {"json": (options.JsonOption, False)}
+        parameters = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context), *own]
+        for name, (kind, default) in added.items():
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+        keywords = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in parameters]
+        run.__signature__ = found.replace(parameters=keywords, return_annotation=Found)  # type: ignore[attr-defined]
+        run.__name__ = prepare.__name__
+        return command(run)
+
+    return decorate
 
 
 def reads_chapter(only: str | None, json: bool) -> bool:

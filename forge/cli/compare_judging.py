@@ -7,9 +7,9 @@ from forge.cli.arguments import make
 from forge.cli.run_control import load_model, run_label
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.views.judging import identical, judging_object, print_judging
+from forge.views.judging import identical, judging_object, judging_screen
 from forge.views.report import Report
-from forge.views.terminal import open_error_console
+from forge.views.screen import report
 from forge.workload.judging import judge_prompts, run_requests
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ def is_judging(versus: "Versus") -> bool:
 
 def compare_judging(given: Mapping[str, Any], versus: "Versus", texts: Sequence[str] | None, max_tokens: int) -> Report:
     """Run the texts, or `--requests` judge requests, all at once on both sides."""
-    from forge.views.progress import BenchProgress
+    from forge.views.progress import progress_line
 
     if texts is not None and given["requests"] is not None:
         raise UsageError("--requests makes requests up and --prompts reads them: give one of the two")
     for side in (given, versus.right):  # before anything is loaded
         _config(side)
     runs, labels, tokens = [], [], 0
-    with BenchProgress(open_error_console()) as progress:
+    with progress_line() as progress:
         for name, side in zip(versus.names, (given, versus.right), strict=True):
             progress(name)
             llm = _load_side(side)
@@ -50,9 +50,9 @@ def compare_judging(given: Mapping[str, Any], versus: "Versus", texts: Sequence[
             labels.append(run_label(llm))
             tokens = sum(map(len, prompts))
     question = _QUESTIONS[versus.option]
-    return Report(
+    return report(
         {"option": versus.option, **judging_object(labels[0], versus.names, runs, tokens)},
-        lambda console: print_judging(console, question, labels[0], versus.names, runs, tokens),
+        lambda: judging_screen(question, labels[0], versus.names, runs, tokens),
         0 if identical(runs) else 1,
     )
 

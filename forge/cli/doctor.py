@@ -25,13 +25,13 @@ OPTIONAL = {"fastokens": "tokenizing is slower without it"}
 
 def doctor(json: options.JsonOption = False) -> None:
     """Look over this machine: Python, CPU, memory, libraries, GPU, models. Exit status 1 if something needs mending."""
-    from forge.views.doctor import findings_object, is_healthy, print_findings
+    from forge.views.doctor import is_healthy, print_findings
     from forge.views.json_output import to_json
     from forge.views.terminal import open_console
 
     findings = list(_examine())
     if json:
-        open_console().print(to_json(findings_object(findings)), soft_wrap=True)
+        open_console().print(to_json({"healthy": is_healthy(findings), "findings": findings}), soft_wrap=True)
     else:
         print_findings(open_console(), findings)
     raise typer.Exit(0 if is_healthy(findings) else TROUBLE)

@@ -11,8 +11,9 @@ from forge.cli.options import FormArgs, OutputArgs
 from forge.cli.run_control import StepObserver, drive, exit_status, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
-from forge.views.generation import GenerationView, generation_view
+from forge.views.generation import generation_view
 from forge.views.json_output import run_object, to_json
+from forge.views.run_view import RunView
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _run_shown(
     console = open_console()
     shown = text if token_ids is None or echo else ""
     if llm.engine.report_blocks:
-        following: BlockGeneration | GenerationView = BlockGeneration(console, shown, echo, pace)
+        following: RunView = BlockGeneration(console, shown, echo, pace)
     else:
         following = generation_view(console, run_label(llm), shown, echo)
     with following as view:

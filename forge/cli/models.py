@@ -14,7 +14,7 @@ from forge.model.config import why_unsupported
 from forge.model.pulled import pulled_models
 from forge.views.json_output import to_json
 from forge.views.model_files import main_type, parameter_count, summarise, summary_object
-from forge.views.models import ListedModel, listed_object, print_inspection, print_models
+from forge.views.models import ListedModel, print_inspection, print_models
 from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def list_models(json: options.JsonOption = False) -> None:
     """The models that come with forge, and those that were pulled."""
     listed = _bundled() + _computed() + _pulled()
     if json:
-        open_console().print(to_json([listed_object(model) for model in listed]), soft_wrap=True)
+        open_console().print(to_json(listed), soft_wrap=True)
     else:
         print_models(open_console(), listed)
 

@@ -8,7 +8,7 @@ import typer
 from forge.cli import options
 from forge.views.json_output import to_json
 from forge.views.terminal import open_console, open_error_console
-from forge.views.transfer import TransferBar, print_pulled, pulled_object
+from forge.views.transfer import TransferBar, print_pulled
 
 
 def pull(
@@ -32,6 +32,6 @@ def pull(
         print("forge: interrupted; what has come is kept, and the same command goes on from there", file=sys.stderr)
         raise
     if json:
-        open_console().print(to_json(pulled_object(pulled)), soft_wrap=True)
+        open_console().print(to_json(pulled), soft_wrap=True)
     else:
         print_pulled(open_console(), pulled)

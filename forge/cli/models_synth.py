@@ -12,9 +12,9 @@ from forge.cli.arguments import command
 from forge.errors import UsageError
 from forge.model.synth import SHAPES, synthetic_config
 from forge.option import option
-from forge.views.json_output import to_json
+from forge.views.json_output import as_object, to_json
 from forge.views.terminal import open_console, open_error_console
-from forge.views.transfer import TransferBar, print_synthetic, synthetic_object
+from forge.views.transfer import TransferBar, print_synthetic
 
 if TYPE_CHECKING:
     from forge.model.config import Qwen3Config
@@ -81,7 +81,7 @@ def synth(
         )
     shown = options.shown_path(written.path)
     if json:
-        open_console().print(to_json(synthetic_object(shown, written)), soft_wrap=True)
+        open_console().print(to_json(as_object(written) | {"path": shown}), soft_wrap=True)
     else:
         print_synthetic(open_console(), shown, written)
 

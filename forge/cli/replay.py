@@ -37,6 +37,9 @@ def replay(
     seq: Annotated[
         int | None, typer.Option("--seq", metavar="NUMBER", help="One sequence's story.", show_default=False)
     ] = None,
+    view: Annotated[
+        str | None, typer.Option("--view", metavar="NAME", help="Another view; a wrong NAME lists them.")
+    ] = None,
 ) -> Found:
     """Show a recorded run again, step through it, or tell one request's story. Loads no model.
 
@@ -52,6 +55,11 @@ def replay(
     history = _history(recorded)
     if seq is not None:
         return _story(history, seq, output.json)
+    if view is not None:
+        from forge.views.runs import view_report
+
+        report = view_report(view, history)
+        return report.as_json() if output.json else report
     if output.step and history.records:
         with Stepper(console, history) as stepper:
             stepper.walk()

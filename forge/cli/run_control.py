@@ -162,6 +162,29 @@ def fastest(first: "RunResult", again: "Callable[[], RunResult]") -> "tuple[RunR
     return replace(first, records=records, output=output), len(runs)
 
 
+@dataclass(frozen=True)
+class RepeatedRun:
+    """A greedy run of one prompt, repeated for its times."""
+
+    llm: "LLM"
+    prompt: str
+    params: SamplingParams
+    result: RunResult
+    runs: int
+
+    @classmethod
+    def of(cls, engine: EngineArgs, prompt: str, max_tokens: int, observer: StepObserver) -> "RepeatedRun":
+        """Watched the first time; the fastest of each forward's times count."""
+        from forge.views.generation import watching
+
+        params, llm = SamplingParams(max_tokens=max_tokens, ignore_eos=True), load_model(engine)
+        warm_up(llm, prompt)
+        with watching(open_console(), run_label(llm), prompt) as view:
+            first = drive(llm, llm.start([prompt], params), params, view.step, observer)
+            again = lambda: drive(llm, llm.start([prompt], params), params, lambda record: None)  # noqa: E731
+            return cls(llm, prompt, params, *fastest(first, again))
+
+
 def advance(
     llm: "LLM",
     engine: "Engine",

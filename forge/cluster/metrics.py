@@ -1,13 +1,13 @@
 """Metrics of all replicas: each has vLLM's names, and a label that says which replica it is."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from forge.cluster.replica import Report
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.server.messages import Gauges, Ready
-from forge.server.metrics import Metrics
+from forge.server.metrics import Metrics, text_of
 
 _SAME_CLOCK = 0.5
 """Seconds that a report may take from a replica on the same machine, whose monotonic clock is this process's."""
@@ -77,23 +77,4 @@ class ClusterMetrics:
     def text(self, gauges: Gauges) -> str:
         """Everything, in Prometheus' text format: each name once, with the replicas' values under it."""
         names = sorted({*self._by_replica, *self._gauges})
-        families: dict[str, list[str]] = {}
-        for name in names:
-            for family, lines in _families(self.of(name).text(self._gauges.get(name, Gauges()))):
-                families.setdefault(family, []).extend(lines)
-        return "".join(family + "".join(lines) for family, lines in families.items())
-
-
-def _families(text: str) -> Iterator[tuple[str, list[str]]]:
-    """The two lines that describe a name, and the lines with its values."""
-    header, lines = "", list[str]()
-    for line in text.splitlines(keepends=True):
-        if line.startswith("# HELP"):
-            if header:
-                yield header, lines
-            header, lines = line, []
-        elif line.startswith("#"):
-            header += line
-        else:
-            lines.append(line)
-    yield header, lines
+        return text_of(family for name in names for family in self.of(name).families(self._gauges.get(name, Gauges())))

@@ -282,7 +282,7 @@ class EngineReplica(asyncio.Protocol):
         woken: dict[int, _Stream] = {}
 
         def part(key: int) -> Update:
-            """That stream's own update; one that nobody reads where the stream is gone."""
+            """That stream's own update; one that is never read where the stream is gone."""
             stream = self._streams.get(key)
             if stream is None:
                 return Update()

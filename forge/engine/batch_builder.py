@@ -15,8 +15,7 @@ from forge.engine.step_plan import PlanItem
 from forge.model.forward_batch import ForwardBatch, SequenceRows, flat_batch
 
 Runs = Mapping[int, tuple[Proposal, ...]]
-"""By sequence id: its proposals. The first is verified in the sequence's own blocks, the others in those of its
-forks."""
+"""By sequence id: its proposals. The first is verified in the sequence's own blocks, others in its forks' blocks."""
 
 
 class BatchBuilder:

@@ -125,7 +125,7 @@ class Engine:
         self._unavailable: ModelUnavailable | None = None
         """The error that ended every sequence, once the model is gone."""
         self._num_sequences = self._num_steps = self._num_retained_forks = 0
-        """The ids of retained forks are no request's."""
+        """How many there were. Retained forks have numbers of their own, apart from the requests'."""
         self._rejected: list[RejectRecord] = []
         self._arrived: list[ArriveRecord] = []
         self._operating = False
@@ -246,8 +246,7 @@ class Engine:
     def _record(
         self, step: InFlightStep, results: StepResults, times: StepTimes, update: SpeculationUpdate = NO_UPDATE
     ) -> StepRecord:
-        """What the step did, and where everything is now. Everything is copied out: a record holds nothing of the
-        engine."""
+        """What the step did, and where everything is now; copied out, so that a record holds nothing of the engine."""
         self._num_steps += 1
         rejected, self._rejected = tuple(self._rejected), []
         arrived, self._arrived = tuple(self._arrived), []

@@ -101,9 +101,9 @@ def _candidates(sequence: Sequence, logits: np.ndarray) -> tuple[float, ...]:
 
 def _score(sequence: Sequence, position: int, rows: np.ndarray) -> tuple[Logprobs, ...]:
     """Log probabilities of the prompt tokens from `position` on; row i of `rows` precedes token `position + i`."""
-    scores = []
+    scores, top = [], sequence.task.top if sequence.prefill_only else sequence.params.prompt_logprobs or 0
     for logits, token_id in zip(rows, sequence.token_ids[position : sequence.num_prompt_tokens], strict=False):
-        scores.append(score_row(logits, sequence.task.top, token_id))
+        scores.append(score_row(logits, top, token_id))
     return tuple(scores)
 
 

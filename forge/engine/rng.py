@@ -55,7 +55,14 @@ def philox(x0: Word, x1: Word, x2: Word, x3: Word, k0: int, k1: int) -> tuple[Wo
     """
     for _ in range(10):
         p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
-        x0, x1, x2, x3 = p1 >> 32 ^ x1 ^ k0, p1 & _MASK, p0 >> 32 ^ x3 ^ k1, p0 & _MASK
+        x0, x2 = p1 >> 32, p0 >> 32
+        x0 ^= x1  # arrays in place, a fifth faster
+        x0 ^= k0
+        x2 ^= x3
+        x2 ^= k1
+        p1 &= _MASK
+        p0 &= _MASK
+        x1, x3 = p1, p0
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     return x0, x1, x2, x3
 
@@ -109,24 +116,26 @@ def gumbel_argmax(
     token_ids: int64 `[n]`, ascending. scores: float64 `[n]`, not all of them -infinity. Of equal sums the lower id
     wins.
 
-    Nearly all of the time goes to Philox (151,936 tokens: 2 ms). So tokens further below the leader than any noise
-    reaches are left out, and logarithms are taken only of words that are large enough to win. Both tests are exact.
+    Nearly all of the time goes to Philox (151,936 tokens: 1.1 of 1.4 ms). So tokens further below the leader than any
+    noise reaches are left out, where they are many, and logarithms are taken only of words that are large enough to
+    win. Both tests are exact.
     """
     name = seed, sample_index, position, purpose, branch
     if len(scores) <= _FEW:
         return int(token_ids[(scores + gumbel(token_words(token_ids, *name))).argmax()])
     leaders = np.flatnonzero(scores >= scores.max() - 1)
     bound = (scores[leaders] + gumbel(token_words(token_ids[leaders], *name))).max()
+    near = np.flatnonzero(scores >= bound - _MAX_GUMBEL)
+    if len(near) < 0.8 * len(scores):
+        token_ids, scores = token_ids[near], scores[near]
     best, winner = -np.inf, -1
     for start in range(0, len(scores), _CHUNK):  # in pieces that stay in the second-level cache
-        near = start + np.flatnonzero(scores[start : start + _CHUNK] >= bound - _MAX_GUMBEL)
-        if not len(near):
-            continue
-        words = token_words(token_ids[near], *name)
-        able = np.flatnonzero((words >= _LUCKY_WORD) | (scores[near] >= bound - _LEAD))
-        sums = scores[near[able]] + gumbel(words[able])
+        ids, some = token_ids[start : start + _CHUNK], scores[start : start + _CHUNK]
+        words = token_words(ids, *name)
+        able = np.flatnonzero((words >= _LUCKY_WORD) | (some >= bound - _LEAD))
+        sums = some[able] + gumbel(words[able])
         index = int(sums.argmax()) if len(sums) else 0
         if len(sums) and sums[index] > best:
-            best, winner = sums[index], int(token_ids[near[able[index]]])
+            best, winner = sums[index], int(ids[able[index]])
             bound = max(bound, best)
     return winner

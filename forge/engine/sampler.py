@@ -80,7 +80,7 @@ class Sampler:
                 results.outcomes.append(self._outcome(item, runs, logits, first_row, row))
             first_row = row + sum([len(run) + 1 for run in runs]) if runs else row + 1
         for item, result in zip(plan.separate, separate, strict=True):
-            results.outcomes.append(self._separate_outcome(item.sequence, result))
+            results.outcomes.append(self._separate_outcome(item, result))
         return results
 
     def end(self, sequence: Sequence) -> None:
@@ -109,18 +109,22 @@ class Sampler:
                 return Outcome(item.seq_id, len(sequence.token_ids), (), None)
             return self._ended(sequence, "length")
         except (BrokenLogits, MatcherError) as error:
-            forked = tuple([self._broken(fork, error) for fork in sequence.forks]) if item.samples else ()
-            return self._broken(sequence, error)._replace(forked=forked)
+            return self._broken(sequence, error, item.samples)
 
-    def _separate_outcome(self, sequence: Sequence, result: SeparateResult) -> Outcome:
-        """What the separate forwards of a prefill-only sequence bring."""
+    def _separate_outcome(self, item: PlanItem, result: SeparateResult) -> Outcome:
+        """What the separate forwards of an item bring."""
+        sequence = item.sequence
         if result.error is not None:
-            return self._broken(sequence, result.error)
+            return self._broken(sequence, result.error, item.samples)
         rows = result.last_row[None] if result.last_row is not None else np.empty((0, 1), np.float32)
+        if not sequence.prefill_only:
+            sequence.prompt_logprobs += [*(() if sequence.prompt_logprobs else (None,)), *result.readout.scores]
+            item = item._replace(logit_rows=item.logit_rows[-1:])
+            return self._outcome(item, (), StepLogits.of(rows), 0, 0)
         try:
             return self._answer(sequence, result.readout, StepLogits.of(rows), 0)
         except (BrokenLogits, MatcherError) as error:
-            return self._broken(sequence, error)
+            return self._broken(sequence, error, item.samples)
 
     def _answer(self, sequence: Sequence, readout: Readout, logits: StepLogits, row: int) -> Outcome:
         """A prefill-only sequence ends with its readout, and with a token if it asked for one."""
@@ -190,8 +194,7 @@ class Sampler:
         tokens: Items[SampledToken | tuple[int, None, None]],
         rows: Items[np.ndarray | None] | np.ndarray,
     ) -> Outcome:
-        """Append the tokens, each chosen from its row of logits (None where it is not looked at), up to the one that
-        ends the sequence."""
+        """Append tokens, each chosen from its row of logits (None if it is not looked at), until the sequence ends."""
         token_ids: list[int] = []
         params = sequence.params
         seq_id, output_text, position = sequence.seq_id, sequence.output_text, len(sequence.token_ids)
@@ -232,11 +235,13 @@ class Sampler:
         self._results.finished.append(FinishRecord(sequence.seq_id, reason, text, stop, error, why))
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
 
-    def _broken(self, sequence: Sequence, error: BrokenLogits | MatcherError) -> Outcome:
-        """A sequence ends because its logits are not numbers, or its grammar needs too much work."""
+    def _broken(self, sequence: Sequence, error: BrokenLogits | MatcherError, samples: bool = False) -> Outcome:
+        """A sequence ends because its logits are not numbers, or its grammar needs too much work. samples: with it end
+        those that wait for its first token."""
+        forked = tuple([self._broken(fork, error) for fork in sequence.forks]) if samples else ()
         sequence.readout = None
         sequence.add_error(str(error))
-        return self._ended(sequence, "error", error=str(error))
+        return self._ended(sequence, "error", error=str(error))._replace(forked=forked)
 
     def _score_prompt(self, sequence: Sequence, position: int, rows: np.ndarray) -> None:
         """Log probabilities of prompt tokens given those before them. `rows` are the logits after the tokens from

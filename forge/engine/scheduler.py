@@ -78,6 +78,7 @@ class Scheduler:
         )
         # Without a cache a step computes whole sequences; it has no part of one to begin or to end with.
         self._token_budget = config.token_budget if cache.persistent else _UNLIMITED
+        self._max_logit_rows = max_logit_rows
         self._num_arrived = 0
 
     # Between steps
@@ -162,6 +163,9 @@ class Scheduler:
             self._admission.admit(plan)
         if not self.config.chunked_prefill:
             self._separate_prefill(plan)
+        if plan.limit - plan.budget > self._max_logit_rows:
+            large = [item for item in plan.items.values() if len(item.logit_rows) > self._max_logit_rows]
+            plan.separate += [plan.items.pop(item.seq_id) for item in large]
         if self.draft_slots is not None:
             self.draft_slots.reserve(plan)
         return plan.build()

@@ -66,7 +66,7 @@ class StepPlan:
     items: tuple[PlanItem, ...]
     """The rows of the step's forward pass, in order. Prefill-only items come last."""
     separate: tuple[PlanItem, ...] = ()
-    """Prefill-only items that take forward passes of their own."""
+    """Items that take forward passes of their own: embeddings, and prompts scored in pieces."""
     copies: tuple[BlockCopy, ...] = ()
     """Block copies to perform, in order, before the step writes anything."""
     swap_outs: tuple[Swap, ...] = ()
@@ -85,9 +85,7 @@ class StepPlan:
     def execution_class(self) -> ExecutionClass:
         """`decode` where every item extends a running sequence by its next token, `prefill_only` where every item is
         prefill-only, `mixed` otherwise."""
-        phases = {item.phase for item in self.items}
-        if self.separate:
-            phases.add("prefill_only")
+        phases = {item.phase for item in (*self.items, *self.separate)}
         if phases == {"prefill_only"}:
             return "prefill_only"
         return "decode" if phases <= {"decode"} else "mixed"

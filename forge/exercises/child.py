@@ -6,6 +6,7 @@ JSON."""
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -72,7 +73,7 @@ def _failed(entry: Entry, exercise: Exercise, mistake: Mistake) -> Result:
 def main(args: Sequence[str]) -> None:
     number, path, written = args
     result = check_here(find_entry(number), Path(path))
-    Path(written).write_text(json.dumps(result.as_object()), encoding="utf-8")
+    Path(written).write_text(json.dumps(asdict(result)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What a check found, as data: a child process prints it as JSON, and `--json` shows it."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,3 @@ class Result:
     question: str = ""
     printed: str = ""
     """What the reader's code printed, the last lines of it."""
-
-    def as_object(self) -> dict[str, Any]:
-        return asdict(self)

@@ -18,7 +18,6 @@ from forge.errors import ForgeError, UsageError
 from forge.exercises.catalog import Entry, available
 from forge.exercises.result import Result
 
-DEFAULT_FOLDER = Path("exercises")
 DEADLINE = 120.0
 """Seconds that a whole check may take. A single call is ended much earlier (`exercise.time_limit`)."""
 _PRINTED_LINES = 12

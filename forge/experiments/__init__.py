@@ -5,27 +5,17 @@ first line begins with the chapter's number.
 """
 
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
-from importlib.machinery import FileFinder
-from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
+from forge.drop_ins import first_lines
 
-@cache
+
 def summaries() -> dict[str, str]:
-    """Each command's summary in the order of the chapters, read from the files: no experiment is imported."""
-    found = {}
-    for module in iter_modules(__path__):
-        assert isinstance(module.module_finder, FileFinder)
-        folder = Path(module.module_finder.path)
-        path = folder / module.name / "__init__.py" if module.ispkg else folder / f"{module.name}.py"
-        with path.open(encoding="utf-8") as file:
-            first = file.readline().strip().removeprefix('"""')
-        if first[:1].isdigit():  # `bench` has commands of its own
-            found[module.name.replace("_", "-")] = first
-    return dict(sorted(found.items(), key=lambda item: int(item[1].partition(".")[0])))
+    """Each command's summary in the order of the chapters."""
+    numbered = [(name, first) for name, first in first_lines(__path__).items() if first[:1].isdigit()]
+    ordered = sorted(numbered, key=lambda item: int(item[1].partition(".")[0]))
+    return {name.replace("_", "-"): first for name, first in ordered}
 
 
 def load(command: str) -> tuple[Callable[..., Any], str]:

@@ -3,35 +3,30 @@
 [dim]forge batching --only run --requests 32[/dim]
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from forge.cli import options
-from forge.cli.arguments import Takes, command
-from forge.cli.bugs import BugOption, run_bug
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.run_control import Found, load_model, run_label
+from forge.cli.arguments import Takes
+from forge.cli.chapters import Experiment, experiment
+from forge.cli.run_control import load_model, run_label
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
+from forge.option import option
 from forge.trace.timeline import timeline_of
 from forge.trace.totals import Percentiles, totals_of
 from forge.views.charts import bar
-from forge.views.formatting import count, ms, percent, rate, times
+from forge.views.formatting import count, ms, percent, times
 from forge.views.json_output import as_object
-from forge.views.palette import ACCENT, QUIET, TITLE
-from forge.views.progress import BenchProgress
+from forge.views.palette import ACCENT
+from forge.views.progress import progress_line
 from forge.views.report import Report
 from forge.views.request_sets import identity_text, workload_text
 from forge.views.run_summary import totals_object
+from forge.views.screen import Part, Table, question, report, sentences
 from forge.views.summary import RunLabel
-from forge.views.terminal import new_table, open_error_console, print_table
 from forge.workload.requests import Arrival as WorkloadArrival
 from forge.workload.requests import Range, Workload, WorkloadRun, make_workload
 from forge.workload.ways import Measured, identical, measure_all, speed_up
@@ -54,40 +49,30 @@ _WIDE = 94
 """Columns from which on there is room for a bar."""
 
 
-@command
+@dataclass(frozen=True)
+class BatchingArgs:
+    """What is run together."""
+
+    requests: int = option(96, "How many requests.", _WORKLOAD, flags="--requests -n")
+    budgets: str | None = option(
+        None, "Long prompts that come while stories decode, with these tokens a step instead: 32,128,512.", "Scheduler"
+    )
+
+
+@experiment(bugs=True)
 def batching(
-    ctx: typer.Context,
-    requests: Annotated[
-        int, typer.Option("--requests", "-n", help="How many requests.", rich_help_panel=_WORKLOAD)
-    ] = 96,
+    asked: BatchingArgs,
     prompt_tokens: options.PromptTokensOption = "16",
     max_tokens: options.OutputTokensOption = "8:64",
     seed: options.WorkloadSeedOption = 0,
     *,
     engine: Annotated[EngineArgs, Takes("model device threads", kv="paged")],
-    budgets: Annotated[
-        str | None,
-        typer.Option(
-            "--budgets",
-            help="Long prompts that come while stories decode, with these tokens a step instead: 32,128,512.",
-            rich_help_panel="Scheduler",
-        ),
-    ] = None,
-    only: OnlyOption = None,
-    pause: PauseOption = True,
-    bug: BugOption = None,
-    json: options.JsonOption = False,
-) -> Found:
-    if bug is not None:
-        return run_bug("batching", bug, engine, json)
-    limits = None if budgets is None else parse_budgets(budgets)
-    if reads_chapter(only, json):
-        return read_chapter(ctx, pause)
-    if limits is not None:
-        report = measure_budgets(engine, limits, seed)
-        return report.as_json() if json else report
-    report = measure_ways(engine, (requests, prompt_tokens, max_tokens, seed), ways_of(BATCHES), TURNS)
-    return report.as_json() if json else report
+) -> Experiment:
+    if asked.budgets is not None:
+        limits = parse_budgets(asked.budgets)
+        return Experiment(lambda: measure_budgets(engine, limits, seed))
+    sizes = asked.requests, prompt_tokens, max_tokens, seed
+    return Experiment(lambda: measure_ways(engine, sizes, ways_of(BATCHES), TURNS))
 
 
 def ways_of(batches: Sequence[int]) -> "list[tuple[How, int]]":
@@ -112,14 +97,12 @@ def measure_ways(
     output_range = Range.parse(max_tokens, "--max-tokens")
     llm = load_model(engine)
     workload = make_workload(llm.tokenizer, number, prompt_range, output_range, seed=seed)
-    with BenchProgress(open_error_console()) as progress:
+    with progress_line() as progress:
         measured = measure_all(llm, workload, ways, turns, progress)
     label = run_label(llm)
-    return Report(
-        batching_object(label, workload, measured),
-        lambda console: print_batching(console, label, workload, measured),
-        0 if identical(measured) else 1,
-    )
+    about = f"{label} · {workload_text(workload)}{turns_text(measured)}"
+    facts = batching_object(label, workload, measured)
+    return report(facts, lambda: screen(about, measured), 0 if identical(measured) else 1)
 
 
 @dataclass(frozen=True)
@@ -137,6 +120,10 @@ class BudgetRun:
     """The same as time."""
     first_token_ms: float
     """Of the long prompts, the median."""
+
+    @property
+    def shown(self) -> str:
+        return "whole prompts" if self.budget is None else count(self.budget)
 
 
 def parse_budgets(text: str) -> list[int]:
@@ -157,17 +144,15 @@ def measure_budgets(engine: EngineArgs, budgets: Sequence[int], seed: int) -> Re
     late = [replace(one, arrival=one.arrival + STEPS_BETWEEN) for one in prompts.requests]
     workload = Workload((*stories.requests, *late), "steps")
     runs = []
-    with BenchProgress(open_error_console()) as progress:
+    with progress_line() as progress:
         for budget in [*budgets, None]:
             progress("whole prompts" if budget is None else f"{budget} tokens a step")
             turns = [_run_budget(llm, workload, budget) for _ in range(TURNS)]
             runs.append(min(turns, key=lambda one: one.gap_ms.p99))
     label = run_label(llm)
     facts = {**as_object(label), "prompt_tokens": length, "stories": NUM_STORIES, "prompts": NUM_PROMPTS}
-    return Report(
-        facts | {one.name: as_object(one) for one in runs},
-        lambda console: print_budgets(console, label, length, runs),
-    )
+    about = f"{label} · {NUM_STORIES} stories decode, {NUM_PROMPTS} prompts of {length} tokens come"
+    return report(facts | {one.name: as_object(one) for one in runs}, lambda: budgets_screen(about, runs))
 
 
 def _run_budget(llm: "LLM", workload: Workload, budget: int | None) -> BudgetRun:
@@ -198,31 +183,18 @@ def _all_of(values: Sequence[float | None]) -> Percentiles:
     return found
 
 
-def print_budgets(console: Console, label: RunLabel, length: int, runs: Sequence[BudgetRun]) -> None:
+def budgets_screen(about: str, runs: Sequence[BudgetRun]) -> Iterator[Part]:
     """A row per budget: what the stories notice, and what the prompts do."""
-    console.print(Text(BUDGET_QUESTION, TITLE))
-    about = f"{NUM_STORIES} stories decode, {NUM_PROMPTS} prompts of {length} tokens come"
-    console.print(Text(f"{label} · {about}, the better of {TURNS} turns", QUIET))
-    console.print()
-    table = new_table("tokens a step", "steps", "tok/s", "rows between", "most", "gap p50", "p99", "TTFT")
-    for one in runs:
-        table.add_row(
-            "whole prompts" if one.budget is None else count(one.budget),
-            count(one.num_steps),
-            rate(one.tokens_per_second),
-            count(round(one.rows.p50)),
-            count(round(one.rows.maximum)),
-            ms(one.gap_ms.p50),
-            ms(one.gap_ms.p99),
-            ms(one.first_token_ms),
-        )
-    print_table(console, table)
-    console.print()
-    console.print(
-        Text(
+    yield from question(BUDGET_QUESTION, f"{about}, the better of {TURNS} turns")
+    columns = ["tokens a step: {shown}", "steps: {num_steps:count}", "tok/s: {tokens_per_second:rate}"]
+    columns += ["rows between: {rows.p50:,.0f}", "most: {rows.maximum:,.0f}"]
+    columns += ["gap p50: {gap_ms.p50:ms}", "p99: {gap_ms.p99:ms}", "TTFT: {first_token_ms:ms}"]
+    yield from (Table.of(runs, *columns), None)
+    yield from sentences(
+        [
             "rows between: what the model computes from one token of a story to its next, the median and the most. "
             "gap: the same in milliseconds. TTFT: of the long prompts, the median."
-        )
+        ]
     )
 
 
@@ -248,16 +220,11 @@ def _way_object(one: Measured, first: Measured) -> dict[str, Any]:
     return found | {"speed_up": speed_up(one, first), "totals": totals_object(one.totals)}
 
 
-def print_batching(console: Console, label: RunLabel, workload: Workload, measured: Sequence[Measured]) -> None:
+def screen(about: str, measured: Sequence[Measured]) -> Iterator[Part]:
     """The table, what it shows, and whether the tokens are the same."""
-    console.print(Text(QUESTION, TITLE))
-    console.print(Text(f"{label} · {workload_text(workload)}{turns_text(measured)}", QUIET))
-    console.print()
-    print_table(console, ways_table(measured, console.width))
-    console.print()
-    for sentence in batching_sentences(measured):
-        console.print(Text(sentence))
-    console.print(identity_text(measured))
+    yield from question(QUESTION, about)
+    yield lambda width: [ways_table(measured, width)]
+    yield from (None, *sentences(batching_sentences(measured)), identity_text(measured))
 
 
 def turns_text(measured: Sequence[Measured]) -> str:
@@ -266,25 +233,17 @@ def turns_text(measured: Sequence[Measured]) -> str:
 
 
 def ways_table(measured: Sequence[Measured], width: int) -> Table:
-    figures = ("tok/s", "", "ms/req", "TTFT", "TPOT", "e2e", "e2e p99")
-    table = new_table("at once", *figures, last="" if width >= _WIDE else None)
     most = max(one.tokens_per_second for one in measured)
-    for one in measured:
-        totals = one.totals
-        row: list[Text | str] = [
-            Text(f"{one.batch} {one.how}" if one.how != "sequential" else "sequential"),
-            rate(one.tokens_per_second),
-            times(speed_up(one, measured[0])),
-            ms(one.ms_per_request),
-            ms(totals.first_token.p50 if totals.first_token else None),
-            ms(totals.per_token.p50 if totals.per_token else None),
-            ms(totals.end_to_end.p50 if totals.end_to_end else None),
-            ms(totals.end_to_end.p99 if totals.end_to_end else None),
-        ]
-        if width >= _WIDE:
-            row.append(Text(bar(one.tokens_per_second, most, _BAR), ACCENT))
-        table.add_row(*row)
-    return table
+    shown = {
+        "way": lambda one: f"{one.batch} {one.how}" if one.how != "sequential" else "sequential",
+        "gain": lambda one: times(speed_up(one, measured[0])),
+        "bar": lambda value: bar(value, most, _BAR),
+    }
+    columns = ["at once: {:way}", "tok/s: {tokens_per_second:rate}", ": {:gain}", "ms/req: {ms_per_request:ms}"]
+    columns += ["TTFT: {totals.first_token.p50:ms}", "TPOT: {totals.per_token.p50:ms}"]
+    columns += ["e2e: {totals.end_to_end.p50:ms}", "e2e p99: {totals.end_to_end.p99:ms}"]
+    columns += [": {tokens_per_second:bar}"] if width >= _WIDE else []
+    return Table.of(measured, *columns, formats=shown, styles={8: ACCENT}, lefts=(8,))
 
 
 def batching_sentences(measured: Sequence[Measured]) -> list[str]:

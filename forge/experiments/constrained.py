@@ -6,33 +6,34 @@
 """
 
 import json as json_format
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
-from forge.cli.arguments import Takes, command
-from forge.cli.bugs import BugOption, run_bug
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.arguments import Takes
+from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import FormArgs
-from forge.cli.run_control import Found, drive, exit_status, load_model, run_label
+from forge.cli.run_control import drive, exit_status, load_model, run_label
 from forge.engine.sampling import log_sum_exp
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import StructuredOutput
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.views.formatting import count, ms, plural
+from forge.option import option
+from forge.views.formatting import count, plural
 from forge.views.generation import watching
-from forge.views.json_output import as_object
-from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.json_output import as_object, picked, plain
+from forge.views.palette import ACCENT, QUIET
 from forge.views.report import Report
+from forge.views.screen import Hanging, Part, Table, leads_on, question, report
+from forge.views.screen import sentences as plain_sentences
 from forge.views.summary import RunLabel, RunResult
-from forge.views.terminal import new_table, open_console, print_hanging, print_lines, print_table
+from forge.views.terminal import open_console
 from forge.views.text import one_line
 
 if TYPE_CHECKING:
@@ -56,38 +57,31 @@ FIELDS = {
 }
 """What a record of a story may hold, from the lists that the bundled model's stories are made of."""
 _INDENT = 14
+_FORM = "Structured output (one of these)"
 
 
-@command
+@dataclass(frozen=True)
+class RecordArgs:
+    """Which record, where no other form is asked for."""
+
+    fields: str = option(
+        "hero,place,mood", "The record's fields, with commas, in their order.", "Structured output (one of these)"
+    )
+
+
+@experiment(bugs=True)
 def constrained(
-    ctx: typer.Context,
     form: FormArgs,
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="What is asked, in a chat.", show_default="a story and a question")
     ] = PROMPT,
     max_tokens: options.MaxTokens = MAX_TOKENS,
-    fields: Annotated[
-        str,
-        typer.Option(
-            "--fields",
-            help="The record's fields, with commas, in their order.",
-            rich_help_panel="Structured output (one of these)",
-        ),
-    ] = "hero,place,mood",
     *,
+    record: RecordArgs,
     engine: Annotated[EngineArgs, Takes("model device threads", kv="paged")],
-    only: OnlyOption = None,
-    pause: PauseOption = True,
-    bug: BugOption = None,
-    json: options.JsonOption = False,
-) -> Found:
-    if bug is not None:
-        return run_bug("constrained", bug, engine, json)
-    if reads_chapter(only, json):
-        return read_chapter(ctx, pause)
-    wanted = form.structured_output() or StructuredOutput(json=record_schema(fields))
-    report = _measure(options.read_prompt(prompt), max_tokens, wanted, engine)
-    return report.as_json() if json else report
+) -> Experiment:
+    wanted = form.structured_output() or StructuredOutput(json=record_schema(record.fields))
+    return Experiment(lambda: _measure(options.read_prompt(prompt), max_tokens, wanted, engine))
 
 
 def record_schema(names: str) -> dict[str, Any]:
@@ -117,7 +111,7 @@ def _measure(prompt: str, max_tokens: int, form: StructuredOutput, engine: Engin
     free, constrained_run, proposed = runs
     label, vocab_size = run_label(plain), plain.model.vocab_size
     result = Constrained(label, prompt, vocab_size, free_text, free, constrained_run, proposed, places)
-    return Report(constrained_object(result), lambda console: print_constrained(console, result), exit_status(*runs))
+    return report(constrained_object(result), lambda: screen(result), exit_status(*runs))
 
 
 @dataclass(frozen=True)
@@ -216,20 +210,16 @@ def constrained_object(result: Constrained) -> dict[str, Any]:
     record = _parsed(result.text)
     return {
         **as_object(result.label),
-        "prompt": result.prompt,
-        "vocab_size": result.vocab_size,
-        "free_text": result.free_text,
-        "text": result.text,
+        **picked(result, "prompt", "vocab_size", "free_text", "text"),
         "record": record if isinstance(record, dict) else {},
         "is_json": record is not None,
         "finish_reason": result.constrained.output.outputs[0].finish_reason,
-        "places": [as_object(place) for place in places],
+        "places": plain(places),
         "num_tokens": len(places),
         "num_forced": len(places) - len(result.chosen),
         "num_chosen": len(result.chosen),
         "num_single": sum(place.allowed == 1 for place in places),
-        "given_up": result.given_up,
-        "given_up_chosen": result.given_up_chosen,
+        **picked(result, "given_up", "given_up_chosen"),
         "given_up_per_token": result.given_up / len(places) if places else None,
         "same_tokens": result.proposed.output.outputs[0].token_ids == result.constrained.output.outputs[0].token_ids,
         **{
@@ -254,33 +244,32 @@ def ms_per_token(run: RunResult) -> float | None:
     return spent * 1e3 / num_tokens if num_tokens else None
 
 
-def print_constrained(console: Console, result: Constrained) -> None:
+def screen(result: Constrained) -> Iterator[Part]:
     """The whole experiment: both answers, the tokens with what might have come, the choices, the cost."""
-    print_lines(console, [Text(QUESTION, TITLE), Text(str(result.label), QUIET), Text("")])
+    yield from question(QUESTION, str(result.label))
     for name, text in (("without", result.free_text), ("with the form", result.text)):
-        print_hanging(console, Text.assemble((name.ljust(_INDENT), QUIET), one_line(text)), _INDENT)
-    console.print()
-    print_lines(console, token_lines(result.places, console.width))
-    legend = f"[chosen] · the rest had to come · below: how many of {count(result.vocab_size)} tokens might have"
-    print_lines(console, [Text(legend, QUIET), Text("")])
-    table = new_table("chosen", "might have", "probability", "of all these", "given up", last="it would have said")
-    for place in result.chosen:
-        figures = (count(place.allowed), small(place.probability), small(place.mass), f"{place.given_up:.2f}")
-        table.add_row(visible(place.text), *figures, visible(place.preferred))
+        yield Hanging(Text.assemble((name.ljust(_INDENT), QUIET), one_line(text)), _INDENT)
+    yield from (None, lambda width: token_lines(result.places, width))
+    yield f"[chosen] · the rest had to come · below: how many of {count(result.vocab_size)} tokens might have"
+    yield None
     if result.chosen:
-        print_table(console, table)
-        console.print()
-    print_lines(console, [Text(sentence) for sentence in sentences(result)])
-    console.print()
-    costs = new_table("", "forward passes", "tokens", "ms per token")
-    for name, run in (
-        ("without", result.free),
-        ("with the form", result.constrained),
-        ("forced proposed", result.proposed),
-    ):
-        costs.add_row(name, count(len(run.records)), count(len(run.output.outputs[0].token_ids)), ms(ms_per_token(run)))
-    print_table(console, costs)
-    print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+        columns = ["chosen: {text:visible}", "might have: {allowed:count}", "probability: {probability:small}"]
+        columns += ["of all these: {mass:small}", "given up: {given_up:.2f}", "it would have said: {preferred:visible}"]
+        yield Table.of(result.chosen, *columns, formats={"visible": visible, "small": small}, lefts=(5,))
+        yield None
+    yield from (*plain_sentences(sentences(result)), None)
+    runs = {"without": result.free, "with the form": result.constrained, "forced proposed": result.proposed}
+    costs = [
+        {
+            "name": name,
+            "passes": len(run.records),
+            "tokens": len(run.output.outputs[0].token_ids),
+            "ms": ms_per_token(run),
+        }
+        for name, run in runs.items()
+    ]
+    columns = [": {name}", "forward passes: {passes:count}", "tokens: {tokens:count}", "ms per token: {ms:ms}"]
+    yield from (Table.of(costs, *columns), leads_on(LEADS_ON))
 
 
 def token_lines(places: Sequence[Place], width: int) -> list[Text]:

@@ -5,32 +5,28 @@
 
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from forge.bench.cases import BLOCK_SIZE, Case, Limits, ModelSize, measure_model, needs_of
-from forge.cli import options
-from forge.cli.arguments import Takes, command
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.run_control import Found
+from forge.bench.cases import BLOCK_SIZE, Case, Limits, ModelSize, Needs, Roofline, measure_model, needs_of
+from forge.bench.worker import timed
+from forge.cli.arguments import Takes
+from forge.cli.chapters import Experiment, experiment
 from forge.engine_args import EngineArgs
-from forge.views.charts import Curve, line_plot, row_of
+from forge.option import option
 from forge.views.formatting import count, ms, percent, plural, size
 from forge.views.json_output import as_object
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
-from forge.views.progress import BenchProgress
+from forge.views.progress import progress_line
 from forge.views.report import Report
-from forge.views.terminal import new_table, open_error_console, print_table
+from forge.views.roofline import Point, roofline
+from forge.views.screen import Part, Table, report, sentences, title
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 SHAPE_LAYERS = 8
@@ -51,55 +47,40 @@ Progress = Callable[[str], None]
 """Called with what is about to be done."""
 Work = tuple[Case, Callable[[], object]]
 QUESTION = "What does a forward pass wait for?"
-_HEIGHT = 9
-_MAX_WIDTH = 66
 _MARKS = "●○◆◇■□"
 
 
-@command
-def kernels(
-    ctx: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="The model to measure, with --type beside those that are made up.",
-            show_default="one that is made up, larger than a processor's cache",
-            rich_help_panel="Model",
-        ),
-    ] = None,
-    types: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--type",
-            help="Make it up in this type; may be repeated.",
-            show_default="Q8_0 and Q4_0",
-            rich_help_panel="Model",
-        ),
-    ] = None,
-    *,
-    engine: Annotated[EngineArgs, Takes("threads")],
-    only: OnlyOption = None,
-    pause: PauseOption = True,
-    json: options.JsonOption = False,
-) -> Found:
+@dataclass(frozen=True)
+class KernelArgs:
+    """What is measured."""
+
+    model: str | None = option(
+        None,
+        "The model to measure, with --type beside those that are made up.",
+        "Model",
+        flags="--model -m",
+        shown="one that is made up, larger than a processor's cache",
+    )
+    types: Sequence[str] = option(
+        (), "Make it up in this type; may be repeated.", "Model", flags="--type", shown="Q8_0 and Q4_0"
+    )
+
+
+@experiment()
+def kernels(asked: KernelArgs, engine: Annotated[EngineArgs, Takes("threads")]) -> Experiment:
     from forge.model.catalog import resolve_model
     from forge.model.synth import find_quantization
 
-    for name in types or ():
+    for name in asked.types:
         find_quantization(name)
-    path = resolve_model(model) if model is not None else None
-    if reads_chapter(only, json):
-        return read_chapter(ctx, pause)
-    report = _report_of(path, types, engine.threads)
-    return report.as_json() if json else report
+    path = resolve_model(asked.model) if asked.model is not None else None
 
+    def measure() -> Report:
+        with progress_line() as progress:
+            result = run(path, asked.types, engine.threads, progress)
+        return report(kernels_object(result), lambda: screen(result))
 
-def _report_of(model: Path | None, types: list[str] | None, threads: int | None) -> Report:
-    with BenchProgress(open_error_console()) as progress:
-        result = run(model, types, threads, progress)
-    return Report(kernels_object(result), lambda console: print_kernels(console, result))
+    return Experiment(measure)
 
 
 @dataclass(frozen=True)
@@ -111,6 +92,14 @@ class Pass:
     products: int
     seconds: float
     """The shortest's."""
+
+    @property
+    def ms(self) -> float:
+        return self.seconds * 1e3
+
+    @property
+    def ms_per_row(self) -> float:
+        return self.ms / self.rows
 
     @property
     def intensity(self) -> float:
@@ -125,15 +114,10 @@ class Pass:
     def products_per_second(self) -> float:
         return self.products / self.seconds
 
-    def bound(self, limits: Limits) -> Literal["memory", "arithmetic"]:
-        """Which limit is nearer."""
-        return "memory" if self.intensity < limits.ridge else "arithmetic"
-
-    def share(self, limits: Limits) -> float:
-        """How much of the nearer limit is used; more than 1 where weights come from a cache and not from memory."""
-        by_memory = self.bytes_per_second / limits.bytes_per_second
-        by_arithmetic = self.products_per_second / limits.products_per_second
-        return by_memory if self.bound(limits) == "memory" else by_arithmetic
+    def against(self, limits: Limits) -> Roofline:
+        """Which limit is nearer, and how much of it is used: more than 1 where weights come from a cache and not from
+        memory."""
+        return Roofline.of(Needs(self.bytes_read, self.products), self.seconds, limits)
 
 
 @dataclass(frozen=True)
@@ -144,7 +128,7 @@ class LongPass:
     kv_bytes: int
     bytes_read: int
     """Weights, keys and values."""
-    seconds: float
+    ms: float
     """The shortest's."""
 
 
@@ -173,9 +157,6 @@ class Measured:
         products = max(found.products_per_second for found in self.passes)
         read = 0.0 if self.fits_in_cache else max(found.bytes_per_second for found in self.passes)
         return Limits(read, products)
-
-    def pass_of(self, rows: int) -> Pass:
-        return next(found for found in self.passes if found.rows == rows)
 
 
 @dataclass(frozen=True)
@@ -224,18 +205,9 @@ def _limits(threads: int | None) -> Limits:
 
 @contextmanager
 def _made_up(quantization: str) -> Iterator[Path]:
-    from forge.model.synth import SHAPES, synth, synthetic_config
+    from forge.model.synth import SHAPES, synth
 
-    shape = SHAPES["qwen3-0.6b"]
-    config = synthetic_config(
-        num_layers=SHAPE_LAYERS,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        vocab_size=VOCABULARY,
-    )
+    config = replace(SHAPES["qwen3-0.6b"], num_layers=SHAPE_LAYERS, vocab_size=VOCABULARY)
     with tempfile.TemporaryDirectory(prefix="forge-") as folder:
         path = Path(folder) / f"random-{quantization.lower()}.gguf"
         synth(path, config, quantization, pure=True)
@@ -268,7 +240,7 @@ def _measure_model(path: Path, threads: int | None, on_progress: Progress) -> Me
         needs = needs_of(case, size)
         if case.context:
             held = case.context * size.kv_bytes
-            long_passes.append(LongPass(case.context, held, needs.bytes_read, shortest))
+            long_passes.append(LongPass(case.context, held, needs.bytes_read, shortest * 1e3))
         else:
             passes.append(Pass(case.tokens, needs.bytes_read, needs.products, shortest))
     assert isinstance(llm.model, Qwen3) and isinstance(llm.model.backend, CpuBackend)
@@ -295,9 +267,7 @@ def _shortest(works: Sequence[Callable[[], object]], on_progress: Progress) -> l
         for index, work in enumerate(works):
             spent = 0.0
             while spent < ROUND_SECONDS:
-                started = time.perf_counter()
-                work()
-                taken = time.perf_counter() - started
+                _, taken = timed(work)
                 spent += taken
                 shortest[index] = min(shortest[index], taken)
     return shortest
@@ -306,61 +276,63 @@ def _shortest(works: Sequence[Callable[[], object]], on_progress: Progress) -> l
 def kernels_object(result: KernelsResult) -> dict[str, Any]:
     """The experiment as facts. Rates are per second; `memory` and `arithmetic` are shares of the machine's limits."""
     limits = result.limits
-    return {
-        **as_object(limits, "ridge"),
-        "models": [_model_object(model, limits) for model in result.models],
-    }
+    models = [
+        {
+            **as_object(model, "fits_in_cache", without=("size", "passes", "cache_bytes")),
+            "weight_bytes": model.size.weight_bytes,
+            "passes": [
+                as_object(found, *_OF_A_PASS, without=("seconds",))
+                | as_object(found.against(limits), without=_OF_A_LINE)
+                for found in model.passes
+            ],
+        }
+        for model in result.models
+    ]
+    return as_object(limits, "ridge") | {"models": models}
 
 
-def _model_object(model: Measured, limits: Limits) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "weight_bytes": model.size.weight_bytes,
-        "threads": model.threads,
-        "fits_in_cache": model.fits_in_cache,
-        "long_passes": [
-            {
-                "context": found.context,
-                "kv_bytes": found.kv_bytes,
-                "bytes_read": found.bytes_read,
-                "ms": found.seconds * 1e3,
-            }
-            for found in model.long_passes
-        ],
-        "passes": [
-            {
-                **as_object(found, "bytes_per_second", "products_per_second", "intensity", without=("seconds",)),
-                "ms": found.seconds * 1e3,
-                "ms_per_row": found.seconds * 1e3 / found.rows,
-                "bound": found.bound(limits),
-                "share": found.share(limits),
-            }
-            for found in model.passes
-        ],
-    }
+_OF_A_LINE = ("bytes_per_second", "products_per_second", "limit_seconds")
+_OF_A_PASS = ("bytes_per_second", "products_per_second", "intensity", "ms", "ms_per_row")
 
 
-def print_kernels(console: Console, result: KernelsResult) -> None:
+def screen(result: KernelsResult) -> Iterator[Part]:
     """The limits, a table per model, the roofline with every pass on it, and what it shows."""
     limits = result.limits
-    console.print(Text(QUESTION, TITLE))
-    console.print()
-    console.print(limits_sentence(limits))
+    yield from (title(QUESTION), None, *sentences([limits_sentence(limits)]))
+    shown = {
+        "G": lambda value: f"{value / 1e9:,.1f}",
+        "products": lambda value: f"{value / 1e9:,.0f}",
+        "limit": lambda found: f"{percent(found.against(limits).share):>6}  {found.against(limits).bound}",
+    }
+    columns = ["rows: {rows:count}", "ms: {ms:.2f}", "ms per row: {ms_per_row:.3f}", "GB/s: {bytes_per_second:G}"]
+    columns += ["G products/s: {products_per_second:products}", "of the limit: {:limit}"]
+    after = ["1 row after: {context:plural token}", "keys and values: {kv_bytes:size}"]
+    after += ["with the weights: {bytes_read:size}", "ms: {ms:.2f}"]
     for model in result.models:
-        console.print()
-        console.print(Text.assemble((model.name, TITLE), (f"  {reads(model)}, {_threads(model.threads)}", QUIET)))
-        print_table(console, _table(model, limits))
+        about = f"  {reads(model)}, {plural(model.threads, 'thread')}"
+        yield from (None, Text.assemble((model.name, TITLE), (about, QUIET)))
+        yield Table.of(model.passes, *columns, formats=shown, styles={5: ACCENT}, names=0, lefts=(5,))
         if model.long_passes:
-            console.print()
-            print_table(console, _context_table(model))
-    console.print()
-    for line in roofline(result, console.width):
-        console.print(line)
-    console.print()
-    for model in result.models:
-        console.print(growth_sentence(model))
-    for sentence in (*comparison_sentences(result.models), *cache_sentences(result)):
-        console.print(sentence)
+            yield from (None, Table.of(model.long_passes, *after, names=0, lefts=(3,)))
+    yield from (None, lambda width: picture(result, width), None)
+    growth = map(growth_sentence, result.models)
+    yield from sentences([*growth, *comparison_sentences(result.models), *cache_sentences(result)])
+
+
+def picture(result: KernelsResult, width: int) -> list[Text]:
+    """The roofline with a mark for every pass."""
+    points = [
+        Point(
+            _MARKS[index % len(_MARKS)],
+            f"{model.name}, {model.passes[0].rows} to {model.passes[-1].rows} rows",
+            found.intensity,
+            found.products_per_second,
+            sequence_style(index),
+        )
+        for index, model in enumerate(result.models)
+        for found in model.passes
+    ]
+    return roofline(points, result.limits.bytes_per_second, result.limits.products_per_second, "products", width)
 
 
 def limits_sentence(limits: Limits) -> str:
@@ -397,17 +369,17 @@ def growth_sentence(model: Measured) -> str:
 
 def comparison_sentences(models: Sequence[Measured]) -> list[str]:
     """The second model and on against the first, with one row and with many."""
-    sentences = []
+    said = []
     for other in models[1:]:
         first = models[0]
         fewer = first.passes[0].bytes_read / other.passes[0].bytes_read
         alone = first.passes[0].seconds / other.passes[0].seconds
         many = first.passes[-1].seconds / other.passes[-1].seconds
-        sentences.append(
+        said.append(
             f"{other.name} has {fewer:.2f} times fewer bytes to read than {first.name}. With one row it is "
             f"{alone:.2f} times as fast, with {count(other.passes[-1].rows)} rows {many:.2f} times."
         )
-    return sentences
+    return said
 
 
 def cache_sentences(result: KernelsResult) -> list[str]:
@@ -418,77 +390,3 @@ def cache_sentences(result: KernelsResult) -> list[str]:
         for model in result.models
         if model.fits_in_cache and model.passes[0].bytes_per_second > 1.1 * memory
     ]
-
-
-def roofline(result: KernelsResult, width: int) -> list[Text]:
-    """Products per second over products per byte, both logarithmic: the roof, and a mark for every pass."""
-    limits = result.limits
-    room = max(24, min(_MAX_WIDTH, width - 14))
-    every = [found for model in result.models for found in model.passes]
-    low, high = (math.log10(pick(found.intensity for found in every)) for pick in (min, max))
-    low, high = min(low, math.log10(limits.ridge) - 0.2), max(high, math.log10(limits.ridge) + 0.5)
-    top = math.log10(max(limits.products_per_second, *(found.products_per_second for found in every)))
-    bottom = math.log10(min(found.products_per_second for found in every)) - 0.15
-    roof = [
-        max(0.0, min(math.log10(limits.products_per_second), math.log10(limits.bytes_per_second) + x) - bottom)
-        for x in (low + (high - low) * column / (room * 2 - 1) for column in range(room * 2))
-    ]
-    lines = line_plot([Curve(roof, QUIET)], top - bottom, room * 2, room, _HEIGHT)
-    marks: dict[tuple[int, int], tuple[str, str]] = {}
-    for index, model in enumerate(result.models):
-        for found in model.passes:
-            column = round((math.log10(found.intensity) - low) / (high - low) * (room - 1))
-            row = row_of(max(0.0, math.log10(found.products_per_second) - bottom), top - bottom, _HEIGHT)
-            marks[row, column] = (_MARKS[index % len(_MARKS)], sequence_style(index))
-    labels = [f"{10**top / 1e9:,.0f}", *[""] * (_HEIGHT - 2), f"{10**bottom / 1e9:,.1f}"]
-    plot = [Text("G products/s", QUIET)]
-    for row, (label, line) in enumerate(zip(labels, lines, strict=True)):
-        edge = (f"{label:>6} ┤" if label else " " * 6 + " │", QUIET)
-        plot.append(Text.assemble(edge, *_marked(line, row, marks)))
-        plot[-1].rstrip()
-    axis = f"{10**low:.1f}{'products per byte':^{max(0, room - 8)}}{10**high:>5.0f}"
-    plot.append(Text(" " * 8 + axis, QUIET))
-    legend = Text(" " * 8)
-    for index, model in enumerate(result.models):
-        rows = f" {model.name}, {model.passes[0].rows} to {model.passes[-1].rows} rows   "
-        legend.append(_MARKS[index % len(_MARKS)], sequence_style(index)).append(rows)
-    legend.rstrip()
-    plot.append(legend)
-    return plot
-
-
-def _marked(line: Text, row: int, marks: dict[tuple[int, int], tuple[str, str]]) -> list[tuple[str, str]]:
-    """A line of the plot with the marks that lie on it."""
-    return [marks.get((row, column), (character, QUIET)) for column, character in enumerate(line.plain)]
-
-
-def _table(model: Measured, limits: Limits) -> Table:
-    table = new_table(None, "rows", "ms", "ms per row", "GB/s", "G products/s", last="of the limit")
-    for found in model.passes:
-        table.add_row(*_cells(found, limits))
-    return table
-
-
-def _context_table(model: Measured) -> Table:
-    table = new_table(None, "1 row after", "keys and values", "with the weights", last="ms")
-    for found in model.long_passes:
-        cells = [plural(found.context, "token"), size(found.kv_bytes), size(found.bytes_read)]
-        table.add_row(*cells, f"{found.seconds * 1e3:.2f}")
-    return table
-
-
-def _cells(found: Pass, limits: Limits) -> list[Text | str]:
-    milliseconds = found.seconds * 1e3
-    share = Text(f"{percent(found.share(limits)):>6}  {found.bound(limits)}", ACCENT)
-    return [
-        count(found.rows),
-        f"{milliseconds:.2f}",
-        f"{milliseconds / found.rows:.3f}",
-        f"{found.bytes_per_second / 1e9:.1f}",
-        f"{found.products_per_second / 1e9:,.0f}",
-        share,
-    ]
-
-
-def _threads(threads: int) -> str:
-    return "1 thread" if threads == 1 else f"{threads} threads"

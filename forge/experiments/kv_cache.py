@@ -3,70 +3,51 @@
 [dim]forge kv-cache --only run "Once upon a time" 32[/dim]
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.text import Text
-
-from forge.cache.kv_storage import KV_ITEM_BYTES
+from forge.cache.kv_storage import KV_ITEM_BYTES, vector_bytes
 from forge.cli import options
-from forge.cli.arguments import Takes, command
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.arguments import Takes
+from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import Found, StepObserver, drive, exit_status, fastest, load_model, run_label, warm_up
-from forge.engine.sampling_params import SamplingParams
+from forge.cli.run_control import RepeatedRun, StepObserver, exit_status
 from forge.engine_args import EngineArgs
 from forge.trace.records import StepRecord
 from forge.views.formatting import count, ms, plural, size
-from forge.views.forwards import chart_rows, chart_scale, spaced
-from forge.views.generation import sample_texts, watching
+from forge.views.generation import run_parts
 from forge.views.json_output import as_object, climb_object, run_object
-from forge.views.metrics import chart_heading, metrics_lines
-from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.report import Report
+from forge.views.screen import Part, leads_on, report, title
 from forge.views.summary import Forward, RunResult
-from forge.views.terminal import open_console, print_lines
 
 MAX_TOKENS = 128
 """As many as in chapter 1, which this run is compared with."""
 QUESTION = "What does a token cost once keys and values are kept?"
 LEADS_ON = "The same tokens at another cost. Both in one picture:\n  forge compare --kv off vs basic"
-ROWS = 12
 
 
-@command
+@experiment()
 def kv_cache(
-    ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = MAX_TOKENS,
     *,
     engine: Annotated[EngineArgs, Takes("model device threads", kv="basic")],
-    output: Annotated[OutputArgs, Takes("trace step json")],
-    only: OnlyOption = None,
-    pause: PauseOption = True,
-) -> Found:
+    output: Annotated[OutputArgs, Takes("trace step")],
+) -> Experiment:
     observer = StepObserver(output.trace, output.step)
-    if not observer.is_on and reads_chapter(only, output.json):
-        return read_chapter(ctx, pause)
-    report = _measure(prompt, max_tokens, engine, observer)
-    return report.as_json() if output.json else report
+    return Experiment(lambda: _measure(options.read_prompt(prompt), max_tokens, engine, observer), observer.is_on)
 
 
 def _measure(prompt: str, max_tokens: int, engine: EngineArgs, observer: StepObserver) -> Report:
-    text = options.read_prompt(prompt)
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    llm = load_model(engine)
-    warm_up(llm, text)
-    with watching(open_console(), run_label(llm), text) as view:
-        first = drive(llm, llm.start([text], params), params, view.step, observer)
-        result, runs = fastest(first, lambda: drive(llm, llm.start([text], params), params, lambda record: None))
-    layout = llm.kv_layout
-    shape = KvShape(layout.num_layers, layout.num_kv_heads, layout.head_dim, KV_ITEM_BYTES[layout.kv_dtype])
-    facts = kv_cache_object(result, shape, llm.tokenizer.token_text) | {"runs": runs}
-    return Report(facts, lambda console: print_kv_cache(console, result, shape, text), exit_status(result))
+    run = RepeatedRun.of(engine, prompt, max_tokens, observer)
+    layout, result = run.llm.kv_layout, run.result
+    item_bytes = KV_ITEM_BYTES[layout.kv_dtype]
+    scale_bytes = vector_bytes(layout.head_dim, layout.kv_dtype) - layout.head_dim * item_bytes
+    shape = KvShape(layout.num_layers, layout.num_kv_heads, layout.head_dim, item_bytes, scale_bytes)
+    facts = kv_cache_object(result, shape, run.llm.tokenizer.token_text) | {"runs": run.runs}
+    return report(facts, lambda: screen(result, shape, prompt), exit_status(result))
 
 
 @dataclass(frozen=True)
@@ -77,16 +58,20 @@ class KvShape:
     num_kv_heads: int
     head_dim: int
     bytes_per_number: int
+    scale_bytes: int = 0
+    """Bytes of the scale that all numbers of a key or value share; 0 where there is none."""
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_number
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.bytes_per_number + self.scale_bytes)
 
     def formula(self) -> str:
+        numbers = f"{plural(self.head_dim, 'number')} x {plural(self.bytes_per_number, 'byte')}"
+        if self.scale_bytes:
+            numbers = f"({numbers} + {plural(self.scale_bytes, 'byte')} of scale)"
         return (
             f"2 (key and value) x {plural(self.num_layers, 'layer')} x {plural(self.num_kv_heads, 'KV head')} x "
-            f"{plural(self.head_dim, 'number')} x {plural(self.bytes_per_number, 'byte')} = "
-            f"{size(self.bytes_per_token)} per token"
+            f"{numbers} = {size(self.bytes_per_token)} per token"
         )
 
 
@@ -105,21 +90,15 @@ def kv_cache_object(result: RunResult, shape: KvShape, token_text) -> dict[str, 
     }
 
 
-def print_kv_cache(console: Console, result: RunResult, shape: KvShape, prompt: str) -> None:
+def screen(result: RunResult, shape: KvShape, prompt: str) -> Iterator[Part]:
     """The whole experiment: the text, the flat chart with what is held, the arithmetic of the bytes."""
-    width = console.width
 
     def note(forward: Forward) -> str:
         return f"holds {size(held_bytes(result.records[forward.number - 1], shape))}"
 
-    shown = spaced(result.forwards, ROWS)
-    rows = chart_rows(shown, chart_scale(shown), width, note)
-    print_lines(console, [Text(QUESTION, TITLE), Text("")])
-    print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
-    print_lines(console, [Text(""), chart_heading(result.label, width), *rows, Text("")])
-    print_lines(console, [Text(sentence) for sentence in cache_sentences(result, shape)])
-    print_lines(console, [Text(shape.formula(), QUIET), Text(""), *metrics_lines(result, width)])
-    print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+    said = cache_sentences(result, shape)
+    yield from (title(QUESTION), None, *run_parts(result, prompt, said, shape.formula(), note=note))
+    yield leads_on(LEADS_ON)
 
 
 def held_bytes(record: StepRecord, shape: KvShape) -> int:

@@ -4,31 +4,27 @@
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
-from forge.cli.arguments import Takes, command
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.arguments import Takes
+from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import Found, StepObserver, drive, exit_status, fastest, load_model, run_label, warm_up
-from forge.engine.sampling_params import SamplingParams
+from forge.cli.run_control import RepeatedRun, StepObserver, drive, exit_status, run_label
 from forge.engine_args import EngineArgs
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural
-from forge.views.forwards import chart_rows, chart_scale, spaced
-from forge.views.generation import sample_texts, watching
+from forge.views.generation import run_parts, watching
 from forge.views.json_output import climb_object, run_object
-from forge.views.metrics import chart_heading, metrics_lines
-from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.palette import ACCENT
 from forge.views.report import Report
+from forge.views.screen import Part, Table, leads_on, report, sentences, title
 from forge.views.summary import Forward, RunResult
-from forge.views.terminal import new_table, open_console, print_lines, print_table
+from forge.views.terminal import open_console
 
 if TYPE_CHECKING:
     from forge.model.backend import OperationTime
@@ -37,43 +33,31 @@ MAX_TOKENS = 128
 """Enough for the climb to be more than the machine's unrest."""
 QUESTION = "What does each token cost when nothing is kept?"
 LEADS_ON = "Keeping keys and values saves the repeated work. Both in one picture:\n  forge compare --kv off vs basic"
-ROWS = 12
 _BAR = 28
 
 
-@command
+@experiment()
 def naive(
-    ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = MAX_TOKENS,
     *,
     engine: Annotated[EngineArgs, Takes("model device threads", kv="off")],
-    output: Annotated[OutputArgs, Takes("trace step json")],
-    only: OnlyOption = None,
-    pause: PauseOption = True,
-) -> Found:
+    output: Annotated[OutputArgs, Takes("trace step")],
+) -> Experiment:
     observer = StepObserver(output.trace, output.step)
-    if not observer.is_on and reads_chapter(only, output.json):
-        return read_chapter(ctx, pause)
-    report = _measure(prompt, max_tokens, engine, observer)
-    return report.as_json() if output.json else report
+    return Experiment(lambda: _measure(options.read_prompt(prompt), max_tokens, engine, observer), observer.is_on)
 
 
 def _measure(prompt: str, max_tokens: int, engine: EngineArgs, observer: StepObserver) -> Report:
-    text = options.read_prompt(prompt)
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    llm = load_model(engine)
-    warm_up(llm, text)
-    with watching(open_console(), run_label(llm), text) as view:
-        first = drive(llm, llm.start([text], params), params, view.step, observer)
-        result, runs = fastest(first, lambda: drive(llm, llm.start([text], params), params, lambda record: None))
+    run = RepeatedRun.of(engine, prompt, max_tokens, observer)
+    llm, result = run.llm, run.result
     if not result.interrupted:  # once more, with a clock around every operation, which takes time of its own
         llm.time_operations()
-        with watching(open_console(), run_label(llm), text) as view:
-            drive(llm, llm.start([text], params), params, view.step)
+        with watching(open_console(), run_label(llm), prompt) as view:
+            drive(llm, llm.start([prompt], run.params), run.params, view.step)
     operations = llm.operation_times()
-    facts = naive_object(result, operations, llm.tokenizer.token_text) | {"runs": runs}
-    return Report(facts, lambda console: print_naive(console, result, operations, text), exit_status(result))
+    facts = naive_object(result, operations, llm.tokenizer.token_text) | {"runs": run.runs}
+    return report(facts, lambda: screen(result, operations, prompt), exit_status(result))
 
 
 @dataclass(frozen=True)
@@ -107,19 +91,17 @@ def naive_object(result: RunResult, operations: "Sequence[OperationTime]", token
     }
 
 
-def print_naive(console: Console, result: RunResult, operations: "Sequence[OperationTime]", prompt: str) -> None:
+def screen(result: RunResult, operations: "Sequence[OperationTime]", prompt: str) -> Iterator[Part]:
     """The whole experiment: the text, the climbing chart, time by operation, time by layer."""
-    width = console.width
-    print_lines(console, [Text(QUESTION, TITLE), Text("")])
-    print_lines(console, sample_texts(result, prompt, quiet_prompt=True))
-    print_lines(console, [Text(""), chart_heading(result.label, width), *_climb(result, width), Text("")])
-    print_lines(console, [Text(sentence) for sentence in climb_sentences(result)])
-    print_lines(console, [Text(""), *metrics_lines(result, width)])
+    yield from (title(QUESTION), None, *run_parts(result, prompt, climb_sentences(result)))
     if operations:
-        console.print()
-        _print_operations(console, operations)
-        _print_layers(console, operations)
-    print_lines(console, [Text(""), Text(LEADS_ON, ACCENT)])
+        shares = shares_by_operation(operations)
+        bars = {"bar": lambda value: bar(value, shares[0].ms, _BAR)}
+        columns = ["operation: {name}", "ms: {ms:ms}", "calls: {calls:count}", "share: {share:percent}", ": {ms:bar}"]
+        yield from (None, Table.of(shares, *columns, formats=bars, styles={4: ACCENT}, lefts=(4,)))
+        yield from sentences([operations_sentence(shares)])
+        yield from (None, *_layers(shares_by_layer(operations)))
+    yield leads_on(LEADS_ON)
 
 
 def climb_sentences(result: RunResult) -> list[str]:
@@ -160,11 +142,6 @@ def _shares(named: "Iterable[tuple[str, OperationTime]]") -> list[Share]:
     return [Share(name, times[name], calls[name], times[name] / total) for name in times]
 
 
-def _climb(result: RunResult, width: int) -> list[Text]:
-    shown = spaced(result.forwards, ROWS)
-    return chart_rows(shown, chart_scale(shown), width)
-
-
 def distinct_tokens(result: RunResult) -> int:
     """Tokens that had to go through the model at least once: the prompt's, and all but the last of the output."""
     return result.forwards[0].tokens + len(result.forwards) - 1 if result.forwards else 0
@@ -180,16 +157,6 @@ def slope(forwards: Sequence[Forward]) -> float | None:
     if not spread:
         return None
     return sum((forward.tokens - mean_tokens) * (forward.ms - mean_ms) for forward in forwards) / spread
-
-
-def _print_operations(console: Console, operations: "Sequence[OperationTime]") -> None:
-    shares = shares_by_operation(operations)
-    table = new_table("operation", "ms", "calls", "share", last="")
-    for share in shares:
-        drawn = Text(bar(share.ms, shares[0].ms, _BAR), ACCENT)
-        table.add_row(share.name, ms(share.ms), Text(count(share.calls), QUIET), percent(share.share), drawn)
-    print_table(console, table)
-    console.print(Text(operations_sentence(shares)))
 
 
 def operations_sentence(shares: Sequence[Share]) -> str:
@@ -216,18 +183,16 @@ MATRICES = frozenset(
 """Operations that are products with a weight matrix, as the clock names them; fused ones are named `a, b`."""
 
 
-def _print_layers(console: Console, operations: "Sequence[OperationTime]") -> None:
-    shares = shares_by_layer(operations)
+def _layers(shares: Sequence[Share]) -> Iterator[Part]:
     layers = [share for share in shares if share.name != "outside"]
     outside = sum(share.ms for share in shares if share.name == "outside")
-    console.print()
     if layers:
         times = [share.ms for share in layers]
-        label = f"layers 0 to {len(layers) - 1}  "
-        strip = sparkline(times, max(times), max(8, console.width - len(label) - 26))
-        console.print(Text.assemble(label, (strip, ACCENT), f"  {ms(min(times))} to {ms(max(times))} ms each"))
-    console.print(Text(f"outside the layers (embedding, last norm, output head)  {ms(outside)} ms"))
-    console.print(Text(layers_sentence(layers, outside)))
+        label, between = f"layers 0 to {len(layers) - 1}  ", f"  {ms(min(times))} to {ms(max(times))} ms each"
+        strip = lambda width: sparkline(times, max(times), max(8, width - len(label) - 26))  # noqa: E731
+        yield lambda width: [Text.assemble(label, (strip(width), ACCENT), between)]
+    told = f"outside the layers (embedding, last norm, output head)  {ms(outside)} ms"
+    yield from sentences([told, layers_sentence(layers, outside)])
 
 
 def layers_spread(layers: Sequence[Share]) -> float:

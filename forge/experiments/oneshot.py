@@ -3,29 +3,28 @@
 [dim]forge oneshot --only run --requests 64[/dim]
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
 from rich.text import Text
 
-from forge.cli import options
-from forge.cli.arguments import Takes, command
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.arguments import Takes
+from forge.cli.chapters import Experiment, experiment
 from forge.cli.compare_judging import CLASSES
-from forge.cli.run_control import Found, load_model, run_label
+from forge.cli.run_control import load_model, run_label
 from forge.engine_args import EngineArgs
+from forge.option import option
 from forge.trace.records import Deferred, StepRecord
 from forge.views.charts import sparkline
 from forge.views.formatting import NOTHING, count, plural, size
-from forge.views.judging import identical, judging_object, print_judging
+from forge.views.json_output import picked
+from forge.views.judging import identical, judging_object, judging_screen
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
-from forge.views.progress import BenchProgress
+from forge.views.progress import progress_line
 from forge.views.report import Report
+from forge.views.screen import Part, Table, report, title
 from forge.views.summary import RunLabel
-from forge.views.terminal import new_table, open_error_console, print_table
 from forge.workload.judging import JudgeRun, judge_prompts, run_requests
 
 WARM_UP = 2
@@ -36,26 +35,17 @@ STEPS_SHOWN = 6
 _ENGINE = "model kv device threads num_blocks max_num_seqs prefill_only_tokens prefill_only_memory"
 
 
-@command
-def oneshot(
-    ctx: typer.Context,
-    requests: Annotated[
-        int, typer.Option("--requests", "-n", help="How many requests.", rich_help_panel="Requests")
-    ] = 64,
-    max_tokens: Annotated[
-        int,
-        typer.Option("--max-tokens", help="Of each answer; above 1 both are generations.", rich_help_panel="Requests"),
-    ] = 1,
-    *,
-    engine: Annotated[EngineArgs, Takes(_ENGINE, kv="paged")],
-    only: OnlyOption = None,
-    pause: PauseOption = True,
-    json: options.JsonOption = False,
-) -> Found:
-    if reads_chapter(only, json):
-        return read_chapter(ctx, pause)
-    report = _measure(engine, requests, max_tokens)
-    return report.as_json() if json else report
+@dataclass(frozen=True)
+class JudgeArgs:
+    """The requests."""
+
+    requests: int = option(64, "How many requests.", "Requests", flags="--requests -n")
+    max_tokens: int = option(1, "Of each answer; above 1 both are generations.", "Requests")
+
+
+@experiment()
+def oneshot(asked: JudgeArgs, engine: Annotated[EngineArgs, Takes(_ENGINE, kv="paged")]) -> Experiment:
+    return Experiment(lambda: _measure(engine, asked.requests, asked.max_tokens))
 
 
 def _measure(args: EngineArgs, requests: int, max_tokens: int) -> Report:
@@ -63,7 +53,7 @@ def _measure(args: EngineArgs, requests: int, max_tokens: int) -> Report:
     llm = load_model(args)
     prompts = judge_prompts(llm.tokenizer, requests)
     lives = []
-    with BenchProgress(open_error_console()) as progress:
+    with progress_line() as progress:
         for name, keeps_nothing in CLASSES.items():
             progress(name)
             records: list = []
@@ -71,15 +61,9 @@ def _measure(args: EngineArgs, requests: int, max_tokens: int) -> Report:
             engine = llm.new_engine(prefill_only=keeps_nothing)
             lives.append(Life(name, run_requests(engine, prompts, max_tokens, on_step=records.append), tuple(records)))
     scratch, layout = len(llm.engine.scheduler.prefill_only.scratch), llm.kv_layout
-    result = TwoLives(
-        run_label(llm),
-        sum(map(len, prompts)),
-        tuple(lives),
-        llm.engine.cache.stats().num_blocks,
-        scratch,
-        scratch * layout.block_size * layout.bytes_per_token,
-    )
-    return Report(lives_object(result), lambda console: print_lives(console, result), 0 if result.identical else 1)
+    room = llm.engine.cache.stats().num_blocks, scratch, scratch * layout.block_size * layout.bytes_per_token
+    result = TwoLives(run_label(llm), sum(map(len, prompts)), tuple(lives), *room)
+    return report(lives_object(result), lambda: screen(result), 0 if result.identical else 1)
 
 
 @dataclass(frozen=True)
@@ -118,11 +102,7 @@ def lives_object(result: TwoLives) -> dict[str, Any]:
     found = judging_object(result.label, [life.name for life in result.lives], result.runs, result.prompt_tokens)
     for side, life in zip(found["sides"], result.lives, strict=True):
         side["per_step"] = [step_object(record) for record in life.records]
-    return found | {
-        "pool_blocks": result.pool_blocks,
-        "scratch_blocks": result.scratch_blocks,
-        "scratch_bytes": result.scratch_bytes,
-    }
+    return found | picked(result, "pool_blocks", "scratch_blocks", "scratch_bytes")
 
 
 def step_object(record: StepRecord) -> dict[str, Any]:
@@ -140,46 +120,34 @@ def step_object(record: StepRecord) -> dict[str, Any]:
     }
 
 
-def print_lives(console: Console, result: TwoLives) -> None:
+def screen(result: TwoLives) -> Iterator[Part]:
     names = [life.name for life in result.lives]
-    print_judging(console, QUESTION, result.label, names, result.runs, result.prompt_tokens)
-    console.print()
-    _print_strips(console, result)
-    console.print()
-    _print_steps(console, result.lives[-1])
+    yield from judging_screen(QUESTION, result.label, names, result.runs, result.prompt_tokens)
+    yield from (None, *_strips(result), None)
+    life = result.lives[-1]
+    yield title(f"The first steps as {life.name}", f"{TITLE} {ACCENT}")
+    steps = [step_object(record) | {"step": number} for number, record in enumerate(life.records[:STEPS_SHOWN], 1)]
+    columns = ["step: {step}", "answered: {answered:count}", "rows: {rows:count}", "tokens found: {found:count}"]
+    yield Table.of(steps, *columns, "deferred: {:waits}", formats={"waits": _waits}, names=0, lefts=(4,))
+    if left := len(life.records) - len(steps):
+        yield f"… and {plural(left, 'more step', 'more steps')}"
     room = f"{plural(result.scratch_blocks, 'scratch block')} ({size(result.scratch_bytes)})"
-    console.print(Text(f"The pool has {plural(result.pool_blocks, 'block')}; past it lie {room}.", QUIET))
+    yield f"The pool has {plural(result.pool_blocks, 'block')}; past it lie {room}."
 
 
-def _print_strips(console: Console, result: TwoLives) -> None:
+def _strips(result: TwoLives) -> Iterator[Text]:
     """Step by step, what goes through the model and what is held, each pair on one scale."""
     figures = {
         "rows in a step": lambda record: record.tokens_computed,
         "blocks held": lambda record: record.cache.used_blocks,
     }
-    for title, figure in figures.items():
+    for heading, figure in figures.items():
         series = [[figure(record) for record in life.records] for life in result.lives]
         scale = max(map(max, series))
         for index, (life, values) in enumerate(zip(result.lives, series, strict=True)):
-            strip = sparkline(values, scale, STRIP_WIDTH)
-            line = Text.assemble((f"{title if index == 0 else '':<16}", QUIET), no_wrap=True)
-            line.append(f"{life.name:<13}", sequence_style(index))
-            line.append(strip, sequence_style(index))
-            line.append(f"  to {count(max(values))}", QUIET)
-            console.print(line)
-
-
-def _print_steps(console: Console, life: Life) -> None:
-    table = new_table(None, "step", "answered", "rows", "tokens found", last="deferred")
-    shown = life.records[:STEPS_SHOWN]
-    for number, record in enumerate(shown, 1):
-        facts = step_object(record)
-        table.add_row(str(number), *(count(facts[name]) for name in ("answered", "rows", "found")), _waits(facts))
-    console.print(Text(f"The first steps as {life.name}", f"{TITLE} {ACCENT}"))
-    print_table(console, table)
-    left = len(life.records) - len(shown)
-    if left:
-        console.print(Text(f"… and {plural(left, 'more step', 'more steps')}", QUIET))
+            line = Text.assemble((f"{heading if index == 0 else '':<16}", QUIET), no_wrap=True)
+            line.append(f"{life.name:<13}{sparkline(values, scale, STRIP_WIDTH)}", sequence_style(index))
+            yield line.append(f"  to {count(max(values))}", QUIET)
 
 
 def _waits(facts: dict[str, Any]) -> str:

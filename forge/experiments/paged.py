@@ -3,37 +3,36 @@
 [dim]forge paged --only run --num-blocks 96 --sequences 16[/dim]
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
-from forge.cli.arguments import Takes, command
+from forge.cli.arguments import Takes
 from forge.cli.arrivals import Arrival, WatchedRun
-from forge.cli.bugs import BugOption, run_bug
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import Found, load_model
+from forge.cli.run_control import load_model
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.views.block_map import pool_lines
 from forge.views.blocks import legend_line
-from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
-from forge.views.formatting import count, plural, rate, share, size, times
-from forge.views.metrics import verdict, with_unit
-from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.formatting import plural, share, size
+from forge.views.json_output import picked
+from forge.views.metrics import verdict
+from forge.views.palette import QUIET, TITLE
 from forge.views.report import Report
-from forge.views.terminal import print_lines, print_table
+from forge.views.screen import Part, leads_on, question, report, sentences, sides
 from forge.views.text import one_line, tail
 
 if TYPE_CHECKING:
     from forge.llm import LLM
 
-_SIZES = "Sizes"
 LENGTHS = (0.5, 0.06, 0.25, 0.9, 0.12, 0.4)
 """What the stories grow to, as shares of the longest that there may be; in turn, over and over."""
 ARRIVE_EVERY = 3
@@ -45,39 +44,32 @@ NAMES = ("basic", "paged")
 _MAP_ROWS = 8
 
 
-@command
+@experiment(bugs=True)
 def paged(
-    ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     sequences: Annotated[
-        int, typer.Option("--sequences", help="Stories, of different lengths.", rich_help_panel=_SIZES)
+        int, typer.Option("--sequences", help="Stories, of different lengths.", rich_help_panel="Sizes")
     ] = 12,
     *,
     engine: Annotated[
         EngineArgs, Takes("model device threads block_size num_blocks max_model_len", num_blocks=64, max_model_len=256)
     ],
-    output: Annotated[OutputArgs, Takes("pace json", pace=PACE)],
-    only: OnlyOption = None,
-    pause: PauseOption = True,
-    bug: BugOption = None,
-) -> Found:
-    if bug is not None:
-        return run_bug("paged", bug, engine, output.json)
-    if reads_chapter(only, output.json):
-        return read_chapter(ctx, pause)
+    output: Annotated[OutputArgs, Takes("pace", pace=PACE)],
+    json: options.JsonOption = False,
+) -> Experiment:
     if sequences < 1:
         raise UsageError(f"--sequences is at least 1, and {sequences} is less")
-    report = _measure(options.read_prompt(prompt), sequences, engine, output)
-    return report.as_json() if output.json else report
+    return Experiment(lambda: _measure(options.read_prompt(prompt), sequences, engine, output.pace, json))
 
 
-def _measure(prompt: str, sequences: int, engine: EngineArgs, output: OutputArgs) -> Report:
+def _measure(prompt: str, sequences: int, engine: EngineArgs, pace: float, quiet: bool) -> Report:
     runs: dict[str, PoolRun] = {}
-    for kind in ("basic", "paged"):
+    for kind in NAMES:
         llm = load_model(engine, kv=kind, max_num_seqs=sequences)
-        runs[kind] = PoolRun.of(llm, _stories(llm, prompt, sequences), QUESTION, output.pace, output.json)
-    experiment = PagedExperiment(prompt, llm.max_model_len, llm.kv_layout.bytes_per_token, runs["basic"], runs["paged"])
-    return Report(paged_object(experiment), lambda console: print_paged(console, experiment))
+        runs[kind] = PoolRun.of(llm, _stories(llm, prompt, sequences), QUESTION, pace, quiet)
+    result = PagedExperiment(prompt, llm.max_model_len, llm.kv_layout.bytes_per_token, runs["basic"], runs["paged"])
+    facts = paged_object(result)
+    return report(facts, lambda: screen(result, facts))
 
 
 def _stories(llm: "LLM", prompt: str, sequences: int) -> list[Arrival]:
@@ -114,6 +106,10 @@ class PoolRun(WatchedRun):
     @property
     def preempted(self) -> int:
         return sum(len(record.preempted) for record in self.watched.records)
+
+    @property
+    def steps(self) -> int:
+        return len(self.timed.records)
 
     @property
     def tokens_per_second(self) -> float:
@@ -176,64 +172,48 @@ def _run_object(run: PoolRun) -> dict[str, Any]:
     return run.figures.as_object() | {
         "most_running": run.most_running,
         "most_tokens_held": run.most_tokens,
-        "steps": len(run.timed.records),
-        "steps_with_waiting": run.steps_with_waiting,
-        "preempted": run.preempted,
+        **picked(run, "steps", "steps_with_waiting", "preempted", "tokens_per_second"),
         "tokens_computed": run.timed.tokens_computed,
-        "milliseconds": run.timed.seconds * 1e3,
-        "tokens_per_second": run.tokens_per_second,
+        "milliseconds": run.timed.milliseconds,
     }
 
 
-def print_paged(console: Console, experiment: PagedExperiment) -> None:
+def screen(experiment: PagedExperiment, facts: dict[str, Any]) -> Iterator[Part]:
     """Both pools at their fullest, the figures side by side, and what they say."""
-    width, facts = console.width, paged_object(experiment)
-    of_what = (
-        f"{plural(facts['sequences'], 'story').replace('storys', 'stories')} of {facts['shortest']} to "
-        f"{facts['longest']} tokens · {plural(facts['num_blocks'], 'block')} of {facts['block_size']} tokens, "
-        f"{size(facts['pool_bytes'])}"
-    )
-    print_lines(console, [Text(QUESTION, TITLE), Text(of_what, QUIET)])
-    print_lines(console, [Text(one_line(tail(experiment.prompt, 200)), QUIET), Text("")])
+    stories = f"{plural(facts['sequences'], 'story', 'stories')} of {facts['shortest']} to {facts['longest']} tokens"
+    pool = f"{plural(facts['num_blocks'], 'block')} of {facts['block_size']} tokens, {size(facts['pool_bytes'])}"
+    yield from question(QUESTION, f"{stories} · {pool}", one_line(tail(experiment.prompt, 200)))
     for name, run in zip(NAMES, experiment.runs, strict=True):
         assert run.screen.fullest is not None, "at least one step ran"
         step, record = run.screen.fullest
         assert record.blocks is not None
-        print_lines(console, [Text.assemble((name, TITLE), (f"  at its fullest, step {step}", QUIET))])
-        print_lines(console, [*pool_lines(record.blocks, run.screen.names, width, _MAP_ROWS), Text("")])
-    print_lines(console, [legend_line(width), Text("")])
-    print_table(console, two_sided_table(NAMES, _rows(experiment)))
-    console.print()
-    for sentence in paged_sentences(experiment):
-        console.print(Text(sentence))
+        yield Text.assemble((name, TITLE), (f"  at its fullest, step {step}", QUIET))
+        blocks, names = record.blocks, run.screen.names
+        yield partial(pool_lines, blocks, names, max_rows=_MAP_ROWS)
+        yield None
+    gains = {"stories at once": facts["more_at_once"], "speed": facts["speed_up"]}
+    yield from (lambda width: [legend_line(width)], None, sides(NAMES, experiment.runs, *_ROWS, gains=gains), None)
+    yield from sentences(paged_sentences(facts))
     told = plural(sum(map(len, experiment.paged.timed.token_ids)), "token")
-    same = f"{told} of {len(experiment.lengths)} stories"
-    console.print(verdict(experiment.identical, same, "the stories differ"))
-    console.print()
-    console.print(Text(LEADS_ON, ACCENT))
+    yield verdict(experiment.identical, f"{told} of {len(experiment.lengths)} stories", "the stories differ")
+    yield leads_on(LEADS_ON)
 
 
-def _rows(experiment: PagedExperiment) -> list[Row]:
-    runs, figures = experiment.runs, [run.figures for run in experiment.runs]
-    at_once, speeds = [run.most_running for run in runs], [run.tokens_per_second for run in runs]
-    return [
-        row("stories at once", count, at_once)._replace(ratio=times(at_once[1] / at_once[0])),
-        row("tokens held at once", count, [run.most_tokens for run in runs]),
-        row("blocks used at once", count, [one.most_blocks for one in figures]),
-        row("reserved and empty", share, [one.internal_fragmentation for one in figures]),
-        row("steps", count, [len(run.timed.records) for run in runs]),
-        row("of them with a queue", count, [run.steps_with_waiting for run in runs]),
-        row("preempted", count, [run.preempted for run in runs]),
-        row("all steps", milliseconds, [run.timed.seconds * 1e3 for run in runs]),
-        row("speed", lambda value: with_unit(rate(value), "tok/s"), speeds)._replace(
-            ratio=times(speeds[1] / speeds[0])
-        ),
-    ]
+_ROWS = (
+    "stories at once: {most_running:count}",
+    "tokens held at once: {most_tokens:count}",
+    "blocks used at once: {figures.most_blocks:count}",
+    "reserved and empty: {figures.internal_fragmentation:share}",
+    "steps: {steps:count}",
+    "of them with a queue: {steps_with_waiting:count}",
+    "preempted: {preempted:count}",
+    "all steps: {timed.milliseconds:ms ms}",
+    "speed: {tokens_per_second:rate tok/s}",
+)
 
 
-def paged_sentences(experiment: PagedExperiment) -> list[str]:
+def paged_sentences(facts: dict[str, Any]) -> list[str]:
     """What the figures say."""
-    facts = paged_object(experiment)
     basic, paged = facts["basic"], facts["paged"]
     queued = f", and in {plural(basic['steps_with_waiting'], 'step')} others waited for it"
     return [

@@ -3,33 +3,31 @@
 [dim]forge prefix --only run --branches 5 --requests 8[/dim]
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from rich.console import Console
 from rich.text import Text
 
 from forge.cli import options
-from forge.cli.arguments import Takes, command
+from forge.cli.arguments import Takes
 from forge.cli.arrivals import Arrival, WatchedRun, drive_arrivals, watch_arrivals, whole
-from forge.cli.bugs import BugOption, run_bug
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
+from forge.cli.chapters import Experiment, experiment
 from forge.cli.options import OutputArgs
-from forge.cli.run_control import Found, forget_prefixes, load_model
+from forge.cli.run_control import forget_prefixes, load_model
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.option import option
 from forge.trace.records import BlockSplit, PrefixHit
 from forge.views.blocks import BlockScreen
-from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
-from forge.views.formatting import NOTHING, count, plural, share, times
+from forge.views.formatting import count, plural
+from forge.views.json_output import as_object
 from forge.views.metrics import verdict
-from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
+from forge.views.palette import QUIET, sequence_style
 from forge.views.report import Report
+from forge.views.screen import Part, leads_on, question, report, sentences, sides
 from forge.views.summary import RunsResult
-from forge.views.terminal import print_lines, print_table
 from forge.views.text import neutralise, one_line, tail
 
 if TYPE_CHECKING:
@@ -64,7 +62,7 @@ _SHOWN = 160
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many, and where."""
+    """How many continuations and requests there are, and where the continuations branch."""
 
     branches: int = option(3, "Ways in which the story goes on.", _SIZES)
     branch_at: int | None = option(
@@ -74,83 +72,52 @@ class Sizes:
         shown="half of it, to the middle of a block",
     )
     requests: int = option(4, "Requests that share the rubric.", _SIZES)
+    rubric: str | None = option(None, "A file with the text that they share.", "Prompt")
+    snapshot: bool = option(False, "What a snapshot of the story's cache holds and shares.", "Prompt")
 
 
-@command
+@experiment(bugs=True)
 def prefix(
-    ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = STORY_TOKENS,
     *,
     sizes: Sizes,
-    rubric: Annotated[
-        str | None,
-        typer.Option("--rubric", help="A file with the text that they share.", rich_help_panel="Prompt"),
-    ] = None,
-    snapshot: Annotated[
-        bool,
-        typer.Option(
-            "--snapshot", help="What a snapshot of the story's cache holds and shares.", rich_help_panel="Prompt"
-        ),
-    ] = False,
     engine: Annotated[EngineArgs, Takes("model device threads block_size num_blocks", kv="prefix", num_blocks=64)],
-    output: Annotated[OutputArgs, Takes("pace json", pace=PACE)],
-    only: OnlyOption = None,
-    pause: PauseOption = True,
-    bug: BugOption = None,
-) -> Found:
-    if bug is not None:
-        return run_bug("prefix", bug, engine, output.json)
+    output: Annotated[OutputArgs, Takes("pace", pace=PACE)],
+    json: options.JsonOption = False,
+) -> Experiment:
     branches, branch_at, requests = sizes.branches, sizes.branch_at, sizes.requests
     for name, value, least in (("--branches", branches, 1), ("--requests", requests, 2), ("MAX_TOKENS", max_tokens, 4)):
         if value < least:
             raise UsageError(f"{name} is at least {least}, and {value} is less")
     if branch_at is not None and not 0 < branch_at < max_tokens:
         raise UsageError(f"--branch-at is between 1 and {max_tokens - 1}, a place in the story, and {branch_at} is not")
-    if reads_chapter(only, output.json or snapshot):
-        return read_chapter(ctx, pause)
-    text = options.read_prompt(prompt)
-    shared = RUBRIC if rubric is None else options.read_text(rubric)
     engine = replace(engine, max_num_seqs=max(16, branches + 1, requests))
-    if snapshot:
-        from forge.experiments.snapshot import snapshot_report
+    shared = RUBRIC if sizes.rubric is None else options.read_text(sizes.rubric)
 
-        llm = load_model(engine)
-        start = len(llm.tokenizer.encode(text))
-        place = branch_at if branch_at is not None else _middle_of_a_block(start, max_tokens, engine.block_size)
-        report = snapshot_report(llm, text, max_tokens, place)
-    else:
-        report = _measure(text, max_tokens, branches, branch_at, shared, requests, engine, output)
-    return report.as_json() if output.json else report
+    def run() -> Report:
+        text, llm = options.read_prompt(prompt), load_model(engine)
+        place = branch_at or _middle_of_a_block(len(llm.tokenizer.encode(text)), max_tokens, engine.block_size)
+        if sizes.snapshot:
+            from forge.experiments.snapshot import snapshot_report
 
+            return snapshot_report(llm, text, max_tokens, place)
+        fork = _fork_story(llm, text, max_tokens, branches, place, output.pace, json)
+        texts = [shared + QUESTIONS[number % len(QUESTIONS)] for number in range(requests)]
+        found = _share_rubric(llm, texts, output.pace, json)
+        alone = _share_rubric(load_model(engine, kv="paged"), texts, 0.0, quiet=True)
+        result = PrefixExperiment(text, fork, len(llm.tokenizer.encode(shared)), alone, found)
+        return report(prefix_object(result), lambda: screen(result))
 
-def _measure(
-    prompt: str,
-    max_tokens: int,
-    branches: int,
-    branch_at: int | None,
-    rubric: str,
-    requests: int,
-    engine: EngineArgs,
-    output: OutputArgs,
-) -> Report:
-    llm, pace, quiet = load_model(engine), output.pace, output.json
-    fork = _fork_story(llm, prompt, max_tokens, branches, branch_at, pace, quiet)
-    texts = [rubric + QUESTIONS[number % len(QUESTIONS)] for number in range(requests)]
-    shared = _share_rubric(llm, texts, pace, quiet)
-    alone = _share_rubric(load_model(engine, kv="paged"), texts, 0.0, quiet=True)
-    experiment = PrefixExperiment(prompt, fork, len(llm.tokenizer.encode(rubric)), alone, shared)
-    return Report(prefix_object(experiment), lambda console: print_prefix(console, experiment))
+    return Experiment(run, alone=sizes.snapshot)
 
 
 def _fork_story(
-    llm: "LLM", prompt: str, max_tokens: int, branches: int, branch_at: int | None, pace: float, quiet: bool
+    llm: "LLM", prompt: str, max_tokens: int, branches: int, place: int, pace: float, quiet: bool
 ) -> "Fork":
     """Let a story run, and others begin as it did when it is a little past the branching point."""
     greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     story = whole(drive_arrivals(llm, [Arrival(prompt, greedy, 0)])).outputs[0]  # what it will say
-    start = len(story.prompt_token_ids)
-    place = branch_at if branch_at is not None else _middle_of_a_block(start, max_tokens, llm.engine.cache.block_size)
     beginning = [*story.prompt_token_ids, *story.outputs[0].token_ids[:place]]
     drawn = SamplingParams(max_tokens=max(1, max_tokens - place), temperature=0.9, seed=1, n=branches, ignore_eos=True)
     arrivals = [Arrival(prompt, greedy, 0), Arrival(beginning, drawn, min(place + LEAD, max_tokens - 1))]
@@ -254,12 +221,7 @@ def prefix_object(experiment: PrefixExperiment) -> dict[str, Any]:
             "hit_tokens": fork.hit.num_tokens if fork.hit else 0,
             "hit_blocks": list(fork.hit.blocks) if fork.hit else [],
             "splits": [
-                {
-                    "sequence": fork.screen.names.number(split.seq_id),
-                    "source": split.source,
-                    "destination": split.destination,
-                    "references": split.references,
-                }
+                {"sequence": fork.screen.names.number(split.seq_id), **as_object(split, without=("seq_id",))}
                 for split in fork.splits
             ],
             "copies": len(fork.splits),
@@ -292,33 +254,25 @@ def _run_object(run: WatchedRun) -> dict[str, Any]:
     return run.figures.as_object() | {
         "tokens_computed": run.timed.tokens_computed,
         "time_to_first_token_ms": run.timed.time_to_first_token_ms,
-        "milliseconds": run.timed.seconds * 1e3,
+        "milliseconds": run.timed.milliseconds,
     }
 
 
-def print_prefix(console: Console, experiment: PrefixExperiment) -> None:
+def screen(experiment: PrefixExperiment) -> Iterator[Part]:
     """The fork with the moment of its first split, then the rubric request by request, then both caches."""
-    _print_fork(console, experiment.fork)
-    console.print()
-    _print_rubric(console, experiment)
-    console.print()
-    console.print(Text(LEADS_ON, ACCENT))
+    yield from (*_fork_parts(experiment.fork), None, *_rubric_parts(experiment), leads_on(LEADS_ON))
 
 
-def _print_fork(console: Console, fork: Fork) -> None:
-    width = console.width
-    print_lines(console, [*fork.screen.picture(width, fork.screen.split), Text("")])
-    print_lines(console, [*fork.screen.story_lines(width), Text("")])
-    console.print(Text(_clean(fork.beginning), QUIET))
+def _fork_parts(fork: Fork) -> Iterator[Part]:
+    yield lambda width: [*fork.screen.picture(width, fork.screen.split), None, *fork.screen.story_lines(width), None]
+    yield _clean(fork.beginning)
     texts = [fork.result.outputs[0].outputs[0].text, *(sample.text for sample in fork.result.outputs[1].outputs)]
     own = len(fork.beginning) - len(fork.result.outputs[0].prompt or "")
     for number, text in enumerate((texts[0][own:], *texts[1:])):
         line = Text.assemble((f"  {number} ", sequence_style(number)), f"…{_clean(text)}", no_wrap=True)
-        line.truncate(width, overflow="ellipsis")
-        console.print(line)
-    console.print()
-    for sentence in fork_sentences(fork):
-        console.print(Text(sentence))
+        line.overflow = "ellipsis"
+        yield line
+    yield from (None, *sentences(fork_sentences(fork)))
 
 
 def fork_sentences(fork: Fork) -> list[str]:
@@ -338,47 +292,44 @@ def fork_sentences(fork: Fork) -> list[str]:
     ]
 
 
-def _print_rubric(console: Console, experiment: PrefixExperiment) -> None:
+def _rubric_parts(experiment: PrefixExperiment) -> Iterator[Part]:
     alone, shared = experiment.alone, experiment.shared
-    console.print(Text(RUBRIC_QUESTION, TITLE))
     requests = plural(len(shared.timed.outputs), "request")
-    heading = f"{requests}, one step after another, that begin with the same {count(experiment.rubric_tokens)} tokens"
-    print_lines(console, [Text(heading, QUIET), Text("")])
-    longest = max(output.metrics.num_prompt_tokens for output in shared.timed.outputs)
-    bar = min(_BAR, max(8, console.width - 44))
-    for number, output in enumerate(shared.timed.outputs):
-        metrics = output.metrics
-        drawn = round(metrics.num_prompt_tokens / longest * bar)
-        found = round(metrics.tokens_cached / longest * bar)
-        line = Text.assemble(
+    same = f"that begin with the same {count(experiment.rubric_tokens)} tokens"
+    yield from question(RUBRIC_QUESTION, f"{requests}, one step after another, {same}")
+    yield lambda width: _request_lines(shared, min(_BAR, max(8, width - 44)))
+    first, other = (run.timed.time_to_first_token_ms for run in (alone, shared))
+    gains = {"first token, median": first / other if first is not None and other else None}
+    yield from (None, sides(NAMES, (alone, shared), *_ROWS, gains=gains), None)
+    told = plural(sum(map(len, shared.timed.token_ids)), "token")
+    yield verdict(experiment.identical, f"{told} of {requests}", "the answers differ")
+
+
+def _request_lines(shared: WatchedRun, width: int) -> Iterator[Text]:
+    """Of each prompt, what was found and what was computed."""
+    every = [output.metrics for output in shared.timed.outputs]
+    longest = max(one.num_prompt_tokens for one in every)
+    for number, one in enumerate(every):
+        drawn, found = (round(tokens / longest * width) for tokens in (one.num_prompt_tokens, one.tokens_cached))
+        yield Text.assemble(
             (f"request {number + 1}  ", sequence_style(number)),
             ("░" * found, QUIET),
             ("█" * (drawn - found), sequence_style(number)),
-            f"  {count(metrics.num_prompt_tokens - metrics.tokens_cached):>4} computed",
-            (f"  {count(metrics.tokens_cached):>4} found", QUIET),
+            f"  {count(one.num_prompt_tokens - one.tokens_cached):>4} computed",
+            (f"  {count(one.tokens_cached):>4} found", QUIET),
             no_wrap=True,
         )
-        console.print(line)
-    console.print()
-    print_table(console, two_sided_table(NAMES, _rows(alone, shared)))
-    console.print()
-    same = f"{plural(sum(map(len, shared.timed.token_ids)), 'token')} of {requests}"
-    console.print(verdict(experiment.identical, same, "the answers differ"))
 
 
-def _rows(*runs: WatchedRun) -> list[Row]:
-    figures = [run.figures for run in runs]
-    first = [run.timed.time_to_first_token_ms for run in runs]
-    gained = times(first[0] / first[1]) if first[0] is not None and first[1] else NOTHING
-    return [
-        row("tokens computed", count, [run.timed.tokens_computed for run in runs]),
-        row("prompt tokens found", share, [one.hit_rate for one in figures]),
-        row("first token, median", milliseconds, first)._replace(ratio=gained),
-        row("all steps", milliseconds, [run.timed.seconds * 1e3 for run in runs]),
-        row("blocks used at once", count, [one.most_blocks for one in figures]),
-        row("blocks saved at once", count, [one.most_blocks_saved for one in figures]),
-        row("copied on write", count, [one.copy_on_write for one in figures]),
-    ]
+_ROWS = (
+    "tokens computed: {timed.tokens_computed:count}",
+    "prompt tokens found: {figures.hit_rate:share}",
+    "first token, median: {timed.time_to_first_token_ms:ms ms}",
+    "all steps: {timed.milliseconds:ms ms}",
+    "blocks used at once: {figures.most_blocks:count}",
+    "blocks saved at once: {figures.most_blocks_saved:count}",
+    "copied on write: {figures.copy_on_write:count}",
+)
 
 
 def _clean(text: str) -> str:

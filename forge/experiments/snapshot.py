@@ -4,19 +4,18 @@ The story is advanced step by step, and the cache is asked for a snapshot betwee
 fork. The snapshot's keys and values are read when it is taken and again at the end.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.text import Text
 
 from forge.engine.sampling_params import SamplingParams
 from forge.trace.records import TableRecord
-from forge.views.formatting import NOTHING, count, plural
+from forge.views.formatting import NOTHING, plural
 from forge.views.metrics import verdict
-from forge.views.palette import QUIET, TITLE
 from forge.views.report import Report
-from forge.views.terminal import new_table, print_lines, print_table
+from forge.views.screen import Part, Table, question, report
 from forge.views.text import neutralise, one_line, tail
 
 if TYPE_CHECKING:
@@ -60,9 +59,8 @@ class SnapshotStory:
 def snapshot_report(llm: "LLM", prompt: str, max_tokens: int, place: int) -> Report:
     """Tell the story of a snapshot that is taken when `place` tokens of the output are there."""
     story = _run(llm, prompt, max_tokens, place)
-    return Report(
-        asdict(story), lambda console: _print(console, story, str(llm.model_name), llm.engine.cache.block_size)
-    )
+    about = f"kv prefix · block size {llm.engine.cache.block_size} · {llm.model_name}"
+    return report(asdict(story), lambda: _screen(story, about))
 
 
 def _run(llm: "LLM", prompt: str, max_tokens: int, place: int) -> SnapshotStory:
@@ -115,25 +113,14 @@ def _keys_and_values(llm: "LLM", table: TableRecord) -> "list[np.ndarray]":
     return [array for pair in gathered for array in pair]
 
 
-def _print(console: Console, story: SnapshotStory, model: str, block_size: int) -> None:
-    print_lines(console, [Text(QUESTION, TITLE), Text(f"kv prefix · block size {block_size} · {model}", QUIET)])
-    print_lines(console, [Text(neutralise(one_line(tail(story.beginning, 200))), QUIET), Text("")])
-    table = new_table()
-    for name in ("blocks of the", "sequence", "snapshot"):
-        table.add_column(name)
-    for name in ("used", "cached", "saved"):
-        table.add_column(name, justify="right")
-    for one in story.moments:
-        table.add_row(Text(one.what, QUIET), one.story, one.snapshot, *map(count, (one.used, one.cached, one.saved)))
-    print_table(console, table)
-    print_lines(
-        console,
-        [
-            Text(""),
-            Text("* also in another table. A block that two tables have is copied before one of them writes into it."),
-            Text(""),
-        ],
+def _screen(story: SnapshotStory, about: str) -> Iterator[Part]:
+    yield from question(QUESTION, about, neutralise(one_line(tail(story.beginning, 200))))
+    columns = ["blocks of the: {what}", "sequence: {story}", "snapshot: {snapshot}"]
+    yield Table.of(
+        story.moments, *columns, "used: {used:count}", "cached: {cached:count}", "saved: {saved:count}", names=3
     )
+    note = "* also in another table. A block that two tables have is copied before one of them writes into it."
+    yield from (None, Text(note), None)
     same = f"the snapshot's {plural(story.tokens, 'token')} kept their keys and values to the last bit"
-    console.print(verdict(story.unchanged, same, "the snapshot's keys and values changed"))
-    console.print(Text(story.cache, QUIET))
+    yield verdict(story.unchanged, same, "the snapshot's keys and values changed")
+    yield story.cache

@@ -5,10 +5,10 @@ nothing heavier: `forge.gguf.writer`, which needs the gguf package, is imported 
 """
 
 from forge.gguf.block_formats import QuantizedGroups, SuperblockScales, dequantize, superblock_scales, unpack
-from forge.gguf.errors import GGUFError, printable
 from forge.gguf.ggml_types import FLOAT_TYPES, QUANTIZED_TYPES, SUPPORTED_TYPES, GGMLType, GGUFValueType, row_nbytes
-from forge.gguf.header import MAX_HEADER_BYTES, MetadataField, TensorEntry, parse_beginning
+from forge.gguf.header import MAX_HEADER_BYTES, GGUFError, MetadataField, TensorEntry, parse_beginning
 from forge.gguf.reader import GGUFFile, GGUFTensor
+from forge.mapped_file import printable
 
 __all__ = [
     "FLOAT_TYPES",

@@ -14,11 +14,10 @@ are the elements that a byte range serves.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
-from forge.gguf.ggml_types import BLOCK_SIZES, FLOAT_TYPES, QUANTIZED_TYPES, GGMLType, row_nbytes
+from forge.gguf.ggml_types import FLOAT_TYPES, QUANTIZED_TYPES, GGMLType, row_nbytes
 
 ELEMENTS_PER_PASS = 1 << 18
 """Elements decoded at a time, so that a pass's working arrays stay in the second-level cache."""
@@ -47,14 +46,20 @@ class QuantizedGroups:
 
 @dataclass(frozen=True)
 class _Format:
-    """`decode(blocks, quants, scales, minimums)` fills the last three from `blocks`, uint8 [n, bytes of a block].
-
-    quants is int8 [n, elements of a block]; scales and minimums are float32 [n, groups of a block].
+    """A type's layout. `decode(blocks, quants)` fills `quants`, int8 [n, elements of a block], from `blocks`, uint8
+    [n, bytes of a block]; `_decode` reads the scales as the other fields say.
     """
 
     group_size: int
-    has_minimums: bool
-    decode: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None], None]
+    decode: Callable[[np.ndarray, np.ndarray], None]
+    factor_at: int = 0
+    """The byte of a block's float16 factor of scales."""
+    minimum_at: int | None = None
+    """The byte of its float16 factor of minimums, where it has any."""
+    integers: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray | None]] | None = None
+    """Reads the small integers per group that the factors are multiplied by; None where there is one group."""
+    times: float = 1.0
+    """What the scales are multiplied by in the end."""
 
 
 def group_size(ggml_type: GGMLType) -> int:
@@ -64,7 +69,7 @@ def group_size(ggml_type: GGMLType) -> int:
 
 def has_minimums(ggml_type: GGMLType) -> bool:
     """Whether the values of `ggml_type`, one of `QUANTIZED_TYPES`, have a minimum subtracted."""
-    return _FORMATS[ggml_type].has_minimums
+    return _FORMATS[ggml_type].minimum_at is not None
 
 
 def unpack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> QuantizedGroups:
@@ -77,18 +82,16 @@ def unpack(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> Quan
         raise ValueError(f"{GGMLType(ggml_type).name} has no groups to unpack")
     blocks, rows, columns = _blocks(ggml_type, raw, shape)
     layout = _FORMATS[ggml_type]
-    elements, groups = BLOCK_SIZES[ggml_type].elements, columns // layout.group_size
+    elements, groups = ggml_type.block.elements, columns // layout.group_size
     quants = np.empty((rows, columns), dtype=np.int8)
     scales = np.empty((rows, groups), dtype=np.float32)
-    minimums = np.empty((rows, groups), dtype=np.float32) if layout.has_minimums else None
+    minimums = np.empty((rows, groups), dtype=np.float32) if has_minimums(ggml_type) else None
 
-    quants_by_block = quants.reshape(-1, elements)
-    scales_by_block = scales.reshape(len(blocks), -1)
-    minimums_by_block = minimums.reshape(len(blocks), -1) if minimums is not None else None
+    quants_by_block, scales_by_block = quants.reshape(-1, elements), scales.reshape(len(blocks), -1)
+    minimums_by_block = None if minimums is None else minimums.reshape(len(blocks), -1)
     for span in _passes(len(blocks), elements):
-        minimums_span = minimums_by_block[span] if minimums_by_block is not None else None
-        with np.errstate(all="ignore"):
-            layout.decode(blocks[span], quants_by_block[span], scales_by_block[span], minimums_span)
+        minimums_span = None if minimums_by_block is None else minimums_by_block[span]
+        _decode(layout, blocks[span], quants_by_block[span], scales_by_block[span], minimums_span)
     return QuantizedGroups(quants, scales, minimums, layout.group_size)
 
 
@@ -113,18 +116,18 @@ class SuperblockScales:
 
 def superblock_scales(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> SuperblockScales:
     """The scales of a tensor of a type of 256 elements a block. ValueError for another, or a `raw` of another size."""
-    if ggml_type not in _SUPERBLOCKS:
+    layout = _FORMATS.get(ggml_type)
+    if layout is None or layout.integers is None:
         raise ValueError(f"{GGMLType(ggml_type).name} has no superblocks")
     blocks, rows, _ = _blocks(ggml_type, raw, shape)
-    factor_at, minimum_factor_at, integers = _SUPERBLOCKS[ggml_type]
 
     def factors(at: int) -> np.ndarray:
         return blocks[:, at : at + 2].copy().view("<f2").reshape(rows, -1)
 
-    scales, minimums = integers(blocks)
+    scales, minimums = layout.integers(blocks)
     return SuperblockScales(
-        factors(factor_at),
-        None if minimum_factor_at is None else factors(minimum_factor_at),
+        factors(layout.factor_at),
+        None if layout.minimum_at is None else factors(layout.minimum_at),
         scales.view(np.int8).reshape(rows, -1),
         None if minimums is None else minimums.reshape(rows, -1),
     )
@@ -155,14 +158,28 @@ def _multiply_out(layout: _Format, blocks: np.ndarray, values: np.ndarray) -> No
         count = span.stop - span.start
         quants = np.empty((count, elements), dtype=np.int8)
         scales = np.empty((count, groups), dtype=np.float32)
-        minimums = np.empty((count, groups), dtype=np.float32) if layout.has_minimums else None
+        minimums = None if layout.minimum_at is None else np.empty((count, groups), dtype=np.float32)
         grouped = values[span].reshape(count, groups, layout.group_size)
+        _decode(layout, blocks[span], quants, scales, minimums)
         with np.errstate(all="ignore"):
-            layout.decode(blocks[span], quants, scales, minimums)
             grouped[...] = quants.reshape(grouped.shape)
             grouped *= scales[:, :, None]
             if minimums is not None:
                 grouped -= minimums[:, :, None]
+
+
+def _decode(
+    layout: _Format, blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: np.ndarray | None
+) -> None:
+    """Fill the last three from `blocks`, a row of each per block; scales and minimums are float32, one per group."""
+    layout.decode(blocks, quants)
+    by_group, minimums_by_group = layout.integers(blocks) if layout.integers else (np.int8(1), np.int8(-1))
+    with np.errstate(all="ignore"):
+        np.multiply(_float16(blocks, layout.factor_at), by_group, out=scales, dtype=np.float32)
+        if layout.times != 1:
+            scales *= np.float32(layout.times)
+        if minimums is not None and layout.minimum_at is not None and minimums_by_group is not None:
+            np.multiply(_float16(blocks, layout.minimum_at), minimums_by_group, out=minimums, dtype=np.float32)
 
 
 def _widen(ggml_type: GGMLType, raw: np.ndarray, values: np.ndarray) -> None:
@@ -184,7 +201,7 @@ def _blocks(ggml_type: GGMLType, raw: np.ndarray, shape: tuple[int, ...]) -> tup
     expected = rows * row_nbytes(ggml_type, columns)
     if raw.dtype != np.uint8 or raw.size != expected:
         raise ValueError(f"{ggml_type!r} of shape {shape} takes {expected} bytes, not {raw.size} of {raw.dtype}")
-    return raw.reshape(-1, BLOCK_SIZES[ggml_type].nbytes), rows, columns
+    return raw.reshape(-1, ggml_type.block.nbytes), rows, columns
 
 
 def _passes(num_blocks: int, elements: int) -> list[slice]:
@@ -208,38 +225,31 @@ def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
 
 
-def _q8_0(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _q8_0(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 34 bytes for 32 elements:  0:2 d | 2:34 x[0:32] as int8
-    scales[...] = _float16(blocks, 0)
     quants[...] = blocks[:, 2:].view(np.int8)
 
 
-def _q4_0(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _q4_0(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 18 bytes for 32 elements:  0:2 d | 2:18 low nibbles x[0:16], high nibbles x[16:32], each 8 too large
-    scales[...] = _float16(blocks, 0)
     _nibbles(blocks[:, 2:], quants[:, :16], quants[:, 16:])
     quants -= 8
 
 
-def _q4_1(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _q4_1(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 20 bytes for 32 elements:  0:2 d | 2:4 m | 4:20 low nibbles x[0:16], high nibbles x[16:32]; d * q + m
-    scales[...] = _float16(blocks, 0)
-    minimums[...] = -_float16(blocks, 2)
     _nibbles(blocks[:, 4:], quants[:, :16], quants[:, 16:])
 
 
-def _q5_0(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _q5_0(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 22 bytes for 32 elements:  0:2 d | 2:6 fifth bits | 6:22 nibbles as in Q4_0; 16 too large
-    scales[...] = _float16(blocks, 0)
     _nibbles(blocks[:, 6:], quants[:, :16], quants[:, 16:])
     quants |= _fifth_bits(blocks, 2).view(np.int8)
     quants -= 16
 
 
-def _q5_1(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _q5_1(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 24 bytes for 32 elements:  0:2 d | 2:4 m | 4:8 fifth bits | 8:24 nibbles as in Q4_0; d * q + m
-    scales[...] = _float16(blocks, 0)
-    minimums[...] = -_float16(blocks, 2)
     _nibbles(blocks[:, 8:], quants[:, :16], quants[:, 16:])
     quants |= _fifth_bits(blocks, 4).view(np.int8)
 
@@ -289,32 +299,28 @@ def _iq3_xxs_scales(blocks: np.ndarray) -> tuple[np.ndarray, None]:
     return 2 * (blocks[:, 69::4] >> 4) + np.uint8(1), None
 
 
-def _six_bit_scales(blocks: np.ndarray, at: int = 4) -> tuple[np.ndarray, np.ndarray]:
-    """Eight 6-bit scales and eight 6-bit minima from the twelve bytes at `at`: two uint8 [n, 8].
+def _six_bit_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight 6-bit scales and eight 6-bit minima from the twelve bytes 4:16: two uint8 [n, 8].
 
     bytes 0:4    low six bits: scale[j], j = 0..3;     high two bits: bits 4 and 5 of scale[j + 4]
     bytes 4:8    low six bits: minimum[j], j = 0..3;   high two bits: bits 4 and 5 of minimum[j + 4]
     bytes 8:12   low nibble: bits 0 to 3 of scale[j + 4];  high nibble: bits 0 to 3 of minimum[j + 4]
     """
-    first, second, third = (blocks[:, at + 4 * part : at + 4 * part + 4] for part in range(3))
+    first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 0x3F, (third & 0x0F) | ((first >> 2) & 0x30)], axis=1)
     minimums = np.concatenate([second & 0x3F, (third >> 4) | ((second >> 2) & 0x30)], axis=1)
     return scales, minimums
 
 
-def _q2_k(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _q2_k(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 84 bytes for 256 elements in 16 groups:  0:16 four-bit scales (low) and minima (high) | 16:80 two-bit quants |
     # 80:82 d | 82:84 dmin
-    four_bit_scales, four_bit_minimums = _two_bit_scales(blocks)
-    np.multiply(_float16(blocks, 80), four_bit_scales, out=scales, dtype=np.float32)
-    np.multiply(_float16(blocks, 82), four_bit_minimums, out=minimums, dtype=np.float32)
     _pairs_of_bits(blocks[:, 16:80], quants.view(np.uint8))
 
 
-def _q3_k(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _q3_k(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 110 bytes for 256 elements in 16 groups:  0:32 third bits: bit b of byte j belongs to x[32b + j] | 32:96 two-bit
     # quants | 96:108 six-bit scales | 108:110 d;  4 too large
-    np.multiply(_float16(blocks, 108), _three_bit_scales(blocks)[0], out=scales, dtype=np.float32)
     _pairs_of_bits(blocks[:, 32:96], quants.view(np.uint8))
     runs = quants.view(np.uint8).reshape(-1, 8, 32)
     for run in range(8):
@@ -326,16 +332,14 @@ _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38,
 """What the 4-bit quants of the IQ4 types stand for: closer together around zero."""
 
 
-def _iq4_nl(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _iq4_nl(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 18 bytes for 32 elements:  0:2 d | 2:18 nibbles as in Q4_0, each the index of a value
-    scales[...] = _float16(blocks, 0)
     _nibbles(blocks[:, 2:], quants[:, :16], quants[:, 16:])
     quants[...] = _IQ4_VALUES[quants]
 
 
-def _iq4_xs(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _iq4_xs(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 136 bytes for 256 elements in 8 groups:  0:2 d | 2:4 and 4:8 six-bit scales | 8:136 by group the nibbles of IQ4_NL
-    np.multiply(_float16(blocks, 0), _iq4_xs_scales(blocks)[0], out=scales, dtype=np.float32)
     groups = quants.reshape(-1, 8, 32)
     _nibbles(blocks[:, 8:].reshape(-1, 8, 16), groups[:, :, :16], groups[:, :, 16:])
     quants[...] = _IQ4_VALUES[quants]
@@ -358,21 +362,18 @@ def _negate(quants: np.ndarray, signs: np.ndarray) -> None:
     np.negative(quants, out=quants, where=negative)
 
 
-def _iq3_s(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _iq3_s(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 110 bytes for 256 elements in 8 groups:  0:2 d | 2:66 for four elements the low bits of an index into the grid |
     # 66:74 their ninth bits | 74:106 signs | 106:110 four-bit scales
-    np.multiply(_float16(blocks, 0), _iq3_s_scales(blocks)[0], out=scales, dtype=np.float32)
     ninth = np.unpackbits(blocks[:, 66:74], axis=1, bitorder="little").astype(np.uint16)
     quants.reshape(-1, 64, 4)[...] = _grid("IQ3_S")[blocks[:, 2:66] | ninth << 8]
     _negate(quants, blocks[:, 74:106])
 
 
-def _iq3_xxs(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _iq3_xxs(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 98 bytes for 256 elements in 8 groups:  0:2 d | 2:66 for four elements an index into the grid, whose values are
     # even and are halved here | 66:98 for each group 32 bits: four times the signs of eight elements, 7 bits and their
     # parity as the eighth, and a four-bit scale
-    np.multiply(_float16(blocks, 0), _iq3_xxs_scales(blocks)[0], out=scales, dtype=np.float32)
-    scales *= np.float32(0.5)
     quants.reshape(-1, 64, 4)[...] = (_grid("IQ3_XXS") >> 1)[blocks[:, 2:66]]
     words = blocks[:, 66:98].copy().view("<u4")
     seven = (words[:, :, None] >> np.array([0, 7, 14, 21], np.uint32) & 0x7F).astype(np.uint8)
@@ -382,22 +383,16 @@ def _iq3_xxs(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimum
     _negate(quants, (seven | parity << 7).reshape(-1, 32))
 
 
-def _q4_k(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _q4_k(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 144 bytes for 256 elements in 8 groups:  0:2 d | 2:4 dmin | 4:16 six-bit scales and minima | 16:144 four runs of
     # 32 bytes, run r: low nibbles x[64r : 64r+32], high nibbles x[64r+32 : 64r+64]
-    six_bit_scales, six_bit_minimums = _six_bit_scales(blocks, 4)
-    np.multiply(_float16(blocks, 0), six_bit_scales, out=scales, dtype=np.float32)
-    np.multiply(_float16(blocks, 2), six_bit_minimums, out=minimums, dtype=np.float32)
     runs = quants.reshape(-1, 4, 2, 32)
     _nibbles(blocks[:, 16:].reshape(-1, 4, 32), runs[:, :, 0], runs[:, :, 1])
 
 
-def _q5_k(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _q5_k(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 176 bytes for 256 elements in 8 groups:  0:2 d | 2:4 dmin | 4:16 six-bit scales and minima | 16:48 fifth bits: bit
     # g of byte j belongs to x[32g + j] | 48:176 nibbles as in Q4_K
-    six_bit_scales, six_bit_minimums = _six_bit_scales(blocks, 4)
-    np.multiply(_float16(blocks, 0), six_bit_scales, out=scales, dtype=np.float32)
-    np.multiply(_float16(blocks, 2), six_bit_minimums, out=minimums, dtype=np.float32)
     runs = quants.reshape(-1, 4, 2, 32)
     _nibbles(blocks[:, 48:].reshape(-1, 4, 32), runs[:, :, 0], runs[:, :, 1])
     groups = quants.view(np.uint8).reshape(-1, 8, 32)
@@ -405,12 +400,11 @@ def _q5_k(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: 
         groups[:, group] |= ((blocks[:, 16:48] >> group) & 1) << 4
 
 
-def _q6_k(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: Any) -> None:
+def _q6_k(blocks: np.ndarray, quants: np.ndarray) -> None:
     # 210 bytes for 256 elements in 16 groups:  0:128 low four bits | 128:192 high two bits | 192:208 int8 scales, one
     # per group | 208:210 d.  Each half h of 128 elements is four runs of 32. The low nibbles of bytes 64h : 64h+64 are
     # the low bits of runs 0 and 1, the high nibbles those of runs 2 and 3; bits 2r and 2r+1 of the bytes
     # 128+32h : 160+32h are the high bits of run r. Together they are 32 too large.
-    np.multiply(_float16(blocks, 208), blocks[:, 192:208].view(np.int8), out=scales, dtype=np.float32)
     halves = quants.reshape(-1, 2, 2, 64)
     _nibbles(blocks[:, :128].reshape(-1, 2, 64), halves[:, :, 0], halves[:, :, 1])
     runs = quants.view(np.uint8).reshape(-1, 2, 4, 32)
@@ -421,30 +415,18 @@ def _q6_k(blocks: np.ndarray, quants: np.ndarray, scales: np.ndarray, minimums: 
 
 
 _FORMATS: dict[GGMLType, _Format] = {
-    GGMLType.Q8_0: _Format(32, False, _q8_0),
-    GGMLType.Q4_0: _Format(32, False, _q4_0),
-    GGMLType.Q4_1: _Format(32, True, _q4_1),
-    GGMLType.Q5_0: _Format(32, False, _q5_0),
-    GGMLType.Q5_1: _Format(32, True, _q5_1),
-    GGMLType.Q2_K: _Format(16, True, _q2_k),
-    GGMLType.Q3_K: _Format(16, False, _q3_k),
-    GGMLType.Q4_K: _Format(32, True, _q4_k),
-    GGMLType.Q5_K: _Format(32, True, _q5_k),
-    GGMLType.Q6_K: _Format(16, False, _q6_k),
-    GGMLType.IQ4_NL: _Format(32, False, _iq4_nl),
-    GGMLType.IQ4_XS: _Format(32, False, _iq4_xs),
-    GGMLType.IQ3_S: _Format(32, False, _iq3_s),
-    GGMLType.IQ3_XXS: _Format(32, False, _iq3_xxs),
+    GGMLType.Q8_0: _Format(32, _q8_0),
+    GGMLType.Q4_0: _Format(32, _q4_0),
+    GGMLType.Q4_1: _Format(32, _q4_1, minimum_at=2),
+    GGMLType.Q5_0: _Format(32, _q5_0),
+    GGMLType.Q5_1: _Format(32, _q5_1, minimum_at=2),
+    GGMLType.Q2_K: _Format(16, _q2_k, 80, 82, _two_bit_scales),
+    GGMLType.Q3_K: _Format(16, _q3_k, 108, None, _three_bit_scales),
+    GGMLType.Q4_K: _Format(32, _q4_k, 0, 2, _six_bit_scales),
+    GGMLType.Q5_K: _Format(32, _q5_k, 0, 2, _six_bit_scales),
+    GGMLType.Q6_K: _Format(16, _q6_k, 208, None, lambda blocks: (blocks[:, 192:208].view(np.int8), None)),
+    GGMLType.IQ4_NL: _Format(32, _iq4_nl),
+    GGMLType.IQ4_XS: _Format(32, _iq4_xs, 0, None, _iq4_xs_scales),
+    GGMLType.IQ3_S: _Format(32, _iq3_s, 0, None, _iq3_s_scales),
+    GGMLType.IQ3_XXS: _Format(32, _iq3_xxs, 0, None, _iq3_xxs_scales, times=0.5),
 }
-
-_SUPERBLOCKS: dict[GGMLType, tuple[int, int | None, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray | None]]]] = {
-    GGMLType.Q2_K: (80, 82, _two_bit_scales),
-    GGMLType.Q3_K: (108, None, _three_bit_scales),
-    GGMLType.Q4_K: (0, 2, _six_bit_scales),
-    GGMLType.Q5_K: (0, 2, _six_bit_scales),
-    GGMLType.Q6_K: (208, None, lambda blocks: (blocks[:, 192:208], None)),
-    GGMLType.IQ4_XS: (0, None, _iq4_xs_scales),
-    GGMLType.IQ3_S: (0, None, _iq3_s_scales),
-    GGMLType.IQ3_XXS: (0, None, _iq3_xxs_scales),
-}
-"""Where a block has its float16 factors (of scales, of minimums), and how to read the integers beside them."""

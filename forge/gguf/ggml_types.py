@@ -27,45 +27,6 @@ class GGUFValueType(IntEnum):
     FLOAT64 = 12
 
 
-class GGMLType(IntEnum):
-    """How a tensor's elements are stored."""
-
-    F32 = 0
-    F16 = 1
-    Q4_0 = 2
-    Q4_1 = 3
-    Q5_0 = 6
-    Q5_1 = 7
-    Q8_0 = 8
-    Q8_1 = 9
-    Q2_K = 10
-    Q3_K = 11
-    Q4_K = 12
-    Q5_K = 13
-    Q6_K = 14
-    Q8_K = 15
-    IQ2_XXS = 16
-    IQ2_XS = 17
-    IQ3_XXS = 18
-    IQ1_S = 19
-    IQ4_NL = 20
-    IQ3_S = 21
-    IQ2_S = 22
-    IQ4_XS = 23
-    I8 = 24
-    I16 = 25
-    I32 = 26
-    I64 = 27
-    F64 = 28
-    IQ1_M = 29
-    BF16 = 30
-    TQ1_0 = 34
-    TQ2_0 = 35
-    MXFP4 = 39
-    NVFP4 = 40
-    Q1_0 = 41
-
-
 class BlockSize(NamedTuple):
     """A row of a tensor is a whole number of blocks; a block is `elements` values in `nbytes` bytes."""
 
@@ -73,62 +34,56 @@ class BlockSize(NamedTuple):
     nbytes: int
 
 
-BLOCK_SIZES: dict[GGMLType, BlockSize] = {
-    GGMLType.F32: BlockSize(1, 4),
-    GGMLType.F16: BlockSize(1, 2),
-    GGMLType.Q4_0: BlockSize(32, 18),
-    GGMLType.Q4_1: BlockSize(32, 20),
-    GGMLType.Q5_0: BlockSize(32, 22),
-    GGMLType.Q5_1: BlockSize(32, 24),
-    GGMLType.Q8_0: BlockSize(32, 34),
-    GGMLType.Q8_1: BlockSize(32, 40),
-    GGMLType.Q2_K: BlockSize(256, 84),
-    GGMLType.Q3_K: BlockSize(256, 110),
-    GGMLType.Q4_K: BlockSize(256, 144),
-    GGMLType.Q5_K: BlockSize(256, 176),
-    GGMLType.Q6_K: BlockSize(256, 210),
-    GGMLType.Q8_K: BlockSize(256, 292),
-    GGMLType.IQ2_XXS: BlockSize(256, 66),
-    GGMLType.IQ2_XS: BlockSize(256, 74),
-    GGMLType.IQ3_XXS: BlockSize(256, 98),
-    GGMLType.IQ1_S: BlockSize(256, 50),
-    GGMLType.IQ4_NL: BlockSize(32, 18),
-    GGMLType.IQ3_S: BlockSize(256, 110),
-    GGMLType.IQ2_S: BlockSize(256, 82),
-    GGMLType.IQ4_XS: BlockSize(256, 136),
-    GGMLType.I8: BlockSize(1, 1),
-    GGMLType.I16: BlockSize(1, 2),
-    GGMLType.I32: BlockSize(1, 4),
-    GGMLType.I64: BlockSize(1, 8),
-    GGMLType.F64: BlockSize(1, 8),
-    GGMLType.IQ1_M: BlockSize(256, 56),
-    GGMLType.BF16: BlockSize(1, 2),
-    GGMLType.TQ1_0: BlockSize(256, 54),
-    GGMLType.TQ2_0: BlockSize(256, 66),
-    GGMLType.MXFP4: BlockSize(32, 17),
-    GGMLType.NVFP4: BlockSize(64, 36),
-    GGMLType.Q1_0: BlockSize(128, 18),
-}
+class GGMLType(IntEnum):
+    """How a tensor's elements are stored: its number in the format, and its blocks (elements, bytes)."""
+
+    block: BlockSize
+
+    def __new__(cls, number: int, elements: int = 0, nbytes: int = 0) -> "GGMLType":
+        member = int.__new__(cls, number)
+        member._value_ = number
+        member.block = BlockSize(elements, nbytes)
+        return member
+
+    F32 = 0, 1, 4
+    F16 = 1, 1, 2
+    Q4_0 = 2, 32, 18
+    Q4_1 = 3, 32, 20
+    Q5_0 = 6, 32, 22
+    Q5_1 = 7, 32, 24
+    Q8_0 = 8, 32, 34
+    Q8_1 = 9, 32, 40
+    Q2_K = 10, 256, 84
+    Q3_K = 11, 256, 110
+    Q4_K = 12, 256, 144
+    Q5_K = 13, 256, 176
+    Q6_K = 14, 256, 210
+    Q8_K = 15, 256, 292
+    IQ2_XXS = 16, 256, 66
+    IQ2_XS = 17, 256, 74
+    IQ3_XXS = 18, 256, 98
+    IQ1_S = 19, 256, 50
+    IQ4_NL = 20, 32, 18
+    IQ3_S = 21, 256, 110
+    IQ2_S = 22, 256, 82
+    IQ4_XS = 23, 256, 136
+    I8 = 24, 1, 1
+    I16 = 25, 1, 2
+    I32 = 26, 1, 4
+    I64 = 27, 1, 8
+    F64 = 28, 1, 8
+    IQ1_M = 29, 256, 56
+    BF16 = 30, 1, 2
+    TQ1_0 = 34, 256, 54
+    TQ2_0 = 35, 256, 66
+    MXFP4 = 39, 32, 17
+    NVFP4 = 40, 64, 36
+    Q1_0 = 41, 128, 18
+
 
 FLOAT_TYPES = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
-QUANTIZED_TYPES = frozenset(
-    {
-        GGMLType.Q8_0,
-        GGMLType.Q4_0,
-        GGMLType.Q4_1,
-        GGMLType.Q5_0,
-        GGMLType.Q5_1,
-        GGMLType.Q2_K,
-        GGMLType.Q3_K,
-        GGMLType.Q4_K,
-        GGMLType.Q5_K,
-        GGMLType.Q6_K,
-        GGMLType.IQ3_XXS,
-        GGMLType.IQ3_S,
-        GGMLType.IQ4_NL,
-        GGMLType.IQ4_XS,
-    }
-)
+_QUANTIZED = "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ3_XXS IQ3_S IQ4_NL IQ4_XS"
+QUANTIZED_TYPES = frozenset(GGMLType[name] for name in _QUANTIZED.split())
 SUPPORTED_TYPES = FLOAT_TYPES | QUANTIZED_TYPES
 """The tensor types that forge computes with. The reader knows the sizes of the others, so that a file that uses one can
 be read and then refused by the type's name."""
@@ -136,7 +91,7 @@ be read and then refused by the type's name."""
 
 def row_nbytes(ggml_type: GGMLType, columns: int) -> int:
     """Bytes of one row of `columns` elements. ValueError when the row is not a whole number of blocks."""
-    block = BLOCK_SIZES[ggml_type]
+    block = ggml_type.block
     if columns % block.elements:
         raise ValueError(
             f"a row of {columns} elements is not a multiple of {ggml_type.name}'s blocks of {block.elements}"

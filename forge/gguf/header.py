@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from forge.gguf.errors import GGUFError, printable
-from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType
+from forge.gguf.ggml_types import GGMLType, GGUFValueType
+from forge.mapped_file import OTHER_KINDS_OF_FILE, ModelFileError, printable
 
 SUPPORTED_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -59,28 +59,15 @@ _SMALLEST_ARRAY = 4 + 8
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
-_NUMBERS: dict[GGUFValueType, np.dtype] = {
-    GGUFValueType.UINT8: np.dtype("<u1"),
-    GGUFValueType.INT8: np.dtype("<i1"),
-    GGUFValueType.UINT16: np.dtype("<u2"),
-    GGUFValueType.INT16: np.dtype("<i2"),
-    GGUFValueType.UINT32: np.dtype("<u4"),
-    GGUFValueType.INT32: np.dtype("<i4"),
-    GGUFValueType.FLOAT32: np.dtype("<f4"),
-    GGUFValueType.UINT64: np.dtype("<u8"),
-    GGUFValueType.INT64: np.dtype("<i8"),
-    GGUFValueType.FLOAT64: np.dtype("<f8"),
-}
+_NOT_NUMBERS = (GGUFValueType.BOOL, GGUFValueType.STRING, GGUFValueType.ARRAY)
+_NUMBERS = {kind: np.dtype(kind.name.lower()).newbyteorder("<") for kind in GGUFValueType if kind not in _NOT_NUMBERS}
 
-_OTHER_KINDS_OF_FILE = {
-    b"lmgg": "a GGML file from before GGUF; convert the model again",
-    b"fmgg": "a GGML file from before GGUF; convert the model again",
-    b"tjgg": "a GGML file from before GGUF; convert the model again",
-    b"PK\x03\x04": "a zip archive (a PyTorch checkpoint?), not a GGUF file",
-    b"vers": "perhaps a Git LFS pointer in place of the file; fetch the file itself",
-    b"<!do": "a web page, not a GGUF file; the download went wrong",
-    b"<!DO": "a web page, not a GGUF file; the download went wrong",
-}
+Member = TypeVar("Member", GGUFValueType, GGMLType)
+_BEFORE_GGUF = (b"lmgg", b"fmgg", b"tjgg")
+
+
+class GGUFError(ModelFileError):
+    """A GGUF file that is missing, malformed, or of a kind that forge does not run."""
 
 
 @dataclass(frozen=True)
@@ -175,16 +162,19 @@ class _Cursor:
         return GGUFError(self.path, field, problem, self.position if offset is None else offset)
 
     def u32(self, field: str) -> int:
-        self._need(4, field)
-        value: int = _U32.unpack_from(self.buffer, self.position)[0]
-        self.position += 4
-        return value
+        return int(_U32.unpack(self.take(4, field))[0])
 
     def u64(self, field: str) -> int:
-        self._need(8, field)
-        value: int = _U64.unpack_from(self.buffer, self.position)[0]
-        self.position += 8
-        return value
+        return int(_U64.unpack(self.take(8, field))[0])
+
+    def member(self, kind: type[Member], field: str, what: str) -> Member:
+        """A number that stands for one of `kind`."""
+        offset = self.position
+        number = self.u32(field)
+        try:
+            return kind(number)
+        except ValueError:
+            raise self.error(field, f"unknown {what} {number}", offset) from None
 
     def take(self, nbytes: int, field: str) -> bytes:
         self._need(nbytes, field)
@@ -235,7 +225,9 @@ class _Cursor:
 def _read_version(cursor: _Cursor) -> int:
     magic = cursor.take(4, "magic")
     if magic != b"GGUF":
-        hint = _OTHER_KINDS_OF_FILE.get(magic, "this is not a GGUF file")
+        hint = OTHER_KINDS_OF_FILE.get(magic, "this is not a {kind} file").format(kind="GGUF")
+        if magic in _BEFORE_GGUF:
+            hint = "a GGML file from before GGUF; convert the model again"
         raise cursor.error("magic", f"{printable(magic)} where 'GGUF' belongs: {hint}", 0)
     version = cursor.u32("version")
     if version in SUPPORTED_VERSIONS:
@@ -261,20 +253,11 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, MetadataField]:
             raise cursor.error(f"key of metadata entry {index}", "is empty", offset)
         if key in fields:
             raise cursor.error(name, f"duplicate key; its first value is at byte {fields[key].offset}", offset)
-        type_id = _value_type(cursor, f"{name} value type")
+        type_id = cursor.member(GGUFValueType, f"{name} value type", "value type")
         offset = cursor.position
         value, type_name = _read_value(cursor, name, type_id, depth=0)
         fields[key] = MetadataField(key, value, type_name, offset)
     return fields
-
-
-def _value_type(cursor: _Cursor, field: str) -> GGUFValueType:
-    offset = cursor.position
-    number = cursor.u32(field)
-    try:
-        return GGUFValueType(number)
-    except ValueError:
-        raise cursor.error(field, f"unknown value type {number}", offset) from None
 
 
 def _read_value(cursor: _Cursor, field: str, type_id: GGUFValueType, depth: int) -> tuple[Any, str]:
@@ -292,7 +275,7 @@ def _read_value(cursor: _Cursor, field: str, type_id: GGUFValueType, depth: int)
 def _read_array(cursor: _Cursor, field: str, depth: int) -> tuple[Any, str]:
     if depth > MAX_ARRAY_DEPTH:
         raise cursor.error(field, f"arrays are nested more than {MAX_ARRAY_DEPTH} deep")
-    type_id = _value_type(cursor, f"{field} element type")
+    type_id = cursor.member(GGUFValueType, f"{field} element type", "value type")
     type_name = f"array of {type_id.name.lower()}"
     if type_id == GGUFValueType.STRING:
         count = cursor.count(f"{field} count", _SMALLEST_STRING)
@@ -369,8 +352,8 @@ def _read_tensor_entry(cursor: _Cursor, index: int) -> tuple[TensorEntry, int]:
         raise cursor.error(f"name of tensor {index}", "is empty", entry_offset)
     field = f"tensor {printable(name)}"
     shape = _read_shape(cursor, field)
-    ggml_type = _read_ggml_type(cursor, field)
-    block = BLOCK_SIZES[ggml_type]
+    ggml_type = cursor.member(GGMLType, f"{field} type", "tensor type")
+    block = ggml_type.block
     if shape[-1] % block.elements:
         first_dimension = cursor.position - 4 - 8 * len(shape)
         problem = f"{shape[-1]} is not a multiple of {ggml_type.name}'s blocks of {block.elements}"
@@ -398,15 +381,6 @@ def _read_shape(cursor: _Cursor, field: str) -> tuple[int, ...]:
             problem = f"{' x '.join(map(str, dimensions))} elements are more than 2^63 - 1"
             raise cursor.error(f"{field} dimension {axis}", problem, offset)
     return tuple(reversed(dimensions))
-
-
-def _read_ggml_type(cursor: _Cursor, field: str) -> GGMLType:
-    offset = cursor.position
-    number = cursor.u32(f"{field} type")
-    try:
-        return GGMLType(number)
-    except ValueError:
-        raise cursor.error(f"{field} type", f"unknown tensor type {number}", offset) from None
 
 
 def _place_tensors(

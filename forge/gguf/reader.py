@@ -6,20 +6,17 @@ file that another process cuts short while it is open: the operating system then
 """
 
 import mmap
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 
 from forge.gguf import block_formats
-from forge.gguf.errors import WHOLE_FILE, GGUFError, printable
-from forge.gguf.header import Header, MetadataField, TensorEntry, parse_header
-from forge.mapped_file import drop_pages, map_file
+from forge.gguf.header import GGUFError, MetadataField, TensorEntry, parse_header
+from forge.mapped_file import MappedFile, printable
 
 Scalar = TypeVar("Scalar", int, float, bool, str)
 _KIND_NAMES = {int: "an integer", float: "a number", bool: "a bool", str: "a string"}
@@ -40,7 +37,7 @@ class GGUFTensor(TensorEntry):
         return block_formats.dequantize(self.ggml_type, self.raw(), self.shape)
 
 
-class GGUFFile:
+class GGUFFile(MappedFile[GGUFTensor]):
     """An open GGUF file: its metadata, and its tensors by name. Made by `GGUFFile.open`; a context manager.
 
     path         as given
@@ -53,49 +50,18 @@ class GGUFFile:
     size         of the file, bytes
     """
 
-    def __init__(self, path: Path, header: Header, buffer: mmap.mmap):
-        self.path = path
+    error_type = GGUFError
+
+    def _read_header(self) -> None:
+        header = parse_header(self.path, self._buffer)
         self.version = header.version
         self.fields: Mapping[str, MetadataField] = MappingProxyType(header.fields)
         self.metadata: Mapping[str, Any] = MappingProxyType({key: entry.value for key, entry in header.fields.items()})
         self.tensors: Mapping[str, GGUFTensor] = MappingProxyType(
-            {name: GGUFTensor(**vars(entry), _buffer=buffer) for name, entry in header.tensors.items()}
+            {name: GGUFTensor(**vars(entry), _buffer=self._buffer) for name, entry in header.tensors.items()}
         )
         self.alignment = header.alignment
         self.data_offset = header.data_offset
-        self.size = len(buffer)
-        self._buffer = buffer
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> "GGUFFile":
-        """Map the file and read its header. GGUFError for whatever is wrong with it, a missing file included."""
-        path = Path(path)
-        buffer = _map(path)
-        try:
-            return cls(path, parse_header(path, buffer), buffer)
-        except BaseException:
-            buffer.close()
-            raise
-
-    def close(self) -> None:
-        """Give up the mapping. Arrays from `raw()` stay valid: the file is unmapped when the last of them goes."""
-        try:
-            self._buffer.close()
-        except BufferError:  # views are still in use
-            pass
-
-    def release(self, name: str) -> None:
-        """Give back the memory of the pages that hold the tensor called `name`; it can be read again all the same."""
-        tensor = self.tensors[name]
-        drop_pages(self._buffer, tensor.offset, tensor.nbytes)
-
-    def __enter__(self) -> "GGUFFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"GGUFFile({str(self.path)!r}, {len(self.metadata)} metadata entries, {len(self.tensors)} tensors)"
@@ -137,17 +103,6 @@ class GGUFFile:
             raise self._wrong_type(entry, "an array of integers")
         return entry.value
 
-    def float_array(self, key: str) -> np.ndarray:
-        """The floats of `key`, read-only, in the file's own width. GGUFError if it is absent or not finite floats."""
-        entry = self._entry(key)
-        if not isinstance(entry.value, np.ndarray) or entry.value.dtype.kind != "f":
-            raise self._wrong_type(entry, "an array of floats")
-        finite = np.isfinite(entry.value)
-        if not finite.all():
-            index = int(np.argmin(finite))
-            raise self.error(key, f"element {index} must be a finite number, not {entry.value[index]}")
-        return entry.value
-
     def error(self, key: str, problem: str) -> GGUFError:
         """A GGUFError about the metadata value of `key`, for the caller to raise."""
         entry = self.fields.get(key)
@@ -167,10 +122,3 @@ class GGUFFile:
 
     def _wrong_type(self, entry: MetadataField, wanted: str) -> GGUFError:
         return self.error(entry.key, f"must be {wanted}, not {entry.type_name}")
-
-
-def _map(path: Path) -> mmap.mmap:
-    """The whole file, read-only."""
-    if os.path.isdir(path):
-        raise GGUFError(path, WHOLE_FILE, "is a directory; name the .gguf file in it")
-    return map_file(path, lambda problem: GGUFError(path, WHOLE_FILE, problem))

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType, row_nbytes
+from forge.gguf.ggml_types import GGMLType, GGUFValueType, row_nbytes
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class NewTensor:
             raise ValueError(f"tensor {self.name!r} is made by a function and needs a shape")
         if self.data.dtype != np.uint8:
             return self.data.shape
-        block = BLOCK_SIZES[self.ggml_type]
+        block = self.ggml_type.block
         return (*self.data.shape[:-1], self.data.shape[-1] // block.nbytes * block.elements)
 
     def nbytes(self) -> int:
@@ -191,7 +191,7 @@ def random_weights(ggml_type: GGMLType, shape: tuple[int, ...], std: float, rng:
     """
     if ggml_type not in _MADE_DIRECTLY:
         return encode(ggml_type, rng.standard_normal(shape, dtype=np.float32) * np.float32(std))
-    elements, nbytes = BLOCK_SIZES[ggml_type]
+    elements, nbytes = ggml_type.block
     blocks = rng.integers(0, 256, (int(np.prod(shape)) // elements, nbytes), dtype=np.uint8)
     if ggml_type in _UNIT_DEVIATION:
         at, deviation = _UNIT_DEVIATION[ggml_type]

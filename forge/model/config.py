@@ -11,7 +11,7 @@ would give a model that runs and says something else; and no tensor of a Qwen3 f
 Names and defaults are llama.cpp's (`load_hparams` in src/llama-model.cpp).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,8 +97,10 @@ class Qwen3Config:
             num_attention_heads=num_attention_heads,
             num_key_value_heads=num_key_value_heads,
             head_dim=_head_dim(file, hidden_size, num_attention_heads),
-            rms_norm_eps=_rms_norm_eps(file),
-            rope_theta=_rope_theta(file),
+            rms_norm_eps=_number(
+                file, "attention.layer_norm_rms_epsilon", None, lambda epsilon: 0 < epsilon < 1, "between 0 and 1"
+            ),
+            rope_theta=_number(file, "rope.freq_base", DEFAULT_ROPE_THETA, lambda theta: theta >= 1, "at least 1"),
             max_position_embeddings=max(stretched, _integer(file, "context_length", MAX_CONTEXT)),
             tie_word_embeddings="output.weight" not in file.tensors,
             labels=_labels(file),
@@ -112,7 +114,7 @@ def why_unsupported(metadata: Mapping[str, Any], tensors: Iterable[TensorEntry])
     """Why no file with this header runs, as far as kind and tensor types tell; None if nothing is known against it."""
     architecture = metadata.get("general.architecture")
     if architecture not in (ARCHITECTURE, MOE_ARCHITECTURE):
-        return f"it holds {printable(str(architecture))}; forge runs {ARCHITECTURE!r} and {MOE_ARCHITECTURE!r}"
+        return f"it holds {printable(architecture)}; forge runs {ARCHITECTURE!r} and {MOE_ARCHITECTURE!r}"
     unsupported = sorted({tensor.ggml_type.name for tensor in tensors if tensor.ggml_type not in SUPPORTED_TYPES})
     return f"forge does not compute with its {', '.join(unsupported)} tensors" if unsupported else None
 
@@ -231,16 +233,12 @@ def _yarn(file: GGUFFile) -> Yarn | None:
     name = next((name for name, factor in factors.items() if factor != 1.0), "rope.scaling.factor")
     if not 1 <= factors[name] <= MAX_YARN_FACTOR:
         raise _error(file, name, f"YaRN by {factors[name]:g} is not from 1 to {MAX_YARN_FACTOR}")
-    if file.get(_key(file, "rope.freq_base"), float, DEFAULT_ROPE_THETA) <= 1:
-        raise _error(file, "rope.freq_base", "YaRN needs more than 1")
+    _number(file, "rope.freq_base", DEFAULT_ROPE_THETA, lambda theta: theta > 1, "above 1, which YaRN needs")
     context_length = _integer(file, "context_length", MAX_CONTEXT)
     betas = {
-        name: file.get(_key(file, f"rope.scaling.yarn_{name}"), float, default)
+        name: _number(file, f"rope.scaling.yarn_{name}", default, lambda beta: beta > 0, "above 0")
         for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
     }
-    for beta, value in betas.items():
-        if not value > 0:
-            raise _error(file, f"rope.scaling.yarn_{beta}", f"{value:g} is not above 0")
     original = _integer(file, "rope.scaling.original_context_length", MAX_CONTEXT, default=context_length)
     return Yarn(factors[name], original, **betas)
 
@@ -249,10 +247,7 @@ def _attention_factor(file: GGUFFile, yarn: Yarn | None) -> float:
     """YaRN's own factor times `attn_factor` and `yarn_attn_factor`, which llama.cpp applies without YaRN as well."""
     product = 1.0 if yarn is None else yarn.attention_factor
     for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
-        factor = file.get(_key(file, name), float, 1.0)
-        if not factor > 0:
-            raise _error(file, name, f"{factor:g} is not above 0")
-        product *= factor
+        product *= _number(file, name, 1.0, lambda factor: factor > 0, "above 0")
     return product
 
 
@@ -277,21 +272,6 @@ def _head_dim(file: GGUFFile, hidden_size: int, num_attention_heads: int) -> int
         if other != head_dim:
             raise _error(file, name, f"{other} is not the {head_dim} of qwen3.attention.key_length")
     return head_dim
-
-
-def _rms_norm_eps(file: GGUFFile) -> float:
-    name = "attention.layer_norm_rms_epsilon"
-    epsilon = file.require(_key(file, name), float)
-    if not 0 < epsilon < 1:
-        raise _error(file, name, f"{epsilon} is not between 0 and 1")
-    return epsilon
-
-
-def _rope_theta(file: GGUFFile) -> float:
-    theta = file.get(_key(file, "rope.freq_base"), float, DEFAULT_ROPE_THETA)
-    if theta < 1:
-        raise _error(file, "rope.freq_base", f"{theta} is less than 1")
-    return theta
 
 
 def _labels(file: GGUFFile) -> tuple[str, ...]:
@@ -331,6 +311,15 @@ def _integer(file: GGUFFile, name: str, maximum: int, default: int | None = None
     value = file.require(key, int)
     if not 1 <= value <= maximum:
         raise file.error(key, f"{value} is not from 1 to {maximum}")
+    return value
+
+
+def _number(file: GGUFFile, name: str, default: float | None, valid: Callable[[float], bool], words: str) -> float:
+    """The hyper-parameter `qwen3.<name>`, which is to be `words`; without a default it must be there."""
+    key = _key(file, name)
+    value = file.require(key, float) if default is None else file.get(key, float, default)
+    if not valid(value):
+        raise file.error(key, f"{value} is not {words}")
     return value
 
 

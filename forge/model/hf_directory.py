@@ -15,13 +15,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from forge.errors import ForgeError
 from forge.gguf import printable
+from forge.mapped_file import WHOLE_FILE, ModelFileError, shown_path
 from forge.model.config import (
     MAX_CONTEXT,
     MAX_EXPERTS,
@@ -33,8 +32,8 @@ from forge.model.config import (
     numbered_labels,
 )
 from forge.model.rope import Yarn
-from forge.model.safetensors_file import GGML_TYPES, SafetensorsFile, SafetensorsTensor, shown_path
-from forge.model.weight_source import StackedTensor, recommended_sampling
+from forge.model.safetensors_file import GGML_TYPES, SafetensorsFile, SafetensorsTensor
+from forge.model.weight_source import StackedTensor, WeightSource, recommended_sampling
 from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
 from forge.trace.records import Pooling
@@ -80,17 +79,11 @@ _POOLINGS: dict[Pooling, tuple[str, ...]] = {"last": ("lasttoken",), "mean": ("m
 """sentence-transformers' names."""
 
 
-class ModelFolderError(ForgeError):
-    """A Hugging Face folder that lacks a file, contradicts itself, or holds a model that forge does not run.
-
-    `path` is the file or folder, `field` what in it is wrong, None where the whole of it is."""
-
-    def __init__(self, path: Path, field: str | None, problem: str):
-        self.path, self.field, self.problem = path, field, problem
-        super().__init__(f"{shown_path(path)}: {f'{field}: ' if field else ''}{problem}")
+class ModelFolderError(ModelFileError):
+    """A Hugging Face folder that lacks a file, contradicts itself, or holds a model that forge does not run."""
 
 
-class HuggingFaceDirectory:
+class HuggingFaceDirectory(WeightSource):
     """An open Hugging Face folder: a `WeightSource`. Made by `HuggingFaceDirectory.open`; a context manager."""
 
     def __init__(self, path: Path, config: Qwen3Config, files: Mapping[str, SafetensorsFile]):
@@ -142,14 +135,6 @@ class HuggingFaceDirectory:
     def close(self) -> None:
         for file in set(self._files.values()):
             file.close()
-
-    def __enter__(self) -> "HuggingFaceDirectory":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def hugging_face_name(name: str, body: str = _BODY) -> str:
@@ -234,7 +219,7 @@ class _Values:
         if value is None and default is not None:
             return default
         if type(value) is not int or not 1 <= value <= maximum:
-            stated = "missing" if value is None else printable(str(value))
+            stated = "missing" if value is None else printable(value)
             raise self.error(key, f"{stated}, and must be a whole number from 1 to {maximum}")
         return value
 
@@ -243,7 +228,7 @@ class _Values:
         if value is None:
             return default
         if type(value) not in (int, float) or not _is_finite(value) or not valid(value):
-            raise self.error(key, f"{printable(str(value))} is not a number {words}")
+            raise self.error(key, f"{printable(value)} is not a number {words}")
         return float(value)
 
     def flag(self, key: str) -> bool:
@@ -251,7 +236,7 @@ class _Values:
         if value is None:
             return False
         if type(value) is not bool:
-            raise self.error(key, f"{printable(str(value))} is not true or false")
+            raise self.error(key, f"{printable(value)} is not true or false")
         return value
 
     def section(self, key: str) -> "_Values":
@@ -266,19 +251,19 @@ def _check_kind(values: _Values) -> None:
     """Refuse what is not one Qwen3 model of full attention with plain weights."""
     model_type = values.values.get("model_type")
     if model_type not in (MODEL_TYPE, MOE_MODEL_TYPE):
-        problem = f"this folder holds {printable(str(model_type))}; forge runs {MODEL_TYPE!r} and {MOE_MODEL_TYPE!r}"
+        problem = f"this folder holds {printable(model_type)}; forge runs {MODEL_TYPE!r} and {MOE_MODEL_TYPE!r}"
         raise values.error("model_type", problem)
     if values.values.get("decoder_sparse_step") not in (None, 1) or values.values.get("mlp_only_layers"):
         raise values.error("mlp_only_layers", "forge runs mixtures whose layers all have experts")
     architectures = values.values.get("architectures")
     if architectures is not None and architectures not in [[name] for name in ARCHITECTURES]:
-        problem = f"{printable(str(architectures))} is not supported; forge runs {', '.join(ARCHITECTURES)}"
+        problem = f"{printable(architectures)} is not supported; forge runs {', '.join(ARCHITECTURES)}"
         raise values.error("architectures", problem)
     for key, only in (("hidden_act", "silu"), ("quantization_config", None)):
         value = values.values.get(key)
         if value not in (None, only):
-            hint = f"forge runs {printable(str(only))}" if only else "take the model's GGUF file, or its plain weights"
-            raise values.error(key, f"{printable(str(value))} is not supported; {hint}")
+            hint = f"forge runs {printable(only)}" if only else "take the model's GGUF file, or its plain weights"
+            raise values.error(key, f"{printable(value)} is not supported; {hint}")
     for key in ("attention_bias", "use_sliding_window"):
         if values.flag(key):
             raise values.error(key, "is true, and forge does not compute that")
@@ -305,7 +290,7 @@ def _rope(values: _Values) -> tuple[float, Yarn | None, float]:
         section = values.section(key)
         kind = section.values.get("rope_type", section.values.get("type", "default"))
         if kind not in ("default", "yarn"):
-            raise values.error(key, f"RoPE scaling {printable(str(kind))} is not supported; YaRN is")
+            raise values.error(key, f"RoPE scaling {printable(kind)} is not supported; YaRN is")
         if section.number("partial_rotary_factor", 1.0, lambda factor: factor == 1, "that forge supports: only 1") == 1:
             theta = section.number("rope_theta", theta, lambda theta: theta >= 1, "of at least 1")
         if kind == "yarn":
@@ -339,7 +324,7 @@ def _open_files(folder: Path, opened: ExitStack) -> dict[str, SafetensorsFile]:
     names = sorted(set(weight_map.values())) if weight_map is not None else [_only_file(folder)]
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
-        raise ModelFolderError(folder / missing[0], None, f"missing ({len(missing)} of {len(names)} shards)")
+        raise ModelFolderError(folder / missing[0], WHOLE_FILE, f"missing ({len(missing)} of {len(names)} shards)")
     files: dict[str, SafetensorsFile] = {}
     for name in names:
         file = SafetensorsFile.open(folder / name)
@@ -364,7 +349,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ModelFolderError(index, "weight_map", "must be an object that names the file of each tensor")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
-            problem = f"{printable(str(name))} is not the name of a file in this folder"
+            problem = f"{printable(name)} is not the name of a file in this folder"
             raise ModelFolderError(index, f"weight_map {printable(tensor)}", problem)
     if len(set(weight_map.values())) > MAX_SHARDS:
         raise ModelFolderError(index, "weight_map", f"more than {MAX_SHARDS} shards")
@@ -379,8 +364,10 @@ def _only_file(folder: Path) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise ModelFolderError(folder, None, f"{len(found)} safetensors files, and no {INDEX} that says what they hold")
-    raise ModelFolderError(folder, None, "holds no safetensors file; forge reads those and GGUF files")
+        raise ModelFolderError(
+            folder, WHOLE_FILE, f"{len(found)} safetensors files, and no {INDEX} that says what they hold"
+        )
+    raise ModelFolderError(folder, WHOLE_FILE, "holds no safetensors file; forge reads those and GGUF files")
 
 
 def _body(files: Mapping[str, SafetensorsFile]) -> str:
@@ -450,7 +437,7 @@ def _pooling(path: Path) -> Pooling:
     for pooling, names in _POOLINGS.items():
         if stated in names:
             return pooling
-    raise ModelFolderError(path, "pooling_mode", f"{printable(str(stated))} is not supported: forge pools last or mean")
+    raise ModelFolderError(path, "pooling_mode", f"{printable(stated)} is not supported: forge pools last or mean")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -459,16 +446,16 @@ def _read_json(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
     except OSError as error:
-        raise ModelFolderError(path, None, f"cannot be read: {error.strerror or error}") from None
+        raise ModelFolderError(path, WHOLE_FILE, f"cannot be read: {error.strerror or error}") from None
     if len(data) > MAX_JSON_BYTES:
-        raise ModelFolderError(path, None, f"has more than {MAX_JSON_BYTES} bytes")
+        raise ModelFolderError(path, WHOLE_FILE, f"has more than {MAX_JSON_BYTES} bytes")
     try:
         values = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", None) or type(error).__name__
-        raise ModelFolderError(path, None, f"is not JSON: {reason}") from None
+        raise ModelFolderError(path, WHOLE_FILE, f"is not JSON: {reason}") from None
     if not isinstance(values, dict):
-        raise ModelFolderError(path, None, "is not a JSON object")
+        raise ModelFolderError(path, WHOLE_FILE, "is not a JSON object")
     return values
 
 

@@ -12,37 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 
-class TokenChoice(Protocol):
-    """How a row's token is chosen: fields of `SamplingParams`."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def frequency_penalty(self) -> float: ...
-    @property
-    def logit_bias(self) -> Any:
-        """Pairs of token id and what is added to its logit."""
-        ...
-
-    @property
-    def changes_logits(self) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Draw:
     """One row's choice of a token: the arguments of `forge.engine.sampling.choose_token`."""
 
-    params: TokenChoice
+    params: Any
+    """`SamplingParams`; the engine imports this package, and not the reverse."""
     seed: int
     """Below 2^64."""
     sample_index: int

@@ -1,13 +1,14 @@
 """Forward passes without an engine: batches laid out by hand, in a storage of their own."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from forge.cache.kv_storage import KvStorage
-from forge.model.forward_batch import ForwardBatch
+from forge.model import forward_batch
+from forge.model.forward_batch import ForwardBatch, SequenceRows
 from forge.model.model import Model
 
 
@@ -23,26 +24,12 @@ class Part:
 
 def flat_batch(parts: list[Part], block_size: int, logit_rows: list[int] | None = None) -> ForwardBatch:
     """All parts end to end; logits for every row unless told otherwise."""
-    positions = [np.arange(part.start, part.end) for part in parts]
-    slots = [
-        np.array(part.blocks)[own // block_size] * block_size + own % block_size
-        for part, own in zip(parts, positions, strict=True)
+    rows = [
+        SequenceRows(part.token_ids[part.start : part.end], part.start, part.blocks, range(part.end - part.start))
+        for part in parts
     ]
-    tables = np.full((len(parts), max(len(part.blocks) for part in parts)), -1)
-    for table, part in zip(tables, parts, strict=True):
-        table[: len(part.blocks)] = part.blocks
-    lengths = [part.end - part.start for part in parts]
-    rows = range(sum(lengths)) if logit_rows is None else logit_rows
-    arrays = {
-        "token_ids": [token for part in parts for token in part.token_ids[part.start : part.end]],
-        "positions": np.concatenate(positions),
-        "cu_seqlens": np.cumsum([0, *lengths]),
-        "slot_mapping": np.concatenate(slots),
-        "block_tables": tables,
-        "context_lens": [part.end for part in parts],
-        "logit_rows": list(rows),
-    }
-    return ForwardBatch(**{name: np.ascontiguousarray(values, np.int32) for name, values in arrays.items()})
+    batch = forward_batch.flat_batch(rows, block_size)
+    return batch if logit_rows is None else replace(batch, logit_rows=np.array(logit_rows, np.int32))
 
 
 def new_storage(model: Model, num_blocks: int, block_size: int, kv_dtype: str = "float32") -> KvStorage:

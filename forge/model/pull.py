@@ -1,11 +1,12 @@
 """`forge models pull`: a model from the Hugging Face hub, by way of huggingface_hub, into the user's cache folder.
 
 A repository of GGUF files gives one file; any other gives what `forge.model.hf_directory` reads. The hub's own library
-finds files, sends the token (HF_TOKEN, or what `hf auth login` stored) and speaks to HF_ENDPOINT. What is done here:
+finds files, sends the token (HF_TOKEN, or what `hf auth login` stored) and speaks to HF_ENDPOINT. Its `hf_hub_download`
+would replace about half of this file, but not do what is done here: release 2.4 removes what has come when it is
+interrupted, compares sizes and no checksum, and looks into no file before all of it is here.
 
 - A file arrives as `.<name>.<digest>.partial` beside its final name. An interrupted pull leaves it, and the next one
-  goes on from there: the digest says that it is still the same file. (`hf_hub_download` starts again: it gives each
-  attempt a file of its own.)
+  goes on from there: the digest says that it is still the same file.
 - It gets its name only after its SHA-256 was found to be the one that the hub states, or for a small file its git
   hash. A file that is not is removed.
 - config.json gets its name last, so a folder that has one is whole.
@@ -16,7 +17,6 @@ Files are fetched over plain HTTP, also those that the hub keeps in its Xet stor
 """
 
 import errno
-import hashlib
 import os
 import shutil
 import sys
@@ -25,12 +25,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from forge.errors import ForgeError, UsageError
 from forge.gguf import MAX_HEADER_BYTES, parse_beginning
+from forge.model.catalog import sha256
 from forge.model.config import why_unsupported
 from forge.model.pulled import (
     PulledModel,
@@ -44,6 +46,7 @@ from forge.model.pulled import (
 )
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
     from huggingface_hub.errors import HfHubHTTPError
 
 PullProgress = Callable[[str, int, int], None]
@@ -91,34 +94,27 @@ class _Repository:
     files: dict[str, _RemoteFile]
 
 
-def pull(
-    name: str,
-    *,
-    endpoint: str | None = None,
-    token: str | None = None,
-    folder: Path | None = None,
-    on_progress: PullProgress | None = None,
-) -> PulledModel:
+def pull(name: str, *, endpoint: str | None = None, on_progress: PullProgress | None = None) -> PulledModel:
     """Bring the model called `owner/name` or `owner/name:QUANT`; what is here already is not fetched again.
 
-    endpoint and token: None takes HF_ENDPOINT and HF_TOKEN, as huggingface_hub does. folder: where models lie, by
-    default `pulled_folder()`. Raises `UsageError` for a name that means no model, or several, and `PullError` for
-    whatever else goes wrong; Ctrl-C passes through. A partial file stays for the next time, except a damaged one.
+    endpoint: None takes HF_ENDPOINT, as huggingface_hub does. Raises `UsageError` for a name that means no model, or
+    several, and `PullError` for whatever else goes wrong; Ctrl-C passes through. A partial file stays for the next
+    time, except a damaged one.
     """
     wanted = PullName.parse(name)
     if find_spec("huggingface_hub") is None:
         raise PullError("pulling models needs huggingface_hub, which is not installed: pip install huggingface_hub")
-    target = (folder or pulled_folder()) / wanted.repo
+    target = pulled_folder() / wanted.repo
     with _plain_errors(wanted, endpoint), _quiet_hub():
-        repository = _list(wanted.repo, _endpoint(endpoint), token)
-        chosen = [_described(repository, file, token) for file in _choose(repository, wanted)]
+        repository = _list(wanted.repo, _endpoint(endpoint))
+        chosen = [_described(repository, file) for file in _choose(repository, wanted)]
         target.mkdir(parents=True, exist_ok=True)
         with _lock(target, wanted):
             _check_room(target, chosen)
             if chosen[-1].name == CONFIG:
-                _check_config(repository, chosen[-1], target, token)
+                _check_config(repository, chosen[-1], target)
             for file in chosen:
-                _fetch(repository, file, target, token, on_progress)
+                _fetch(repository, file, target, on_progress)
     total = sum(file.bytes for file in chosen)
     if len(chosen) == 1:
         path = target / Path(chosen[0].name).name
@@ -126,11 +122,11 @@ def pull(
     return PulledModel(wanted.repo, target, total)
 
 
-def _list(repo: str, endpoint: str, token: str | None) -> _Repository:
+def _list(repo: str, endpoint: str) -> _Repository:
     """What the repository holds now."""
     from huggingface_hub import HfApi
 
-    info = HfApi(endpoint=endpoint, token=token).model_info(repo, files_metadata=True, timeout=TIMEOUT_SECONDS)
+    info = HfApi(endpoint=endpoint).model_info(repo, files_metadata=True, timeout=TIMEOUT_SECONDS)
     files = {}
     for entry in info.siblings or ():
         sha256 = entry.lfs["sha256"] if entry.lfs else None
@@ -165,14 +161,14 @@ def _choose(repository: _Repository, wanted: PullName) -> list[_RemoteFile]:
     return [repository.files[name] for name in (*beside, *weights, CONFIG)]
 
 
-def _check_config(repository: _Repository, file: _RemoteFile, target: Path, token: str | None) -> None:
+def _check_config(repository: _Repository, file: _RemoteFile, target: Path) -> None:
     """Look at config.json before the weights are downloaded. It gets its name last all the same."""
     from forge.model.hf_directory import check_supported
 
     if _is_here(file, target):
         return
     partial = _partial(repository, file, target)
-    _download(_url(repository, file.name), partial, file, token, None)
+    _download(_url(repository, file.name), partial, file, None)
     try:
         check_supported(partial)
     except ForgeError as error:
@@ -198,9 +194,7 @@ def _partial(repository: _Repository, file: _RemoteFile, target: Path) -> Path:
     return path.with_name(f".{path.name}.{version}.partial")
 
 
-def _fetch(
-    repository: _Repository, file: _RemoteFile, target: Path, token: str | None, on_progress: PullProgress | None
-) -> None:
+def _fetch(repository: _Repository, file: _RemoteFile, target: Path, on_progress: PullProgress | None) -> None:
     """Bring one file, unless it is here: from where an earlier attempt stopped, verified, under its name at the end."""
     path = _place(file, target)
     if _is_here(file, target):
@@ -210,7 +204,7 @@ def _fetch(
     if partial.exists() and partial.stat().st_size > file.bytes:
         partial.unlink()
     try:
-        _download(_url(repository, file.name), partial, file, token, on_progress)
+        _download(_url(repository, file.name), partial, file, on_progress)
     except _UnsupportedModel:
         partial.unlink()
         raise
@@ -226,18 +220,17 @@ def _fetch(
         stale.unlink(missing_ok=True)
 
 
-def _download(url: str, partial: Path, file: _RemoteFile, token: str | None, on_progress: PullProgress | None) -> None:
+def _download(url: str, partial: Path, file: _RemoteFile, on_progress: PullProgress | None) -> None:
     """Append to `partial` what it lacks, taking up a broken connection as long as each attempt brings something."""
     from huggingface_hub.file_download import http_get
 
-    headers = import_module("huggingface_hub.utils").build_hf_headers(token=token, library_name="forge")
+    headers = import_module("huggingface_hub.utils").build_hf_headers(library_name="forge")
     headers["Accept-Encoding"] = "identity"  # a compressed answer has other positions than the file
-    with open(partial, "ab") as stream:
+    with _WatchedFile(partial, file, on_progress) as stream:
         here = stream.tell()
-        watched = _WatchedFile(stream, file, on_progress)
         while here < file.bytes:
             try:
-                http_get(url, cast(BinaryIO, watched), resume_size=here, headers=headers, expected_size=file.bytes)
+                http_get(url, stream, resume_size=here, headers=headers, expected_size=file.bytes)
                 return
             except _transport_errors():
                 before, here = here, stream.tell()
@@ -250,59 +243,50 @@ def _download(url: str, partial: Path, file: _RemoteFile, token: str | None, on_
                 here = 0
 
 
-class _WatchedFile:
-    """A file open for appending that reports its size as it grows; as much of a file as `http_get` needs.
+class _WatchedFile(BufferedWriter):
+    """A file open for appending that reports its size as it grows.
 
     Of a GGUF file it reads the header as soon as that has arrived, and ends the download of one that would not run."""
 
-    def __init__(self, stream: BinaryIO, file: _RemoteFile, on_progress: PullProgress | None):
-        self._stream, self._file, self._on_progress = stream, file, on_progress
+    def __init__(self, path: Path, file: _RemoteFile, on_progress: PullProgress | None):
+        super().__init__(FileIO(path, "a"))
+        self._path, self._file, self._on_progress = path, file, on_progress
         self._header_expected = 0 if file.name.endswith(".gguf") else _NEVER
         self._look_at_header()
         self.report()
 
-    def write(self, data: bytes) -> int:
-        written = self._stream.write(data)
+    def write(self, data: "Buffer") -> int:
+        written = super().write(data)
         self._look_at_header()
         self.report()
         return written
 
     def _look_at_header(self) -> None:
         """Each time that twice as much has arrived."""
-        size = self._stream.tell()
+        size = self.tell()
         if size < self._header_expected:
             return
-        self._stream.flush()
-        with open(self._stream.name, "rb") as beginning:
+        self.flush()
+        with self._path.open("rb") as beginning:
             found = parse_beginning(Path(self._file.name), beginning.read(MAX_HEADER_BYTES))
         self._header_expected = max(_CHUNK, 2 * size) if found is None and size < MAX_HEADER_BYTES else _NEVER
         problem = why_unsupported(*found) if found is not None else None
         if problem is not None:
             raise _UnsupportedModel(f"{self._file.name}: {problem}; the download was ended after its header")
 
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._stream.seek(offset, whence)
-
-    def truncate(self, size: int | None = None) -> int:
-        """Called where the server does not resume but begins again."""
-        return self._stream.truncate(size)
-
     def report(self) -> None:
         if self._on_progress is not None:
-            self._on_progress(self._file.name, self._stream.tell(), self._file.bytes)
+            self._on_progress(self._file.name, self.tell(), self._file.bytes)
 
 
-def _described(repository: _Repository, file: _RemoteFile, token: str | None) -> _RemoteFile:
+def _described(repository: _Repository, file: _RemoteFile) -> _RemoteFile:
     """`file`, with size and digest from its own headers where the listing did not say."""
     from huggingface_hub import get_hf_file_metadata
 
     if file.bytes >= 0 and file.digest is not None:
         return file
     url = _url(repository, file.name)
-    stated = get_hf_file_metadata(url, token=token, timeout=TIMEOUT_SECONDS)
+    stated = get_hf_file_metadata(url, timeout=TIMEOUT_SECONDS)
     etag = (stated.etag or "").lower()
     is_hexadecimal = not set(etag) - set("0123456789abcdef")
     digest = {64: etag, 40: f"git:{etag}"}.get(len(etag)) if is_hexadecimal else None
@@ -316,13 +300,9 @@ def _digest_of(path: Path, like: str | None) -> str | None:
     """The digest of a file on disk, of the same kind as `like`."""
     if like is None:
         return None
-    with path.open("rb") as stream:
-        if not like.startswith("git:"):
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-        digest = hashlib.sha1(b"blob %d\0" % os.fstat(stream.fileno()).st_size)
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-        return f"git:{digest.hexdigest()}"
+    from huggingface_hub.utils.sha import git_hash
+
+    return f"git:{git_hash(path.read_bytes())}" if like.startswith("git:") else sha256(path)
 
 
 def _check_room(target: Path, files: Sequence[_RemoteFile]) -> None:

@@ -13,6 +13,10 @@ or overlap, and no name is there twice. The file is memory-mapped: opening it re
 What is wrong raises a `SafetensorsError` that names the file, the field and its byte, as a `GGUFError` does. Every
 length is held against the bytes that are there before anything is allocated for it, and the header against
 `MAX_HEADER_BYTES`, so a hostile file costs bounded time and memory.
+
+Without the safetensors package: it gives no bfloat16 to NumPy and no view of the file, only copies; it takes a name
+that is there twice, an unknown key and nine dimensions, names no byte, and a header of 67 MB costs it 12 s and 277 MB;
+and a model on a device must load where nothing but NumPy and torch is installed.
 """
 
 import json
@@ -22,23 +26,19 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from forge.errors import ForgeError
 from forge.gguf import GGMLType, block_formats, printable
-from forge.mapped_file import drop_pages, map_file
+from forge.mapped_file import OTHER_KINDS_OF_FILE, MappedFile, ModelFileError
 
 MAX_HEADER_BYTES = 4 << 20
 """Some thirty thousand tensors; the largest Qwen3 has under a thousand in a file."""
 
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 2**63 - 1
-WHOLE_FILE = "file"
-"""The `field` of an error that is not about a place in the file."""
 
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
@@ -54,30 +54,9 @@ GGML_TYPES = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16}
 """The dtypes that forge computes with. The reader knows the sizes of the others, so that a file that uses one can be
 read and then refused by the dtype's name."""
 
-_OTHER_KINDS_OF_FILE = {
-    b"GGUF": "this is a GGUF file",
-    b"PK\x03\x04": "a zip archive (a PyTorch checkpoint?), not a safetensors file",
-    b"vers": "perhaps a Git LFS pointer in place of the file; fetch the file itself",
-    b"<!do": "a web page, not a safetensors file; the download went wrong",
-    b"<!DO": "a web page, not a safetensors file; the download went wrong",
-}
 
-
-class SafetensorsError(ForgeError):
-    """A safetensors file that is missing, malformed, or of a kind that forge does not run.
-
-    `path` is the file, `field` what in it is wrong, `offset` the byte at which that field begins, or None where no
-    position applies.
-    """
-
-    def __init__(self, path: Path | str, field: str, problem: str, offset: int | None = None):
-        self.path = Path(path)
-        self.field = field
-        self.offset = offset
-        self.problem = problem
-        where = "" if offset is None else f"at byte {offset}, "
-        what = "" if field == WHOLE_FILE else f"{field}: "
-        super().__init__(f"{shown_path(path)}: {where}{what}{problem}")
+class SafetensorsError(ModelFileError):
+    """A safetensors file that is missing, malformed, or of a kind that forge does not run."""
 
 
 @dataclass(frozen=True)
@@ -116,130 +95,84 @@ class SafetensorsTensor:
         return replace(self, name=name)
 
 
-class SafetensorsFile:
-    """An open safetensors file: `tensors` by name in the order of the header, `size` in bytes. Made by `open`."""
-
-    def __init__(self, path: Path, buffer: mmap.mmap):
-        self.path = path
-        self.size = len(buffer)
-        self._buffer = buffer
-        self._header = _Header(path, buffer)
-        self.tensors: Mapping[str, SafetensorsTensor] = MappingProxyType(self._header.read_tensors())
-
-    @classmethod
-    def open(cls, path: Path) -> "SafetensorsFile":
-        """Map the file and read its header. SafetensorsError for whatever is wrong with it, a missing file included."""
-        buffer = map_file(path, lambda problem: SafetensorsError(path, WHOLE_FILE, problem))
-        try:
-            return cls(path, buffer)
-        except BaseException:
-            buffer.close()
-            raise
-
-    def release(self, name: str) -> None:
-        """Give back the memory of the pages that hold the tensor called `name`; it can be read again all the same."""
-        tensor = self.tensors[name]
-        drop_pages(self._buffer, tensor.offset, tensor.nbytes)
-
-    def tensor_error(self, name: str, what: str, problem: str) -> SafetensorsError:
-        """A SafetensorsError about `what` (`shape`, `dtype` or '') of the tensor called `name`, for the caller."""
-        subject = f"tensor {printable(name)} {what}".rstrip()
-        if name not in self.tensors:
-            return SafetensorsError(self.path, subject, problem)
-        return self._header.entry_error(name, subject, problem)
-
-    def close(self) -> None:
-        """Give up the mapping. Arrays from `raw()` stay valid: the file is unmapped when the last of them goes."""
-        try:
-            self._buffer.close()
-        except BufferError:  # views are still in use
-            pass
-
-
-def shown_path(path: Path | str) -> str:
-    """`path` fit for one line of a terminal."""
-    text = str(path)
-    return text if text.isprintable() else repr(text)
-
-
 class _DuplicateKey(ValueError):
     """Raised from inside the JSON parser."""
 
 
-class _Header:
-    """The header of a mapped file on its way to being tensors."""
+class SafetensorsFile(MappedFile[SafetensorsTensor]):
+    """An open safetensors file: `tensors` by name in the order of the header, `size` in bytes. Made by `open`."""
 
-    def __init__(self, path: Path, buffer: mmap.mmap):
-        self.path = path
-        self.buffer = buffer
-        self.bytes = self._read_bytes()
-        self.data_offset = _LENGTH_BYTES + len(self.bytes)
-        self.data_bytes = len(buffer) - self.data_offset
+    error_type = SafetensorsError
 
-    def read_tensors(self) -> dict[str, SafetensorsTensor]:
+    def _read_header(self) -> None:
+        self._header = self._header_bytes()
+        self._data_offset = _LENGTH_BYTES + len(self._header)
         entries = self._parse()
         self._check_metadata(entries.pop(_METADATA, {}))
         tensors = {name: self._tensor(name, entry) for name, entry in entries.items()}
         if not tensors:
             raise self._error("header", "the file holds no tensors", 0)
         self._check_cover(list(tensors.values()))
-        return tensors
+        self.tensors: Mapping[str, SafetensorsTensor] = MappingProxyType(tensors)
 
-    def _read_bytes(self) -> bytes:
-        size = len(self.buffer)
-        if size < _LENGTH_BYTES:
-            raise SafetensorsError(self.path, "header length", f"the file has only {size} bytes; it is cut short", 0)
-        (length,) = struct.unpack_from("<Q", self.buffer)
-        hint = _OTHER_KINDS_OF_FILE.get(self.buffer[:4])
-        if hint is not None:
-            raise SafetensorsError(self.path, "header length", hint, 0)
-        if length > size - _LENGTH_BYTES:
-            problem = f"{length} bytes cannot fit in the {size - _LENGTH_BYTES} that remain; the file is cut short"
-            raise SafetensorsError(self.path, "header length", f"{problem} or is no safetensors file", 0)
+    def tensor_error(self, name: str, what: str, problem: str) -> SafetensorsError:
+        """A SafetensorsError about `what` (`shape`, `dtype` or '') of the tensor called `name`, which need not be here;
+        for the caller to raise."""
+        return self._entry_error(name, f"tensor {printable(name)} {what}".rstrip(), problem)
+
+    def _header_bytes(self) -> bytes:
+        if self.size < _LENGTH_BYTES:
+            raise self._length_error(f"the file has only {self.size} bytes; it is cut short")
+        (length,) = struct.unpack_from("<Q", self._buffer)
+        first = self._buffer[:4]
+        if first == b"GGUF" or first in OTHER_KINDS_OF_FILE:
+            raise self._length_error(OTHER_KINDS_OF_FILE.get(first, "this is a GGUF file").format(kind="safetensors"))
+        if length > self.size - _LENGTH_BYTES:
+            problem = f"{length} bytes cannot fit in the {self.size - _LENGTH_BYTES} that remain; the file is cut short"
+            raise self._length_error(f"{problem} or is no safetensors file")
         if length > MAX_HEADER_BYTES:
-            problem = f"{length} bytes; at most {MAX_HEADER_BYTES} are allowed"
-            raise SafetensorsError(self.path, "header length", problem, 0)
-        return self.buffer[_LENGTH_BYTES : _LENGTH_BYTES + length]
+            raise self._length_error(f"{length} bytes; at most {MAX_HEADER_BYTES} are allowed")
+        return self._buffer[_LENGTH_BYTES : _LENGTH_BYTES + length]
 
     def _parse(self) -> dict[str, Any]:
-        if not self.bytes.startswith(b"{"):
-            raise self._error("header", f"begins with {printable(self.bytes[:8])} where a JSON object belongs", 0)
+        if not self._header.startswith(b"{"):
+            raise self._error("header", f"begins with {printable(self._header[:8])} where a JSON object belongs", 0)
         try:
-            text = self.bytes.decode("utf-8")
+            text = self._header.decode("utf-8")
             header: dict[str, Any] = json.loads(text, object_pairs_hook=_without_duplicates)
             return header
         except UnicodeDecodeError as error:
-            problem = f"is not UTF-8: {printable(self.bytes[error.start : error.start + 8])}"
+            problem = f"is not UTF-8: {printable(self._header[error.start : error.start + 8])}"
             raise self._error("header", problem, error.start) from None
         except json.JSONDecodeError as error:
             at = len(text[: error.pos].encode("utf-8"))
             raise self._error("header", f"is not JSON: {error.msg}", at) from None
         except _DuplicateKey as error:
             key = str(error)
-            raise self.entry_error(key, f"key {printable(key)}", "is there twice") from None
+            raise self._entry_error(key, f"key {printable(key)}", "is there twice") from None
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
             problem = "nests too deep" if isinstance(error, RecursionError) else "holds a number that is too long"
             raise self._error("header", problem, 0) from None
 
     def _check_metadata(self, metadata: Any) -> None:
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise self.entry_error(_METADATA, _METADATA, "must be an object of strings")
+            raise self._entry_error(_METADATA, _METADATA, "must be an object of strings")
 
     def _tensor(self, name: str, entry: Any) -> SafetensorsTensor:
         if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
-            raise self._tensor_error(name, "", "must have dtype, shape and data_offsets, and nothing else")
+            raise self.tensor_error(name, "", "must have dtype, shape and data_offsets, and nothing else")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
-            raise self._tensor_error(name, "dtype", f"{printable(str(dtype))} is unknown")
+            raise self.tensor_error(name, "dtype", f"{printable(dtype)} is unknown")
         if not _is_counts(shape) or len(shape) > MAX_DIMENSIONS:
-            raise self._tensor_error(name, "shape", f"must be a list of at most {MAX_DIMENSIONS} whole numbers")
+            raise self.tensor_error(name, "shape", f"must be a list of at most {MAX_DIMENSIONS} whole numbers")
         if prod(shape) > MAX_ELEMENTS:
-            raise self._tensor_error(name, "shape", "has more than 2^63 - 1 elements")
+            raise self.tensor_error(name, "shape", "has more than 2^63 - 1 elements")
         nbytes = prod(shape) * _DTYPE_BYTES[dtype]
         problem = self._offsets_problem(offsets, nbytes)
         if problem is not None:
-            raise self._tensor_error(name, "data_offsets", problem)
-        return SafetensorsTensor(name, dtype, tuple(shape), self.data_offset + offsets[0], nbytes, self.buffer)
+            raise self.tensor_error(name, "data_offsets", problem)
+        return SafetensorsTensor(name, dtype, tuple(shape), self._data_offset + offsets[0], nbytes, self._buffer)
 
     def _offsets_problem(self, offsets: Any, nbytes: int) -> str | None:
         """What is wrong with the offsets of a tensor that takes `nbytes`."""
@@ -248,35 +181,36 @@ class _Header:
         begin, end = offsets
         if begin > end:
             return f"{begin} is past its end, {end}"
-        if end > self.data_bytes:
-            problem = f"the data ends at {end}, and the file has {self.data_bytes} bytes of data"
+        data_bytes = self.size - self._data_offset
+        if end > data_bytes:
+            problem = f"the data ends at {end}, and the file has {data_bytes} bytes of data"
             return f"{problem}; it is cut short or damaged"
         return f"{end - begin} bytes where dtype and shape take {nbytes}" if end - begin != nbytes else None
 
     def _check_cover(self, tensors: list[SafetensorsTensor]) -> None:
         """The tensors lie end to end from the first byte of the data to the last."""
-        end, previous = self.data_offset, ""
+        end, previous = self._data_offset, ""
         for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
             if tensor.offset < end:
                 problem = f"its data overlaps that of tensor {printable(previous)}"
-                raise self._tensor_error(tensor.name, "data_offsets", problem)
+                raise self.tensor_error(tensor.name, "data_offsets", problem)
             if tensor.offset > end:
                 problem = f"the {tensor.offset - end} bytes before its data belong to no tensor"
-                raise self._tensor_error(tensor.name, "data_offsets", problem)
+                raise self.tensor_error(tensor.name, "data_offsets", problem)
             end, previous = tensor.offset + tensor.nbytes, tensor.name
-        rest = len(self.buffer) - end
+        rest = self.size - end
         if rest:
             problem = f"the {rest} bytes after its data, to the end of the file, belong to no tensor"
-            raise self._tensor_error(previous, "data_offsets", problem)
+            raise self.tensor_error(previous, "data_offsets", problem)
 
-    def _tensor_error(self, name: str, what: str, problem: str) -> SafetensorsError:
-        return self.entry_error(name, f"tensor {printable(name)} {what}".rstrip(), problem)
-
-    def entry_error(self, key: str, subject: str, problem: str) -> SafetensorsError:
+    def _entry_error(self, key: str, subject: str, problem: str) -> SafetensorsError:
         """About the entry called `key`, whose place is looked for only now: for all of them it would take long."""
         quoted = re.escape(json.dumps(key, ensure_ascii=False).encode("utf-8", errors="replace"))
-        match = re.search(quoted + rb"\s*:", self.bytes)
+        match = re.search(quoted + rb"\s*:", self._header)
         return self._error(subject, problem, match.start() if match else 0)
+
+    def _length_error(self, problem: str) -> SafetensorsError:
+        return SafetensorsError(self.path, "header length", problem, 0)
 
     def _error(self, subject: str, problem: str, at: int) -> SafetensorsError:
         """About byte `at` of the header."""

@@ -16,6 +16,7 @@ whose numbers are drawn from a normal distribution one by one; peak memory is 12
 import errno
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -25,7 +26,7 @@ from zlib import crc32
 import numpy as np
 
 from forge.errors import ForgeError, UsageError
-from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType
+from forge.gguf.ggml_types import FLOAT_TYPES, GGMLType, GGUFValueType
 from forge.model.config import Qwen3Config, expected_tensors
 from forge.model.synthetic_vocabulary import synthetic_vocabulary
 
@@ -167,30 +168,32 @@ def synth(
     kind = find_quantization(quantization)
     if seed < 0:
         raise UsageError(f"--seed must not be negative, got {seed}")
-    types = tensor_types(config, kind, pure)
-    _check_place(path, config, types, force)
+    from forge.gguf.writer import NewTensor, write_gguf  # which imports the gguf package
+
+    types, shapes = tensor_types(config, kind, pure), expected_tensors(config)
+    tensors = [
+        NewTensor(tensor, types[tensor], _weights(tensor, types[tensor], shape, seed), shape)
+        for tensor, shape in shapes.items()
+    ]
+    type_bytes: Counter[str] = Counter()
+    for new in tensors:
+        type_bytes[new.ggml_type.name] += new.nbytes()
+    _check_place(path, type_bytes.total(), force)
     metadata = _metadata(config, kind, name)
-    written, total = 0, sum(_nbytes(config, types).values())
+    written = 0
 
     def advance(nbytes: int) -> None:
         nonlocal written
         written += nbytes
         if on_progress is not None:
-            on_progress(written, total)
+            on_progress(written, type_bytes.total())
 
-    from forge.gguf.writer import NewTensor, write_gguf  # which imports the gguf package
-
-    shapes = expected_tensors(config)
-    tensors = [
-        NewTensor(tensor, types[tensor], _weights(tensor, types[tensor], shape, seed), shape)
-        for tensor, shape in shapes.items()
-    ]
     try:
         write_gguf(path, metadata, tensors, advance)
     except OSError as error:
         raise SynthError(f"{path}: cannot be written: {error.strerror or error}{_hint(error)}") from None
     parameters = sum(map(prod, shapes.values()))
-    return SyntheticFile(path, path.stat().st_size, parameters, len(shapes), _by_type(config, types))
+    return SyntheticFile(path, path.stat().st_size, parameters, len(shapes), dict(type_bytes))
 
 
 def find_quantization(name: str) -> Quantization:
@@ -217,7 +220,7 @@ def tensor_types(config: Qwen3Config, kind: Quantization, pure: bool = False) ->
 
 
 def _matrix_type(name: str, config: Qwen3Config, kind: Quantization, pure: bool) -> GGMLType:
-    if pure or BLOCK_SIZES[kind.base].elements == 1:
+    if pure or kind.base.block.elements == 1:
         return kind.base
     if name == ("token_embd.weight" if config.tie_word_embeddings else "output.weight"):
         return kind.base if kind.base == GGMLType.Q8_0 else GGMLType.Q6_K
@@ -235,7 +238,7 @@ def _matrix_type(name: str, config: Qwen3Config, kind: Quantization, pure: bool)
 def _fitting(ggml_type: GGMLType, columns: int) -> GGMLType:
     """`ggml_type`, or what llama.cpp takes instead where a row of `columns` is not whole blocks of it."""
     for candidate in (ggml_type, _FALLBACKS.get(ggml_type, GGMLType.F16)):
-        if columns % BLOCK_SIZES[candidate].elements == 0:
+        if columns % candidate.block.elements == 0:
             return candidate
     return GGMLType.F16
 
@@ -248,8 +251,8 @@ def _weights(
         mean = OUTPUT_NORM if name == "output_norm.weight" else 1.0
         return lambda: np.float32(mean) + np.float32(0.1) * _generator(seed, name, 0).standard_normal(shape, np.float32)
     std = shape[1] ** -0.5
-    elements, size = prod(shape), max(1, UNIT_ELEMENTS // BLOCK_SIZES[ggml_type].elements)
-    num_blocks = elements // BLOCK_SIZES[ggml_type].elements
+    elements, size = prod(shape), max(1, UNIT_ELEMENTS // ggml_type.block.elements)
+    num_blocks = elements // ggml_type.block.elements
 
     def units() -> Iterator[np.ndarray]:
         for unit, start in enumerate(range(0, num_blocks, size)):
@@ -269,19 +272,19 @@ def random_blocks(ggml_type: GGMLType, count: int, std: float, rng: np.random.Ge
     Normally distributed for the float types. Of the quantized ones, uniform quants under scales of 0.5 to 1.5 times the
     mean; and as many scales are negative as positive where quants reach further down than up, so that the mean is 0.
     """
-    if ggml_type in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
+    from forge.gguf.writer import encode, random_weights  # which imports the gguf package
+
+    if ggml_type in FLOAT_TYPES:
         values = rng.standard_normal(count, dtype=np.float32)
         values *= np.float32(std)
-        return _stored(ggml_type, values).reshape(count, -1)
+        return encode(ggml_type, values.reshape(count, 1))
     if ggml_type not in (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q5_0):
-        from forge.gguf.writer import random_weights
-
-        blocks = random_weights(ggml_type, (count, BLOCK_SIZES[ggml_type].elements), std, rng)
+        blocks = random_weights(ggml_type, (count, ggml_type.block.elements), std, rng)
         if ggml_type == GGMLType.Q6_K:
             blocks[:, 192:208].view(np.int8)[...] *= rng.integers(0, 2, (count, 16), np.int8) * 2 - 1
         return blocks
     bits = {GGMLType.Q8_0: 8, GGMLType.Q4_0: 4, GGMLType.Q5_0: 5}[ggml_type]
-    nbytes = BLOCK_SIZES[ggml_type].nbytes
+    nbytes = ggml_type.block.nbytes
     blocks = np.frombuffer(rng.bytes(count * nbytes), np.uint8).reshape(count, nbytes).copy()
     scales = rng.uniform(0.5, 1.5, count) * (std / (2**bits / 12**0.5))
     if ggml_type == GGMLType.Q8_0:
@@ -291,17 +294,6 @@ def random_blocks(ggml_type: GGMLType, count: int, std: float, rng: np.random.Ge
         scales *= rng.integers(0, 2, count) * 2 - 1
     blocks[:, :2] = scales.astype("<f2").view(np.uint8).reshape(count, 2)
     return blocks
-
-
-def _stored(ggml_type: GGMLType, values: np.ndarray) -> np.ndarray:
-    """Float32 `values` as bytes of a float type."""
-    if ggml_type == GGMLType.F32:
-        return values.astype("<f4", copy=False).view(np.uint8)
-    if ggml_type == GGMLType.F16:
-        return values.astype("<f2").view(np.uint8)
-    bits = values.view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16  # to nearest, ties to even; there is no NaN to spare
-    return rounded.astype("<u2").view(np.uint8)
 
 
 def _metadata(config: Qwen3Config, kind: Quantization, name: str) -> dict[str, object]:
@@ -339,22 +331,7 @@ def _metadata(config: Qwen3Config, kind: Quantization, name: str) -> dict[str, o
     }
 
 
-def _nbytes(config: Qwen3Config, types: dict[str, GGMLType]) -> dict[str, int]:
-    blocks = {name: BLOCK_SIZES[ggml_type] for name, ggml_type in types.items()}
-    return {
-        name: prod(shape) // blocks[name].elements * blocks[name].nbytes
-        for name, shape in expected_tensors(config).items()
-    }
-
-
-def _by_type(config: Qwen3Config, types: dict[str, GGMLType]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for name, nbytes in _nbytes(config, types).items():
-        sums[types[name].name] = sums.get(types[name].name, 0) + nbytes
-    return sums
-
-
-def _check_place(path: Path, config: Qwen3Config, types: dict[str, GGMLType], force: bool) -> None:
+def _check_place(path: Path, needed: int, force: bool) -> None:
     """Refuse before anything is made: a folder, an existing file, a disk without room."""
     if path.is_dir():
         raise UsageError(f"{path}: is a folder; name the file to write")
@@ -362,7 +339,7 @@ def _check_place(path: Path, config: Qwen3Config, types: dict[str, GGMLType], fo
         raise SynthError(f"{path}: exists already; --force replaces it")
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: no such folder")
-    needed, free = sum(_nbytes(config, types).values()), shutil.disk_usage(path.parent).free
+    free = shutil.disk_usage(path.parent).free
     if needed > free:
         raise SynthError(f"{path}: needs {needed / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB left")
     if not os.access(path.parent, os.W_OK):

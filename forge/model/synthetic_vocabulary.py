@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge.errors import UsageError
+from forge.tokenizer.byte_level import BYTE_ALPHABET
 from forge.tokenizer.spec import TokenType
 
 QWEN_NORMAL_TOKENS = 151_643
@@ -55,18 +56,12 @@ def synthetic_vocabulary(size: int) -> SyntheticVocabulary:
     added = (*CONTROL_TOKENS, *USER_DEFINED_TOKENS)
     num_normal = min(QWEN_NORMAL_TOKENS, size - len(added))
     merges = _merges(num_normal - 256)
-    tokens = [*_bytes_in_order(), *("".join(pair) for pair in merges), *added]
+    tokens = [*sorted(BYTE_ALPHABET), *("".join(pair) for pair in merges), *added]
     types = [TokenType.NORMAL] * num_normal
     types += [TokenType.CONTROL] * len(CONTROL_TOKENS) + [TokenType.USER_DEFINED] * len(USER_DEFINED_TOKENS)
     padding = [f"[PAD{token_id}]" for token_id in range(len(tokens), size)]
     types += [TokenType.UNUSED] * len(padding)
     return SyntheticVocabulary(tokens + padding, list(map(int, types)), list(map(" ".join, merges)))
-
-
-def _bytes_in_order() -> list[str]:
-    """GPT-2's stand-ins for the 256 bytes, in the order of its vocabulary and Qwen's: the printable ones first."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(256 - len(printable))]
 
 
 def _merges(count: int) -> list[tuple[str, str]]:

@@ -6,11 +6,11 @@ shape and of a type that forge computes with. So a loader has nothing left to ch
 that contradict each other.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class SizedTensor(Tensor, Protocol):
     def nbytes(self) -> int: ...
 
 
-class WeightSource(Protocol):
+class WeightSource(ABC):
     """One sound Qwen3 model on disk. A context manager: leaving it gives up the files."""
 
     path: Path
@@ -50,25 +50,26 @@ class WeightSource(Protocol):
     default_sampling: Mapping[str, float]
     """The `SamplingParams` that the source recommends, by name; empty where it says nothing."""
 
+    @abstractmethod
     def tensor(self, name: str) -> SizedTensor:
         """The tensor that llama.cpp calls `name`, `.weight` included; one of `expected_tensors(config)`."""
-        ...
 
+    @abstractmethod
     def release(self, name: str) -> None:
         """Give back the memory of the mapped pages that hold this tensor, which its loader no longer needs."""
-        ...
 
+    @abstractmethod
     def tokenizer_spec(self) -> TokenizerSpec:
         """The tokenizer beside the weights. Raises `TokenizerError` if there is none that forge supports."""
-        ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
-    def __enter__(self) -> "WeightSource": ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def open_weights(path: Path) -> WeightSource:
@@ -149,7 +150,7 @@ def classifier_rows(head: Tensor) -> ArrayTensor:
     return ArrayTensor(head.name, rows)
 
 
-class GGUFWeights:
+class GGUFWeights(WeightSource):
     """The weights of an open GGUF file, which it closes with itself. Raises `GGUFError` unless they are sound."""
 
     def __init__(self, file: GGUFFile):
@@ -173,11 +174,3 @@ class GGUFWeights:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> "GGUFWeights":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

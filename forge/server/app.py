@@ -167,8 +167,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         generation = service.submit(request_id, prompts, params, body, piecemeal)
         if not body.stream:
             return await service.answer(generation, request, shape)
-        events = _completion_events(shape, generation, body, piecemeal)
-        return await service.stream(generation, events)
+        return await service.stream(generation, (_events if piecemeal else _whole_events)(shape, generation))
 
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -177,7 +176,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         shape, generation = await _begin_chat(service, request_id, body)
         if not body.stream:
             return await service.answer(generation, request, shape)
-        return await service.stream(generation, _chat_events(shape, generation))
+        return await service.stream(generation, _events(shape, generation))
 
     @app.post("/v1/responses", responses=_STREAMED)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
@@ -303,30 +302,9 @@ async def _begin_chat(service: Service, request_id: str, body: ChatRequest) -> t
     return shape, service.submit(request_id, [prompt], params, body, bool(body.stream))
 
 
-async def _completion_events(
-    shape: CompletionShape, generation: Generation, body: CompletionRequest, piecemeal: bool
-) -> AsyncIterator[bytes]:
-    if piecemeal:
-        if body.echo:
-            for choice in range(len(generation.prompts) * generation.params.n):
-                yield event(shape.echo_chunk(choice, choice // generation.params.n))
-        async for deltas in generation.updates():
-            piece = b"".join([event(shape.delta(delta)) for delta in deltas if shape.says_something(delta)])
-            if generation.has_nothing_more:
-                yield piece + await _last_events(shape, generation)
-                return
-            if piece:
-                yield piece
-    else:
-        outputs = await generation.finished()
-        choices = shape.choices(outputs)
-        for _ in range(len(generation.prompts) * generation.params.n):
-            yield await beside_the_loop(size_of(outputs), lambda: event(shape.chunk_of([next(choices)])))
-    yield await _last_events(shape, generation)
-
-
-async def _chat_events(shape: ChatShape, generation: Generation) -> AsyncIterator[bytes]:
-    yield b"".join([event(shape.role_chunk(choice)) for choice in range(generation.params.n)])
+async def _events(shape: CompletionShape | ChatShape, generation: Generation) -> AsyncIterator[bytes]:
+    if begin := b"".join(map(event, shape.begin(generation.params.n))):
+        yield begin
     async for deltas in generation.updates():
         piece = b"".join([event(chunk) for delta in deltas for chunk in shape.delta(delta)])
         if generation.has_nothing_more:
@@ -334,6 +312,15 @@ async def _chat_events(shape: ChatShape, generation: Generation) -> AsyncIterato
             return
         if piece:
             yield piece
+    yield await _last_events(shape, generation)
+
+
+async def _whole_events(shape: CompletionShape, generation: Generation) -> AsyncIterator[bytes]:
+    """A chunk for each choice, when all have ended."""
+    outputs = await generation.finished()
+    choices = shape.choices(outputs)
+    for _ in range(len(generation.prompts) * generation.params.n):
+        yield await beside_the_loop(size_of(outputs), lambda: event(shape.chunk_of([next(choices)])))
     yield await _last_events(shape, generation)
 
 

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forge.engine.engine import Engine
@@ -109,27 +109,25 @@ def _checked_sampling(recommended: Mapping[str, float]) -> Mapping[str, float]:
     return recommended
 
 
+@dataclass(slots=True, eq=False)
 class _Request:
     """A request that the engine is working on."""
 
-    __slots__ = ("key", "request_id", "silent", "stream")
+    key: int
+    request_id: str
+    stream: bool
+    silent: set[int]
+    """The samples whose first token is yet to come."""
 
-    def __init__(self, key: int, request_id: str, stream: bool, num_samples: int):
-        self.key, self.request_id, self.stream = key, request_id, stream
-        self.silent = set(range(num_samples)) if stream else set()
-        """The samples whose first token is yet to come."""
 
-
+@dataclass(slots=True, eq=False)
 class _Group:
     """The one-shot requests of one question."""
 
-    __slots__ = ("missing", "number", "requests")
-
-    def __init__(self, number: int):
-        self.number = number
-        self.requests: dict[int, str] = {}
-        """From the sequence's id to the request's."""
-        self.missing = 0
+    number: int
+    requests: dict[int, str] = field(default_factory=dict)
+    """From the sequence's id to the request's."""
+    missing: int = 0
 
 
 class EngineServer:
@@ -246,7 +244,7 @@ class EngineServer:
             self._update.refused.append(Refusal(key, Fault(str(error))))
             return
         self._update.accepted.append(key)
-        request = self._requests[key] = _Request(key, request_id, stream, params.n)
+        request = self._requests[key] = _Request(key, request_id, stream, set(range(params.n)) if stream else set())
         self._num_streams += stream
         self._keys[request_id] = key
         for sample, seq_id in enumerate(seq_ids):

@@ -18,14 +18,10 @@ from forge.server.engine_client import EngineDead, FollowerStalled, RequestFaile
 
 logger = logging.getLogger("forge.server")
 
-_TYPES = {
-    400: "invalid_request_error",
+_TYPES = {  # of all others: invalid_request_error
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -108,9 +104,6 @@ def install_handlers(app: FastAPI) -> None:
         return Response(status_code=499)  # the client has left
 
     @app.exception_handler(ForgeError)
-    async def on_forge(request: Request, error: ForgeError) -> JSONResponse:
-        return error_response(error)
-
     @app.exception_handler(Exception)
     async def on_any(request: Request, error: Exception) -> JSONResponse:
         return error_response(error)

@@ -13,8 +13,7 @@ import re
 import socket
 from typing import Any
 
-from uvicorn.config import HTTP_PROTOCOLS
-from uvicorn.importer import import_from_string
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 logger = logging.getLogger("forge.server")
 
@@ -59,102 +58,95 @@ class CorkedTransport:
             self._transport.write(b"".join(pieces))
 
 
-def protocol_class(header_timeout: float, max_connections: int) -> type[asyncio.Protocol]:
-    """The protocol's class: around httptools where it is installed, around h11 otherwise."""
-    base: Any
-    try:
-        import httptools  # noqa: F401
+class HttpProtocol(HttpToolsProtocol):
+    """An HTTP connection, with bounds on heads and bodies, and on the time that they take."""
 
-        base = import_from_string(HTTP_PROTOCOLS["httptools"])
-    except ImportError:
-        base = import_from_string(HTTP_PROTOCOLS["h11"])
+    _deadline: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+    _is_refused = False
 
-    class Protocol(base):  # type: ignore[misc, valid-type]  # which class it is, the installation decides
-        """An HTTP connection, with bounds on heads and bodies, and on the time that they take."""
+    def __init__(self, *, header_timeout: float, max_connections: int, **uvicorns: Any):
+        super().__init__(**uvicorns)
+        self._header_timeout, self._max_connections = header_timeout, max_connections
 
-        _deadline: asyncio.TimerHandle | None = None
-        _head_bytes = 0
-        _is_refused = False
+    def connection_made(self, transport) -> None:
+        if len(self.connections) >= self._max_connections:
+            logger.warning("%d connections are open: more are refused", self._max_connections)
+            transport.write(_FULL)
+            transport.close()
+            self._is_refused = True
+            return
+        corked = CorkedTransport(transport, self.loop, self._header_timeout)
+        super().connection_made(corked)  # type: ignore[arg-type]  # it has all that uvicorn uses of one
+        self._expect_head()
 
-        def connection_made(self, transport) -> None:
-            if len(self.connections) >= max_connections:
-                logger.warning("%d connections are open: more are refused", max_connections)
-                transport.write(_FULL)
-                transport.close()
-                self._is_refused = True
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if b"pgrade" in data:
+            data = _without_upgrade(data)
+        if not self._is_answering:
+            end = data.find(b"\r\n\r\n")
+            self._head_bytes += len(data) if end < 0 else end
+            if self._head_bytes > MAX_HEAD_BYTES:
+                if not self.transport.is_closing():
+                    self.transport.write(_TOO_LARGE)
+                    self._too_late()
                 return
-            super().connection_made(CorkedTransport(transport, self.loop, header_timeout))
+        super().data_received(data)
+        if self._is_answering:
+            self._stop_expecting()
+        elif self._deadline is None:
             self._expect_head()
 
-        def data_received(self, data: bytes) -> None:
-            if self._is_refused:
-                return
-            if b"pgrade" in data:
-                data = _without_upgrade(data)
-            if not self._is_answering:
-                end = data.find(b"\r\n\r\n")
-                self._head_bytes += len(data) if end < 0 else end
-                if self._head_bytes > MAX_HEAD_BYTES:
-                    if not self.transport.is_closing():
-                        self.transport.write(_TOO_LARGE)
-                        self._too_late()
-                    return
-            super().data_received(data)
-            if self._is_answering:
-                self._stop_expecting()
-            elif self._deadline is None:
-                self._expect_head()
+    def eof_received(self) -> bool | None:  # type: ignore[override]  # as asyncio has it
+        """The client has left, or has only closed its sending half and waits. What is sent to one that left comes
+        back as a reset, so something harmless is sent."""
+        cycle = self.cycle
+        if not self._is_answering or cycle.more_body or not hasattr(socket, "TCP_INFO"):
+            return None  # closes the connection
+        if not cycle.response_started:
+            if cycle.scope["http_version"] != "1.1":
+                return None
+            self.transport.write(_PROCESSING)
+        elif cycle.chunked_encoding:
+            self.transport.write(_EMPTY_EVENT)
+        last = self.pipeline[0][0] if self.pipeline else cycle
+        last.keep_alive = False
+        self._probe(_FIRST_PROBE)
+        return True
 
-        def eof_received(self) -> bool | None:
-            """The client has left, or has only closed its sending half and waits. What is sent to one that left comes
-            back as a reset, so something harmless is sent."""
-            cycle = self.cycle
-            if not self._is_answering or cycle.more_body or not hasattr(socket, "TCP_INFO"):
-                return None  # closes the connection
-            if not cycle.response_started:
-                if cycle.scope["http_version"] != "1.1":
-                    return None
-                self.transport.write(_PROCESSING)
-            elif getattr(cycle, "chunked_encoding", False):
-                self.transport.write(_EMPTY_EVENT)
-            last = self.pipeline[0][0] if getattr(self, "pipeline", None) else cycle
-            last.keep_alive = False
-            self._probe(_FIRST_PROBE)
-            return True
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
-        @property
-        def _is_answering(self) -> bool:
-            return self.cycle is not None and not self.cycle.response_complete
+    def _probe(self, wait: float) -> None:
+        if self.transport.is_closing():
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
+            self.transport.abort()
+        else:
+            self.loop.call_later(wait, self._probe, min(2 * wait, _LAST_PROBE))
 
-        def _probe(self, wait: float) -> None:
-            if self.transport.is_closing():
-                return
-            connection = self.transport.get_extra_info("socket")
-            if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
-                self.transport.abort()
-            else:
-                self.loop.call_later(wait, self._probe, min(2 * wait, _LAST_PROBE))
+    def connection_lost(self, error) -> None:
+        self._stop_expecting()
+        if not self._is_refused:
+            super().connection_lost(error)
 
-        def connection_lost(self, error) -> None:
-            self._stop_expecting()
-            if not self._is_refused:
-                super().connection_lost(error)
+    def _expect_head(self) -> None:
+        self._deadline = self.loop.call_later(self._header_timeout, self._too_late)
 
-        def _expect_head(self) -> None:
-            self._deadline = self.loop.call_later(header_timeout, self._too_late)
+    def _stop_expecting(self) -> None:
+        self._head_bytes = 0
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
-        def _stop_expecting(self) -> None:
-            self._head_bytes = 0
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-        def _too_late(self) -> None:
-            self._stop_expecting()
-            if not self._is_answering and not self.transport.is_closing():
-                self.transport.close()
-
-    return Protocol
+    def _too_late(self) -> None:
+        self._stop_expecting()
+        if not self._is_answering and not self.transport.is_closing():
+            self.transport.close()
 
 
 def _without_upgrade(data: bytes) -> bytes:

@@ -9,9 +9,7 @@ def without_texts(record: StepRecord) -> StepRecord:
     """`record` with 0 for every token id and no text. Counts, times, blocks and reasons stay."""
     return replace(
         record,
-        tokens=tuple(
-            [one._replace(token_id=0, text="", probability=None, logprobs=None) for one in record.tokens],
-        ),
+        tokens=tuple([one._replace(token_id=0, text="", probability=None, logprobs=None) for one in record.tokens]),
         finished=tuple([replace(one, text="", stop=None) for one in record.finished]),
         cycles=tuple(
             replace(

@@ -6,14 +6,14 @@ by name, and keeps the last few that have ended.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import count, groupby, takewhile
 from typing import Any
 
 from forge.server.messages import prompt_id
 from forge.trace.explain import explain_admission, explain_finish, explain_preempted, explain_wait
-from forge.trace.speculation_summary import DraftTotals
+from forge.trace.speculation_summary import DraftTotals, add_cycles
 from forge.trace.timeline import DraftCycle, RequestTimeline, Timeline
+from forge.views.json_output import as_object, picked, plain
 
 MAX_ENDED = 256
 """Ended requests that are kept."""
@@ -87,7 +87,7 @@ def _events(request: RequestTimeline, sample: int) -> list[Event]:
     for one in request.preemptions:
         tell(one.step, "preempt", explain_preempted(one), tokens_lost=one.record.tokens_lost)
     for wait in request.waits:
-        reason = asdict(wait.causes[-1].reason) if wait.causes else None
+        reason = as_object(wait.causes[-1].reason) if wait.causes else None
         until = wait.first_step + wait.num_steps - 1
         tell(wait.first_step, "wait", explain_wait(wait, request.seq_id), until_step=until, reason=reason)
     for admission in request.admissions:
@@ -102,30 +102,20 @@ def _events(request: RequestTimeline, sample: int) -> list[Event]:
 def _draft_totals(cycles: Sequence[DraftCycle]) -> list[DraftTotals]:
     found: dict[str, DraftTotals] = {}
     for _, step in groupby(cycles, key=lambda cycle: cycle.step):
-        proposed = [cycle for cycle in step if cycle.num_proposed]
-        for cycle in proposed:
-            others = [one.num_accepted for one in proposed if one is not cycle]
-            totals = found.setdefault(cycle.proposer, DraftTotals(cycle.proposer))
-            totals.add(cycle.num_proposed, cycle.num_accepted, cycle.won, max(others, default=0))
+        add_cycles(found, [(one.proposer, one.num_proposed, one.num_accepted, one.won) for one in step])
     return list(found.values())
 
 
 def _sample_object(request: RequestTimeline, index: int) -> dict[str, Any]:
+    times = ("queue_ms", "time_to_first_token_ms", "time_per_output_token_ms", "end_to_end_ms")
     return {
         "index": index,
-        "num_output_tokens": request.num_output_tokens,
-        "queue_ms": request.queue_ms,
-        "time_to_first_token_ms": request.time_to_first_token_ms,
-        "time_per_output_token_ms": request.time_per_output_token_ms,
-        "end_to_end_ms": request.end_to_end_ms,
-        "tokens_cached": request.tokens_cached,
-        "tokens_recomputed": request.tokens_recomputed,
-        "times_preempted": request.times_preempted,
+        **picked(request, "num_output_tokens", *times, "tokens_cached", "tokens_recomputed", "times_preempted"),
         "forwards": [
             {"tokens": rows, "milliseconds": one.forward_ms}
             for one, rows in zip(request.forwards, request.rows, strict=True)
         ],
         "tokens": [{"step": one.step, "milliseconds": (one.ended - one.started) * 1e3} for one in request.token_steps],
-        "speculation": [draft.as_json() for draft in _draft_totals(request.cycles)],
-        "cycles": [asdict(cycle) for cycle in request.cycles],
+        "speculation": [as_object(draft, "acceptance") for draft in _draft_totals(request.cycles)],
+        "cycles": plain(request.cycles),
     }

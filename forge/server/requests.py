@@ -27,6 +27,11 @@ from forge.server.tools import shown_call, shown_tools
 from forge.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16
+_AS_GIVEN = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"),
+    *("min_tokens", "drafts", "num_speculative_tokens", "include_stop_str_in_output"),
+)
+"""Fields of a body that are fields of `SamplingParams`."""
 _LONG_WORK = 8_192
 """Characters, tokens or log probabilities from which on a text or an answer is handled beside the loop."""
 
@@ -226,22 +231,12 @@ class RequestReader:
         if n * num_prompts > limits.max_choices:
             raise ApiError(f"{num_prompts} prompts times n = {n} is more than {limits.max_choices}", param="n")
         given = {
-            "temperature": body.temperature,
-            "top_p": body.top_p,
+            **{name: getattr(body, name) for name in _AS_GIVEN},
             "top_k": None if body.top_k is None else max(0, body.top_k),
-            "min_p": body.min_p,
-            "repetition_penalty": body.repetition_penalty,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
             "logit_bias": self._bias(body.logit_bias),
             "seed": None if body.seed is None else body.seed % 2**64,
             "stop": self._stop(body.stop),
-            "ignore_eos": body.ignore_eos,
-            "min_tokens": body.min_tokens,
             "stop_token_ids": self._stop_ids(body.stop_token_ids),
-            "drafts": body.drafts,
-            "num_speculative_tokens": body.num_speculative_tokens,
-            "include_stop_str_in_output": body.include_stop_str_in_output,
             "n": n,
             **({} if "structured" in others else {"structured": structured_output(body)}),
             **others,

@@ -78,10 +78,6 @@ class Shape:
         total = prompt + self._num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": total}
 
-    def says_something(self, delta: Delta) -> bool:
-        """Whether a delta is worth a chunk: a token may bring nothing that can be shown yet."""
-        return bool(delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids)
-
     def _end(self, reason: str | None, stop: str | int | None) -> dict[str, Any]:
         """Why a choice ended. The stop reason is null for EOS."""
         is_told = isinstance(stop, str) or stop in (self._body.stop_token_ids or ())
@@ -139,10 +135,11 @@ class CompletionShape(Shape):
                 choice["prompt_logprobs"] = self._prompt_logprobs(output)
             yield choice
 
-    def delta(self, delta: Delta) -> dict[str, Any]:
-        logprobs = None
-        if delta.logprobs:
-            logprobs = self._logprobs(delta.choice, delta.token_ids, delta.logprobs)
+    def delta(self, delta: Delta) -> list[dict[str, Any]]:
+        """Its chunk, or none: a token may bring nothing that can be shown yet."""
+        if not (delta.text or delta.finish_reason or delta.logprobs or self._body.return_token_ids):
+            return []
+        logprobs = self._logprobs(delta.choice, delta.token_ids, delta.logprobs) if delta.logprobs else None
         self._num_tokens += len(delta.token_ids)
         choice = {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
         if delta.finish_reason is not None:
@@ -152,13 +149,15 @@ class CompletionShape(Shape):
             if delta.choice not in self._begun:
                 self._begun.add(delta.choice)
                 choice["prompt_token_ids"] = self._prompts[delta.choice // (self._body.n or 1)].token_ids
-        return self.chunk_of([choice])
+        return [self.chunk_of([choice])]
 
-    def echo_chunk(self, choice: int, prompt: int) -> dict[str, Any]:
-        """A choice's first chunk where the prompt is wanted with it."""
-        text = self._echo[prompt] or ""
-        self._lengths[choice] = len(text)
-        return self.chunk_of([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}])
+    def begin(self, n: int) -> Iterator[dict[str, Any]]:
+        """Of each of a prompt's `n` choices the first chunk, where the prompt is wanted with it."""
+        for choice in range(n * len(self._prompts)):
+            text = self._echo[choice // n]
+            if text is not None:
+                self._lengths[choice] = len(text)
+                yield self.chunk_of([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}])
 
     def _text_of(self, prompt: Prompt) -> str:
         return prompt.text if prompt.text is not None else self.tokenizer.decode(prompt.token_ids)
@@ -205,14 +204,7 @@ class ChatShape(Shape):
 
     whole, chunk = "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        tokenizer: Tokenizer,
-        body: ChatRequest,
-        prompts: Sequence[Prompt],
-    ):
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, body: ChatRequest, prompts: Sequence[Prompt]):
         super().__init__(request_id, model, tokenizer, body, prompts)
         self._top = body.top_logprobs or 0
         self._in_reasoning = ends_in_thinking(prompts[0])
@@ -243,19 +235,18 @@ class ChatShape(Shape):
             if calls:
                 message["tool_calls"] = calls
                 reason = _reason_of_calls(reason)
-        logprobs = None
-        if sample.logprobs is not None:
-            logprobs = self._logprobs(sample.token_ids, sample.logprobs)
+        logprobs = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
         choice = {"index": sample.index, "message": message, "logprobs": logprobs}
         choice |= self._end(reason, sample.stop_reason)
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
         return choice
 
-    def role_chunk(self, choice: int) -> dict[str, Any]:
-        """A choice's first chunk."""
-        chunk = self._chunk(choice, {"role": "assistant", "content": ""})
-        return chunk | {"prompt_token_ids": self._prompts[0].token_ids} if self._body.return_token_ids else chunk
+    def begin(self, n: int) -> Iterator[dict[str, Any]]:
+        """The first chunk of each of `n` choices."""
+        ids = {"prompt_token_ids": self._prompts[0].token_ids} if self._body.return_token_ids else {}
+        for choice in range(n):
+            yield self._chunk(choice, {"role": "assistant", "content": ""}) | ids
 
     def delta(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks that make of a delta: reasoning, answer, tool calls and end, as far as there are any."""
@@ -273,9 +264,7 @@ class ChatShape(Shape):
                 answer += calling.finish()
         named = (("reasoning_content", reasoning), ("content", answer), ("tool_calls", calls))
         fields = {name: value for name, value in named if value}
-        logprobs = None
-        if delta.logprobs:
-            logprobs = self._logprobs(delta.token_ids, delta.logprobs)
+        logprobs = self._logprobs(delta.token_ids, delta.logprobs) if delta.logprobs else None
         self._num_tokens += len(delta.token_ids)
         chunks = []
         if fields or logprobs or (self._body.return_token_ids and delta.token_ids):

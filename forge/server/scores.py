@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from forge.server.app import Service
 
 Requests = Sequence[tuple[Sequence[int], Any]]
+Work = Callable[[Callable[[Requests], list[Any]]], Any]
 
 
 class _Asked(Exception):
@@ -33,41 +34,32 @@ class _Asked(Exception):
         self.requests = [(list(token_ids), task) for token_ids, task in requests]
 
 
-class Asking:
-    """Asks the engine on behalf of an endpoint."""
+async def _run(service: "Service", request: Request, work: Work, param: str) -> Any:
+    """`work(answer)`, where `answer` runs one-shot requests, or none of them when the client leaves.
 
-    def __init__(self, service: "Service"):
-        self.service = service
-
-    async def prompts(self, texts: str | list, param: str = "input") -> list[Prompt]:
-        return await self.service.reader.prompts(texts, param)
-
-    async def run(self, request: Request, work: Callable[[Callable[[Requests], list[Any]]], Any], param: str) -> Any:
-        """`work(answer)`, where `answer` runs one-shot requests, or none of them when the client leaves.
-
-        A task asks once, at its beginning, and waits for the answer. So it is run up to its question, which it leaves
-        behind, and from the start again when the answer is here: nothing waits in between but this coroutine.
-        """
-        requests = _requests_of(work)
-        longest = max((len(token_ids) for token_ids, _ in requests), default=0)
-        if longest > self.service.ready.max_model_len:
-            raise self.service.reader.too_long(f"{longest} tokens with what it follows", param)
-        self.service.check_queue(len(requests))
-        began = time.perf_counter()
-        async with leaving_client(request):
-            answers = await self.service.client.answer(requests)
-        lengths = [len(token_ids) for token_ids, _ in requests]
-        self.service.metrics.take_answers(lengths, time.perf_counter() - began)
-        return work(lambda asked: answers)
-
-    def body(self, prefix: str, model: str, prompts: Sequence[Prompt], **fields: Any) -> dict[str, Any]:
-        """What all these answers have in common."""
-        tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
-        return {**head, "model": model, **fields, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    A task asks once, at its beginning, and waits for the answer. So it is run up to its question, which it leaves
+    behind, and from the start again when the answer is here: nothing waits in between but this coroutine.
+    """
+    requests = _requests_of(work)
+    longest = max((len(token_ids) for token_ids, _ in requests), default=0)
+    if longest > service.ready.max_model_len:
+        raise service.reader.too_long(f"{longest} tokens with what it follows", param)
+    service.check_queue(len(requests))
+    began = time.perf_counter()
+    async with leaving_client(request):
+        answers = await service.client.answer(requests)
+    service.metrics.take_answers([len(token_ids) for token_ids, _ in requests], time.perf_counter() - began)
+    return work(lambda asked: answers)
 
 
-def _requests_of(work: Callable[[Callable[[Requests], list[Any]]], Any]) -> list[tuple[list[int], Any]]:
+def _body(prefix: str, model: str, prompts: Sequence[Prompt], **fields: Any) -> dict[str, Any]:
+    """What all these answers have in common."""
+    tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
+    return {**head, "model": model, **fields, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+
+
+def _requests_of(work: Work) -> list[tuple[list[int], Any]]:
     """What `work` asks for. Raises what it has against its input."""
 
     def ask(requests: Requests) -> list[Any]:
@@ -81,16 +73,15 @@ def _requests_of(work: Callable[[Callable[[Requests], list[Any]]], Any]) -> list
 
 
 def add_scores(app: FastAPI, service: "Service") -> None:
-    asking = Asking(service)
-    model_of = service.reader.model
+    model_of, prompts_of = service.reader.model, service.reader.prompts
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
         """A unit vector for each text, of the hidden states of all tokens or of the last as the model's file says."""
         model = model_of(body.model)
-        prompts = await asking.prompts(body.input)
-        vectors = await asking.run(
-            request, lambda answer: tasks.embed(_ids(prompts), service.ready.pooling, answer), "input"
+        prompts = await prompts_of(body.input, "input")
+        vectors = await _run(
+            service, request, lambda answer: tasks.embed(_ids(prompts), service.ready.pooling, answer), "input"
         )
         if body.dimensions is not None:
             vectors = _shortened(vectors, body.dimensions)
@@ -99,7 +90,7 @@ def add_scores(app: FastAPI, service: "Service") -> None:
         else:
             shown = vectors.tolist()
         data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(shown)]
-        return asking.body("embd", model, prompts, data=data)
+        return _body("embd", model, prompts, data=data)
 
     @app.post("/v1/rerank")
     async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
@@ -111,14 +102,14 @@ def add_scores(app: FastAPI, service: "Service") -> None:
         ids = await beside_the_loop(
             size, lambda: [tasks.rerank_prompt(tokenizer, body.query, document) for document in body.documents]
         )
-        prompts = await asking.prompts(ids, "documents")
-        scores = await asking.run(request, lambda answer: tasks.rerank(_ids(prompts), *words, answer), "documents")
+        prompts = await prompts_of(ids, "documents")
+        scores = await _run(service, request, lambda answer: tasks.rerank(_ids(prompts), *words, answer), "documents")
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results = [
             {"index": index, "document": {"text": body.documents[index]}, "relevance_score": scores[index]}
             for index in order
         ]
-        return asking.body("rerank", model, prompts, results=results)
+        return _body("rerank", model, prompts, results=results)
 
     @app.post("/v1/score")
     async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
@@ -126,9 +117,9 @@ def add_scores(app: FastAPI, service: "Service") -> None:
         model = model_of(body.model)
         texts_1, texts_2 = _pairs(body)
         _check_number(service, "text_2", texts_2)
-        firsts, seconds = await asking.prompts(texts_1, "text_1"), await asking.prompts(texts_2, "text_2")
+        firsts, seconds = await prompts_of(texts_1, "text_1"), await prompts_of(texts_2, "text_2")
         pairs = list(zip(_ids(firsts), _ids(seconds), strict=True))
-        scores = await asking.run(request, lambda answer: tasks.score(pairs, 0, answer), "text_2")
+        scores = await _run(service, request, lambda answer: tasks.score(pairs, 0, answer), "text_2")
         data = [
             {
                 "index": index,
@@ -139,7 +130,7 @@ def add_scores(app: FastAPI, service: "Service") -> None:
             }
             for index, one in enumerate(scores)
         ]
-        return asking.body("score", model, [*firsts, *seconds], data=data)
+        return _body("score", model, [*firsts, *seconds], data=data)
 
     @app.post("/classify")
     async def classify(body: ClassifyRequest, request: Request) -> dict[str, Any]:
@@ -148,7 +139,7 @@ def add_scores(app: FastAPI, service: "Service") -> None:
         if (body.labels is None) != bool(own):
             which = f"this model has labels of its own: {', '.join(own)}" if own else "labels are missing"
             raise ApiError(which, param="labels")
-        prompts = await asking.prompts(body.input)
+        prompts = await prompts_of(body.input, "input")
         names = body.labels or list(own)
         encode = service.reader.encode
         labels = [await encode(label, "labels", bos=False) for label in body.labels or ()]
@@ -167,9 +158,9 @@ def add_scores(app: FastAPI, service: "Service") -> None:
                 "probs": [one.probabilities[label] for label in names],
                 "num_classes": len(names),
             }
-            for index, one in enumerate(await asking.run(request, work, "labels"))
+            for index, one in enumerate(await _run(service, request, work, "labels"))
         ]
-        return asking.body("classify", model, prompts, data=data)
+        return _body("classify", model, prompts, data=data)
 
 
 def _shortened(vectors: np.ndarray, dimensions: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -21,7 +22,7 @@ import uvicorn
 from forge.errors import ForgeError, UsageError
 from forge.server.app import create_app
 from forge.server.engine_client import EngineClient, ShuttingDown
-from forge.server.http_protocol import protocol_class
+from forge.server.http_protocol import HttpProtocol
 from forge.server.messages import Ready
 from forge.server.metrics import ThroughputLine
 from forge.server.settings import Settings, is_loopback
@@ -114,7 +115,9 @@ async def serve_client(client: EngineClient, ready: Ready, settings: Settings, l
     server = _Server(
         uvicorn.Config(
             app,
-            http=protocol_class(settings.limits.header_timeout, max_connections),
+            http=partial(  # type: ignore[arg-type]  # is called as the class is
+                HttpProtocol, header_timeout=settings.limits.header_timeout, max_connections=max_connections
+            ),
             ws="none",
             proxy_headers=False,
             log_config=None,

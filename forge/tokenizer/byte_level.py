@@ -28,11 +28,6 @@ BYTE_ALPHABET: tuple[str, ...] = tuple(_alphabet())
 _BYTE_OF_CHAR = {char: byte for byte, char in enumerate(BYTE_ALPHABET)}
 
 
-def to_byte_alphabet(data: bytes) -> str:
-    """The token text that stands for `data`: one character for each byte."""
-    return "".join([BYTE_ALPHABET[byte] for byte in data])
-
-
 def from_byte_alphabet(token: str) -> bytes:
     """The bytes that `token` stands for; a token with any character outside the alphabet stands for its own UTF-8."""
     try:

@@ -8,6 +8,7 @@ template is compiled.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from forge.errors import ForgeError, UsageError
@@ -15,78 +16,7 @@ from forge.errors import ForgeError, UsageError
 MAX_TEMPLATE_CHARS = 200_000
 """Qwen3's template has about 4,000."""
 
-QWEN3_CHAT_TEMPLATE = """\
-{#- One turn per message. Earlier answers lose their thinking; answers since the last question keep it. -#}
-{%- set turns = namespace(question=messages | length - 1) -%}
-{%- for message in messages -%}
-    {%- if message.role == 'user' and message.content is string -%}
-        {%- set from_tool = message.content.startswith('<tool_response>') -%}
-        {%- if not (from_tool and message.content.endswith('</tool_response>')) -%}
-            {%- set turns.question = loop.index0 -%}
-        {%- endif -%}
-    {%- endif -%}
-{%- endfor -%}
-{%- if tools -%}
-    {{- '<|im_start|>system\\n' -}}
-    {%- if messages[0].role == 'system' -%}
-        {{- messages[0].content ~ '\\n\\n' -}}
-    {%- endif -%}
-    {{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' -}}
-    {{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' -}}
-    {%- for tool in tools -%}
-        {{- '\\n' ~ (tool | tojson) -}}
-    {%- endfor -%}
-    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within ' -}}
-    {{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n' -}}
-    {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-    {%- set text = message.content if message.content is string else '' -%}
-    {%- if message.role == 'tool' -%}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}
-            {{- '<|im_start|>user' -}}
-        {%- endif -%}
-        {{- '\\n<tool_response>\\n' ~ text ~ '\\n</tool_response>' -}}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}
-            {{- '<|im_end|>\\n' -}}
-        {%- endif -%}
-        {%- continue -%}
-    {%- endif -%}
-    {%- if message.role not in ('system', 'user', 'assistant') -%}
-        {{- raise_exception('the built-in template has no role ' ~ message.role) -}}
-    {%- endif -%}
-    {%- if message.role == 'assistant' -%}
-        {%- set thinking = '' -%}
-        {%- if message.reasoning_content is string -%}
-            {%- set thinking = message.reasoning_content -%}
-        {%- elif '</think>' in text -%}
-            {%- set thinking = text.split('</think>')[0].rstrip('\\n').split('<think>')[-1] -%}
-            {%- set text = text.split('</think>')[-1].lstrip('\\n') -%}
-        {%- endif -%}
-        {%- set calls = namespace(before='\\n' if text else '', text='') -%}
-        {%- for call in message.tool_calls or [] -%}
-            {%- set call = call.function or call -%}
-            {%- set arguments = call.arguments if call.arguments is string else call.arguments | tojson -%}
-            {%- set json = '{"name": "' ~ call.name ~ '", "arguments": ' ~ arguments ~ '}' -%}
-            {%- set calls.text = calls.text ~ calls.before ~ '<tool_call>\\n' ~ json ~ '\\n</tool_call>' -%}
-            {%- set calls.before = '\\n' -%}
-        {%- endfor -%}
-        {%- if loop.index0 > turns.question and (loop.last or thinking) -%}
-            {%- set text = '<think>\\n' ~ thinking.strip('\\n') ~ '\\n</think>\\n\\n' ~ text.lstrip('\\n') -%}
-        {%- endif -%}
-        {%- set text = text ~ calls.text -%}
-    {%- endif -%}
-    {%- if not (tools and loop.first and message.role == 'system') -%}
-        {{- '<|im_start|>' ~ message.role ~ '\\n' ~ text ~ '<|im_end|>\\n' -}}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' -}}
-    {%- if enable_thinking is defined and enable_thinking is false -%}
-        {{- '<think>\\n\\n</think>\\n\\n' -}}
-    {%- endif -%}
-{%- endif -%}
-"""
+QWEN3_CHAT_TEMPLATE = Path(__file__).with_name("qwen3_chat_template.jinja").read_text(encoding="utf-8")
 """Renders turns and tools as Qwen3's published template does."""
 
 

@@ -27,16 +27,6 @@ class FastEncoder:
         return ids
 
 
-def fastokens_version() -> str | None:
-    """The installed version, None when there is none; loads nothing."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("fastokens")
-    except PackageNotFoundError:
-        return None
-
-
 def tokenizer_json(spec: TokenizerSpec) -> str:
     """`spec`'s plain-text part as a Hugging Face tokenizer.json: no normalizer and no added tokens."""
     import json

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from forge.errors import ForgeError
 from forge.tokenizer.byte_level import BYTE_ALPHABET
+
+Scalar = TypeVar("Scalar", str, int, bool)
 
 SUPPORTED_MODEL = "gpt2"
 """`tokenizer.ggml.model` of byte-level BPE."""
@@ -64,7 +66,7 @@ class TokenizerMetadata(Protocol):
     @property
     def path(self) -> Path: ...
 
-    def get(self, key: str, kind: type) -> Any: ...
+    def get(self, key: str, kind: type[Scalar]) -> Scalar | None: ...
 
     def string_array(self, key: str) -> Sequence[str]: ...
 

@@ -51,9 +51,9 @@ class Tokenizer:
         self._bytes_of: dict[int, bytes] = {}
 
     @classmethod
-    def from_gguf(cls, file: TokenizerMetadata, *, prefer: Preference = "auto") -> "Tokenizer":
+    def from_gguf(cls, file: TokenizerMetadata) -> "Tokenizer":
         """The tokenizer of an open GGUF file. Raises `TokenizerError` when the file has none that forge supports."""
-        return cls(spec_from_gguf(file), prefer=prefer)
+        return cls(spec_from_gguf(file))
 
     @property
     def vocab_size(self) -> int:

@@ -3,6 +3,10 @@
 A dataclass or NamedTuple becomes an object by field name, without the fields that have their default value. A tuple
 becomes a list. Where a field may hold one of several records the object says which in `"is"`. Numbers that JSON does
 not have (NaN, infinities) become their names as text. A type needs nothing but its annotations to be recorded.
+
+Without msgspec or pydantic: msgspec makes no decoder for a field of several dataclasses, pydantic reads a `NoBudget`
+back as `MaxNumSeqs`; with both a NamedTuple becomes a list, a NaN null, and an unknown field goes unnoticed. Records
+would have to derive from their classes, and importing either takes 100 ms.
 """
 
 import math

@@ -139,19 +139,19 @@ def explain_request(request: RequestTimeline) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def explain_wait(wait: Wait, seq_id: int, name: NameOf = _seq) -> str:
+def explain_wait(wait: Wait, seq_id: int) -> str:
     """`waited 12 steps (31.0 ms): queued behind seq 32, which needed 8 blocks and 2 were free`."""
     again = " again" if wait.after == "preemption" else ""
     verb = "waited" if wait.ended else "has waited"
     begin = f"{verb}{again} {_plural(wait.num_steps, 'step')} ({wait.seconds * 1e3:,.1f} ms)"
-    texts = [_because(cause, seq_id, name) for cause in wait.causes]
+    texts = [_because(cause, seq_id) for cause in wait.causes]
     if len(texts) > 1:
         pairs = zip(wait.causes, texts, strict=True)
         texts = [f"for {_plural(cause.num_steps, 'step')} {text}" for cause, text in pairs]
     return f"{begin}: {'; '.join(texts)}" if texts else begin
 
 
-def explain_preempted(preemption: Preemption, name: NameOf = _seq) -> str:
+def explain_preempted(preemption: Preemption) -> str:
     """`preempted at step 40, victim of seq 12: needed 1, free 0; lifo; 37 tokens recomputed`."""
     record = preemption.record
     if record.mode == "swap":
@@ -162,12 +162,12 @@ def explain_preempted(preemption: Preemption, name: NameOf = _seq) -> str:
         cost = f"{_plural(record.tokens_lost, 'token')} recomputed"
     else:
         cost = f"{_plural(record.tokens_lost, 'token')} lost, {preemption.tokens_recomputed} recomputed"
-    return f"preempted at step {preemption.step}, {_victim_of(record, name)}; {cost}{_fallback(record)}"
+    return f"preempted at step {preemption.step}, {_victim_of(record, _seq)}; {cost}{_fallback(record)}"
 
 
-def _because(cause: Cause, seq_id: int, name: NameOf) -> str:
+def _because(cause: Cause, seq_id: int) -> str:
     """Why a sequence waited: its own reason, or that of the sequence at the front of the queue before it."""
-    own, front = cause.seq_id == seq_id, name(cause.seq_id)
+    own, front = cause.seq_id == seq_id, _seq(cause.seq_id)
     behind = "" if own else "queued behind other requests; " if cause.others_before else f"queued behind {front}; "
     match cause.reason:
         case NoBlocks(needed, free):
@@ -179,7 +179,7 @@ def _because(cause: Cause, seq_id: int, name: NameOf) -> str:
         case NoBudget(limit):
             return f"{behind}other sequences had the step's {_plural(limit, 'token')} (--max-num-batched-tokens)"
         case Deferred(owner, num_tokens):
-            return f"{behind}deferred while {name(owner)} computed the same {num_tokens}-token prefix"
+            return f"{behind}deferred while {_seq(owner)} computed the same {num_tokens}-token prefix"
         case _:
             assert_never(cause.reason)
 

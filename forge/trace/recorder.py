@@ -97,16 +97,6 @@ class TraceWriter:
             raise TraceError(f"{self._path}: cannot write the trace: {error.strerror or error}") from None
 
 
-def write_trace(path: Path, trace: Trace) -> None:
-    """Write a whole trace at once, steps first."""
-    with TraceWriter(path) as writer:
-        writer.begin(trace.header)
-        for step in trace.steps:
-            writer.write(step)
-        for end in trace.ends:
-            writer.write(end)
-
-
 def read_trace(path: Path) -> Trace:
     """Read a trace. Raises `TraceError`, with the number of the line, for a file that is no trace or is damaged.
 

@@ -417,18 +417,56 @@ class StepRecord:
         return sum(item.num_tokens for item in self.items if item.phase != "decode")
 
     @property
-    def decode_tokens(self) -> int:
-        """Rows of sequences that decode, draft tokens left out."""
-        return sum(item.num_tokens for item in self.items if item.phase == "decode")
-
-    @property
     def phase(self) -> Phase:
         """`decode` if every sequence in the step was decoding."""
         return "decode" if all(item.phase == "decode" for item in self.items) else "prefill"
 
 
+class RequestTimes:
+    """Durations in milliseconds, between moments of a request; None where one of the two is not known."""
+
+    arrived: float | None
+    """Seconds on the engine's monotonic clock, as for the three below."""
+    admitted: float | None
+    """When it first began to run."""
+    first_token: float | None
+    last_token: float | None
+    num_output_tokens: int
+
+    @property
+    def queue_ms(self) -> float | None:
+        """From arrival to the first admission."""
+        return _milliseconds(self.arrived, self.admitted)
+
+    @property
+    def time_to_first_token_ms(self) -> float | None:
+        """From arrival to the first token."""
+        return _milliseconds(self.arrived, self.first_token)
+
+    @property
+    def time_per_output_token_ms(self) -> float | None:
+        """Between one token and the next, on average, after the first; None with fewer than two."""
+        total = _milliseconds(self.first_token, self.last_token)
+        return total / (self.num_output_tokens - 1) if total and self.num_output_tokens > 1 else None
+
+    @property
+    def end_to_end_ms(self) -> float | None:
+        """From arrival to the last token."""
+        return _milliseconds(self.arrived, self.last_token)
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Tokens after the first per second between the first and the last; None with fewer than two."""
+        each = self.time_per_output_token_ms
+        return 1e3 / each if each else None
+
+
+def _milliseconds(begun: float | None, ended: float | None) -> float | None:
+    return None if begun is None or ended is None else (ended - begun) * 1e3
+
+
 @dataclass(frozen=True)
-class RequestMetrics:
+class RequestMetrics(RequestTimes):
     """One request's times and work: seconds on the engine's clock, durations in milliseconds."""
 
     num_prompt_tokens: int
@@ -448,35 +486,6 @@ class RequestMetrics:
     """Tokens that were computed before and had to be computed again."""
     tokens_cached: int = 0
     """Tokens that were found in the cache, at its first admission."""
-
-    @property
-    def queue_ms(self) -> float | None:
-        """From arrival to the first admission; None if it never ran."""
-        return None if self.admitted is None else (self.admitted - self.arrived) * 1e3
-
-    @property
-    def time_per_output_token_ms(self) -> float | None:
-        """Between one token and the next, on average, after the first; None with fewer than two."""
-        rate = self.decode_tokens_per_second
-        return None if rate is None else 1e3 / rate
-
-    @property
-    def end_to_end_ms(self) -> float | None:
-        """From arrival to the last token; None if it produced none."""
-        return None if self.last_token is None else (self.last_token - self.arrived) * 1e3
-
-    @property
-    def time_to_first_token_ms(self) -> float | None:
-        """From the request's arrival to its first token; None if it produced none."""
-        return None if self.first_token is None else (self.first_token - self.arrived) * 1e3
-
-    @property
-    def decode_tokens_per_second(self) -> float | None:
-        """Tokens after the first per second between the first and the last; None with fewer than two."""
-        if self.first_token is None or self.last_token is None or self.num_output_tokens < 2:
-            return None
-        seconds = self.last_token - self.first_token
-        return (self.num_output_tokens - 1) / seconds if seconds else None
 
     @property
     def tokens_computed(self) -> int:

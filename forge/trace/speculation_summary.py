@@ -8,9 +8,8 @@ the second prediction and the measured figure is work outside the models.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from forge.trace.records import SpecCycle, StepRecord
 
@@ -49,31 +48,27 @@ class DraftTotals:
         """Accepted over proposed."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"acceptance": self.acceptance}
 
-
-def cycle_object(cycle: SpecCycle) -> dict[str, Any]:
-    """One cycle as JSON, with the positions in both caches."""
-    return asdict(cycle) | {"target_positions": cycle.target_positions, "draft_positions": cycle.draft_positions}
+def add_cycles(found: dict[str, DraftTotals], cycles: Iterable[tuple[str, int, int, bool]]) -> None:
+    """Count the cycles of one sequence in one step, one per proposer: its name, how many tokens it proposed, how many
+    of them were accepted, and whether it won."""
+    proposed = [cycle for cycle in cycles if cycle[1]]
+    for cycle in proposed:
+        others = [other[2] for other in proposed if other is not cycle]
+        found.setdefault(cycle[0], DraftTotals(cycle[0])).add(*cycle[1:], max(others, default=0))
 
 
 def draft_totals(steps: Iterable[Sequence[SpecCycle]]) -> tuple[DraftTotals, ...]:
     """The totals of every proposer that proposed, from the cycles of each step."""
     found: dict[str, DraftTotals] = {}
     for cycles in steps:
-        accepted: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        times: dict[str, float] = {}
+        by_sequence: dict[int, list[tuple[str, int, int, bool]]] = defaultdict(list)
         for cycle in cycles:
-            if cycle.proposed:
-                accepted[cycle.seq_id].append((cycle.proposer, cycle.num_accepted))
-                times[cycle.proposer] = cycle.draft_ms
-        for cycle in cycles:
-            if cycle.proposed:
-                others = [number for name, number in accepted[cycle.seq_id] if name != cycle.proposer]
-                totals = found.setdefault(cycle.proposer, DraftTotals(cycle.proposer))
-                totals.add(len(cycle.proposed), cycle.num_accepted, cycle.won, max(others, default=0))
-        for name, milliseconds in times.items():
+            numbers = (cycle.proposer, len(cycle.proposed), cycle.num_accepted, cycle.won)
+            by_sequence[cycle.seq_id].append(numbers)
+        for own in by_sequence.values():
+            add_cycles(found, own)
+        for name, milliseconds in {cycle.proposer: cycle.draft_ms for cycle in cycles if cycle.proposed}.items():
             found[name].ms += milliseconds
     return tuple(found.values())
 
@@ -233,13 +228,7 @@ def cycles_of(records: Sequence[StepRecord]) -> list[SpecCycle]:
 
 def _by_position(cycles: Sequence[SpecCycle]) -> tuple[tuple[int, int], ...]:
     longest = max(len(cycle.proposed) for cycle in cycles)
-    return tuple(
-        (
-            sum(cycle.num_accepted > index for cycle in cycles),
-            len(cycles),
-        )
-        for index in range(longest)
-    )
+    return tuple((sum(cycle.num_accepted > index for cycle in cycles), len(cycles)) for index in range(longest))
 
 
 def _draft_ms(record: StepRecord) -> float:

@@ -24,6 +24,7 @@ from forge.trace.records import (
     FinishRecord,
     PreemptRecord,
     RequestMetrics,
+    RequestTimes,
     StepRecord,
     WaitReason,
     WaitRecord,
@@ -104,7 +105,7 @@ class DraftCycle:
 
 
 @dataclass(frozen=True)
-class RequestTimeline:
+class RequestTimeline(RequestTimes):
     """What happened to one sequence of a request (one of its samples) until now. Seconds on the engine's clock."""
 
     seq_id: int
@@ -115,6 +116,10 @@ class RequestTimeline:
     arrived: float | None
     admitted: float | None
     """When it first began to run."""
+    first_token: float | None
+    """When the first output token was known."""
+    last_token: float | None
+    num_output_tokens: int
     tokens_cached: int
     """Tokens found in the cache at the first admission."""
     forwards: tuple[StepSpan, ...]
@@ -135,42 +140,6 @@ class RequestTimeline:
     def finish_reason(self) -> FinishReason | None:
         """Why it ended; None if it has not."""
         return None if self.finish is None else self.finish.reason
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens so far."""
-        return len(self.token_steps)
-
-    @property
-    def first_token(self) -> float | None:
-        """When the first output token was known."""
-        return self.token_steps[0].ended if self.token_steps else None
-
-    @property
-    def last_token(self) -> float | None:
-        """When the last output token was known."""
-        return self.token_steps[-1].ended if self.token_steps else None
-
-    @property
-    def queue_ms(self) -> float | None:
-        """From arrival to the first admission."""
-        return _milliseconds(self.arrived, self.admitted)
-
-    @property
-    def time_to_first_token_ms(self) -> float | None:
-        """From arrival to the first token."""
-        return _milliseconds(self.arrived, self.first_token)
-
-    @property
-    def time_per_output_token_ms(self) -> float | None:
-        """Between one token and the next, on average, after the first; None with fewer than two."""
-        total = _milliseconds(self.first_token, self.last_token)
-        return total / (self.num_output_tokens - 1) if total and self.num_output_tokens > 1 else None
-
-    @property
-    def end_to_end_ms(self) -> float | None:
-        """From arrival to the last token."""
-        return _milliseconds(self.arrived, self.last_token)
 
     @property
     def tokens_computed(self) -> int:
@@ -216,6 +185,14 @@ class _Sequence:
     """By the last preemption, until the sequence is admitted again and the cache says how many it still has."""
     cycles: list[DraftCycle] = field(default_factory=list)
 
+    @property
+    def first_token(self) -> float | None:
+        return self.token_steps[0].ended if self.token_steps else None
+
+    @property
+    def last_token(self) -> float | None:
+        return self.token_steps[-1].ended if self.token_steps else None
+
     def timeline(self, waiting: Wait | None) -> RequestTimeline:
         """`waiting`: its wait that has not ended."""
         request = self.request
@@ -226,6 +203,9 @@ class _Sequence:
             request.num_prompt_tokens if request else None,
             request.arrived if request else None,
             self.admitted,
+            self.first_token,
+            self.last_token,
+            len(self.token_steps),
             self.tokens_cached,
             tuple(self.forwards),
             tuple(self.rows),
@@ -422,8 +402,8 @@ class Timeline:
             num_prompt_tokens=own.request.num_prompt_tokens,
             num_output_tokens=len(own.token_steps),
             arrived=own.request.arrived,
-            first_token=own.token_steps[0].ended if own.token_steps else None,
-            last_token=own.token_steps[-1].ended if own.token_steps else None,
+            first_token=own.first_token,
+            last_token=own.last_token,
             forward_ms=tuple([step.forward_ms for step in own.forwards]),
             forward_tokens=tuple(own.rows),
             admitted=own.admitted,
@@ -600,7 +580,3 @@ def timeline_of(steps: Iterable[StepRecord], ends: Iterable[EndRecord] = ()) -> 
     for end in ends:
         timeline.end_request(end)
     return timeline
-
-
-def _milliseconds(begun: float | None, ended: float | None) -> float | None:
-    return None if begun is None or ended is None else (ended - begun) * 1e3

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from forge.engine.tasks import Classification, Score
 from forge.views.formatting import plural
+from forge.views.json_output import picked
 from forge.views.logprobs import score_table
 from forge.views.palette import ACCENT, QUIET, TITLE
 from forge.views.terminal import new_table, print_table
@@ -23,7 +24,7 @@ MOST_COSINES = 12
 
 def classification_object(texts: Sequence[str], found: Sequence[Classification]) -> list[dict[str, Any]]:
     return [
-        {"text": text, "label": one.label, "probabilities": one.probabilities, "logprobs": one.logprobs}
+        {"text": text, **picked(one, "label", "probabilities", "logprobs")}
         | ({} if one.score is None else {"score": one.score})
         for text, one in zip(texts, found, strict=True)
     ]
@@ -53,8 +54,7 @@ def print_classifications(console: Console, texts: Sequence[str], found: Sequenc
 
 def score_object(found: Score, token_text: Callable[[int], str]) -> dict[str, Any]:
     return {
-        "total": found.total,
-        "perplexity": found.perplexity,
+        **picked(found, "total", "perplexity"),
         "tokens": [
             {
                 "token_id": token_id,

@@ -9,10 +9,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Self
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.text import Text
 
 from forge.cache.kv_cache import CacheStats
@@ -20,9 +19,11 @@ from forge.trace.records import BlockSplit, CacheRecord, StepRecord
 from forge.views.block_map import LEGEND, SequenceNames, cache_facts, pool_lines, table_lines
 from forge.views.block_story import BlockStory, Sentence
 from forge.views.formatting import count, plural, share
-from forge.views.generation import FRAMES_PER_SECOND, sample_texts
+from forge.views.generation import sample_texts
+from forge.views.json_output import picked
 from forge.views.metrics import flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, TITLE, sequence_style
+from forge.views.run_view import LiveView, RunView
 from forge.views.streams import TextStreams
 from forge.views.summary import RunResult
 from forge.views.terminal import can_redraw, print_lines
@@ -36,17 +37,6 @@ PICTURE_ROWS = 16
 PICTURE_SENTENCES = 14
 _TALL = 30
 """Lines of a terminal from which on more of the past, and more texts, are shown."""
-
-
-class BlockWatch(Protocol):
-    """Follows a run's blocks. Used as a context manager, so that the terminal is restored whatever happens."""
-
-    def __enter__(self) -> "BlockWatch": ...
-
-    def __exit__(self, *exception) -> None: ...
-
-    def step(self, record: StepRecord) -> None:
-        """A step has ended. Its record has a `BlockMap`."""
 
 
 class BlockScreen:
@@ -148,56 +138,41 @@ def _counted_since(cache: CacheRecord, since: CacheStats) -> CacheRecord:
     return replace(cache, **{name: getattr(cache, name) - getattr(since, name) for name in counters})
 
 
-def watch_blocks(console: Console, screen: BlockScreen, pace: float) -> BlockWatch:
+def watch_blocks(console: Console, screen: BlockScreen, pace: float) -> RunView:
     """Follow a run on a terminal, at `pace` steps a second at most; in a pipe nothing is shown while it runs."""
     return LiveBlocks(console, screen, pace) if can_redraw(console) else SilentBlocks(screen)
 
 
-class SilentBlocks:
+class SilentBlocks(RunView):
     """Collects the steps and draws nothing until the end."""
 
     def __init__(self, screen: BlockScreen):
         self._screen = screen
 
-    def __enter__(self) -> "SilentBlocks":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        pass
-
     def step(self, record: StepRecord) -> None:
         self._screen.feed(record)
 
 
-class LiveBlocks:
-    """The frame of each step in the place of the one before; gone at the end."""
+class LiveBlocks(LiveView):
+    """The frame of each step in the place of the one before; at a `pace` other than 0 every frame, so many a second."""
 
     def __init__(self, console: Console, screen: BlockScreen, pace: float):
-        self._console, self._screen = console, screen
-        self._seconds = 1 / pace if pace else 0.0
-        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._next = 0.0
-
-    def __enter__(self) -> "LiveBlocks":
-        self._live.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._live.update(Text(""), refresh=True)
-        self._live.stop()
+        super().__init__(console)
+        self._screen, self._pace = screen, pace
+        self.frames_per_second = pace or LiveView.frames_per_second
 
     def step(self, record: StepRecord) -> None:
         self._screen.feed(record)
-        now = time.monotonic()
-        if self._seconds or now >= self._next:
-            width, height = self._console.size
-            self._live.update(Group(*self._screen.frame(width, height - 1)), refresh=True)
-            self._next = now + (self._seconds or 1 / FRAMES_PER_SECOND)
-        if self._seconds:
-            time.sleep(max(0.0, self._next - time.monotonic()))
+        self.redraw()
+        if self._pace:
+            time.sleep(max(0.0, self._next_frame - time.monotonic()))
+
+    def frame(self) -> Group:
+        width, height = self._console.size
+        return Group(*self._screen.frame(width, height - 1))
 
 
-class BlockGeneration:
+class BlockGeneration(RunView):
     """`forge generate --show blocks`: the steps as they happen, then the text, the fullest step, the figures."""
 
     def __init__(self, console: Console, prompt: str, echo: bool, pace: float):
@@ -207,7 +182,7 @@ class BlockGeneration:
         self.screen = BlockScreen()
         self._watch = watch_blocks(console, self.screen, pace)
 
-    def __enter__(self) -> "BlockGeneration":
+    def __enter__(self) -> Self:
         self._watch.__enter__()
         return self
 
@@ -238,11 +213,7 @@ def blocks_object(record: StepRecord, sentences: Sequence[Sentence], names: Sequ
     block_map, cache = record.blocks, record.cache
     assert block_map is not None
     return {
-        "used_blocks": cache.used_blocks,
-        "cached_blocks": cache.cached_blocks,
-        "free_blocks": cache.free_blocks,
-        "internal_fragmentation": cache.internal_fragmentation,
-        "sharing": cache.sharing,
+        **picked(cache, "used_blocks", "cached_blocks", "free_blocks", "internal_fragmentation", "sharing"),
         "tables": [
             {
                 "sequence": None if table.is_snapshot else names.number(table.owner),

@@ -7,6 +7,7 @@ from typing import Any
 
 from forge.engine.outputs import RequestOutput
 from forge.trace.records import BlockEvicted, BlockSplit, StepRecord
+from forge.views.formatting import count, share
 from forge.views.json_output import as_object
 
 
@@ -57,6 +58,11 @@ class CacheFigures:
     def hit_rate(self) -> float:
         """The share of prompt tokens that needed no computing."""
         return self.tokens_cached / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def hits(self) -> str:
+        """`96 of 140 (68.6 %)`."""
+        return f"{count(self.tokens_cached)} of {count(self.prompt_tokens)} ({share(self.hit_rate)})"
 
     def as_object(self) -> dict[str, Any]:
         """For `--json`."""

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -16,16 +16,16 @@ from rich.text import Text
 from forge.engine.outputs import RequestOutput
 from forge.trace.records import StepRecord, TokenRecord
 from forge.views.cache_figures import CacheFigures
-from forge.views.comparison_rows import comparison_rows, two_sided_table
-from forge.views.curves import curve_plot, shape_sentence, short_name
+from forge.views.comparison_rows import comparison_table
+from forge.views.curves import curve_plot, shape_sentence
 from forge.views.formatting import plural
 from forge.views.generation import sample_texts
-from forge.views.json_output import climb_object, run_object
+from forge.views.json_output import as_object, climb_object, picked, run_object
 from forge.views.metrics import metrics_lines
 from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE, sequence_style
 from forge.views.summary import Forward, RunResult
 from forge.views.terminal import can_redraw, print_table
-from forge.views.text import one_line, quoted, tail
+from forge.views.text import one_line, quoted, short_name, tail
 
 if TYPE_CHECKING:
     import numpy as np
@@ -172,9 +172,7 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
     logits = comparison.logits
     several = bool(comparison.sides[0].others)
     return {
-        "option": comparison.option,
-        "identical": comparison.identical,
-        "first_difference": comparison.first_difference,
+        **picked(comparison, "option", "identical", "first_difference"),
         "margin": None if comparison.margin is None else _margin_object(comparison.margin),
         "largest_logit_difference": None if logits is None else logits.largest,
         "logits_compared": 0 if logits is None else logits.forwards,
@@ -194,7 +192,7 @@ def comparison_object(comparison: Comparison) -> dict[str, Any]:
 
 
 def _margin_object(margin: Margin) -> dict[str, Any]:
-    return asdict(margin) | {"apart": margin.apart, "near_tie": margin.is_near_tie}
+    return as_object(margin, "apart") | {"near_tie": margin.is_near_tie}
 
 
 def _answer_object(answer: Answer) -> dict[str, Any]:
@@ -204,8 +202,7 @@ def _answer_object(answer: Answer) -> dict[str, Any]:
         "prompt_tokens": len(output.prompt_token_ids),
         "tokens_cached": output.metrics.tokens_cached,
         "time_to_first_token_ms": output.metrics.time_to_first_token_ms,
-        "text": output.outputs[0].text,
-        "token_ids": list(output.outputs[0].token_ids),
+        **picked(output.outputs[0], "text", "token_ids"),
     }
 
 
@@ -247,7 +244,7 @@ def print_comparison(console: Console, comparison: Comparison, prompt: str) -> N
     console.print(Text(one_line(tail(prompt, 200)), QUIET))
     console.print()
     sides = comparison.sides
-    print_table(console, two_sided_table([side.name for side in sides], comparison_rows(sides)))
+    print_table(console, comparison_table(sides))
     if not sides[0].others:
         plot = curve_plot(
             [side.name for side in sides], [side.result.forwards for side in sides], _num_points(sides), console.width

@@ -9,11 +9,10 @@ from forge.views.charts import Curve, line_plot, row_of
 from forge.views.formatting import ms, plural
 from forge.views.palette import QUIET, sequence_style
 from forge.views.summary import Forward
-from forge.views.text import one_line
+from forge.views.text import short_name
 
 PLOT_HEIGHT = 6
 _MAX_PLOT_WIDTH = 64
-_LONGEST_NAME = 24
 _OUTLIER = 2.0
 """A forward that takes longer than this many of the ninth decile is cut off, so that the rest can be seen."""
 _CLIMB = 1.25
@@ -57,12 +56,6 @@ def shape_sentence(forwards: Sequence[Forward]) -> str:
     computed = later[-1].tokens
     work = f"every forward computes {'one token' if computed == 1 else plural(computed, 'token')}"
     return f"climbs, although {work}: is the machine busy?" if climbs else f"flat: {work}"
-
-
-def short_name(name: str) -> str:
-    """A side's name, short enough to stand in a picture: of a path, its end."""
-    line = one_line(name)
-    return line if len(line) <= _LONGEST_NAME else "…" + line[-_LONGEST_NAME + 1 :]
 
 
 def _names_at_ends(names: Sequence[str], forwards: Sequence[Sequence[Forward]], scale: float) -> dict[int, Text]:

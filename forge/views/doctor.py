@@ -1,8 +1,8 @@
 """The findings of `forge doctor`, one line each: ok, a note, or trouble with what to do about it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -23,10 +23,6 @@ class Finding:
     name: str
     level: Level
     text: str
-
-
-def findings_object(findings: Sequence[Finding]) -> dict[str, Any]:
-    return {"healthy": is_healthy(findings), "findings": [asdict(finding) for finding in findings]}
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:

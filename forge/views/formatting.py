@@ -4,6 +4,9 @@ Milliseconds have one decimal (two below 0.1, where one would say nothing), coun
 in powers of 1000.
 """
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 NOTHING = "–"
 """Stands where there is no figure: a run without a first token has no time to it."""
 
@@ -67,3 +70,27 @@ def parameters(value: int) -> str:
 def plural(value: int, noun: str, several: str = "") -> str:
     """`1 token`, `32 tokens`; `several` where an s will not do."""
     return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {several or noun + 's'}"
+
+
+def ratio(value: float) -> str:
+    """Times as much, with the digits that such a figure has: `2.50`, `31.2`."""
+    return f"{value:,.2f}" if value < 10 else f"{value:,.1f}"
+
+
+FORMATS: Mapping[str, Callable[[Any], str]] = {
+    function.__name__: function for function in (count, ms, parameters, percent, rate, ratio, share, size, times)
+}
+
+
+def formatted(value: Any, form: str = "", others: Mapping[str, Callable[[Any], str]] = {}) -> str:
+    """`value` as `form` says: `ms`, or another function of here or of `others`; `plural token`; or a format of
+    Python's, such as `.2f`. A unit may follow: `ms ms`. None is shown as nothing; of a value with a `text` (a figure
+    with its spread) each number is shown so. Raises TypeError or ValueError for a form that the value cannot have."""
+    name, _, unit = form.partition(" ")
+    if value is None:
+        return NOTHING
+    if name == "plural":
+        return plural(value, unit)
+    show = others.get(name) or FORMATS.get(name) or (lambda value: format(value, name))
+    shown = value.text(show) if callable(getattr(value, "text", None)) else show(value)
+    return f"{shown} {unit}" if unit else shown

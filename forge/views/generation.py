@@ -1,50 +1,30 @@
-"""What `forge generate` shows: a live picture on a terminal, plain lines in a pipe. Both show the same run.
+"""What `forge generate` shows: a live picture on a terminal, plain lines in a pipe. Both show the same run."""
 
-A view is entered before the run starts, is fed every step, and is shown the result when the run is over. It must not
-slow the engine that it watches: the live view draws between steps, in this thread, at most `FRAMES_PER_SECOND` times
-a second, because a drawing thread would take the interpreter away from a kernel in the middle of a step.
-"""
-
-import time
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
 from forge.trace.explain import explain_cycle
 from forge.trace.records import StepRecord
 from forge.views.formatting import count, ms, rate
-from forge.views.forwards import chart_rows, chart_scale, compact_chart
+from forge.views.forwards import Note, chart_rows, chart_scale, compact_chart, spaced
 from forge.views.metrics import chart_heading, flowing, metrics_lines, plain_metrics
 from forge.views.palette import QUIET, sequence_style
+from forge.views.run_view import LiveView, RunView
+from forge.views.screen import Part, sentences
 from forge.views.streams import TextStreams
 from forge.views.summary import Forward, RunLabel, RunResult, decode_rate
 from forge.views.terminal import can_redraw
 from forge.views.text import neutralise, quoted, tail
 
-FRAMES_PER_SECOND = 20
 CHART_ROWS = 12
 """Rows of the live chart; older ones scroll out of it."""
 _PROMPT_SHOWN = 240
 """Characters of a long prompt that are worth seeing before its continuation."""
 
 
-class GenerationView(Protocol):
-    """Follows one run. Used as a context manager, so that the terminal is restored whatever happens."""
-
-    def __enter__(self) -> "GenerationView": ...
-
-    def __exit__(self, *exception) -> None: ...
-
-    def step(self, record: StepRecord) -> None:
-        """A step has ended."""
-
-    def finish(self, result: RunResult) -> None:
-        """The run has ended, perhaps before its time."""
-
-
-def generation_view(console: Console, label: RunLabel, prompt: str, echo: bool = False) -> GenerationView:
+def generation_view(console: Console, label: RunLabel, prompt: str, echo: bool = False) -> RunView:
     """The view that fits what `console` writes to.
 
     `prompt` is what to show before the text: quietly on a terminal, where it is the context of what follows, and in a
@@ -54,28 +34,28 @@ def generation_view(console: Console, label: RunLabel, prompt: str, echo: bool =
     return view(console, label, prompt, echo)
 
 
-def watching(console: Console, label: RunLabel, prompt: str) -> "GenerationView":
+def watching(console: Console, label: RunLabel, prompt: str) -> RunView:
     """A view of a run on its way that leaves nothing behind, for commands that draw their own picture of the result."""
-    return LiveGeneration(console, label, prompt) if can_redraw(console) else Unwatched()
+    return LiveGeneration(console, label, prompt) if can_redraw(console) else RunView()
 
 
-class Unwatched:
-    """A view that shows nothing."""
-
-    def __enter__(self) -> "Unwatched":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        pass
-
-    def step(self, record: StepRecord) -> None:
-        pass
-
-    def finish(self, result: RunResult) -> None:
-        pass
+RUN_ROWS = 12
 
 
-class PlainGeneration:
+def run_parts(
+    result: RunResult, prompt: str, said: Sequence[str], *about: str, note: Note | None = None
+) -> Iterator[Part]:
+    """A run as a chapter shows it: the text, its forwards at even distances, what that shows, the figures. note: beside
+    a forward."""
+    shown = spaced(result.forwards, RUN_ROWS)
+    yield from sample_texts(result, prompt, quiet_prompt=True)
+    yield None
+    yield lambda width: [chart_heading(result.label, width), *chart_rows(shown, chart_scale(shown), width, note)]
+    yield from (None, *sentences(said), *about, None)
+    yield lambda width: metrics_lines(result, width)
+
+
+class PlainGeneration(RunView):
     """One line per forward as it happens, then the text, then the figures, one to a line. No escape codes."""
 
     def __init__(self, console: Console, label: RunLabel, prompt: str = "", echo: bool = False):
@@ -83,12 +63,6 @@ class PlainGeneration:
         self._label = label
         self._prompt = prompt if echo else ""
         self._steps = 0
-
-    def __enter__(self) -> "PlainGeneration":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        pass
 
     def step(self, record: StepRecord) -> None:
         self._steps += 1
@@ -107,38 +81,27 @@ class PlainGeneration:
         self._console.print(Text(neutralise(line)), soft_wrap=True)
 
 
-class LiveGeneration:
+class LiveGeneration(LiveView):
     """The text so far over a chart of the latest forwards; at the end all text, a compact chart, the figures."""
 
+    frames_per_second = 20
+
     def __init__(self, console: Console, label: RunLabel, prompt: str, echo: bool = False):
-        self._console = console
+        super().__init__(console)
         self._label = label
         self._prompt, self._echo = prompt, echo
         self._records: list[StepRecord] = []
         self._forwards: list[Forward] = []
         self._streams = TextStreams()
-        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._next_frame = 0.0
-
-    def __enter__(self) -> "LiveGeneration":
-        self._live.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._live.stop()
 
     def step(self, record: StepRecord) -> None:
         self._records.append(record)
         self._forwards.append(Forward.of(len(self._forwards) + 1, record))
         self._streams.feed(record)
-        now = time.monotonic()
-        if now >= self._next_frame:
-            self._live.update(self._frame(), refresh=True)
-            self._next_frame = time.monotonic() + 1 / FRAMES_PER_SECOND
+        self.redraw()
 
     def finish(self, result: RunResult) -> None:
-        self._live.update(Text(""), refresh=True)
-        self._live.stop()
+        self.__exit__()
         width = self._console.width
         for text in sample_texts(result, self._prompt, quiet_prompt=not self._echo):
             self._console.print(text)
@@ -149,7 +112,7 @@ class LiveGeneration:
         for line in metrics_lines(result, width):
             self._console.print(line)
 
-    def _frame(self) -> RenderableType:
+    def frame(self) -> RenderableType:
         width, height = self._console.size
         rows = max(3, min(CHART_ROWS, height - 8, len(self._forwards)))
         shown = self._forwards[-rows:]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from statistics import median
@@ -16,14 +17,18 @@ from forge.views.summary import Forward, RunResult
 
 
 def to_json(value: Any) -> str:
-    """Indented JSON. Numbers that JSON does not have (NaN, infinities) become null."""
-    return json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+    """Indented JSON, also of dataclasses. Numbers that JSON does not have (NaN, infinities) become null."""
+    return json.dumps(_finite(plain(value)), indent=2, ensure_ascii=False, allow_nan=False, default=os.fspath)
 
 
 def as_object(value: Any, *properties: str, without: Sequence[str] = ()) -> dict[str, Any]:
     """A dataclass as a JSON object: its fields but those in `without`, then the named properties."""
-    names = [field.name for field in fields(value) if field.name not in without]
-    return {name: plain(getattr(value, name)) for name in (*names, *properties)}
+    return picked(value, *(field.name for field in fields(value) if field.name not in without), *properties)
+
+
+def picked(value: Any, *names: str) -> dict[str, Any]:
+    """An object of these fields and properties of `value`."""
+    return {name: plain(getattr(value, name)) for name in names}
 
 
 def plain(value: Any) -> Any:
@@ -44,18 +49,14 @@ def run_object(result: RunResult, token_text) -> dict[str, Any]:
         "prompt": output.prompt,
         "prompt_token_ids": list(output.prompt_token_ids),
         "seed": output.seed,
-        "text": first.text,
-        "token_ids": list(first.token_ids),
-        "finish_reason": first.finish_reason,
+        **picked(first, "text", "token_ids", "finish_reason"),
         "finish": result.endings[0],
         "stop_reason": first.stop_reason,
-        "time_to_first_token_ms": result.time_to_first_token_ms,
-        "decode_tokens_per_second": result.decode_tokens_per_second,
+        **picked(result, "time_to_first_token_ms", "decode_tokens_per_second"),
         "per_forward_ms": spread_object(result.spread),
-        "tokens_computed": result.tokens_computed,
-        "kv_bytes_held": result.kv_bytes_held,
+        **picked(result, "tokens_computed", "kv_bytes_held"),
         "forwards": forward_objects(result.records),
-        "speculation": [draft.as_json() for draft in draft_totals(record.cycles for record in result.records)],
+        "speculation": [as_object(one, "acceptance") for one in draft_totals(step.cycles for step in result.records)],
         "samples": [_sample_object(sample, result.endings[sample.index], token_text) for sample in output.outputs],
         "prompt_logprobs": _prompt_logprobs(output, token_text),
     }
@@ -64,13 +65,8 @@ def run_object(result: RunResult, token_text) -> dict[str, Any]:
 def spread_object(spread: Spread | None) -> dict[str, Any] | None:
     if spread is None:
         return None
-    return {
-        "min": spread.minimum,
-        "median": spread.median,
-        "max": spread.maximum,
-        "mean": spread.mean,
-        "n": spread.count,
-    }
+    names = {"min": "minimum", "median": "median", "max": "maximum", "mean": "mean", "n": "count"}
+    return {name: getattr(spread, field) for name, field in names.items()}
 
 
 ENDS = 5
@@ -125,10 +121,7 @@ def forward_objects(records: tuple[StepRecord, ...]) -> list[dict[str, Any]]:
 def _sample_object(sample: CompletionOutput, ending: str, token_text) -> dict[str, Any]:
     logprobs = sample.logprobs
     return {
-        "index": sample.index,
-        "text": sample.text,
-        "token_ids": list(sample.token_ids),
-        "finish_reason": sample.finish_reason,
+        **picked(sample, "index", "text", "token_ids", "finish_reason"),
         "finish": ending,
         "stop_reason": sample.stop_reason,
         "logprobs": None if logprobs is None else [_alternatives(entry or (), token_text) for entry in logprobs],

@@ -1,17 +1,13 @@
 """The same requests in two configurations, side by side: how fast they were answered, and what they held meanwhile."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
-from forge.views.comparison_rows import Row, milliseconds, row, two_sided_table
-from forge.views.formatting import count, plural, rate, size, times
-from forge.views.metrics import verdict, with_unit
-from forge.views.palette import QUIET, TITLE
+from forge.views.formatting import plural
+from forge.views.json_output import picked
+from forge.views.metrics import verdict
+from forge.views.screen import Part, sides, title
 from forge.views.summary import RunLabel
-from forge.views.terminal import print_table
 from forge.views.text import one_line
 from forge.workload.judging import JudgeRun
 
@@ -19,9 +15,7 @@ from forge.workload.judging import JudgeRun
 def judging_object(label: RunLabel, names: Sequence[str], runs: Sequence[JudgeRun], prompt_tokens: int):
     """For `--json`."""
     return {
-        "model": label.model,
-        "kv": label.kv,
-        "device": label.device,
+        **picked(label, "model", "kv", "device"),
         "requests": len(runs[0].answers),
         "prompt_tokens": prompt_tokens,
         "identical": identical(runs),
@@ -32,18 +26,15 @@ def judging_object(label: RunLabel, names: Sequence[str], runs: Sequence[JudgeRu
 
 def run_object(run: JudgeRun) -> dict[str, Any]:
     return {
-        "seconds": run.seconds,
-        "requests_per_second": run.requests_per_second,
+        **picked(run, "seconds", "requests_per_second"),
         "latency_p50_ms": run.p50_ms,
         "latency_p95_ms": run.p95_ms,
         "steps": run.num_steps,
-        "tokens_computed": run.tokens_computed,
-        "tokens_cached": run.tokens_cached,
+        **picked(run, "tokens_computed", "tokens_cached"),
         "blocks_held": run.most_blocks,
         "block_table_entries": run.most_table_entries,
         "temporary_bytes": run.most_temporary_bytes,
-        "deferred": run.deferred,
-        "answers": [list(answer) for answer in run.answers],
+        **picked(run, "deferred", "answers"),
     }
 
 
@@ -51,47 +42,30 @@ def identical(runs: Sequence[JudgeRun]) -> bool:
     return len({run.answers for run in runs}) == 1
 
 
-def print_judging(
-    console: Console,
-    question: str,
-    label: RunLabel,
-    names: Sequence[str],
-    runs: Sequence[JudgeRun],
-    prompt_tokens: int,
-) -> None:
+def judging_screen(
+    question: str, label: RunLabel, names: Sequence[str], runs: Sequence[JudgeRun], prompt_tokens: int
+) -> Iterator[Part]:
     requests = plural(len(runs[0].answers), "request")
-    console.print(Text(question, TITLE))
-    on = f"kv {label.kv} · {label.device} ({one_line(label.device_description)}) · {one_line(label.model)}"
-    console.print(Text(f"{requests} at once, {plural(prompt_tokens, 'prompt token')}", QUIET))
-    console.print(Text(on, QUIET))
-    console.print()
-    print_table(console, two_sided_table(names, judging_rows(runs)))
-    console.print()
+    yield title(question)
+    yield f"{requests} at once, {plural(prompt_tokens, 'prompt token')}"
+    yield f"kv {label.kv} · {label.device} ({one_line(label.device_description)}) · {one_line(label.model)}"
+    deferrals = ["deferrals: {deferred:count}"] if any(run.deferred for run in runs) else []
+    gains = {"requests": runs[1].requests_per_second / runs[0].requests_per_second}
+    yield from (None, sides(names, runs, *_ROWS, *deferrals, gains=gains), None)
     tokens = plural(sum(map(len, runs[0].answers)), "token")
     differing = sum(one != other for one, other in zip(runs[0].answers, runs[1].answers, strict=True))
     different = f"{plural(differing, 'answer')} of {requests} differ"
-    console.print(verdict(identical(runs), f"{tokens} of {requests}", different))
+    yield verdict(identical(runs), f"{tokens} of {requests}", different)
 
 
-def judging_rows(runs: Sequence[JudgeRun]) -> list[Row]:
-    speeds = [run.requests_per_second for run in runs]
-    rows = [
-        row("requests", lambda value: with_unit(rate(value), "/s"), speeds)._replace(
-            ratio=times(speeds[1] / speeds[0])
-        ),
-        row("latency, median", milliseconds, [run.p50_ms for run in runs]),
-        row("latency, 95th percentile", milliseconds, [run.p95_ms for run in runs]),
-        row("steps", count, [run.num_steps for run in runs]),
-        row("tokens computed", count, [run.tokens_computed for run in runs]),
-        row("prompt tokens found", count, [run.tokens_cached for run in runs]),
-        row("blocks held at once", count, [run.most_blocks for run in runs]),
-        row("block-table entries", count, [run.most_table_entries for run in runs]),
-        row("temporary memory", size, [run.most_temporary_bytes for run in runs]),
-    ]
-    if any(run.deferred for run in runs):
-        rows.append(row("deferrals", count, [run.deferred for run in runs]))
-    return rows
-
-
-def _per_second(value: float) -> str:
-    return with_unit(rate(value), "/s")
+_ROWS = (
+    "requests: {requests_per_second:rate /s}",
+    "latency, median: {p50_ms:ms ms}",
+    "latency, 95th percentile: {p95_ms:ms ms}",
+    "steps: {num_steps:count}",
+    "tokens computed: {tokens_computed:count}",
+    "prompt tokens found: {tokens_cached:count}",
+    "blocks held at once: {most_blocks:count}",
+    "block-table entries: {most_table_entries:count}",
+    "temporary memory: {most_temporary_bytes:size}",
+)

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from forge.cache.kv_storage import vector_bytes
 from forge.views.formatting import count, size
 
 if TYPE_CHECKING:
     from forge.gguf.header import TensorEntry
 
-_KV_DTYPES = {"float32": 4, "float16": 2}
+_KV_DTYPES = ("float32", "float16", "int8")
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
@@ -65,10 +66,11 @@ class KvNumbers:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def bytes_by_dtype(self) -> dict[str, int]:
-        return {dtype: self.per_token * num_bytes for dtype, num_bytes in _KV_DTYPES.items()}
+        vectors = 2 * self.num_layers * self.num_kv_heads
+        return {dtype: vectors * vector_bytes(self.head_dim, dtype) for dtype in _KV_DTYPES}
 
     def sentence(self) -> str:
-        sizes = " or ".join(f"{size(num_bytes)} in {dtype}" for dtype, num_bytes in self.bytes_by_dtype().items())
+        sizes = ", ".join(f"{size(num_bytes)} in {dtype}" for dtype, num_bytes in self.bytes_by_dtype().items())
         return (
             f"KV cache per token: 2 (key and value) x {self.num_layers} layers x {self.num_kv_heads} KV heads x "
             f"{self.head_dim} = {count(self.per_token)} numbers, {sizes}"

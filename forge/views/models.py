@@ -4,7 +4,7 @@ Every string that came out of a file is made printable first.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -35,10 +35,6 @@ class ListedModel:
     parameters: int | None = None
     trouble: str | None = None
     """Why a file that is there cannot be run."""
-
-
-def listed_object(model: ListedModel) -> dict[str, Any]:
-    return asdict(model)
 
 
 def print_models(console: Console, models: Sequence[ListedModel]) -> None:

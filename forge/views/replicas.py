@@ -14,7 +14,7 @@ from forge.trace.records import RouteRecord, StepRecord
 from forge.views.charts import bar
 from forge.views.formatting import count, percent
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
-from forge.views.run_live import FRAMES_PER_SECOND
+from forge.views.run_view import LiveView
 from forge.views.scheduler import step_line
 from forge.views.terminal import can_redraw, new_table
 from forge.views.text import one_line
@@ -60,7 +60,7 @@ class ReplicasView:
             self._console.print(self._name(record.replica).append(f"  {step_line(record)}", ""), soft_wrap=True)
         elif (now := time.monotonic()) >= self._next_frame:
             self._live.update(Group(*self.lines()), refresh=True)
-            self._next_frame = now + 1 / FRAMES_PER_SECOND
+            self._next_frame = now + 1 / LiveView.frames_per_second
 
     def lines(self) -> Iterator[Text | Table]:
         """The picture, at the width that the console has now."""

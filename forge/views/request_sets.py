@@ -1,19 +1,19 @@
 """Two ways of serving many requests side by side: the same tokens? At what cost to whom?"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from forge.trace.totals import Percentiles
-from forge.views.curves import short_name
-from forge.views.formatting import NOTHING, count, ms, percent, plural, rate, times
-from forge.views.metrics import verdict, with_unit
-from forge.views.palette import QUIET, TITLE, sequence_style
+from forge.views.formatting import count, plural
+from forge.views.json_output import picked
+from forge.views.metrics import verdict
+from forge.views.palette import QUIET, TITLE
 from forge.views.run_summary import totals_object
+from forge.views.screen import sides as side_by_side
 from forge.views.summary import RunLabel
-from forge.views.terminal import new_table, print_table
+from forge.views.terminal import print_table
 from forge.workload.requests import Workload
 from forge.workload.ways import Measured, identical
 
@@ -36,10 +36,7 @@ def many_object(option: str, names: Sequence[str], sides: Sequence[Measured], in
         "sides": [
             {
                 "value": name,
-                "batch": side.batch,
-                "seconds": side.seconds,
-                "tokens_per_second": side.tokens_per_second,
-                "ms_per_request": side.ms_per_request,
+                **picked(side, "batch", "seconds", "tokens_per_second", "ms_per_request"),
                 "totals": totals_object(side.totals),
             }
             for name, side in zip(names, sides, strict=True)
@@ -63,45 +60,26 @@ def print_many(
     )
     console.print(Text(f"{ran} · {requests}", QUIET))
     console.print()
-    table = new_table()
-    table.add_column("")
-    for index, name in enumerate(names):
-        style = sequence_style(index)
-        table.add_column(Text(short_name(name), style), header_style=f"{TITLE} {style}", min_width=10)
-    table.add_column("")
-    for title, show in _ROWS:
-        table.add_row(Text(title, QUIET), *map(show, sides), _ratio(title, sides))
-    print_table(console, table)
+    gains = {"throughput": sides[1].tokens_per_second / sides[0].tokens_per_second}
+    print_table(console, side_by_side(names, sides, *_ROWS, gains=gains))
     console.print()
     console.print(identity_text(sides, in_common))
 
 
-def _ratio(title: str, sides: Sequence[Measured]) -> str:
-    return times(sides[1].tokens_per_second / sides[0].tokens_per_second) if title == "throughput" else ""
-
-
-def _time(name: str, part: str = "p50") -> Callable[[Measured], str]:
-    def show(side: Measured) -> str:
-        found: Percentiles | None = getattr(side.totals, name)
-        return NOTHING if found is None else with_unit(ms(getattr(found, part)), "ms")
-
-    return show
-
-
-_ROWS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
-    ("throughput", lambda side: with_unit(rate(side.tokens_per_second), "tok/s")),
-    ("time per request", lambda side: with_unit(ms(side.ms_per_request), "ms")),
-    ("queue, median", _time("queue")),
-    ("first token, median", _time("first_token")),
-    ("per output token, median", _time("per_token")),
-    ("end to end, median", _time("end_to_end")),
-    ("end to end, p99", _time("end_to_end", "p99")),
-    ("steps", lambda side: count(side.totals.num_steps)),
-    ("sequences in a step", lambda side: f"{side.totals.batch[0]:.1f}"),
-    ("preemptions", lambda side: count(side.totals.preemptions)),
-    ("tokens computed", lambda side: count(side.totals.tokens_computed)),
-    ("of them again", lambda side: count(side.totals.tokens_recomputed)),
-    ("pool used", lambda side: percent(side.totals.utilization[0])),
+_ROWS = (
+    "throughput: {tokens_per_second:rate tok/s}",
+    "time per request: {ms_per_request:ms ms}",
+    "queue, median: {totals.queue.p50:ms ms}",
+    "first token, median: {totals.first_token.p50:ms ms}",
+    "per output token, median: {totals.per_token.p50:ms ms}",
+    "end to end, median: {totals.end_to_end.p50:ms ms}",
+    "end to end, p99: {totals.end_to_end.p99:ms ms}",
+    "steps: {totals.num_steps:count}",
+    "sequences in a step: {totals.batch.0:.1f}",
+    "preemptions: {totals.preemptions:count}",
+    "tokens computed: {totals.tokens_computed:count}",
+    "of them again: {totals.tokens_recomputed:count}",
+    "pool used: {totals.utilization.0:percent}",
 )
 
 

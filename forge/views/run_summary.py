@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -13,13 +12,13 @@ from rich.text import Text
 
 from forge.trace.explain import class_name, explain_finish, explain_preempted, explain_request, explain_wait
 from forge.trace.records import StepRecord
-from forge.trace.speculation_summary import cycle_object, draft_totals
+from forge.trace.speculation_summary import draft_totals
 from forge.trace.timeline import RequestTimeline
 from forge.trace.totals import STARVED, Percentiles, Totals, totals_of
 from forge.views.charts import sparkline, throughput_plot
 from forge.views.formatting import NOTHING, count, ms, percent, plural, rate
 from forge.views.history import History
-from forge.views.json_output import as_object
+from forge.views.json_output import as_object, picked
 from forge.views.metrics import draft_facts, flowing
 from forge.views.palette import ACCENT, QUIET, TITLE, sequence_style
 from forge.views.scheduler import chart_series
@@ -46,16 +45,13 @@ def serving_object(
         **as_object(label),
         "totals": None if totals is None else totals_object(totals),
         "sequences": [request_object(one) for one in requests],
-        "speculation": [draft.as_json() for draft in draft_totals(record.cycles for record in records)],
+        "speculation": [as_object(draft, "acceptance") for draft in draft_totals(record.cycles for record in records)],
         "steps": [step_object(record) for record in records],
     }
 
 
 def totals_object(totals: Totals) -> dict[str, Any]:
-    found = asdict(totals) | {
-        "tokens_per_second": totals.tokens_per_second,
-        "recomputed_share": totals.recomputed_share,
-    }
+    found = as_object(totals, "tokens_per_second", "recomputed_share")
     for name in ("utilization", "fragmentation", "sharing", "batch"):
         mean, most = found.pop(name)
         found |= {f"{name}_mean": mean, f"{name}_max": most}
@@ -68,22 +64,10 @@ def request_object(request: RequestTimeline) -> dict[str, Any]:
     """One sequence for `--json`."""
     finish = request.finish
     return {
-        "seq_id": request.seq_id,
-        "request_id": request.request_id,
-        "sample": request.sample,
-        "num_prompt_tokens": request.num_prompt_tokens,
-        "num_output_tokens": request.num_output_tokens,
-        "finish_reason": request.finish_reason,
+        **picked(request, "seq_id", "request_id", "sample", "num_prompt_tokens", "num_output_tokens", "finish_reason"),
         "finish": None if finish is None else explain_finish(finish),
-        "queue_ms": request.queue_ms,
-        "time_to_first_token_ms": request.time_to_first_token_ms,
-        "time_per_output_token_ms": request.time_per_output_token_ms,
-        "end_to_end_ms": request.end_to_end_ms,
-        "steps_waited": request.steps_waited,
-        "times_preempted": request.times_preempted,
-        "tokens_computed": request.tokens_computed,
-        "tokens_recomputed": request.tokens_recomputed,
-        "tokens_cached": request.tokens_cached,
+        **picked(request, "queue_ms", "time_to_first_token_ms", "time_per_output_token_ms", "end_to_end_ms"),
+        **picked(request, "steps_waited", "times_preempted", "tokens_computed", "tokens_recomputed", "tokens_cached"),
         "why": list(explain_request(request)),
     }
 
@@ -94,19 +78,15 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "step": record.step,
         "class": record.execution_class,
         "sequences": len(record.items),
-        "tokens_computed": record.tokens_computed,
-        "schedule_ms": record.schedule_ms,
-        "forward_ms": record.forward_ms,
-        "sample_ms": record.sample_ms,
-        **asdict(record.queues),
-        "used_blocks": record.cache.used_blocks,
-        "num_blocks": record.cache.num_blocks,
+        **picked(record, "tokens_computed", "schedule_ms", "forward_ms", "sample_ms"),
+        **as_object(record.queues),
+        **picked(record.cache, "used_blocks", "num_blocks"),
         "fragmentation": record.cache.internal_fragmentation,
         "sharing": record.cache.sharing,
         "admitted": [one.seq_id for one in record.admitted],
         "preempted": [one.seq_id for one in record.preempted],
         "finished": [one.seq_id for one in record.finished],
-        "cycles": [cycle_object(one) for one in record.cycles],
+        "cycles": [as_object(one, "target_positions", "draft_positions") for one in record.cycles],
     }
 
 

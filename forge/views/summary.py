@@ -142,6 +142,10 @@ class RunsResult:
         return sum(record.ended - record.started for record in self.records)
 
     @property
+    def milliseconds(self) -> float:
+        return self.seconds * 1e3
+
+    @property
     def time_to_first_token_ms(self) -> float | None:
         """The median of the requests'."""
         known = [output.metrics.time_to_first_token_ms for output in self.outputs]

@@ -10,6 +10,7 @@ from rich.cells import cell_len
 
 # C0 without tab and newline, DEL and C1, the bidirectional overrides, and halves of surrogate pairs.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_LONGEST_NAME = 24
 _ESCAPED = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t"}
 
 
@@ -35,6 +36,12 @@ def tail(text: str, limit: int) -> str:
     kept = text[-limit:]
     space = kept.find(" ", 0, limit // 3)
     return "…" + kept[max(space, 0) :]
+
+
+def short_name(name: str) -> str:
+    """A side's name, short enough to stand in a picture: of a path, its end."""
+    line = one_line(name)
+    return line if len(line) <= _LONGEST_NAME else "…" + line[-_LONGEST_NAME + 1 :]
 
 
 class WordWrap:

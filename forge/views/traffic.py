@@ -5,7 +5,8 @@ from rich.console import Console
 from forge.trace.records import StepRecord
 from forge.views.history import History
 from forge.views.replicas import ReplicasView
-from forge.views.run_live import ServingView, serving_view
+from forge.views.run_live import serving_view
+from forge.views.run_view import RunView
 from forge.views.summary import RunLabel
 
 MAX_STEPS = 5_000
@@ -21,7 +22,7 @@ class Traffic:
         self._replicas: ReplicasView | None = None
         """In the place of the view, once a step of one of several engines has come."""
 
-    def _begin(self) -> tuple[History, ServingView]:
+    def _begin(self) -> tuple[History, RunView]:
         history = self._new()
         return history, serving_view(self._console, history)
 

@@ -71,26 +71,10 @@ def print_synthetic(console: Console, path: str, written: "SyntheticFile") -> No
     console.print(f"weights: {types}")
 
 
-def synthetic_object(path: str, written: "SyntheticFile") -> dict[str, object]:
-    """For `--json`."""
-    return {
-        "path": path,
-        "bytes": written.bytes,
-        "parameters": written.parameters,
-        "tensors": written.tensors,
-        "type_bytes": written.type_bytes,
-    }
-
-
 def print_pulled(console: Console, pulled: "PulledModel") -> None:
     """Where the model is now, and how to run it."""
     console.print(f"{one_line(str(pulled.path))}: {size(pulled.bytes)}", soft_wrap=True)
     console.print(f"run it: forge generate --model {one_line(pulled.name)} ...", soft_wrap=True)
-
-
-def pulled_object(pulled: "PulledModel") -> dict[str, object]:
-    """For `--json`."""
-    return {"name": pulled.name, "path": str(pulled.path), "bytes": pulled.bytes}
 
 
 def _largest_first(type_bytes: dict[str, int]) -> list[tuple[str, int]]:

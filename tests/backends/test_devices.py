@@ -2,7 +2,8 @@
 
 import pytest
 
-from forge.backends.devices import DEFAULT_DEVICE, DEVICES, create_backend
+from forge.backends.devices import DEFAULT_DEVICE, DEVICES, check_kv_dtype, create_backend
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 
 
@@ -40,3 +41,12 @@ def test_what_only_cuda_has_to_be_asked_for_is_refused_elsewhere(device):
         create_backend(device, invariant=True)
     with pytest.raises(UsageError, match="--kernels is for --device cuda"):
         create_backend(device, kernels="torch")
+
+
+def test_int8_keys_and_values_are_refused_where_there_are_none():
+    refused = "--kv-dtype int8 is not for --device cuda: it has float32, float16, bfloat16"
+    for options in ({"device": "cuda"}, {"device": "cpu", "draft_device": "cuda"}):
+        with pytest.raises(UsageError, match=refused):
+            EngineArgs("tales", kv_dtype="int8", **options)
+    for device in ("cpu", "reference"):
+        check_kv_dtype("int8", device)

@@ -45,6 +45,8 @@ class _Scripted:
             return {"description": f"{self.name} 1.0", "seconds": 0.5, "first_time": False, "weight_bytes": 10}
         if do == "prepare":
             return {"setting": "its best", "seconds": 0.1}
+        if do == "logits":
+            return {"logits": [1.0, 0.0 if self.name == "float32" else 0.5]}
         if do == "memory":
             return {"peak_bytes": 1000}
         if self.name in self.script.failing:

@@ -12,27 +12,31 @@ from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.bench.cache import (
     BOOKKEEPING_SEQUENCES,
-    QUICK,
     RUBRIC_REQUESTS,
     RUBRIC_TOKENS,
     _scattered,
     allocator_speeds,
+    bench_cache,
     bookkeeping,
     hit_rate,
-    run,
     screen,
     waste,
 )
-from forge.experiments.bench.tables import draw
 from forge.views.json_output import plain, to_json
+from forge.views.screen import draw
 from forge.views.terminal import open_console
 from tests.small_models import write_small_qwen3
+
+
+def measure(**given):
+    return bench_cache.measure(lambda text: None, **given)
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     path = write_small_qwen3(tmp_path_factory.mktemp("model") / "small.gguf")
-    return run(EngineArgs(path, device="reference"), (20, 100_000), (4, 16), QUICK)
+    engine = EngineArgs(path, device="reference")
+    return measure(engine=engine, length=[20, 100_000], block_size=[4, 16], quick=True) | {"machine": "here"}
 
 
 @pytest.mark.parametrize(
@@ -103,4 +107,4 @@ def test_the_json_object_has_the_shares_too(result):
 
 def test_a_length_of_nothing_is_refused():
     with pytest.raises(UsageError, match="--length is at least 1"):
-        run(EngineArgs("tales"), lengths=(0,))
+        measure(engine=EngineArgs("tales"), length=[0])

@@ -12,8 +12,7 @@ from forge.cli.main import main
 from forge.errors import UsageError
 from forge.experiments.bench import cpu
 from forge.experiments.bench.cpu import PEERS, Effort, Plan, run
-from forge.experiments.bench.options import select_cases, select_peers
-from forge.experiments.bench.results import Figure
+from forge.experiments.bench.kit import Figure, select, select_peers
 from tests.bench.stubs import Script
 from tests.small_models import write_small_qwen3
 
@@ -42,7 +41,7 @@ def scripted(monkeypatch):
 
 def plan(model, **changes) -> Plan:
     return replace(
-        Plan(model, select_cases("decode1", CASES), ("llama.cpp", "transformers"), threads=1, effort=LITTLE), **changes
+        Plan(model, select("decode1", CASES), ("llama.cpp", "transformers"), threads=1, effort=LITTLE), **changes
     )
 
 
@@ -69,12 +68,19 @@ def test_the_machine_is_measured_before_and_after(scripted, model):
     assert result["limits"]["before"] and result["limits"]["after"]
 
 
+def test_logits_are_held_against_float32(scripted, model):
+    result, script = scripted(plan(model, peers=()), seconds={"forge": [1.0, 1.0]})
+    assert script.log.count(("float32", "logits")) == script.log.count(("forge", "logits")) == 2
+    assert result["contenders"][0]["logits_error"] == 0.5
+
+
 def test_loading_is_repeated_in_new_processes(scripted, model):
     effort = replace(LITTLE, loads=3)
     result, script = scripted(plan(model, peers=("llama.cpp",), effort=effort), seconds={
         "forge": [1.0, 1.0], "llama.cpp": [1.0, 1.0],
     })  # fmt: skip
-    assert [name for name, do in script.log if do == "load"] == ["forge", "llama.cpp"] * 3
+    loaded = [name for name, do in script.log if do == "load"]
+    assert loaded == ["forge", "llama.cpp"] * 3 + ["float32"]
     assert [len(one["load_seconds"]) for one in result["contenders"]] == [3, 3]
 
 
@@ -87,7 +93,7 @@ def test_a_peer_that_is_missing_is_left_out_with_its_reason(scripted, model):
 
 def test_a_peer_that_breaks_is_left_out_from_there_on(scripted, model):
     seconds = {"forge": [1.0] * 4, "transformers": [1.0] * 4}
-    cases = select_cases("decode1,prefill128", CASES)
+    cases = select("decode1,prefill128", CASES)
     result, script = scripted(plan(model, cases=cases), seconds=seconds, failing=("llama.cpp",))
     assert script.log.count(("llama.cpp", "turn")) == 1
     assert [one["reason"] for one in result["skipped"]] == ["llama.cpp: broke"]
@@ -119,14 +125,14 @@ def test_giving_up_in_the_middle_leaves_nothing_running(monkeypatch, model):
 
 def test_a_context_that_the_model_has_not_is_said(scripted, tmp_path):
     short = str(write_small_qwen3(tmp_path / "short.gguf", max_position_embeddings=256))
-    cases = select_cases("decode1,decode1@1024", CASES)
+    cases = select("decode1,decode1@1024", CASES)
     result, _ = scripted(plan(short, cases=cases, peers=()), seconds={"forge": [1.0, 1.0]})
     assert [one["name"] for one in result["skipped"]] == ["decode 1 @ 1,024"]
     assert [figure["case"].name for figure in result["figures"]] == ["decode1"]
 
 
 def test_peers_are_selected_by_name():
-    assert select_peers(None, PEERS) == select_peers(["all"], PEERS) == ("llama.cpp", "transformers")
+    assert select_peers(None, PEERS) == select_peers(["all"], PEERS) == tuple(PEERS)
     assert select_peers(["none"], PEERS) == ()
     assert select_peers(["transformers", "llama.cpp"], PEERS) == ("llama.cpp", "transformers")
     with pytest.raises(UsageError, match=r"unknown peer 'vllm'; there are llama\.cpp"):
@@ -135,7 +141,13 @@ def test_peers_are_selected_by_name():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"threads": 0}, {"effort": replace(LITTLE, repetitions=0)}, {"cases": ()}, {"peer_python": "no/such/python"}],
+    [
+        {"threads": 0},
+        {"effort": replace(LITTLE, repetitions=0)},
+        {"cases": ()},
+        {"peer_python": "no/such/python"},
+        {"peer_bin": "no/such/bin"},
+    ],
 )
 def test_a_plan_without_sense_is_refused(model, changes):
     with pytest.raises(UsageError):

@@ -10,8 +10,8 @@ from forge.bench.closed_loop import drive, load_figures, percentiles, unique_pro
 from forge.bench.process import PeerMissing, ProcessFailed
 from forge.errors import ForgeError, UsageError
 from forge.experiments.bench.cuda import Effort, Plan, plan_for, run, screen
-from forge.experiments.bench.tables import draw
 from forge.views.json_output import plain, to_json
+from forge.views.screen import draw
 from tests.small_models import write_small_qwen3
 
 LIMITS = {

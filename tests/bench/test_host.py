@@ -7,13 +7,13 @@ import pytest
 
 from forge.cli.main import main
 from forge.experiments.bench.host import measure, screen
-from forge.experiments.bench.tables import draw
+from forge.views.screen import draw
 from forge.views.terminal import open_console
 
 
 @pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 def test_every_batch_is_measured_over_steps_of_nothing_but_decodes(kv):
-    times = measure(kv, batches=(1, 3), steps=5)
+    times = [measure(kv, sequences, 5) for sequences in (1, 3)]
 
     assert [(one["sequences"], one["steps"], one["bar"]) for one in times] == [(1, 5, 66), (3, 5, 78)]
     for one in times:

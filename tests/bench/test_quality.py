@@ -8,11 +8,21 @@ import numpy as np
 import pytest
 
 from forge import LLM
+from forge.cache.kv_storage import KV_DTYPES
 from forge.cli.main import main
+from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.bench import quality
-from forge.experiments.bench.quality import divergences, negative_log_likelihood, perplexity, run
+from forge.experiments.bench.quality import bench_quality, divergences, negative_log_likelihood, perplexity
 from tests.small_models import write_small_qwen3
+
+
+def run(models, kv_dtypes=None, devices=None, text=None, tokens=2048, threads=None):
+    text = text and str(text)
+    return bench_quality.measure(
+        lambda text: None, models, kv_dtypes, devices, text, tokens, engine=EngineArgs(threads=threads)
+    )
+
 
 TEXT = "There is a hen in the tree at the inn, and the other hen is on the roof. " * 3
 
@@ -155,3 +165,16 @@ def test_the_command_prints_a_table(models, text, capsys):
 def test_an_unknown_kv_dtype_is_refused(models, capsys):
     assert main(["bench", "quality", "-m", models[0], "--kv-dtype", "int3"]) == 2
     assert "unknown kv dtype 'int3'" in capsys.readouterr().err
+
+
+def test_what_the_device_has_not_is_refused_before_anything_is_loaded(models, capsys):
+    arguments = ["bench", "quality", "-m", models[0], "--device", "cpu", "--device", "cuda", "--kv-dtype", "int8"]
+    assert main(arguments) == 2
+    assert "--kv-dtype int8 is not for --device cuda" in capsys.readouterr().err
+
+
+def test_without_a_kv_dtype_all_are_compared(models, text):
+    result = run(models[:1], devices=["reference"], text=text, tokens=20)
+    assert {one["kv_dtype"] for one in result["variants"]} == set(KV_DTYPES)
+    loss = {one["kv_dtype"]: one["against"][0]["kl"] for one in result["variants"] if one["device"] == "reference"}
+    assert loss["float32"] == 0 < loss["float16"] < loss["int8"] < 0.01

@@ -8,8 +8,7 @@ import pytest
 from forge.bench.cases import CASES, Limits, ModelSize, Needs, Roofline, measure_model, needs_of
 from forge.errors import UsageError
 from forge.experiments.bench import cpu
-from forge.experiments.bench.options import select_cases
-from forge.experiments.bench.results import Figure, ratios
+from forge.experiments.bench.kit import Figure, ratios, select
 from forge.gguf import GGUFFile
 from forge.views.json_output import plain, to_json
 from tests.small_models import write_small_qwen3
@@ -21,7 +20,7 @@ SIZE = ModelSize(
 
 
 def case(name):
-    return select_cases(name, CASES)[0]
+    return select(name, CASES)[0]
 
 
 def benchmark(peers=("llama.cpp",), **changes) -> dict:
@@ -40,7 +39,8 @@ def benchmark(peers=("llama.cpp",), **changes) -> dict:
         "machine": "a processor", "load_average": 0.1, "interrupted": False,
         "limits": {"before": before, "after": after, "used": used},
         "contenders": [
-            {"name": name, "description": f"{name} 1.0", "weight_bytes": 1050, **loaded} for name in ("forge", *peers)
+            {"name": name, "description": f"{name} 1.0", "weight_bytes": 1050, "logits_error": 0.0226, **loaded}
+            for name in ("forge", *peers)
         ],
         "skipped": [], "figures": figures,
     } | changes  # fmt: skip
@@ -139,10 +139,10 @@ def test_everybody_gets_the_same_tokens():
 
 
 def test_figures_are_selected_by_name():
-    assert select_cases(None, CASES) == CASES
-    assert [one.name for one in select_cases("prefill128, decode1", CASES)] == ["decode1", "prefill128"]
-    with pytest.raises(UsageError, match="unknown figure 'decode2'; there are decode1, "):
-        select_cases("decode2", CASES)
+    assert select(None, CASES) == CASES
+    assert [one.name for one in select("prefill128, decode1", CASES)] == ["decode1", "prefill128"]
+    with pytest.raises(UsageError, match="unknown figure 'decode3'; there are decode1, "):
+        select("decode3", CASES)
 
 
 def test_the_json_has_every_repetition_and_what_is_made_of_them():

@@ -19,14 +19,13 @@ from forge.experiments.bench.serve import (
     ServePlan,
     engine_turns,
     goodput,
-    milliseconds,
     parse_goodput,
-    percentile,
+    percentiles,
     run,
     screen,
     serve_object,
 )
-from forge.experiments.bench.tables import draw
+from forge.views.screen import draw
 from forge.views.terminal import open_console
 
 EVENT = b"data: "
@@ -131,7 +130,7 @@ def test_server_and_engine_take_turns_on_the_same_prompts():
         plan = ServePlan(url, input_tokens=3, output_tokens=4, num_prompts=10, concurrency=1)
         result = run(plan, engine_turn=turn)
     assert sorted(prompt for part in turns for prompt in part) == sorted(plan.prompts())
-    assert len(result.turns) == 7 and result.other_tokens_per_second == 100
+    assert len(result.turns) == 7 and serve_object(result)["engine_output_throughput"] == 100
 
 
 def test_a_peer_is_asked_the_same_in_turns_by_the_same_client():
@@ -200,16 +199,17 @@ def timed(started, chunks, ended, tokens) -> Timed:
 
 def test_latencies_are_the_fields():
     one = timed(10.0, [10.1, 10.2, 10.5], 10.5, 5)
-    assert milliseconds(one, "ttft") == pytest.approx(100)
-    assert milliseconds(one, "tpot") == pytest.approx(100)
-    assert milliseconds(one, "e2el") == pytest.approx(500)
-    assert milliseconds(timed(0, [1], 1, 1), "tpot") is None
+    assert one.ttft_ms == pytest.approx(100)
+    assert one.tpot_ms == pytest.approx(100)
+    assert one.e2el_ms == pytest.approx(500)
+    assert one.itls_ms == pytest.approx([100, 300])
+    assert timed(0, [1], 1, 1).tpot_ms is None
 
 
 def test_percentiles_are_numpys():
     values = np.random.default_rng(0).exponential(size=77).tolist()
-    for share in (0, 50, 90, 95, 99, 100):
-        assert percentile(values, share) == pytest.approx(np.percentile(values, share))
+    for share in (50, 90, 95, 99):
+        assert percentiles("ttft", values)[f"p{share}_ttft_ms"] == pytest.approx(np.percentile(values, share))
 
 
 def test_goodput_counts_requests_that_meet_every_goal():
@@ -232,7 +232,7 @@ def test_a_plan_without_a_meaning_is_refused(wrong):
 def test_the_screen_names_the_clients_share_and_the_engines_own(capsys):
     requests = (timed(0, [0.1, 0.3], 0.3, 3),)
     result = ServeBenchmark(ServePlan(""), "m", requests, 2.0, 0.5, 0.0, (1.0, 2.0), turns=((1.5, 3.0), (1.0, 4.0)))
-    draw(open_console(), screen(result))
+    draw(open_console(), screen(serve_object(result)))
     out = capsys.readouterr().out
     assert "25 % of one CPU" in out and "38 % (25 % to 50 %)" in out and "TTFT" in out and "p99" in out
 
@@ -241,7 +241,7 @@ def test_the_screen_shows_a_peer_beside_the_server(capsys):
     requests = (timed(0, [0.1, 0.3], 0.3, 3),)
     peer = ServeBenchmark(ServePlan(""), "p", requests, 2.0, 0.5, 0.0)
     result = replace(peer, turns=((3.0, 1.0), (8.0, 2.0)), peer=peer)
-    draw(open_console(), screen(result))
+    draw(open_console(), screen(serve_object(result)))
     assert "3.50 (3.00 to 4.00)" in capsys.readouterr().out
 
 
@@ -295,3 +295,8 @@ def test_levels_that_are_none_are_refused(forge):
     for text in ("0", "1,two", ""):
         found = forge("bench", "serve", "--concurrency", text)
         assert found.status == 2 and "--concurrency takes numbers" in found.err
+
+
+def test_unique_prompts_begin_with_tokens_of_their_own():
+    plan = ServePlan("x", dataset="unique", input_tokens=4, num_prompts=50, token_range=(0, 60))
+    assert begin_alike(plan.prompts(), 1) == 0 and {len(one) for one in plan.prompts()} == {4}

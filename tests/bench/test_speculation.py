@@ -3,7 +3,7 @@
 import pytest
 
 from forge.experiments.bench.speculation import screen
-from forge.experiments.bench.tables import draw
+from forge.views.screen import draw
 from tests.views.records import piped, written
 
 

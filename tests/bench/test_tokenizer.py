@@ -91,14 +91,15 @@ def test_nothing_is_timed_where_the_gate_fails(path, monkeypatch):
     monkeypatch.setattr(bench, "Ours", lambda spec: Wrong(bench.Theirs(path, spec), "decode"))
     monkeypatch.setattr(bench, "_times", lambda *given: pytest.fail("something was timed"))
     with pytest.raises(bench.NotEqual):
-        bench.run(path, loads=1)
+        bench.bench_tokenizer.measure(lambda text: None, str(path))
 
 
 def test_the_whole_of_it_on_a_small_vocabulary(path, monkeypatch):
     small = ("tiny", "medium_prose", "very_long")
     monkeypatch.setattr(bench, "inputs", lambda: {name: inputs()[name] for name in small})
     monkeypatch.setattr(bench, "TURN_SECONDS", 0.0)
-    found = bench.run(path, loads=1)
+    monkeypatch.setattr(bench, "LOADS", 1)
+    found = bench.bench_tokenizer.measure(lambda text: None, str(path))
     assert [one["name"] for one in found["encode"]] == [one["name"] for one in found["decode"]] == list(small)
     facts = json.loads(json.dumps(found))
     assert facts["encode"][0]["speed_up"] == facts["encode"][0]["theirs"] / facts["encode"][0]["ours"]

@@ -6,8 +6,8 @@ import pytest
 
 from forge.bench.cases import Limits
 from forge.experiments.bench import cpu, quality
-from forge.experiments.bench.tables import draw
 from forge.views.progress import BenchProgress
+from forge.views.screen import draw
 from forge.views.terminal import open_console
 from tests.bench.test_results import benchmark
 
@@ -64,7 +64,8 @@ def test_an_interrupted_run_shows_what_there_is():
 
 def test_a_run_without_figures_still_shows_loading():
     text = shown(cpu.screen, benchmark(figures=[]))
-    assert "loading and memory" in text and "tokens/s" not in text
+    assert "load, s" in text and "tokens/s" not in text
+    assert "error" in text and "2.26%" in text
 
 
 @pytest.mark.parametrize("width", [80, 120])

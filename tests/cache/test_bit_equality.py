@@ -107,10 +107,21 @@ def test_the_reference_backend_agrees_with_itself(path, kv):
         assert_same(want, said(llm, 3, waves=3, longest=24), f"{kv}, blocks of {block_size}")
 
 
+@pytest.mark.parametrize(("device", "longest"), [("cpu", LONGEST), ("reference", 24)])
+def test_int8_keys_and_values_are_shared_split_and_computed_again_with_the_same_bits(path, device, longest):
+    """The scale of a key is its own, so it does not matter what else was in its block when it was written."""
+    off = LLM(path, kv="off", device=device, kv_dtype="int8", max_model_len=256)
+    want = said(off, 5, waves=3, longest=longest)
+    for kv in ("basic", *SHARING):
+        llm = LLM(path, device=device, kv_dtype="int8", **options(kv, block_size=8))
+        assert_same(want, said(llm, 5, waves=3, longest=longest), kv)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
 @pytest.mark.parametrize("kv", ["basic", *SHARING])
-def test_a_restored_snapshot_goes_on_with_the_same_bits(path, kv):
+def test_a_restored_snapshot_goes_on_with_the_same_bits(path, kv, kv_dtype):
     """A conversation goes on, is taken back to where it was, and goes on in another way, and again in the first."""
-    llm = LLM(path, kv=kv, device="cpu", max_model_len=128)
+    llm = LLM(path, kv=kv, device="cpu", max_model_len=128, kv_dtype=kv_dtype)
     cache, storage, model = llm.engine.cache, llm.engine.storage, llm.model
     story = [(5 * position) % 288 for position in range(41)]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, NumpyKvStorage, rounded
+from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, NumpyKvStorage, quantized, rounded
 
 
 def filled() -> NumpyKvStorage:
@@ -60,7 +60,34 @@ def test_copies_are_performed_in_order_in_every_layer():
     assert np.array_equal(storage.values, -storage.keys)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_int8_takes_a_byte_a_number_and_a_scale_for_each_key_and_value():
+    assert KvLayout(3, 10, 16, 2, 8, "int8").bytes_per_token == 2 * 3 * 2 * (8 + 4)
+
+
+def test_int8_is_the_nearest_multiple_of_a_127th_of_the_largest_of_its_own_head():
+    rng = np.random.default_rng(1)
+    values = (rng.standard_normal((40, 3, 64)) * 10.0 ** rng.integers(-9, 9, (40, 3, 1))).astype(np.float32)
+    values[5, 1] = 0
+    quants, scales = quantized(values)
+    assert quants.dtype == np.int8 and scales.dtype == np.float32 and scales.shape == (40, 3)
+    assert np.array_equal(np.abs(quants).max(axis=-1), np.where(scales > 0, 127, 0)) and scales[5, 1] == 0
+    assert np.array_equal(rounded(values, "int8"), quants * scales[..., None])
+    assert (np.abs(rounded(values, "int8") - values).max(axis=-1) <= 0.5001 * scales).all()
+
+
+def test_int8_of_a_head_does_not_depend_on_what_is_stored_beside_it():
+    values = np.random.default_rng(2).standard_normal((9, 3, 32)).astype(np.float32)
+    beside = values * np.float32(100)
+    beside[4, 1] = values[4, 1]
+    assert np.array_equal(rounded(values, "int8")[4, 1], rounded(beside, "int8")[4, 1])
+    assert np.array_equal(rounded(values, "int8")[4, 1], rounded(values[4, 1], "int8"))
+
+
+def test_int8_of_nothing_is_nothing():
+    assert rounded(np.zeros((0, 2, 8), np.float32), "int8").shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize("kv_dtype", [dtype for dtype in KV_DTYPES if dtype != "int8"])
 def test_values_are_rounded_to_the_nearest_ties_to_even(kv_dtype):
     torch = pytest.importorskip("torch", reason="the oracle needs PyTorch: pip install torch")
     rng = np.random.default_rng(0)

@@ -104,7 +104,11 @@ def test_inspect_describes_a_file(forge, model):
     found = forge("models", "inspect", model)
     assert found.status == 0 and "qwen3.block_count" in found.out and "blk.0-1.attn_q.weight" in found.out
     described = json.loads(forge("models", "inspect", model, "--json").out)
-    assert described["version"] == 3 and described["kv_bytes_per_token"] == {"float32": 1024, "float16": 512}
+    assert described["version"] == 3 and described["kv_bytes_per_token"] == {
+        "float32": 1024,
+        "float16": 512,
+        "int8": 288,
+    }
 
 
 def test_list_names_every_bundled_model(forge):

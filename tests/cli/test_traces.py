@@ -35,6 +35,14 @@ def test_a_run_that_is_traced_shows_the_same_when_it_is_replayed(forge, small, t
     assert "victim of" in live.out and "What did the run come to?" in live.out
 
 
+def test_a_view_of_a_run_is_found_by_its_file(forge, recorded):
+    shown = forge("replay", recorded, "--view", "costs")
+    assert shown.status == 0 and "Where did the time of the steps go?" in shown.out and "decode" in shown.out
+    refused = forge("replay", recorded, "--view", "none")
+    assert refused.status == 2 and "unknown view 'none'; there are costs" in refused.err
+    assert "Where the time of the steps went" in refused.err
+
+
 def test_replay_has_the_facts_of_the_run(forge, recorded):
     facts = json.loads(forge("replay", recorded, "--json").out)
     assert facts["totals"]["ended"] == {"length": 4} and facts["totals"]["preemptions"] > 0

@@ -47,12 +47,12 @@ def run(engine, prompt: list[int], handoff: KvHandoff | None = None, params: Sam
     return tokens, logits, rows, admitted
 
 
-@pytest.mark.parametrize("model", ["hash", "tales"])
+@pytest.mark.parametrize(("model", "kv_dtype"), [("hash", None), ("tales", None), ("tales", "int8")])
 @pytest.mark.parametrize("kv", ["paged", "prefix"])
-def test_the_tokens_and_logits_are_those_of_one_engine(model: str, kv: str):
-    handoff = prefilled(model, PROMPT)
-    alone = run(engine_of(model), PROMPT)
-    engine = engine_of(model, kv=kv)
+def test_the_tokens_and_logits_are_those_of_one_engine(model: str, kv_dtype: str | None, kv: str):
+    handoff = prefilled(model, PROMPT, kv_dtype=kv_dtype)
+    alone = run(engine_of(model, kv_dtype=kv_dtype), PROMPT)
+    engine = engine_of(model, kv=kv, kv_dtype=kv_dtype)
     tokens, logits, rows, admitted = run(engine, PROMPT, handoff)
     assert (tokens, logits) == alone[:2]
     assert rows == alone[2] - (len(PROMPT) - 1)

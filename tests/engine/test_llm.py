@@ -10,7 +10,7 @@ import pytest
 
 from forge import LLM, ForgeError, SamplingParams, UsageError
 from forge import llm as llm_module
-from forge.engine import sampler
+from forge.engine import readout, sampler
 from forge.engine.sampling import BrokenLogits
 from tests.small_models import write_small_qwen3
 
@@ -113,7 +113,7 @@ def test_several_prompts_at_once_give_the_tokens_that_each_gives_alone(request, 
     assert tokens(llm.generate(PROMPTS, SAMPLED)) == [sample for samples in alone for sample in samples]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16", "int8"])
 def test_rounded_keys_are_rounded_with_the_cache_off_too(path, off, kv_dtype):
     rounded = [load(path, kv=kv, kv_dtype=kv_dtype) for kv in ("off", "basic")]
     seen = [logits_of(llm, PROMPTS[2]) for llm in rounded]
@@ -125,8 +125,8 @@ def test_rounded_keys_are_rounded_with_the_cache_off_too(path, off, kv_dtype):
 
 
 def test_an_unknown_kv_dtype_lists_the_supported_ones(path):
-    with pytest.raises(UsageError, match="unknown kv dtype 'int8'; supported: float32, float16, bfloat16"):
-        load(path, kv_dtype="int8")
+    with pytest.raises(UsageError, match="unknown kv dtype 'int3'; supported: float32, float16, bfloat16, int8"):
+        load(path, kv_dtype="int3")
 
 
 # Prompts and outputs
@@ -231,6 +231,27 @@ def test_logprobs_are_those_of_the_logits(request, kv):
         assert [i for i, _ in found] == (likeliest if token_id in likeliest else [*likeliest, token_id])
         assert [value for _, value in found] == pytest.approx([row[i] for i, _ in found], rel=1e-5)
         assert np.exp([value for _, value in found]).sum() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("kv", ["off", "basic"])
+def test_a_long_prompt_is_scored_in_pieces_with_the_same_bits(request, kv, monkeypatch):
+    llm = request.getfixturevalue(kv)
+    params = SamplingParams(max_tokens=2, n=2, temperature=1.0, seed=1, prompt_logprobs=2, ignore_eos=True)
+    prompt, rows, forward = [*range(5, 35)], [], llm.model.forward
+    (whole,) = llm.generate([prompt], params)
+
+    def counted(batch, storage):
+        rows.append(len(batch.logit_rows))
+        return forward(batch, storage)
+
+    monkeypatch.setattr(llm.model, "forward", counted)
+    monkeypatch.setattr(llm.engine.scheduler, "_max_logit_rows", 8)
+    monkeypatch.setattr(readout, "max_logit_rows", lambda vocab_size: 8)
+    (pieces,) = llm.generate([prompt, [1, 2, 3]], params)[:1]
+
+    assert max(rows) == 8
+    assert pieces.prompt_logprobs == whole.prompt_logprobs
+    assert tokens([pieces]) == tokens([whole])
 
 
 def test_all_logprobs_together_are_a_distribution(basic):

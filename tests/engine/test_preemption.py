@@ -253,14 +253,16 @@ def model(tmp_path_factory):
     return write_small_qwen3(tmp_path_factory.mktemp("models") / "small.gguf", tensor_type="Q8_0")
 
 
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
 @pytest.mark.parametrize("kv", ["paged", "prefix"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_a_real_models_logits_have_the_same_bits_under_preemption(model, kv, mode):
+def test_a_real_models_logits_have_the_same_bits_under_preemption(model, kv, mode, kv_dtype):
     rng = np.random.default_rng(1)
     prompts = [[7, 7, 7, 7, *rng.integers(0, 256, length).tolist()] for length in (5, 9, 1, 20, 13)]
-    free, _ = logits_of_all(LLM(model, kv="basic", block_size=4, max_model_len=64), prompts)
+    free, _ = logits_of_all(LLM(model, kv="basic", block_size=4, max_model_len=64, kv_dtype=kv_dtype), prompts)
 
-    tight = LLM(model, kv=kv, block_size=4, max_model_len=64, num_blocks=12, mode=mode, max_num_batched_tokens=24)
+    sizes = {"block_size": 4, "max_model_len": 64, "num_blocks": 12, "max_num_batched_tokens": 24}
+    tight = LLM(model, kv=kv, mode=mode, kv_dtype=kv_dtype, **sizes)
     found, num_preempted = logits_of_all(tight, prompts)
 
     assert num_preempted > 1

@@ -81,8 +81,8 @@ def test_metrics_are_summed_over_their_labels():
 
 
 def test_a_visit_without_text_has_no_times():
-    visit = Visit("reads", asked=1.0)
-    assert visit.first_ms is None and visit.gaps_ms == []
-    visits = (visit, Visit("leaves"), Visit("late"))
+    visit = Visit(1.0)
+    assert visit.ttft_ms is None and visit.itls_ms == []
+    visits = (visit, Visit(0.0, kind="leaves"), Visit(0.0, kind="late"))
     empty = Crowded(Crowd(), visits, (), (), {}, REFUSED, visit, Ending(visit, "503", 0, 0.1), (), 1.0)
     assert empty.steps_missed == empty.steps_after_leaving == 0 and empty.sequence_of(visit) is None

@@ -14,13 +14,14 @@ from forge.experiments.cuda import (
     _points,
     cuda_object,
     measured_from,
-    print_cuda,
-    roofline_lines,
-    sentences,
+    measured_sentences,
+    picture,
+    screen,
 )
 from forge.experiments.cuda.plan import H200, SHAPE, Limits, num_weights, planned_steps
 from forge.model.synth import SHAPES
 from forge.trace.records import Execution
+from forge.views.screen import draw
 from tests.views.records import LABEL, piped, run_of, written
 
 LIMITS = Limits("a GPU", bytes_per_second=4e12, operations_per_second=8e14)
@@ -49,7 +50,7 @@ def steps():
 def test_the_screen_holds_every_run_within_its_width(width):
     console = piped(width)
 
-    print_cuda(console, MEASURED, ())
+    draw(console, screen(MEASURED, ()))
 
     shown = written(console)
     assert max(map(len, shown.splitlines())) <= width
@@ -65,7 +66,7 @@ def test_the_screen_holds_every_run_within_its_width(width):
 
 
 def test_the_sentences_compare_with_the_floor_and_between_launches():
-    said = " ".join(sentences(MEASURED))
+    said = " ".join(measured_sentences(MEASURED))
     assert "Reading every weight once takes 0.3 ms" in said
     assert "5.0 x as fast" in said
     assert "same 16 tokens" in said
@@ -73,25 +74,25 @@ def test_the_sentences_compare_with_the_floor_and_between_launches():
 
 def test_texts_that_part_are_said_to():
     others = (*RUNS[:2], replace(RUNS[2], token_ids=(101, 5)))
-    assert "first 1 token," in " ".join(sentences(replace(MEASURED, runs=others)))
+    assert "first 1 token," in " ".join(measured_sentences(replace(MEASURED, runs=others)))
 
 
 def test_a_point_on_the_roof_replaces_it_and_one_below_lies_below():
     at_the_roof = run("cuda, graphs", "g", WORK.weight_bytes / LIMITS.bytes_per_second * 1e3)
     points = _points(replace(MEASURED, runs=(*RUNS[:2], at_the_roof)))
-    lines = [line.plain for line in roofline_lines(points, LIMITS, 96)]
-    rows = {mark: max(i for i, line in enumerate(lines[:12]) if mark in line[11:]) for mark in "ckg"}
+    lines = [line.plain for line in picture(points, LIMITS, 96)][1:-2]
+    rows = {mark: max(i for i, line in enumerate(lines) if mark in line[8:]) for mark in "ckg"}
     assert rows["g"] < rows["k"] < rows["c"]
-    column = lines[rows["g"]].index("g", 11)
-    assert not any("╱" in line[column : column + 1] for line in lines[:12]), "the point covers the roof"
-    assert "─" in lines[0]
+    assert lines[0].lstrip().startswith("800 T ┤")
+    column = lines[rows["g"]].index("g", 8)
+    assert all(line[column : column + 1] in ("", " ") for line in lines[: rows["g"]]), "the point covers the roof"
 
 
 def test_a_recorded_run_is_shown_as_it_was_and_said_to_be_recorded(steps):
     again = measured_from(cuda_object(MEASURED, steps))
     console = piped(96)
 
-    print_cuda(console, again, steps)
+    draw(console, screen(again, steps))
 
     assert again == replace(MEASURED, source="recorded")
     assert "A recorded run, of 2026-11-20" in written(console)

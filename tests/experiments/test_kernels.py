@@ -14,10 +14,11 @@ from forge.experiments.kernels import (
     comparison_sentences,
     kernels_object,
     last_cache_bytes,
-    print_kernels,
+    picture,
     reads,
-    roofline,
+    screen,
 )
+from forge.views.screen import draw
 from tests.views.records import piped, written
 
 LIMITS = Limits(bytes_per_second=50e9, products_per_second=500e9)
@@ -27,7 +28,7 @@ SIZE = ModelSize(0, 90_000_000, 10_000_000, 0, 1000, 1, 1, 1, 1, 4096, 4096)
 def measured(name: str, weight_bytes: int, ms: dict[int, float]) -> Measured:
     passes = tuple(Pass(rows, weight_bytes, rows * 100_000_000, taken / 1e3) for rows, taken in ms.items())
     size = replace(SIZE, layer_bytes=weight_bytes - SIZE.head_bytes)
-    long_pass = LongPass(2000, 20_000_000, weight_bytes + 20_000_000, 2 * ms[1] / 1e3)
+    long_pass = LongPass(2000, 20_000_000, weight_bytes + 20_000_000, 2 * ms[1])
     return Measured(name, size, 2, passes, (long_pass,), cache_bytes=32_000_000)
 
 
@@ -39,8 +40,8 @@ RESULT = KernelsResult(LIMITS, (LARGE, HALF))
 def test_the_ridge_parts_memory_from_arithmetic():
     assert LIMITS.ridge == 10
     one, eight, many = LARGE.passes
-    assert [found.bound(LIMITS) for found in (one, eight, many)] == ["memory", "memory", "arithmetic"]
-    assert one.share(LIMITS) == pytest.approx(1.0) and many.share(LIMITS) == pytest.approx(0.8)
+    assert [found.against(LIMITS).bound for found in (one, eight, many)] == ["memory", "memory", "arithmetic"]
+    assert one.against(LIMITS).share == pytest.approx(1.0) and many.against(LIMITS).share == pytest.approx(0.8)
     assert one.intensity == 1 and many.products_per_second == pytest.approx(400e9)
 
 
@@ -66,7 +67,7 @@ def test_of_a_mixture_of_experts_it_says_what_a_row_reads_and_what_many_read():
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_screen_says_what_the_figures_mean(width):
     console = piped(width)
-    print_kernels(console, RESULT)
+    draw(console, screen(RESULT))
     out = " ".join(written(console).split())
     assert "128 rows take 16.0 times as long as one, so a row among many costs 12 % of a row alone" in out
     assert "2.00 times fewer bytes to read" in out and "2.00 times as fast, with 128 rows 1.00 times" in out
@@ -76,13 +77,13 @@ def test_the_screen_says_what_the_figures_mean(width):
 
 def test_weights_in_a_cache_are_said_to_be_there():
     console = piped(80)
-    print_kernels(console, KernelsResult(LIMITS, (measured("tales", 11_000_000, {1: 0.11}),)))
+    draw(console, screen(KernelsResult(LIMITS, (measured("tales", 11_000_000, {1: 0.11}),))))
     assert "More than memory delivers: tales" in written(console)
 
 
 def test_a_model_that_no_cache_holds_is_not_said_to_be_in_one():
     console = piped(80)
-    print_kernels(console, KernelsResult(LIMITS, (measured("large", 100_000_000, {1: 1.0}),)))
+    draw(console, screen(KernelsResult(LIMITS, (measured("large", 100_000_000, {1: 1.0}),))))
     assert "More than memory" not in written(console)
 
 
@@ -90,7 +91,7 @@ def test_what_a_pass_did_is_what_the_machine_can_do_at_least():
     quick, small = measured("large", 100_000_000, {1: 1.0, 8: 1.0}), measured("small", 10_000_000, {1: 0.1})
     assert LIMITS.or_better(quick.reached).or_better(small.reached) == Limits(100e9, 1000e9)
     best = LIMITS.or_better(quick.reached)
-    assert all(found.share(best) <= 1 for found in quick.passes)
+    assert all(found.against(best).share <= 1 for found in quick.passes)
     assert small.reached.bytes_per_second == 0
 
 
@@ -105,7 +106,7 @@ def test_keys_and_values_are_bytes_of_a_pass_too():
     facts = kernels_object(RESULT)["models"][0]["long_passes"]
     assert facts == [{"context": 2000, "kv_bytes": 20_000_000, "bytes_read": 120_000_000, "ms": 4.0}]
     console = piped(80)
-    print_kernels(console, RESULT)
+    draw(console, screen(RESULT))
     assert "2,000 tokens" in written(console) and "120.0 MB" in written(console)
 
 
@@ -114,9 +115,9 @@ def test_one_model_is_compared_with_none():
 
 
 def test_every_pass_has_a_mark_no_higher_than_the_roof():
-    plot = [line.plain for line in roofline(RESULT, 80)]
+    plot = [line.plain for line in picture(RESULT, 80)]
     assert sum(line.count("●") for line in plot[1:-2]) == 3 and sum(line.count("○") for line in plot[1:-2]) == 3
-    assert plot[1].startswith("   500 ┤") and "products per byte" in plot[-2]
+    assert plot[1].lstrip().startswith("500 G ┤") and "products per byte" in plot[-2]
     left = min(column for line in plot[1:-2] if (column := line.find("●")) >= 0)
     lowest = max(row for row, line in enumerate(plot[1:-2]) if "●" in line)
     assert plot[1 + lowest].find("●") == left  # a single row is the lowest and the leftmost

@@ -2,15 +2,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from forge.experiments.kv_cache import KvShape, cache_sentences, print_kv_cache
+from forge.experiments.kv_cache import KvShape, cache_sentences
+from forge.experiments.kv_cache import screen as kv_cache_screen
 from forge.experiments.naive import (
     climb_sentences,
     layers_sentence,
     operations_sentence,
-    print_naive,
     shares_by_layer,
     shares_by_operation,
 )
+from forge.experiments.naive import screen as naive_screen
+from forge.views.screen import draw
 from tests.views.records import climbing, flat, piped, run_of, written
 
 
@@ -61,7 +63,7 @@ def test_time_by_layer_is_in_order_with_the_outside_last():
 
 def test_the_naive_page_ends_with_what_comes_next():
     console = piped(80)
-    print_naive(console, climbing(32), TIMES, "Once upon a time")
+    draw(console, naive_screen(climbing(32), TIMES, "Once upon a time"))
     out = written(console)
     assert out.splitlines()[0].endswith("?")
     assert out.rstrip().endswith("forge compare --kv off vs basic")
@@ -72,12 +74,18 @@ def test_the_cache_page_does_the_arithmetic_of_the_bytes():
     shape = KvShape(12, 2, 64, 4)
     assert shape.bytes_per_token == 12_288
     console = piped(80)
-    print_kv_cache(console, flat(32), shape, "Once upon a time")
+    draw(console, kv_cache_screen(flat(32), shape, "Once upon a time"))
     out = written(console)
     assert "12 layers x 2 KV heads x 64 numbers x 4 bytes = 12.3 kB per" in out
     assert "holds 49.2 kB" in out and "holds 430.1 kB" in out and "430.1 kB held at the end" in out
     assert "forge compare --kv off vs basic" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_cache_page_counts_the_scales_of_int8():
+    shape = KvShape(12, 2, 64, 1, scale_bytes=4)
+    assert shape.bytes_per_token == 3264
+    assert "2 KV heads x (64 numbers x 1 byte + 4 bytes of scale) = 3.3 kB per token" in shape.formula()
 
 
 def test_the_cache_page_counts_what_was_not_computed():
@@ -89,8 +97,8 @@ def test_the_cache_page_counts_what_was_not_computed():
 def test_a_run_too_short_to_show_anything_says_so(forwards):
     result = run_of(forwards)
     for print_page in (
-        lambda console: print_naive(console, result, [], "x"),
-        lambda console: print_kv_cache(console, result, KvShape(1, 1, 1, 4), "x"),
+        lambda console: draw(console, naive_screen(result, [], "x")),
+        lambda console: draw(console, kv_cache_screen(result, KvShape(1, 1, 1, 4), "x")),
     ):
         console = piped()
         print_page(console)

@@ -2,20 +2,21 @@
 
 import pytest
 
-from forge.experiments.serving import clients_object, print_clients
+from forge.experiments.serving import clients_object, screen
 from forge.experiments.serving.clients import Crowd, Crowded, Ending, Overload, Visit
+from forge.views.screen import draw
 from tests.views.records import piped, written
 
 
 def visit(kind: str, number: int, **more) -> Visit:
     asked = 0.02 * number
     events = [asked + 0.005 + 0.01 * event for event in range(20)]
-    fields = {"events": events, "tokens": 64, "finish_reason": "length", "text": "x", "ended": asked + 0.2} | more
-    return Visit(kind, asked, f"cmpl-{number}", began_to_read=asked, **fields)
+    fields = {"chunks": events, "completion_tokens": 64, "finish_reason": "length", "text": "x", "ended": asked + 0.2}
+    return Visit(asked, kind=kind, request_id=f"cmpl-{number}", began_to_read=asked, **fields | more)
 
 
 def crowded(**more) -> Crowded:
-    visits = [visit("reads", 0), visit("leaves", 1, tokens=None, finish_reason="left"), visit("late", 2)]
+    visits = [visit("reads", 0), visit("leaves", 1, completion_tokens=None, finish_reason="left"), visit("late", 2)]
     visits += [visit("reads", number) for number in range(3, 14)]
     seen = {"running": 9.0, "waiting": 0.0, "usage": 0.25, "aborted": 1.0, "generated": 700.0}
     fields = {"alone": visit("reads", 20), "afterwards": seen | {"running": 0.0, "usage": 0.0}} | more
@@ -36,7 +37,7 @@ def crowded(**more) -> Crowded:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_screen_is_whole_even_where_no_step_was_told(width):
     result, console = crowded(), piped(width)
-    print_clients(console, result, clients_object(result, "tales", "prefix"))
+    draw(console, screen(result, clients_object(result, "tales", "prefix")))
     shown = written(console)
     assert max(map(len, shown.splitlines())) <= width
     assert "14 clients, one every 20 ms" in shown and "… and 4 more readers" in shown
@@ -46,7 +47,7 @@ def test_the_screen_is_whole_even_where_no_step_was_told(width):
 def test_another_story_alone_is_said_and_is_a_fact():
     result, console = crowded(alone=visit("reads", 20, text="y")), piped(80)
     facts = clients_object(result, "tales", "prefix")
-    print_clients(console, result, facts)
+    draw(console, screen(result, facts))
     assert not facts["identical"] and "✗ the first client's story is another one alone" in written(console)
 
 

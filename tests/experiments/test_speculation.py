@@ -11,14 +11,15 @@ from forge.experiments.speculation import (
     decision_sentence,
     decisions_told,
     marked_text,
-    print_speculation,
+    screen,
     speculation_object,
     steps_of,
 )
 from forge.trace.records import ItemRecord, SpecCycle, SpecDecision, StepRecord, TokenRecord, TokenVerdict
 from forge.trace.speculation_summary import SpeculationSummary
 from forge.views.json_output import to_json
-from tests.views.records import LABEL, piped, run_of, step, terminal, written
+from forge.views.screen import draw
+from tests.views.records import piped, run_of, step, terminal, written
 
 TEXTS = {1: " there", 2: " was", 3: " a", 4: " small", 5: " fox", 6: " tall", 7: " old"}
 ON = SpecDecision(4, "wins", 1.8, 0.8)
@@ -111,7 +112,7 @@ def test_every_reason_has_its_sentence(reason):
 @pytest.mark.parametrize("width", [80, 96, 140])
 def test_the_screen_has_the_figures_and_is_not_too_wide(width):
     console = piped(width)
-    print_speculation(console, result(*[drafting(number, (1, 2, 6), 2, 3) for number in range(2, 20)]), "Once")
+    draw(console, screen(result(*[drafting(number, (1, 2, 6), 2, 3) for number in range(2, 20)]), "Once"))
     text = written(console)
 
     assert max(map(len, text.splitlines())) <= width
@@ -135,7 +136,7 @@ def test_a_revoked_draft_is_told_with_the_time_to_its_release():
     lost = SpecCycle(7, "little", 9, (), (), (3,), 0.0, 0.3, ON, won=False, error=error, release_ms=0.2)
     records = (drafting(2, (1, 2), 2, 3), replace(step(3, 1, 0.3), cycles=(lost,)))
     console = piped(140)
-    print_speculation(console, result(*records, release_ms=0.118), "Once")
+    draw(console, screen(result(*records, release_ms=0.118), "Once"))
 
     assert f"step 3: {error}; released 0.118 ms after that. The target goes on without little." in written(console)
 
@@ -145,7 +146,7 @@ def test_control_characters_in_tokens_do_not_reach_the_terminal():
     console = piped()
     record = drafting(2, (1, 2), 1, 3)
     record = replace(record, tokens=tuple(replaced(token, nasty[token.token_id]) for token in record.tokens))
-    print_speculation(console, result(record, token_text=nasty.__getitem__), "Once")
+    draw(console, screen(result(record, token_text=nasty.__getitem__), "Once"))
 
     assert "\x1b" not in written(console) and "\x07" not in written(console)
 
@@ -156,7 +157,7 @@ def replaced(token: TokenRecord, text: str) -> TokenRecord:
 
 def test_without_any_guess_there_are_no_figures():
     console = piped()
-    print_speculation(console, result(step(2, 1, 0.3)), "Once")
+    draw(console, screen(result(step(2, 1, 0.3)), "Once"))
 
     assert "no draft tokens were proposed: no figures" in written(console)
 
@@ -166,13 +167,13 @@ def test_as_json_nothing_is_rounded_and_every_cycle_is_there():
 
     assert to_json(found)
     assert (found["acceptance"], found["num_cycles"], found["accepted_by_position"]) == (0.8, 2, [1.0, 1.0, 0.0])
-    assert [cycle["emitted"] for cycle in found["cycles"]] == [(1, 2, 3), (4, 5, 7)]
+    assert [cycle["emitted"] for cycle in found["cycles"]] == [[1, 2, 3], [4, 5, 7]]
     assert found["cycles"][0]["verdicts"][2]["accepted"] is False
 
 
 def test_the_live_view_leaves_nothing_behind():
     console = terminal()
-    with LiveSpeculation(console, LABEL, "Once", TEXTS.__getitem__) as view:
+    with LiveSpeculation(console, "Once", TEXTS.__getitem__) as view:
         for number in range(2, 6):
             view.step(drafting(number, (1, 2, 6), 2, 3))
     text = written(console)

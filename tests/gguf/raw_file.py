@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge.gguf import GGUFError, GGUFFile
-from forge.gguf.ggml_types import BLOCK_SIZES, GGMLType, GGUFValueType
+from forge.gguf.ggml_types import GGMLType, GGUFValueType
 
 U32, STRING, ARRAY, BOOL, FLOAT32, INT32 = (
     GGUFValueType.UINT32,
@@ -54,7 +54,7 @@ class RawTensor:
         elements = 1
         for dimension in self.dimensions:
             elements *= dimension
-        block = BLOCK_SIZES[GGMLType(self.ggml_type)]
+        block = GGMLType(self.ggml_type).block
         return elements // block.elements * block.nbytes
 
 

@@ -198,7 +198,7 @@ def test_missing_vocabulary_is_named(write):
         ("attention.layer_norm_rms_epsilon", -1e-6, "is not between 0 and 1"),
         ("attention.layer_norm_rms_epsilon", 1, "1.0 is not between 0 and 1"),
         ("attention.layer_norm_rms_epsilon", float("nan"), "must be a finite number"),
-        ("rope.freq_base", 0.5, "0.5 is less than 1"),
+        ("rope.freq_base", 0.5, "0.5 is not at least 1"),
         ("rope.freq_base", float("inf"), "must be a finite number"),
         ("rope.freq_base", "1e6", "must be a number, not string"),
         ("rope.scaling.type", "longrope", "RoPE scaling 'longrope' is not supported"),

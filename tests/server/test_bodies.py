@@ -56,6 +56,20 @@ def test_a_bad_body_is_400_with_a_message(server, name):
         assert word not in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("deep", "it is nested too deeply"),
+        ("half a surrogate pair", "an escape in it is half of a surrogate pair"),
+        ("NaN", "expected value at line 1 column 32"),
+        ("an endless seed", "number out of range"),
+    ],
+)
+def test_what_is_no_json_is_said_with_its_place(server, name, words):
+    _, found = server.request("/v1/completions", BAD[name])
+    assert found["error"]["message"].startswith(f"the body is not JSON: {words}")
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate", "/tokenize", "/detokenize", "/v1/embeddings"])
 @pytest.mark.parametrize("name", ["not JSON", "a list", "no UTF-8", "deep", "NaN", "half a surrogate pair"])
 def test_no_endpoint_fails_on_a_bad_body(server, path, name):

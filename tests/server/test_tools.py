@@ -178,7 +178,7 @@ BAD = {
     "not supported": (tool(parameters={"properties": {"a": {"uniqueItems": True}}}), "f: the JSON schema is refused"),
     "a wrong pattern": (tool(parameters={"properties": {"a": {"pattern": "(", "type": "string"}}}), "f: "),
     "large": (tool(parameters={"enum": ["x" * 70_000]}), "context length"),
-    "deep": (tool(parameters=json.loads('{"items":' * 400 + "{}" + "}" * 400)), ""),
+    "deep": (tool(parameters=json.loads('{"items":' * 400 + "{}" + "}" * 400)), "nested too deeply"),
     "unknown choice": ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
     "not among them": (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
@@ -200,4 +200,4 @@ def test_tools_that_are_wrong_are_400_in_one_line(roomy_server, name):
     status, found = roomy_server.request("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 3} | asked)
     message = found["error"]["message"]
     assert status == 400 and said in message and "\n" not in message and len(message) < 500
-    assert found["error"]["param"] in (*asked, "messages")
+    assert found["error"]["param"] in (*asked, "messages") or name == "deep"  # which no JSON is read to

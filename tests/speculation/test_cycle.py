@@ -10,7 +10,6 @@ from forge.model.catalog import resolve_model
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.loader import load_qwen3
 from forge.model.manual_batch import Part, new_storage, one_prefill
-from forge.model.manual_batch import flat_batch as laid_out_by_hand
 from forge.model.qwen3 import Qwen3
 from forge.model.weight_source import open_weights
 from forge.speculation.controller import RecentCycles
@@ -131,13 +130,35 @@ def test_speculative_batched_verify_matches_sequential_decode_one_to_the_bit(tar
         assert row.tobytes() == rows[index].tobytes()
 
 
+def laid_out_by_hand(parts: list[Part], block_size: int) -> dict[str, np.ndarray]:
+    positions = [np.arange(part.start, part.end) for part in parts]
+    slots = [
+        np.array(part.blocks)[own // block_size] * block_size + own % block_size
+        for part, own in zip(parts, positions, strict=True)
+    ]
+    tables = np.full((len(parts), max(len(part.blocks) for part in parts)), -1)
+    for table, part in zip(tables, parts, strict=True):
+        table[: len(part.blocks)] = part.blocks
+    lengths = [part.end - part.start for part in parts]
+    arrays = {
+        "token_ids": [token for part in parts for token in part.token_ids[part.start : part.end]],
+        "positions": np.concatenate(positions),
+        "cu_seqlens": np.cumsum([0, *lengths]),
+        "slot_mapping": np.concatenate(slots),
+        "block_tables": tables,
+        "context_lens": [part.end for part in parts],
+        "logit_rows": range(sum(lengths)),
+    }
+    return {name: np.ascontiguousarray(values, np.int32) for name, values in arrays.items()}
+
+
 def test_the_layout_of_a_batch_is_that_of_one_laid_out_by_hand():
     parts = [Part([4, 5, 6, 7, 8, 9], 2, 6, [3, 1]), Part([1], 0, 1, [2]), Part(list(range(9)), 7, 9, [4, 0, 5])]
     rows = [SequenceRows(p.token_ids[p.start : p.end], p.start, p.blocks, range(p.end - p.start)) for p in parts]
 
     ours, by_hand = flat_batch(rows, 4), laid_out_by_hand(parts, 4)
 
-    for name, expected in vars(by_hand).items():
+    for name, expected in by_hand.items():
         found = getattr(ours, name)
         assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist()), name
         assert found.flags["C_CONTIGUOUS"]

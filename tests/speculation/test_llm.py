@@ -64,8 +64,8 @@ def test_speculative_decode_greedy_matches_target_only_greedy_for_real_models(kv
         assert outputs(llm, SAMPLED) == plain["sampled"]
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
-def test_speculative_batched_verify_paged_matches_sequential_decode_one(k, files):
+@pytest.mark.parametrize(("k", "kv_dtype"), [(1, None), (3, None), (8, None), (3, "int8")])
+def test_speculative_batched_verify_paged_matches_sequential_decode_one(k, kv_dtype, files):
     """The logits that each token was chosen from, bit for bit."""
     logits = []
     for speculate in ("off", "draft"):
@@ -76,6 +76,7 @@ def test_speculative_batched_verify_paged_matches_sequential_decode_one(k, files
             speculate=speculate,
             draft=files["same"],
             k=k,
+            kv_dtype=kv_dtype,
             max_model_len=96,
             speculate_fixed=True,
         )

@@ -1,12 +1,13 @@
 """Runs of a scripted model in a small pool, recorded: arrivals over time, preemption, samples, a refusal, an abort."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
-from forge.trace.recorder import TraceHeader
+from forge.trace.recorder import Trace, TraceHeader, TraceWriter
 from forge.trace.records import EndRecord, StepRecord
 from tests.engine.scripted import muddled, new_engine
 
@@ -53,3 +54,13 @@ def _ends(engine: Engine) -> tuple[tuple[EndRecord, ...], dict[str, RequestOutpu
         for name, output in outputs.items()
     ]
     return tuple(ends), outputs
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write a whole trace at once, steps first."""
+    with TraceWriter(path) as writer:
+        writer.begin(trace.header)
+        for step in trace.steps:
+            writer.write(step)
+        for end in trace.ends:
+            writer.write(end)

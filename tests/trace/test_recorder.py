@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.trace.codec import codec_of
-from forge.trace.recorder import SCHEMA_VERSION, Trace, TraceError, TraceWriter, read_trace, write_trace
+from forge.trace.recorder import SCHEMA_VERSION, Trace, TraceError, TraceWriter, read_trace
 from forge.trace.records import (
     Deferred,
     EndRecord,
@@ -21,7 +21,7 @@ from forge.trace.records import (
     TokenRecord,
     WaitRecord,
 )
-from tests.trace.runs import HEADER, crowded
+from tests.trace.runs import HEADER, crowded, write_trace
 
 RUN = crowded()
 TRACE = Trace(HEADER, RUN.steps, RUN.ends)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from forge.trace.explain import explain_cycle
 from forge.trace.records import CachedPositions, SpecCycle, TokenVerdict
-from forge.trace.speculation_summary import cycle_object, draft_totals
+from forge.trace.speculation_summary import draft_totals
 
 
 def cycle(name: str, accepted: int, won: bool = True, proposed: int = 4) -> SpecCycle:
@@ -39,6 +39,6 @@ def test_a_rollback_is_told_as_positions_in_both_caches():
     assert lost.target_positions == CachedPositions(9, 14, 9) and "another draft won" in explain_cycle(lost)
     everything = cycle("small", 4)
     assert everything.target_positions.after == 14 and everything.draft_positions == CachedPositions(9, 13, 13)
-    assert cycle_object(own)["draft_positions"] == (9, 13, 12)
+    assert own.draft_positions == (9, 13, 12)
     assert "draft's" not in explain_cycle(replace(own, draft_cached=None))
     assert explain_cycle(replace(own, error="revoked")) == "small is left out: revoked"

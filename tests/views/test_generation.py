@@ -137,7 +137,7 @@ def test_a_long_run_does_not_flood_the_terminal():
     with LiveGeneration(console, LABEL, "") as view:
         for record in result.records:
             view.step(record)
-        lines = console.render_lines(view._frame())
+        lines = console.render_lines(view.frame())
     assert len(lines) <= 24
 
 
@@ -147,7 +147,7 @@ def test_the_live_picture_fits_a_low_terminal():
         with LiveGeneration(console, LABEL, "word " * 200) as view:
             for record in climbing(20).records:
                 view.step(record)
-            assert len(console.render_lines(view._frame())) <= max(height, 9)
+            assert len(console.render_lines(view.frame())) <= max(height, 9)
 
 
 def test_the_terminal_is_restored_when_a_run_fails():

@@ -58,7 +58,7 @@ def test_a_file_is_described_in_full():
     for expected in ("GGUF version 3", "qwen3.block_count", "gpt2 (qwen2)", 'eos 2 "<|im_end|>"', "chat template yes"):
         assert expected in out
     assert "blk.0-2,5.attn_q.weight" in out and "4 layers" in out
-    assert "= 1,536 numbers, 6.1 kB in float32 or 3.1 kB in float16" in " ".join(out.split())
+    assert "= 1,536 numbers, 6.1 kB in float32, 3.1 kB in float16, 1.6 kB in int8" in " ".join(out.split())
 
 
 def test_all_lists_every_tensor():
@@ -94,7 +94,7 @@ def test_an_inspection_fits_its_width(width):
 def test_the_json_object_has_every_tensor():
     found = summary_object(summarise("m.gguf", 9000, 3, 32, METADATA, TENSORS))
     assert len(found["tensors"]) == len(TENSORS)
-    assert found["kv_bytes_per_token"] == {"float32": 6144, "float16": 3072}
+    assert found["kv_bytes_per_token"] == {"float32": 6144, "float16": 3072, "int8": 1632}
     assert found["hyper_parameters"]["qwen3.block_count"] == 6
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from forge.trace.recorder import Trace, write_trace
+from forge.trace.recorder import Trace
 from tests.book.terminal import Terminal
 from tests.small_models import write_small_qwen3
-from tests.trace.runs import HEADER, crowded
+from tests.trace.runs import HEADER, crowded, write_trace
 
 RUN = crowded()
 STEPS = len(RUN.steps)

@@ -36,7 +36,7 @@ from forge.backends.cpu.thread_pool import POOL_KERNELS, ThreadPool
 from forge.backends.cpu.tiles import GROUP
 from forge.backends.fusion import Fusion
 from forge.backends.timed import short_name
-from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, KvStorage
+from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout, KvStorage, vector_bytes
 from forge.errors import UsageError
 from forge.gguf import FLOAT_TYPES, GGMLType
 from forge.model.backend import Backend, ForwardPass, OperationTime, Tensor
@@ -61,16 +61,18 @@ class CpuKvStorage(KvStorage):
     In a block the tokens of one head lie side by side, because that is how attention reads them: 4 KB in a row where
     tokens-first would be 256 bytes here and there. All layers of a block lie together too: memory is taken as blocks
     are written, however many are reserved, and copying a block is one copy. bfloat16 is kept as the uint16 that holds
-    its bits. What is padding stays zero, so it adds nothing to a product.
+    its bits; int8 has its scale behind it, in the row's last four bytes. What is padding stays zero, so it adds nothing
+    to a product.
     """
 
     def __init__(self, layout: KvLayout):
         self.layout = layout
         self.width = padded(layout.head_dim, LANES)
-        dtype = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[layout.kv_dtype]
-        shape = (layout.num_blocks, layout.num_layers, layout.num_kv_heads, layout.block_size, self.width)
+        dtype = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}[layout.kv_dtype]
+        row_bytes = vector_bytes(self.width, layout.kv_dtype)
+        row = row_bytes // np.dtype(dtype).itemsize
+        shape = (layout.num_blocks, layout.num_layers, layout.num_kv_heads, layout.block_size, row)
         self.keys, self.values = _zeros(shape, dtype), _zeros(shape, dtype)
-        row_bytes = self.width * self.keys.itemsize
         head_bytes = layout.block_size * row_bytes
         layer_bytes = layout.num_kv_heads * head_bytes
         self.description = described = structure(CONTEXT)().cache
@@ -96,9 +98,11 @@ class CpuKvStorage(KvStorage):
         return self._floats(self.keys[blocks, layer], length), self._floats(self.values[blocks, layer], length)
 
     def _floats(self, stored: np.ndarray, length: int) -> np.ndarray:
-        """`[blocks, kv_heads, block_size, width]` as stored → float32 `[length, kv_heads, head_dim]`."""
-        by_token = stored.transpose(0, 2, 1, 3).reshape(-1, self.layout.num_kv_heads, self.width)
-        tokens = by_token[:length, :, : self.layout.head_dim]
+        """`[blocks, kv_heads, block_size, row]` as stored → float32 `[length, kv_heads, head_dim]`."""
+        by_token = stored.transpose(0, 2, 1, 3).reshape(-1, self.layout.num_kv_heads, stored.shape[-1])[:length]
+        tokens = by_token[..., : self.layout.head_dim]
+        if self.layout.kv_dtype == "int8":
+            return tokens * by_token[..., self.width :].copy().view(np.float32)
         if self.layout.kv_dtype == "bfloat16":
             return (tokens.astype(np.uint32) << 16).view(np.float32)
         return tokens.astype(np.float32)
@@ -261,8 +265,8 @@ class CpuBackend(Backend):
         weakref.finalize(self, self._pool.close)  # its threads end with the backend
         width, group = padded(layout.head_dim, LANES), recording.heads_per_kv_head
         queries = ROWS_PER_BLOCK * group
-        # What `_attend_block` lays out: a chunk of keys or values; per query itself, its weights, output and state.
-        floats = max(CHUNK * width + queries * (CHUNK + 2 * width + 4), GLU_SCRATCH_FLOATS)
+        # Laid out by `_attend_block`: offsets and scales of a chunk; queries, their scales, weights, outputs, states.
+        floats = max(6 * CHUNK + LANES + queries * (CHUNK + 2 * width + 5), GLU_SCRATCH_FLOATS)
         scratch = aligned_empty((self.threads, padded(4 * floats, 4096)), np.uint8)
         self._inputs["scratch"] = scratch
         self._context.scratch, self._context.scratch_bytes = scratch.ctypes.data, scratch.shape[1]
@@ -326,7 +330,7 @@ class CpuBackend(Backend):
 def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     try:
-        return huge_pages(size)[:size].view(dtype).reshape(shape)
+        return huge_pages(size + 64)[:size].view(dtype).reshape(shape)  # a key in int8 is read 64 bytes at a time
     except (OSError, OverflowError) as error:
         raise MemoryError(str(error)) from None
 

@@ -13,26 +13,31 @@ again. If no folder can be written, code is kept in memory.
 """
 
 import contextlib
+import gc
 import hashlib
 import logging
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from forge.backends.cpu.features import choose_instruction_set, is_arm, is_forced
+from forge.backends.cpu.features import choose_instruction_set, is_arm, is_forced, usable_cpus
 from forge.backends.cpu.instruction_sets import InstructionSet
 from forge.backends.cpu.tiles import MAX_ROWS, TILE_ARGUMENTS, TileLayout, emit_tile
 
@@ -41,6 +46,10 @@ Arguments = tuple[str | np.dtype, ...]
 CompileProgress = Callable[[int, int], None]
 """Called with (kernels ready, kernels in all) while code is being compiled."""
 
+_SLOWEST = "attention"
+"""The kernel that takes a third of the time of all. It comes first, so that the others are compiled beside it."""
+_ITEMS_PER_HELPER = 4
+"""Kernels to compile for which another process is worth its start, which takes as long as one of them."""
 KEEP_SECONDS = 30 * 86_400
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -182,7 +191,8 @@ class Kernel(MachineCode):
         arguments = (
             getattr(numba, each) if isinstance(each, str) else numba.from_dtype(each) for each in self._arguments
         )
-        compiled = numba.njit(getattr(numba, self._result)(*arguments), **options)(function)
+        with _intermediate_code_only():
+            compiled = numba.njit(getattr(numba, self._result)(*arguments), **options)(function)
         [result] = compiled.overloads.values()
         module = llvm.parse_assembly(result.library.get_llvm_str())
         wrapper = _c_wrapper(self.name, result.fndesc.mangled_name, self._arguments, self._result)
@@ -190,6 +200,45 @@ class Kernel(MachineCode):
         module.get_function(result.fndesc.mangled_name).linkage = llvm.Linkage.internal
         _optimize(module, machine)
         return module
+
+
+@contextlib.contextmanager
+def _intermediate_code_only() -> Iterator[None]:
+    """Numba goes no further than LLVM's intermediate code, and neither optimizes it nor makes machine code of it.
+
+    By itself it does both for every function and makes wrappers for calls from Python, a third of the time, and forge
+    uses none of that. Numba cannot call what was compiled here: it has no machine code.
+    """
+    import numba
+    from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.cpu import CPUContext
+
+    def nothing(*arguments: Any, **options: Any) -> None:
+        pass
+
+    def finish(library: Any) -> None:
+        library._finalize_dynamic_globals()
+        library._finalized = True
+
+    def no_address(library: Any, name: str) -> int:
+        library._ensure_finalized()
+        return 0
+
+    config: Any = numba.config
+    replaced = (
+        (config, "OPT", type(config.OPT)(0)),
+        (CPUContext, "create_cpython_wrapper", nothing),
+        (CPUContext, "create_cfunc_wrapper", nothing),
+        (JITCodeLibrary, "_finalize_final_module", finish),
+        (JITCodeLibrary, "get_pointer_to_function", no_address),
+        (JITCPUCodegen, "set_env", nothing),
+    )
+    with global_compiler_lock, contextlib.ExitStack() as stack:  # which keeps other threads from compiling meanwhile
+        for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
 
 
 def _c_wrapper(name: str, numba_name: str, arguments: Arguments, result: str) -> str:
@@ -291,18 +340,79 @@ def tile_set(layout: TileLayout) -> TileSet:
 def compile_all(wanted: Iterable[Kernel | TileSet], on_progress: CompileProgress | None = None) -> None:
     """Make all of `wanted` ready. `on_progress` is called only if something really has to be compiled."""
     wanted = list(dict.fromkeys(wanted))
-    cache_folder()
-    missing = [item for item in wanted if not item.is_cached]
+    missing = deque(sorted((item for item in wanted if not item.is_cached), key=lambda item: item.name != _SLOWEST))
+    total = len(missing)
     if missing and cache_folder() is None:
         logging.getLogger("forge").warning("forge: %s", cache_problem())
-    for done, item in enumerate(missing):
-        if on_progress is not None:
-            on_progress(done, len(missing))
-        item.compile()
-    if missing and on_progress is not None:
-        on_progress(len(missing), len(missing))
+    tell = on_progress if on_progress is not None and missing else lambda done, total: None
+    tell(0, total)
+    helpers = [_Helper(missing) for _ in range(_helpers_for(total))]
+    collects = gc.isenabled()
+    gc.disable()  # Numba makes many objects and keeps them: looking through them takes a tenth of the time
+    try:
+        while missing:
+            with contextlib.suppress(IndexError):  # a helper took the last one
+                missing.popleft().compile()
+            if missing:
+                tell(total - len(missing), total)
+        for helper in helpers:
+            helper.join()
+    finally:
+        missing.clear()
+        if collects:
+            gc.enable()
+    tell(total, total)
     for item in wanted:
         item.compile()
+
+
+def _helpers_for(missing: int) -> int:
+    """How many processes help: one per other CPU, where there is enough to do and a folder to leave it in."""
+    return min(usable_cpus() - 1, missing // _ITEMS_PER_HELPER) if cache_folder() is not None and sys.executable else 0
+
+
+class _Helper(threading.Thread):
+    """Another process that compiles items of a queue and leaves them in the cache folder.
+
+    Threads would not help: Numba and llvmlite hold a lock while they compile. If the process fails, what it was asked
+    for is still missing and is compiled here.
+    """
+
+    def __init__(self, queue: "deque[Kernel | TileSet]"):
+        super().__init__(name="forge-compile", daemon=True)
+        self._queue = queue
+        self.start()
+
+    def run(self) -> None:
+        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+        command = [sys.executable, "-c", f"from {__name__} import compile_what_is_named as run; run()"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        with (
+            contextlib.suppress(OSError, IndexError),
+            subprocess.Popen(command, env=environment, **pipes) as process,  # type: ignore[call-overload]
+        ):
+            while True:
+                print(self._queue.popleft().name, file=process.stdin, flush=True)
+                if not process.stdout.readline():
+                    break
+
+
+def compile_what_is_named() -> None:
+    """A helper process: compile what standard input names, line by line, and answer each with a line."""
+    from forge.backends.cpu import kernel_table, packing, thread_pool
+
+    gc.disable()
+    tiles = [tile_set(layout) for layout in packing.LAYOUT_OF_TYPE.values()]
+    known = {
+        item.name: item
+        for item in (*vars(kernel_table).values(), *thread_pool.POOL_KERNELS, *tiles)
+        if isinstance(item, MachineCode)
+    }
+    for line in sys.stdin:
+        known[line.strip()].compile()
+        print(flush=True)
+    os._exit(0)  # without freeing every object that Numba made
 
 
 def _read_object(name: str) -> bytes | None:

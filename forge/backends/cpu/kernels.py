@@ -12,7 +12,7 @@ they are also quantized to int8, 32 at a time (`_quantize_32`).
 import numba
 import numpy as np
 
-from forge.backends.cpu.op_layout import FLOAT16, FLOAT32
+from forge.backends.cpu.op_layout import FLOAT16, FLOAT32, ROWS_NEAR
 from forge.backends.cpu.thread_pool_code import atomic_load, claim, next_item
 from forge.backends.cpu.vectors import (
     absolute,
@@ -34,6 +34,7 @@ from forge.backends.cpu.vectors import (
     maximum,
     put_f32,
     put_i32,
+    quantize_16_groups,
     round_to_int,
     splat_f32,
     store_f32,
@@ -195,21 +196,27 @@ def _quantize_row(rows, row):
     """A whole row of floats, 32 at a time."""
     x, quants = values_of(rows, row), quants_of(rows, row)
     scales, sums = scales_of(rows, row), sums_of(rows, row)
-    for group in range(rows.stride // 32):
+    groups = rows.stride // 32
+    together = groups // 16 * 16
+    for group in range(0, together, 16):
+        at = 8 * group
+        quantize_16_groups(x + 128 * group, 128, quants + 32 * group, 32, scales + at, 8, sums + at, 8)
+    for group in range(together, groups):
         _quantize_32(x + 128 * group, quants + 32 * group, scales + 8 * group, sums + 8 * group)
 
 
 def rms_norm(op, ctx, thread, threads):
     """x / sqrt(mean(x²) + eps) * weight, quantized too where a quantized product follows. One item per row.
 
-    The rows are those of the batch, or for the last norm those that need logits.
+    The rows are those of the batch, or for the last norm those that need logits; a negative one, which only an engine
+    with a bug in it asks for, stands for the first.
     """
     width, weight = op.width, op.weight
     while True:
         row = next_item(op, 1)
         if row >= num_rows(ctx, op.out):
             break
-        source = np.int64(get_i32(ctx.logit_rows + 4 * row)) if op.logit_rows_only != 0 else row
+        source = max(np.int64(get_i32(ctx.logit_rows + 4 * row)), 0) if op.logit_rows_only != 0 else row
         x, out = values_of(op.x, source), values_of(op.out, row)
         factor = splat_f32(ONE / np.sqrt(_mean_square(x, width) + op.eps))
         for offset in range(0, 4 * op.out.stride, VECTOR):
@@ -291,28 +298,40 @@ def multiply_tile(matrix, tile, x, row, count, out, out_stride, adds, low, high)
     )
 
 
+@numba.njit
+def multiply_rows(matrix, tile, x, first, last, out, out_stride, adds, ahead):
+    """Rows `first` to `last` - 1 of x times the 16 weight rows of a tile: `[last - first, 16]`, `out_stride` apart.
+
+    All of them pass over the tile while its weights are near: up to eight at a time, the rest in a tile made for
+    exactly as many. The first two passes fetch the tile at `ahead`, half of it each, unless that is 0.
+    """
+    row = first
+    while row < last:
+        count = min(8, last - row)
+        low, high = ahead if row == first else 0, ahead if row == first + 8 or last - first <= 8 else 0
+        place = out + 4 * (row - first) * out_stride
+        multiply_tile(matrix, tile, x, row, count, place, out_stride, adds, low, high)
+        row += count
+
+
 def matmul_quantized(op, ctx, thread, threads):
     """out (+)= x · weightsᵀ for quantized weights. One item per tile of 16 weight rows.
 
-    All rows of the batch pass over a tile while its weights are near: up to eight at a time, the rest in a tile made
-    for exactly as many. The first two passes fetch the next tile ahead (`tiles.py`). A thread takes the next items
-    before it has done the last of those it has, so that it knows which tile that is.
+    A thread takes the next items before it has done the last of those it has, so that it knows which tile to fetch
+    ahead. Of a large batch, `ROWS_NEAR` rows at a time pass over all the tiles that the thread has.
     """
-    rows, num_tiles, chunk = num_rows(ctx, op.x), op.num_tiles, op.chunk
+    rows, num_tiles = num_rows(ctx, op.x), op.num_tiles
     matrix, tile_bytes = op.matrix, op.matrix.tile_bytes
-    first, last, piece = next_range(op, thread, threads, chunk, num_tiles, 0)
+    first, last, piece = next_range(op, thread, threads, op.chunk, num_tiles, 0)
     while first < num_tiles:
-        upcoming, its_last, piece = next_range(op, thread, threads, chunk, num_tiles, piece)
-        for tile in range(first, last):
-            following = tile + 1 if tile + 1 < last else upcoming
-            ahead = matrix.weights + following * tile_bytes if following < num_tiles else 0
-            row = 0
-            while row < rows:
-                count = min(8, rows - row)
-                low, high = ahead if row == 0 else 0, ahead if row == 8 or rows <= 8 else 0
-                out = values_of(op.out, row) + 64 * tile
-                multiply_tile(matrix, tile, op.x, row, count, out, op.out.stride, op.adds, low, high)
-                row += count
+        upcoming, its_last, piece = next_range(op, thread, threads, op.chunk, num_tiles, piece)
+        for begin in range(0, rows, ROWS_NEAR):
+            end = min(begin + ROWS_NEAR, rows)
+            for tile in range(first, last):
+                following = tile + 1 if tile + 1 < last else upcoming
+                ahead = matrix.weights + following * tile_bytes if begin == 0 and following < num_tiles else 0
+                out = values_of(op.out, begin) + 64 * tile
+                multiply_rows(matrix, tile, op.x, begin, end, out, op.out.stride, op.adds, ahead)
         first, last = upcoming, its_last
 
 
@@ -389,39 +408,49 @@ def swiglu(op, ctx, thread, threads):
 
 
 @numba.njit
-def _two_tiles(op, matrix, pair, first, count, out, ahead, rows):
-    """Rows `first` to `first + count` - 1 times 32 weight rows, float32 `[count, 64]` of which 32 columns are written.
+def _two_tiles(matrix, pair, x, first, last, out, ahead):
+    """Rows `first` to `last` - 1 times 32 weight rows: float32 `[last - first, 32]`.
 
-    `ahead` is the pair of tiles to fetch meanwhile.
+    `ahead` is the pair of tiles to fetch meanwhile, or -1.
     """
     for half in range(2):
-        upcoming = matrix.weights + (2 * ahead + half) * matrix.tile_bytes if ahead < op.num_pairs else 0
-        low, high = upcoming if first == 0 else 0, upcoming if first == 8 or rows <= 8 else 0
-        multiply_tile(matrix, 2 * pair + half, op.x, first, count, out + 64 * half, 64, 0, low, high)
+        upcoming = matrix.weights + (2 * ahead + half) * matrix.tile_bytes if ahead >= 0 else 0
+        multiply_rows(matrix, 2 * pair + half, x, first, last, out + 64 * half, 32, 0, upcoming)
+
+
+@numba.njit
+def _quantize_column(x, rows, first, last, group):
+    """Floats `[last - first, 32]` into group `group` of the quantized form of rows `first` to `last` - 1."""
+    together = (last - first) // 16 * 16
+    for row in range(first, first + together, 16):
+        quants, scales, sums = quants_of(rows, row), scales_of(rows, row) + 8 * group, sums_of(rows, row) + 8 * group
+        step = rows.stride // 4
+        from_ = x + 128 * (row - first)
+        quantize_16_groups(from_, 128, quants + 32 * group, rows.stride, scales, step, sums, step)
+    for row in range(first + together, last):
+        quantize_group(x + 128 * (row - first), rows, row, group)
 
 
 def gate_up_swiglu(op, ctx, thread, threads):
     """silu(x · gateᵀ) * (x · upᵀ), quantized on the spot. One item per 32 results, which share one scale.
 
-    The two products never reach memory: eight rows at a time they wait in the thread's scratch. For a prefill of 512
+    The two products never reach memory: some rows at a time they wait in the thread's scratch. For a prefill of 512
     tokens that saves a third of a gigabyte of traffic.
     """
     rows, pairs = num_rows(ctx, op.x), op.num_pairs
     gates = ctx.scratch + thread * ctx.scratch_bytes
-    ups = gates + 128
-    row_blocks, chunk = (rows + 7) // 8, op.chunk
-    first, last, piece = next_range(op, thread, threads, chunk, pairs, 0)
+    ups = gates + 128 * ROWS_NEAR
+    first, last, piece = next_range(op, thread, threads, op.chunk, pairs, 0)
     while first < pairs:
-        upcoming, its_last, piece = next_range(op, thread, threads, chunk, pairs, piece)
-        for item in range(first * row_blocks, last * row_blocks):
-            pair, row = item // row_blocks, 8 * (item % row_blocks)
-            count = min(8, rows - row)
-            ahead = pair + 1 if pair + 1 < last else upcoming
-            _two_tiles(op, op.gate, pair, row, count, gates, ahead, rows)
-            _two_tiles(op, op.up, pair, row, count, ups, ahead, rows)
-            for index in range(count):
-                gate, up = gates + 256 * index, ups + 256 * index
-                store_f32(gate, _silu(load_f32(gate)) * load_f32(up))
-                store_f32(gate + 64, _silu(load_f32(gate + 64)) * load_f32(up + 64))
-                quantize_group(gate, op.out, row + index, pair)
+        upcoming, its_last, piece = next_range(op, thread, threads, op.chunk, pairs, piece)
+        for begin in range(0, rows, ROWS_NEAR):
+            end = min(begin + ROWS_NEAR, rows)
+            for pair in range(first, last):
+                following = pair + 1 if pair + 1 < last else upcoming
+                ahead = following if begin == 0 and following < pairs else -1
+                _two_tiles(op.gate, pair, op.x, begin, end, gates, ahead)
+                _two_tiles(op.up, pair, op.x, begin, end, ups, ahead)
+                for offset in range(0, 128 * (end - begin), VECTOR):
+                    store_f32(gates + offset, _silu(load_f32(gates + offset)) * load_f32(ups + offset))
+                _quantize_column(gates, op.out, begin, end, pair)
         first, last = upcoming, its_last

@@ -3,6 +3,8 @@
 Addresses are plain int64 numbers, as in C.
 """
 
+from collections.abc import Callable
+
 from llvmlite import ir
 
 LANES = 16
@@ -71,3 +73,26 @@ def narrow(builder: ir.IRBuilder, value: ir.Value, kind: str) -> ir.Value:
     even = builder.and_(builder.lshr(bits, sixteen), one)
     rounded = builder.lshr(builder.add(builder.add(bits, half), even), sixteen)
     return builder.trunc(rounded, STORED["bf16"])
+
+
+def reduce_each(
+    builder: ir.IRBuilder, vectors: list[ir.Value], combine: Callable[[ir.Value, ir.Value], ir.Value]
+) -> ir.Value:
+    """16 vectors to the vector of their reductions: of each, lanes 0 to 7 with 8 to 15, then 0 to 3 with 4 to 7, …
+
+    Level by level, two vectors become one that holds the halves of both, so that each operation serves two of them.
+    """
+    width, level = LANES // 2, vectors
+    while width:
+        low = [lane for lane in range(LANES) if lane % (2 * width) < width]
+        # Of a pair (a, b): all low halves of a then of b, with all high halves of a then of b.
+        lows, highs = (
+            ir.Constant(ir.VectorType(I32, LANES), [lane + half + side for side in (0, LANES) for lane in low])
+            for half in (0, width)
+        )
+        level = [
+            combine(builder.shuffle_vector(a, b, lows), builder.shuffle_vector(a, b, highs))
+            for a, b in zip(level[::2], level[1::2], strict=True)
+        ]
+        width //= 2
+    return level[0]

@@ -70,13 +70,13 @@ MATRIX = fields(
 # The batch context.
 
 CACHE = fields(
-    "keys",  # [blocks, layers, kv heads, block size, padded head dim]
+    "keys",  # [blocks, layers, kv heads, block size, row_bytes]
     "values",
     "block_size",
     "layer_bytes",  # of one block in one layer
     "block_bytes",  # of one block in all layers
     "head_bytes",  # of one head of a block in a layer
-    "row_bytes",  # of one token of that
+    "row_bytes",  # of one token of that: its numbers, and the scale of int8
     "kind",  # index into KV_DTYPES
 )
 """The KV storage."""
@@ -100,8 +100,8 @@ CONTEXT = fields(
     "scratch_bytes",
 )
 
-FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
-"""Kinds of stored floats, in the order of KV_DTYPES."""
+FLOAT32, FLOAT16, BFLOAT16, INT8 = 0, 1, 2, 3
+"""Kinds of stored numbers, in the order of KV_DTYPES. INT8 is for keys and values, each with a scale behind it."""
 
 # Operations.
 
@@ -196,8 +196,10 @@ CHUNK = 64
 """Keys that attention reduces together: absolute positions 0 to 63, 64 to 127, …"""
 ROWS_PER_BLOCK = 16
 """Rows of one sequence that share a pass over its keys."""
-GLU_SCRATCH_FLOATS = 8 * 2 * 32
-"""What `gate_up_swiglu` needs of a thread's scratch: eight rows of 32 gates and 32 ups."""
+ROWS_NEAR = 128
+"""Rows of a large batch that pass over weights together: their quants stay in the second-level cache meanwhile."""
+GLU_SCRATCH_FLOATS = ROWS_NEAR * 2 * 32
+"""What `gate_up_swiglu` needs of a thread's scratch: of those rows 32 gates and 32 ups."""
 
 # The memory that a pool's threads share.
 

@@ -13,7 +13,7 @@ import numpy as np
 from forge.backends.cpu.compilation import Kernel, TileSet, tile_set
 from forge.backends.cpu.kernel_table import OperationKernel
 from forge.backends.cpu.op_layout import CONTEXT, OPERATION_BYTES, structure
-from forge.backends.cpu.packing import PackedMatrix, QuantizedMatrix, padded
+from forge.backends.cpu.packing import Arena, PackedMatrix, QuantizedMatrix, padded
 from forge.backends.cpu.tiles import GROUP
 from forge.model.rope import Rope
 
@@ -181,12 +181,13 @@ def _buffer_memory(recording: Recording, max_rows: int, max_logit_rows: int) -> 
     free: dict[tuple[int, str, bool], list[Parts]] = {}
     done: list[Buffer] = []  # last used, but threads may still be reading until the next wait
     memory: dict[Buffer, Parts] = {}
+    arena = Arena()  # its memory is zero, as padding has to be
     for number, operation in enumerate(recording.operations):
         for buffer in operation.buffers:
             if buffer not in memory:
                 spare = free.get(recording.shape(buffer))
                 quantized = buffer in recording.quantized
-                memory[buffer] = spare.pop() if spare else _new_parts(buffer, most[buffer.count], quantized)
+                memory[buffer] = spare.pop() if spare else _new_parts(buffer, most[buffer.count], quantized, arena)
         done += [buffer for buffer, last in last_use.items() if last == number]
         if operation.waits:
             for buffer in done:
@@ -195,13 +196,13 @@ def _buffer_memory(recording: Recording, max_rows: int, max_logit_rows: int) -> 
     return memory
 
 
-def _new_parts(buffer: Buffer, rows: int, quantized: bool) -> Parts:
+def _new_parts(buffer: Buffer, rows: int, quantized: bool, arena: Arena) -> Parts:
     # A row of slack: a head that is not a multiple of 16 wide is read a little past its end.
-    parts = {"values": np.zeros((rows + 1, buffer.stride), np.float32)}
+    parts = {"values": arena.empty((rows + 1, buffer.stride), np.float32)}
     if quantized:
         parts |= {
-            "quants": np.zeros((rows, buffer.stride), np.int8),
-            "scales": np.zeros((rows, buffer.stride // GROUP, 2), np.float32),
-            "sums": np.zeros((rows, buffer.stride // 16), np.int32),
+            "quants": arena.empty((rows, buffer.stride), np.int8),
+            "scales": arena.empty((rows, buffer.stride // GROUP, 2), np.float32),
+            "sums": arena.empty((rows, buffer.stride // 16), np.int32),
         }
     return parts

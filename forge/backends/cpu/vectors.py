@@ -10,6 +10,7 @@ Addresses are plain int64 numbers, as in C. Loads and stores need no alignment b
 
 import operator
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
@@ -30,6 +31,7 @@ from forge.backends.cpu.llvm_code import (
     fused_multiply_add,
     load,
     narrow,
+    reduce_each,
     splat,
     store,
     widen,
@@ -179,15 +181,19 @@ def absolute(typingctx, a):
     return f32x16(f32x16), codegen
 
 
+def _rounded(builder, a):
+    # Adding 1.5 * 2^23 pushes the fraction out of the mantissa, rounding it to nearest even on the way.
+    magic = ir.Constant(V_F32, [12582912.0] * LANES)
+    bits = builder.bitcast(builder.fadd(a, magic), V_I32)
+    return builder.sub(bits, ir.Constant(V_I32, [0x4B400000] * LANES))
+
+
 @intrinsic
 def round_to_int(typingctx, a):
     """Lane by lane the nearest integer, ties to even, as i32x16. Lanes must lie within ±2^22."""
 
     def codegen(context, builder, sig, args):
-        # Adding 1.5 * 2^23 pushes the fraction out of the mantissa, rounding it to nearest even on the way.
-        magic = ir.Constant(V_F32, [12582912.0] * LANES)
-        bits = builder.bitcast(builder.fadd(args[0], magic), V_I32)
-        return builder.sub(bits, ir.Constant(V_I32, [0x4B400000] * LANES))
+        return _rounded(builder, *args)
 
     return i32x16(f32x16), codegen
 
@@ -211,6 +217,52 @@ def store_i8(typingctx, address, a):
         return context.get_dummy_value()
 
     return types.void(types.int64, i32x16), codegen
+
+
+@intrinsic
+def quantize_16_groups(typingctx, x, x_step, quants, quants_step, scales, scales_step, sums, sums_step):
+    """What `kernels._quantize_32` does, for 16 groups at once, each array's so many bytes apart.
+
+    One group alone waits for its maximum, for a division and for its sums; here the lanes of one vector are those of
+    all 16. Every step is exact or rounds in its own lane, so the bits are the same.
+    """
+
+    def codegen(context, b, sig, args):
+        x, x_step, quants, quants_step, scales, scales_step, sums, sums_step = args
+
+        def constant(number):
+            return ir.Constant(V_F32, [number] * LANES)
+
+        def absolute_of(value):
+            bits = b.and_(b.bitcast(value, V_I32), ir.Constant(V_I32, [0x7FFFFFFF] * LANES))
+            return b.bitcast(bits, V_F32)
+
+        def half(group, offset):
+            return load(b, b.add(x, b.add(b.mul(x_step, I64(group)), I64(offset))), V_F32)
+
+        larger = [_maximum(b, absolute_of(half(group, 0)), absolute_of(half(group, 64))) for group in range(LANES)]
+        largest = reduce_each(b, larger, lambda one, other: _maximum(b, one, other))
+        is_large = b.fcmp_ordered(">", largest, constant(float(np.float32(1e-30))))
+        factors = b.select(is_large, b.fdiv(constant(127.0), largest), constant(0.0))
+        units = b.select(is_large, b.fdiv(largest, constant(127.0)), constant(0.0))
+        halves: list[list[ir.Value]] = [[], []]
+        for group in range(LANES):
+            factor = splat(b, b.extract_element(factors, I32(group)))
+            for part in range(2):
+                rounded = _rounded(b, b.fmul(half(group, 64 * part), factor))
+                place = b.add(quants, b.add(b.mul(quants_step, I64(group)), I64(16 * part)))
+                store(b, place, b.trunc(rounded, ir.VectorType(I8, LANES)))
+                halves[part].append(rounded)
+        low, high = (reduce_each(b, each, b.add) for each in halves)
+        offsets = b.fmul(b.fneg(units), b.sitofp(b.add(low, high), V_F32))
+        for array, step, values in ((scales, scales_step, (units, offsets)), (sums, sums_step, (low, high))):
+            for group in range(LANES):
+                place = b.add(array, b.mul(step, I64(group)))
+                for part, value in enumerate(values):
+                    store(b, b.add(place, I64(4 * part)), b.extract_element(value, I32(group)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen
 
 
 @intrinsic
@@ -371,66 +423,6 @@ def exp_f32(typingctx, x):
         return builder.extract_element(exp_code(builder, splat(builder, args[0])), I32(0))
 
     return types.float32(types.float32), codegen
-
-
-@intrinsic
-def dot_keys(typingctx, query, keys, key_bytes, head_dim):
-    """Dot products of one query with 16 keys: lane j is query · key j.
-
-    `keys` is the address of float32 keys, `key_bytes` apart; head_dim a multiple of 16. Each key has 16 partial sums,
-    which are added in the tree of `sum16`; the trees of all 16 keys are computed together, lane by lane, so that each
-    addition serves two keys.
-    """
-
-    def codegen(context, builder, sig, args):
-        query, keys, key_bytes, head_dim = args
-        entry, loop, done = builder.block, builder.append_basic_block("dims"), builder.append_basic_block("done")
-        addresses = [builder.add(keys, builder.mul(key_bytes, I64(j))) for j in range(LANES)]
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        offset = builder.phi(I64)
-        offset.add_incoming(I64(0), entry)
-        sums = [builder.phi(V_F32) for _ in range(LANES)]
-        q = load(builder, builder.add(query, offset), V_F32)
-        results = []
-        for total, address in zip(sums, addresses, strict=True):
-            total.add_incoming(ir.Constant(V_F32, [0.0] * LANES), entry)
-            key = load(builder, builder.add(address, offset), V_F32)
-            results.append(fused_multiply_add(builder, q, key, total))
-        following = builder.add(offset, I64(4 * LANES))
-        offset.add_incoming(following, loop)
-        for total, result in zip(sums, results, strict=True):
-            total.add_incoming(result, loop)
-        builder.cbranch(builder.icmp_signed("<", following, builder.mul(head_dim, I64(4))), loop, done)
-        builder.position_at_end(done)
-        return _sum_each(builder, results)
-
-    return f32x16(types.int64, types.int64, types.int64, types.int64), codegen
-
-
-def _sum_each(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """16 vectors to the vector of their sums, each by the tree of `sum16`.
-
-    Level by level, two vectors become one that holds the half-sums of both: lanes i and i + width of each vector are
-    added, for width 8, 4, 2, 1. `held[i]` lists (vector number, lane of its partial sums) in order.
-    """
-    width, level = LANES // 2, vectors
-    while len(level) > 1:
-        low: list[int] = []
-        high: list[int] = []
-        for part in range(LANES // (2 * width)):
-            base = part * 2 * width
-            low += range(base, base + width)
-            high += range(base + width, base + 2 * width)
-        # Of a pair (a, b): all low halves of a then of b, plus all high halves of a then of b.
-        lows = ir.Constant(ir.VectorType(I32, LANES), low + [lane + LANES for lane in low])
-        highs = ir.Constant(ir.VectorType(I32, LANES), high + [lane + LANES for lane in high])
-        level = [
-            builder.fadd(builder.shuffle_vector(a, b, lows), builder.shuffle_vector(a, b, highs))
-            for a, b in zip(level[::2], level[1::2], strict=True)
-        ]
-        width //= 2
-    return level[0]
 
 
 @intrinsic

@@ -60,10 +60,6 @@ class Network:
     head_dim: int
     rope: Rope
 
-    @property
-    def qkv_width(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
     def distinct(self) -> "Network":
         """The same with only the first of layers whose kernels are launched alike, and the last layer."""
         kinds = [tuple(m.kind for m in (*e.qkv, e.output, e.gate_up, e.down)) for e in self.layers]

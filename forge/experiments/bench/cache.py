@@ -7,9 +7,10 @@ is measured on the caches alone.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Annotated
 
@@ -19,19 +20,17 @@ from forge.cache.block_pool import BlockPool
 from forge.cache.kv_cache import KvCache
 from forge.cache.paged import PagedKvCache
 from forge.cache.prefix import PrefixKvCache
-from forge.cli import machine, options
-from forge.cli.arguments import Takes, command
-from forge.cli.run_control import Found
+from forge.cli.arguments import Takes
 from forge.engine.engine import Engine
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
-from forge.experiments.bench.options import QuickOption, at_least_one, option
-from forge.experiments.bench.results import Facts, Figure, Progress, ratios, shown, silent
-from forge.experiments.bench.tables import Part, Table, ratio_text, title, where
+from forge.experiments.bench import kit
+from forge.experiments.bench.kit import Facts, Figure, Progress, QuickOption, option
 from forge.llm import LLM
-from forge.views.formatting import NOTHING, count, plural, rate, share, size
-from forge.views.progress import progress_line
+from forge.views.formatting import plural, ratio
+from forge.views.screen import Part, Table, title
+from forge.workload.judging import run_requests
 
 LENGTHS = (128, 1024)
 BLOCK_SIZES = (1, 16, 64)
@@ -61,69 +60,90 @@ QUICK = Effort(steps=6, rounds=2, policy_steps=20)
 """Enough to see that everything runs; too little to believe."""
 
 
-@command
+def screen(facts: Facts) -> Iterator[Part]:
+    """Time, then memory, then hits; each table with what its figures are."""
+    yield from (title("What does paging cost, and what does it save?"), kit.where(facts), None)
+    shown = {
+        "ms": lambda seconds: f"{seconds * 1e3:,.{0 if seconds >= 0.1 else 2}f}",
+        "us": lambda seconds: f"{seconds * 1e6:,.0f}",
+        "fine": lambda value: f"{value:.3f}" if value < 2 else ratio(value),
+    }
+    compared = {"contiguous": ("basic", ""), "paged": ("paged", "ratio"), "scattered": ("scattered", "scattered_ratio")}
+    steps = [
+        {**one, "cache": name, "step": one[step], "of": one.get(times)}
+        for one in facts["step_times"]
+        for name, (step, times) in compared.items()
+    ]
+    columns = ["decode at: {length:plural token}", "block: {block_size}", "cache: {cache}"]
+    yield Table.of(steps, *columns, "ms per step: {step:ms}", "of contiguous: {of:fine x}", formats=shown, grouped=2)
+    yield (
+        f"One sequence, whole steps: scheduling, forward pass, choice. {plural(facts['steps'], 'step')} of each, in "
+        "turn, from the same prompt; medians (quartiles), the ratio taken step by step. scattered: paged, its blocks "
+        "in no order."
+    )
+    yield from (f"· {reason}" for reason in facts["skipped"])
+    yield None
+    if one := facts["first_token"]:
+        found = "ms to first token: {cached_tokens:count} of {prompt_tokens:count} found"
+        yield Table.of(
+            [one], found, "paged: {paged:ms}", "prefix: {prefix:ms}", "sooner: {ratio:fine x}", formats=shown
+        )
+    else:
+        yield "· time to first token: the model's context is too short"
+    what = "policy alone: bookkeeping of a step, {sequences:plural sequence}, {kind}"
+    alone = Table.of(facts["bookkeeping"], what, ": {seconds:us}", ": µs", formats=shown)
+    speeds = Table.of(facts["allocator"], ": {name}", ": {operations_per_second:rate}", ": per second")
+    yield from (None, replace(alone, rows=[*alone.rows, *speeds.rows]), None)
+    sizes = ("reserved: {bytes_reserved:size}", "empty: {bytes_empty:size}", "empty: {wasted:share}")
+    yield Table.of(facts["waste"], "memory: {kind}", "block: {block_size}", *sizes)
+    yield from ("64 sequences of up to 2,048 tokens, many short and a few long, mean 300.", None)
+    hits = ("prompt tokens: {prompt_tokens:count}", "found: {tokens_found:count}", "hit rate: {share:share}")
+    yield Table.of(facts["hit_rates"], "prefix: 32 requests", "block: {block_size}", *hits)
+    yield "Each has the same 200 tokens in front of 30 of its own, and comes when the one before has gone."
+
+
+@kit.benchmark(screen)
 def bench_cache(
+    say: Progress,
     engine: Annotated[EngineArgs, Takes("model device threads")],
     length: Annotated[list[int] | None, option("Tokens in the cache; may be repeated.", default="128, 1024")] = None,
     block_size: Annotated[list[int] | None, option("Tokens per block; may be repeated.", default="1, 16, 64")] = None,
     reps: Annotated[int | None, option("Steps of each cache per figure; 60 if not given.")] = None,
     quick: QuickOption = False,
-    json: options.JsonOption = False,
-) -> Found:
+) -> Facts:
     """The paged cache beside the contiguous one: time per step, what is reserved and empty, what a prefix saves.
 
     [dim]forge bench cache -m Qwen3-0.6B-Q8_0.gguf --length 1024 --block-size 16[/dim]
     """
-    effort = QUICK if quick else Effort()
-    effort = effort if reps is None else replace(effort, steps=reps)
-    with progress_line() as progress:
-        facts = run(engine, length or LENGTHS, block_size or BLOCK_SIZES, effort, progress)
-    facts["machine"] = machine.cpu_model()
-    return shown(facts, screen(facts), json)
-
-
-def run(
-    engine: EngineArgs,
-    lengths: Sequence[int] = LENGTHS,
-    block_sizes: Sequence[int] = BLOCK_SIZES,
-    effort: Effort = Effort(),
-    on_progress: Progress = silent,
-) -> Facts:
-    """Measure. A length that the model's context does not hold is left out, and said to be.
-
-    Raises `UsageError` for a model that does not exist, or a length or size of block that is none.
-    """
-    at_least_one(length=min(lengths), block_size=min(block_sizes), reps=effort.steps)
-    on_progress(f"load {engine.model}")
+    effort = kit.effort_of(QUICK if quick else Effort(), steps=reps)
+    lengths, block_sizes = length or LENGTHS, block_size or BLOCK_SIZES
+    kit.at_least_one(length=min(lengths), block_size=min(block_sizes), reps=effort.steps)
+    say(f"load {engine.model}")
     llm = LLM.from_engine_args(replace(engine, kv="paged", num_blocks=1))  # its own cache is not used
-    fitting = [length for length in lengths if length + effort.steps + 2 <= llm.max_model_len]
+    fitting = [tokens for tokens in lengths if tokens + effort.steps + 2 <= llm.max_model_len]
     times = []
-    for length in fitting:
-        for block_size in block_sizes:
-            on_progress(f"decode at {length:,} tokens, blocks of {block_size}")
-            times.append(_step_time(llm, length, block_size, effort.steps))
-    on_progress("time to first token with a prefix that is there")
+    for tokens, size in product(fitting, block_sizes):
+        say(f"decode at {tokens:,} tokens, blocks of {size}")
+        times.append(_step_time(llm, tokens, size, effort.steps))
+    say("time to first token with a prefix that is there")
     first_token = _first_token(llm, effort.rounds) if llm.max_model_len >= PROMPT_TOKENS + 2 else None
-    on_progress("the policies alone")
-    bytes_per_token = llm.kv_layout.bytes_per_token
-    slots = WASTE_SEQUENCES * WASTE_MAX_LEN
+    say("the policies alone")
+    slots, longest = WASTE_SEQUENCES * WASTE_MAX_LEN, BOOKKEEPING_LENGTH + 2048
     wasteful: list[KvCache] = [BasicKvCache(WASTE_SEQUENCES, WASTE_MAX_LEN, DEFAULT_BLOCK_SIZE)]
     wasteful += [PagedKvCache(-(-slots // size), size) for size in block_sizes]
-    longest = BOOKKEEPING_LENGTH + 2048
     blocks = BOOKKEEPING_SEQUENCES * -(-longest // DEFAULT_BLOCK_SIZE)
     bookkept: list[KvCache] = [BasicKvCache(BOOKKEEPING_SEQUENCES, longest, DEFAULT_BLOCK_SIZE)]
     bookkept += [kind(blocks, DEFAULT_BLOCK_SIZE) for kind in (PagedKvCache, PrefixKvCache)]
     return {
-        "model": llm.model_name,
-        "device": f"{llm.device} ({llm.device_description})",
+        **kit.about(llm),
         "steps": effort.steps,
         "step_times": times,
-        "skipped": [f"{length:,} tokens do not fit the model's context" for length in lengths if length not in fitting],
+        "skipped": [f"{one:,} tokens do not fit the model's context" for one in lengths if one not in fitting],
         "first_token": first_token,
         "bookkeeping": [bookkeeping(cache, effort.policy_steps) for cache in bookkept],
         "allocator": allocator_speeds(effort.policy_steps),
-        "waste": [waste(cache, bytes_per_token) for cache in wasteful],
-        "hit_rates": [hit_rate(block_size) for block_size in block_sizes],
+        "waste": [waste(cache, llm.kv_layout.bytes_per_token) for cache in wasteful],
+        "hit_rates": [hit_rate(size) for size in block_sizes],
     }
 
 
@@ -141,21 +161,19 @@ def _step_time(llm: LLM, length: int, block_size: int, steps: int) -> Facts:
         "scattered": _scattered(PagedKvCache(2 * blocks, block_size)),
     }
     engines = {name: _engine(llm, cache, longest) for name, cache in caches.items()}
+    params = SamplingParams(max_tokens=steps + 2, temperature=0.0, ignore_eos=True)
     for engine in engines.values():
-        _begin(engine, prompt, steps + 2)
+        engine.add_request("measured", prompt, params)
         while not engine.step().tokens:
             pass
         engine.step()  # the first decode after a prefill finds nothing of the weights in the processor's cache
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for turn in range(steps):
-        for name in seconds if turn % 2 else reversed(seconds):
-            seconds[name].append(timed(engines[name].step)[1])
+    seconds = kit.in_turns(engines, lambda engine, turn: timed(engine.step)[1], steps)
     return {
         "length": length,
         "block_size": block_size,
         **{name: Figure.quartiles(each) for name, each in seconds.items()},
-        "ratio": Figure.quartiles(ratios(seconds["paged"], seconds["basic"])),
-        "scattered_ratio": Figure.quartiles(ratios(seconds["scattered"], seconds["basic"])),
+        "ratio": Figure.quartiles(kit.ratios(seconds["paged"], seconds["basic"])),
+        "scattered_ratio": Figure.quartiles(kit.ratios(seconds["scattered"], seconds["basic"])),
     }
 
 
@@ -176,16 +194,14 @@ def _first_token(llm: LLM, rounds: int) -> Facts:
     blocks = 4 * -(-longest // size)
     rng = random.Random(SEED)
     beginning = [rng.randrange(llm.model.vocab_size) for _ in range(shared)]
-    engines = [_engine(llm, kind(blocks, size), longest) for kind in (PagedKvCache, PrefixKvCache)]
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for turn in range(rounds + 1):
-        prompt = beginning + [rng.randrange(llm.model.vocab_size) for _ in range(PROMPT_TOKENS - shared)]
-        for engine, own in zip(engines, seconds, strict=True):
-            cached, taken = timed(partial(_answer, engine, prompt))
-            own.extend([taken] if turn else [])  # the first fills the cache, and touches memory for the first time
-    paged, prefix = map(Figure.quartiles, seconds)
-    found = {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": cached, "paged": paged, "prefix": prefix}
-    return found | {"ratio": Figure.quartiles(ratios(*seconds))}
+    ends = [[rng.randrange(llm.model.vocab_size) for _ in range(PROMPT_TOKENS - shared)] for _ in range(rounds + 1)]
+    kinds = {"paged": PagedKvCache, "prefix": PrefixKvCache}
+    engines = {name: _engine(llm, kind(blocks, size), longest) for name, kind in kinds.items()}
+    # The first fills the cache, and touches memory for the first time.
+    turns = kit.in_turns(engines, lambda engine, turn: run_requests(engine, [beginning + ends[turn]]), rounds, 1)
+    cached = turns["prefix"][-1].tokens_cached
+    seconds = {name: [run.seconds for run in runs] for name, runs in turns.items()}
+    return {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": cached} | kit.compared(seconds, Figure.quartiles)
 
 
 def _engine(llm: LLM, cache: KvCache, longest: int) -> Engine:
@@ -194,20 +210,11 @@ def _engine(llm: LLM, cache: KvCache, longest: int) -> Engine:
     return Engine(llm.model, llm.tokenizer, cache, storage, longest, SchedulerConfig(prefill_only=False))
 
 
-def _answer(engine: Engine, prompt: Sequence[int]) -> int:
-    """Answer with one token; how many of the prompt's were found in the cache."""
-    request = _begin(engine, prompt, 1)
-    while engine.has_unfinished():
-        engine.step()
-    cached = engine.output(request).metrics.tokens_cached
-    engine.forget(request)
-    return cached
-
-
-def _begin(engine: Engine, prompt: Sequence[int], max_tokens: int) -> str:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    engine.add_request("measured", prompt, params)
-    return "measured"
+def _compute(cache: KvCache, seq_id: int, tokens: list[int], max_cached: int | None = None) -> None:
+    """Take in a sequence and compute what of it is not cached."""
+    cached = cache.add(seq_id, tokens, max_cached=max_cached)
+    cache.reserve(seq_id, len(tokens) - cached)
+    cache.commit(seq_id, tokens[cached:])
 
 
 def bookkeeping(cache: KvCache, steps: int) -> Facts:
@@ -217,9 +224,7 @@ def bookkeeping(cache: KvCache, steps: int) -> Facts:
     sequences = range(BOOKKEEPING_SEQUENCES)
     for seq_id in sequences:
         tokens = [rng.randrange(1000) for _ in range(BOOKKEEPING_LENGTH + seq_id % cache.block_size)]
-        cache.add(seq_id, tokens, max_cached=0)
-        cache.reserve(seq_id, len(tokens))
-        cache.commit(seq_id, tokens)
+        _compute(cache, seq_id, tokens, max_cached=0)
 
     def step(token: list[int]) -> None:
         for seq_id in sequences:
@@ -265,13 +270,11 @@ def allocator_speeds(rounds: int) -> list[Facts]:
         "the same, paged": partial(sequences, PagedKvCache(64, 16)),
         "the same, prefix": partial(sequences, PrefixKvCache(64, 16)),
     }
-    rounds = max(3, rounds // 10)
-    return [{"name": name, "operations_per_second": _rate(one_round, rounds)} for name, one_round in work.items()]
-
-
-def _rate(one_round: Callable[[], int], rounds: int) -> float:
-    taken = [timed(one_round) for _ in range(rounds)]
-    return median(operations / seconds for operations, seconds in taken)
+    found = {name: [timed(one_round) for _ in range(max(3, rounds // 10))] for name, one_round in work.items()}
+    return [
+        {"name": name, "operations_per_second": median(operations / seconds for operations, seconds in taken)}
+        for name, taken in found.items()
+    ]
 
 
 def waste(cache: KvCache, bytes_per_token: int) -> Facts:
@@ -280,15 +283,14 @@ def waste(cache: KvCache, bytes_per_token: int) -> Facts:
     rng = random.Random(SEED)
     for seq_id in range(WASTE_SEQUENCES):
         tokens = [0] * min(WASTE_MAX_LEN, 1 + int(rng.expovariate(1 / 300)))
-        cache.add(seq_id, tokens)
-        cache.reserve(seq_id, len(tokens))
-        cache.commit(seq_id, tokens)
+        _compute(cache, seq_id, tokens)
     stats = cache.stats()
     return {
         "kind": cache.kind,
         "block_size": cache.block_size,
         "bytes_reserved": stats.slots_reserved * bytes_per_token,
         "bytes_filled": stats.slots_filled * bytes_per_token,
+        "bytes_empty": (stats.slots_reserved - stats.slots_filled) * bytes_per_token,
         "wasted": 1 - stats.slots_filled / stats.slots_reserved,
     }
 
@@ -301,77 +303,7 @@ def hit_rate(block_size: int) -> Facts:
     rubric = [rng.randrange(1000) for _ in range(RUBRIC_TOKENS)]
     for seq_id in range(RUBRIC_REQUESTS):
         prompt = rubric + [rng.randrange(1000) for _ in range(QUESTION_TOKENS)]
-        cached = cache.add(seq_id, prompt, max_cached=len(prompt) - 1)
-        cache.reserve(seq_id, len(prompt) - cached)
-        cache.commit(seq_id, prompt[cached:])
+        _compute(cache, seq_id, prompt, len(prompt) - 1)
         cache.remove(seq_id)
     asked, found = cache.stats().prefix_queries, cache.stats().prefix_hits
     return {"block_size": block_size, "prompt_tokens": asked, "tokens_found": found, "share": found / asked}
-
-
-def screen(facts: Facts) -> Iterator[Part]:
-    """Time, then memory, then hits; each table with what its figures are."""
-    yield from (title("What does paging cost, and what does it save?"), where(facts), None)
-    rows: list[tuple[str, ...]] = []
-    for one in facts["step_times"]:
-        beginning = f"{count(one['length'])} tokens", str(one["block_size"])
-        rows.append((*beginning, "contiguous", _milliseconds(one["basic"]), NOTHING))
-        for name, ratio in (("paged", "ratio"), ("scattered", "scattered_ratio")):
-            rows.append(("", "", name, _milliseconds(one[name]), _ratio(one[ratio])))
-    yield Table(("decode at", "block", "cache", "ms per step", "of contiguous"), rows)
-    yield (
-        f"One sequence, whole steps: scheduling, forward pass, choice. {plural(facts['steps'], 'step')} of each, in "
-        "turn, from the same prompt; medians (quartiles), the ratio taken step by step. scattered: paged, its blocks "
-        "in no order."
-    )
-    yield from (f"· {reason}" for reason in facts["skipped"])
-    yield None
-    if one := facts["first_token"]:
-        found = f"{count(one['cached_tokens'])} of {count(one['prompt_tokens'])} found"
-        row = (found, _milliseconds(one["paged"]), _milliseconds(one["prefix"]), _ratio(one["ratio"]))
-        yield Table(("ms to first token", "paged", "prefix", "sooner"), [row])
-    else:
-        yield "· time to first token: the model's context is too short"
-    rows = [
-        (
-            f"bookkeeping of a step, {plural(one['sequences'], 'sequence')}, {one['kind']}",
-            (one["seconds"] * 1e6).text("{:,.0f}".format),
-            "µs",
-        )
-        for one in facts["bookkeeping"]
-    ]
-    rows += [(one["name"], rate(one["operations_per_second"]), "per second") for one in facts["allocator"]]
-    yield from (None, Table(("policy alone", "", ""), rows), None)
-    rows = [
-        (
-            one["kind"],
-            str(one["block_size"]),
-            size(one["bytes_reserved"]),
-            size(one["bytes_reserved"] - one["bytes_filled"]),
-            share(one["wasted"]),
-        )
-        for one in facts["waste"]
-    ]
-    yield Table(("memory", "block", "reserved", "empty", "empty"), rows)
-    yield from ("64 sequences of up to 2,048 tokens, many short and a few long, mean 300.", None)
-    rows = [
-        (
-            "32 requests",
-            str(one["block_size"]),
-            count(one["prompt_tokens"]),
-            count(one["tokens_found"]),
-            share(one["share"]),
-        )
-        for one in facts["hit_rates"]
-    ]
-    yield Table(("prefix", "block", "prompt tokens", "found", "hit rate"), rows)
-    yield "Each has the same 200 tokens in front of 30 of its own, and comes when the one before has gone."
-
-
-def _milliseconds(seconds: Figure) -> str:
-    """Two decimals where none say too little to see a difference."""
-    return (seconds * 1e3).text(lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.2f}")
-
-
-def _ratio(value: Figure) -> str:
-    return value.times("{:.3f}".format if value.median < 2 else ratio_text)

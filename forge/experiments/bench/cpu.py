@@ -1,39 +1,62 @@
 """`forge bench cpu`: forge beside its peers on one file, in one run, taking turns.
 
 The order of things: the machine's limits; then each program loads the file, in turn, several times over, and stays
-loaded the last time; then, figure by figure, all take turns (`process.Runner`); then the machine's limits again.
+loaded the last time; then, figure by figure, all take turns (`process.Runner`); then their logits are held against
+float32, and the machine's limits are measured again.
 """
 
 import os
 import shutil
 import sys
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import numpy as np
+
 from forge.backends.cpu.features import usable_cpus
-from forge.bench.cases import BLOCK_SIZE, CASES, FORGE, Case, Limits, Needs, Roofline, measure_model, needs_of
+from forge.bench.cases import (
+    BLOCK_SIZE,
+    CASES,
+    FORGE,
+    LONG_CASES,
+    Case,
+    Limits,
+    Needs,
+    Roofline,
+    measure_model,
+    needs_of,
+)
 from forge.bench.process import Effort, Launch, PeerMissing, Runner, measure_limits
-from forge.cli import machine, options
-from forge.cli.arguments import Takes, command
-from forge.cli.run_control import Found
+from forge.cli.arguments import Takes
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.experiments.bench.options import QuickOption, at_least_one, option, select_cases, select_peers
-from forge.experiments.bench.results import Facts, Figure, Progress, last_of, ratios, shown, silent
-from forge.experiments.bench.tables import Fitting, Part, Table, ratio_text, title, trouble
+from forge.experiments.bench import kit
+from forge.experiments.bench.kit import Facts, Figure, Progress, QuickOption, option, ratios
 from forge.model.catalog import model_name, resolve_model
-from forge.views.formatting import NOTHING, percent, plural, rate, size
+from forge.views.formatting import NOTHING, plural, rate, ratio, size
 from forge.views.palette import ACCENT
-from forge.views.progress import progress_line
+from forge.views.screen import Fitting, Part, Table, fill, title, trouble
 from forge.views.text import one_line
 
-PEERS = {"llama.cpp": "llama_cpp_worker", "transformers": "transformers_worker"}
+PEERS = {
+    "llama.cpp": "llama_cpp_worker",
+    "ik_llama.cpp": "llama_binary_worker",
+    "openvino": "openvino_worker",
+    "transformers": "transformers_worker",
+}
 """Name → worker module."""
-SCHEMA = 1
+NAMES = ", ".join(case.name for case in CASES + LONG_CASES)
+EXACT = "float32"
+"""The process that computes logits in float32, against which the others' are held."""
+EXACT_BYTES = 2 << 30
+"""Of a file at most, since in float32 it takes up to seven times that."""
+PROMPTS = Case("logits", "logits", "prefill", 2, 0, 24)
+SCHEMA = 2
 """Counts up when a name in the JSON changes its meaning."""
 BUSY = 0.3
 """Of a CPU: load from elsewhere that makes figures worth less."""
@@ -57,46 +80,21 @@ class Plan:
     """None for all usable CPUs."""
     peer_python: str | None = None
     """An interpreter in which peers are looked for first; None for this one alone."""
+    peer_bin: str | None = None
+    """ik_llama.cpp's `llama-batched-bench`, or its folder."""
     effort: Effort = EFFORT
 
     def __post_init__(self):
-        at_least_one(threads=self.threads, reps=self.effort.repetitions)
+        kit.at_least_one(threads=self.threads, reps=self.effort.repetitions)
         if self.peer_python is not None and shutil.which(self.peer_python) is None:
             raise UsageError(f"{self.peer_python}: no such program; --peer-python is a Python interpreter")
+        if self.peer_bin is not None and not os.path.exists(self.peer_bin):
+            raise UsageError(f"{self.peer_bin}: no such folder; --peer-bin is where ik_llama.cpp's programs are")
         if not self.cases:
             raise UsageError("no figure is left to measure")
 
 
-@command
-def bench_cpu(
-    engine: Annotated[EngineArgs, Takes("model threads")],
-    only: Annotated[
-        str | None, option(f"Figures to measure, with commas: {', '.join(case.name for case in CASES)}.", default="all")
-    ] = None,
-    reps: Annotated[int | None, option("Turns of each process per figure; 9 if not given.")] = None,
-    peer: Annotated[
-        list[str] | None, option("llama.cpp, transformers, all or none; may be repeated.", default="all")
-    ] = None,
-    peer_python: Annotated[str | None, option("A Python interpreter that has the peers, if this one has not.")] = None,
-    quick: QuickOption = False,
-    json: options.JsonOption = False,
-) -> Found:
-    """Decode, prefill, load time and memory of the cpu device, beside its peers on the same file in the same run.
-
-    Each engine takes turns in a process of its own. A peer that is not installed is left out, and said to be.
-
-    [dim]forge bench cpu -m Qwen3-0.6B-Q8_0.gguf --peer-python ~/llama/bin/python[/dim]
-    """
-    effort = QUICK if quick else EFFORT
-    effort = effort if reps is None else replace(effort, repetitions=reps)
-    cases, peers = select_cases(only, CASES), select_peers(peer, PEERS)
-    plan = Plan(str(engine.model), cases, peers, engine.threads, peer_python, effort)
-    with progress_line() as progress:
-        facts = last_of(run(plan, progress, machine.cpu_model()))
-    return shown(facts, screen(facts), json)
-
-
-def run(plan: Plan, on_progress: Progress = silent, machine: str = "") -> Generator[Facts, None, None]:
+def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Facts, None, None]:
     """Measure, yielding what is known so far after each figure; the last value is the whole.
 
     Raises `UsageError` for a model that does not exist, `ProcessFailed` if forge itself fails. A peer that fails is
@@ -111,7 +109,6 @@ def run(plan: Plan, on_progress: Progress = silent, machine: str = "") -> Genera
         "model_size": size,
         "threads": threads,
         "repetitions": plan.effort.repetitions,
-        "machine": machine,
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "interrupted": False,
     }
@@ -123,8 +120,9 @@ def run(plan: Plan, on_progress: Progress = silent, machine: str = "") -> Genera
     ]
     on_progress("what this machine can do")
     before = _limits(plan)
-    with Runner(on_progress) as runner:
-        contenders = _load(runner, plan, path, threads, max((case.length for case in cases), default=1))
+    with TemporaryDirectory(prefix="forge-bench-") as scratch, Runner(on_progress) as runner:
+        longest = max((case.length for case in cases), default=1)
+        contenders = _load(runner, plan, path, {"threads": threads, "max_model_len": longest}, scratch)
         measured: list[tuple[Case, Needs, Facts]] = []
 
         def so_far(after: Limits | None) -> Facts:
@@ -141,6 +139,7 @@ def run(plan: Plan, on_progress: Progress = silent, machine: str = "") -> Genera
                 if answer := runner.ask(name, "memory"):
                     contenders[name]["peak_bytes"] = answer["peak_bytes"]
             yield so_far(None)
+        _compare_logits(runner, contenders, path, size.vocab_size)
     on_progress("what this machine can do, once more")
     yield so_far(_limits(plan))
 
@@ -150,7 +149,26 @@ def _limits(plan: Plan) -> Limits:
     return Limits(found["bytes_per_second"], found["products_per_second"])
 
 
-def _load(runner: Runner, plan: Plan, path: Path, threads: int, longest: int) -> dict[str, Facts]:
+def _compare_logits(runner: Runner, contenders: dict[str, Facts], path: Path, vocab_size: int) -> None:
+    """Each program's error in the logits after some prompts, relative (L2) to float32 arithmetic on the same file."""
+
+    def ask(name: str) -> Facts:
+        runner.say(f"logits: {name}")
+        if name == EXACT:
+            runner.open(Launch(EXACT, "forge_worker"), model=str(path.absolute()), device="reference")
+        answers = [runner.processes[name].ask("logits", token_ids=ids) for ids in PROMPTS.token_ids(vocab_size)]
+        return {"logits": np.array([answer["logits"] for answer in answers])}
+
+    exact = runner.attempt(EXACT, partial(ask, EXACT)) if path.stat().st_size < EXACT_BYTES else None
+    runner.close(EXACT)
+    for name, one in contenders.items():
+        found = exact and name in runner.processes and runner.attempt(name, partial(ask, name), f"{name}, logits")
+        if found and exact:
+            distance = np.linalg.norm(found["logits"] - exact["logits"])
+            one["logits_error"] = float(distance / np.linalg.norm(exact["logits"]))
+
+
+def _load(runner: Runner, plan: Plan, path: Path, options: dict[str, int], scratch: str) -> dict[str, Facts]:
     """Each program loads the file `loads` times, in turn, each time in a new process; the last ones stay.
 
     What has to be done once per machine (compiling kernels) does not count. A peer is looked for in `peer_python`
@@ -160,15 +178,15 @@ def _load(runner: Runner, plan: Plan, path: Path, threads: int, longest: int) ->
     pythons = list(dict.fromkeys(filter(None, (plan.peer_python, sys.executable))))
     launches = {FORGE: [Launch(FORGE, "forge_worker")]}
     launches |= {peer: [Launch(peer, PEERS[peer], python) for python in pythons] for peer in plan.peers}
-    given = {"model": str(path.absolute()), "device": "cpu", "threads": threads, "max_model_len": longest}
-    given |= {"max_num_seqs": 1, "block_size": BLOCK_SIZE}
+    given = {"model": str(path.absolute()), "device": "cpu", **options}
+    ours, theirs = {"max_num_seqs": 1, "block_size": BLOCK_SIZE}, {"scratch": scratch, "binary": plan.peer_bin}
 
     def load(name: str) -> Facts:
-        reasons = []
+        reasons, fields = [], given | (ours if name == FORGE else theirs)
         for launch in launches[name]:
             try:
-                answer = runner.open(launch, **given)
-                answer = runner.open(launch, **given) if answer["first_time"] else answer
+                answer = runner.open(launch, **fields)
+                answer = runner.open(launch, **fields) if answer["first_time"] else answer
             except PeerMissing as reason:
                 reasons.append(str(reason))
                 continue
@@ -186,7 +204,7 @@ def _load(runner: Runner, plan: Plan, path: Path, threads: int, longest: int) ->
             if answer is None:
                 launches.pop(name)
                 continue
-            one = found.setdefault(name, {"name": name, "load_seconds": []})
+            one = found.setdefault(name, {"name": name, "load_seconds": [], "logits_error": None})
             one["load_seconds"].append(answer.pop("seconds"))
             one |= answer | {"load": Figure.of(one["load_seconds"])}
     return found
@@ -206,7 +224,7 @@ def figure(case: Case, needs: Needs, turns: Facts, limits: Limits) -> Facts:
 
     def measured(name: str, one: Facts) -> Facts:
         is_peer = name != FORGE
-        differing = sum(a != b for a, b in zip(ours["top_tokens"], one["top_tokens"], strict=True))
+        differing = sum(a != b for a, b in zip(ours["top_tokens"], one["top_tokens"], strict=False))
         return {
             "contender": name,
             **one,
@@ -226,7 +244,7 @@ def screen(facts: Facts) -> Iterator[Part]:
     beside = f" beside {' and '.join(peers)}" if peers else ""
     yield title(f"How fast is this model here{beside}?")
     turns = f"{plural(facts['repetitions'], 'repetition')}, taking turns"
-    on = f" on {one_line(facts['machine'])}" if facts["machine"] else ""
+    on = f" on {one_line(facts['machine'])}"
     threads = plural(facts["threads"], "thread")
     yield f"{one_line(facts['model'])} ({size(model.file_bytes)}), {threads}{on}; {turns}"
     yield from (one_line(one["description"]) for one in contenders)
@@ -235,32 +253,38 @@ def screen(facts: Facts) -> Iterator[Part]:
         if peers:
             how = "A ratio is forge over the peer, taken repetition by repetition; above 1 forge is faster."
             yield f"Medians (least–most). {how}"
+        yield from _settings(figures)
         if contexts := sorted({one["case"].context for one in figures if one["case"].kind == "decode"}):
             lengths = " or ".join(f"{context:,}" for context in contexts)
             yield f"decode N: N sequences with {lengths} tokens each in the cache take one step together."
         yield from _roofline(figures, facts["limits"]["used"])
     if contenders:
         yield None
-        rows = [
-            (
-                one["name"],
-                one["load"].text(lambda value: f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"),
-                size(one["loaded_bytes"]),
-                size(one["peak_bytes"]),
-                f"{one['peak_bytes'] / model.file_bytes:,.2f} x",
-            )
-            for one in contenders
-        ]
-        yield Table(("loading and memory", "load, s", "loaded", "peak", "peak / file"), rows)
+        load = {"s": lambda value: f"{value:.{2 if value >= 0.1 else 3}f}"}
+        columns = ["memory: {name}", "load, s: {load:s}", "loaded: {loaded_bytes:size}"]
+        columns += ["peak: {peak_bytes:size}", "/ file: {share:,.2f} x", "error: {logits_error:.2%}"]
+        shares = [one | {"share": one["peak_bytes"] / model.file_bytes} for one in contenders]
+        yield Table.of(shares, *columns, formats=load)
         yield (
             "load: from opening the file, which is in the system's cache, to ready. loaded, peak: the most memory "
-            "that the process had had by then, and in all; interpreter, libraries and mapped pages included."
+            "that the process had had by then, and in all; interpreter, libraries and mapped pages included. "
+            "error: relative (L2), of the last logits of two prompts of 24 random tokens, to float32 arithmetic."
         )
         for one in contenders:
             if held := one["weight_bytes"]:
                 yield f"{one['name']} keeps the weights in {size(held)}, {held / model.weight_bytes:,.2f} x the file."
     if notes := list(_notes(facts, peers)):
         yield from (None, *notes)
+
+
+def _settings(figures: list[Facts]) -> Iterator[str]:
+    """Which setting each program was fastest with, and in which cases."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for one in figures:
+        for each in one["measured"]:
+            cases.setdefault((each["contender"], each["setting"]), []).append(one["case"].title)
+    for (name, setting), titles in sorted(cases.items(), key=lambda item: item[0][0] != FORGE):
+        yield one_line(f"{name}, {setting}: {', '.join(titles)}")
 
 
 def _speed_tables(figures: list[Facts], peers: list[str]) -> Fitting:
@@ -283,10 +307,9 @@ def _speed_table(figures: list[Facts], peers: list[str], spreads: int) -> Table:
             theirs = measured.get(peer)
             yield rate(theirs["tokens_per_second"].median) if theirs else NOTHING
             times = theirs and theirs["forge_is_times_as_fast"]
-            spread = f" ({ratio_text(times.low)}–{ratio_text(times.high)})" if times and spreads > 1 else ""
-            yield f"{ratio_text(times.median)} x{spread}" if times else NOTHING
-        line = ours["roofline"]
-        yield f"{percent(line.share)} {line.bound}"
+            spread = f" ({ratio(times.low)}–{ratio(times.high)})" if times and spreads > 1 else ""
+            yield f"{ratio(times.median)} x{spread}" if times else NOTHING
+        yield fill("{share:percent} {bound}", ours["roofline"])
 
     headings = ["tokens/s", FORGE, *(heading for peer in peers for heading in (peer, "ratio")), "of the limit"]
     return Table(headings, [[*cells(one)] for one in figures], styles={1: ACCENT})
@@ -297,37 +320,30 @@ def _roofline(figures: list[Facts], limits: Limits) -> Iterator[Part]:
     yield None
     words = f"{memory:,.1f} GB/s from memory; {products:,.0f} G int8 products/s, forge's tile with its weights in cache"
     yield title("The machine's limits: ").append(words, "not bold")
-    lines = [(one, one["measured"][0]["roofline"]) for one in figures]
-    rows = [
-        (
-            one["case"].title,
-            size(one["needs"].bytes_read),
-            f"{line.bytes_per_second / 1e9:,.1f}",
-            _billions(one["needs"].products),
-            f"{line.products_per_second / 1e9:,.0f}",
-            _milliseconds(line.limit_seconds),
-            _milliseconds(median(one["measured"][0]["seconds"])),
-            percent(line.share),
-        )
-        for one, line in lines
-    ]
-    yield Table(("roofline", "reads", "GB/s", "products", "G/s", "at best", "took", "share"), rows)
+    lines = [one | one["measured"][0] for one in figures]
+
+    def took(seconds: float) -> str:
+        return f"{seconds * 1e3:,.1f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"
+
+    shown = {
+        "G": lambda value: f"{value / 1e9:,.1f}",
+        "g": lambda value: f"{value / 1e9:,.0f}",
+        "billions": lambda value: f"{value / 1e9:,.1f} G" if value >= 1e9 else f"{value / 1e6:,.1f} M",
+        "ms": took,
+        "middle": lambda every: took(median(every)),
+    }
+    columns = ["roofline: {case.title}", "reads: {needs.bytes_read:size}", "GB/s: {roofline.bytes_per_second:G}"]
+    columns += ["products: {needs.products:billions}", "G/s: {roofline.products_per_second:g}"]
+    columns += ["at best: {roofline.limit_seconds:ms}", "took: {seconds:middle}", "share: {roofline.share:percent}"]
+    yield Table.of(lines, *columns, formats=shown)
     sentence = (
-        "reads: the file's weights once and the keys and values before the step, the least that a step can do with. "
-        "products: multiplications as int8; a float32 one counts as four. at best: what the nearer limit allows."
+        "reads: the file's weights once, and the keys and values before the step at two bytes a number. products: "
+        "multiplications as int8; a float32 one counts as four, as do attention's. "
+        "at best: what the nearer limit allows."
     )
-    if any(line.bound == "memory" and line.share > 1 for _, line in lines):
+    if any(one["roofline"].bound == "memory" and one["roofline"].share > 1 for one in lines):
         sentence += " More than 100 % of memory's limit: these weights stay in the processor's cache between steps."
     yield sentence
-
-
-def _billions(value: int) -> str:
-    return f"{value / 1e9:,.1f} G" if value >= 1e9 else f"{value / 1e6:,.1f} M"
-
-
-def _milliseconds(seconds: float) -> str:
-    value = seconds * 1e3
-    return f"{value:,.1f} ms" if value >= 10 else f"{value:.2f} ms"
 
 
 def _notes(facts: Facts, peers: list[str]) -> Iterator[Part]:
@@ -353,3 +369,33 @@ def _notes(facts: Facts, peers: list[str]) -> Iterator[Part]:
         yield trouble(f"{busy}: expect other figures when it is idle")
     if facts["interrupted"]:
         yield trouble("· interrupted: this is what there was until then")
+
+
+@kit.benchmark(screen)
+def bench_cpu(
+    say: Progress,
+    engine: Annotated[EngineArgs, Takes("model threads")],
+    only: Annotated[str | None, option(f"Figures to measure, with commas: {NAMES}.", default="all")] = None,
+    reps: Annotated[int | None, option("Turns of each process per figure; 9 if not given.")] = None,
+    peer: Annotated[
+        list[str] | None, option(f"{', '.join(PEERS)}, all or none; may be repeated.", default="all")
+    ] = None,
+    peer_python: Annotated[str | None, option("A Python interpreter that has the peers, if this one has not.")] = None,
+    peer_bin: Annotated[
+        str | None, option("The folder of ik_llama.cpp's binaries: its llama-batched-bench takes part.")
+    ] = None,
+    long: Annotated[
+        bool, option("Also contexts up to 32,768, and 64 sequences at 1,024: up to 8 GB for each peer.", "--long")
+    ] = False,
+    quick: QuickOption = False,
+) -> Generator[Facts, None, None]:
+    """Decode, prefill, load time and memory of the cpu device, beside its peers on the same file in the same run.
+
+    Each engine takes turns in a process of its own. A peer that is not installed is left out, and said to be.
+
+    [dim]forge bench cpu -m Qwen3-0.6B-Q8_0.gguf --peer-python ~/llama/bin/python[/dim]
+    """
+    effort = kit.effort_of(QUICK if quick else EFFORT, repetitions=reps)
+    cases = kit.select(only, CASES + LONG_CASES) if only else CASES + (LONG_CASES if long else ())
+    peers = kit.select_peers(peer, PEERS)
+    yield from run(Plan(str(engine.model), cases, peers, engine.threads, peer_python, peer_bin, effort), say)

@@ -5,7 +5,7 @@ loads the model, takes its turns of every figure, and serves every load of reque
 and over HTTP. Figures and loads are those that engines publish for an H200 (`cases.py`).
 """
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,19 +19,15 @@ from forge.backends.devices import why_not_cuda
 from forge.bench.cases import BLOCK_SIZE, CUDA_LOADS, CUDA_STEPS, FORGE, Case, Load
 from forge.bench.closed_loop import load_figures
 from forge.bench.process import Effort, Launch, Runner, measure_limits
-from forge.cli import options
-from forge.cli.arguments import Takes, command
-from forge.cli.run_control import Found
+from forge.cli.arguments import Takes
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
-from forge.experiments.bench.options import QuickOption, at_least_one, option, select_cases, select_peers
-from forge.experiments.bench.results import Facts, Figure, Progress, last_of, shown, silent
-from forge.experiments.bench.tables import Part, Table, title, trouble
+from forge.experiments.bench import kit
+from forge.experiments.bench.kit import Facts, Figure, Progress, QuickOption, option
 from forge.model.catalog import resolve_model
 from forge.model.synth import SHAPES, default_file_name, synth
 from forge.model.weight_source import open_weights
-from forge.views.formatting import NOTHING, count, percent
-from forge.views.progress import progress_line
+from forge.views.screen import Part, Table, fill, title, trouble
 from forge.views.text import one_line
 
 HTTP = "forge over HTTP"
@@ -65,59 +61,18 @@ class Plan:
     effort: Effort = EFFORT
 
 
-@command
-def bench_cuda(
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model", "-m", help="qwen3-0.6b, qwen3-1.7b or qwen3-4b with random weights; or a model as elsewhere."
-        ),
-    ] = DEFAULT_MODEL,
-    type: Annotated[str, option("Of random weights: BF16, Q8_0, Q4_0, Q4_K_M, …", "--type", "-t")] = "BF16",
-    only: Annotated[
-        str | None,
-        option(
-            "Figures, with commas: decode1@160 … decode64@2048, prefill128, prefill512, 128in1@1, 128in32@4, "
-            "512in1@1 … 512in1@128.",
-            default="all steps, and the loads that are published for the shape",
-        ),
-    ] = None,
-    peer: Annotated[list[str] | None, option("transformers, all or none.", default="all")] = None,
-    *,
-    engine: Annotated[EngineArgs, Takes("kv", kv="paged")],
-    reps: Annotated[int | None, option("Turns per figure; 5 if not given.")] = None,
-    quick: QuickOption = False,
-    json: options.JsonOption = False,
-) -> Found:
-    """Decode, prefill and whole requests on this GPU, with the share of its measured bandwidth.
-
-    Requests run in process, and over HTTP as clients of `forge serve` see them.
-
-    [dim]forge bench cuda -m qwen3-4b --only 512in1@64,512in1@128[/dim]
-    """
-    at_least_one(reps=reps)
-    effort = QUICK if quick else EFFORT
-    effort = effort if reps is None else replace(effort, repetitions=reps)
-    plan = plan_for(model, type, only, peer, str(engine.cache), effort)
-    if reason := why_not_cuda():  # before anything is made or started
-        raise UsageError(reason.replace("--device cuda", "forge bench cuda").replace(": use --device cpu", ""))
-    with progress_line() as progress:
-        facts = last_of(run(plan, progress))
-    return shown(facts, screen(facts), json)
-
-
 def plan_for(
     model: str, quantization: str, only: str | None, peers: list[str] | None, kv: str, effort: Effort = EFFORT
 ) -> Plan:
     """The plan that these options mean. Raises `UsageError` for a name that is none."""
-    chosen = select_cases(only, (*CUDA_STEPS, *CUDA_LOADS))
+    chosen = kit.select(only, (*CUDA_STEPS, *CUDA_LOADS))
     published = PUBLISHED_LOADS.get(model, PUBLISHED_LOADS[DEFAULT_MODEL])
     loads = [one for one in chosen if isinstance(one, Load) and (only is not None or one.name in published)]
     steps = tuple(one for one in chosen if isinstance(one, Case))
-    return Plan(model, quantization, steps, tuple(loads), select_peers(peers, PEERS), kv, effort)
+    return Plan(model, quantization, steps, tuple(loads), kit.select_peers(peers, PEERS), kv, effort)
 
 
-def run(plan: Plan, on_progress: Progress = silent) -> Generator[Facts, None, None]:
+def run(plan: Plan, on_progress: Progress = lambda text: None) -> Generator[Facts, None, None]:
     """Measure, yielding what is known so far after each figure; the last value is the whole.
 
     Raises `UsageError` for a model that does not exist, `ProcessFailed` if forge itself fails, or sees no GPU. A peer
@@ -199,33 +154,31 @@ def screen(facts: Facts) -> Iterator[Part]:
     yield f"limits measured: copy {copy:.2f} TB/s, read {read:.2f} TB/s, bfloat16 {flops:.0f} TFLOP/s"
     for name, about in facts["contenders"].items():
         yield f"{name}: {one_line(about['description'])}; loaded in {about['seconds']:.1f} s"
+    shown = {"ms": milliseconds}
     if steps:
         names = list(dict.fromkeys(one["contender"] for one in steps))
-        cases = {case.name: case.title for case in CUDA_STEPS}
+        titles = {case.name: case.title for case in CUDA_STEPS}
         by_case = {(one["name"], one["contender"]): one for one in steps}
-        rows = []
-        for name in dict.fromkeys(one["name"] for one in steps):
-            ours, found = by_case.get((name, FORGE)), [by_case.get((name, each)) for each in names]
-            share = ours and ours["bandwidth_share"]
-            own = percent(share) if share is not None else NOTHING, one_line(ours["setting"]) if ours else NOTHING
-            times = [one["seconds"].text(milliseconds) if one else NOTHING for one in found]
-            rows.append((cases[name], *times, *own))
-        yield from (None, Table(("ms per step", *names, "of the bandwidth", "forge ran"), rows, wraps=True))
-    if loads:
-        headings = ("ms (P50, P95)", "", "requests", "requests/s", "first token", "per token", "end to end")
         rows = [
-            (
-                one["load"].title,
-                one["contender"],
-                count(one["load"].requests),
-                f"{one['requests_per_second']:,.1f}",
-                *(_pair(one[name]) for name in ("first_token", "per_token", "end")),
-            )
-            for one in loads
+            {
+                "title": titles[name],
+                **{f"t{number}": by_case.get((name, each)) for number, each in enumerate(names)},
+                "ours": by_case.get((name, FORGE)),
+            }
+            for name in dict.fromkeys(one["name"] for one in steps)
         ]
-        yield from (None, Table(headings, rows, names=2, wraps=True))
+        columns = ["ms per step: {title}", *(f"{name}: {{t{i}.seconds:ms}}" for i, name in enumerate(names))]
+        columns += ["of the bandwidth: {ours.bandwidth_share:percent}", "forge ran: {ours.setting:line}"]
+        yield from (None, Table.of(rows, *columns, formats=shown, wraps=True))
+    if loads:
+        columns = ["ms (P50, P95): {load.title}", ": {contender}", "requests: {load.requests:count}"]
+        columns += ["requests/s: {requests_per_second:,.1f}"]
+        moments = {"first token": "first_token", "per token": "per_token", "end to end": "end"}
+        columns += [f"{heading}: {{{name}:pair}}" for heading, name in moments.items()]
+        pair = {"pair": lambda values: fill("{p50:ms}, {p95:ms}", values, **shown)}
+        yield from (None, Table.of(loads, *columns, formats=pair, names=2, wraps=True))
     for skipped in facts["skipped"]:
-        yield trouble(f"left out: {one_line(skipped['name'])}: {one_line(skipped['reason'])}")
+        yield trouble(fill("left out: {name:line}: {reason:line}", skipped))
     if facts["interrupted"]:
         yield trouble("interrupted: what was measured until then")
 
@@ -234,5 +187,39 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
 
 
-def _pair(values: Mapping[str, float] | None) -> str:
-    return NOTHING if values is None else f"{milliseconds(values['p50'])}, {milliseconds(values['p95'])}"
+@kit.benchmark(screen)
+def bench_cuda(
+    say: Progress,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="qwen3-0.6b, qwen3-1.7b or qwen3-4b with random weights; or a model as elsewhere."
+        ),
+    ] = DEFAULT_MODEL,
+    type: Annotated[str, option("Of random weights: BF16, Q8_0, Q4_0, Q4_K_M, …", "--type", "-t")] = "BF16",
+    only: Annotated[
+        str | None,
+        option(
+            "Figures, with commas: decode1@160 … decode64@2048, prefill128, prefill512, 128in1@1, 128in32@4, "
+            "512in1@1 … 512in1@128.",
+            default="all steps, and the loads that are published for the shape",
+        ),
+    ] = None,
+    peer: Annotated[list[str] | None, option("transformers, all or none.", default="all")] = None,
+    *,
+    engine: Annotated[EngineArgs, Takes("kv", kv="paged")],
+    reps: Annotated[int | None, option("Turns per figure; 5 if not given.")] = None,
+    quick: QuickOption = False,
+) -> Generator[Facts, None, None]:
+    """Decode, prefill and whole requests on this GPU, with the share of its measured bandwidth.
+
+    Requests run in process, and over HTTP as clients of `forge serve` see them.
+
+    [dim]forge bench cuda -m qwen3-4b --only 512in1@64,512in1@128[/dim]
+    """
+    kit.at_least_one(reps=reps)
+    effort = kit.effort_of(QUICK if quick else EFFORT, repetitions=reps)
+    plan = plan_for(model, type, only, peer, str(engine.cache), effort)
+    if reason := why_not_cuda():  # before anything is made or started
+        raise UsageError(reason.replace("--device cuda", "forge bench cuda").replace(": use --device cpu", ""))
+    yield from run(plan, say)

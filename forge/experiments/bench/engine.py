@@ -7,10 +7,11 @@ import typer
 
 from forge.cli import options
 from forge.cli.arguments import Takes, command, was_given
-from forge.cli.run_control import Found
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.batching import measure_ways
+from forge.experiments.bench import kit
+from forge.views.report import Report
 from forge.workload.ways import How
 
 
@@ -27,8 +28,7 @@ def bench_engine(
         EngineArgs, Takes("model kv device threads num_blocks speculate draft k", kv="paged", speculate="off")
     ],
     reps: Annotated[int, typer.Option(help="Turns of each way; the median counts.")] = 3,
-    json: options.JsonOption = False,
-) -> Found:
+) -> Report:
     """Requests one after another, in static batches and continuously: tokens/s, ms per request, latency.
 
     sequential makes a fresh engine for each request; loading the weights is not counted. With --draft or --speculate
@@ -38,9 +38,8 @@ def bench_engine(
 
     [dim]forge bench engine -m hash --draft hash:0.8[/dim]
     """
-    sizes = [int(size) if size.strip().isdecimal() else 0 for size in batch.split(",")]
-    if min(sizes) < 1 or reps < 1:
-        raise UsageError("--batch takes numbers of sequences with commas, such as 4,16, and --reps at least 1")
+    sizes = kit.numbers(batch, "--batch", "numbers of sequences", "4,16")
+    kit.at_least_one(reps=reps)
     if engine.draft and not was_given(ctx, "speculate"):
         engine = replace(engine, speculate="draft")
     guesses = engine.speculate != "off"
@@ -49,5 +48,4 @@ def bench_engine(
     hows: tuple[How, ...] = ("static", "continuous", "speculative") if guesses else ("static", "continuous")
     ways: list[tuple[How, int]] = [("sequential", 1), *((how, size) for size in sizes for how in hows)]
     engine = replace(engine, speculate_fixed=guesses)
-    report = measure_ways(engine, (requests, prompt_tokens, max_tokens, seed), ways, reps)
-    return report.as_json() if json else report
+    return measure_ways(engine, (requests, prompt_tokens, max_tokens, seed), ways, reps)

@@ -11,8 +11,9 @@ that a machine that is slow for a while is slow for both. So are a server and th
 """
 
 import asyncio
-import json as json_text
+import json
 import random
+import re
 import shlex
 import sys
 import time
@@ -26,33 +27,37 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
+from rich.text import Text
 
+from forge.bench.closed_loop import unique_prompts
 from forge.bench.http_client import HttpClient, ServerProblem, Timed
 from forge.bench.process import BenchProcess, Launch
-from forge.cli import options
 from forge.cli.arguments import Takes, command
 from forge.engine_args import EngineArgs
-from forge.errors import UsageError
-from forge.experiments.bench.options import MEASURE, at_least_one, option
-from forge.experiments.bench.results import Progress, shown, silent
-from forge.experiments.bench.tables import Part, Table, title, trouble
+from forge.errors import ForgeError, UsageError
+from forge.experiments.bench import kit
+from forge.experiments.bench.kit import MEASURE, Facts, Progress, option
 from forge.option import option as field_option
-from forge.views.formatting import count, percent, rate
+from forge.views.charts import row_of, throughput_plot
+from forge.views.formatting import count
+from forge.views.palette import ACCENT
 from forge.views.progress import progress_line
 from forge.views.report import Report
+from forge.views.screen import Part, Table, draw, fill, report, title, trouble
 from forge.views.text import one_line
 
 PERCENTILES = (50, 90, 95, 99)
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "end to end"}
 """As the JSON and as the screen calls them."""
-DATASETS = ("random", "words")
+DATASETS = ("random", "unique", "words")
 WORDS = "time year people way day man thing woman life child world school state family student group country problem"
 """Each a token of most vocabularies, with the space before it."""
+COMMON_TEXTS = 4
+"""Of `--prefix-reuse`: how many texts prompts begin with."""
+_WIDTH, _HEIGHT = 60, 8
 
 Prompt = str | list[int]
 _Piece = TypeVar("_Piece")
-COMMON_TEXTS = 4
-"""Of `--prefix-reuse`: how many texts prompts begin with."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class ServePlan:
 
     url: str = field_option("http://127.0.0.1:8080", "Any OpenAI-compatible server.")
     model: str | None = field_option(None, "As the server calls it.", shown="its first", flags="--model -m")
-    dataset: str = field_option("random", "random token ids, or words.", MEASURE)
+    dataset: str = field_option("random", "random token ids, unique: no two begin alike, or words.", MEASURE)
     input_tokens: int = field_option(128, "", MEASURE)
     output_tokens: int = field_option(32, "", MEASURE)
     num_prompts: int = field_option(400, "", MEASURE)
@@ -81,7 +86,7 @@ class ServePlan:
 
     def __post_init__(self):
         counts = ("input_tokens", "output_tokens", "num_prompts", "concurrency", "turns")
-        at_least_one(**{name: getattr(self, name) for name in counts})
+        kit.at_least_one(**{name: getattr(self, name) for name in counts})
         if self.request_rate is not None and not self.request_rate > 0:
             raise UsageError(f"--request-rate must be above 0, got {self.request_rate:g}")
         if self.dataset not in DATASETS:
@@ -96,6 +101,8 @@ class ServePlan:
             words = WORDS.split()
             texts = self._with_reuse([[rng.choice(words) for _ in length] for _ in range(self.num_prompts)])
             return [" ".join(text) for text in texts]
+        if self.dataset == "unique":
+            return [*unique_prompts(self.num_prompts, self.input_tokens, high, self.seed)]
         return list(self._with_reuse([[rng.randrange(low, high) for _ in length] for _ in range(self.num_prompts)]))
 
     def _with_reuse(self, prompts: list[list[_Piece]]) -> list[list[_Piece]]:
@@ -126,7 +133,6 @@ def bench_serve(
     chart: Annotated[bool, option("Draw the throughput over time.")] = False,
     svg: Annotated[Path | None, option("Save what is shown as a picture.")] = None,
     log_dir: Annotated[Path | None, option("Keep every request's times in this folder.")] = None,
-    json: options.JsonOption = False,
 ) -> Report:
     """What clients of a server see: TTFT, TPOT, ITL, end-to-end latency, throughput.
 
@@ -134,30 +140,28 @@ def bench_serve(
     [dim]forge bench serve --concurrency 1,4,16,64 --prefix-reuse 0:4,0.5:4,0.9:2 --svg sweep.svg --log-dir logs[/dim]
     [dim]forge bench serve --concurrency 16 --num-prompts 112 --peer http://127.0.0.1:8081[/dim]
     """
-    from forge.experiments.bench.serve_sweep import chart_parts, save_logs, save_svg, sweep_object, sweep_screen
-
     if peer is not None and engine is not None:
         raise UsageError("--peer and --engine are two comparisons: give one of them")
-    plans = [replace(plan, concurrency=level) for level in parse_levels(concurrency)]
-    loading = {"num_blocks": num_blocks, "threads": own.threads}
-    results = []
+    results, levels = [], kit.numbers(concurrency, "--concurrency", example="1,4,16,64")
     with progress_line() as progress:
-        for one in plans:
-            other = None
-            if peer is not None:
-                other = replace(one, url=peer, model=peer_model, api_key=None, probe_health=False)
+        for one in (replace(plan, concurrency=level) for level in levels):
+            loading = {"num_blocks": num_blocks, "threads": own.threads}
+            other = peer and replace(one, url=peer, model=peer_model, api_key=None, probe_health=False)
             with engine_turns(engine, loading, one) if engine else nullcontext() as turn:
-                result = run(one, progress, engine_turn=turn, peer=other)
-            results.append(replace(result, command=shlex.join(["forge", *sys.argv[1:]])))
+                results.append(run(one, progress, engine_turn=turn, peer=other or None))
+    every = [serve_object(one) for one in results]
     if log_dir is not None:
-        save_logs(log_dir, results)
-    parts = list(sweep_screen(results) if len(results) > 1 else screen(results[0]))
-    if chart:
-        parts += [part for one in results for part in chart_parts(one)]
+        save_logs(log_dir, every)
+    parts = list(sweep_screen(every) if len(every) > 1 else screen(every[0]))
+    parts += [part for one in results if chart for part in chart_parts(one)]
     if svg is not None:
-        save_svg(svg, parts)
-    facts = sweep_object(results) if len(results) > 1 else serve_object(results[0])
-    return shown(facts, parts, json, 0 if all(one.good for one in results) else 1)
+        from forge.views.picture import picture_console, save_picture
+
+        console = picture_console()
+        draw(console, parts)
+        save_picture(console, svg, "forge bench serve")
+    facts = {"levels": every} if len(every) > 1 else every[0]
+    return report(facts, lambda: parts, 0 if all(one.good for one in results) else 1)
 
 
 @dataclass
@@ -174,7 +178,6 @@ class ServeBenchmark:
     ready_after: float = 0.0
     """Seconds until the server answered for the first time."""
     health_ms: Sequence[float] = ()
-    command: str = ""
     turns: Sequence[tuple[float, float]] = ()
     """Output tokens per second of the server, and of its peer or of the engine alone on the same requests right after,
     turn by turn; where that was asked for."""
@@ -190,46 +193,21 @@ class ServeBenchmark:
         """Of one CPU."""
         return self.cpu_seconds / self.duration
 
-    @property
-    def ratios(self) -> list[float]:
-        """The server's speed over the peer's, or over the engine's own: of each turn, the least first."""
-        return sorted(server / other for server, other in self.turns)
-
-    @property
-    def other_tokens_per_second(self) -> float | None:
-        """Of the engine alone or of the peer: the median over the turns."""
-        return median(other for _, other in self.turns) if self.turns else None
-
     def values(self, metric: str) -> list[float]:
         """`ttft`, `tpot`, `itl` or `e2el` in milliseconds, of all requests that succeeded."""
         if metric == "itl":
-            return [1e3 * (b - a) for one in self.good for a, b in zip(one.chunks, one.chunks[1:], strict=False)]
-        return [value for one in self.good if (value := milliseconds(one, metric)) is not None]
+            return [gap for one in self.good for gap in one.itls_ms]
+        found = (getattr(one, f"{metric}_ms") for one in self.good)
+        return [value for value in found if value is not None]
 
 
-def output_tokens(one: Timed) -> int:
-    """The server's own count, or else the events with text."""
-    return one.completion_tokens if one.completion_tokens is not None else len(one.chunks)
-
-
-def milliseconds(one: Timed, metric: str) -> float | None:
-    """One request's `ttft`, `tpot` or `e2el`; None where it has none."""
-    if metric == "ttft":
-        return 1e3 * (one.chunks[0] - one.started)
-    assert one.ended is not None, "it succeeded"
-    if metric == "e2el":
-        return 1e3 * (one.ended - one.started)
-    tokens = output_tokens(one)
-    return 1e3 * (one.ended - one.chunks[0]) / (tokens - 1) if tokens > 1 else None
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    return float(np.percentile(values, share))
+def percentiles(name: str, values: Sequence[float]) -> Facts:
+    return {f"p{share}_{name}_ms": float(np.percentile(values, share)) for share in PERCENTILES} if values else {}
 
 
 def run(
     plan: ServePlan,
-    progress: Progress = silent,
+    progress: Progress = lambda text: None,
     patience: float = 60,
     engine_turn: Callable[[list[Prompt]], float] | None = None,
     peer: ServePlan | None = None,
@@ -240,7 +218,25 @@ def run(
     is asked. With either the requests come in `plan.turns` parts, and after each of them it is the other's turn on the
     same.
     """
-    return asyncio.run(_run(plan, progress, patience, engine_turn, peer))
+
+    async def measure() -> ServeBenchmark:
+        targets = [_Target(one, progress) for one in (plan, peer) if one is not None]
+        own, prompts, turns = targets[0].found, plan.prompts(), []
+        try:
+            for target in targets:
+                await target.begin(patience, prompts[0][::-1])
+            number = plan.turns if peer is not None or engine_turn is not None else 1
+            for part in filter(None, (prompts[first::number] for first in range(number))):
+                speeds = [await target.turn(part) for target in targets]
+                turns.append([*speeds, engine_turn(part)] if engine_turn is not None else speeds)
+        finally:
+            for target in targets:
+                target.client.close()
+        own.peer = targets[1].found if peer is not None else None
+        own.turns = [(speeds[0], speeds[1]) for speeds in turns if len(speeds) > 1]
+        return own
+
+    return asyncio.run(measure())
 
 
 @contextmanager
@@ -256,30 +252,6 @@ def engine_turns(model: str, options: dict[str, Any], plan: ServePlan) -> Iterat
         process.ask("load", model=model, **{"kv": "prefix", "max_num_seqs": 64} | options)
         turn([plan.prompts()[0][::-1]])
         yield turn
-
-
-async def _run(
-    plan: ServePlan, progress: Progress, patience: float, engine_turn, peer: ServePlan | None
-) -> ServeBenchmark:
-    targets = [_Target(one, progress) for one in (plan, peer) if one is not None]
-    own, prompts, turns = targets[0], plan.prompts(), []
-    try:
-        for target in targets:
-            await target.begin(patience, prompts[0][::-1])
-        number = plan.turns if peer is not None or engine_turn is not None else 1
-        for part in filter(None, (prompts[first::number] for first in range(number))):
-            speed = await own.turn(part)
-            if peer is not None:
-                turns.append((speed, await targets[1].turn(part)))
-            elif engine_turn is not None:
-                turns.append((speed, engine_turn(part)))
-    finally:
-        for target in targets:
-            target.client.close()
-    if peer is not None:
-        own.found.peer = targets[1].found
-    own.found.turns = turns
-    return own.found
 
 
 class _Target:
@@ -320,14 +292,12 @@ class _Target:
         self.found.requests = [*self.found.requests, *answers]
         if probing is not None:
             probing.cancel()
-        return sum(output_tokens(one) for one in answers if one.error is None) / seconds
+        return sum(one.num_tokens for one in answers if one.error is None) / seconds
 
     async def _ask(self, prompt: Prompt) -> Timed:
-        sampling = {"max_tokens": self._plan.output_tokens, "temperature": 0, "ignore_eos": True}
-        body = {"model": self.found.model, "prompt": prompt, **sampling}
-        return await self.client.stream(
-            "/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}}
-        )
+        body: dict[str, Any] = {"model": self.found.model, "prompt": prompt, "max_tokens": self._plan.output_tokens}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        return await self.client.stream("/v1/completions", body)
 
     async def _probe(self) -> None:
         while True:
@@ -344,7 +314,7 @@ async def _only_model(client: HttpClient, patience: float, progress: Progress) -
         try:
             status, body = await client.get("/v1/models")
             if status == 200:
-                return json_text.loads(body)["data"][0]["id"]
+                return json.loads(body)["data"][0]["id"]
             problem = f"{status}: {body[:200].decode(errors='replace')}"
             if status in (401, 403, 404):
                 raise ServerProblem(problem)
@@ -356,80 +326,65 @@ async def _only_model(client: HttpClient, patience: float, progress: Progress) -
         await asyncio.sleep(0.1)
 
 
-def serve_object(result: ServeBenchmark) -> dict[str, Any]:
+def serve_object(result: ServeBenchmark) -> Facts:
     """The result in the keys that the field's serving benchmarks write."""
-    plan, good = result.plan, result.good
+    plan, good, seconds = result.plan, result.good, result.duration
     total_in = sum(one.prompt_tokens or plan.input_tokens for one in good)
-    total_out = sum(map(output_tokens, good))
+    total_out = sum(one.num_tokens for one in good)
     found = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
-        "command": result.command,
+        "command": shlex.join(["forge", *sys.argv[1:]]),
         "backend": "openai",
         "model_id": result.model,
         "dataset_name": plan.dataset,
         "num_prompts": plan.num_prompts,
+        "input_tokens": plan.input_tokens,
+        "output_tokens": plan.output_tokens,
         "prefix_reuse": plan.prefix_reuse,
         "request_rate": plan.request_rate if plan.request_rate is not None else "inf",
         "max_concurrency": plan.concurrency,
-        "duration": result.duration,
+        "duration": seconds,
         "completed": len(good),
         "failed": len(result.requests) - len(good),
         "total_input_tokens": total_in,
         "total_output_tokens": total_out,
-        "request_throughput": len(good) / result.duration,
-        "requests_per_minute": 60 * len(good) / result.duration,
+        "request_throughput": len(good) / seconds,
+        "requests_per_minute": 60 * len(good) / seconds,
         "request_goodput": goodput(result),
-        "input_throughput": total_in / result.duration,
-        "output_throughput": total_out / result.duration,
-        "total_token_throughput": (total_in + total_out) / result.duration,
+        "input_throughput": total_in / seconds,
+        "output_throughput": total_out / seconds,
+        "total_token_throughput": (total_in + total_out) / seconds,
         "client_cpu_share": result.client_cpu_share,
         "ready_after_s": result.ready_after,
     }
     if result.turns:
-        name = "engine" if result.peer is None else "peer"
-        found[f"{name}_output_throughput"] = result.other_tokens_per_second
-        found[f"{name}_share"] = median(result.ratios)
-        found[f"{name}_shares"] = result.ratios
+        name, shares = "engine" if result.peer is None else "peer", sorted(own / other for own, other in result.turns)
+        found[f"{name}_output_throughput"] = median(other for _, other in result.turns)
+        found |= {f"{name}_share": median(shares), f"{name}_shares": shares}
     for metric in METRICS:
-        values = result.values(metric)
-        if values:
-            found |= {
-                f"mean_{metric}_ms": fmean(values),
-                f"median_{metric}_ms": median(values),
-                f"std_{metric}_ms": pstdev(values),
-            } | {f"p{share}_{metric}_ms": percentile(values, share) for share in PERCENTILES}
-    if result.health_ms:
-        found |= {f"p{share}_health_ms": percentile(result.health_ms, share) for share in PERCENTILES}
+        if values := result.values(metric):
+            means = {"mean": fmean(values), "median": median(values), "std": pstdev(values)}
+            found |= {f"{name}_{metric}_ms": value for name, value in means.items()} | percentiles(metric, values)
     if result.peer is not None:
         found["peer"] = serve_object(result.peer)
-    return found | {
-        "input_lens": [one.prompt_tokens or plan.input_tokens for one in result.requests],
-        "output_lens": [output_tokens(one) for one in result.requests],
-        "ttfts": [one.chunks[0] - one.started if one.chunks else 0.0 for one in result.requests],
-        "itls": [[b - a for a, b in zip(one.chunks, one.chunks[1:], strict=False)] for one in result.requests],
-        "errors": [one.error or "" for one in result.requests],
-    }
+    return (
+        found
+        | percentiles("health", result.health_ms)
+        | {
+            "input_lens": [one.prompt_tokens or plan.input_tokens for one in result.requests],
+            "output_lens": [one.num_tokens for one in result.requests],
+            "ttfts": [(one.ttft_ms or 0.0) / 1e3 for one in result.requests],
+            "itls": [[gap / 1e3 for gap in one.itls_ms] for one in result.requests],
+            "errors": [one.error or "" for one in result.requests],
+        }
+    )
 
 
 def goodput(result: ServeBenchmark) -> float | None:
     """Requests per second that met every goal; None without goals."""
     goals = parse_goodput(result.plan.goodput)
-    if not goals:
-        return None
-    met = [
-        one
-        for one in result.good
-        if all((value := milliseconds(one, metric)) is None or value <= most for metric, most in goals)
-    ]
-    return len(met) / result.duration
-
-
-def parse_levels(text: str) -> list[int]:
-    """`1,4,16` as numbers. Raises `UsageError` for anything else."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise UsageError(f"--concurrency takes numbers from 1 with commas, such as 1,4,16,64, and not {text!r}")
-    return [int(part) for part in parts]
+    met = [all((getattr(one, f"{metric}_ms") or 0.0) <= most for metric, most in goals) for one in result.good]
+    return sum(met) / result.duration if goals else None
 
 
 def parse_reuse(text: str) -> list[tuple[float, float]]:
@@ -446,66 +401,116 @@ def parse_reuse(text: str) -> list[tuple[float, float]]:
 
 def parse_goodput(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
     """`ttft:100` as ("ttft", 100.0). Raises `UsageError` for anything else."""
-    goals = []
-    for text in texts:
-        metric, _, number = text.partition(":")
-        try:
-            most = float(number)
-        except ValueError:
-            most = -1.0
-        if metric not in ("ttft", "tpot", "e2el") or not most > 0:
+    goals = [re.fullmatch(r"(ttft|tpot|e2el):(\d+\.?\d*)", text) for text in texts]
+    for text, goal in zip(texts, goals, strict=True):
+        if goal is None or not float(goal[2]):
             raise UsageError(f"--goodput {text}: give ttft, tpot or e2el and milliseconds, such as ttft:100")
-        goals.append((metric, most))
-    return tuple(goals)
+    return tuple((goal[1], float(goal[2])) for goal in goals if goal)
 
 
-def screen(result: ServeBenchmark) -> Iterator[Part]:
+def screen(facts: Facts) -> Iterator[Part]:
     """Throughput, then a table of latencies."""
-    plan, good = result.plan, result.good
-    speed = f"{plan.request_rate:g} requests/s" if plan.request_rate else "as fast as they are answered"
-    yield title(f"{plan.num_prompts} requests to {one_line(result.model)}, {plan.concurrency} at once")
-    yield f"{plan.input_tokens} tokens in, {plan.output_tokens} out, {speed}"
-    if failed := len(result.requests) - len(good):
-        first = next(one.error or "no text" for one in result.requests if one not in good)
+    yield title(fill("{num_prompts} requests to {model_id:line}, {max_concurrency} at once", facts))
+    rate = facts["request_rate"]
+    speed = "as fast as they are answered" if rate == "inf" else f"{rate:g} requests/s"
+    yield fill(f"{{input_tokens}} tokens in, {{output_tokens}} out, {speed}", facts)
+    if failed := facts["failed"]:
+        first = next(
+            error or "no text"
+            for error, first_token in zip(facts["errors"], facts["ttfts"], strict=True)
+            if error or not first_token
+        )
         yield trouble(f"{count(failed)} failed, the first with {one_line(first)}")
-    if not good:
+    if not facts["completed"]:
         return
+    said = {
+        "requests per minute": "{requests_per_minute:rate}",
+        "input tokens/s": "{input_throughput:rate}",
+        "output tokens/s": "{output_throughput:rate}",
+    }
+    if shares := facts.get("engine_shares"):
+        said["the engine's own"] = "{engine_output_throughput:rate}"
+        said["share of it"] = fill("{{engine_share:percent}} ({:percent}", shares[0]) + fill(
+            " to {:percent})", shares[-1]
+        )
+    if shares := facts.get("peer_shares"):
+        others_failed = facts["peer"]["failed"]
+        said["the peer's"] = "{peer_output_throughput:rate}" + (
+            f", {count(others_failed)} failed" if others_failed else ""
+        )
+        said["times the peer"] = f"{{peer_share:.2f}} ({shares[0]:.2f} to {shares[-1]:.2f})"
+    if facts["request_goodput"] is not None:
+        said["goodput, requests/s"] = "{request_goodput:rate}"
     yield None
-    for name, value in _throughput(result):
-        yield title(f"{name:<24}{value}", style="")
-    yield from (None, _latencies(result, "ms"))
-    if result.peer is not None and result.peer.good:
-        yield _latencies(result.peer, "ms, the peer")
-    if result.health_ms:
-        p50, p99 = (percentile(result.health_ms, share) for share in (50, 99))
-        yield f"/health meanwhile: p50 {p50:.1f}, p99 {p99:.1f} ms"
-    waited = f"the server's first answer came after {result.ready_after:.2f} s"
-    yield f"{waited}, the client took {percent(result.client_cpu_share)} of one CPU"
+    yield from (title(f"{name:<24}{fill(figure, facts)}", style="") for name, figure in said.items())
+    yield from (None, _latencies(facts, "ms"))
+    if "peer" in facts and facts["peer"]["completed"]:
+        yield _latencies(facts["peer"], "ms, the peer")
+    if "p50_health_ms" in facts:
+        yield fill("/health meanwhile: p50 {p50_health_ms:.1f}, p99 {p99_health_ms:.1f} ms", facts)
+    waited = "the server's first answer came after {ready_after_s:.2f} s"
+    yield fill(f"{waited}, the client took {{client_cpu_share:percent}} of one CPU", facts)
 
 
-def _throughput(result: ServeBenchmark) -> Iterator[tuple[str, str]]:
-    facts = serve_object(result)
-    yield "requests per minute", rate(facts["requests_per_minute"])
-    yield "input tokens/s", rate(facts["input_throughput"])
-    yield "output tokens/s", rate(facts["output_throughput"])
-    if result.turns:
-        ratios, other = result.ratios, rate(result.other_tokens_per_second)
-        middle, least, most = median(ratios), ratios[0], ratios[-1]
-        if result.peer is None:
-            yield "the engine's own", other
-            yield "share of it", f"{percent(middle)} ({percent(least)} to {percent(most)})"
-        else:
-            failed = len(result.peer.requests) - len(result.peer.good)
-            yield "the peer's", other + (f", {count(failed)} failed" if failed else "")
-            yield "times the peer", f"{middle:.2f} ({least:.2f} to {most:.2f})"
-    if (met := goodput(result)) is not None:
-        yield "goodput, requests/s", rate(met)
-
-
-def _latencies(result: ServeBenchmark, heading: str) -> Table:
+def _latencies(facts: Facts, heading: str) -> Table:
     rows = [
-        (name, *(f"{percentile(values, share):.2f}" for share in PERCENTILES))
+        (name, *(f"{facts[f'p{share}_{metric}_ms']:.2f}" for share in PERCENTILES))
         for metric, name in METRICS.items()
-        if (values := result.values(metric))
+        if f"p50_{metric}_ms" in facts
     ]
     return Table((heading, *(f"p{share}" for share in PERCENTILES)), rows)
+
+
+def sweep_screen(levels: Sequence[Facts]) -> Iterator[Part]:
+    """The same requests with more and more of them under way: a row per level, and latency drawn over throughput: from
+    the level on that only goes up, further clients only wait."""
+    yield title(fill("{num_prompts} requests to {model_id:line}, by how many are under way", levels[0]))
+    yield fill("{input_tokens} tokens in, {output_tokens} out, prefix reuse {prefix_reuse}", levels[0])
+    for one in levels:
+        if one["failed"]:
+            yield trouble(fill("{failed:count} failed with {max_concurrency} at once", one))
+    good = [one for one in levels if one["completed"]]
+    for metric in ("ttft", "tpot", "e2el"):
+        columns = [f"{METRICS[metric]}, ms: {{max_concurrency:count}} at once"]
+        columns += ["requests/min: {requests_per_minute:rate}", "tok/s: {output_throughput:rate}"]
+        columns += [f"p{share}: {{p{share}_{metric}_ms:.1f}}" for share in (50, 95, 99)]
+        if rows := [one for one in good if f"p50_{metric}_ms" in one]:
+            yield from (None, Table.of(rows, *columns))
+    if good:
+        yield from (None, fill("the server's first answer came after {ready_after_s:.2f} s", levels[0]))
+    if len(good) > 1:
+        yield from (None, title("End-to-end latency, median, over output tokens/s", style=""))
+        yield from latency_over_throughput(good)
+
+
+def latency_over_throughput(levels: Sequence[Facts]) -> list[Text]:
+    """Each level's number at its place: to the right more tokens per second, upwards more milliseconds."""
+    speed, latency = (max(one[name] for one in levels) for name in ("output_throughput", "p50_e2el_ms"))
+    rows = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    for one in levels:
+        name = str(one["max_concurrency"])
+        start = min(round(one["output_throughput"] / speed * (_WIDTH - 1)), _WIDTH - len(name))
+        rows[row_of(one["p50_e2el_ms"], latency, _HEIGHT)][start : start + len(name)] = name
+    top, axis = f"{latency:,.1f} ms", f"{speed:,.0f} tok/s"
+    names = [top, *[""] * (_HEIGHT - 2), "0"]
+    lines = [Text(f"{name:>{len(top)}} │{''.join(row)}") for name, row in zip(names, rows, strict=True)]
+    return [*lines, Text(" " * (len(top) + 1) + "└" + "─" * _WIDTH), Text(" " * (len(top) + 2) + axis.rjust(_WIDTH))]
+
+
+def chart_parts(result: ServeBenchmark) -> list[Part]:
+    """Throughput over the time of a measurement, by the moments at which text came."""
+    began = min((one.started for one in result.good), default=0.0)
+    if not (times := [moment - began for one in result.good for moment in one.chunks]):
+        return []
+    return [None, title("Throughput over time", style=""), *throughput_plot(times, max(times), _WIDTH + 16, ACCENT)]
+
+
+def save_logs(folder: Path, levels: Sequence[Facts]) -> None:
+    """Each level's figures and every request's times in a file of their own. Raises `ForgeError` for a bad folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for one in levels:
+            path = folder / f"{one['date']}-concurrency-{one['max_concurrency']}.json"
+            path.write_text(json.dumps(one, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise ForgeError(f"{folder}: cannot write the logs: {error.strerror or error}") from None

@@ -5,29 +5,19 @@ Loading is from the command's start until the server answers, libraries and all.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from forge import __version__
-from forge.bench.closed_loop import Moments, answered, unique_prompts
+from forge.bench.closed_loop import Moments, answered
 from forge.bench.worker import Missing, Worker, one_line, serve_requests
-from forge.experiments.bench.serve import Prompt, ServePlan, run
+from forge.experiments.bench.serve import ServePlan, run
 from forge.model.weight_source import open_weights
 from forge.server.server_process import ServerProcess
 
 WARM_ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class UniquePrompts(ServePlan):
-    """The same, with prompts of which no two begin alike."""
-
-    vocab_size: int = 1 << 15
-
-    def prompts(self) -> list[Prompt]:
-        return [*unique_prompts(self.num_prompts, self.input_tokens, self.vocab_size, self.seed)]
 
 
 class ServerWorker(Worker):
@@ -54,16 +44,18 @@ class ServerWorker(Worker):
     ) -> Mapping[str, Any]:
         """A closed loop of streamed requests over HTTP, after a warm-up of its own."""
         assert self.server is not None, "it was loaded"
-        plan = UniquePrompts(self.server.url, vocab_size=self._vocab_size)
-        plan = replace(plan, input_tokens=prompt_tokens, output_tokens=output_tokens, concurrency=concurrency)
+        plan = ServePlan(
+            self.server.url, dataset="unique", token_range=(0, self._vocab_size), input_tokens=prompt_tokens
+        )
+        plan = replace(plan, output_tokens=output_tokens, concurrency=concurrency)
         for count, own in ((WARM_ROUNDS * concurrency, seed + 1), (requests, seed)):
             found = run(replace(plan, num_prompts=count, seed=own))
         failed = [one.error for one in found.requests if one.error is not None]
         if failed:
             raise RuntimeError(f"{len(failed)} of {requests} requests failed: {one_line(failed[0])}")
-        ended = [(one, one.ended) for one in found.requests if one.ended is not None]
         # Half a character is no text: then the first token is seen with the end.
-        moments = [Moments((one.chunks or [end])[0] - one.started, end - one.started) for one, end in ended]
+        times = [((one.ttft_ms or one.e2el_ms or 0.0) / 1e3, (one.e2el_ms or 0.0) / 1e3) for one in found.requests]
+        moments = [Moments(*each) for each in times]
         setting = f"HTTP, streamed, greedy; the client took {found.client_cpu_share:.0%} of a CPU"
         return answered(setting, moments, found.duration)
 

@@ -5,7 +5,7 @@ matched, the ids with their text left as text, the decoded text, and the text de
 encode 100 times each, and all 800 must agree. Both are called from Python, as a serving engine here would call them.
 """
 
-import json as json_text
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,24 +18,21 @@ import typer
 
 from forge.bench.tokenizer_inputs import inputs
 from forge.bench.worker import timed
-from forge.cli import machine, options
-from forge.cli.run_control import Found
 from forge.errors import ForgeError, UsageError
-from forge.experiments.bench.results import Facts, Progress, shown, silent
-from forge.experiments.bench.tables import Part, Table, ratio_text, title, trouble, verdict, where
+from forge.experiments.bench import kit
+from forge.experiments.bench.kit import Facts, Progress
 from forge.gguf import GGUFFile
 from forge.model.catalog import is_hash_model, resolve_model
 from forge.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerSpec, spec_from_gguf
 from forge.tokenizer.fast import tokenizer_json
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
-from forge.views.formatting import count
 from forge.views.palette import ACCENT
-from forge.views.progress import progress_line
+from forge.views.screen import Part, Table, check, fill, title, trouble
 from forge.views.text import one_line
 
 BATCHES = (1, 4, 16, 64)
 BATCH_INPUT = "medium_prose"
-THREADS, ENCODES = 8, 100
+THREADS, ENCODES, LOADS = 8, 100, 3
 TURN_SECONDS = 0.15
 """Calls of one kind go on for about so long, and are at least three."""
 
@@ -44,15 +41,35 @@ class NotEqual(ForgeError):
     """The two tokenizers disagree: there is nothing to time."""
 
 
+def screen(facts: Facts) -> Iterator[Part]:
+    yield title("How fast is text turned into tokens, and back?")
+    on = kit.where({"machine": facts["machine"]}, "µs per call, medians")
+    yield fill("{source:line}, {vocabulary:count} tokens", facts) + on
+    if reason := facts["fallback_reason"]:
+        yield trouble(f"the fast path is not used: {one_line(reason)}")
+    yield check(True, "equal ids and texts on every input, and from 8 threads at once")
+    times = ("tokenizers: {theirs:us}", "fast path: {ours:us}", "faster: {speed_up:ratio x}")
+    us = {"us": lambda value: f"{value:,.{0 if value >= 100 else 1 if value >= 1 else 2}f}"}
+    for kind in ("encode", "decode"):
+        columns = [f"{kind}: {{name}}", "chars: {chars:count}", "tokens: {tokens:count}", *times]
+        yield from (None, Table.of(facts[kind], *columns, formats=us, styles={4: ACCENT}))
+    others = [one | {"name": f"encode a batch of {one['name']}"} for one in facts["batch"]]
+    others.append(facts["concurrent"] | {"name": f"{THREADS} threads x {ENCODES} encodes, per encode"})
+    others += [facts["streaming"] | {"name": "streaming decode, per token"}, facts["load"]]
+    yield from (None, Table.of(others, ": {name}", *times, formats=us))
+    yield f"Batches and threads: {BATCH_INPUT}. Both are called from Python."
+
+
+@kit.benchmark(screen)
 def bench_tokenizer(
+    say: Progress,
     source: Annotated[
         str,
         typer.Argument(
             metavar="SOURCE", help="A bundled or pulled model, a GGUF file, a tokenizer.json, or a folder with one."
         ),
     ] = "tales",
-    json: options.JsonOption = False,
-) -> Found:
+) -> Facts:
     """Encode, decode, streams, batches, threads and load time, over seventeen kinds of text, against tokenizers.
 
     Nothing is timed before all results are equal.
@@ -62,10 +79,43 @@ def bench_tokenizer(
     if is_hash_model(source):
         raise UsageError("the hash model reads bytes: there is no tokenizer to measure")
     path = Path(source).expanduser()
-    with progress_line() as progress:
-        facts = run(path if path.suffix == ".json" else resolve_model(source), progress)
-    facts["machine"] = machine.cpu_model()
-    return shown(facts, screen(facts), json)
+    path = path if path.suffix == ".json" else resolve_model(source)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    spec, texts = open_spec(path), inputs()
+    say("load")
+    theirs, their_load = _loaded(lambda: Theirs(path, open_spec(path) if path.suffix != ".json" else spec))
+    ours, our_load = _loaded(lambda: Ours(open_spec(path)))
+    for name, text in texts.items():
+        say(f"equal? {name}")
+        check_equal(ours, theirs, name, text)
+    say("equal? 8 threads")
+    text, long = texts[BATCH_INPUT], texts["very_long"]
+    check_threads(ours, text, theirs.encode(text))
+
+    def measure(name: str, chars: int, tokens: int, call: Callable[[Any], Any], per: int = 1) -> Facts:
+        return times(name, chars, tokens, *(us / per for us in _times(call, theirs, ours)))
+
+    encode, decode = [], []
+    for name, each in texts.items():
+        say(f"encode and decode {name}")
+        ids = theirs.encode(each)
+        encode.append(measure(name, len(each), len(ids), methodcaller("encode", each)))
+        decode.append(measure(name, len(each), len(ids), methodcaller("decode", ids)))
+    say("streams, batches, threads")
+    ids = theirs.encode(long)
+    at_once = [_threads_seconds(one, text) * 1e6 for one in (theirs, ours)]
+    return {
+        "source": path.name,
+        "vocabulary": len(spec.tokens),
+        "implementation": ours.tokenizer.implementation,
+        "fallback_reason": ours.tokenizer.fallback_reason,
+        "encode": encode,
+        "decode": decode,
+        "streaming": measure("per token", len(long), len(ids), methodcaller("stream", ids), len(ids)),
+        "batch": [measure(str(n), len(text), n, methodcaller("encode_batch", [text] * n)) for n in BATCHES],
+        "concurrent": times(f"{THREADS} threads", len(text), THREADS * ENCODES, *at_once),
+        "load": times("load", 0, len(spec.tokens), their_load * 1e6, our_load * 1e6),
+    }
 
 
 def times(name: str, chars: int, tokens: int, theirs: float, ours: float) -> Facts:
@@ -139,47 +189,6 @@ def open_spec(path: Path) -> TokenizerSpec:
         return spec_from_gguf(file)
 
 
-def run(path: Path, on_progress: Progress = silent, loads: int = 3) -> Facts:
-    """Check, then measure. Raises `NotEqual` where the two disagree, before any time is taken."""
-    if path.is_dir():
-        path /= "tokenizer.json"
-    spec = open_spec(path)
-    texts = inputs()
-    on_progress("load")
-    theirs, their_load = _loaded(lambda: Theirs(path, open_spec(path) if path.suffix != ".json" else spec), loads)
-    ours, our_load = _loaded(lambda: Ours(open_spec(path)), loads)
-    for name, text in texts.items():
-        on_progress(f"equal? {name}")
-        check_equal(ours, theirs, name, text)
-    on_progress("equal? 8 threads")
-    check_threads(ours, texts[BATCH_INPUT], theirs.encode(texts[BATCH_INPUT]))
-    encode, decode = [], []
-    for name, text in texts.items():
-        on_progress(f"encode and decode {name}")
-        ids = theirs.encode(text)
-        size = name, len(text), len(ids)
-        encode.append(times(*size, *_times(methodcaller("encode", text), theirs, ours)))
-        decode.append(times(*size, *_times(methodcaller("decode", ids), theirs, ours)))
-    on_progress("streams, batches, threads")
-    text, long = texts[BATCH_INPUT], texts["very_long"]
-    ids = theirs.encode(long)
-    per_token = [us / len(ids) for us in _times(methodcaller("stream", ids), theirs, ours)]
-    batches = [(n, _times(methodcaller("encode_batch", [text] * n), theirs, ours)) for n in BATCHES]
-    at_once = [_threads_seconds(one, text) * 1e6 for one in (theirs, ours)]
-    return {
-        "source": path.name,
-        "vocabulary": len(spec.tokens),
-        "implementation": ours.tokenizer.implementation,
-        "fallback_reason": ours.tokenizer.fallback_reason,
-        "encode": encode,
-        "decode": decode,
-        "streaming": times("per token", len(long), len(ids), *per_token),
-        "batch": [times(str(number), len(text), number, *taken) for number, taken in batches],
-        "concurrent": times(f"{THREADS} threads", len(text), THREADS * ENCODES, *at_once),
-        "load": times("load", 0, len(spec.tokens), their_load * 1e6, our_load * 1e6),
-    }
-
-
 def check_equal(ours: "Ours | Theirs", theirs: "Ours | Theirs", name: str, text: str) -> None:
     """Raises `NotEqual` unless both encode `text` alike, with and without control tokens, and decode alike, at once and
     token by token."""
@@ -203,23 +212,19 @@ def check_threads(ours: "Ours | Theirs", text: str, expected: Sequence[int]) -> 
             raise NotEqual(f"encode differs when {THREADS} threads do it at once: nothing is timed")
 
 
-def _loaded(load: Callable[[], Any], times: int) -> tuple[Any, float]:
+def _loaded(load: Callable[[], Any]) -> tuple[Any, float]:
     """What was loaded, and the median of the seconds that it took."""
-    found = [timed(load) for _ in range(times)]
+    found = [timed(load) for _ in range(LOADS)]
     return found[-1][0], median(seconds for _, seconds in found)
 
 
-def _times(call: Callable[[Any], Any], theirs: "Ours | Theirs", ours: "Ours | Theirs") -> tuple[float, float]:
+def _times(call: Callable[[Any], Any], theirs: "Ours | Theirs", ours: "Ours | Theirs") -> list[float]:
     """Microseconds per call of each, the two taking turns."""
-    seconds: list[list[float]] = [[], []]
+    seconds: list[tuple[float, float]] = []
     began = time.perf_counter()
-    while len(seconds[0]) < 3 or time.perf_counter() - began < TURN_SECONDS:
-        for found, one in zip(seconds, (theirs, ours), strict=True):
-            started = time.perf_counter()
-            call(one)
-            found.append(time.perf_counter() - started)
-    their_seconds, our_seconds = (median(found[1:]) for found in seconds)
-    return their_seconds * 1e6, our_seconds * 1e6
+    while len(seconds) < 3 or time.perf_counter() - began < TURN_SECONDS:
+        seconds.append((timed(lambda: call(theirs))[1], timed(lambda: call(ours))[1]))
+    return [median(each) * 1e6 for each in zip(*seconds[1:], strict=True)]
 
 
 def _threads_seconds(one: "Ours | Theirs", text: str) -> float:
@@ -236,35 +241,10 @@ def _document(spec: TokenizerSpec) -> str:
     """A tokenizer.json of the whole tokenizer: NFC in front, added tokens matched."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     controls = set(spec.control_ids)
-    document = json_text.loads(tokenizer_json(spec))
+    document = json.loads(tokenizer_json(spec))
     document["normalizer"] = {"type": "NFC"}
     document["added_tokens"] = [
         {"id": token_id, "content": spec.tokens[token_id], "special": token_id in controls, **flags}
         for token_id in sorted({*controls, *spec.user_defined_ids})
     ]
-    return json_text.dumps(document)
-
-
-def screen(facts: Facts) -> Iterator[Part]:
-    yield title("How fast is text turned into tokens, and back?")
-    on = where({"machine": facts["machine"]}, "µs per call, medians")
-    yield f"{one_line(facts['source'])}, {count(facts['vocabulary'])} tokens{on}"
-    if reason := facts["fallback_reason"]:
-        yield trouble(f"the fast path is not used: {one_line(reason)}")
-    yield verdict(True, "equal ids and texts on every input, and from 8 threads at once")
-    peers = ("tokenizers", "fast path", "faster")
-    for kind in ("encode", "decode"):
-        rows = [(one["name"], count(one["chars"]), count(one["tokens"]), *_cells(one)) for one in facts[kind]]
-        yield from (None, Table((kind, "chars", "tokens", *peers), rows, styles={4: ACCENT}))
-    others = {f"encode a batch of {one['name']}": one for one in facts["batch"]} | {
-        f"{THREADS} threads x {ENCODES} encodes, per encode": facts["concurrent"],
-        "streaming decode, per token": facts["streaming"],
-        "load": facts["load"],
-    }
-    yield from (None, Table(("", *peers), [(name, *_cells(one)) for name, one in others.items()]))
-    yield f"Batches and threads: {BATCH_INPUT}. Both are called from Python."
-
-
-def _cells(one: Facts) -> tuple[str, ...]:
-    shown = (f"{value:,.{0 if value >= 100 else 1 if value >= 1 else 2}f}" for value in (one["theirs"], one["ours"]))
-    return *shown, f"{ratio_text(one['speed_up'])} x"
+    return json.dumps(document)

@@ -5,11 +5,9 @@ with a machine for each. `forge serve --prefill-replicas 1 --decode-replicas 1` 
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-
-from rich.console import Console
-from rich.text import Text
 
 from forge.cluster.handoff import prefill_params
 from forge.engine.engine import Engine
@@ -17,11 +15,12 @@ from forge.engine.handoff import KvHandoff, add_handed_over, hand_off
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 from forge.trace.totals import percentile
-from forge.views.formatting import count, ms, share, size
-from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
-from forge.views.progress import BenchProgress
+from forge.views.formatting import count
+from forge.views.json_output import as_object
+from forge.views.metrics import verdict
+from forge.views.progress import progress_line
 from forge.views.report import Report
-from forge.views.terminal import new_table, open_error_console, print_lines, print_table
+from forge.views.screen import Part, Table, question, report
 
 DECODING, DECODED = 4, 120
 """Sequences that decode, and the tokens of each."""
@@ -61,10 +60,15 @@ class HandedOver:
     identical: bool
     """Whether the logits are one engine's, to the last bit."""
 
+    @property
+    def share(self) -> float:
+        """Of computing the blocks, what it takes to move them."""
+        return (self.export_ms + self.import_ms) / self.prefill_ms
+
 
 def measure_apart(model: str) -> Report:
     llm = LLM(model, kv="prefix", threads=1, max_num_seqs=DECODING + 4, max_num_batched_tokens=2048)
-    with BenchProgress(open_error_console()) as progress:
+    with progress_line() as progress:
         progress("warming up")
         run_way(llm, "whole", DECODED // 4)
         ways = []
@@ -76,7 +80,7 @@ def measure_apart(model: str) -> Report:
             progress(f"a hand-over of {length} tokens")
             handed.append(hand_over(llm, length))
     facts = apart_object(llm, ways, handed)
-    return Report(facts, lambda console: print_apart(console, facts), 0 if facts["identical"] else 1)
+    return report(facts, lambda: screen(facts), 0 if facts["identical"] else 1)
 
 
 def run_way(llm: LLM, name: str, decoded: int) -> Way:
@@ -185,45 +189,21 @@ def apart_object(llm: LLM, ways: list[Way], handed: list[HandedOver]) -> dict[st
         "chunk": CHUNK,
         "ways": by_name,
         "p99_of_whole": apart["gap_p99_ms"] / whole["gap_p99_ms"],
-        "handovers": [
-            {
-                "prompt_tokens": one.prompt_tokens,
-                "bytes": one.num_bytes,
-                "prefill_ms": one.prefill_ms,
-                "export_ms": one.export_ms,
-                "import_ms": one.import_ms,
-                "share": (one.export_ms + one.import_ms) / one.prefill_ms,
-                "identical": one.identical,
-            }
-            for one in handed
-        ],
+        "handovers": [as_object(one, "share") | {"bytes": one.num_bytes} for one in handed],
         "identical": all(one.identical for one in handed) and all(way.tokens == ways[0].tokens for way in ways),
     }
 
 
-def print_apart(console: Console, facts: dict[str, Any]) -> None:
-    console.print(Text(QUESTION, TITLE))
-    head = f"{facts['decoding']} sequences decode; prompts of {count(facts['prompt_tokens'])} tokens arrive"
-    print_lines(console, [Text(head, QUIET), Text("")])
-    table = new_table("prompts", "gap p50", "gap p99", "of whole", "first token")
+def screen(facts: dict[str, Any]) -> Iterator[Part]:
+    arrive = f"prompts of {count(facts['prompt_tokens'])} tokens arrive"
+    yield from question(QUESTION, f"{facts['decoding']} sequences decode; {arrive}")
     what = {"whole": "whole, beside", "chunked": f"in chunks of {facts['chunk']}", "apart": "by another engine"}
-    for name, way in facts["ways"].items():
-        ratio = way["gap_p99_ms"] / facts["ways"]["whole"]["gap_p99_ms"]
-        row = (ms(way["gap_p50_ms"]), ms(way["gap_p99_ms"]), f"{ratio:.2f}", ms(way["first_token_ms"]))
-        table.add_row(what[name], *row)
-    print_table(console, table)
-    print_lines(console, [Text(""), Text("A hand-over of its blocks, in milliseconds", QUIET)])
-    table = new_table("prompt", "bytes", "prefill", "read", "written", "of prefill")
-    for one in facts["handovers"]:
-        table.add_row(
-            f"{count(one['prompt_tokens'])} tokens",
-            size(one["bytes"]),
-            *(ms(one[f"{name}_ms"]) for name in ("prefill", "export", "import")),
-            share(one["share"]),
-        )
-    print_table(console, table)
-    console.print()
-    if facts["identical"]:
-        console.print(Text.assemble(("✓ identical", GOOD), ": tokens and logits are one engine's, to the last bit"))
-    else:
-        console.print(Text("✗ the tokens differ", TROUBLE))
+    whole = facts["ways"]["whole"]["gap_p99_ms"]
+    ways = [way | {"name": what[name], "ratio": way["gap_p99_ms"] / whole} for name, way in facts["ways"].items()]
+    columns = ["prompts: {name}", "gap p50: {gap_p50_ms:ms}", "gap p99: {gap_p99_ms:ms}", "of whole: {ratio:.2f}"]
+    yield Table.of(ways, *columns, "first token: {first_token_ms:ms}")
+    yield from (None, "A hand-over of its blocks, in milliseconds")
+    columns = ["prompt: {prompt_tokens:count} tokens", "bytes: {bytes:size}", "prefill: {prefill_ms:ms}"]
+    columns += ["read: {export_ms:ms}", "written: {import_ms:ms}", "of prefill: {share:share}"]
+    yield from (Table.of(facts["handovers"], *columns), None)
+    yield verdict(facts["identical"], "tokens and logits are one engine's, to the last bit", "the tokens differ")

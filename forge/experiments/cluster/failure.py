@@ -12,16 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from forge.errors import ForgeError
 from forge.server.server_process import ServerProcess
-from forge.views.formatting import plural
-from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
-from forge.views.progress import BenchProgress
+from forge.views.progress import progress_line
 from forge.views.report import Report
-from forge.views.terminal import open_error_console, print_lines
+from forge.views.screen import Part, check, fill, question, report, sentences, title
 
 STREAMS = WHOLE = 6
 MAX_TOKENS = 1500
@@ -53,12 +48,12 @@ def measure_failure(replicas: int) -> Report:
         found = Failure(ray=False)
     else:
         options = ("--model", "hash", "--ray-address", "local", "--threads", "1", "--replicas", str(replicas))
-        with ServerProcess(options) as server, BenchProgress(open_error_console()) as progress:
+        with ServerProcess(options) as server, progress_line() as progress:
             progress(f"starting {replicas} engines")
             server.wait_until_ready()
             progress("killing one")
             found = _kill_one(server, replicas)
-    return Report(asdict(found), lambda console: print_failure(console, found), 1 if found.lost else 0)
+    return report(asdict(found), lambda: screen(found), 1 if found.lost else 0)
 
 
 def _kill_one(server: ServerProcess, replicas: int) -> Failure:
@@ -137,23 +132,19 @@ def _wait(condition: Any, seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def print_failure(console: Console, found: Failure) -> None:
-    console.print(Text(QUESTION, TITLE))
+def screen(found: Failure) -> Iterator[Part]:
     if not found.ray:
-        print_lines(console, [Text(""), Text(MISSING, QUIET)])
+        yield from (title(QUESTION), None, MISSING)
         return
-    head = f"{plural(found.streams, 'stream')} and {plural(found.whole, 'request')} without one ran when it was killed"
-    print_lines(console, [Text(head, QUIET), Text("")])
-    print_lines(
-        console,
-        [
-            Text(f"streams that were told why they ended  {found.told:>3} of {found.streams}"),
-            Text(f"others that got their answer           {found.answered:>3} of {found.whole}"),
-            Text(f"seconds until the engine was back      {found.back_seconds:5.1f}"),
-            Text(""),
-        ],
+    ran = "{streams:plural stream} and {whole:plural request} without one ran when it was killed"
+    yield from question(QUESTION, fill(ran, found))
+    said = (
+        "streams that were told why they ended  {told:>3} of {streams}",
+        "others that got their answer           {answered:>3} of {whole}",
+        "seconds until the engine was back      {back_seconds:5.1f}",
     )
-    if found.lost:
-        console.print(Text(f"✗ {plural(found.lost, 'request')} ended in no way", TROUBLE))
-    else:
-        console.print(Text.assemble(("✓ every request ended once", GOOD)))
+    yield from sentences(fill(line, found) for line in said)
+    yield from (
+        None,
+        check(not found.lost, "every request ended once", fill("{lost:plural request} ended in no way", found)),
+    )

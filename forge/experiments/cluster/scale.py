@@ -1,18 +1,14 @@
 """`forge cluster --part scale`: routers before more engines than this machine has cores, on a simulated clock."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from forge.cluster.simulation import SimulationOptions, SimulationResult, StepTime, simulate
-from forge.views.formatting import count, ms, percent, rate
-from forge.views.palette import QUIET, TITLE
-from forge.views.progress import BenchProgress
+from forge.views.formatting import count
+from forge.views.progress import progress_line
 from forge.views.report import Report
-from forge.views.terminal import new_table, open_error_console, print_lines, print_table
+from forge.views.screen import Part, Table, question, report
 from forge.workload.conversations import TraceShape
 
 REPLICAS = (2, 8, 32)
@@ -21,16 +17,16 @@ COMPARED = ("round-robin", "least-tokens", "prefix-estimate", "prefix")
 QUESTION = "What does a router find when there are more engines?"
 
 
-def measure_scale(routers: Sequence[str] | None) -> Report:
+def measure_scale(routers: Sequence[str]) -> Report:
     """Every router with every number of engines. The load grows with them, so that each is as busy as the others."""
     options, results = SimulationOptions(trace=TraceShape(num_requests=REQUESTS)), []
-    with BenchProgress(open_error_console()) as progress:
+    with progress_line() as progress:
         for replicas in REPLICAS:
             for router in routers or COMPARED:
                 progress(f"{replicas} engines, {router}")
                 results.append(simulate(replace(options, replicas=replicas, router=router)))
     facts = scale_object(results)
-    return Report(facts, lambda console: print_scale(console, facts, options.step_time))
+    return report(facts, lambda: screen(facts, options.step_time))
 
 
 def scale_object(results: Sequence[SimulationResult]) -> dict[str, Any]:
@@ -50,25 +46,16 @@ def scale_object(results: Sequence[SimulationResult]) -> dict[str, Any]:
     return found
 
 
-def print_scale(console: Console, facts: dict[str, Any], step_time: StepTime) -> None:
-    console.print(Text(QUESTION, TITLE))
-    head = (
+def screen(facts: dict[str, Any], step_time: StepTime) -> Iterator[Part]:
+    yield from question(
+        QUESTION,
         f"{count(facts['requests'])} requests of conversations and agents, simulated: a step takes "
-        f"{step_time.fixed:g} ms, and {step_time.prefill_token:g} ms for each token"
+        f"{step_time.fixed:g} ms, and {step_time.prefill_token:g} ms for each token",
     )
-    print_lines(console, [Text(head, QUIET), Text("")])
-    table = new_table("router", "engines", "found", "busiest", "TTFT p50", "p99", "decisions/s")
-    for router, by_size in facts["routers"].items():
-        for number, one in enumerate(by_size.values()):
-            table.add_row(
-                router.replace("_", "-") if number == 0 else "",
-                count(one["replicas"]),
-                percent(one["hit_rate"]),
-                f"{one['busiest_over_mean']:.2f}",
-                ms(one["ttft_p50_ms"]),
-                ms(one["ttft_p99_ms"]),
-                rate(one["decisions_per_second"]),
-            )
-    print_table(console, table)
+    sizes = [{"router": name} | one for name, by_size in facts["routers"].items() for one in by_size.values()]
+    columns = ["router: {router:dashed}", "engines: {replicas:count}", "found: {hit_rate:percent}"]
+    columns += ["busiest: {busiest_over_mean:.2f}", "TTFT p50: {ttft_p50_ms:ms}", "p99: {ttft_p99_ms:ms}"]
+    dashed = {"dashed": lambda name: name.replace("_", "-")}
+    yield Table.of(sizes, *columns, "decisions/s: {decisions_per_second:rate}", formats=dashed, grouped=1)
     note = "busiest: requests over the mean. Milliseconds are simulated; decisions per second are this machine's."
-    print_lines(console, [Text(""), Text(note, QUIET)])
+    yield from (None, note)

@@ -3,34 +3,32 @@
 [dim]forge cuda --only run "Once upon a time" 32[/dim]
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-import typer
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from forge.cli import options
-from forge.cli.arguments import Takes, command
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.run_control import Found, drive, exit_status, load_model, run_label
+from forge.cli.arguments import Takes
+from forge.cli.chapters import Experiment, experiment
+from forge.cli.run_control import drive, exit_status, load_model, run_label
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.cuda.plan import H200, SHAPE, Limits, PlannedStep, planned_steps
-from forge.views.formatting import NOTHING, count, ms, plural, rate, size, times
+from forge.option import option
+from forge.views.formatting import ms, plural, size, times
 from forge.views.forwards import spaced
 from forge.views.json_output import as_object, to_json
-from forge.views.palette import ACCENT, QUIET, TITLE
+from forge.views.palette import ACCENT
 from forge.views.report import Report
+from forge.views.roofline import Point, roofline
+from forge.views.screen import Part, Table, leads_on, report, sentences, title
 from forge.views.summary import Forward, RunResult
-from forge.views.terminal import new_table, print_table
 from forge.views.text import one_line
 
 if TYPE_CHECKING:
@@ -49,66 +47,54 @@ COMPUTED = (
     f"sizes of {SHAPE} in bfloat16 and the published limits of an {H200.device}."
 )
 ROWS = 10
-HEIGHT, LEFT = 12, 11
 DRAWN = {"decode1@160": "1", "decode16@160": "2", "decode64@160": "3", "prefill512": "p"}
 """Planned steps in the roofline picture, and their characters there."""
 Source = Literal["measured", "recorded"]
 
 
-@command
+@dataclass(frozen=True)
+class CudaArgs:
+    """How it runs, and what is kept of it."""
+
+    graphs: bool = option(True, "Run with captured graphs too.", "Model")
+    record: Path | None = option(None, "Save what was measured, for machines without a GPU.", "Output")
+
+
+@experiment()
 def cuda(
-    ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = options.DEFAULT_MAX_TOKENS,
     *,
     engine: Annotated[EngineArgs, Takes("model threads kernels", kv="basic", device="cuda")],
-    graphs: Annotated[
-        bool,
-        typer.Option("--graphs/--no-graphs", help="Run with captured graphs too.", rich_help_panel="Model"),
-    ] = True,
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            "--record",
-            help="Save what was measured, for machines without a GPU.",
-            dir_okay=False,
-            rich_help_panel="Output",
-        ),
-    ] = None,
-    only: OnlyOption = None,
-    pause: PauseOption = True,
-    json: options.JsonOption = False,
-) -> Found:
-    if record is None and reads_chapter(only, json):
-        return read_chapter(ctx, pause)
-    from forge.backends.devices import why_not_cuda
+    asked: CudaArgs,
+) -> Experiment:
+    def measure() -> Report:
+        from forge.backends.devices import why_not_cuda
 
-    reason = why_not_cuda()
-    if reason is not None and record is not None:
-        raise UsageError(reason.replace("--device cuda", "forge cuda --record").replace(": use --device cpu", ""))
-    if reason is not None:
-        report = _report(_recorded())
-    else:
-        report = _measure(prompt, max_tokens, engine, graphs)
-        if record is not None:
-            _save(report, record)
-    return report.as_json() if json else report
+        reason = why_not_cuda()
+        if reason is None:
+            report = _measure(options.read_prompt(prompt), max_tokens, engine, asked.graphs)
+            if asked.record is not None:
+                _save(report, asked.record)
+            return report
+        if asked.record is not None:
+            raise UsageError(reason.replace("--device cuda", "forge cuda --record").replace(": use --device cpu", ""))
+        return _report(_recorded())
+
+    return Experiment(measure, alone=asked.record is not None)
 
 
 def _report(measured: "Measured | None", *results: RunResult) -> Report:
     from forge.model.synth import SHAPES
 
     steps = planned_steps(SHAPES[SHAPE])
-    return Report(
-        cuda_object(measured, steps), lambda console: print_cuda(console, measured, steps), exit_status(*results)
-    )
+    return report(cuda_object(measured, steps), lambda: screen(measured, steps), exit_status(*results))
 
 
-def _measure(prompt: str, max_tokens: int, engine: EngineArgs, graphs: bool) -> Report:
+def _measure(text: str, max_tokens: int, engine: EngineArgs, graphs: bool) -> Report:
     from forge.bench.cuda_limits_worker import measure
     from forge.model.qwen3 import Qwen3
 
-    text = options.read_prompt(prompt)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     on_cpu = load_model(engine, device="cpu", kernels=None)
     results = [("cpu", "c", _warm_run(on_cpu, text, params))]
@@ -185,6 +171,13 @@ class DeviceRun:
         decodes = sorted(forward.ms for forward in self.forwards if forward.phase == "decode")
         return decodes[len(decodes) // 2] if decodes else None
 
+    def cell(self, index: int) -> str:
+        """A forward's time, and how it was launched."""
+        if index >= len(self.forwards):
+            return ""
+        mode = self.modes[index] if index < len(self.modes) else ""
+        return f"{ms(self.forwards[index].ms)} {mode}".rstrip()
+
 
 @dataclass(frozen=True)
 class Work:
@@ -219,57 +212,42 @@ class Measured:
         return self.work.weight_bytes / self.limits.bytes_per_second * 1e3
 
 
-@dataclass(frozen=True)
-class Point:
-    """Something in the roofline picture."""
-
-    mark: str
-    name: str
-    intensity: float
-    """Operations per byte."""
-    operations_per_second: float
-
-
-def print_cuda(console: Console, measured: Measured | None, steps: Sequence[PlannedStep]) -> None:
+def screen(measured: Measured | None, steps: Sequence[PlannedStep]) -> Iterator[Part]:
     """The whole experiment: per-forward times side by side, what graphs are worth, the roofline; or what is planned."""
-    console.print(Text(QUESTION, TITLE))
-    if measured is None:
-        _print_computed(console, steps)
-    else:
-        _print_measured(console, measured)
-    console.print()
-    console.print(Text(LEADS_ON, ACCENT))
+    yield title(QUESTION)
+    yield from _planned_parts(steps) if measured is None else _measured_parts(measured)
+    yield leads_on(LEADS_ON)
 
 
-def _print_measured(console: Console, measured: Measured) -> None:
-    console.print(Text(f"{measured.limits.device}; {one_line(measured.model)}", QUIET))
+def _measured_parts(measured: Measured) -> Iterator[Part]:
+    yield f"{measured.limits.device}; {one_line(measured.model)}"
     if measured.source == "recorded":
-        console.print(Text(f"A recorded run, of {measured.on}: there is no GPU here.", ACCENT))
-    console.print()
-    print_table(console, _forward_table(measured.runs))
-    console.print()
-    for sentence in sentences(measured):
-        console.print(sentence)
-    console.print()
-    for line in roofline_lines(_points(measured), measured.limits, console.width):
-        console.print(line)
+        yield title(f"A recorded run, of {measured.on}: there is no GPU here.", ACCENT)
+    rows = [
+        (f"{forward.phase} {plural(forward.tokens, 'token')}", *(run.cell(forward.number - 1) for run in measured.runs))
+        for forward in spaced(measured.runs[0].forwards, ROWS)
+    ]
+    yield from (None, Table(("ms per forward", *(run.name for run in measured.runs)), rows))
+    yield from (None, *sentences(measured_sentences(measured)), None)
+    yield lambda width: picture(_points(measured), measured.limits, width)
 
 
-def _print_computed(console: Console, steps: Sequence[PlannedStep]) -> None:
-    console.print(Text(COMPUTED, ACCENT))
-    console.print()
-    print_table(console, _step_table(steps))
-    console.print()
-    for sentence in planned_sentences(steps):
-        console.print(sentence)
-    console.print()
+def _planned_parts(steps: Sequence[PlannedStep]) -> Iterator[Part]:
+    shown = {"floor": lambda step: f"{step.floor_ms(H200):.2f}", "bound": _bound}
+    columns = ["step: {title}", "kernels: {num_launches:count}", "reads: {bytes:size}"]
+    yield from (title(COMPUTED, ACCENT), None)
+    yield Table.of(steps, *columns, "floor, ms: {:floor}", "bound by: {:bound}", formats=shown)
+    yield from (None, *sentences(planned_sentences(steps)), None)
     drawn = [
         Point(DRAWN[step.name], step.title, step.intensity, step.operations / step.floor_ms(H200) * 1e3)
         for step in steps
         if step.name in DRAWN
     ]
-    for line in roofline_lines(drawn, H200, console.width):
-        console.print(line)
+    yield lambda width: picture(drawn, H200, width)
+
+
+def picture(points: Sequence[Point], limits: Limits, width: int) -> list[Text]:
+    return roofline(points, limits.bytes_per_second, limits.operations_per_second, "operations", width)
 
 
 def cuda_object(measured: Measured | None, steps: Sequence[PlannedStep]) -> dict[str, Any]:
@@ -327,7 +305,7 @@ def _step_object(step: PlannedStep) -> dict[str, Any]:
     return found | {"floor_ms": step.floor_ms(H200), "bound": _bound(step)}
 
 
-def sentences(measured: Measured) -> list[str]:
+def measured_sentences(measured: Measured) -> list[str]:
     """What the table says, in words and figures."""
     middles = {run.name: run.decode_ms for run in measured.runs}
     said = [f"{name}: {ms(value)} ms per decode at the median" for name, value in middles.items() if value]
@@ -358,38 +336,6 @@ def planned_sentences(steps: Sequence[PlannedStep]) -> list[str]:
     return said
 
 
-def roofline_lines(points: Sequence[Point], limits: Limits, width: int) -> list[Text]:
-    """Operations per second over operations per byte, both logarithmic (Williams, Waterman and Patterson 2009).
-
-    The roof is the lower of two limits: bandwidth times intensity, and the rate of multiplication.
-    """
-    ridge = limits.operations_per_second / limits.bytes_per_second
-    x_low = math.log10(min(1.0, *(point.intensity for point in points)))
-    x_high = math.log10(max(ridge * 4, *(point.intensity for point in points)))
-    y_high = math.log10(limits.operations_per_second)
-    y_low = min(math.floor(math.log10(min(point.operations_per_second for point in points))), y_high - 1)
-    columns = max(20, width - LEFT)
-    grid = [[" "] * columns for _ in range(HEIGHT)]
-
-    def row_of(y: float) -> int:
-        return min(HEIGHT - 1, max(0, round((y_high - math.log10(y)) / (y_high - y_low) * (HEIGHT - 1))))
-
-    for column in range(columns):
-        x = 10 ** (x_low + (x_high - x_low) * column / (columns - 1))
-        limit = min(limits.operations_per_second, x * limits.bytes_per_second)
-        if math.log10(limit) >= y_low:
-            grid[row_of(limit)][column] = "─" if x >= ridge else "╱"
-    for point in points:
-        column = round((math.log10(point.intensity) - x_low) / (x_high - x_low) * (columns - 1))
-        grid[row_of(point.operations_per_second)][column] = point.mark
-    labels = {0: _operations(10**y_high), HEIGHT - 1: _operations(10**y_low)}
-    lines = [Text(f"{labels.get(row, ''):>{LEFT - 2}} │{''.join(cells)}".rstrip()) for row, cells in enumerate(grid)]
-    scale = f"{10**x_low:.1g}".ljust(columns - 8) + f"{10**x_high:,.0f}".rjust(8)
-    marks = "   ".join(f"{mark} {name}" for mark, name in {point.mark: point.name for point in points}.items())
-    below = Text("operations per byte read", QUIET)
-    return [*lines, Text(" " * (LEFT - 1) + "└" + scale), below, Text(marks, QUIET)]
-
-
 def _points(measured: Measured) -> list[Point]:
     """The prefill and the median decode of each run."""
     found = []
@@ -401,32 +347,8 @@ def _points(measured: Measured) -> list[Point]:
     return found
 
 
-def _step_table(steps: Sequence[PlannedStep]) -> Table:
-    table = new_table("step", "kernels", "reads", "floor, ms", "bound by")
-    for step in steps:
-        launches = NOTHING if step.num_launches is None else count(step.num_launches)
-        table.add_row(step.title, launches, size(step.bytes), f"{step.floor_ms(H200):.2f}", _bound(step))
-    return table
-
-
 def _bound(step: PlannedStep) -> str:
     return "memory" if step.is_bound_by_memory(H200) else "arithmetic"
-
-
-def _forward_table(runs: Sequence[DeviceRun]) -> Table:
-    table = new_table("ms per forward", *(run.name for run in runs))
-    shown = spaced(runs[0].forwards, ROWS)
-    for forward in shown:
-        index = forward.number - 1
-        table.add_row(f"{forward.phase} {plural(forward.tokens, 'token')}", *(_cell(run, index) for run in runs))
-    return table
-
-
-def _cell(run: DeviceRun, index: int) -> str:
-    if index >= len(run.forwards):
-        return ""
-    mode = run.modes[index] if index < len(run.modes) else ""
-    return f"{ms(run.forwards[index].ms)} {mode}".rstrip()
 
 
 def _agreement(runs: Sequence[DeviceRun]) -> str:
@@ -436,10 +358,3 @@ def _agreement(runs: Sequence[DeviceRun]) -> str:
         if len({run.token_ids[position] for run in runs}) > 1:
             return f"The texts agree in their first {plural(position, 'token')}, then a near tie fell the other way."
     return f"All {len(runs)} runs chose the same {plural(shortest, 'token')}."
-
-
-def _operations(value: float) -> str:
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if value >= limit:
-            return f"{rate(value / limit)} {unit}/s"
-    return f"{value:.0f} /s"

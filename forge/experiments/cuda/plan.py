@@ -10,16 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-import numpy as np
-
+from forge.bench.cases import BLOCK_SIZE
 from forge.model.config import Qwen3Config
-from forge.model.forward_batch import ForwardBatch
 
 SHAPE = "qwen3-0.6b"
 """The published model whose steps are worked out, in bfloat16."""
 BYTES = 2
 """Of a weight, a key's number and an activation: bfloat16."""
-BLOCK_SIZE = 16
 TABLE = ((1, 160), (4, 160), (16, 160), (64, 160), (1, 2048), (64, 2048))
 """Rows and contexts of the decodes."""
 PROMPTS = (128, 512)
@@ -123,29 +120,15 @@ class _Counted:
     def launches(self, sequences: int, context: int, new: int) -> dict[str, int]:
         from forge.backends.cuda.ahead_of_time import CountedProducts
         from forge.backends.cuda.backend import CudaBackend
+        from forge.bench.forge_worker import batch_of
 
         length = context + new
         blocks = -(-length // BLOCK_SIZE)
-        model, backend, batch = self._model, self._model.backend, _batch(sequences, context, new, blocks)
+        model, backend = self._model, self._model.backend
+        batch = batch_of([[0] * new] * sequences, context, blocks)
         layout = model.kv_layout(sequences * blocks, BLOCK_SIZE, "bfloat16")
         self._found.clear()
         assert isinstance(backend, CudaBackend)
         with CountedProducts(self._found):
             backend.launch(model.forward_pass, batch, backend.new_storage(layout))
         return dict(self._found)
-
-
-def _batch(sequences: int, context: int, new: int, blocks: int) -> ForwardBatch:
-    """Rows of sequences of equal lengths, whose blocks lie one after the other."""
-    tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
-    positions = np.tile(np.arange(context, context + new, dtype=np.int32), sequences)
-    ends = np.arange(sequences + 1, dtype=np.int32) * new
-    return ForwardBatch(
-        token_ids=np.zeros(sequences * new, np.int32),
-        positions=positions,
-        cu_seqlens=ends,
-        slot_mapping=np.repeat(tables[:, 0] * BLOCK_SIZE, new).astype(np.int32) + positions,
-        block_tables=tables,
-        context_lens=np.full(sequences, context + new, np.int32),
-        logit_rows=ends[1:] - 1,
-    )

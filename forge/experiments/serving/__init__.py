@@ -6,38 +6,35 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from forge.cli import options
-from forge.cli.arguments import Takes, command
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.run_control import Found
+from forge.cli.arguments import Takes
+from forge.cli.chapters import Experiment, experiment
 from forge.cli.serve import require_server
 from forge.cli.watch import steps_of
 from forge.engine_args import EngineArgs
 from forge.errors import ForgeError, UsageError
 from forge.experiments.serving.clients import Crowd, Crowded, Visit, visit_all
-from forge.option import flag_of
+from forge.option import flag_of, option
 from forge.server.server_process import ServerProcess
 from forge.trace.totals import percentile
 from forge.views.charts import sparkline
-from forge.views.formatting import NOTHING, count, ms, percent, plural
+from forge.views.formatting import count, ms, percent, plural
 from forge.views.json_output import as_object
 from forge.views.metrics import flowing, verdict
-from forge.views.palette import ACCENT, QUIET, TITLE
-from forge.views.progress import BenchProgress
+from forge.views.palette import ACCENT, QUIET
+from forge.views.progress import progress_line
 from forge.views.report import Report
+from forge.views.screen import Hanging, Part, Table, question, report
 from forge.views.summary import RunLabel
-from forge.views.terminal import can_redraw, new_table, open_console, open_error_console, print_hanging, print_table
+from forge.views.terminal import can_redraw, open_console
 from forge.views.text import one_line
 from forge.views.traffic import Traffic
 
@@ -56,37 +53,35 @@ STRIP_WIDTH = 50
 ROWS_SHOWN = 10
 
 
-@command
+@dataclass(frozen=True)
+class ClientArgs:
+    """The clients."""
+
+    clients: int = option(8, "Who read, beside three who do not.", _CLIENTS, flags="--clients -n")
+    max_tokens: int = option(256, "Of each story.", _CLIENTS)
+    every: float = option(20.0, "Milliseconds between two of them.", _CLIENTS)
+
+    def __post_init__(self) -> None:
+        if self.clients < 1 or self.max_tokens < 1 or not 0 <= self.every <= 10_000:
+            raise UsageError("--clients and --max-tokens are at least 1, --every 0 to 10,000 ms")
+
+
+@experiment()
 def serving(
-    ctx: typer.Context,
-    clients: Annotated[
-        int, typer.Option("--clients", "-n", help="Who read, beside three who do not.", rich_help_panel=_CLIENTS)
-    ] = 8,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of each story.", rich_help_panel=_CLIENTS)] = 256,
-    every: Annotated[
-        float, typer.Option("--every", help="Milliseconds between two of them.", rich_help_panel=_CLIENTS)
-    ] = 20.0,
-    *,
+    asked: ClientArgs,
     engine: Annotated[EngineArgs, Takes(_SERVER, kv="prefix", max_num_seqs=64)],
-    only: OnlyOption = None,
-    pause: PauseOption = True,
     json: options.JsonOption = False,
-) -> Found:
+) -> Experiment:
     require_server()
-    if clients < 1 or max_tokens < 1 or not 0 <= every <= 10_000:
-        raise UsageError("--clients and --max-tokens are at least 1, --every 0 to 10,000 ms")
-    if reads_chapter(only, json):
-        return read_chapter(ctx, pause)
-    crowd = Crowd(clients, max_tokens, every / 1e3, max_queue=max(64, clients + 8))
+    crowd = Crowd(asked.clients, asked.max_tokens, asked.every / 1e3, max_queue=max(64, asked.clients + 8))
     given = {name: getattr(engine, name) for name in _SERVER.split()} | {"max_queue": crowd.max_queue}
     spelled = [word for name, value in given.items() if value is not None for word in (flag_of(name), str(value))]
-    report = _measure(crowd, spelled, str(engine.model), str(engine.cache), json)
-    return report.as_json() if json else report
+    return Experiment(lambda: _measure(crowd, spelled, str(engine.model), str(engine.cache), json))
 
 
 def _measure(crowd: Crowd, spelled: Sequence[str], model: str, kv: str, quiet: bool) -> Report:
     with ServerProcess(spelled) as server:
-        with BenchProgress(open_error_console()) as progress:
+        with progress_line() as progress:
             progress("starting forge serve")
             server.wait_until_ready()
         console = open_console()
@@ -94,7 +89,7 @@ def _measure(crowd: Crowd, spelled: Sequence[str], model: str, kv: str, quiet: b
         with Traffic(console, RunLabel(model, kv, "", "")) if shows else nullcontext() as traffic:
             result = _let_them_come(server, crowd, traffic.step if traffic else lambda record: None)
     facts = clients_object(result, model, kv)
-    return Report(facts, lambda console: print_clients(console, result, facts), 0 if facts["identical"] else 1)
+    return report(facts, lambda: screen(result, facts), 0 if facts["identical"] else 1)
 
 
 def _let_them_come(server: ServerProcess, crowd: Crowd, on_step: "Callable[[StepRecord], None]") -> Crowded:
@@ -141,17 +136,17 @@ class _Watcher:
 def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
     """For `--json`. Milliseconds throughout; a figure that this run does not have is None."""
     readers = result.of("reads")
-    gaps = [gap for visit in readers for gap in visit.gaps_ms]
+    gaps = [gap for visit in readers for gap in visit.itls_ms]
     return {
         "model": model,
         "kv": kv,
         "ready_seconds": result.ready_seconds,
         "num_clients": len(result.visits),
         "max_tokens": result.crowd.max_tokens,
-        "first_ms": _spread([visit.first_ms for visit in readers if visit.first_ms is not None]),
-        "per_token_ms": _spread([visit.per_token_ms for visit in readers if visit.per_token_ms is not None]),
+        "first_ms": _spread(visit.ttft_ms for visit in readers),
+        "per_token_ms": _spread(visit.per_token_ms for visit in readers),
         "longest_gap_ms": max(gaps, default=None),
-        "end_to_end_ms": _spread([_whole_ms(visit) for visit in readers]),
+        "end_to_end_ms": _spread(visit.e2el_ms for visit in readers),
         "clients": [visit_object(visit) for visit in result.visits],
         "alone": visit_object(result.alone),
         "identical": result.alone.text == readers[0].text,
@@ -169,33 +164,30 @@ def clients_object(result: Crowded, model: str, kv: str) -> dict[str, Any]:
         },
         "ending": {
             "finish_reason": result.ending.stream.finish_reason,
-            "tokens": result.ending.stream.tokens,
+            "tokens": result.ending.stream.completion_tokens,
             **as_object(result.ending, without=("stream",)),
         },
     }
 
 
 def visit_object(visit: Visit) -> dict[str, Any]:
-    gaps = visit.gaps_ms if visit.kind != "late" else []  # what lay there already says nothing
+    gaps = visit.itls_ms if visit.kind != "late" else []  # what lay there already says nothing
     return {
         "kind": visit.kind,
-        "first_ms": visit.first_ms,
+        "first_ms": visit.ttft_ms,
         "per_token_ms": visit.per_token_ms if gaps else None,
         "longest_gap_ms": max(gaps, default=None),
-        "end_to_end_ms": _whole_ms(visit),
-        "events": len(visit.events),
-        "tokens": visit.tokens,
+        "end_to_end_ms": visit.e2el_ms,
+        "events": len(visit.chunks),
+        "tokens": visit.completion_tokens,
         "finish_reason": visit.finish_reason,
         "text": visit.text,
     }
 
 
-def _whole_ms(visit: Visit) -> float:
-    return (visit.ended - visit.asked) * 1e3
-
-
-def _spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Median, 95th percentile and the largest."""
+def _spread(found: Iterable[float | None]) -> dict[str, float | None]:
+    """Median, 95th percentile and the largest, of those that there are."""
+    values = [value for value in found if value is not None]
     if not values:
         return {"p50": None, "p95": None, "max": None}
     return {"p50": percentile(values, 0.5), "p95": percentile(values, 0.95), "max": max(values)}
@@ -225,7 +217,7 @@ def _leaver_object(result: Crowded) -> dict[str, Any]:
         last = next(item for item in steps[-1].items if item.seq_id == seq_id)
         held = -(-(last.start + last.num_tokens) // steps[-1].cache.block_size)
     return {
-        "events": len(visit.events),
+        "events": len(visit.chunks),
         "steps": visit.num_steps,
         "steps_after": result.steps_after_leaving,
         "blocks": held,
@@ -235,37 +227,30 @@ def _leaver_object(result: Crowded) -> dict[str, Any]:
 def _late_object(result: Crowded) -> dict[str, Any]:
     visit = result.late
     return {
-        "tokens": visit.tokens,
+        "tokens": visit.completion_tokens,
         "done_after_ms": visit.engine_ms,
-        "began_to_read_after_ms": (visit.began_to_read - visit.asked) * 1e3,
-        "all_read_after_ms": _whole_ms(visit),
+        "began_to_read_after_ms": (visit.began_to_read - visit.started) * 1e3,
+        "all_read_after_ms": visit.e2el_ms,
     }
 
 
-def print_clients(console: Console, result: Crowded, facts: dict[str, Any]) -> None:
+def screen(result: Crowded, facts: dict[str, Any]) -> Iterator[Part]:
     """`facts`: those of `clients_object`."""
     crowd = result.crowd
-    console.print(Text(QUESTION, TITLE))
     come = f"{plural(facts['num_clients'], 'client')}, one every {crowd.every * 1e3:.0f} ms"
     served = f"kv {facts['kv']} · {one_line(facts['model'])}"
-    console.print(Text(f"{come}, {plural(crowd.max_tokens, 'token')} each · {served}", QUIET))
-    console.print()
-    for line in _strips(result):
-        console.print(line)
-    console.print()
-    print_table(console, _table(result))
-    left = len(result.visits) - ROWS_SHOWN
-    if left > 0:
-        console.print(Text(f"… and {plural(left, 'more reader')}", QUIET))
-    console.print()
-    for line in _sentences(facts):
-        print_hanging(console, line, 10)
-    console.print()
-    for line in flowing(_figures(facts), console.width):
-        console.print(line)
-    console.print()
+    yield from question(QUESTION, f"{come}, {plural(crowd.max_tokens, 'token')} each · {served}")
+    yield from (*_strips(result), None)
+    clients = [one | {"number": number} for number, one in enumerate(facts["clients"][:ROWS_SHOWN], 1)]
+    columns = ["client: {number} {kind}", "TTFT, ms: {first_ms:ms}", "TPOT, ms: {per_token_ms:ms}"]
+    columns += ["longest: {longest_gap_ms:ms}", "all, ms: {end_to_end_ms:.0f}", "tokens: {tokens:count}"]
+    yield Table.of(clients, *columns, "events: {events:count}", "ended: {finish_reason}", lefts=(7,))
+    if (left := len(result.visits) - ROWS_SHOWN) > 0:
+        yield f"… and {plural(left, 'more reader')}"
+    yield from (None, *(Hanging(line, 10) for line in _sentences(facts)), None)
+    yield from (lambda width: flowing(_figures(facts), width), None)
     same, other = "the first client's story, in the crowd and alone", "the first client's story is another one alone"
-    console.print(verdict(facts["identical"], same, other))
+    yield verdict(facts["identical"], same, other)
 
 
 def _strips(result: Crowded) -> list[Text]:
@@ -279,23 +264,6 @@ def _strips(result: Crowded) -> list[Text]:
         strip = sparkline(values, most, STRIP_WIDTH)
         lines.append(Text.assemble((f"{title:<16}", QUIET), (strip, ACCENT), (f"  to {count(most)}", QUIET)))
     return lines
-
-
-def _table(result: Crowded) -> Table:
-    table = new_table("client", "TTFT, ms", "TPOT, ms", "longest", "all, ms", "tokens", "events", last="ended")
-    for number, visit in enumerate(result.visits[:ROWS_SHOWN], 1):
-        facts = visit_object(visit)
-        table.add_row(
-            f"{number} {visit.kind}",
-            ms(facts["first_ms"]),
-            ms(facts["per_token_ms"]),
-            ms(facts["longest_gap_ms"]),
-            f"{facts['end_to_end_ms']:.0f}",
-            NOTHING if visit.tokens is None else count(visit.tokens),
-            count(len(visit.events)),
-            visit.finish_reason or NOTHING,
-        )
-    return table
 
 
 def _sentences(facts: dict[str, Any]) -> list[Text]:

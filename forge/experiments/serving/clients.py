@@ -9,13 +9,13 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
 
-from forge.bench.http_client import HttpClient, Timed, read_body, read_head
+from forge.bench.http_client import HttpClient, Timed, follow, read_head
 from forge.trace.records import StepRecord
 
+PATH = "/v1/completions"
 ANIMALS = (
     "fox", "turtle", "bear", "owl", "mouse", "rabbit", "hedgehog", "bird", "cat", "dog", "frog", "duck", "goose",
     "deer", "squirrel", "badger",
@@ -53,43 +53,23 @@ class Crowd:
 
 
 @dataclass
-class Visit:
-    """One client's request, as the client saw it. Times are seconds on the system's monotonic clock."""
+class Visit(Timed):
+    """One client's request, as the client saw it; it ended when the client had everything, or left."""
 
-    kind: str
+    kind: str = "reads"
     """`reads`, `leaves` or `late`."""
-    asked: float = 0.0
-    request_id: str = ""
-    events: list[float] = field(default_factory=list)
-    """When each event with text came."""
-    text: str = ""
-    tokens: int | None = None
-    """As the server counts them at the end."""
-    finish_reason: str | None = None
     began_to_read: float = 0.0
-    ended: float = 0.0
-    """When it had everything, or left."""
     engine_ms: float | None = None
     """From its arrival to its last token, as the engine tells it."""
     num_steps: int = 0
     """That computed something for it."""
 
     @property
-    def first_ms(self) -> float | None:
-        """TTFT."""
-        return (self.events[0] - self.asked) * 1e3 if self.events else None
-
-    @property
     def per_token_ms(self) -> float | None:
-        """TPOT: the time from the first event to the last, by the tokens after the first. An event may have several."""
-        if self.tokens is None or self.tokens < 2 or len(self.events) < 2:
+        """TPOT to the last text, without the end that comes after it."""
+        if self.completion_tokens is None or self.completion_tokens < 2 or len(self.chunks) < 2:
             return None
-        return (self.events[-1] - self.events[0]) * 1e3 / (self.tokens - 1)
-
-    @property
-    def gaps_ms(self) -> list[float]:
-        """ITL: between one event and the next."""
-        return [(after - before) * 1e3 for before, after in zip(self.events, self.events[1:], strict=False)]
+        return (self.chunks[-1] - self.chunks[0]) * 1e3 / (self.completion_tokens - 1)
 
 
 @dataclass(frozen=True)
@@ -160,13 +140,13 @@ class Crowded:
     @property
     def crowded_records(self) -> tuple[StepRecord, ...]:
         """The steps that began while one of them was there."""
-        first, last = self.visits[0].asked, max(visit.ended for visit in self.visits)
+        first, last = self.visits[0].started, max(visit.ended or 0.0 for visit in self.visits)
         return tuple(record for record in self.records if first <= record.started <= last)
 
     @property
     def steps_after_leaving(self) -> int:
         """Steps that began after the client had hung up and still computed something for it."""
-        left = self.leaver.ended
+        left = self.leaver.ended or 0.0
         return sum(record.started > left for record in self.steps_with(self.leaver))
 
     @property
@@ -216,9 +196,7 @@ async def visit_all(
 
 class _Clients:
     def __init__(self, url: str, crowd: Crowd):
-        parts = urlsplit(url)
         self._http, self._model, self._crowd = HttpClient(url), "", crowd
-        self._host, self._port = parts.hostname, parts.port
         self._all_read = asyncio.Event()
         self.health_ms: list[float] = []
         self.seen: list[dict[str, float]] = []
@@ -249,72 +227,50 @@ class _Clients:
     async def ask_much(self, number: int) -> Overload:
         """Ask for one token after each of `number` prompts, in one request."""
         asked = time.perf_counter()
-        reader, writer = await asyncio.open_connection(self._host, self._port)
+        reader, writer = await self._http.connect()
         try:
             body = self._body("", 1) | {"prompt": [self._crowd.prompt(0)] * number, "stream": False}
             del body["stream_options"]
-            writer.write(self._post(body))
+            writer.write(self._http.post(PATH, body))
             status, headers = await read_head(reader)
         finally:
             writer.close()
-        return Overload(
-            number, status, (time.perf_counter() - asked) * 1e3, headers.get(b"retry-after", b"").decode() or None, 0
-        )
+        again = headers.get(b"retry-after", b"").decode() or None
+        return Overload(number, status, (time.perf_counter() - asked) * 1e3, again, 0)
 
     async def read(
         self, kind: str, prompt: str, max_tokens: int | None = None, on_text: Callable[[], None] = lambda: None
     ) -> Visit:
         """Ask, and read as this kind of client does, over a connection of its own."""
-        visit = Visit(kind, time.perf_counter())
-        reader, writer = await asyncio.open_connection(self._host, self._port)
+        visit = Visit(time.perf_counter(), kind=kind)
+
+        def goes_on() -> bool:
+            if visit.chunks:
+                on_text()
+            if kind != "leaves" or len(visit.chunks) < self._crowd.leaves_after:
+                return True
+            visit.finish_reason = "left"
+            return False
+
+        reader, writer = await self._http.connect()
         try:
-            writer.write(self._request(prompt, max_tokens or self._crowd.max_tokens))
+            writer.write(self._http.post(PATH, self._body(prompt, max_tokens or self._crowd.max_tokens)))
             if kind == "late":
                 await self._all_read.wait()
             visit.began_to_read = time.perf_counter()
-            await self._follow(reader, visit, on_text)
+            status, headers = await read_head(reader)
+            if status == 200:
+                await follow(reader, headers, visit, goes_on)
+            else:
+                visit.finish_reason = str(status)
         finally:
             visit.ended = time.perf_counter()
             writer.close()
         return visit
 
     def _body(self, prompt: str, max_tokens: int) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-
-    def _request(self, prompt: str, max_tokens: int) -> bytes:
-        return self._post(self._body(prompt, max_tokens))
-
-    def _post(self, body: dict[str, Any]) -> bytes:
-        data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}:{self._port}\r\nconnection: close\r\n"
-        return f"{head}content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
-
-    async def _follow(self, reader: asyncio.StreamReader, visit: Visit, on_text: Callable[[], None]) -> None:
-        """Take in a stream to its end, or as far as this client does."""
-        status, headers = await read_head(reader)
-        if status != 200:
-            visit.finish_reason = str(status)
-            return
-        rest = b""
-        async for piece in read_body(reader, headers):
-            now = time.perf_counter()
-            *events, rest = (rest + piece).split(b"\n\n")
-            for event in events:
-                if event.startswith(b"data: {"):
-                    _take(json.loads(event[6:]), now, visit)
-            if visit.events:
-                on_text()
-            if visit.kind == "leaves" and len(visit.events) >= self._crowd.leaves_after:
-                visit.finish_reason = "left"
-                return
+        asked = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        return asked | {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
 
     async def ask_health(self) -> None:
         while True:
@@ -355,23 +311,10 @@ class _Clients:
     async def _come_late(self) -> str:
         """What a client gets that asks now."""
         while True:
-            found: Timed = await self._http.stream("/v1/completions", self._body(self._crowd.prompt(2), 1))
+            found: Timed = await self._http.stream(PATH, self._body(self._crowd.prompt(2), 1))
             if found.error is not None:
                 return found.error[:3] if found.error[:3].isdigit() else "port closed"
             await asyncio.sleep(0.001)  # the signal has not come through yet
-
-
-def _take(event: dict[str, Any], now: float, visit: Visit) -> None:
-    visit.request_id = event.get("id", visit.request_id)
-    if "error" in event:
-        visit.finish_reason = str(event["error"].get("code") or "error")
-    if event.get("usage"):
-        visit.tokens = event["usage"]["completion_tokens"]
-    for choice in event.get("choices") or ():
-        if choice.get("text"):
-            visit.events.append(now)
-            visit.text += choice["text"]
-        visit.finish_reason = choice.get("finish_reason") or visit.finish_reason
 
 
 def parse_metrics(text: str) -> dict[str, float]:

@@ -7,7 +7,6 @@
 [dim]forge speculation pins --model TARGET --draft DRAFT[/dim]  four checks of a pair: is its output exact?
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,32 +16,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
-from rich.live import Live
 from rich.text import Text
 
 from forge.cli import completion, options
-from forge.cli.arguments import Takes, command
-from forge.cli.bugs import BugOption, run_bug
-from forge.cli.chapters import OnlyOption, PauseOption, read_chapter, reads_chapter
-from forge.cli.run_control import Found, drive, exit_status, load_model, run_label, warm_up
+from forge.cli.arguments import Takes
+from forge.cli.chapters import Experiment, experiment
+from forge.cli.run_control import drive, exit_status, load_model, warm_up
 from forge.engine.sampling_params import SamplingParams
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 from forge.experiments.speculation.borrowing import BorrowedRun, Revocation
 from forge.experiments.speculation.pins import PROMPTS, check_pins, pins_report, prompts_of
 from forge.option import option
-from forge.trace.records import SpecCycle, SpecDecision, StepRecord
-from forge.trace.speculation_summary import SpeculationSummary, cycle_object, cycles_of, draft_totals
+from forge.trace.records import SpecDecision, StepRecord
+from forge.trace.speculation_summary import SpeculationSummary, cycles_of, draft_totals
 from forge.views.charts import bar, sparkline
 from forge.views.formatting import count, ms, percent, plural, times
-from forge.views.generation import FRAMES_PER_SECOND, Unwatched
-from forge.views.json_output import run_object
+from forge.views.json_output import as_object, picked, run_object
 from forge.views.metrics import draft_facts, flowing, verdict
 from forge.views.palette import ACCENT, GOOD, QUIET, TITLE
 from forge.views.report import Report
+from forge.views.run_view import LiveView, RunView
+from forge.views.screen import Hanging, Part, report, sentences
 from forge.views.speculation import Step, TokenText, marked_text, steps_of
-from forge.views.summary import RunLabel, RunResult
-from forge.views.terminal import can_redraw, open_console, print_hanging
+from forge.views.summary import RunResult
+from forge.views.terminal import can_redraw, open_console
 from forge.views.text import neutralise, quoted, tail
 
 if TYPE_CHECKING:
@@ -68,9 +66,8 @@ class PinArgs:
     seeds: str | None = option(None, "Of pins, when sampling: 0,1,2.", "Speculation")
 
 
-@command
+@experiment(bugs=True)
 def speculation(
-    ctx: typer.Context,
     prompt: options.DefaultedPrompt = options.DEFAULT_PROMPT,
     max_tokens: options.MaxTokens = MAX_TOKENS,
     *,
@@ -87,13 +84,7 @@ def speculation(
     revocation: Revocation,
     sampling: Annotated[SamplingParams, Takes("temperature top_p top_k seed", ignore_eos=True)],
     pins: PinArgs,
-    only: OnlyOption = None,
-    pause: PauseOption = True,
-    bug: BugOption = None,
-    json: options.JsonOption = False,
-) -> Found:
-    if bug is not None:
-        return run_bug("speculation", bug, engine, json)
+) -> Experiment:
     if speculate == "off":
         raise UsageError("--speculate off proposes nothing: take draft or ngram, or forge generate")
     if revocation.revoke_draft_at is not None and (speculate != "draft" or revocation.revoke_draft_at < 1):
@@ -103,19 +94,23 @@ def speculation(
     if prompt != PINS and (pins.lengths or pins.seeds):
         raise UsageError("--lengths and --seeds are for forge speculation pins")
     engine, sampling = replace(engine, speculate=speculate), replace(sampling, max_tokens=max_tokens)
-    if prompt != PINS and reads_chapter(only, json) and not revocation.is_asked_for:
-        return read_chapter(ctx, pause)
-    if prompt == PINS:
-        sizes = numbers(pins.lengths, "--lengths", "8,64,256") if pins.lengths else []
-        drawn = numbers(pins.seeds, "--seeds", "0,1,2") if pins.seeds else [sampling.seed or 0]
-        if 0 in sizes:
-            raise UsageError("--lengths: a prompt has at least one token")
+    if prompt != PINS:
+
+        def measure() -> Report:
+            return _measure(load_model(engine), options.read_prompt(prompt), sampling, revocation, engine.drafts)
+
+        return Experiment(measure, alone=revocation.is_asked_for)
+    sizes = numbers(pins.lengths, "--lengths", "8,64,256") if pins.lengths else []
+    drawn = numbers(pins.seeds, "--seeds", "0,1,2") if pins.seeds else [sampling.seed or 0]
+    if 0 in sizes:
+        raise UsageError("--lengths: a prompt has at least one token")
+
+    def check() -> Report:
         rejection = engine.acceptance == "rejection" and not sampling.greedy
         llm = load_model(engine, speculate=None, speculate_fixed=True)
-        report = _pins(llm, engine.drafts, sampling, sizes, drawn, rejection)
-        return report.as_json() if json else report
-    report = _measure(load_model(engine), options.read_prompt(prompt), sampling, revocation, engine.drafts)
-    return report.as_json() if json else report
+        return _pins(llm, engine.drafts, sampling, sizes, drawn, rejection)
+
+    return Experiment(check, alone=True)
 
 
 def numbers(text: str, flag: str, example: str) -> list[int]:
@@ -151,7 +146,7 @@ def _measure(
     warm_up(llm, text)
     speculation = llm.engine.speculation
     names = [proposer.name for proposer in speculation.proposers]
-    with watching(open_console(), run_label(llm), text, llm.tokenizer.token_text) as view:
+    with watching(open_console(), text, llm.tokenizer.token_text) as view:
         run = llm.start([text], params)
         borrowed = BorrowedRun(llm, run, revocation, drafts)
         drafted = drive(llm, borrowed, params, view.step)
@@ -159,7 +154,7 @@ def _measure(
     plain = None
     if not drafted.interrupted:
         warm_up(llm, text)
-        plain = drive(llm, llm.start([text], _with_seed(params, run.seed)), params, lambda record: None)
+        plain = drive(llm, llm.start([text], replace(params, seed=run.seed)), params, lambda record: None)
     result = SpeculationResult(
         tuple(names),
         drafted,
@@ -169,13 +164,7 @@ def _measure(
         getattr(speculation, "acceptance", "gumbel"),
         borrowed.told,
     )
-    return Report(
-        speculation_object(result), lambda console: print_speculation(console, result, text), exit_status(drafted)
-    )
-
-
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return replace(params, seed=seed)
+    return report(speculation_object(result), lambda: screen(result, text), exit_status(drafted))
 
 
 @dataclass(frozen=True)
@@ -341,28 +330,20 @@ def difference_sentence(summary: SpeculationSummary) -> str:
     )
 
 
-def print_speculation(console: Console, result: SpeculationResult, prompt: str) -> None:
+def screen(result: SpeculationResult, prompt: str) -> Iterator[Part]:
     """The text, the cycles, the figures, and whether anything was changed by it."""
-    steps = steps_of(result.drafted.records)
-    console.print(_heading(result.proposers, result.drafted, console.width))
-    console.print()
-    console.print(Text(neutralise(tail(prompt, _PROMPT_SHOWN)), QUIET) + marked_text(steps, result.token_text))
-    console.print(Text("[accepted]  ~the first rejected draft token~  the target's own", QUIET))
-    console.print()
-    for line in _cycle_lines(steps, result.token_text):
-        print_hanging(console, line, CYCLE_INDENT)
-    for sentence in [*decisions_told(steps), *_failures(steps, result), *result.told]:
-        console.print(Text(sentence))
-    if result.summary is None:
-        reason = "interrupted" if result.drafted.interrupted else "no draft tokens were proposed: no figures"
-        console.print(Text(reason))
+    steps, summary = steps_of(result.drafted.records), result.summary
+    yield from (lambda width: [_heading(result.proposers, result.drafted, width)], None)
+    yield Text(neutralise(tail(prompt, _PROMPT_SHOWN)), QUIET) + marked_text(steps, result.token_text)
+    yield from ("[accepted]  ~the first rejected draft token~  the target's own", None)
+    yield from (Hanging(line, CYCLE_INDENT) for line in _cycle_lines(steps, result.token_text))
+    yield from sentences([*decisions_told(steps), *_failures(steps, result), *result.told])
+    if summary is None:
+        yield Text("interrupted" if result.drafted.interrupted else "no draft tokens were proposed: no figures")
         return
-    console.print()
-    for line in figures_lines(result, console.width):
-        print_hanging(console, line, POSITION_INDENT)
-    console.print(Text(difference_sentence(result.summary)))
-    console.print()
-    console.print(_verdict(result))
+    yield None
+    yield lambda width: [Hanging(line, POSITION_INDENT) for line in figures_lines(result, width)]
+    yield from (Text(difference_sentence(summary)), None, _verdict(result))
 
 
 def _cycle_lines(steps: Sequence[Step], token_text: TokenText) -> Iterator[Text]:
@@ -408,9 +389,13 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
         "identical": result.identical,
         "release_ms": result.release_ms,
         "leases": list(result.told),
-        "drafts": [draft.as_json() for draft in draft_totals(step.cycles for step in steps)],
+        "drafts": [as_object(draft, "acceptance") for draft in draft_totals(step.cycles for step in steps)],
         "errors": list(result.drafted.output.outputs[0].errors),
-        "cycles": [_cycle_object(step.number, cycle) for step in steps for cycle in step.cycles],
+        "cycles": [
+            {"step": step.number, **as_object(cycle, "target_positions", "draft_positions")}
+            for step in steps
+            for cycle in step.cycles
+        ],
         "num_cycles": len([cycle for cycle in cycles_of(result.drafted.records) if cycle.won and cycle.proposed]),
         "reasons": dict(
             Counter(cycle.decision.reason for step in steps for cycle in step.cycles if cycle.decision is not None)
@@ -419,58 +404,35 @@ def speculation_object(result: SpeculationResult) -> dict[str, Any]:
     if summary is None or result.plain is None:
         return found
     return found | {
-        "acceptance": summary.acceptance,
-        "alpha": summary.alpha,
+        **picked(summary, "acceptance", "alpha"),
         "expected_tokens": [summary.expected_tokens(k) for k in range(17)],
-        "tokens_per_pass": summary.tokens_per_pass,
-        "drafting_share": summary.drafting_share,
-        "mean_k": summary.mean_k,
-        "tokens_per_cycle": summary.tokens_per_cycle,
+        **picked(summary, "tokens_per_pass", "drafting_share", "mean_k", "tokens_per_cycle"),
         "accepted_by_position": [accepted / proposed for accepted, proposed in summary.accepted_by_position],
         "target_forwards": len(steps),
         "plain_forwards": len(result.plain.records),
-        "draft_cost": summary.draft_cost,
-        "verify_cost": summary.verify_cost,
-        "draft_ms": summary.draft_ms,
-        "verify_ms": summary.verify_ms,
+        **picked(summary, "draft_cost", "verify_cost", "draft_ms", "verify_ms"),
         "plain_forward_ms": summary.plain.forward_ms,
         "tokens_per_second": summary.speculative.tokens_per_second,
         "plain_tokens_per_second": summary.plain.tokens_per_second,
-        "predicted": summary.predicted,
-        "predicted_with_verification": summary.predicted_with_verification,
-        "measured": summary.measured,
+        **picked(summary, "predicted", "predicted_with_verification", "measured"),
     }
 
 
-def _cycle_object(step: int, cycle: SpecCycle) -> dict[str, Any]:
-    return {"step": step, **cycle_object(cycle)}
-
-
-class LiveSpeculation:
+class LiveSpeculation(LiveView):
     """The marked text as it grows, over the last cycle and what was accepted so far. Gone when the run has ended."""
 
-    def __init__(self, console: Console, label: RunLabel, prompt: str, token_text: TokenText):
-        self._console, self._label, self._prompt, self._token_text = console, label, prompt, token_text
+    frames_per_second = 20
+
+    def __init__(self, console: Console, prompt: str, token_text: TokenText):
+        super().__init__(console)
+        self._prompt, self._token_text = prompt, token_text
         self._steps: list[Step] = []
-        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._next_frame = 0.0
-
-    def __enter__(self) -> "LiveSpeculation":
-        self._live.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._live.update(Text(""), refresh=True)
-        self._live.stop()
 
     def step(self, record: StepRecord) -> None:
         self._steps.append(Step(len(self._steps) + 1, record.tokens, record.cycles))
-        now = time.monotonic()
-        if now >= self._next_frame:
-            self._live.update(self._frame(), refresh=True)
-            self._next_frame = time.monotonic() + 1 / FRAMES_PER_SECOND
+        self.redraw()
 
-    def _frame(self) -> Group:
+    def frame(self) -> Group:
         width, height = self._console.size
         drafting = [step for step in self._steps if step.winner]
         won = [cycle for step in drafting if (cycle := step.winner)]
@@ -492,6 +454,6 @@ class LiveSpeculation:
         return Group(*lines)
 
 
-def watching(console: Console, label: RunLabel, prompt: str, token_text: TokenText) -> "LiveSpeculation | Unwatched":
+def watching(console: Console, prompt: str, token_text: TokenText) -> RunView:
     """A view of a run on its way that leaves nothing behind."""
-    return LiveSpeculation(console, label, prompt, token_text) if can_redraw(console) else Unwatched()
+    return LiveSpeculation(console, prompt, token_text) if can_redraw(console) else RunView()

@@ -13,16 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM, Prompt
 from forge.speculation.draft import DraftProposer
 from forge.trace.records import SpecCycle, StepRecord
-from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
+from forge.views.palette import GOOD, QUIET, TROUBLE
 from forge.views.report import Report
-from forge.views.terminal import print_hanging
+from forge.views.screen import Hanging, Part, question, report
 from forge.views.text import one_line
 from forge.workload.requests import PASSAGE
 
@@ -225,15 +224,13 @@ def _num_cycles(runs: Sequence[_Outcome]) -> int:
 def pins_report(label: str, pins: Sequence[Pin]) -> Report:
     """Exit status 1 if a check failed."""
 
-    def draw(console: Console) -> None:
-        console.print(Text("Is this pair exact?", TITLE))
-        console.print(Text(one_line(label), QUIET))
-        console.print()
+    def screen() -> Iterator[Part]:
+        yield from question("Is this pair exact?", one_line(label))
         for pin in pins:
             sign, style = ("✓", GOOD) if pin.failure is None else ("✗", TROUBLE)
-            print_hanging(console, Text.assemble((f"{sign} ", style), f"{pin.name:<{_NAME}}", (pin.compared, QUIET)), 2)
+            yield Hanging(Text.assemble((f"{sign} ", style), f"{pin.name:<{_NAME}}", (pin.compared, QUIET)), 2)
             if pin.failure is not None:
-                print_hanging(console, Text(f"  {one_line(pin.failure)}"), 2)
+                yield Hanging(Text(f"  {one_line(pin.failure)}"), 2)
 
     held = all(pin.failure is None for pin in pins)
-    return Report({"held": held, "pins": [asdict(pin) for pin in pins]}, draw, 0 if held else _FAILED)
+    return report({"held": held, "pins": [asdict(pin) for pin in pins]}, screen, 0 if held else _FAILED)

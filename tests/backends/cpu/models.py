@@ -112,3 +112,13 @@ def run_python(code_or_file: list[str], **environment: str) -> subprocess.Comple
         env=inherited | environment,
         timeout=900,
     )
+
+
+def poison(storage) -> None:
+    """Make every slot hold what is not a number, as if it had never been written; padding inside a head stays zero."""
+    for array in (storage.keys, storage.values):
+        numbers = array[..., : storage.layout.head_dim]
+        if storage.layout.kv_dtype == "int8":
+            numbers[:], array[..., storage.width :] = 1, np.frombuffer(np.float32(np.nan).tobytes(), np.int8)
+        else:
+            numbers[:] = 0x7FC0 if storage.layout.kv_dtype == "bfloat16" else np.nan

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from forge.backends.cpu.backend import CpuBackend
+from forge.cache.kv_storage import KV_DTYPES
 from forge.engine.sampling_params import SamplingParams
 from forge.llm import LLM
 from forge.model.manual_batch import Part, flat_batch, new_storage, random_batches
 from forge.model.qwen3 import Qwen3
-from tests.backends.cpu.models import FLOATS, K_TYPES, QUANTIZED, ThreadedBackend, small_model
+from tests.backends.cpu.models import FLOATS, K_TYPES, QUANTIZED, ThreadedBackend, poison, small_model
 from tests.small_models import write_small_qwen3
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 48, 63, 64, 65, 127, 128, 129)
@@ -40,14 +41,16 @@ SHAPES = [
     ("F32", 24, 4, 1, "float32"),
     ("F16", 32, 4, 2, "float16"),
     ("BF16", 128, 2, 2, "bfloat16"),
+    ("Q8_0", 128, 4, 2, "int8"),
+    ("F32", 24, 6, 2, "int8"),
 ]
 
 
 def test_every_layout_and_kind_is_among_the_shapes():
     assert {shape[0] for shape in SHAPES} == {*QUANTIZED, *FLOATS}
     assert {shape[1] for shape in SHAPES} == {24, 32, 64, 128}
-    assert {shape[2] // shape[3] for shape in SHAPES} == {1, 2, 4}
-    assert {shape[4] for shape in SHAPES} == {"float32", "float16", "bfloat16"}
+    assert {shape[2] // shape[3] for shape in SHAPES} == {1, 2, 3, 4}
+    assert {shape[4] for shape in SHAPES} == set(KV_DTYPES)
 
 
 def model_of(shape: tuple, threads: int) -> Qwen3:
@@ -78,9 +81,7 @@ def alone(model: Qwen3, tokens: list[int], kv_dtype: str, block_size: int = 256)
 def poisoned_storage(model: Qwen3, num_blocks: int, block_size: int, kv_dtype: str):
     """An unwritten slot is not a number, and must not be read. Padding inside a head is zero, by the storage's word."""
     storage = new_storage(model, num_blocks, block_size, kv_dtype)
-    nan = 0x7FC0 if kv_dtype == "bfloat16" else np.nan
-    storage.keys[..., : storage.layout.head_dim] = nan
-    storage.values[..., : storage.layout.head_dim] = nan
+    poison(storage)
     return storage
 
 
@@ -215,7 +216,7 @@ def test_a_storage_of_another_shape_in_between_changes_nothing():
     """One backend serves storages with different block sizes and dtypes in turn."""
     model = model_of(SHAPES[0], 2)
     tokens = list(range(30))
-    expected = {kv_dtype: alone(model, tokens, kv_dtype) for kv_dtype in ("float32", "float16", "bfloat16")}
+    expected = {kv_dtype: alone(model, tokens, kv_dtype) for kv_dtype in KV_DTYPES}
     assert not np.array_equal(expected["float32"], expected["bfloat16"])
     for block_size in (1, 7, 32):
         for kv_dtype, want in expected.items():

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 
-from forge.backends.cpu import compilation
+from forge.backends.cpu import compilation, kernel_table
 from forge.backends.cpu.compilation import Kernel, TileSet, compile_all
 from forge.backends.cpu.instruction_sets import INSTRUCTION_SETS, NeonDot
 from forge.backends.cpu.kernel_table import OperationKernel
@@ -180,6 +181,35 @@ def test_only_what_is_wanted_and_missing_is_compiled(fresh_cache):
     assert not (compilation.cache_folder() / f"{TileSet(Q8).name}.o").exists()
 
 
+FOUR = ("quantize", "rms_norm", "matmul_f16", "swiglu")
+"""Kernels that compile quickly, as many as are worth a helper process."""
+
+
+@pytest.mark.parametrize("python", ["sys.executable", "no such file", "/bin/false"])
+def test_another_process_helps_to_compile_and_is_done_without_if_it_fails(fresh_cache, python, monkeypatch):
+    monkeypatch.setattr(compilation, "usable_cpus", lambda: 2)
+    if python != "sys.executable":
+        monkeypatch.setattr(compilation.sys, "executable", python)
+    compiled_here, module_of = [], Kernel._module
+
+    def module(kernel, machine):
+        compiled_here.append(kernel.name)
+        return module_of(kernel, machine)
+
+    monkeypatch.setattr(Kernel, "_module", module)
+    known = [vars(kernel_table)[name] for name in FOUR]
+    kernels = [OperationKernel(each._module_name, each.name, each.layout) for each in known]
+    progress = Progress()
+
+    compile_all(kernels, progress)
+
+    assert set(compiled_here) < set(FOUR) if python == "sys.executable" else sorted(compiled_here) == sorted(FOUR)
+    assert {path.stem for path in compilation.cache_folder().glob("*.o")} == set(FOUR)
+    assert quantizes(kernels[0])
+    assert progress[0] == (0, 4) and progress[-1] == (4, 4)
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+
+
 DAMAGES = {
     "empty": lambda kept: b"",
     "shorter than a digest": lambda kept: kept[:20],
@@ -244,6 +274,7 @@ def test_a_full_disk_while_writing_is_done_without(fresh_cache, monkeypatch):
 WORKS_WITHOUT_A_FOLDER = """
 from forge.backends.cpu.compilation import cache_folder
 from forge.backends.cpu.thread_pool import ThreadPool
+import numba
 import numpy as np
 pool = ThreadPool(2)
 program = np.zeros((0, 32), np.int64)
@@ -292,7 +323,7 @@ def test_two_processes_that_compile_at_once_leave_whole_files_and_a_third_compil
     assert list(folder.glob("*.tmp")) == []
 
 
-SECOND_START = """
+START = """
 from tests.backends.cpu.models import small_model
 from forge.model.manual_batch import one_prefill
 from forge.backends.cpu.backend import CpuBackend
@@ -304,11 +335,9 @@ print(seen)
 
 @pytest.mark.skipif(compilation.cache_folder() is None, reason="no folder can be written here, so nothing is kept")
 def test_a_second_start_with_the_same_kind_of_model_compiles_nothing():
-    model = small_model(ThreadedBackend(2), "Q8_0")
-    one_prefill(model, [1, 2, 3])
-    model.backend._pool.close()
+    run_python(["-c", START])
 
-    result = run_python(["-c", SECOND_START])
+    result = run_python(["-c", START])
 
     assert (result.stdout, result.stderr) == ("[]\n", "")
 
@@ -337,3 +366,17 @@ def test_kernels_have_names_of_their_own_because_their_files_would_overwrite_eac
     kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
     assert len(kernels) > 8
     assert len({kernel.name for kernel in kernels}) == len(kernels)
+
+
+def test_a_function_of_ones_own_is_compiled_whole_after_a_kernel_was(fresh_cache):
+    compilation.compile_all([OperationKernel(*QUICK)])
+
+    @numba.njit
+    def twice(number):
+        return inner(number) + inner(number)
+
+    @numba.njit
+    def inner(number):
+        return number
+
+    assert twice(21) == 42

@@ -26,7 +26,7 @@ PATHS = runnable()
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 x86_only = pytest.mark.skipif(not X86, reason="what is looked for are x86 instructions")
 
-MODELS = ["Q8_0", "Q4_1/bfloat16", "Q6_K", "F16/float32"]
+MODELS = ["Q8_0", "Q4_1/bfloat16", "Q6_K", "F16/float32", "Q8_0/int8"]
 """Tensor type and dtype of keys and values: both widths of weights, with and without minimum, groups of 16, floats."""
 
 

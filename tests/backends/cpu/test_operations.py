@@ -12,14 +12,15 @@ import numba
 import numpy as np
 import pytest
 
+from forge.backends.cpu.op_layout import ROWS_NEAR
 from forge.backends.cpu.vectors import exp16, load_f32, store_f32
+from forge.cache.kv_storage import rounded
 from forge.gguf import GGMLType
-from forge.gguf.ggml_types import BLOCK_SIZES
 from forge.gguf.writer import random_weights
 from forge.model.forward_batch import ForwardBatch
 from forge.model.manual_batch import Part, flat_batch
 from forge.model.rope import Rope
-from tests.backends.cpu.models import FLOATS, QUANTIZED, ThreadedBackend, memory_tensor
+from tests.backends.cpu.models import FLOATS, QUANTIZED, ThreadedBackend, memory_tensor, poison
 
 EPS = 1e-6
 ROUNDING = 2.0**-24
@@ -111,7 +112,7 @@ def quantized(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("tensor_type", [*FLOATS, *QUANTIZED])
 def test_a_looked_up_row_is_the_dequantized_row_to_the_bit(tensor_type):
-    columns = max(64, BLOCK_SIZES[GGMLType[tensor_type]].elements) if tensor_type in QUANTIZED else 40
+    columns = max(64, GGMLType[tensor_type].block.elements) if tensor_type in QUANTIZED else 40
     bench = Bench(np.zeros((1, 8)))
     rng = np.random.default_rng(1)
     raw = random_weights(GGMLType[tensor_type], (37, columns), 1.0, rng)
@@ -154,18 +155,19 @@ def test_rms_norm_of_zeros_and_of_tiny_and_large_numbers():
     np.testing.assert_allclose(got[:, 0], [0.0, 1e-17, 1.0], rtol=1e-6)
 
 
-def test_only_the_rows_that_need_logits_are_normed():
+@pytest.mark.parametrize("rows", [[2, 8], [-1, 0]], ids=["", "one before the first"])
+def test_only_the_rows_that_need_logits_are_normed(rows):
     x = random_rows(9, 64)
     bench = Bench(x)
     weight, identity = bench.vector(np.ones(64)), bench.identity(64)
-    batch = flat_batch([Part(list(range(9)), 0, 9, [0])], 16, logit_rows=[2, 8])
+    batch = flat_batch([Part(list(range(9)), 0, 9, [0])], 16, logit_rows=rows)
 
     def last_norm(ops, x, batch, storage):
         return ops.linear(ops.rms_norm(ops.logit_rows(x, batch), weight, EPS), identity)
 
     got = bench.run(last_norm, batch)
 
-    exact = x[[2, 8]].astype(np.float64)
+    exact = x[np.maximum(rows, 0)].astype(np.float64)
     want = exact / np.sqrt((exact**2).mean(axis=1, keepdims=True) + EPS)
     assert got.shape == (2, 64)
     assert relative_error(got, want) < 20 * ROUNDING
@@ -195,7 +197,7 @@ def test_a_product_with_float_weights(tensor_type, rows, columns):
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 20])
 def test_a_product_with_quantized_weights_is_that_of_what_both_sides_stand_for(tensor_type, rows):
     """So tight that one quant of one activation off by one would show: it is 1/127 of its group's largest."""
-    columns = 2 * max(32, BLOCK_SIZES[GGMLType[tensor_type]].elements)
+    columns = 2 * max(32, GGMLType[tensor_type].block.elements)
     x = random_rows(rows, columns, seed=rows)
     x[0, :32] = 0
     bench = Bench(x)
@@ -211,6 +213,20 @@ def test_a_product_with_quantized_weights_is_that_of_what_both_sides_stand_for(t
     # A weight with a minimum is the small difference of two larger numbers, both of which the kernel rounds.
     slack = 8 if tensor_type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
     assert relative_error(got, exact @ weights.T, magnitudes) < slack * (columns / 32 + 4) * ROUNDING
+
+
+@pytest.mark.parametrize("groups", [15, 16, 17, 33])
+def test_rows_are_quantized_sixteen_groups_at_once_and_one_by_one(groups):
+    x = random_rows(3, 32 * groups)
+    x[0, 32:64], x[1, :64], x[2, 5] = 0, 1e-31, 1e30
+    bench = Bench(x)
+    tensor = memory_tensor("w", "Q8_0", random_weights(GGMLType.Q8_0, (16, 32 * groups), 1.0, np.random.default_rng(6)))
+    matrix = bench.backend.load_matrix(tensor)
+
+    got = bench.run(lambda ops, x, batch, storage: ops.linear(x, matrix))
+
+    exact, weights = quantized(x), tensor.dequantize().astype(np.float64)
+    assert relative_error(got, exact @ weights.T, np.abs(exact) @ np.abs(weights).T) < (groups + 4) * ROUNDING
 
 
 @pytest.mark.parametrize("tensor_type", ["F32", "Q8_0"])
@@ -236,7 +252,7 @@ def test_a_product_that_a_residual_is_added_to(tensor_type):
 
 @pytest.mark.parametrize("tensor_type", QUANTIZED)
 def test_activations_of_zero_give_zero(tensor_type):
-    columns = max(32, BLOCK_SIZES[GGMLType[tensor_type]].elements)
+    columns = max(32, GGMLType[tensor_type].block.elements)
     bench = Bench(np.zeros((3, columns)))
     raw = random_weights(GGMLType[tensor_type], (16, columns), 1.0, np.random.default_rng(6))
     matrix = bench.matrix(tensor_type, raw)
@@ -298,6 +314,27 @@ def test_gate_up_and_swiglu_with_quantized_weights(rows, gate_type, up_type):
     assert np.median(np.abs(got - want) / np.abs(want).max(axis=-1, keepdims=True)) < 1e-4
 
 
+def test_a_row_of_a_batch_larger_than_passes_over_weights_together_is_the_row_alone():
+    x = random_rows(2 * ROWS_NEAR + 19, 256) / 100
+    rng = np.random.default_rng(8)
+    tensors = [
+        memory_tensor("w", kind, random_weights(GGMLType[kind], shape, 1 / 16, rng))
+        for kind, shape in (("Q8_0", (544, 256)), ("Q4_K", (544, 256)), ("Q8_0", (256, 544)))
+    ]
+
+    def run(rows):
+        bench = Bench(rows)
+        gate, up, down = (bench.backend.load_matrix(tensor) for tensor in tensors)
+        return bench.run(
+            lambda ops, x, *_: ops.add(x, ops.linear(ops.swiglu(ops.linear(x, gate), ops.linear(x, up)), down))
+        )
+
+    got = run(x)
+
+    for row in (0, 15, ROWS_NEAR - 1, ROWS_NEAR, 2 * ROWS_NEAR + 15, 2 * ROWS_NEAR + 18):
+        np.testing.assert_array_equal(got[row], run(x[row : row + 1])[0])
+
+
 # Rotation, storing and attention
 
 
@@ -351,8 +388,16 @@ class AttentionBench(Bench):
         ops.write_kv(storage, 0, batch, k, ops.linear(x, self.v))
         return ops.linear(ops.attention(q, storage, 0, batch), self.out)
 
-    def expected(self, rows: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def expected(
+        self,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        query_dtype: str = "float32",
+    ) -> np.ndarray:
         queries = rotated(normed_heads(rows[:, self.parts[0]], self.q_weight), positions, self.theta)
+        queries = queries if query_dtype == "float32" else rounded(queries.astype(np.float32), query_dtype)
         return attended(queries, keys.astype(np.float64), values.astype(np.float64), positions).reshape(len(rows), -1)
 
 
@@ -381,11 +426,9 @@ def test_stored_keys_are_normed_and_rotated_and_values_are_as_they_were(head_dim
     np.testing.assert_array_equal(values.reshape(9, -1), x[:, bench.parts[2]])
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16", "int8"])
 def test_keys_and_values_are_rounded_to_the_nearest_number_of_the_storages_type(kv_dtype):
     """Ties to even, subnormals and overflow included, exactly as `reference` rounds."""
-    from forge.cache.kv_storage import rounded
-
     x = attention_rows(8, 1, 1, 32, seed=3)
     special = [0.0, -0.0, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 65519.9, 65520.0, -65504.0, 2.0**-24, 2.0**-25]
     special += [1.5 * 2.0**-24, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1e-30, -1e-30, 6e-8, 3e38]
@@ -410,7 +453,7 @@ def test_attention_through_a_shuffled_block_table(shape, context):
     num_blocks = -(-context // block_size)
     blocks = np.random.default_rng(context).permutation(num_blocks + 3)[:num_blocks].tolist()
     storage = bench.storage(num_blocks + 3, block_size)
-    poison(storage, head_dim)
+    poison(storage)
 
     got = bench.run(bench.operation, flat_batch([Part(list(range(context)), 0, context, blocks)], block_size), storage)
 
@@ -418,24 +461,37 @@ def test_attention_through_a_shuffled_block_table(shape, context):
     assert relative_error(got, want, np.abs(want).max()) < 60 * ROUNDING
 
 
-def poison(storage, head_dim: int) -> None:
-    """What was never written is not a number; padding stays zero."""
-    nan = 0x7FC0 if storage.layout.kv_dtype == "bfloat16" else np.nan
-    storage.keys[..., :head_dim] = nan
-    storage.values[..., :head_dim] = nan
-
-
 @pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
 def test_attention_reads_what_was_rounded(kv_dtype):
     x = attention_rows(90, 4, 2, 24, seed=5)
     bench = AttentionBench(x, 4, 2, 24)
     storage = bench.storage(6, 16, kv_dtype)
-    poison(storage, 24)
+    poison(storage)
 
     got = bench.run(bench.operation, flat_batch([Part(list(range(90)), 0, 90, [5, 1, 0, 2, 4, 3])], 16), storage)
 
     want = bench.expected(x, np.arange(90), *storage.gather(0, [5, 1, 0, 2, 4, 3], 90))
     assert relative_error(got, want, np.abs(want).max()) < 60 * ROUNDING
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 24), (4, 2, 32), (4, 1, 64), (2, 1, 128), (3, 1, 6), (2, 1, 80), (1, 1, 192)], ids=str
+)
+def test_queries_are_rounded_as_int8_keys_are(shape):
+    """A number that lies between two of int8 may be rounded to either here and there, hence the tolerance."""
+    heads, kv_heads, head_dim = shape
+    x = attention_rows(90, heads, kv_heads, head_dim, seed=5)
+    bench = AttentionBench(x, heads, kv_heads, head_dim)
+    storage = bench.storage(6, 16, "int8")
+    poison(storage)
+
+    got = bench.run(bench.operation, flat_batch([Part(list(range(90)), 0, 90, [5, 1, 0, 2, 4, 3])], 16), storage)
+
+    keys, values = storage.gather(0, [5, 1, 0, 2, 4, 3], 90)
+    want = bench.expected(x, np.arange(90), keys, values, query_dtype="int8")
+    exact = bench.expected(x, np.arange(90), keys, values)
+    scale = np.abs(want).max()
+    assert relative_error(got, want, scale) < 1e-3 < relative_error(exact, want, scale)
 
 
 def test_attention_with_one_key_far_above_the_others_and_with_equal_keys():

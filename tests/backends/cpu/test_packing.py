@@ -9,7 +9,7 @@ import pytest
 
 from forge.backends.cpu.packing import Arena, FloatMatrix, QuantizedMatrix, pack
 from forge.gguf import GGMLType
-from forge.gguf.ggml_types import BLOCK_SIZES, FLOAT_TYPES, QUANTIZED_TYPES, SUPPORTED_TYPES
+from forge.gguf.ggml_types import FLOAT_TYPES, QUANTIZED_TYPES, SUPPORTED_TYPES
 from tests.backends.cpu.models import FLOATS, QUANTIZED, random_bytes
 
 ROWS = [1, 15, 16, 17, 40, 2048 + 5]
@@ -48,7 +48,7 @@ def test_there_is_a_layout_for_every_type_that_the_loader_knows():
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_packed_quantized_matrix_stands_for_what_gguf_dequantizes(tensor_type, rows):
     """Every byte at random, so every scale (infinite and not a number too), every minimum and every quant."""
-    columns = 3 * max(32, BLOCK_SIZES[GGMLType[tensor_type]].elements) if rows < 2000 else 256
+    columns = 3 * max(32, GGMLType[tensor_type].block.elements) if rows < 2000 else 256
     raw = random_bytes(tensor_type, (rows, columns), np.random.default_rng(rows))
     want = gguf_dequantized(tensor_type, raw, (rows, columns))
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from forge.backends.cuda.storage import TorchKvStorage
-from forge.cache.kv_storage import KV_DTYPES, BlockCopy, KvLayout
+from forge.backends.cuda.storage import TORCH_DTYPES, TorchKvStorage
+from forge.cache.kv_storage import BlockCopy, KvLayout
 
 
 def storage_of(device: str, kv_dtype: str = "float32") -> TorchKvStorage:
@@ -33,7 +33,7 @@ def test_no_copies_are_no_work(device):
     assert torch.equal(storage.keys, before)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", TORCH_DTYPES)
 def test_blocks_come_back_from_the_host_with_their_bits_wherever_they_are_put(kv_dtype, device):
     storage = storage_of(device, kv_dtype)
     before = storage.keys.clone(), storage.values.clone()

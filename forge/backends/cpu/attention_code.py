@@ -1,0 +1,267 @@
+"""The inner loops of attention: a few queries against the keys of a chunk, and their weights against its values.
+
+A key is fetched and widened to float32 once for up to four queries, which a loop of Numba's could not keep in
+registers. Sixteen running sums are in use at any time: four queries times four keys, two times eight or one times
+sixteen; of values four queries times 64 elements. How many queries go together cannot be seen in a result: each
+pair of a query and a key has its own sum (16 lanes, dimensions ascending, then the tree of `sum16`), and each element
+of an output has its own (positions ascending). Keys in int8 meet queries in int8, by the instruction set's own product
+(`instruction_sets.py`): 64 dimensions where float32 has 16, and a sum of integers, which has no order.
+
+Rows of keys are given by a list of their offsets, int64, because two neighbours may lie in different blocks.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from forge.backends.cpu.compilation import instruction_set
+from forge.backends.cpu.llvm_code import (
+    F32,
+    I8,
+    I32,
+    I64,
+    LANES,
+    STORED,
+    V_F32,
+    V_I32,
+    call_intrinsic,
+    fused_multiply_add,
+    load,
+    reduce_each,
+    splat,
+    store,
+    widen,
+)
+from forge.backends.cpu.op_layout import BFLOAT16, CHUNK, FLOAT16, FLOAT32, INT8
+
+_KINDS = {FLOAT32: "f32", FLOAT16: "f16", BFLOAT16: "bf16", INT8: "int8"}
+_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
+_ZEROS, _INTEGER_ZEROS = ir.Constant(V_F32, [0.0] * LANES), ir.Constant(V_I32, [0] * LANES)
+_TOP_BITS = ir.Constant(V_I32, [0x80808080 - (1 << 32)] * LANES)
+"""128 in every byte."""
+
+Values = list[ir.Value]
+Body = Callable[[ir.Value, Values], Values]
+
+
+def _loop(
+    b: ir.IRBuilder, end: ir.Value, step: int, start: Values, body: Callable[[ir.Value, Values], Values]
+) -> Values:
+    """for index in range(0, end, step): values = body(index, values). At least once; the last values."""
+    entry, loop, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
+    b.branch(loop)
+    b.position_at_end(loop)
+    index = b.phi(I64)
+    values = [b.phi(each.type) for each in start]
+    results = body(index, values)
+    following = b.add(index, I64(step))
+    index.add_incoming(I64(0), entry)
+    index.add_incoming(following, b.block)
+    for value, first, result in zip(values, start, results, strict=True):
+        value.add_incoming(first, entry)
+        value.add_incoming(result, b.block)
+    b.cbranch(b.icmp_signed("<", following, end), loop, done)
+    b.position_at_end(done)
+    return results
+
+
+def _each(b: ir.IRBuilder, number: ir.Value, cases: dict[int, Callable[[], None]]) -> None:
+    """Run the code that `cases` has for `number`."""
+    end = b.append_basic_block("end")
+    switch = b.switch(number, end)
+    for case, emit in cases.items():
+        block = b.append_basic_block(f"case_{case}")
+        switch.add_case(I64(case), block)
+        b.position_at_end(block)
+        emit()
+        b.branch(end)
+    b.position_at_end(end)
+
+
+def _for_each_kind(b: ir.IRBuilder, kind: ir.Value, together: ir.Value, emit: Callable[[str, int], None]) -> None:
+    """Code for every kind of stored number and every number of queries together."""
+
+    def of_kind(name: str) -> Callable[[], None]:
+        return lambda: _each(b, together, {count: partial(emit, name, count) for count in (1, 2, 4)})
+
+    _each(b, kind, {number: of_kind(name) for number, name in _KINDS.items()})
+
+
+def _row(b: ir.IRBuilder, base: ir.Value, rows: ir.Value, number: ir.Value) -> ir.Value:
+    return b.add(base, load(b, b.add(rows, b.mul(number, I64(8))), I64))
+
+
+def _stored(b: ir.IRBuilder, address: ir.Value, kind: str) -> ir.Value:
+    """16 stored numbers as float32; of int8 without their scale."""
+    if kind == "int8":
+        return b.sitofp(b.sext(load(b, address, ir.VectorType(I8, LANES)), V_I32), V_F32)
+    return widen(b, load(b, address, STORED[kind]), kind)
+
+
+def _fetch(b: ir.IRBuilder, address: ir.Value, size: int) -> None:
+    """Ask for `size` bytes to be in the second-level cache when they are read."""
+    for line in range(0, size, 64):
+        pointer = b.inttoptr(b.add(address, I64(line)), I8.as_pointer())
+        call_intrinsic(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(2), I32(1))
+
+
+@intrinsic
+def dot_keys(typingctx, kind, together, queries, width, keys, rows, count, scores, ahead):
+    """Dot products of `together` queries (1, 2 or 4) with the first `count` keys of a chunk, to `scores`.
+
+    queries: float32 `[together, width]`; for keys in int8 each row begins with its int8 numbers instead, zeros up to
+    a multiple of 64. keys: what is added to the offsets `rows` (int64) to find a key, stored as `kind` says. scores:
+    float32 `[together, CHUNK]`, written up to a multiple of 16 / together; of int8 without the scales of either side.
+    ahead: what, added to the same offsets, is to be fetched meanwhile.
+    """
+
+    def codegen(context, b, sig, args):
+        kind, together, queries, width, keys, rows, count, scores, ahead = args
+        isa = instruction_set()
+
+        def query_at(query: int, offset: ir.Value) -> ir.Value:
+            return b.add(queries, b.add(b.mul(b.mul(I64(query), width), I64(4)), offset))
+
+        def sums_of(addresses: Values, upcoming: Values, together: int, kind: str) -> Values:
+            """Of each query with each key 16 lanes, whose sum is their product."""
+            step, item = LANES // together, I64(_ITEM_BYTES[kind])
+
+            def dimensions(index: ir.Value, sums: Values) -> Values:
+                offset = b.mul(index, item)
+                with b.if_then(b.icmp_signed("==", b.and_(offset, I64(63)), I64(0))):
+                    for row in upcoming:
+                        _fetch(b, b.add(row, offset), 64)
+                key = [_stored(b, b.add(address, offset), kind) for address in addresses]
+                results = []
+                for query in range(together):
+                    q = load(b, query_at(query, b.mul(index, I64(4))), V_F32)
+                    mine = sums[query * step : (query + 1) * step]
+                    results += [fused_multiply_add(b, q, k, total) for k, total in zip(key, mine, strict=True)]
+                return results
+
+            return _loop(b, width, LANES, [_ZEROS] * LANES, dimensions)
+
+        def integer_sums_of(addresses: Values, upcoming: Values, together: int, start: Values) -> Values:
+            """The same of int8. What lies behind a key meets zeros."""
+            step = LANES // together
+
+            def dimensions(index: ir.Value, sums: Values) -> Values:
+                for row in upcoming:
+                    _fetch(b, b.add(row, index), 64)
+                key = [load(b, b.add(address, index), V_I32) for address in addresses]
+                key = key if isa.signed_weights else [b.xor(each, _TOP_BITS) for each in key]
+                results = []
+                for query in range(together):
+                    q = load(b, query_at(query, index), V_I32)
+                    mine = sums[query * step : (query + 1) * step]
+                    results += [isa.dot(b, total, k, q) for k, total in zip(key, mine, strict=True)]
+                return results
+
+            return _loop(b, width, 4 * LANES, [each for each in start for _ in range(step)], dimensions)
+
+        def start_of(together: int) -> Values:
+            """Where integer sums start: unsigned bytes k + 128 stand for keys k, which adds 128 times a query's sum."""
+            if isa.signed_weights:
+                return [_INTEGER_ZEROS] * together
+
+            def dimensions(index: ir.Value, sums: Values) -> Values:
+                return [
+                    isa.dot(b, total, _TOP_BITS, load(b, query_at(query, index), V_I32))
+                    for query, total in enumerate(sums)
+                ]
+
+            return [b.neg(each) for each in _loop(b, width, 4 * LANES, [_INTEGER_ZEROS] * together, dimensions)]
+
+        def some_keys(kind: str, together: int, first: ir.Value, start: Values) -> None:
+            """The scores of 16 / together keys from number `first` on."""
+            step = LANES // together
+            addresses, upcoming = (
+                [_row(b, base, rows, b.add(first, I64(number))) for number in range(step)] for base in (keys, ahead)
+            )
+            if kind == "int8":
+                sums = integer_sums_of(addresses, upcoming, together, start)
+                result = b.sitofp(reduce_each(b, sums, b.add), V_F32)
+            else:
+                result = reduce_each(b, sums_of(addresses, upcoming, together, kind), b.fadd)
+            for query in range(together):
+                lanes = ir.Constant(ir.VectorType(I32, step), list(range(query * step, (query + 1) * step)))
+                part = b.shuffle_vector(result, ir.Constant(V_F32, ir.Undefined), lanes)
+                store(b, b.add(scores, b.add(I64(4 * CHUNK * query), b.mul(first, I64(4)))), part)
+
+        def emit(kind: str, together: int) -> None:
+            start = start_of(together) if kind == "int8" else []
+
+            def block(first: ir.Value, _: Values) -> Values:
+                some_keys(kind, together, first, start)
+                return []
+
+            _loop(b, count, LANES // together, [], block)
+
+        _for_each_kind(b, kind, together, emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), codegen
+
+
+@intrinsic
+def add_values(typingctx, kind, together, weights, count, values, rows, width, outs, states, ahead, ahead_rows):
+    """out = out * keep + gain * (sum of weight[j] * value[j], j ascending) for `together` queries (1, 2 or 4).
+
+    weights: float32 `[together, CHUNK]`, of which `count` are used; the scales of values in int8 are in them. values:
+    what is added to the offsets `rows` to find a value. outs: float32 `[together, width]`. states: float32
+    `[together, 4]`, whose last two are keep and gain. ahead, ahead_rows: what is to be fetched meanwhile.
+    """
+
+    def codegen(context, b, sig, args):
+        kind, together, weights, count, values, rows, width, outs, states, ahead, ahead_rows = args
+
+        def columns(kind: str, together: int, column: ir.Value, vectors: int) -> None:
+            """The sums of `16 * vectors` columns from `column` on, into the outputs."""
+            item = _ITEM_BYTES[kind]
+            first, next_first = (b.add(base, b.mul(column, I64(item))) for base in (values, ahead))
+
+            def position(index: ir.Value, sums: Values) -> Values:
+                row = _row(b, first, rows, index)
+                _fetch(b, _row(b, next_first, ahead_rows, index), LANES * item * vectors)
+                value = [_stored(b, b.add(row, I64(LANES * item * n)), kind) for n in range(vectors)]
+                results = []
+                for query in range(together):
+                    at = b.add(weights, b.add(I64(4 * CHUNK * query), b.mul(index, I64(4))))
+                    weight = splat(b, load(b, at, F32))
+                    mine = sums[query * vectors : (query + 1) * vectors]
+                    results += [fused_multiply_add(b, weight, v, total) for v, total in zip(value, mine, strict=True)]
+                return results
+
+            sums = _loop(b, count, 1, [_ZEROS] * (together * vectors), position)
+            for query in range(together):
+                kept, gained = (splat(b, load(b, b.add(states, I64(16 * query + at)), F32)) for at in (8, 12))
+                for n in range(vectors):
+                    at = b.add(b.add(b.mul(I64(query), width), column), I64(LANES * n))
+                    out = b.add(outs, b.mul(at, I64(4)))
+                    old = b.fmul(load(b, out, V_F32), kept)
+                    store(b, out, fused_multiply_add(b, gained, sums[query * vectors + n], old))
+
+        def emit(kind: str, together: int) -> None:
+            most = 4 if together == 4 else 8
+            whole = b.and_(width, I64(-most * LANES))
+
+            def wide(column: ir.Value, _: Values) -> Values:
+                columns(kind, together, column, most)
+                return []
+
+            def narrow(column: ir.Value, _: Values) -> Values:
+                columns(kind, together, b.add(whole, column), 1)
+                return []
+
+            with b.if_then(b.icmp_signed(">", whole, I64(0))):
+                _loop(b, whole, most * LANES, [], wide)
+            with b.if_then(b.icmp_signed(">", width, whole)):
+                _loop(b, b.sub(width, whole), LANES, [], narrow)
+
+        _for_each_kind(b, kind, together, emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11), codegen

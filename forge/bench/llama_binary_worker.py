@@ -1,0 +1,97 @@
+"""ik_llama.cpp, or llama.cpp, as a peer through its program `llama-batched-bench`: a turn is a run of it.
+
+Runs with any interpreter; imports nothing of forge. Prompts and answers are whole: a prefill is the second of two runs
+over the prompt, a decode the mean of 32 steps around the case's context. Its best setting is the fastest of `SETTINGS`
+that the program knows, tried before every figure. It shows no logits.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __package__:
+    from forge.bench.worker import Missing, Worker, plural, serve_requests, timed
+else:
+    from worker import Missing, Worker, plural, serve_requests, timed
+
+    sys.path.pop(0)  # this folder's modules are not for others to find
+
+PROGRAM = "llama-batched-bench"
+INSTALL = f"build github.com/ikawrakow/ik_llama.cpp (cmake --target {PROGRAM}), give its build/bin as --peer-bin"
+SETTINGS = {
+    "as it is": (),
+    "repacked": ("-rtr",),
+    "repacked, 8-bit KV": ("-rtr", "-ctk", "q8_0", "-ctv", "q8_0"),
+    "8-bit KV": ("-ctk", "q8_0", "-ctv", "q8_0"),
+}
+STEPS = 32
+"""Of a decode."""
+
+
+class LlamaBinaryWorker(Worker):
+    """The program, and the arguments of the case at hand."""
+
+    def load(self, model: str, threads: int, binary: str | None = None, **others: Any) -> Mapping[str, Any]:
+        """binary: the program, or the folder that it is in."""
+        if binary is None:
+            raise Missing(INSTALL)
+        self._program = os.path.abspath(os.path.join(binary, PROGRAM) if os.path.isdir(binary) else binary)
+        self._folder = TemporaryDirectory(prefix="forge-bench-")  # the program leaves its log where it runs
+        try:
+            usage = subprocess.run([self._program, "--help"], capture_output=True, text=True).stdout
+        except OSError as error:
+            raise Missing(f"{self._program}: {error.strerror}; {INSTALL}") from None
+        self._own = "-rtr" in usage
+        self._arguments = ["-m", os.path.abspath(model), "-t", str(threads), "-tb", str(threads)]
+        _, seconds = timed(lambda: self._seconds("prefill", 1, 1))
+        name = "ik_llama.cpp" if self._own else "llama.cpp, not ik_llama.cpp"
+        description = f"{name}: {PROGRAM}, {plural(threads)}; its load is a whole run of one token"
+        return {"description": description, "seconds": seconds, "first_time": False}
+
+    def prepare(self, kind: str, context: int, token_ids: list[list[int]]) -> Mapping[str, Any]:
+        prompt = len(token_ids[0]) if kind == "prefill" else max(1, context - STEPS // 2)
+        case, found = (kind, prompt, len(token_ids)), {}
+        for name, setting in SETTINGS.items():
+            if self._own or "-rtr" not in setting:
+                found[name] = self._seconds(*case, *setting)
+        best = min(found, key=lambda name: found[name])
+        self._chosen = partial(self._seconds, *case, *SETTINGS[best])
+        return {"setting": f"flash attention, {best}", "seconds": found[best]}
+
+    def logits(self, token_ids: list[int]) -> Mapping[str, Any]:
+        raise Missing("it shows no logits")
+
+    def _step(self) -> float:
+        return self._chosen()
+
+    def turn(self, min_steps: int, min_seconds: float) -> Mapping[str, Any]:
+        return {"seconds": [self._step()], "top_tokens": []}
+
+    def memory(self) -> Mapping[str, Any]:
+        return {"peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024}
+
+    def _seconds(self, kind: str, prompt: int, sequences: int, *setting: str) -> float:
+        """Seconds of a prefill or a decode step in a run of its own, from the last row of the program's table."""
+        steps = 1 if kind == "prefill" else STEPS
+        counts = {"-npp": prompt, "-ntg": steps, "-npl": "1,1" if kind == "prefill" else sequences}
+        counts |= {"-c": -(-sequences * (prompt + steps + 16) // 256) * 256, "-b": 2048, "-ub": 512}
+        arguments = [str(part) for pair in counts.items() for part in pair]
+        run = subprocess.run(
+            [self._program, *self._arguments, *arguments, "-fa", "on", *setting],
+            cwd=self._folder.name,
+            capture_output=True,
+            text=True,
+        )
+        rows = [line.strip("| ").split("|") for line in (run.stdout + run.stderr).split("\n") if line.startswith("|")]
+        if run.returncode or len(rows) < 3:
+            raise RuntimeError(f"{PROGRAM} ended with {run.returncode}: {(run.stderr or run.stdout)[-200:]}")
+        return float(rows[-1][4 if kind == "prefill" else 6]) / steps
+
+
+if __name__ == "__main__":
+    serve_requests(LlamaBinaryWorker())

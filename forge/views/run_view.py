@@ -1,0 +1,61 @@
+"""Views of a run while it happens: what every one of them has, and the picture that is drawn in place.
+
+A view is entered before the run starts and is fed every step. It must not slow the engine that it watches: it draws
+between steps, in this thread, a few times a second, because a drawing thread would take the interpreter away from a
+kernel in the middle of a step.
+"""
+
+import time
+from typing import Self
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from forge.trace.records import StepRecord
+from forge.views.summary import RunResult
+
+
+class RunView:
+    """Follows one run, and shows nothing. A context manager, so that the terminal is restored whatever happens."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        pass
+
+    def step(self, record: StepRecord) -> None:
+        """A step has ended."""
+
+    def finish(self, result: RunResult) -> None:
+        """The run has ended, perhaps before its time."""
+
+
+class LiveView(RunView):
+    """A picture on a terminal, each in the place of the one before; gone when the view is left."""
+
+    frames_per_second: float = 10
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._next_frame = 0.0
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._live.update(Text(""), refresh=True)
+        self._live.stop()
+
+    def redraw(self) -> None:
+        """Draw the frame, unless the last one was drawn less than 1 / `frames_per_second` ago."""
+        if time.monotonic() >= self._next_frame:
+            self._live.update(self.frame(), refresh=True)
+            self._next_frame = time.monotonic() + 1 / self.frames_per_second
+
+    def frame(self) -> RenderableType:
+        """The picture as it is now."""
+        raise NotImplementedError

@@ -1,0 +1,97 @@
+"""Peers as they are asked: programs in place of libraries, and what is said of those that are not there."""
+
+import stat
+import sys
+
+import pytest
+
+from forge.bench.forge_worker import ForgeWorker
+from forge.bench.llama_binary_worker import PROGRAM, STEPS, LlamaBinaryWorker
+from forge.bench.openvino_worker import OpenVinoWorker
+from forge.bench.worker import Missing
+from tests.small_models import write_small_qwen3
+
+IK = "-rtr, --run-time-repack"
+
+
+@pytest.fixture
+def program(tmp_path):
+    """A `llama-batched-bench` that is slow unless it repacks, and writes down how it was called."""
+
+    def written(usage: str):
+        path = tmp_path / PROGRAM
+        path.write_text(f"""#!/bin/sh
+case "$*" in --help) echo "{usage}"; exit;; esac
+echo "$*" >> {tmp_path}/calls
+case "$*" in *missing.gguf*) echo "unable to load model" >&2; exit 1;; *-rtr*) s=0.320;; *) s=0.640;; esac
+echo "|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |"
+echo "|-------|--------|------|--------|----------|----------|----------|----------|----------|----------|"
+echo "|   112 |     32 |    4 |    576 |    0.900 |   100.00 |    0.900 |   100.00 |    1.000 |   100.00 |"
+echo "|   112 |     32 |    4 |    576 |    0.500 |   100.00 |    $s |   100.00 |    1.000 |   100.00 |"
+""")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return tmp_path
+
+    return written
+
+
+def loaded(folder, model: str = "model.gguf") -> LlamaBinaryWorker:
+    worker = LlamaBinaryWorker()
+    worker.said = worker.load(model, threads=2, binary=str(folder))["description"]
+    return worker
+
+
+def test_a_programs_best_setting_is_taken_and_timed_by_its_own_table(program):
+    folder = program(IK)
+    worker = loaded(folder)
+    assert worker.said.startswith("ik_llama.cpp: llama-batched-bench, 2 threads")
+    assert worker.prepare("decode", 128, [[1] * 129] * 4) == {
+        "setting": "flash attention, repacked", "seconds": 0.320 / STEPS,
+    }  # fmt: skip
+    assert worker.turn(5, 0.1) == {"seconds": [0.320 / STEPS], "top_tokens": []}
+    last = (folder / "calls").read_text().split("\n")[-2]
+    assert "-npp 112 -ntg 32 -npl 4 -c 768" in last and "-rtr" in last and "-t 2 -tb 2" in last
+    worker.prepare("prefill", 0, [[1] * 512])
+    assert worker.turn(1, 0.1)["seconds"] == [0.5]
+    assert "-npp 512 -ntg 1 -npl 1,1" in (folder / "calls").read_text()
+
+
+def test_llama_cpps_own_program_is_said_to_be_that_and_is_not_told_to_repack(program):
+    folder = program("usage")
+    worker = loaded(folder / PROGRAM)
+    assert worker.said.startswith("llama.cpp, not ik_llama.cpp")
+    assert worker.prepare("decode", 128, [[1] * 129])["seconds"] == 0.640 / STEPS
+    assert "-rtr" not in (folder / "calls").read_text()
+
+
+def test_a_program_that_fails_says_why(program):
+    with pytest.raises(RuntimeError, match="unable to load model"):
+        loaded(program(IK), "missing.gguf")
+
+
+@pytest.mark.parametrize("binary", [None, "no/such/folder"])
+def test_without_the_program_it_is_said_what_to_build(binary):
+    with pytest.raises(Missing, match=r"github.com/ikawrakow/ik_llama.cpp .* --peer-bin"):
+        LlamaBinaryWorker().load("model.gguf", threads=2, binary=binary)
+
+
+def test_without_openvino_it_is_said_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "openvino_genai", None)
+    with pytest.raises(Missing, match=r"pip install openvino-genai"):
+        OpenVinoWorker().load("model.gguf", threads=2, scratch=str(tmp_path))
+
+
+@pytest.mark.parametrize("faster", ["float16", "int8"])
+def test_on_a_cpu_forge_keeps_keys_and_values_in_the_faster_kv_dtype(tmp_path, monkeypatch, faster):
+    worker = ForgeWorker()
+    loaded = worker.load(str(write_small_qwen3(tmp_path / "m.gguf")), device="cpu")
+    kept = []
+    set_up = worker._set_up
+    monkeypatch.setattr(worker, "_set_up", lambda dtype, *rest: (kept.append(dtype), set_up(dtype, *rest)))
+    monkeypatch.setattr(worker, "_step", lambda: 1.0 if kept[-1] == faster else 2.0)
+
+    prepared = worker.prepare("decode", 16, [list(range(17)), list(range(1, 18))])
+
+    assert "KV" not in loaded["description"]  # which is told of each case instead
+    assert prepared == {"setting": f"{faster} KV", "seconds": 1.0}
+    assert kept[-1] == faster
