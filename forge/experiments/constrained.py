@@ -8,7 +8,7 @@
 import json as json_format
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -44,18 +44,25 @@ LEADS_ON = 'Any form of your own:\n  forge generate --regex "[a-z]+ and [a-z]+" 
 MAX_TOKENS = 64
 PROPOSED = 8
 """Forced tokens per cycle at most. Fixed, so that the number of passes does not depend on the machine."""
-STORY = (
-    "A little fox named Maple lived near the old mill. One day she lost her silver lantern, and she was very sad. She "
-    "looked for it in the garden and by the river. At last a kind owl found the lantern and gave it back. The fox "
-    "danced with joy."
-)
-PROMPT = STORY + "\n\nIs the ending happy or sad?"
+STORY = """Nutmeg was a brave donkey.
+
+One stormy night there was a knock at the door. Outside stood Twig, a young puppy, wet to the skin. "I lost my way in \
+the cave," said Twig. "May I come in?" In his bag, Twig had only a striped scarf and a big pot.
+
+Next to the stove sat a little fox. "We were all strangers once," said the fox.
+
+Nutmeg made room by the fire, and Twig told wonderful stories all night. When he left, he took the pot and gave the \
+scarf to Nutmeg.
+
+From that day on, Nutmeg and the fox were the best of friends."""
 FIELDS = {
-    "hero": ["fox", "mouse", "owl", "rabbit", "bear", "girl", "boy"],
-    "place": ["forest", "river", "garden", "castle", "mill", "market"],
+    "hero": ["Twig", "Hazel", "Maple", "Nutmeg", "Pip", "Willow"],
+    "place": ["forest", "garden", "castle", "cave", "market", "river"],
+    "object": ["lantern", "pot", "key", "scarf", "bell", "book"],
     "mood": ["happy", "sad"],
 }
 """What a record of a story may hold, from the lists that the bundled model's stories are made of."""
+Ask = Literal["ending", "record"]
 _INDENT = 14
 _FORM = "Structured output (one of these)"
 
@@ -67,31 +74,48 @@ class RecordArgs:
     fields: str = option(
         "hero,place,mood", "The record's fields, with commas, in their order.", "Structured output (one of these)"
     )
+    ask: Ask = option(
+        "ending", "What the bundled story is followed by: a question about its ending, or a request for the record."
+    )
+
+    def prompt(self) -> str:
+        """The bundled story and what is asked about it."""
+        fields = field_names(self.fields)
+        listed = " and ".join(filter(None, (", ".join(fields[:-1]), fields[-1])))
+        asked = {"ending": "Is the ending happy or sad?", "record": f"Write a JSON object with {listed}."}
+        return f"{STORY}\n\n{asked[self.ask]}"
 
 
 @experiment(bugs=True)
 def constrained(
     form: FormArgs,
     prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="What is asked, in a chat.", show_default="a story and a question")
-    ] = PROMPT,
+        str | None,
+        typer.Argument(metavar="PROMPT", help="What is asked, in a chat.", show_default="a story and --ask"),
+    ] = None,
     max_tokens: options.MaxTokens = MAX_TOKENS,
     *,
     record: RecordArgs,
     engine: Annotated[EngineArgs, Takes("model device threads", kv="paged")],
 ) -> Experiment:
     wanted = form.structured_output() or StructuredOutput(json=record_schema(record.fields))
-    return Experiment(lambda: _measure(options.read_prompt(prompt), max_tokens, wanted, engine))
+    asked = record.prompt() if prompt is None else options.read_prompt(prompt)
+    return Experiment(lambda: _measure(asked, max_tokens, wanted, engine))
 
 
-def record_schema(names: str) -> dict[str, Any]:
-    """The schema of a story's record with these fields. Raises `UsageError` for a field that it cannot have."""
-    fields = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = sorted({*fields} - {*FIELDS})
-    if not fields or unknown:
-        raise UsageError(f"--fields takes some of {', '.join(FIELDS)}, with commas, and {names!r} is something else")
-    properties = {name: {"enum": FIELDS[name]} for name in fields}
-    return {"type": "object", "properties": properties, "required": fields, "additionalProperties": False}
+def field_names(given: str) -> list[str]:
+    """The fields that `--fields` names. Raises `UsageError` for one that a record cannot have."""
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    if not names or {*names} - {*FIELDS}:
+        raise UsageError(f"--fields takes some of {', '.join(FIELDS)}, with commas, and {given!r} is something else")
+    return names
+
+
+def record_schema(fields: str) -> dict[str, Any]:
+    """The schema of a story's record with these fields."""
+    names = field_names(fields)
+    properties = {name: {"enum": FIELDS[name]} for name in names}
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 
 
 def _measure(prompt: str, max_tokens: int, form: StructuredOutput, engine: EngineArgs) -> Report:
