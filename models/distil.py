@@ -10,6 +10,8 @@ References: Hinton et al. 2015 (arXiv 1503.02531); DistillSpec (arXiv 2310.08461
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -26,6 +28,7 @@ FIRST_DOCUMENT = 500_000_000  # rows for a draft come from documents that the ta
 PROMPTS = HELD_OUT // 10 * 7  # and what the target continues, from others again
 WRITTEN_ROWS = 64  # rows that the target writes at a time
 WRITTEN_USES = 3  # how often each of them is used
+WRITERS = 2  # threads that write them, each its share
 STARTS = (3, 8, 16, 60, 160)  # tokens of a document that the target continues
 ARGMAX_WEIGHT = 1.0
 DRAFT_SCHEDULE = Schedule((Phase(4 * MILLION, 16, 256, answer_weight=1.0),), decay_from=0.3)
@@ -49,6 +52,7 @@ class TargetText:
     def __init__(self, target: Qwen3, tokenizer: Tokenizer, length: int) -> None:
         self.target, self.tokenizer, self.length = target, tokenizer, length
         self.pool: tuple[int, Tensor] | None = None
+        self.writers = ThreadPoolExecutor(WRITERS, initializer=torch.set_num_threads, initargs=(1,))
 
     def rows(self, first: int, count: int) -> Tensor:
         """[count, length + 1]: rows `first` and on of an endless sequence."""
@@ -65,9 +69,14 @@ class TargetText:
     def _write(self, pool: int) -> Tensor:
         start = STARTS[pool % len(STARTS)]
         source = Rows(self.tokenizer, PROMPTS + pool * 10 * WRITTEN_ROWS)
-        temperature = torch.tensor([0.0, TEMPERATURE]).repeat(WRITTEN_ROWS // 2)
-        prompts = source.batch(WRITTEN_ROWS, start - 1)
-        return extend(self.target, prompts, self.length + 1, temperature, torch.Generator().manual_seed(pool))
+        prompts = source.batch(WRITTEN_ROWS, start - 1).chunk(WRITERS)
+        temperature = torch.tensor([0.0, TEMPERATURE]).repeat(WRITTEN_ROWS // WRITERS // 2)
+
+        def write(number: int) -> Tensor:
+            generator = torch.Generator().manual_seed(pool * WRITERS + number)
+            return extend(self.target, prompts[number], self.length + 1, temperature, generator)
+
+        return torch.cat(list(self.writers.map(write, range(WRITERS))))
 
 
 class Distillation:

@@ -1,6 +1,6 @@
 """11. A grammar is a mask over the vocabulary: which tokens may come, which come, and what is given up?
 
-[dim]forge constrained --only run --fields mood,hero,place[/dim]
+[dim]forge constrained --only run --ask record[/dim]
 
 [dim]forge constrained --only run --choice happy --choice sad[/dim]
 """

@@ -135,7 +135,7 @@ def test_chapter_8(facts):
     sides = facts(two_words)["sides"]
     assert sides[0]["blocks_held"] == sides[1]["blocks_held"] > 0 and sides[0]["steps"] == sides[1]["steps"]
     planned = facts(planning)
-    assert sorted(side["tokens_cached"] for side in planned["sides"]) == [0, 1216]
+    assert sorted(side["tokens_cached"] for side in planned["sides"]) == [0, 1200]
     sweep = facts(small_model)
     assert sweep["identical"]
 
@@ -161,8 +161,10 @@ def test_chapter_10(facts):
 
 
 def test_chapter_11(facts):
-    words, mood, sentence = map(facts, exercises(11))
-    assert words["places"][0]["allowed"] == 5 and words["given_up"] == 0 and words["text"] == "happy"
-    assert round(facts("forge constrained --only run")["given_up_per_token"]) == 11
-    assert round(mood["given_up_per_token"]) == 12 and mood["record"] == {"mood": "happy"}
-    assert round(sentence["given_up_per_token"], 1) == 6.5 and sentence["text"] == "The fox was happy."
+    words, capitals, mood, sentence = map(facts, exercises(11))
+    record = facts("forge constrained --only run")
+    assert words["places"][0]["allowed"] == 6 and words["given_up"] == 0 and words["text"] == "happy"
+    assert capitals["given_up"] > 10
+    assert mood["given_up_per_token"] > 2 * record["given_up_per_token"] and mood["record"] == {"mood": "happy"}
+    assert mood["places"][0]["given_up"] > 0.5 * mood["given_up"]
+    assert sentence["given_up"] > record["given_up"] and sentence["places"][0]["given_up"] > 5

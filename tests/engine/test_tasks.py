@@ -18,8 +18,8 @@ from tests.small_models import MERGES, write_small_qwen3
 
 PROMPTS = ["the tin hat", "on a ship there", "in the heat", "the tin hat on a"]
 KINDS = ("off", "basic", "paged", "prefix")
-CARD = {"ending": 1.0, "hero": 1.0, "object": 1.0, "place": 1.0, "helper": 1.0}
-"""Of the bundled model, in models/README.md: the share of right answers by kind of question."""
+CARD = {"ending": 0.9, "hero": 0.9, "object": 0.9, "place": 0.9, "helper": 0.9, "yes_no": 0.8}
+"""What models/README.md says of the bundled model's share of right answers, less what 40 questions can miss it by."""
 
 
 @pytest.fixture(scope="module")
@@ -143,16 +143,16 @@ def test_labels_that_are_none_are_refused(llm, labels, message):
 
 def test_the_bundled_model_answers_held_out_questions_as_its_card_says():
     tales = LLM("tales", kv="prefix")
-    asked = []
     for kind, share in CARD.items():
         rng = Random(f"held-out {kind}")
-        asked += [(kind, share, *question_prompt(rng, kind)) for _ in range(6)]
-    prompts = [tales.tokenizer.encode(prompt, allow_special=True) for _, _, prompt, _ in asked]
-    said = [output.outputs[0].text for output in tales.generate(prompts, SamplingParams(max_tokens=1))]
-    for (kind, _, _, question), text in zip(asked, said, strict=True):
-        assert text == question.answer, f"{kind}: {question.text}"
-    found = tales.classify(prompts[:6], ["happy", "sad"])  # the first kind is about endings
-    assert [one.label for one in found] == [question.answer for _, _, _, question in asked[:6]]
+        asked = [question_prompt(rng, kind) for _ in range(40)]
+        prompts = [tales.tokenizer.encode(prompt, allow_special=True) for prompt, _ in asked]
+        said = [output.outputs[0].text for output in tales.generate(prompts, SamplingParams(max_tokens=1))]
+        right = [text == question.answer for text, (_, question) in zip(said, asked, strict=True)]
+        assert sum(right) >= share * len(right), f"{kind}: {sum(right)} of {len(right)}"
+        if kind == "ending":
+            found = tales.classify(prompts, ["happy", "sad"])
+            assert [one.label for one in found] == said
 
 
 # Embeddings

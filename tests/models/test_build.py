@@ -1,5 +1,6 @@
 import json
 
+from forge.model.catalog import bundled_models
 from models import build
 from models.card import BEGIN, END, write_card
 from models.network import Qwen3
@@ -41,6 +42,22 @@ def test_the_card_shows_old_beside_new_and_keeps_the_rest(tmp_path):
     assert text.endswith("\n\n## Limits\n")
     write_card(card, FIGURES, old)
     assert card.read_text() == text
+
+
+def test_the_card_and_the_log_are_those_of_the_bundled_files():
+    card = (build.HERE / "README.md").read_text()
+    files = sorted(build.HERE.glob("*.gguf"))
+    assert {path.name for path in files} == {model.file_name for model in bundled_models()}
+    for path in files:
+        assert f"{build.sha256(path)}  {path.name}" in card
+    log = [json.loads(line) for line in (build.HERE / "training_log.jsonl").read_text().splitlines()]
+    for name, schedule in (
+        ("target", Schedule()),
+        ("draft", build.DRAFT_SCHEDULE),
+        ("bad-draft", build.BAD_DRAFT_SCHEDULE),
+    ):
+        tokens = [line["tokens"] for line in log if line["model"] == name]
+        assert tokens == sorted(tokens) and schedule.tokens - tokens[-1] < 200_000
 
 
 def test_the_replaced_files_are_kept_once(tmp_path):
