@@ -285,7 +285,7 @@ BUGS: Mapping[str, Bug] = {
             _freed_block,
             _SMALL,
             (
-                BugRequest(_STORY, _drawn(40, stop=".")),
+                BugRequest(_STORY, _drawn(40, stop=".", seed=10)),
                 BugRequest(_OTHER, _greedy(24), step=8),
                 BugRequest(_STORY, _greedy(24), step=10),
             ),

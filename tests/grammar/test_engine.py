@@ -79,7 +79,7 @@ def test_forced_text_is_mostly_accepted():
     llm = LLM("tales", kv="paged", speculate="grammar", k=6, speculate_fixed=True)
     run = llm.start("Once upon a time", SamplingParams(150, structured=FORM))
     verdicts = [verdict for record in run for cycle in record.cycles for verdict in cycle.verdicts]
-    assert sum(verdict.accepted for verdict in verdicts) > 0.9 * len(verdicts) > 20
+    assert sum(verdict.accepted for verdict in verdicts) > 0.8 * len(verdicts) > 15
 
 
 def test_no_draft_token_that_the_grammar_refuses_is_verified():
