@@ -166,5 +166,7 @@ def test_chapter_11(facts):
     assert words["places"][0]["allowed"] == 6 and words["given_up"] == 0 and words["text"] == "happy"
     assert capitals["given_up"] > 10
     assert mood["given_up_per_token"] > 2 * record["given_up_per_token"] and mood["record"] == {"mood": "happy"}
-    assert mood["places"][0]["given_up"] > 0.5 * mood["given_up"]
-    assert sentence["given_up"] > record["given_up"] and sentence["places"][0]["given_up"] > 5
+    assert mood["places"][0]["given_up"] == record["places"][0]["given_up"] > 0.4 * mood["given_up"]
+    assert 0.8 < sentence["given_up"] / record["given_up"] < 1.2
+    costly = {place["text"]: place["preferred"] for place in sentence["places"] if place["given_up"] > 5}
+    assert costly == {"The": "happy", " was": "(end)", " happy": " afraid"}
