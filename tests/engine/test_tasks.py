@@ -155,6 +155,22 @@ def test_the_bundled_model_answers_held_out_questions_as_its_card_says():
             assert [one.label for one in found] == said
 
 
+def test_the_bundled_model_calls_a_tool_and_tells_its_result():
+    tales = LLM("tales", kv="prefix")
+    parameters = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+    function = {"name": "find_object", "description": "Look for an object at a place.", "parameters": parameters}
+    messages = [{"role": "user", "content": "What can you find at the old mill?"}]
+
+    def answer() -> str:
+        prompt = tales.tokenizer.encode_chat(messages, tools=[{"type": "function", "function": function}])[1]
+        return tales.generate([prompt], SamplingParams(max_tokens=60, temperature=0.0))[0].outputs[0].text
+
+    call = answer()
+    assert call == '<tool_call>\n{"name": "find_object", "arguments": {"place": "mill"}}\n</tool_call>'
+    messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": '{"object": "lantern"}'}]
+    assert answer() == "I found a lantern at the old mill."
+
+
 # Embeddings
 
 
