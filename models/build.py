@@ -19,7 +19,14 @@ import torch
 from tokenizers import Tokenizer
 
 from .card import write_card
-from .distil import BAD_DRAFT_SCHEDULE, DRAFT_SCHEDULE, FIRST_DOCUMENT, Distillation, project_embedding
+from .distil import (
+    BAD_DRAFT_SCHEDULE,
+    COPYING_SCHEDULE,
+    DRAFT_SCHEDULE,
+    FIRST_DOCUMENT,
+    Distillation,
+    project_embedding,
+)
 from .evaluate import measure_draft, measure_target
 from .export import export
 from .network import BAD_DRAFT, DRAFT, TARGET, Qwen3
@@ -40,9 +47,10 @@ def train_target(tokenizer: Tokenizer, folder: Path, stop_at: int | None = None)
 
 
 def distil_draft(target: Qwen3, tokenizer: Tokenizer, folder: Path, stop_at: int | None = None) -> Qwen3:
-    """The draft, distilled from the target."""
+    """The draft: it learns to copy, then to say what the target says."""
     draft = Qwen3(DRAFT, DRAFT_SEED)
     project_embedding(target, draft)
+    train(draft, tokenizer, COPYING_SCHEDULE, folder / "draft-copying", stop_at=stop_at)
     distillation = Distillation(target, tokenizer, DRAFT_SCHEDULE.phases[0].length)
     train(
         draft,
@@ -118,7 +126,7 @@ def sha256(path: Path) -> str:
 def gather_logs(folder: Path, path: Path) -> None:
     """All logs of the run, one after another, each line with the name of its model."""
     lines = []
-    for name in ("target", "draft", "bad-draft"):
+    for name in ("target", "draft-copying", "draft", "bad-draft"):
         for line in (folder / name / "log.jsonl").read_text().splitlines():
             lines.append(json.dumps({"model": name, **json.loads(line)}))
     path.write_text("".join(f"{line}\n" for line in lines))

@@ -51,8 +51,9 @@ def target_lines(one: Mapping[str, Any]) -> dict[str, str]:
         "bytes": f"{one['bytes']:,}",
         "loss on stories, nats per byte": f"{one['held_out_loss']:.4f}",
     }
-    lines |= {f"answers right, {kind}": percent(share) for kind, share in one["answers"].items()}
-    lines |= {f"{kind}, held-out phrasing": percent(share) for kind, share in one["answers_held_out_phrasing"].items()}
+    for title, key in (("answers right, {}", "answers"), ("{}, held-out phrasing", "answers_held_out_phrasing")):
+        for kind, share in one[key].items():
+            lines[title.format(kind)] = f"{percent(share)} ({percent(one[f'{key}_of_two'][kind])})"
     for how, shares in one["consistency"].items():
         lines |= {f"consistent mentions, {how} stories, {kind}": percent(share) for kind, share in shares.items()}
     return lines

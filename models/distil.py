@@ -5,6 +5,9 @@ than on the corpus: the loss is KL(target || draft) plus the cross-entropy of th
 corpus text, the rest is text that the target wrote itself, greedily and at a temperature of 0.8: when the draft is used, that is the
 text it continues. The draft's embedding starts as the target's, projected on its principal directions.
 
+Before that the draft learns to copy, for `COPYING_SCHEDULE`, because names are what it guesses worst. After 3 M tokens of distillation a
+draft that had learned it differed from the target at 8.5 % of the tokens, one that had not at 10.6 %.
+
 References: Hinton et al. 2015 (arXiv 1503.02531); DistillSpec (arXiv 2310.08461).
 """
 
@@ -17,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
-from .corpus.documents import HELD_OUT
+from .corpus.documents import FACTS, HELD_OUT
 from .data import Rows
 from .evaluate import TEMPERATURE
 from .network import Qwen3
@@ -26,12 +29,13 @@ from .train import MILLION, Part, Phase, Schedule, compiled, half_precision
 
 FIRST_DOCUMENT = 500_000_000  # rows for a draft come from documents that the target was not trained on
 PROMPTS = HELD_OUT // 10 * 7  # and what the target continues, from others again
-WRITTEN_ROWS = 64  # rows that the target writes at a time
-WRITTEN_USES = 3  # how often each of them is used
+WRITTEN_ROWS = 192  # rows that the target writes at a time
+WRITTEN_USES = 4  # how often each of them is used
 WRITERS = 2  # threads that write them, each its share
 STARTS = (3, 8, 16, 60, 160)  # tokens of a document that the target continues
 ARGMAX_WEIGHT = 1.0
-DRAFT_SCHEDULE = Schedule((Phase(4 * MILLION, 16, 256, answer_weight=1.0),), decay_from=0.3)
+COPYING_SCHEDULE = Schedule((Phase(8 * MILLION, 32, 128, FACTS, rehearsal=1.0),))
+DRAFT_SCHEDULE = Schedule((Phase(14 * MILLION, 16, 256, answer_weight=1.0),), decay_from=0.4)
 BAD_DRAFT_SCHEDULE = Schedule((Phase(MILLION, 2, 256, answer_weight=1.0),), decay_from=0.3)
 
 

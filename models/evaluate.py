@@ -1,8 +1,8 @@
 """Measurements for the model card, all on documents that training never saw, for models as their files hold them.
 
-Loss on stories in nats per byte; accuracy of one-token answers by kind of question, in phrasings of training and in one that is held out (the
-choice is the most likely token of the whole vocabulary, no help from the options); consistency of the stories that a model tells;
-agreement of draft and target on the target's own text, which decides what speculative decoding accepts; the cost of one forward pass.
+Loss on stories in nats per byte; accuracy of one-token answers by kind of question, in phrasings of training and in one that is held out;
+consistency of the stories that a model tells; agreement of draft and target on the target's own text, which decides what speculative
+decoding accepts; the cost of one forward pass.
 
 `python -m models.evaluate models/tales-q8_0.gguf models/tales-draft-q8_0.gguf` prints all of it as JSON.
 """
@@ -63,19 +63,25 @@ def held_out_loss(model: Qwen3, tokenizer: Tokenizer, count: int = 200) -> float
 @torch.no_grad()
 def answer_accuracy(
     model: Qwen3, tokenizer: Tokenizer, per_kind: int = 300, held_out: bool = False
-) -> dict[str, float]:
-    """The share of held-out decision questions of each kind whose most likely next token is the right answer."""
-    accuracy = {}
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The share of held-out decision questions of each kind that are answered right.
+
+    First by the most likely next token of the whole vocabulary, then by the more likely of the question's two options, as
+    `forge classify` chooses.
+    """
+    free, offered = {}, {}
     for kind in ASKERS:
         rng = Random(f"held-out {kind}")
-        right = 0
+        said = chosen = 0
         for _ in range(per_kind):
             prompt, question = question_prompt(rng, kind, held_out)
             hidden = model.hidden(torch.tensor([tokenizer.encode(prompt).ids]))[0, -1]
-            token = int((model.token_embd.weight @ hidden).argmax())
-            right += tokenizer.decode([token]) == question.answer
-        accuracy[kind] = right / per_kind
-    return accuracy
+            logits = model.token_embd.weight @ hidden
+            said += tokenizer.decode([int(logits.argmax())]) == question.answer
+            labels = [tokenizer.encode(option).ids[0] for option in question.options]
+            chosen += question.options[int(logits[labels].argmax())] == question.answer
+        free[kind], offered[kind] = said / per_kind, chosen / per_kind
+    return free, offered
 
 
 def stories(
@@ -160,11 +166,15 @@ def measure_target(path: Path, small: bool = False) -> dict[str, object]:
     """Everything about one target. `small` measures a little of it, to try it out."""
     model, tokenizer = load(path)
     questions, told, read = (10, 20, 10) if small else (300, 500, 200)
+    answers, of_two = answer_accuracy(model, tokenizer, questions)
+    held_out, held_out_of_two = answer_accuracy(model, tokenizer, questions, held_out=True)
     return {
         "parameters": parameter_count(model),
         "held_out_loss": held_out_loss(model, tokenizer, read),
-        "answers": answer_accuracy(model, tokenizer, questions),
-        "answers_held_out_phrasing": answer_accuracy(model, tokenizer, questions, held_out=True),
+        "answers": answers,
+        "answers_of_two": of_two,
+        "answers_held_out_phrasing": held_out,
+        "answers_held_out_phrasing_of_two": held_out_of_two,
         "consistency": story_consistency(model, tokenizer, told),
     }
 

@@ -14,7 +14,9 @@ FIGURES = {
         "bytes": 2000,
         "held_out_loss": 0.4,
         "answers": {"yes_no": 0.95},
+        "answers_of_two": {"yes_no": 0.96},
         "answers_held_out_phrasing": {"yes_no": 0.9},
+        "answers_held_out_phrasing_of_two": {"yes_no": 0.92},
         "consistency": {"greedy": {"all": 0.98}},
         "sha256": "abc",
     },
@@ -35,7 +37,7 @@ def test_the_card_shows_old_beside_new_and_keeps_the_rest(tmp_path):
     old = {"tales-q8_0.gguf": {**FIGURES["tales-q8_0.gguf"], "answers": {"yes_no": 0.55}}}
     write_card(card, FIGURES, old)
     text = card.read_text()
-    assert "| answers right, yes_no | 55.0 % | 95.0 % |" in text
+    assert "| answers right, yes_no | 55.0 % (96.0 %) | 95.0 % (96.0 %) |" in text
     assert "| accepted over proposed, K = 4 | 88.0 % |" in text
     assert "def  tales-draft-q8_0.gguf" in text
     assert text.startswith("# Tales\n")
@@ -53,6 +55,7 @@ def test_the_card_and_the_log_are_those_of_the_bundled_files():
     log = [json.loads(line) for line in (build.HERE / "training_log.jsonl").read_text().splitlines()]
     for name, schedule in (
         ("target", Schedule()),
+        ("draft-copying", build.COPYING_SCHEDULE),
         ("draft", build.DRAFT_SCHEDULE),
         ("bad-draft", build.BAD_DRAFT_SCHEDULE),
     ):
@@ -73,6 +76,7 @@ def test_the_three_models_train_one_after_another_and_resume(tmp_path, tokenizer
     monkeypatch.setattr(build, "DRAFT", TINY)
     monkeypatch.setattr(build, "BAD_DRAFT", TINY)
     short = Schedule((Phase(1024, 4, 32, text_weight=1.0),))
+    monkeypatch.setattr(build, "COPYING_SCHEDULE", short)
     monkeypatch.setattr(build, "DRAFT_SCHEDULE", short)
     monkeypatch.setattr(build, "BAD_DRAFT_SCHEDULE", short)
     target = build.train_target(tokenizer, tmp_path, stop_at=1024)
@@ -80,9 +84,10 @@ def test_the_three_models_train_one_after_another_and_resume(tmp_path, tokenizer
     build.train_bad_draft(tokenizer, tmp_path)
     again = build.train_target(tokenizer, tmp_path, stop_at=1024)
     assert all(a.equal(b) for a, b in zip(target.parameters(), again.parameters(), strict=True))
-    for name in ("target", "draft", "bad-draft"):
+    names = ["target", "draft-copying", "draft", "bad-draft"]
+    for name in names:
         (tmp_path / name / "log.jsonl").write_text(json.dumps({"step": 20}) + "\n")
     build.gather_logs(tmp_path, tmp_path / "training_log.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines()]
-    assert [line["model"] for line in lines] == ["target", "draft", "bad-draft"]
+    assert [line["model"] for line in lines] == names
     assert isinstance(target, Qwen3)

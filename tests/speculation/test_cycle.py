@@ -180,7 +180,7 @@ def test_a_sampled_run_can_be_repeated_and_a_lookup_leaves_its_tokens_as_they_ar
 
 
 def test_speculative_decode_accept_rate_in_reasonable_range():
-    """`models/README.md`: 73 % are accepted with K = 4. Here in the last 50 cycles over a few beginnings."""
+    """`models/README.md`: 79 % are accepted with K = 4. Here in the last 50 cycles over a few beginnings."""
     target, draft = (load(resolve_model(name), "cpu") for name in ("tales", "tales-draft"))
     proposer = DraftProposer.of_model(draft, vocab_size=target.vocab_size, max_num_seqs=1, max_model_len=LENGTH)
     with open_weights(resolve_model("tales")) as weights:
@@ -192,4 +192,4 @@ def test_speculative_decode_accept_rate_in_reasonable_range():
             recent = recent.add(*cycle)
 
     assert len(recent.cycles) == 50
-    assert 0.73 - 0.12 < recent.accept_rate < 0.73 + 0.12
+    assert 0.79 - 0.12 < recent.accept_rate < 0.79 + 0.12
