@@ -132,6 +132,13 @@ def gather_logs(folder: Path, path: Path) -> None:
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
+def positive_int(text: str) -> int:
+    """An argument that counts something. Raises `ArgumentTypeError`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"takes a number of tokens from 1, got {text}")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--build", type=Path, default=HERE / "build", help="folder for work in progress")
@@ -139,23 +146,34 @@ def main() -> None:
     parser.add_argument(
         "--try",
         dest="stop_at",
-        type=int,
+        type=positive_int,
         metavar="TOKENS",
         help="train every model for this many tokens only, to try it out",
     )
     arguments = parser.parse_args()
-    folder, output = arguments.build, arguments.output
+    for folder in (arguments.build, arguments.output):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"{folder} cannot be a folder: {error.strerror}")
+    try:
+        build(arguments.build, arguments.output, arguments.stop_at)
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the same command goes on from the last checkpoint") from None
+
+
+def build(folder: Path, output: Path, stop_at: int | None = None) -> None:
+    """Every step, with work in progress in `folder`; the files, the log and the card go to `output`."""
     before = keep_old_files(output, folder)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    target = train_target(tokenizer, folder, arguments.stop_at)
-    draft = distil_draft(target, tokenizer, folder, arguments.stop_at)
-    bad_draft = train_bad_draft(tokenizer, folder, arguments.stop_at)
+    target = train_target(tokenizer, folder, stop_at)
+    draft = distil_draft(target, tokenizer, folder, stop_at)
+    bad_draft = train_bad_draft(tokenizer, folder, stop_at)
     models = (target, target, draft, bad_draft)
     for model, name in zip(models, (*TARGETS, *DRAFTS), strict=True):
         export(model, tokenizer, output / name, name.removesuffix(".gguf").rpartition("-")[2])
     gather_logs(folder, output / "training_log.jsonl")
-    small = arguments.stop_at is not None
-    new, old = measure((output, before), folder / "figures.json", small)
+    new, old = measure((output, before), folder / "figures.json", small=stop_at is not None)
     (folder / "evaluation.json").write_text(json.dumps({"new": new, "old": old}, indent=2) + "\n")
     write_card(output / "README.md", new, old)
     print(f"done: {', '.join(new)} in {output}, figures in {output / 'README.md'}")

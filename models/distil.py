@@ -5,8 +5,9 @@ than on the corpus: the loss is KL(target || draft) plus the cross-entropy of th
 corpus text, the rest is text that the target wrote itself, greedily and at a temperature of 0.8: when the draft is used, that is the
 text it continues. The draft's embedding starts as the target's, projected on its principal directions.
 
-Before that the draft learns to copy, for `COPYING_SCHEDULE`, because names are what it guesses worst. After 3 M tokens of distillation a
-draft that had learned it differed from the target at 8.5 % of the tokens, one that had not at 10.6 %.
+The draft first learns to copy (`COPYING_SCHEDULE`). A draft that had not, after 4 M tokens, agreed with the target at 66 % of the names,
+kinds, objects and places that a story repeats, and at 93 % of the tokens that are none of these. After 3 M tokens of distillation a draft
+that had learned to copy differed from the target at 8.5 % of all tokens, one that had not at 10.6 %.
 
 References: Hinton et al. 2015 (arXiv 1503.02531); DistillSpec (arXiv 2310.08461).
 """

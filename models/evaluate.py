@@ -64,24 +64,24 @@ def held_out_loss(model: Qwen3, tokenizer: Tokenizer, count: int = 200) -> float
 def answer_accuracy(
     model: Qwen3, tokenizer: Tokenizer, per_kind: int = 300, held_out: bool = False
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The share of held-out decision questions of each kind that are answered right.
+    """The share of held-out decision questions of each kind that the model answers right, counted in two ways.
 
-    First by the most likely next token of the whole vocabulary, then by the more likely of the question's two options, as
+    First, its answer is the most likely token of the whole vocabulary; second, the more likely of the question's two options, as
     `forge classify` chooses.
     """
-    free, offered = {}, {}
+    of_all, of_two = {}, {}
     for kind in ASKERS:
         rng = Random(f"held-out {kind}")
-        said = chosen = 0
+        right = right_of_two = 0
         for _ in range(per_kind):
             prompt, question = question_prompt(rng, kind, held_out)
             hidden = model.hidden(torch.tensor([tokenizer.encode(prompt).ids]))[0, -1]
             logits = model.token_embd.weight @ hidden
-            said += tokenizer.decode([int(logits.argmax())]) == question.answer
+            right += tokenizer.decode([int(logits.argmax())]) == question.answer
             labels = [tokenizer.encode(option).ids[0] for option in question.options]
-            chosen += question.options[int(logits[labels].argmax())] == question.answer
-        free[kind], offered[kind] = said / per_kind, chosen / per_kind
-    return free, offered
+            right_of_two += question.options[int(logits[labels].argmax())] == question.answer
+        of_all[kind], of_two[kind] = right / per_kind, right_of_two / per_kind
+    return of_all, of_two
 
 
 def stories(
@@ -190,10 +190,17 @@ def measure_draft(target_path: Path, path: Path) -> dict[str, object]:
     }
 
 
+def existing_file(text: str) -> Path:
+    """An argument that is the path of a file. Raises `ArgumentTypeError`."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"no such file: {text}")
+    return Path(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("target", type=Path)
-    parser.add_argument("drafts", type=Path, nargs="*")
+    parser.add_argument("target", type=existing_file)
+    parser.add_argument("drafts", type=existing_file, nargs="*")
     parser.add_argument("--small", action="store_true", help="a few questions and stories only")
     arguments = parser.parse_args()
     figures = {arguments.target.name: measure_target(arguments.target, arguments.small)}

