@@ -7,7 +7,7 @@ these fields. A new option is one field here, and its use in `LLM`. Importing th
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from forge.errors import UsageError
 from forge.model.catalog import DEFAULT_MODEL
+from forge.needs import check_needs
 from forge.option import flag_of, option
-from forge.trace.records import PreemptionMode
+from forge.reasons import PreemptionMode
 
 if TYPE_CHECKING:
     from forge.cache.factory import CacheFactory
@@ -98,32 +99,26 @@ class EngineArgs:
     kernels: str | None = option(None, "triton, or torch (cuda).", _MODEL, shown="triton")
 
     draft: str | Path | Sequence[str | Path] = option(
-        (),
-        "The draft model; may be repeated, then all of them guess.",
-        _SPECULATION,
-        shown="tales-draft",
-        needs="--speculate draft",
+        (), "The draft model; may be repeated, then all of them guess.", _SPECULATION, shown="tales-draft"
     )
     draft_device: str | None = option(
-        None,
-        "Where drafts are computed: cpu, reference or cuda.",
-        _SPECULATION,
-        shown="--device",
-        needs="--speculate draft",
+        None, "Where drafts are computed: cpu, reference or cuda.", _SPECULATION, shown="--device"
     )
-    k: int = option(4, "Tokens to guess at a time, at most.", _SPECULATION, needs="--speculate draft or ngram")
+    k: int = option(4, "Tokens to guess at a time, at most.", _SPECULATION)
     speculate_fixed: bool = option(False, "Always guess that many, also where it loses.", _SPECULATION)
     acceptance: str = option(
         "gumbel",
         "Which draft tokens stand when tokens are sampled: gumbel (the output is the same as without a draft) or "
         "rejection (more are accepted; reproducible only with --speculate-fixed).",
         _SPECULATION,
-        needs="--speculate draft or ngram",
     )
 
     max_num_seqs: int = option(16, "Sequences that may run at once.", _SCHEDULER)
     max_num_batched_tokens: int | None = option(
-        None, "Tokens that one step may compute.", _SCHEDULER, shown="512, or 8,192 on a large GPU"
+        None,
+        "Tokens that one step may compute, whatever is asked of them.",
+        _SCHEDULER,
+        shown="512, or 8,192 on a large GPU",
     )
     chunked_prefill: bool = option(
         True, "Long prompts in pieces beside decodes, or whole in a step of their own.", _SWITCHES
@@ -135,7 +130,9 @@ class EngineArgs:
     )
     """Or a function of one's own, as is `preempt`."""
     preempt: "str | VictimPolicy" = option(
-        "lifo", "Which sequence is preempted: lifo (the newest), or least-progressed.", _SCHEDULER
+        "lifo",
+        "Which sequence is preempted: lifo (the newest), lifo-others (never the one that asks), or least-progressed.",
+        _SCHEDULER,
     )
     mode: PreemptionMode = option("recompute", "What becomes of them: recompute, or swap.", _SCHEDULER)
     num_host_blocks: int = option(256, "Blocks in the pool to swap to.", _SCHEDULER)
@@ -146,7 +143,7 @@ class EngineArgs:
     prefill_only: bool = option(True, "A generation of one token at most is prefill-only.", _SWITCHES)
     prefill_only_tokens: int | None = option(
         None,
-        "Tokens of prefill-only requests in one step.",
+        "Tokens of a step in which only prefill-only requests run.",
         _SCHEDULER,
         shown="2,048, or 8,192 on a large GPU",
     )
@@ -164,6 +161,7 @@ class EngineArgs:
     """Called with (kernels compiled, kernels in all) if any have to be, which happens once per machine."""
 
     def __post_init__(self) -> None:
+        from forge.backends.choices import packed_weights_wanted
         from forge.backends.devices import check_device, check_kv_dtype
         from forge.cache.factory import canonical_mode
         from forge.speculation.setup import checked_acceptance, checked_mode
@@ -184,12 +182,19 @@ class EngineArgs:
             raise UsageError("--num-blocks and --kv-memory both say how large the KV cache is: give one of them")
         if isinstance(self.cache, str):
             canonical_mode(self.cache)
-        check_device(self.device, self.quantize, self.invariant, self.kernels)
+        check_device(self.device, self.quantize, self.kernels)
+        packed_weights_wanted()
         if self.kv_dtype is not None:
             for device in (self.device, self.draft_device or self.device):
                 check_kv_dtype(self.kv_dtype, device)
         if self.draft_device is not None:
             check_device(self.draft_device)
+        check_needs(vars(self) | {"kv": self.cache}, self._changed(), in_python=True)
+
+    def _changed(self) -> set[str]:
+        """Options that are not at their default."""
+        options = {option.name: option.default for option in fields(self) if "help" in option.metadata}
+        return {name for name, default in options.items() if getattr(self, name) not in (default, [])}
 
     @property
     def cache(self) -> "str | CacheFactory":
@@ -250,8 +255,6 @@ class EngineArgs:
         )
 
     def _check_gpu_memory(self, utilization: float) -> None:
-        if self.device != "cuda":
-            raise UsageError(f"--gpu-memory-utilization is for --device cuda: on {self.device} give --kv-memory")
         if self.num_blocks is not None or self.kv_memory is not None:
             other = "--num-blocks" if self.num_blocks is not None else "--kv-memory"
             raise UsageError(

@@ -19,3 +19,10 @@ class UsageError(ForgeError):
     """The command or the call itself is wrong: an unknown mode, a value out of range, an empty prompt."""
 
     exit_code = 2
+
+
+def file_error(message: str, error: OSError) -> ForgeError:
+    """The error of a file that cannot be read or written: `UsageError` where another path would do (it is missing, a
+    folder, or may not be opened), else, as for a full disk, a plain `ForgeError`."""
+    another_path = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
+    return (UsageError if another_path else ForgeError)(f"{message}: {error.strerror or error}")

@@ -20,6 +20,7 @@ from forge.cache.block_table import blocks_for
 from forge.cache.factory import CacheSize, create_kv_cache
 from forge.cache.kv_storage import KvLayout, KvStorage
 from forge.engine import tasks
+from forge.engine.async_scheduling import AsyncEngine
 from forge.engine.engine import Engine
 from forge.engine.outputs import RequestOutput
 from forge.engine.policies import SchedulerConfig
@@ -29,14 +30,17 @@ from forge.engine.task import Readout, Task
 from forge.engine_args import EngineArgs, keywords_of
 from forge.errors import ForgeError, UsageError
 from forge.grammar.compiler import GrammarCompiler
+from forge.grammar.sandbox import SandboxedCompiler
 from forge.model.backend import OperationTime
 from forge.model.forward_batch import ForwardBatch
 from forge.model.loader import load_model
 from forge.model.model import Model
+from forge.reasons import Pooling
 from forge.speculation.leases import Lease, lease_model
 from forge.speculation.setup import DEFAULT_K, Target, checked_acceptance, checked_mode, load_proposers
 from forge.speculation.speculator import Speculator
-from forge.trace.records import Pooling, StepRecord
+from forge.tokenizer import Tokenizer
+from forge.trace.records import StepRecord
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -89,7 +93,7 @@ class LLM:
         limits = self.max_model_len, config.max_num_seqs
         self._cache_size = CacheSize(*limits, args.block_size, layout.bytes_per_token, args.num_blocks, pool_bytes)
         self._config, self.max_num_seqs = config, config.max_num_seqs
-        self._compile_grammar = GrammarCompiler(self.tokenizer, target.vocab_size)
+        self._grammars = GrammarCompiler(self.tokenizer, target.vocab_size)
         self.engine = self._engine_of(target, config)
         self.kv = self.engine.cache.kind
         draft_device = args.draft_device or device
@@ -121,7 +125,8 @@ class LLM:
                 "the KV cache does not fit in memory: lower --max-model-len, --max-num-seqs or --num-blocks"
             ) from None
         scratch = range(num_blocks, num_blocks + self._num_scratch_blocks(config, size.block_size))
-        engine = Engine(
+        create = AsyncEngine if model.runs_ahead else Engine
+        engine = create(
             model,
             self.tokenizer,
             cache,
@@ -130,9 +135,20 @@ class LLM:
             config,
             scratch,
         )
-        engine.compile_grammar = self._compile_grammar
+        engine.compile_grammar = SandboxedCompiler(self._grammars)
         engine.checks_invariants = self._args.check
         return engine
+
+    def trust_grammars(self) -> None:
+        """Compile grammars without a sandbox from now on, because another process has them checked. Loads all that they
+        will need, so that no step waits for it: a second or two where the vocabulary is large, in which no other thread
+        of Python runs."""
+        if type(self.tokenizer) is Tokenizer:
+            tokenizer = Tokenizer(self.tokenizer.spec, prefer="reference")  # forced texts are short
+            tokenizer.prepare()
+            self._grammars = GrammarCompiler(tokenizer, self.model.vocab_size)
+        self._grammars.load()
+        self.engine.compile_grammar = self._grammars
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
         """Run all prompts to their ends and return their outputs in the order of the prompts."""
@@ -414,16 +430,16 @@ class Run:
     def abort(self) -> None:
         """End what has not ended, keeping what it produced."""
         with self._engine.lock:
-            if not self._has_ended():
+            if not self._collect_ended():
                 for request_id in self._request_ids:
                     self._engine.abort(request_id)
-                self._has_ended()
+                self._collect_ended()
 
     @property
     def outputs(self) -> list[RequestOutput]:
         """One per prompt, in order. Complete once the iteration has ended or after `abort()`."""
         with self._engine.lock:
-            if self._has_ended() and self._outputs is not None:
+            if self._collect_ended() and self._outputs is not None:
                 return self._outputs
             return [self._engine.output(request_id) for request_id in self._request_ids]
 
@@ -435,10 +451,10 @@ class Run:
     def _advance(self) -> StepRecord | None:
         """Do the next step; None if this run has ended."""
         with self._engine.lock:
-            if self._has_ended():
+            if self._collect_ended():
                 return None
             record = self._step()
-            self._has_ended()  # before the caller sees the record, which may be the last one that it reads
+            self._collect_ended()  # before the caller sees the record, which may be the last one that it reads
             return record
 
     def _step(self) -> StepRecord:
@@ -458,8 +474,8 @@ class Run:
         if seq_id == self._watched:
             self.logits.append(logits)
 
-    def _has_ended(self) -> bool:
-        """Whether every request has; the first time that it is so, their outputs are taken from the engine."""
+    def _collect_ended(self) -> bool:
+        """Take the outputs from the engine once every request has ended; return whether they have."""
         if self._outputs is None and not any(map(self._engine.is_unfinished, self._request_ids)):
             outputs = [self._engine.output(request_id) for request_id in self._request_ids]
             self._on_end(outputs)

@@ -16,18 +16,16 @@ def option(
     *,
     flags: str = "",
     shown: str = "",
-    needs: str = "",
     metavar: str | None = None,
     envvar: str | None = None,
 ) -> Any:
     """A field with a default and a help text.
 
     group: the heading that it stands under in a command's help; without one it comes first. flags: how it is spelled,
-    if not like its name. shown: what the help says of a default that is None. needs: the option without which this one
-    has no meaning, as it is to be given. metavar: what the help calls its value. envvar: the variable that it comes
-    from if it is not given.
+    if not like its name. shown: what the help says of a default that is None. metavar: what the help calls its value.
+    envvar: the variable that it comes from if it is not given. What it means nothing without is in `forge.needs`.
     """
-    words = {"help": help, "group": group, "flags": flags, "shown": shown, "needs": needs}
+    words = {"help": help, "group": group, "flags": flags, "shown": shown}
     return field(default=default, metadata={**words, "metavar": metavar, "envvar": envvar})
 
 

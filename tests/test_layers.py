@@ -64,3 +64,30 @@ def test_only_the_command_line_and_the_gpu_session_know_the_experiments():
         if path.relative_to(ROOT).parts[0] != "experiments" and "experiments" in imported_folders(path)
     }
     assert knowing == {"cli/main.py", "cli/bench.py", "bench/gpu_stages.py"}
+
+
+def test_no_imports_go_round_in_a_circle():
+    """Wherever in a file the import stands, for types alone too."""
+    modules = {".".join(("forge", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    imports = {name: set(imported_modules(path, modules)) - {name} for name, path in modules.items()}
+    with pytest.raises(AssertionError, match="in a circle"):
+        check_no_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+    check_no_circle(imports)
+
+
+def imported_modules(path: Path, modules: dict[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield from ({name, node.module} & modules.keys()) if name not in modules else {name}
+
+
+def check_no_circle(imports: dict[str, set[str]]) -> None:
+    """Take away what imports nothing that is left, again and again: a circle stays."""
+    left = dict(imports)
+    while free := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, f"imports go round in a circle among {sorted(left)}"

@@ -3,14 +3,10 @@
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from forge.backends.choices import DEVICES, KERNELS, QUANTIZE_TYPES
 from forge.errors import UsageError
 from forge.model.backend import Backend
 
-DEVICES = ("cpu", "reference", "cuda")
-DEFAULT_DEVICE = "cpu"
-KERNELS = ("triton", "torch")
-"""Of cuda."""
-QUANTIZE_TYPES = ("q8_0",)
 LARGE_GPU_BYTES = 32 << 30
 
 
@@ -30,11 +26,7 @@ def create_backend(
     `torch`, for cuda; None for the first.
 
     Raises `UsageError` for an unknown one, or one that this machine cannot run."""
-    check_device(device, quantize, invariant, kernels)
-    if quantize and device == "reference":
-        raise UsageError(
-            "--quantize is for --device cpu and cuda: the reference computes in float32, whatever the file holds"
-        )
+    check_device(device, quantize, kernels)
     if device == "cpu":
         from forge.backends.cpu.backend import CpuBackend
 
@@ -51,19 +43,15 @@ def create_backend(
     return CudaBackend(invariant=invariant, quantize=quantize, kernels=kernels or "triton", on_compile=on_compile)
 
 
-def check_device(device: str, quantize: str | None = None, invariant: bool = False, kernels: str | None = None) -> None:
+def check_device(device: str, quantize: str | None = None, kernels: str | None = None) -> None:
     """Raises `UsageError` for a device or a type that there is none of, or for what that device does not take. Loads
     nothing."""
     if quantize not in (None, *QUANTIZE_TYPES):
         raise UsageError(f"cannot quantize to {quantize!r}; there is {', '.join(QUANTIZE_TYPES)}")
     if device not in DEVICES:
         raise UsageError(f"unknown device {device!r}; there are {', '.join(DEVICES)}")
-    if invariant and device != "cuda":
-        raise UsageError(f"--invariant is for --device cuda: on {device} a row's bits never depend on its batch")
     if kernels not in (None, *KERNELS):
         raise UsageError(f"unknown kernels {kernels!r}; there are {', '.join(KERNELS)}")
-    if kernels is not None and device != "cuda":
-        raise UsageError(f"--kernels is for --device cuda: {device} has kernels of its own")
 
 
 def kv_dtypes_of(device: str) -> tuple[str, ...]:

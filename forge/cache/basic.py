@@ -169,5 +169,6 @@ class BasicKvCache(KvCache):
     def _copied(self, source: _Run) -> tuple[_Run, tuple[BlockCopy, ...]]:
         """A free run to copy the computed tokens of another into, and the copies."""
         run = self._free_run(source.computed)
-        pairs = zip(source.blocks[: blocks_for(run.computed, self.block_size)], run.blocks, strict=False)
+        num_blocks = blocks_for(run.computed, self.block_size)
+        pairs = zip(source.blocks[:num_blocks], run.blocks[:num_blocks], strict=True)
         return run, tuple(BlockCopy(*pair) for pair in pairs)

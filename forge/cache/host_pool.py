@@ -1,6 +1,6 @@
 """Where swapped sequences' keys and values wait: a number of blocks' worth of the host's memory.
 
-`num_free`, `reserve` and `drop` are policy: the scheduler decides which sequence is swapped without touching an array.
+`num_free`, `add` and `drop` are policy: the scheduler decides which sequence is swapped without touching an array.
 The engine, which carries plans out, calls `fill` and `data`.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class HostEntry:
-    """One swapped sequence."""
+    """One swapped sequence, or the beginning of one that another engine has computed."""
 
     num_blocks: int
     num_tokens: int
@@ -30,11 +30,11 @@ class HostPool:
     def num_free(self) -> int:
         return self.num_blocks - sum(entry.num_blocks for entry in self.entries.values())
 
-    def reserve(self, seq_id: int, num_blocks: int, num_tokens: int) -> None:
+    def add(self, seq_id: int, entry: HostEntry) -> None:
         """Keep room for a sequence, which must fit."""
-        assert num_blocks <= self.num_free, f"{num_blocks} blocks do not fit into {self.num_free}"
+        assert entry.num_blocks <= self.num_free, f"{entry.num_blocks} blocks do not fit into {self.num_free}"
         assert seq_id not in self.entries, f"sequence {seq_id} is already swapped out"
-        self.entries[seq_id] = HostEntry(num_blocks, num_tokens)
+        self.entries[seq_id] = entry
 
     def fill(self, seq_id: int, data: Any) -> None:
         """Store what `KvStorage.read_blocks` gave."""

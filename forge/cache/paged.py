@@ -152,15 +152,16 @@ class PagedKvCache(KvCache):
     def stats(self) -> CacheStats:
         if self._filled is None:
             self._filled = self._count_filled()
-        used = self.pool.num_blocks - self.num_available
+        pool = self.pool
+        used = pool.num_blocks - len(pool.free) - len(pool.cached)
         return CacheStats(
-            num_blocks=self.pool.num_blocks,
+            num_blocks=pool.num_blocks,
             used_blocks=used,
             tokens_held=self._filled,
-            cached_blocks=len(self.pool.cached),
+            cached_blocks=len(pool.cached),
             slots_reserved=used * self.block_size,
             slots_filled=self._filled,
-            blocks_saved=self.pool.num_references - used,
+            blocks_saved=pool.num_references - used,
             **self._counts,
         )
 

@@ -161,7 +161,7 @@ class PrefixKvCache(PagedKvCache):
 
     def _running_match(self, node: Node, salt: str, token_ids: list[int]) -> tuple[int, int]:
         """How many of these tokens, which would follow `node`, some table has committed, and the block they are in."""
-        best, found, start = 0, -1, node.depth * self.block_size
+        best, block, start = 0, -1, node.depth * self.block_size
         for table in self._all_tables() if token_ids else ():
             if table.computed <= start or table.token_ids[start] != token_ids[0]:
                 continue
@@ -170,8 +170,8 @@ class PrefixKvCache(PagedKvCache):
             theirs = table.token_ids[start : min(table.computed, start + len(token_ids))]
             common = sum(takewhile(bool, map(eq, theirs, token_ids)))
             if common > best:
-                best, found = common, table.blocks[node.depth]
-        return best, found
+                best, block = common, table.blocks[node.depth]
+        return best, block
 
     def _num_unreferenced(self, blocks: tuple[int, ...]) -> int:
         counts = self.pool.reference_counts

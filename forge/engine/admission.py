@@ -16,16 +16,9 @@ from forge.engine.request_queue import RequestQueue
 from forge.engine.retained import RetainedCaches
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, PlanItem, Swap
-from forge.trace.records import (
-    AdmitRecord,
-    Deferred,
-    MaxNumSeqs,
-    NoBlocks,
-    NoBudget,
-    PoolExhausted,
-    WaitReason,
-    WaitRecord,
-)
+from forge.engine.task import GENERATE
+from forge.reasons import Deferred, MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted, WaitReason
+from forge.trace.records import AdmitRecord, WaitRecord
 
 MAX_DEFERRED = 256
 """Sequences that one step defers at most: those behind them are not looked at, so a long queue costs no time."""
@@ -60,6 +53,9 @@ class Admission:
             reason = admit(sequence, plan)
             if reason is None:
                 continue
+            if sequence.prefill_only and False not in blocked and self._prefill_only.needs_chunks(reason, plan):
+                self._queue.move_to_generations(sequence)  # where it comes next
+                continue
             plan.waiting.append(WaitRecord(sequence.seq_id, reason))
             if isinstance(reason, Deferred) and num_deferred < MAX_DEFERRED:
                 sequence.times_deferred += 1
@@ -73,16 +69,20 @@ class Admission:
     def _note_head(self, plan: PlanBuilder) -> None:
         """Without blocks for the running sequences there are none for the first that waited before the victims."""
         shortage = plan.preempted[0]
-        victims = {one.seq_id for one in plan.preempted}
-        head = next((one for one in self._queue if not one.prefill_only and one.seq_id not in victims), None)
+        victims = {preemption.seq_id for preemption in plan.preempted}
+        head = next(
+            (sequence for sequence in self._queue if not sequence.prefill_only and sequence.seq_id not in victims), None
+        )
         if head is not None:
             plan.waiting.append(WaitRecord(head.seq_id, NoBlocks(self._cost(head, None)[1], shortage.free)))
 
     def _admit(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
         """Admit a generation with blocks for all its tokens, or say why it has to wait."""
-        if len(self._running) >= self._config.max_num_seqs:
+        # Samples that wait for their prompt have a slot each, so that no later request takes it before they begin.
+        if sum([1 + len(running.forks) for running in self._running.values()]) >= self._config.max_num_seqs:
             return MaxNumSeqs(self._config.max_num_seqs)
-        retained = self._retained.match(sequence) if self._retained.sequences else None
+        is_swapped = sequence.seq_id in self._host.entries
+        retained = self._retained.match(sequence) if self._retained.sequences and not is_swapped else None
         while True:
             num_cached, num_blocks, num_reused = self._cost(sequence, retained)
             deferral = self._planner.deferral(sequence, num_cached, plan) if sequence.prefix_keys else None
@@ -155,12 +155,15 @@ def generation_item(cache: KvCache, sequence: Sequence, start: int, num_tokens: 
         first_row = min(first_row, max(0, len(sequence.prompt_logprobs) - 1 - start))
     # The last prompt row is about the output: without an output it needs no logits.
     last_row = num_tokens - 1 if not samples and not remaining else num_tokens
+    rows = range(first_row, max(first_row, last_row))
+    if sequence.task is not GENERATE:
+        rows = sequence.task.chunk_rows(start, num_tokens, length)
     return PlanItem(
         sequence.seq_id,
         sequence,
         start,
         num_tokens,
-        range(first_row, max(first_row, last_row)),
+        rows,
         samples,
         "decode" if decodes else "prefill",
         cache.block_table(sequence.seq_id),

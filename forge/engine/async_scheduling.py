@@ -23,99 +23,90 @@ What can go wrong, and what becomes of it:
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
-from forge.engine.proposer import StepDrafts
-from forge.engine.readout import SeparateResult
-from forge.engine.scheduler import Scheduler
+from forge.engine.engine import Engine
+from forge.engine.proposer import SpeculationUpdate
+from forge.engine.sampler import StepResults
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem, StepPlan
-from forge.model.forward_batch import ForwardBatch
-from forge.model.logits import Draw, Logits
-from forge.trace.records import MaxNumSeqs, NoBlocks
+from forge.engine.step_record import LaunchedStep, StepTimes
+from forge.engine.structured_output import MatcherError
+from forge.model.logits import Draw
+from forge.reasons import MaxNumSeqs, NoBlocks
 
 
-@dataclass(frozen=True)
-class InFlightStep:
-    """A step from the launch of its forward pass until its logits are read."""
+class AsyncEngine(Engine):
+    """The stepper for models that return before they have computed: a step is in flight beyond the one that is read."""
 
-    plan: StepPlan
-    drafts: StepDrafts
-    batch: ForwardBatch | None
-    logits: Logits
-    separate: list[SeparateResult]
-    schedule_ms: float
-    """Without the time of proposers."""
-    launch_ms: float
-    """Until the model returned, which need not mean that it had computed."""
+    _in_flight: LaunchedStep | None = None
+    """The next step, where it was launched before this one was read."""
+    _refused_at: tuple[int, ...] | None = None
+    """The queue's state when the last scheduled step refused a slot or blocks to all that waited."""
 
-
-class AsyncScheduling:
-    """Keeps one step in flight beyond the one that is read. Used with models that return before they have computed."""
-
-    def __init__(self, scheduler: Scheduler):
-        self._scheduler = scheduler
-        self.in_flight: InFlightStep | None = None
-        """The next step, where it was launched before this one was read."""
-        self.wasted_rows = 0
-        """Wasted rows that are not yet in a `StepRecord`."""
-        self._refused_at: tuple[int, ...] | None = None
-
-    def next_step(
-        self, launch: Callable[[StepPlan, float], InFlightStep], may_look_ahead: bool, started: float
-    ) -> InFlightStep:
-        """The step in flight, or one that is scheduled and launched now; the one after it is launched too if it follows
-        from this one alone."""
-        step, self.in_flight = self.in_flight, None
+    def _next_step(self, started: float) -> LaunchedStep:
+        """The step in flight, or one that is scheduled and launched now. The step after it is launched too, if it
+        follows from this one alone, before the host waits for the device."""
+        step, self._in_flight = self._in_flight, None
+        self._plan = step.plan if step is not None else None
         if step is None:
-            plan = self._scheduler.schedule()
-            refused = not plan.preempted and all(isinstance(one.reason, NoBlocks | MaxNumSeqs) for one in plan.waiting)
-            self._refused_at = self._state() if refused else None
-            step = launch(plan, started)
-        started = time.perf_counter()
-        on_device = None if isinstance(step.logits, np.ndarray) else step.logits
-        following = self._plan_next(step.plan, on_device is not None) if may_look_ahead else None
-        if following is not None:
-            if on_device is not None:
-                if not all(item.sequence.params.plain_greedy for item in step.plan.items):
-                    on_device.sample([_draw(item.sequence) for item in step.plan.items])
-                on_device.release()  # nothing but its tokens will be read
-            self.in_flight = launch(following, started)
+            step = super()._next_step(started)
+            plan = step.plan
+            refused = all(isinstance(wait.reason, NoBlocks | MaxNumSeqs) for wait in plan.waiting)
+            self._refused_at = self._queue_state() if refused and not plan.preempted else None
+        self._launch_ahead(step)
+        if self._has_grammars:
+            _prepare_masks(step.plan.items)  # while the device computes
+        self._plan, waited = step.plan, time.perf_counter()  # launching the next one has replaced it
+        if not isinstance(step.logits, np.ndarray):
+            step.logits.argmax_rows()
+        step.forward_ms += (time.perf_counter() - waited) * 1e3
         return step
 
-    def without_ended(self, step: InFlightStep) -> InFlightStep:
-        """A step that was planned ahead, without the sequences that have ended since."""
-        if not step.plan.ahead:
-            return step
-        items = tuple([item for item in step.plan.items if item.sequence.finish_reason is None])
-        self.wasted_rows += len(step.plan.items) - len(items)
-        return replace(step, plan=replace(step.plan, items=items))
+    def _launch_ahead(self, step: LaunchedStep) -> None:
+        """Launch the step after `step`, unless its tokens are needed for that."""
+        shown = self.on_logits is not None or self.report_probabilities
+        if shown or self.speculation.proposers:
+            return
+        started, on_device = time.perf_counter(), None if isinstance(step.logits, np.ndarray) else step.logits
+        plan = self._plan_next(step.plan, on_device is not None)
+        if plan is None:
+            return
+        if on_device is not None:
+            if not all(item.sequence.params.plain_greedy for item in step.plan.items):
+                on_device.sample([_draw(item.sequence) for item in step.plan.items])
+            on_device.release()  # nothing but its tokens will be read
+        self._in_flight = self._launch(plan, started)
 
-    def take_wasted_rows(self) -> int:
-        wasted, self.wasted_rows = self.wasted_rows, 0
-        return wasted
+    def _commit(self, step: LaunchedStep, results: StepResults, times: StepTimes) -> SpeculationUpdate:
+        if step.plan.ahead:
+            items = tuple([item for item in step.plan.items if item.sequence.finish_reason is None])
+            self._records.discarded += len(step.plan.items) - len(items)
+            step.plan = replace(step.plan, items=items)
+        return super()._commit(step, results, times)
 
-    def drop_if_empty(self) -> None:
-        """Drop the step in flight once all of its sequences have ended."""
-        step = self.in_flight
-        if step is not None and not any(item.seq_id in self._scheduler.running for item in step.plan.items):
-            self.wasted_rows += len(step.plan.items)
-            self.in_flight = None
+    def _drop_state(self, seq_id: int) -> None:
+        """With the last of its sequences the step in flight is dropped too."""
+        super()._drop_state(seq_id)
+        step = self._in_flight
+        if step is not None and not any(item.seq_id in self.scheduler.running for item in step.plan.items):
+            self._records.discarded += len(step.plan.items)
+            self._in_flight = None
 
-    def clear(self) -> None:
-        """Forget the step in flight: everything begins again from the tokens."""
-        self.in_flight = self._refused_at = None
+    def _drop_steps(self) -> None:
+        self._in_flight = self._refused_at = None
 
     def may_admit(self) -> bool:
         """True if the next step might admit a sequence: not if all that wait were refused a slot or blocks by the last
         step that was scheduled, and none has arrived or ended since."""
-        return bool(self._scheduler.queue.sequences) and self._refused_at != self._state()
+        return bool(self.scheduler.queue.sequences) and self._refused_at != self._queue_state()
 
-    def _state(self) -> tuple[int, ...]:
-        scheduler = self._scheduler
+    def _queue_state(self) -> tuple[int, ...]:
+        scheduler = self.scheduler
         return len(scheduler.queue.sequences), len(scheduler.retained.sequences), scheduler.num_finished
 
     def _plan_next(self, plan: StepPlan, can_draw: bool) -> StepPlan | None:
@@ -124,7 +115,7 @@ class AsyncScheduling:
         can_draw: the device can choose tokens that are not the argmax. None, with nothing changed, where what follows
         does not follow from `plan` alone.
         """
-        cache, running = self._scheduler.cache, self._scheduler.running
+        cache, running = self.cache, self.scheduler.running
         if self.may_admit() or not cache.persistent:
             return None
         following = [(row, item) for row, item in enumerate(plan.items) if item.seq_id in running]
@@ -139,6 +130,15 @@ class AsyncScheduling:
             for row, item in following
         ]
         return StepPlan(tuple(items), copies=tuple(copies), ahead=True)
+
+
+def _prepare_masks(items: Iterable[PlanItem]) -> None:
+    """Have the masks of a step's items computed, before there are logits to apply them to. Raises nothing."""
+    for item in items:
+        for sequence in (item.sequence, *item.sequence.forks) if item.samples else ():
+            if sequence.matcher is not None:
+                with suppress(MatcherError):  # raised again where the token is chosen
+                    sequence.matcher.mask(sequence.output_token_ids)
 
 
 def _is_plain(plan: StepPlan, can_draw: bool) -> bool:

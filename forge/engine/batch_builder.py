@@ -53,10 +53,11 @@ def _with_draft_tokens(
 ) -> list[SequenceRows]:
     """One part per proposal. Of a fork's rows those from the last known token on have logits."""
     first = proposals[0].token_ids if proposals else ()
-    own = range(item.logit_rows.start, item.logit_rows.stop - item.num_draft_tokens + len(first))
-    parts = [SequenceRows([*known, *first], item.start, table, own)]
+    logit_rows = range(item.logit_rows.start, item.logit_rows.stop - item.num_draft_tokens + len(first))
+    parts = [SequenceRows([*known, *first], item.start, table, logit_rows)]
     last = item.num_tokens - 1
-    for fork, proposal in zip(item.forks, proposals[1:], strict=False):
+    further = proposals[1:]
+    for fork, proposal in zip(item.forks[: len(further)], further, strict=True):
         rows = range(last, last + len(proposal) + 1)
         parts.append(SequenceRows([*known, *proposal.token_ids], item.start, fork.block_table, rows))
     return parts

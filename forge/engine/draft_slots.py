@@ -56,8 +56,8 @@ class DraftSlots:
 
     def _num_draft_tokens(self, sequence: Sequence, plan: PlanBuilder) -> int:
         """As many as the sequence wants and fit into what the step has left."""
-        wanted = self._speculation.wanted(sequence)
-        if wanted <= 0:
+        num_wanted = self._speculation.wanted(sequence)
+        if num_wanted <= 0:
             return 0
         cache, seq_id = self._cache, sequence.seq_id
         room = min(
@@ -65,7 +65,7 @@ class DraftSlots:
             plan.budget,
             cache.max_sequence_length - len(sequence.token_ids),
         )
-        fitting = max(0, min(wanted, room))
+        fitting = max(0, min(num_wanted, room))
         while fitting and cache.blocks_needed(seq_id, fitting) > cache.num_available:
             fitting -= 1
         return fitting

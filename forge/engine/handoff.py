@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forge.cache.block_table import blocks_for
+from forge.cache.host_pool import HostEntry
 from forge.cache.kv_storage import KvLayout
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
@@ -72,12 +73,10 @@ def add_handed_over(
     """Queue a request whose beginning another engine has computed, as `Engine.add_request` with the same options.
 
     Without room for it in the host pool it is computed from the tokens. Raises `UsageError`, with nothing changed, for
-    a hand-over that does not fit, too.
+    a hand-over that does not fit and for an engine that keeps no cache, too.
     """
+    if not engine.cache.persistent:
+        raise UsageError("a hand-over is continued in a KV cache: give this engine --kv basic, paged or prefix")
     handoff.check(engine.storage.layout, prompt_token_ids, salt)
-    seq_ids = engine.add_request(request_id, prompt_token_ids, params, salt=salt, **options)
-    host, sequence = engine.scheduler.host, engine.scheduler.find(seq_ids[0])
-    if handoff.num_blocks <= host.num_free and handoff.position <= sequence.max_cacheable_tokens:
-        host.reserve(sequence.seq_id, handoff.num_blocks, handoff.position)
-        host.fill(sequence.seq_id, handoff.data)
-    return seq_ids
+    computed = HostEntry(handoff.num_blocks, handoff.position, handoff.data)
+    return engine.add_request(request_id, prompt_token_ids, params, salt=salt, computed=computed, **options)

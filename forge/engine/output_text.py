@@ -39,11 +39,12 @@ class OutputText:
     def push(self, token_id: int) -> str:
         """Take one more token; return the text that it made certain."""
         text = self._detokenizer.push(token_id)
+        if self._stop and not self._unsearched:
+            return self._take(text)
         if self._unsearched:
             self._unsearched -= 1
-            self._released.append(text)
-            return text
-        return self._take(text)
+        self._released.append(text)  # nothing is held back
+        return text
 
     def finish(self) -> str:
         """No token will follow: return what was held back."""
@@ -53,17 +54,14 @@ class OutputText:
         return released
 
     def _take(self, new_text: str) -> str:
-        if not self._stop:  # nothing is ever held back
-            self._released.append(new_text)
-            return new_text
         if self.stopped_by is not None:
             return ""
         self._held += new_text
-        found = [(self._held.index(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in self._held]
-        if not found:
+        matches = [(self._held.index(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in self._held]
+        if not matches:
             return self._release(len(self._held) - self._possible_beginning())
         # The one that is complete first, and of those the longest: then it does not matter how text is cut into tokens.
-        end, _, self.stopped_by = min(found)
+        end, _, self.stopped_by = min(matches)
         return self._release(end if self._include_stop else end - len(self.stopped_by))
 
     def _possible_beginning(self) -> int:

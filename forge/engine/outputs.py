@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from forge.engine.task import Logprobs, Readout
-from forge.trace.records import FinishReason, RequestMetrics
+from forge.reasons import FinishReason
+from forge.trace.records import RequestMetrics
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ What follows from each victim policy, where a running sequence (the requester) a
 | a swapped-in sequence | newest again: it counts from its last admission | by its output tokens | by its priority |
 | samples of one request (forks) | the later sample first | the later sample, of equals | the later sample, of equals |
 | a victim waits | in order of arrival, before all newer requests | the same | in its priority, by arrival |
+
+`lifo-others` is `lifo` but for the requester, which never gives way: the newest other sequence does.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from typing import Any
 
 from forge.engine.sequence import Sequence
 from forge.errors import UsageError
-from forge.trace.records import AGING_TOKENS, PreemptionMode
+from forge.reasons import AGING_TOKENS, PreemptionMode
 
 AdmissionOrder = Callable[[Sequence], tuple[Any, ...]]
 """A key, taken when a sequence is queued: of two waiting sequences, the one with the smaller key is admitted first."""
@@ -59,15 +61,22 @@ def lifo(running: Items[Sequence], requester: Sequence) -> Sequence | None:
     return running[-1] if len(running) > 1 else None
 
 
+def lifo_others(running: Items[Sequence], requester: Sequence) -> Sequence | None:
+    """The most recently admitted one but for the requester: a newest requester takes blocks from an older sequence."""
+    return next((sequence for sequence in reversed(running) if sequence is not requester), None)
+
+
 def least_progressed(running: Items[Sequence], requester: Sequence) -> Sequence | None:
     """The one with the fewest output tokens, of equals the newest. Never the requester."""
-    others = (sequence for sequence in running if sequence is not requester)
-    return min(others, key=lambda one: (one.num_output_tokens, -one.arrival, -one.seq_id), default=None)
+    candidates = (sequence for sequence in running if sequence is not requester)
+    return min(
+        candidates, key=lambda sequence: (sequence.num_output_tokens, -sequence.arrival, -sequence.seq_id), default=None
+    )
 
 
 def worst_placed(running: Items[Sequence], requester: Sequence) -> Sequence | None:
     """The one that priority would serve last, of equals the later sample; also when it is the requester."""
-    return max(running, key=lambda one: (*by_priority(one), one.seq_id)) if len(running) > 1 else None
+    return max(running, key=lambda sequence: (*by_priority(sequence), sequence.seq_id)) if len(running) > 1 else None
 
 
 ADMISSION_ORDERS: dict[str, AdmissionOrder] = {
@@ -76,7 +85,11 @@ ADMISSION_ORDERS: dict[str, AdmissionOrder] = {
     "sjf": shortest_job_first,
     "sjf-aged": shortest_job_first_aged,
 }
-VICTIM_POLICIES: dict[str, VictimPolicy] = {"lifo": lifo, "least-progressed": least_progressed}
+VICTIM_POLICIES: dict[str, VictimPolicy] = {
+    "lifo": lifo,
+    "lifo-others": lifo_others,
+    "least-progressed": least_progressed,
+}
 DEFAULT_TOKEN_BUDGET = 512
 DEFAULT_PREFILL_ONLY_TOKENS = 2048
 DEFAULT_PREFILL_ONLY_MEMORY = 256 << 20
@@ -90,7 +103,7 @@ class SchedulerConfig:
     max_num_seqs: int = 16
     """Generations that may run at once."""
     max_num_batched_tokens: int | None = None
-    """Tokens that one step may compute; None is 512, or one for every sequence where that is more."""
+    """Tokens that one step with a generation may compute; None is 512, or one for every sequence where that is more."""
     chunked_prefill: bool = True
     """Whether a prompt may come in pieces that share their steps with decodes (Agrawal et al. 2024, Sarathi-Serve).
     Without it a prompt is computed whole, in a step without decodes."""
@@ -109,7 +122,7 @@ class SchedulerConfig:
     prefill_only: bool = True
     """Whether a generation of one token at most is prefill-only."""
     prefill_only_tokens: int = DEFAULT_PREFILL_ONLY_TOKENS
-    """Prefill-only: tokens of a step that runs nothing else."""
+    """Prefill-only: tokens of a step that runs nothing else; one prompt may have more."""
     prefill_only_memory: int = DEFAULT_PREFILL_ONLY_MEMORY
     """Prefill-only: bytes of temporary arrays in one step."""
 

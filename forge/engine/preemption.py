@@ -7,14 +7,15 @@ progress.
 """
 
 from forge.cache.block_table import blocks_for
-from forge.cache.host_pool import HostPool
+from forge.cache.host_pool import HostEntry, HostPool
 from forge.cache.kv_cache import KvCache, OutOfBlocks
 from forge.engine.policies import SchedulerConfig
 from forge.engine.request_queue import RequestQueue
 from forge.engine.retained import RetainedCaches
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, Swap
-from forge.trace.records import HostPoolFull, NoBlocks, PoolExhausted, PreemptRecord
+from forge.reasons import HostPoolFull, NoBlocks, PoolExhausted
+from forge.trace.records import PreemptRecord
 
 
 class Preemption:
@@ -82,6 +83,7 @@ class Preemption:
         blocks = self._cache.block_table(victim.seq_id)[: blocks_for(computed, self._cache.block_size)]
         if len(blocks) > self._host.num_free:
             return False, HostPoolFull(len(blocks), self._host.num_free)
-        self._host.reserve(victim.seq_id, len(blocks), computed)
-        plan.swap_outs.append(Swap(victim.seq_id, blocks))
+        self._host.add(victim.seq_id, HostEntry(len(blocks), computed))
+        # Swap-outs run before copies: what this step was to copy for the victim is read from where it still is.
+        plan.swap_outs.append(Swap(victim.seq_id, plan.before_copies(blocks)))
         return True, None

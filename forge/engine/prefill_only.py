@@ -6,7 +6,8 @@ mean nothing once the step is over; only a prefix that others need too is comput
 cached.
 
 A step that runs nothing else has a budget of its own for them (`prefill_only_tokens`, and bytes of temporary arrays).
-Beside generations they get the tokens that are left.
+Beside generations they get the tokens that are left of the step's one budget. A prompt that finds too few there becomes
+a generation until it is computed, in chunks: however long it is, it makes no running sequence wait longer.
 """
 
 from collections.abc import Callable
@@ -14,11 +15,11 @@ from dataclasses import dataclass
 
 from forge.cache.kv_cache import NO_HIT, Hit, KvCache
 from forge.engine.policies import SchedulerConfig
-from forge.engine.prefix_planner import MAX_DEFERRALS, PrefixPlanner
+from forge.engine.prefix_planner import PrefixPlanner
 from forge.engine.request_queue import RequestQueue
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, PlanItem
-from forge.trace.records import NoBudget, WaitReason
+from forge.reasons import NoBlocks, NoBudget, WaitReason
 
 
 @dataclass
@@ -50,18 +51,21 @@ class PrefillOnly:
         self._cache, self._config, self._queue, self._planner = cache, config, queue, planner
         self.scratch = scratch
         self.temporary_bytes, self._max_logit_rows = temporary_bytes, max_logit_rows
+        self._in_chunks = config.chunked_prefill and cache.persistent
+        """Whether a prompt that exceeds a step's tokens can be computed in several steps."""
         self._budget: _StepBudget | None = None
-        self._steps_without_budget = 0
-        """Consecutive steps that left no tokens for prefill-only sequences."""
 
     def admit(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
         """Give a sequence its rows in this step and leave the queue, or say why it has to wait.
 
-        At least one is admitted per step, however large, so that none starves.
+        Where it would not hold a generation up, one is admitted per step, however large.
         """
-        budget = self._budget_of(plan)
-        if budget.tokens <= 0:
-            return NoBudget(plan.limit)
+        budget, config = self._budget_of(plan), self._config
+        spent, tokens = NoBudget(config.prefill_only_tokens, "prefill_only_tokens"), budget.tokens
+        if plan.items and plan.budget < tokens:
+            spent, tokens = NoBudget(plan.limit), plan.budget
+        if tokens <= 0:
+            return spent
         hit = self._whole_blocks(sequence)
         deferral = self._planner.deferral(sequence, hit.num_tokens, plan) if sequence.prefix_keys else None
         if deferral is not None:
@@ -70,15 +74,26 @@ class PrefillOnly:
         num_rows = length - hit.num_tokens
         logit_rows = sequence.task.logit_rows(hit.num_tokens, length)
         num_bytes = self.temporary_bytes(num_rows, 0 if sequence.task.needs_hidden else len(logit_rows))
-        too_large = num_rows > budget.tokens or num_bytes > budget.temporary_bytes
         is_first = not (plan.prefill_only or plan.separate)
-        if (too_large and not is_first) or -(-num_rows // self._cache.block_size) > len(budget.scratch):
-            return NoBudget(budget.tokens)
+        holds_up = plan.items if self._in_chunks else plan.prefill_tokens
+        if num_rows > tokens and (holds_up or not is_first):
+            return spent
+        if num_bytes > budget.temporary_bytes and not is_first:
+            return NoBudget(config.prefill_only_memory, "prefill_only_memory")
+        num_blocks = -(-num_rows // self._cache.block_size)
+        if num_blocks > len(budget.scratch):
+            return NoBlocks(num_blocks, len(budget.scratch))
         budget.tokens -= num_rows
         plan.budget -= num_rows
         budget.temporary_bytes -= num_bytes
         self._begin(sequence, hit, logit_rows, budget)
         return None
+
+    def needs_chunks(self, reason: WaitReason | None, plan: PlanBuilder) -> bool:
+        """True if a sequence that `admit` refused for `reason` should begin with what generations leave of this step,
+        to be computed in chunks beside them: otherwise a long prompt would hold them up, or never find room."""
+        is_first = not (plan.prefill_only or plan.separate)
+        return isinstance(reason, NoBudget) and self._in_chunks and is_first and plan.budget > 0
 
     def commit(self, item: PlanItem, broken: bool) -> None:
         """A step has computed an item: cache what is to be published and release the rest.
@@ -97,13 +112,8 @@ class PrefillOnly:
         """The budget of this step, made when the first sequence asks for it."""
         if self._budget is None or self._budget.plan is not plan:
             config = self._config
-            tokens = min(plan.budget, config.prefill_only_tokens) if plan.items else config.prefill_only_tokens
-            if tokens > 0 or self._steps_without_budget >= MAX_DEFERRALS:
-                self._steps_without_budget = 0
-                tokens = tokens if tokens > 0 else min(plan.limit, config.prefill_only_tokens)
-            else:  # prompts in chunks took all; after some such steps there is a budget beside theirs
-                self._steps_without_budget += 1
-            self._budget = _StepBudget(plan, tokens, config.prefill_only_memory, list(self.scratch))
+            tokens, memory = config.prefill_only_tokens, config.prefill_only_memory
+            self._budget = _StepBudget(plan, tokens, memory, list(self.scratch))
         return self._budget
 
     def _whole_blocks(self, sequence: Sequence) -> Hit:

@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder
-from forge.trace.records import Deferred
+from forge.reasons import Deferred
 
 MAX_DEFERRALS = 8
 """Steps that a sequence waits for prefix owners at most; then it computes for itself what they may be computing too."""

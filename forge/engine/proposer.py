@@ -25,7 +25,7 @@ from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, StepPlan
 from forge.engine.structured_output import Matcher
-from forge.trace.records import SpecCycle, TokenVerdict
+from forge.trace.records import SpecCycle, TokenVerdict, Undrafted
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,8 @@ class SpeculationUpdate(NamedTuple):
     """For the step's record."""
     states: Mapping[int, object] = {}
     """The next state of sequences, by id; only the `Speculation` that made them reads them."""
+    undrafted: tuple[Undrafted, ...] = ()
+    """For the step's record: who had no draft tokens, and why."""
 
 
 NO_UPDATE = SpeculationUpdate()
@@ -190,7 +192,8 @@ class Speculation(Protocol):
         ...
 
     def propose(self, plan: StepPlan, running: Mapping[int, Sequence]) -> StepDrafts:
-        """Draft tokens for the plan's items that have slots for them. Never raises a proposer's error."""
+        """Draft tokens for the plan's items that have slots for them. Never raises a proposer's error: a sequence that
+        loses its proposer notes why (`Sequence.add_error`)."""
         ...
 
     def verify(

@@ -15,12 +15,14 @@ from forge.cache.kv_storage import KvStorage
 from forge.engine.sampling import BrokenLogits, check_logits, log_sum_exp, top_logprobs
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanItem
-from forge.engine.task import Logprobs, Readout
+from forge.engine.task import GENERATE, NO_READOUT, Logprobs, Readout
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.model import Model
 
 SLICE_BYTES = 32 << 20
 """Bytes of logits that a slice of a scored prompt may take."""
+MIN_SLICE_ROWS = 16
+"""Rows that a slice has in any case."""
 
 
 class SeparateResult(NamedTuple):
@@ -34,14 +36,24 @@ class SeparateResult(NamedTuple):
 
 def max_logit_rows(vocab_size: int) -> int:
     """Rows of logits that fit into a slice."""
-    return max(16, SLICE_BYTES // (4 * vocab_size))
+    return max(MIN_SLICE_ROWS, SLICE_BYTES // (4 * vocab_size))
 
 
-def read_out(sequence: Sequence, rows: np.ndarray) -> Readout:
-    """A sequence's answer from the logits of its task's rows, float32 `[rows, vocab]`."""
-    task = sequence.task
-    scores = () if task.score_from is None else _score(sequence, task.score_from, rows)
-    return Readout(_candidates(sequence, rows[-1]) if task.candidates else (), scores)
+def read_out(item: PlanItem, rows: np.ndarray) -> Readout:
+    """The answer to the task of an item's sequence from the logits of the item's rows, float32 `[rows, vocab]`; of a
+    prompt in chunks, as far as it is computed."""
+    sequence, task = item.sequence, item.sequence.task
+    scores = _score(sequence, item.start + item.logit_rows.start + 1, rows) if task.score_from is not None else ()
+    candidates = _candidates(sequence, rows[-1]) if task.candidates and not item.remaining else ()
+    return Readout(candidates, (*_before(item).scores, *scores))
+
+
+def _before(item: PlanItem) -> Readout:
+    """What the chunks before an item have given. Nothing where it begins no later than the first row that counts: then
+    the prompt is computed for the first time, or again."""
+    sequence = item.sequence
+    first = sequence.task.logit_rows(0, sequence.num_prompt_tokens).start
+    return sequence.partial if item.start > first else NO_READOUT
 
 
 def run_separate_forwards(items: Items[PlanItem], model: Model, storage: KvStorage) -> list[SeparateResult]:
@@ -64,32 +76,40 @@ def _read_out_in_slices(item: PlanItem, model: Model, storage: KvStorage) -> Sep
     try:
         for first in range(0, item.num_tokens, size):
             start, end = item.start + first, item.start + min(first + size, item.num_tokens)
-            wanted = range(max(0, item.logit_rows.start - first), min(end - start, item.logit_rows.stop - first))
-            part = SequenceRows(sequence.token_ids[start:end], start, item.block_table, wanted)
+            logit_rows = range(max(0, item.logit_rows.start - first), min(end - start, item.logit_rows.stop - first))
+            part = SequenceRows(sequence.token_ids[start:end], start, item.block_table, logit_rows)
             rows = np.asarray(model.forward(flat_batch([part], storage.layout.block_size), storage))
-            scores += _score(sequence, start + wanted.start + 1, rows)
+            scores += _score(sequence, start + logit_rows.start + 1, rows)
         last_row = rows[-1] if item.samples else None
-        candidates = _candidates(sequence, rows[-1]) if sequence.task.candidates else ()
+        candidates = _candidates(sequence, rows[-1]) if sequence.task.candidates and not item.remaining else ()
     except BrokenLogits as error:
         return SeparateResult(error=error)
-    return SeparateResult(Readout(candidates, scores), last_row)
+    return SeparateResult(Readout(candidates, (*_before(item).scores, *scores)), last_row)
 
 
 def _embed(items: list[PlanItem], model: Model, storage: KvStorage) -> list[Readout]:
     """Embeddings of several sequences from one pass that ends in hidden states."""
     parts = [
-        SequenceRows(item.sequence.token_ids[item.start :], item.start, item.block_table, item.logit_rows)
+        SequenceRows(
+            item.sequence.token_ids[item.start : item.start + item.num_tokens],
+            item.start,
+            item.block_table,
+            item.logit_rows,
+        )
         for item in items
     ]
     hidden = model.hidden(flat_batch(parts, storage.layout.block_size), storage)
     readouts, first = [], 0
     for item in items:
-        rows = hidden[first : first + len(item.logit_rows)]
+        rows, before = hidden[first : first + len(item.logit_rows)], _before(item).embedding
         first += len(rows)
-        pooled = rows.mean(axis=0, dtype=np.float64) if item.sequence.task.pooling == "mean" else rows[-1]
-        vector = pooled.astype(np.float64)
-        norm = float(np.sqrt((vector * vector).sum()))
-        readouts.append(Readout(embedding=(vector / (norm or 1.0)).astype(np.float32)))
+        # Row after row: the bits of a sum do not show where chunks end.
+        total = (rows if before is None else np.vstack([before, rows])).sum(axis=0, dtype=np.float64)
+        if not item.remaining:
+            vector = total / item.sequence.num_prompt_tokens if item.sequence.task.pooling == "mean" else total
+            norm = float(np.sqrt((vector * vector).sum()))
+            total = (vector / (norm or 1.0)).astype(np.float32)
+        readouts.append(Readout(embedding=total))
     return readouts
 
 
@@ -101,8 +121,9 @@ def _candidates(sequence: Sequence, logits: np.ndarray) -> tuple[float, ...]:
 
 def _score(sequence: Sequence, position: int, rows: np.ndarray) -> tuple[Logprobs, ...]:
     """Log probabilities of the prompt tokens from `position` on; row i of `rows` precedes token `position + i`."""
-    scores, top = [], sequence.task.top if sequence.prefill_only else sequence.params.prompt_logprobs or 0
-    for logits, token_id in zip(rows, sequence.token_ids[position : sequence.num_prompt_tokens], strict=False):
+    scores, top = [], sequence.params.prompt_logprobs or 0 if sequence.task is GENERATE else sequence.task.top
+    token_ids = sequence.token_ids[position : min(position + len(rows), sequence.num_prompt_tokens)]
+    for logits, token_id in zip(rows[: len(token_ids)], token_ids, strict=True):
         scores.append(score_row(logits, top, token_id))
     return tuple(scores)
 

@@ -45,6 +45,12 @@ class RequestQueue:
         lane = self._lanes[sequence.prefill_only]
         del lane[bisect_left(lane, (self._keys.pop(sequence.seq_id), sequence))]
 
+    def move_to_generations(self, sequence: Sequence) -> None:
+        """From now on a prefill-only sequence waits, and runs, as a generation: its prompt takes several steps."""
+        self.remove(sequence)
+        sequence.prefill_only = False
+        self.add(sequence)
+
     def clear(self) -> None:
         self.sequences.clear()
         self._keys.clear()
@@ -55,7 +61,7 @@ class RequestQueue:
         """The sequences of both lanes, in order, read one at a time.
 
         A lane that the caller puts into `blocked` (False for generations, True for prefill-only) yields no more. The
-        caller may remove the sequence that was yielded last.
+        caller may remove the sequence that was yielded last, or move it to the generations, of which it comes next.
         """
         places = [0, 0]
         while True:
@@ -69,8 +75,9 @@ class RequestQueue:
             if not heads:
                 return
             _, sequence = min(heads)
+            lane = sequence.prefill_only
             yield sequence
-            places[sequence.prefill_only] += sequence.seq_id in self.sequences
+            places[lane] += sequence.seq_id in self.sequences and sequence.prefill_only == lane
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a lane is out of order or the two views disagree."""

@@ -8,8 +8,9 @@ from operator import index
 from forge.engine.outputs import CompletionOutput, RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence
-from forge.engine.task import Logprobs
+from forge.engine.task import Logprobs, Task
 from forge.errors import UsageError
+from forge.model.model import Model
 from forge.trace.records import RequestMetrics
 
 
@@ -112,6 +113,24 @@ class PromptLimits:
                 raise UsageError(f"{what}token id {token_id} is outside the vocabulary of {self.vocab_size} tokens")
 
     def check_bias(self, params: SamplingParams) -> None:
-        """The same for tokens whose logits are to be changed, or that end the output."""
+        """The same for the tokens that the sampling parameters name."""
         self.check_ids(list(dict(params.logit_bias or ())), "logit_bias: ")
         self.check_ids(params.stop_token_ids or (), "stop_token_ids: ")
+        self.check_ids(params.allowed_token_ids or (), "allowed_token_ids: ")
+
+
+def check_answerable(task: Task, model: Model) -> None:
+    """Raise `UsageError` for a task that a model of this kind cannot answer."""
+    if task.pooling is not None and not model.embeds:
+        raise UsageError("this model has no hidden states: take a real one for embeddings")
+    if not model.generates and not task.needs_hidden and not (task.candidates and model.labels):
+        uses = "it classifies: forge classify, forge rerank" if model.labels else "it embeds: forge embed"
+        raise UsageError(f"this model generates no text; {uses}")
+
+
+def check_drafts(names: Items[str], available: Items[str]) -> None:
+    """Raise `UsageError` for the name of a draft that an engine does not have."""
+    unknown = [name for name in names if name not in available]
+    if unknown:
+        known = f"it has {', '.join(available)}" if available else "it has none (--speculate)"
+        raise UsageError(f"drafts: this engine has no {unknown[0]!r:.80}; {known}")

@@ -72,5 +72,5 @@ class RetainedCaches:
 
 def _num_common(ours: Items[int], theirs: Items[int]) -> int:
     """How many tokens the two begin with in common."""
-    pairs = zip(ours, theirs, strict=False)
-    return next((index for index, (our, their) in enumerate(pairs) if our != their), min(len(ours), len(theirs)))
+    shorter = min(len(ours), len(theirs))
+    return next((index for index in range(shorter) if ours[index] != theirs[index]), shorter)

@@ -19,7 +19,8 @@ from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.engine.structured_output import MatcherError
 from forge.engine.task import GENERATE, Readout
 from forge.model.logits import Logits
-from forge.trace.records import FinishReason, FinishRecord, TokenRecord
+from forge.reasons import FinishReason
+from forge.trace.records import FinishRecord, TokenRecord
 
 OnLogits = Callable[[int, np.ndarray], None]
 """Called with (sequence id, logits float32 `[vocab]`) before a token is chosen. The callee owns the array."""
@@ -52,20 +53,16 @@ class StepResults:
     """By sequence id: the decision about its draft tokens."""
 
 
+@dataclass
 class Sampler:
     """Chooses the next tokens of one step, and reads out what prefill-only sequences asked for."""
 
-    def __init__(
-        self,
-        eos_token_ids: frozenset[int],
-        speculation: Speculation,
-        on_logits: OnLogits | None = None,
-        report_probabilities: bool = False,
-    ):
-        """report_probabilities: fill in every token's probability, which takes longer than a greedy choice."""
-        self._eos_token_ids, self._speculation = eos_token_ids, speculation
-        self._on_logits, self._report_probabilities = on_logits, report_probabilities
-        self._results = StepResults()
+    _eos_token_ids: frozenset[int]
+    _speculation: Speculation
+    _on_logits: OnLogits | None = None
+    _report_probabilities: bool = False
+    """Fill in every token's probability, which takes longer than a greedy choice."""
+    _results: StepResults = field(default_factory=StepResults)
 
     def sample(
         self, plan: StepPlan, logits: StepLogits, drafts: StepDrafts, separate: Items[SeparateResult]
@@ -96,8 +93,8 @@ class Sampler:
             if runs:
                 return self._verify(item, runs, logits, row)
             if sequence.task is not GENERATE:
-                readout = read_out(sequence, np.asarray(logits.rows[first_row : row + 1]))
-                return self._answer(sequence, readout, logits, row)
+                readout = read_out(item, np.asarray(logits.rows[first_row : row + 1]))
+                return self._answer(item, readout, logits, row)
             if sequence.params.prompt_logprobs is not None and sequence.needs_prompt_logprobs:
                 self._score_prompt(sequence, item.start + item.logit_rows.start, logits.rows[first_row : row + 1])
             if item.samples:
@@ -117,17 +114,21 @@ class Sampler:
         if result.error is not None:
             return self._broken(sequence, result.error, item.samples)
         rows = result.last_row[None] if result.last_row is not None else np.empty((0, 1), np.float32)
-        if not sequence.prefill_only:
+        if sequence.task is GENERATE:
             sequence.prompt_logprobs += [*(() if sequence.prompt_logprobs else (None,)), *result.readout.scores]
             item = item._replace(logit_rows=item.logit_rows[-1:])
             return self._outcome(item, (), StepLogits.of(rows), 0, 0)
         try:
-            return self._answer(sequence, result.readout, StepLogits.of(rows), 0)
+            return self._answer(item, result.readout, StepLogits.of(rows), 0)
         except (BrokenLogits, MatcherError) as error:
             return self._broken(sequence, error, item.samples)
 
-    def _answer(self, sequence: Sequence, readout: Readout, logits: StepLogits, row: int) -> Outcome:
-        """A prefill-only sequence ends with its readout, and with a token if it asked for one."""
+    def _answer(self, item: PlanItem, readout: Readout, logits: StepLogits, row: int) -> Outcome:
+        """A sequence ends with the answer to its task, and with a token if it asked for one; or its prompt goes on."""
+        sequence = item.sequence
+        if item.remaining:
+            sequence.partial = readout
+            return Outcome(item.seq_id, len(sequence.token_ids), (), None)
         sequence.readout = readout
         if sequence.task.sample:
             return self._next_token(sequence, logits, row)
@@ -138,11 +139,13 @@ class Sampler:
         if logits.sampled or (sequence.params.plain_greedy and not self._report_probabilities):
             if not math.isfinite(logits.max_logit[row]):
                 check_max_logit(logits.max_logit[row])  # raises; the rows may have been released
-            own = None if self._on_logits is None else logits.rows[row]
-            return self._emit(sequence, ((logits.argmax[row], None, None),), (own,))  # faster than a `SampledToken`
-        own = logits.rows[row]
+            logits_row = None if self._on_logits is None else logits.rows[row]
+            return self._emit(
+                sequence, ((logits.argmax[row], None, None),), (logits_row,)
+            )  # faster than a `SampledToken`
+        logits_row = logits.rows[row]
         token = choose(
-            self._without_early_ends(sequence, own[None])[0],
+            logits_row,
             sequence.params,
             sequence.token_ids,
             sequence.seed,
@@ -151,9 +154,9 @@ class Sampler:
             sequence.num_prompt_tokens,
             self._report_probabilities,
             sequence.matcher,
-            logits.argmax[row] if sequence.params.min_tokens <= sequence.num_output_tokens else None,
+            logits.argmax[row],
         )
-        return self._emit(sequence, (token,), (own,))
+        return self._emit(sequence, (token,), (logits_row,))
 
     def _verify(self, item: PlanItem, runs: tuple[Proposal, ...], logits: StepLogits, first_row: int) -> Outcome:
         """Decide which draft tokens of an item stand; the rows of its runs begin at `first_row`."""
@@ -164,29 +167,19 @@ class Sampler:
         verification = self._results.verified[item.seq_id] = self._speculation.verify(
             sequence,
             runs,
-            lambda run: self._without_early_ends(sequence, logits.rows[spans[run]]),
+            lambda run: logits.rows[spans[run]],
             [logits.argmax[span] for span in spans],
             [logits.max_logit[span] for span in spans],
             self._report_probabilities,
         )
         rows: Items[np.ndarray | None] | np.ndarray = [None] * len(verification.sampled)
         if self._on_logits is not None:
-            rows = logits.rows[spans[verification.winner]]
+            rows = logits.rows[spans[verification.winner]][: len(verification.sampled)]
         outcome = self._emit(sequence, verification.sampled, rows)
         # Where the sequence ended on a draft token, that one counts as its last token, whose keys are not needed.
         num_accepted = min(verification.num_accepted, len(outcome.token_ids) - 1)
         winner = item.forks[verification.winner - 1].seq_id if verification.winner else None
         return outcome._replace(num_accepted=num_accepted, winner=winner)
-
-    def _without_early_ends(self, sequence: Sequence, rows: np.ndarray) -> np.ndarray:
-        """The logits of a sequence's next tokens, without the tokens that would end it before its `min_tokens`."""
-        params = sequence.params
-        num_rows = params.min_tokens - sequence.num_output_tokens
-        if num_rows <= 0:
-            return rows
-        rows = rows.copy()
-        rows[:num_rows, [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)]] = -np.inf
-        return rows
 
     def _emit(
         self,
@@ -199,7 +192,7 @@ class Sampler:
         params = sequence.params
         seq_id, output_text, position = sequence.seq_id, sequence.output_text, len(sequence.token_ids)
         last = sequence.num_prompt_tokens + sequence.max_output_tokens - 1
-        for (token_id, probability, logprobs), logits in zip(tokens, rows, strict=False):
+        for (token_id, probability, logprobs), logits in zip(tokens, rows, strict=True):
             if self._on_logits is not None and logits is not None:
                 self._on_logits(seq_id, logits.copy())
             if logprobs is not None:
@@ -225,14 +218,15 @@ class Sampler:
         reason: FinishReason,
         stop: str | int | None = None,
         token_ids: tuple[int, ...] = (),
-        error: str | None = None,
+        error: Exception | None = None,
     ) -> Outcome:
         """The sequence ends with these tokens. EOS or a stop string on the last allowed one is a `stop`."""
         text = sequence.output_text.finish()
         if reason == "length" and sequence.output_text.stopped_by is not None:  # completed by the last bytes
             reason, stop = "stop", sequence.output_text.stopped_by
         why = sequence.length_limit if reason == "length" else None
-        self._results.finished.append(FinishRecord(sequence.seq_id, reason, text, stop, error, why))
+        message, by_request = None if error is None else str(error), isinstance(error, MatcherError)
+        self._results.finished.append(FinishRecord(sequence.seq_id, reason, text, stop, message, by_request, why))
         return Outcome(sequence.seq_id, len(sequence.token_ids), token_ids, reason, stop)
 
     def _broken(self, sequence: Sequence, error: BrokenLogits | MatcherError, samples: bool = False) -> Outcome:
@@ -241,7 +235,7 @@ class Sampler:
         forked = tuple([self._broken(fork, error) for fork in sequence.forks]) if samples else ()
         sequence.readout = None
         sequence.add_error(str(error))
-        return self._ended(sequence, "error", error=str(error))._replace(forked=forked)
+        return self._ended(sequence, "error", error=error)._replace(forked=forked)
 
     def _score_prompt(self, sequence: Sequence, position: int, rows: np.ndarray) -> None:
         """Log probabilities of prompt tokens given those before them. `rows` are the logits after the tokens from

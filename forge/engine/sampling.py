@@ -178,8 +178,8 @@ def penalized(
             values[seen] = np.where(values[seen] > 0, values[seen] / penalty, values[seen] * penalty)
     if params.penalizes_output:
         assert num_prompt_tokens is not None, "these penalties count output tokens: say where the output begins"
-        said, counts = np.unique(earlier[num_prompt_tokens:], return_counts=True)
-        values[np.searchsorted(touched, said)] -= params.frequency_penalty * counts + params.presence_penalty
+        token_ids, counts = np.unique(earlier[num_prompt_tokens:], return_counts=True)
+        values[np.searchsorted(touched, token_ids)] -= params.frequency_penalty * counts + params.presence_penalty
     out = logits.copy()
     out[touched] = np.where(values > -np.inf, values.clip(-_GREATEST, _GREATEST), -np.inf)
     return out
@@ -197,8 +197,8 @@ def _allowed(logits: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """The tokens that may come, ascending, and their logits. Mostly they are few."""
     allowed = np.flatnonzero(mask)
     kept = logits[allowed]
-    if not kept.max() > -np.inf:
-        raise MatcherError("the grammar allows only tokens that have no probability here")
+    if not kept.max(initial=-np.inf) > -np.inf:
+        raise MatcherError("the tokens that may come have no probability here")
     return allowed, kept
 
 

@@ -56,24 +56,20 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     """Keep the stop string, or the token of `stop_token_ids`, in the text."""
     min_tokens: int = 0
-    """The first so many output tokens cannot end it: EOS and `stop_token_ids` get no probability, stop strings are not
-    searched."""
+    """The first so many output tokens cannot end it: EOS and `stop_token_ids` are not chosen, stop strings are not
+    searched. Log probabilities are the model's own all the same."""
     structured: StructuredOutput | None = None
     """The form that the output must have. Tokens that its grammar refuses get no probability."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens may come, end-of-sequence too; None allows all."""
+    bad_words: Sequence[str] | None = ()
+    """Texts that the output never contains, however they are cut into tokens."""
     drafts: Sequence[str] | None = option(
-        None,
-        "Which of several drafts propose for this request, by name; may be repeated.",
-        _SPECULATION,
-        shown="all",
-        needs="--speculate draft or ngram",
+        None, "Which of several drafts propose for this request, by name; may be repeated.", _SPECULATION, shown="all"
     )
     """Which proposers propose for it, by name: None for all that the engine has, () for none."""
     num_speculative_tokens: int | None = option(
-        None,
-        "Draft tokens a cycle of this request, at most; 0 for none.",
-        _SPECULATION,
-        shown="--k",
-        needs="--speculate draft or ngram",
+        None, "Draft tokens a cycle of this request, at most; 0 for none.", _SPECULATION, shown="--k"
     )
     """Draft tokens per cycle at most; 0 is off, None is what the engine is set to. The output does not depend on it."""
 
@@ -87,6 +83,14 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         for token_id in stop_token_ids:
             _require_int("a token id of stop_token_ids", token_id)
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            _check(bool(self.allowed_token_ids), "allowed_token_ids is empty: name at least one token, or leave it out")
+            for token_id in self.allowed_token_ids or ():
+                _require_int("a token id of allowed_token_ids", token_id)
+        bad_words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        object.__setattr__(self, "bad_words", bad_words)
+        _check(all(isinstance(text, str) and text for text in bad_words), "bad_words are texts, none of them empty")
         if self.drafts is not None:
             drafts = (self.drafts,) if isinstance(self.drafts, str) else tuple(self.drafts)
             object.__setattr__(self, "drafts", drafts)
@@ -137,7 +141,16 @@ class SamplingParams:
     def needs_token_only(self) -> bool:
         """Whether the logits, the sampling parameters and the tokens so far decide the token, and nothing else about
         it is asked for. Then a device can choose it."""
-        return self.structured is None and self.logprobs is None and not self.min_tokens
+        return not self.has_matcher and self.logprobs is None
+
+    @property
+    def has_matcher(self) -> bool:
+        """Whether a grammar or a filter says which tokens may come."""
+        return self.structured is not None or self.filters_tokens
+
+    @property
+    def filters_tokens(self) -> bool:
+        return self.allowed_token_ids is not None or bool(self.bad_words) or self.min_tokens > 0
 
     @cached_property
     def changes_logits(self) -> bool:

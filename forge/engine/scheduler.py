@@ -17,10 +17,10 @@ A sequence's state is the container that holds it: the queue (waiting; with an e
 `running`, the `forks` of the sequence whose prompt it shares, or, ended with its cache left in place, `retained`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 
-from forge.cache.host_pool import HostPool
+from forge.cache.host_pool import HostEntry, HostPool
 from forge.cache.kv_cache import CacheStats, KvCache, OutOfBlocks
 from forge.cache.kv_storage import BlockCopy
 from forge.engine.admission import Admission, generation_item
@@ -33,7 +33,8 @@ from forge.engine.request_queue import RequestQueue
 from forge.engine.retained import RetainedCaches
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanBuilder, PlanItem, StepPlan
-from forge.trace.records import BlockMap, FinishReason, Queues
+from forge.reasons import FinishReason
+from forge.trace.records import BlockMap, Queues
 
 _UNLIMITED = 1 << 62
 """A budget that is never used up."""
@@ -83,15 +84,29 @@ class Scheduler:
 
     # Between steps
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence, and its forks with it."""
-        for one in (sequence, *sequence.forks):
-            one.arrival = self._num_arrived
+    def add(self, sequence: Sequence, computed: HostEntry | None = None) -> None:
+        """Queue a new sequence, and its forks with it.
+
+        computed: keys and values of its beginning; dropped where the host pool has no room for them.
+        """
+        for sample in (sequence, *sequence.forks):
+            sample.arrival = self._num_arrived
         self._num_arrived += 1
         if self.config.prefix_planning:
             cacheable = sequence.token_ids[: sequence.max_cacheable_tokens]
             sequence.prefix_keys = self.cache.prefix_keys(cacheable, sequence.salt)
         self._enqueue(sequence)
+        if computed is None or sequence.prefill_only:
+            return
+        if computed.num_blocks <= self.host.num_free and 0 < computed.num_tokens <= sequence.max_cacheable_tokens:
+            self.host.add(sequence.seq_id, computed)
+
+    def separate(self, sequence: Sequence) -> None:
+        """Queue the forks of a waiting sequence apart from it: they do not continue from its prompt alone."""
+        forks, sequence.forks = sequence.forks, []
+        for fork in forks:
+            fork.forked_from = None
+            self._enqueue(fork)
 
     def has_unfinished(self) -> bool:
         return bool(self.queue.sequences or self.running)
@@ -140,7 +155,7 @@ class Scheduler:
         for container in (self.queue, self.running, self.retained, self.planner, self.host.entries):
             container.clear()
         self.cache.clear()
-        begun: dict[str, list[Sequence]] = {one.request_id: [] for one in sequences}
+        begun: dict[str, list[Sequence]] = {sequence.request_id: [] for sequence in sequences}
         for sequence in sequences:
             sequence.forks, sequence.forked_from = [], None
             fresh = begun[sequence.request_id]
@@ -211,19 +226,22 @@ class Scheduler:
 
     # Taking the results
 
-    def commit(self, plan: StepPlan, outcomes: Items[Outcome]) -> tuple[BlockCopy, ...]:
-        """Take what a plan's forward pass wrote and chose: an outcome for each item, each separate one, and each
-        exhausted sequence, in this order.
+    def commit(self, plan: StepPlan, outcomes: Iterable[Outcome]) -> tuple[BlockCopy, ...]:
+        """Take what a plan's forward pass wrote and chose.
 
-        Returns block copies to perform at once: where a kind of cache cannot share blocks, a fork needs copies.
+        An outcome belongs to the item or the exhausted sequence with its `seq_id`. An item without an outcome changes
+        nothing: its sequence ended after the step was planned ahead. Returns block copies to perform at once: where a
+        kind of cache cannot share blocks, a fork needs copies.
         """
-        cache = self.cache
+        cache, outcome_of = self.cache, {outcome.seq_id: outcome for outcome in outcomes}
         ended: list[tuple[Sequence, Outcome]] = []
         copies: list[BlockCopy] = []
         if plan.swap_ins:
             self._commit_swap_ins(plan)
-        items = (*plan.items, *plan.separate) if plan.separate else plan.items
-        for item, outcome in zip(items, outcomes, strict=False):
+        for item in (*plan.items, *plan.separate) if plan.separate else plan.items:
+            outcome = outcome_of.get(item.seq_id)
+            if outcome is None:
+                continue
             token_ids = item.sequence.token_ids
             token_ids += outcome.token_ids
             if outcome.finish_reason is not None:
@@ -236,7 +254,7 @@ class Scheduler:
                 cache.commit(item.seq_id, token_ids[item.start : item.start + item.num_tokens])
             if outcome.forked:
                 copies += self._begin_samples(item.sequence, outcome.forked)
-        ended += [(self.find(outcome.seq_id), outcome) for outcome in outcomes[len(items) :]]
+        ended += [(self.find(seq_id), outcome_of[seq_id]) for seq_id in plan.exhausted]
         self.stats = cache.stats()
         self.block_map = cache.block_map() if self.keep_block_map else None
         for sequence, outcome in ended:
@@ -307,16 +325,16 @@ class Scheduler:
 
     def _promote_fork(self, ended: Sequence) -> None:
         """A sequence ended before its prompt was computed: the next sample takes its place."""
-        heir, *others = ended.forks
-        heir.forked_from, heir.forks, heir.prefix_keys, ended.forks = None, others, ended.prefix_keys, []
-        for other in others:
-            other.forked_from = heir
+        heir, *samples = ended.forks
+        heir.forked_from, heir.forks, heir.prefix_keys, ended.forks = None, samples, ended.prefix_keys, []
+        for sample in samples:
+            sample.forked_from = heir
         self._enqueue(heir)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a sequence is in two containers or the cache disagrees with its tokens."""
         cache = self.cache
-        ids = [one.seq_id for one in self.unfinished()] + list(self.retained.sequences)
+        ids = [sequence.seq_id for sequence in self.unfinished()] + list(self.retained.sequences)
         assert len(ids) == len(set(ids)), "a sequence is in two containers"
         assert len(self.running) <= self.config.max_num_seqs, "more sequences run than may"
         self.queue.check_invariants()
@@ -330,6 +348,6 @@ class Scheduler:
             assert computed < len(sequence.token_ids), "the cached length is past the next position"
             if cache.persistent and computed < len(sequence.token_ids) - 1:
                 assert reserved == len(sequence.token_ids), "a prompt under way has not all of its slots"
-        for one in self.unfinished():
-            assert one.seq_id in self.running or one.seq_id not in cache, "a sequence that waits holds blocks"
+        for waiting in self.unfinished():
+            assert waiting.seq_id in self.running or waiting.seq_id not in cache, "a sequence that waits holds blocks"
         cache.check_invariants()

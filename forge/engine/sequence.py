@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from forge.engine.output_text import OutputText
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.structured_output import Matcher
-from forge.engine.task import GENERATE, Logprobs, Readout, Task
-from forge.trace.records import FinishReason, PoolExhausted
+from forge.engine.task import GENERATE, NO_READOUT, Logprobs, Readout, Task
+from forge.reasons import FinishReason, PoolExhausted
 
 
 @dataclass(eq=False)
@@ -34,7 +34,8 @@ class Sequence:
     matcher: Matcher | None = None
     """Says which tokens may come next, where the output must have a form. It follows from the tokens."""
     prefill_only: bool = False
-    """True if one forward pass answers it: its blocks live for one step, and it never decodes."""
+    """True if one forward pass answers it: its blocks live for one step, and it never decodes. Beside generations that
+    leave too few tokens of a step for that, it becomes one of them until its prompt is computed."""
     arrival: int = 0
     """Its place in the order of arrival; a request's samples share one."""
     priority: int = 0
@@ -63,6 +64,8 @@ class Sequence:
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     readout: Readout | None = None
     """The answer to its task, once there is one."""
+    partial: Readout = NO_READOUT
+    """The readout of the chunks of its prompt so far. An embedding is the sum of the hidden states."""
     length_limit: PoolExhausted | None = None
     """Set where the pool, and not the request or the context, limits its length."""
 
@@ -90,6 +93,6 @@ class Sequence:
 
         The last one is computed in any case, for its logits. Rows whose logits are wanted are computed too.
         """
-        if self.prefill_only:
+        if self.task is not GENERATE:
             return self.task.max_cacheable_tokens(len(self.token_ids))
         return 0 if self.needs_prompt_logprobs else len(self.token_ids) - 1

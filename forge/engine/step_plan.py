@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from forge.cache.kv_storage import BlockCopy
 from forge.engine.sequence import Sequence
-from forge.trace.records import AdmitRecord, ExecutionClass, FinishReason, Phase, PreemptRecord, WaitRecord
+from forge.reasons import ExecutionClass, FinishReason, Phase
+from forge.trace.records import AdmitRecord, PreemptRecord, WaitRecord
 
 
 class ForkSlots(NamedTuple):
@@ -120,8 +121,11 @@ class PlanBuilder:
     """For each block that this step computes, by its prefix key, the sequence that computes it."""
 
     def add(self, item: PlanItem) -> None:
-        """Schedule a generation's rows."""
-        self.items[item.seq_id] = item
+        """Schedule the rows of a sequence that holds slots and blocks."""
+        if item.sequence.task.needs_hidden:
+            self.separate.append(item)
+        else:
+            self.items[item.seq_id] = item
         self.budget -= item.num_tokens
 
     def drop(self, seq_id: int, blocks: tuple[int, ...] = ()) -> None:
@@ -131,6 +135,13 @@ class PlanBuilder:
             self.budget += item.num_tokens
         if self.copies:
             self.copies = [copy for copy in self.copies if copy.destination not in blocks]
+
+    def before_copies(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        """The blocks that hold the content of `blocks` until the plan's copies have run."""
+        for copy in reversed(self.copies):
+            if copy.destination in blocks:
+                blocks = tuple([copy.source if block == copy.destination else block for block in blocks])
+        return blocks
 
     @property
     def prefill_tokens(self) -> int:

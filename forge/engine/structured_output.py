@@ -9,10 +9,9 @@ message: the next call has other tokens. `forge.grammar` implements all of this;
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from forge.errors import ForgeError, UsageError
@@ -20,7 +19,6 @@ from forge.errors import ForgeError, UsageError
 if TYPE_CHECKING:
     import numpy as np  # the command line describes a `StructuredOutput` without it
 
-    from forge.engine.step_plan import PlanItem
 
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
@@ -40,11 +38,13 @@ class StructuredOutput:
     thinking: Literal["none", "may_open", "open"] = "none"
     """Free text up to `</think>` comes first: where the output begins with `<think>`, or in any case, because the
     prompt ends inside the thinking."""
+    is_slow: bool = field(default=False, compare=False)
+    """Compiling it is known to take long: a server does it beside the others."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
-        if len(given) != 1:
-            named = ", ".join(given) or "none"
+        forms = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        if len(forms) != 1:
+            named = ", ".join(forms) or "none"
             raise UsageError(f"structured output takes exactly one of json, regex, choice and grammar, got {named}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
@@ -61,6 +61,10 @@ class StructuredOutput:
         if self.regex is not None:
             return "regex"
         return "choice" if self.choice is not None else "grammar"
+
+    def form(self) -> dict[str, Any]:
+        """The form by its kind, as plain data; `StructuredOutput(**form)` is the same without thinking."""
+        return {self.kind: getattr(self, self.kind)}
 
 
 class MatcherError(ForgeError):
@@ -93,15 +97,6 @@ class Grammar(Protocol):
 
 CompileGrammar = Callable[[StructuredOutput], Grammar]
 """Raises `UsageError` for a grammar that is wrong, that is too large, or that needs what is not supported."""
-
-
-def prepare_masks(items: "Iterable[PlanItem]") -> None:
-    """Have the masks of a step's items computed, before there are logits to apply them to. Raises nothing."""
-    for item in items:
-        for sequence in (item.sequence, *item.sequence.forks) if item.samples else ():
-            if sequence.matcher is not None:
-                with suppress(MatcherError):  # raised again where the token is chosen
-                    sequence.matcher.mask(sequence.output_token_ids)
 
 
 def _schema_text(schema: object) -> str:

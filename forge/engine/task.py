@@ -8,7 +8,7 @@ for one step. A generation of at most one token is prefill-only too.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forge.trace.records import Pooling
+from forge.reasons import Pooling
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,6 +45,12 @@ class Task:
         first = length - 1 if self.score_from is None else min(length - 1, self.score_from - 1)
         return range(first - start, max(first, last) - start)
 
+    def chunk_rows(self, start: int, num_tokens: int, length: int) -> range:
+        """Those of them that lie in a chunk of `num_tokens` rows from position `start` on, counted from there."""
+        rows = self.logit_rows(start, length)
+        first = min(max(0, rows.start), num_tokens)
+        return range(first, max(first, min(rows.stop, num_tokens)))
+
     def max_cacheable_tokens(self, length: int) -> int:
         """How many of `length` prompt tokens may come from the cache: those before the first row that is needed."""
         return self.logit_rows(0, length).start
@@ -63,3 +69,6 @@ class Readout:
     """For each scored prompt token the most probable tokens there; the token itself is always among them."""
     embedding: "np.ndarray | None" = None
     """float32 `[hidden]`, of length 1."""
+
+
+NO_READOUT = Readout()

@@ -12,8 +12,8 @@ import numpy as np
 
 from forge.engine.task import Readout, Task
 from forge.errors import UsageError
+from forge.reasons import Pooling
 from forge.tokenizer import Tokenizer
-from forge.trace.records import Pooling
 
 Answer = Callable[[Sequence[tuple[Sequence[int], Task]]], list[Readout]]
 """Runs requests, each a prompt's tokens and what is wanted of it, and gives their results in order."""
@@ -77,25 +77,31 @@ def classify(
     _check_labels(labels, names)
     if all(len(label) == 1 for label in labels):
         task = Task(candidates=tuple(label[0] for label in labels))
-        found = [result.candidates for result in answer([(prompt, task) for prompt in prompts])]
+        candidates = [result.candidates for result in answer([(prompt, task) for prompt in prompts])]
     else:
         requests = [([*prompt, *label], Task(score_from=len(prompt))) for prompt in prompts for label in labels]
         totals = [
             math.fsum(_own(scores, token_id) for scores, token_id in zip(result.scores, label, strict=True))
             for result, label in zip(answer(requests), [*labels] * len(prompts), strict=True)
         ]
-        found = [tuple(totals[first : first + len(labels)]) for first in range(0, len(totals), len(labels))]
-    return [Classification(_softmax(names, logprobs), dict(zip(names, logprobs, strict=True))) for logprobs in found]
+        candidates = [tuple(totals[first : first + len(labels)]) for first in range(0, len(totals), len(labels))]
+    return [
+        Classification(_softmax(names, logprobs), dict(zip(names, logprobs, strict=True))) for logprobs in candidates
+    ]
 
 
 def classify_by_head(prompts: Sequence[Sequence[int]], labels: Sequence[str], answer: Answer) -> list[Classification]:
     """The same by the model's own classification head (`Model.labels`)."""
     task = Task(candidates=tuple(range(max(2, len(labels)))))
-    found = [result.candidates for result in answer([(prompt, task) for prompt in prompts])]
+    candidates = [result.candidates for result in answer([(prompt, task) for prompt in prompts])]
     if len(labels) == 1:
         (name,) = labels
-        return [Classification({name: math.exp(own)}, {name: own}, own - rest) for own, rest in found]
-    return [Classification(_softmax(labels, one), dict(zip(labels, one, strict=True))) for one in found]
+        return [
+            Classification({name: math.exp(logprob)}, {name: logprob}, logprob - rest) for logprob, rest in candidates
+        ]
+    return [
+        Classification(_softmax(labels, logprobs), dict(zip(labels, logprobs, strict=True))) for logprobs in candidates
+    ]
 
 
 def classify_prompt(tokenizer: Tokenizer, text: str, labels: Sequence[str], question: str | None = None) -> list[int]:
@@ -172,9 +178,9 @@ def _check_labels(labels: Sequence[Sequence[int]], names: Sequence[str]) -> None
     for index, label in enumerate(labels):
         if not label:
             raise UsageError("a label must not be empty")
-        for other in range(index):
-            if list(labels[other]) == list(label):
-                raise UsageError(f"labels {names[other]!r} and {names[index]!r} are the same tokens")
+        for earlier in range(index):
+            if list(labels[earlier]) == list(label):
+                raise UsageError(f"labels {names[earlier]!r} and {names[index]!r} are the same tokens")
 
 
 def _own(scores: Iterable[tuple[int, float]], token_id: int) -> float:

@@ -34,9 +34,9 @@ from forge.model.config import (
 from forge.model.rope import Yarn
 from forge.model.safetensors_file import GGML_TYPES, SafetensorsFile, SafetensorsTensor
 from forge.model.weight_source import StackedTensor, WeightSource, recommended_sampling
+from forge.reasons import Pooling
 from forge.tokenizer.spec import TokenizerError, TokenizerSpec, TokenType
 from forge.tokenizer.tokenizer_json import spec_from_tokenizer_json
-from forge.trace.records import Pooling
 
 CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "model.safetensors", "tokenizer.json"
 GENERATION_CONFIG, POOLING = "generation_config.json", "1_Pooling/config.json"

@@ -4,16 +4,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forge.gguf import GGUFFile
 from forge.model.backend import Array, Backend, Tensor
 from forge.model.catalog import is_hash_model, model_name, resolve_model
 from forge.model.hash_model import create_hash_model
+from forge.model.hf_directory import HuggingFaceDirectory
 from forge.model.model import Model
 from forge.model.qwen3 import LayerWeights, Qwen3, Qwen3Weights
 from forge.model.qwen3_moe import MoeLayerWeights, Qwen3Moe
-from forge.model.weight_source import WeightSource, classifier_rows, open_weights
+from forge.model.weight_source import GGUFWeights, WeightSource, classifier_rows
+from forge.reasons import Pooling
 from forge.tokenizer import Tokenizer
 from forge.tokenizer.byte_tokenizer import ByteTokenizer
-from forge.trace.records import Pooling
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) after each tensor."""
@@ -138,3 +140,17 @@ def _load(source: WeightSource, backend: Backend, on_progress: LoadProgress | No
     else:
         head = None
     return model_type(config, Qwen3Weights(embedding, layers, output_norm, head), backend)
+
+
+def open_weights(path: Path) -> WeightSource:
+    """The model at `path`: a GGUF file, or a Hugging Face folder.
+
+    Raises the `ForgeError` of that format (`GGUFError`, `SafetensorsError`, `ModelFolderError`) if it is not sound."""
+    if path.is_dir():
+        return HuggingFaceDirectory.open(path)
+    file = GGUFFile.open(path)
+    try:
+        return GGUFWeights(file)
+    except BaseException:
+        file.close()
+        raise

@@ -17,8 +17,8 @@ import numpy as np
 from forge.gguf import GGMLType, GGUFFile, GGUFTensor
 from forge.model.backend import Tensor
 from forge.model.config import Qwen3Config, check_tensors, expected_tensors
+from forge.reasons import Pooling
 from forge.tokenizer.spec import TokenizerSpec, spec_from_gguf
-from forge.trace.records import Pooling
 
 _MEAN = 1
 """llama.cpp's number for it."""
@@ -70,22 +70,6 @@ class WeightSource(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def open_weights(path: Path) -> WeightSource:
-    """The model at `path`: a GGUF file, or a Hugging Face folder.
-
-    Raises the `ForgeError` of that format (`GGUFError`, `SafetensorsError`, `ModelFolderError`) if it is not sound."""
-    if path.is_dir():
-        from forge.model.hf_directory import HuggingFaceDirectory
-
-        return HuggingFaceDirectory.open(path)
-    file = GGUFFile.open(path)
-    try:
-        return GGUFWeights(file)
-    except BaseException:
-        file.close()
-        raise
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, repeat
 from typing import NamedTuple
 
-from forge.trace.records import SpecDecision, SpecReason
+from forge.reasons import SpecReason
+from forge.trace.records import SpecDecision
 
 WINDOW = 50
 """Cycles that the acceptance rate is taken over."""
@@ -183,12 +184,12 @@ class SpeculationControl:
 
     def _predicted(self, costs: Costs) -> list[float]:
         """The predicted speed-up of 1, 2, … `max_k` draft tokens."""
-        acceptance, each = self.estimate.acceptance, costs.token + costs.row
+        acceptance, per_row = self.estimate.acceptance, costs.token + costs.row
         product, accepted, gains = 1.0, 0.0, []
         for k in range(1, self.max_k + 1):
             product *= acceptance
             accepted += product
-            gains.append((accepted + 1) / (1 + k * each))
+            gains.append((accepted + 1) / (1 + k * per_row))
         return gains
 
     def _decision(self, k: int, reason: SpecReason, predicted: float, retry_in: int | None = None) -> SpecDecision:

@@ -39,9 +39,9 @@ class CostMeter:
         self._costs: dict[int, Costs] = {}
 
     @property
-    def has_plain_forwards(self) -> bool:
-        """True once forwards of some number of rows were measured often enough to compare draft tokens with."""
-        return any(len(times) >= _PLAIN_FIRST for times in self._forward_ms.values())
+    def plain_forwards_left(self) -> int:
+        """Plain forwards until draft tokens can be compared with them: enough of some number of rows."""
+        return max(0, _PLAIN_FIRST - max(map(len, self._forward_ms.values()), default=0))
 
     def add_forward(self, num_rows: int, ms: float) -> None:
         """A step in which every sequence decoded or verified: the target's forward, and the work around it."""

@@ -48,8 +48,8 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
 
 def _difference(target: Tokenizer, draft: Tokenizer) -> str:
     ours, theirs = target.spec, draft.spec
-    pairs = enumerate(zip(ours.tokens, theirs.tokens, strict=False))
-    token_id = next((token_id for token_id, (our, their) in pairs if our != their), None)
+    shared = range(min(len(ours.tokens), len(theirs.tokens)))
+    token_id = next((token_id for token_id in shared if ours.tokens[token_id] != theirs.tokens[token_id]), None)
     if token_id is not None:
         our, their = target.token_text(token_id), draft.token_text(token_id)
         return f"token {token_id} is {our!r:.40} to the target and {their!r:.40} to the draft"
@@ -184,7 +184,7 @@ class DraftProposer(Proposer):
                 computed = self._matched(request)
                 copies = self.cache.reserve(seq_id, len(request.token_ids) - computed + num_tokens - 1)
             except OutOfBlocks:
-                idle = next((other for other in self._held if other not in requested), None)
+                idle = next((held for held in self._held if held not in requested), None)
                 if idle is not None:
                     self._drop(idle)
                 else:
@@ -259,7 +259,7 @@ class DraftProposer(Proposer):
                 block, offset = divmod(run.length + step - 1, block_size)
                 batch.token_ids[row] = run.token_ids[-1]
                 batch.slot_mapping[row] = run.block_table[block] * block_size + offset
-            for run, logits in zip(runs, self._forward(batch), strict=False):
+            for run, logits in zip(runs[: len(batch.positions)], self._forward(batch), strict=True):
                 self._append(run, logits)
             batch.positions[:] += 1
             batch.context_lens[:] += 1

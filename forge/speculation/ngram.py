@@ -46,10 +46,10 @@ class NgramProposer(Proposer):
     def _propose(self, request: ProposalRequest) -> Proposal:
         text = self._texts.setdefault(request.seq_id, _Text())
         ids = text.updated(request.token_ids)
-        found = _index_after_match(ids, self.min_ngram, self.max_ngram)
-        if found is None:
+        match = _index_after_match(ids, self.min_ngram, self.max_ngram)
+        if match is None:
             return NO_PROPOSAL
-        following = ids[found : found + request.max_tokens].tolist()
+        following = ids[match : match + request.max_tokens].tolist()
         period = len(following)  # as many as there are before the text ends
         return Proposal(tuple(following[index % period] for index in range(request.max_tokens)))
 

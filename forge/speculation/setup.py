@@ -10,9 +10,8 @@ from forge.engine.proposer import Proposer
 from forge.engine.rng import MAX_BRANCHES
 from forge.errors import UsageError
 from forge.model.catalog import is_hash_model, model_name, resolve_model
-from forge.model.loader import load_model, load_qwen3
+from forge.model.loader import load_model, load_qwen3, open_weights
 from forge.model.model import Model
-from forge.model.weight_source import open_weights
 from forge.speculation.controller import Costs
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
 from forge.speculation.forced import ForcedProposer

@@ -23,7 +23,6 @@ import numpy as np
 
 from forge.engine.proposer import (
     NO_DRAFTS,
-    NO_UPDATE,
     Proposal,
     ProposalRequest,
     Proposer,
@@ -37,11 +36,12 @@ from forge.engine.sequence import Sequence
 from forge.engine.step_plan import Outcome, PlanItem, StepPlan
 from forge.engine.structured_output import Matcher
 from forge.errors import ForgeError
+from forge.reasons import UndraftedReason
 from forge.speculation.controller import NO_CYCLES, Costs, RecentCycles, SpeculationControl
 from forge.speculation.costs import CostMeter
 from forge.speculation.leases import LeaseRevoked
 from forge.speculation.verification import Acceptance, verify_argmax, verify_runs
-from forge.trace.records import SpecCycle, SpecDecision
+from forge.trace.records import SpecCycle, SpecDecision, Undrafted
 
 _SILENCES_PER_TOKEN = 2
 """After this many requests in a row without a proposal, the wait before the next request grows by one output token."""
@@ -102,8 +102,8 @@ class Speculator:
         self.acceptance: Acceptance = acceptance
         self._sources: tuple[_Source, ...] = ()
         self._states: dict[int, _State] = {}
-        self._unrecorded: dict[int, SpecDecision] = {}
-        """By sequence id: decisions not to begin at all that are not yet in a `SpecCycle`."""
+        self._undrafted: dict[int, Undrafted] = {}
+        """By sequence id: why it wants no draft token in its next step."""
         self._batch = 1
         """Sequences in the last step."""
         self.set_proposers(proposers)
@@ -117,13 +117,13 @@ class Speculator:
         """Use these proposers from now on; their names must differ. Every sequence begins anew."""
         if len({proposer.name for proposer, _ in proposers}) < len(proposers):
             raise ValueError("two proposers have the same name")
-        self._states, self._unrecorded = {}, {}
+        self._states, self._undrafted = {}, {}
         self._sources = tuple(_Source(proposer, CostMeter(assumed)) for proposer, assumed in proposers)
 
     def fix(self, k: int) -> None:
         """From now on always ask for `k` tokens, for study. Every sequence begins anew."""
         self.max_k, self.fixed = k, True
-        self._states, self._unrecorded = {}, {}
+        self._states, self._undrafted = {}, {}
 
     def accept_rate(self, name: str) -> float | None:
         """`recent_accept_rate` of a proposer; None before its first draft token, or if there is no such proposer."""
@@ -139,28 +139,44 @@ class Speculator:
         if seq_id in self._states:
             for source in self._sources:
                 source.proposer.forget(seq_id)
-            self._unrecorded.pop(seq_id, None)
             self._states.pop(seq_id, None)
+        self._undrafted.pop(seq_id, None)
 
     # Before the forward
 
     def wanted(self, sequence: Sequence) -> int:
         """How many draft tokens the sequence should have verified in its next step, at most."""
-        if not self._sources or not self._sources_of(sequence):
+        wish = self._wish(sequence)
+        if isinstance(wish, Undrafted):
+            self._undrafted[sequence.seq_id] = wish
             return 0
+        self._undrafted.pop(sequence.seq_id, None)
+        return wish
+
+    def _wish(self, sequence: Sequence) -> int | Undrafted:
+        """At least one draft token, or why not."""
+        seq_id = sequence.seq_id
+        if not self._sources or not self._sources_of(sequence):
+            return Undrafted(seq_id, "not_wanted")
         state = self._states.get(sequence.seq_id)
         if state is None:
             state = self._begin(sequence)
         length = len(sequence.token_ids)
         if length < state.until:
-            return 0
+            left = state.until - length
+            if state.control.k:
+                return Undrafted(seq_id, "pauses", left)
+            return Undrafted(seq_id, "off", left, state.control.decision)
         k = state.control.k
         if k == 0:
             control = state.control.after_plain_tokens(length - state.since, self._costs(sequence))
             self._states[sequence.seq_id] = _State.after(control, length)
             k = control.k
+            if k == 0:
+                return Undrafted(seq_id, "off", control.decision.retry_in, control.decision)
         # The first steps have no draft tokens: they show what a plain one costs.
-        return k if self.fixed or self._sources[0].meter.has_plain_forwards else 0
+        left = 0 if self.fixed else self._sources[0].meter.plain_forwards_left
+        return Undrafted(seq_id, "measures", left) if left else k
 
     def wanted_forks(self, sequence: Sequence) -> int:
         """How many runs of draft tokens beyond the first: one for each further proposer."""
@@ -186,8 +202,6 @@ class Speculator:
         most = self.max_k if wish is None else min(wish, self.max_k)
         control = SpeculationControl.begin(most, self._costs(sequence), fixed=self.fixed)
         state = self._states[sequence.seq_id] = _State.after(control, len(sequence.token_ids))
-        if control.k == 0:
-            self._unrecorded[sequence.seq_id] = control.decision
         return state
 
     def _sources_of(self, sequence: Sequence) -> tuple[_Source, ...]:
@@ -206,9 +220,11 @@ class Speculator:
         try:
             proposals = source.proposer.propose(requests)
         except ForgeError as error:
-            self._sources = tuple(other for other in self._sources if other is not source)
+            self._sources = tuple(kept for kept in self._sources if kept is not source)
             release_ms = error.release_ms if isinstance(error, LeaseRevoked) else None
-            drafts.failures |= {item.seq_id: ProposerFailure(name, str(error), release_ms) for item in items}
+            for item in items:
+                running[item.seq_id].add_error(str(error))
+                drafts.failures[item.seq_id] = ProposerFailure(name, str(error), release_ms)
             return
         ms = drafts.ms[name] = (time.perf_counter() - started) * 1e3
         longest = 0
@@ -276,17 +292,16 @@ class Speculator:
         cost: StepCost,
     ) -> SpeculationUpdate:
         """What a step's verifications teach, for `commit`. Its sequences must not have their new tokens yet."""
-        if not self._sources and drafts is NO_DRAFTS and not self._unrecorded:
-            return NO_UPDATE
-        self._batch = len(plan.items)
-        if drafts is NO_DRAFTS and not self._unrecorded:
+        undrafted = self._without_drafts(plan, drafts)
+        self._batch = len(plan.items) or self._batch
+        if drafts is NO_DRAFTS:
             if cost.num_rows == len(plan.items):
                 self._add_forward(cost.num_rows, cost.step_ms)
-            return NO_UPDATE
+            return SpeculationUpdate(undrafted=undrafted)
         started = time.perf_counter()
         cycles: list[SpecCycle] = []
         states: dict[int, _State] = {}
-        for result in results if drafts is not NO_DRAFTS else ():
+        for result in results:
             seq_id = result.seq_id
             if seq_id in verified:
                 states[seq_id] = self._next_state(result, drafts, verified[seq_id], running[seq_id])
@@ -296,17 +311,16 @@ class Speculator:
                 states[seq_id] = self._states[seq_id].after_silence(result.position)
             if seq_id in drafts.failures:
                 cycles.append(self._failed(result, drafts, cost.forward_ms))
-        cycles += self._not_begun(plan, running, cost.forward_ms)
         if plan.execution_class == "decode":
             self._add_forward(cost.num_rows, cost.step_ms + (time.perf_counter() - started) * 1e3)
-        return SpeculationUpdate(tuple(cycles), states)
+        return SpeculationUpdate(tuple(cycles), states, undrafted)
 
     def commit(self, update: SpeculationUpdate) -> None:
         """The step has happened."""
         self._states.update(cast(Mapping[int, _State], update.states))
 
     def _add_forward(self, num_rows: int, step_ms: float) -> None:
-        for source in self._sources:
+        for source in self._sources if num_rows else ():
             source.meter.add_forward(num_rows, step_ms)
 
     def _next_state(
@@ -326,7 +340,9 @@ class Speculator:
         runs = zip(drafts.proposers[seq_id], drafts.runs[seq_id], verification.forks, strict=True)
         for run, (name, proposal, verdicts) in enumerate(runs):
             won = run == verification.winner
-            sources[name].recent = sources[name].recent.add(len(proposal), sum([one.accepted for one in verdicts]))
+            sources[name].recent = sources[name].recent.add(
+                len(proposal), sum([verdict.accepted for verdict in verdicts])
+            )
             emitted = result.token_ids if won else ()
             times = drafts.ms[name], ms
             decision = self.decision(seq_id)
@@ -365,17 +381,15 @@ class Speculator:
             release_ms=failure.release_ms,
         )
 
-    def _not_begun(self, plan: StepPlan, running: Mapping[int, Sequence], forward_ms: float) -> list[SpecCycle]:
-        """Records of the decisions not to begin speculating for sequences of this step."""
-        cycles = []
-        for item in plan.items if self._unrecorded else ():
-            decision = self._unrecorded.pop(item.seq_id, None)
-            sequence = running[item.seq_id]
-            if decision is not None:
-                name = ", ".join(source.proposer.name for source in self._sources_of(sequence))
-                length = len(sequence.token_ids)
-                cycles.append(SpecCycle(item.seq_id, name, length, (), (), (), 0.0, forward_ms, decision))
-        return cycles
+    def _without_drafts(self, plan: StepPlan, drafts: StepDrafts) -> tuple[Undrafted, ...]:
+        """Why sequences of this step were decoded without draft tokens."""
+        return tuple(
+            [
+                self._undrafted.get(item.seq_id) or Undrafted(item.seq_id, _no_drafts(item))
+                for item in plan.items
+                if item.phase == "decode" and item.seq_id not in drafts.runs and item.seq_id not in drafts.failures
+            ]
+        )
 
     def _costs(self, sequence: Sequence) -> Costs:
         """What a draft token costs, by all of the sequence's proposers together."""
@@ -383,6 +397,14 @@ class Speculator:
         if len(each) == 1:
             return each[0]
         return Costs(sum(costs.token for costs in each), sum(costs.row for costs in each))
+
+
+def _no_drafts(item: PlanItem) -> UndraftedReason:
+    """Why a sequence that wanted draft tokens has none."""
+    if item.num_draft_tokens:
+        return "no_proposal"
+    left = item.sequence.max_output_tokens - item.sequence.num_output_tokens
+    return "last_token" if left <= 1 else "no_room"
 
 
 def _without_refused(proposal: Proposal, matcher: Matcher, output: Items[int]) -> Proposal:

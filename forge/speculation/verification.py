@@ -32,6 +32,7 @@ import numpy as np
 from forge.engine.proposer import Proposal, Verification
 from forge.engine.rng import Purpose, uniform
 from forge.engine.sampling import (
+    BrokenLogits,
     Distribution,
     SampledToken,
     check_logits,
@@ -43,7 +44,7 @@ from forge.engine.sampling import (
     sampled_token,
 )
 from forge.engine.sampling_params import SamplingParams
-from forge.engine.structured_output import Matcher
+from forge.engine.structured_output import Matcher, MatcherError
 from forge.trace.records import TokenVerdict
 
 Acceptance = Literal["gumbel", "rejection"]
@@ -100,7 +101,7 @@ def verify_runs(
     its draws under `rejection`. matcher: which tokens may be emitted; asked for every row that is needed, with the
     tokens emitted so far. Without draft tokens the emitted token is `choose`'s.
 
-    Raises `BrokenLogits` if a row that is needed holds a NaN or +infinity, `MatcherError` if the matcher does, and
+    Raises `BrokenLogits` if the first row holds a NaN or +infinity, `MatcherError` if the matcher fails there, and
     ValueError for a draft token outside the vocabulary or one that cannot have come from the distribution beside it.
     """
     for rows, proposal in zip(logits, proposals, strict=True):
@@ -145,7 +146,12 @@ def _verify(proposals: Sequence[Proposal], decide: Decide) -> Verification:
     for index in range(max(map(len, proposals)) + 1):
         winner = agreeing[0]  # the others have the same rows: they hold the same tokens
         drafts = [_draft_token(run, proposals[run], index) for run in agreeing if index < len(proposals[run])]
-        sampled, judged = decide(winner, index, drafts)
+        try:
+            sampled, judged = decide(winner, index, drafts)
+        except (BrokenLogits, MatcherError):
+            if not emitted:
+                raise
+            break  # the tokens before stand; the next step computes this row again, and the sequence ends there
         emitted.append(sampled)
         for draft, verdict in zip(drafts, judged, strict=True):
             verdicts[draft.run].append(verdict)

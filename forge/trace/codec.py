@@ -112,11 +112,11 @@ def _union(members: tuple[Any, ...]) -> Codec:
     records = [member for member in members if _is_record(member)]
     if len(records) > 1:
         return _tagged(records, NoneType in members)
-    others = [member for member in members if member not in (NoneType, *records)]
-    codecs = [codec_of(member) for member in (*records, *others)]
+    plain_types = [member for member in members if member not in (NoneType, *records)]
+    codecs = [codec_of(member) for member in (*records, *plain_types)]
 
     def encode(value: Any) -> Any:
-        if value is None or not (records or len(others) == 1):
+        if value is None or not (records or len(plain_types) == 1):
             return value
         return codecs[0].encode(value)
 
@@ -160,12 +160,12 @@ def _record(kind: type) -> Codec:
     renamed = {former: name for former, name in FORMERLY.items() if name in codecs}
 
     def encode(value: Any) -> dict[str, Any]:
-        found = {}
+        values = {}
         for name, codec in codecs.items():
             item, default = getattr(value, name), defaults[name]
             if default is MISSING or type(item) is not type(default) or item != default:
-                found[name] = codec.encode(item)
-        return found
+                values[name] = codec.encode(item)
+        return values
 
     def decode(value: Any, where: str) -> Any:
         _require(value, dict, where)

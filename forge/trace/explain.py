@@ -10,21 +10,26 @@ A new kind of reason is added to `Reason`; `assert_never` then makes mypy name e
 from collections.abc import Callable
 from typing import assert_never
 
-from forge.trace.records import (
-    AdmitRecord,
+from forge.reasons import (
+    BudgetOption,
     Deferred,
     ExecutionClass,
-    FinishRecord,
     HostPoolFull,
     MaxNumSeqs,
     NoBlocks,
     NoBudget,
     Phase,
     PoolExhausted,
+    WaitReason,
+)
+from forge.trace.records import (
+    AdmitRecord,
+    FinishRecord,
     PreemptRecord,
     RouteRecord,
     SpecCycle,
-    WaitReason,
+    SpecDecision,
+    Undrafted,
 )
 from forge.trace.timeline import Cause, Preemption, RequestTimeline, Wait
 
@@ -52,8 +57,8 @@ def explain(reason: Reason, name: NameOf = _seq) -> str:
             return f"no_blocks: needs {needed}, free {free}"
         case MaxNumSeqs(limit):
             return f"max_num_seqs: {limit} run"
-        case NoBudget(limit):
-            return f"budget: the step's {limit} tokens are spent"
+        case NoBudget(limit, option):
+            return f"budget: too few of the step's {_budget(limit, option)} are left"
         case Deferred(owner, num_tokens):
             return f"deferred: {name(owner)} computes the same {num_tokens}-token prefix"
         case HostPoolFull(needed, free):
@@ -101,13 +106,45 @@ def explain_cycle(cycle: SpecCycle) -> str:
     """
     if cycle.error is not None:
         return f"{cycle.proposer} is left out: {cycle.error}"
-    if not cycle.proposed:
-        return f"{cycle.proposer} is not asked"
     text = f"{cycle.proposer} {cycle.num_accepted} of {len(cycle.proposed)}{'' if cycle.won else ', another draft won'}"
     caches = [f"KV {' > '.join(map(str, cycle.target_positions))}"]
     if cycle.draft_positions is not None:
         caches.append(f"draft's {' > '.join(map(str, cycle.draft_positions))}")
     return f"{text}; {', '.join(caches)}; {cycle.draft_ms:.1f} + {cycle.target_ms:.1f} ms"
+
+
+def explain_undrafted(undrafted: Undrafted) -> str:
+    """`7 plain steps to go, to know what one takes`, `draft tokens do not pay (predicted 0.9 x); again in 63 …`."""
+    match undrafted.reason:
+        case "measures":
+            return f"{_plural(undrafted.left or 0, 'plain step')} to go, to know what one takes"
+        case "off":
+            return f"{why_off(undrafted.decision)}{_again(undrafted)}"
+        case "no_proposal":
+            return "no proposer had a proposal"
+        case "pauses":
+            return f"no proposer had a proposal for a while{_again(undrafted)}"
+        case "no_room":
+            return "no block, or no token of the step, is left for draft tokens"
+        case "last_token":
+            return "its last token"
+        case "not_wanted":
+            return "none wanted, or no proposer left"
+        case _:
+            assert_never(undrafted.reason)
+
+
+def why_off(decision: SpecDecision | None) -> str:
+    """Why speculation is off for a sequence: `draft tokens do not pay (predicted 0.90 x, acceptance 20 %)`."""
+    if decision is None:
+        return "draft tokens do not pay"
+    rate = "" if decision.accept_rate is None else f", acceptance {decision.accept_rate * 100:.0f} %"
+    pays = "even accepted draft tokens would not pay" if decision.reason == "cannot_win" else "draft tokens do not pay"
+    return f"{pays} (predicted {decision.speed_up:.2f} x{rate})"
+
+
+def _again(undrafted: Undrafted) -> str:
+    return "" if undrafted.left is None else f"; again in {_plural(undrafted.left, 'token')}"
 
 
 def explain_finish(finish: FinishRecord) -> str:
@@ -132,7 +169,7 @@ def explain_finish(finish: FinishRecord) -> str:
 def explain_request(request: RequestTimeline) -> tuple[str, ...]:
     """A line for each wait and each preemption of a sequence, and for an end that needs a reason, in order."""
     told = [(wait.first_step, 1, explain_wait(wait, request.seq_id)) for wait in request.waits]
-    told += [(one.step, 0, explain_preempted(one)) for one in request.preemptions]
+    told += [(preemption.step, 0, explain_preempted(preemption)) for preemption in request.preemptions]
     lines = [line for _, _, line in sorted(told)]
     if request.finish is not None and (request.finish.why is not None or request.finish.error is not None):
         lines.append(f"ended: {explain_finish(request.finish)}")
@@ -167,21 +204,34 @@ def explain_preempted(preemption: Preemption) -> str:
 
 def _because(cause: Cause, seq_id: int) -> str:
     """Why a sequence waited: its own reason, or that of the sequence at the front of the queue before it."""
-    own, front = cause.seq_id == seq_id, _seq(cause.seq_id)
-    behind = "" if own else "queued behind other requests; " if cause.others_before else f"queued behind {front}; "
+    is_own, front = cause.seq_id == seq_id, _seq(cause.seq_id)
+    behind = "" if is_own else "queued behind other requests; " if cause.others_before else f"queued behind {front}; "
     match cause.reason:
         case NoBlocks(needed, free):
             who = f"{behind}the last, {front}," if cause.others_before else f"queued behind {front}, which"
-            who = "it" if own else who
+            who = "it" if is_own else who
             return f"{who} needed {_plural(needed, 'block')} and {free} {'was' if free == 1 else 'were'} free"
         case MaxNumSeqs(limit):
             return f"{behind}{_plural(limit, 'sequence')} ran, the limit (--max-num-seqs)"
-        case NoBudget(limit):
-            return f"{behind}other sequences had the step's {_plural(limit, 'token')} (--max-num-batched-tokens)"
+        case NoBudget(limit, option):
+            return f"{behind}other sequences had the step's {_budget(limit, option)} (--{option.replace('_', '-')})"
         case Deferred(owner, num_tokens):
             return f"{behind}deferred while {_seq(owner)} computed the same {num_tokens}-token prefix"
         case _:
             assert_never(cause.reason)
+
+
+def _budget(limit: int, option: BudgetOption) -> str:
+    """`512 tokens`, `2048 prefill-only tokens`."""
+    match option:
+        case "max_num_batched_tokens":
+            return _plural(limit, "token")
+        case "prefill_only_tokens":
+            return _plural(limit, "prefill-only token")
+        case "prefill_only_memory":
+            return f"{_plural(limit, 'byte')} for prefill-only requests"
+        case _:
+            assert_never(option)
 
 
 def _victim_of(preemption: PreemptRecord, name: NameOf) -> str:

@@ -31,7 +31,7 @@ class Pauses:
         return moment - self._seconds[bisect_right(self._ends, moment)]
 
     def step(self, record: StepRecord) -> StepRecord:
-        arrived = tuple(replace(one, arrived=self.without(one.arrived)) for one in record.arrived)
+        arrived = tuple(replace(arrival, arrived=self.without(arrival.arrived)) for arrival in record.arrived)
         return replace(record, started=self.without(record.started), ended=self.without(record.ended), arrived=arrived)
 
     def metrics(self, metrics: RequestMetrics) -> RequestMetrics:

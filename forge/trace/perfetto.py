@@ -24,7 +24,8 @@ def perfetto_object(trace: Trace) -> dict[str, Any]:
     """The whole file. Times are microseconds from the run's first arrival or step."""
     requests = timeline_of(trace.steps, trace.ends).requests()
     origin = min(
-        [step.started for step in trace.steps] + [one.arrived for one in requests if one.arrived is not None],
+        [step.started for step in trace.steps]
+        + [request.arrived for request in requests if request.arrived is not None],
         default=0.0,
     )
     events = [*_names(trace, requests)]

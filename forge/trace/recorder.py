@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forge import __version__
-from forge.errors import ForgeError
+from forge.errors import ForgeError, file_error
 from forge.trace.codec import codec_of
 from forge.trace.records import EndRecord, StepRecord
 
@@ -71,7 +71,7 @@ class TraceWriter:
         try:
             self._file: TextIOWrapper = path.open("w", encoding="utf-8", newline="\n", buffering=1)
         except OSError as error:
-            raise TraceError(f"{path}: cannot write the trace: {error.strerror or error}") from None
+            raise file_error(f"{path}: cannot write the trace", error) from None
 
     def __enter__(self) -> "TraceWriter":
         return self
@@ -94,18 +94,19 @@ class TraceWriter:
         try:
             self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
         except OSError as error:
-            raise TraceError(f"{self._path}: cannot write the trace: {error.strerror or error}") from None
+            raise file_error(f"{self._path}: cannot write the trace", error) from None
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace. Raises `TraceError`, with the number of the line, for a file that is no trace or is damaged.
+    """Read a trace. Raises `TraceError`, with the number of the line, for a file that is no trace or is damaged, and
+    `UsageError` for one that is not there.
 
     A last line that was cut off is left out, and the trace's `note` says so.
     """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise TraceError(f"{path}: cannot read the trace: {error.strerror or error}") from None
+        raise file_error(f"{path}: cannot read the trace", error) from None
     cut = lines.pop()
     header = _header(path, lines[0] if lines else cut)
     records = [_record(path, number, line) for number, line in enumerate(lines[1:], start=2)]

@@ -9,19 +9,20 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal, NamedTuple
 
+from forge.reasons import (
+    ExecutionClass,
+    FinishReason,
+    HostPoolFull,
+    Phase,
+    PoolExhausted,
+    PreemptionMode,
+    SpecReason,
+    UndraftedReason,
+    WaitReason,
+)
+
 FORMERLY = {"leader": "owner", "num_guesses": "num_draft_tokens", "oneshot": "prefill_only"}
 """From the names and values of fields in traces written before they were renamed to those of now."""
-
-AGING_TOKENS = 16
-"""What each earlier arrival counts in the admission order `sjf-aged`."""
-
-Phase = Literal["prefill", "decode", "prefill_only"]
-"""`prefill_only`: a judge, a score, an embedding; it needs one forward pass over its prompt and no decode."""
-Pooling = Literal["last", "mean"]
-ExecutionClass = Literal["prefill_only", "mixed", "decode"]
-"""`decode` where every sequence of a step decodes, `prefill_only` where all its requests are, else `mixed`."""
-FinishReason = Literal["stop", "length", "abort", "error"]
-PreemptionMode = Literal["recompute", "swap"]
 
 
 class ItemRecord(NamedTuple):
@@ -71,14 +72,6 @@ class Execution:
 
 
 @dataclass(frozen=True)
-class PoolExhausted:
-    """The sequence has as many tokens as the whole cache has room for, so its length is at its end."""
-
-    num_tokens: int
-    """Tokens that the pool holds."""
-
-
-@dataclass(frozen=True)
 class FinishRecord:
     """A sequence ended."""
 
@@ -90,52 +83,10 @@ class FinishRecord:
     """The stop string or the token id that ended it."""
     error: str | None = None
     """What went wrong, where `reason` is `error` and it is known."""
+    by_request: bool = False
+    """The error is of the request's own making, such as a grammar that needs too much work: it would come again."""
     why: PoolExhausted | None = None
     """Why the sequence ended before it had all the tokens that were asked for, where `reason` is `length`."""
-
-
-@dataclass(frozen=True)
-class NoBlocks:
-    """Too few free blocks for the sequence's tokens, once the running sequences have what they need in this step."""
-
-    needed: int
-    free: int
-
-
-@dataclass(frozen=True)
-class MaxNumSeqs:
-    """The limit of running sequences is reached."""
-
-    limit: int
-
-
-@dataclass(frozen=True)
-class NoBudget:
-    """The step's token budget is spent on sequences before this one."""
-
-    limit: int
-    """Tokens that a step may compute."""
-
-
-@dataclass(frozen=True)
-class HostPoolFull:
-    """The host's pool has too few free blocks to swap to."""
-
-    needed: int
-    free: int
-
-
-@dataclass(frozen=True)
-class Deferred:
-    """The sequence begins with blocks that another one is computing in this step; in the next step they are cached."""
-
-    owner: int
-    """The prefix owner: the sequence that computes the shared blocks."""
-    num_tokens: int
-    """Tokens that need not be computed twice."""
-
-
-WaitReason = NoBlocks | MaxNumSeqs | NoBudget | Deferred
 
 
 @dataclass(frozen=True)
@@ -197,7 +148,7 @@ class PreemptRecord:
     free: int
     """Blocks that were free."""
     policy: str
-    """How the victim was chosen: `lifo`, `least-progressed`, `priority`."""
+    """How the victim was chosen: `lifo`, `lifo-others`, `least-progressed`, `priority`."""
     mode: PreemptionMode
     tokens_lost: int
     """Computed tokens that must be computed again; 0 where they were swapped out."""
@@ -394,6 +345,8 @@ class StepRecord:
     """Where every block is; only where requested, because it is as long as the pool."""
     cycles: "tuple[SpecCycle, ...]" = ()
     """What was drafted, and what verification made of it."""
+    undrafted: "tuple[Undrafted, ...]" = ()
+    """The sequences that were decoded without draft tokens although there are proposers, and why."""
     execution: Execution | None = None
     """How the forward was launched, on a device that may replay a captured graph."""
     planned_ahead: bool = False
@@ -457,8 +410,8 @@ class RequestTimes:
     @property
     def decode_tokens_per_second(self) -> float | None:
         """Tokens after the first per second between the first and the last; None with fewer than two."""
-        each = self.time_per_output_token_ms
-        return 1e3 / each if each else None
+        per_token = self.time_per_output_token_ms
+        return 1e3 / per_token if per_token else None
 
 
 def _milliseconds(begun: float | None, ended: float | None) -> float | None:
@@ -539,9 +492,6 @@ class TokenVerdict:
     """The number between 0 and 1 that decided; None if another draft's token had been accepted already."""
 
 
-SpecReason = Literal["fixed", "wins", "turned_down", "loses", "waits", "probes", "on_again", "cannot_win"]
-
-
 @dataclass(frozen=True)
 class SpecDecision:
     """The draft length of a sequence in its next step, and why."""
@@ -555,6 +505,23 @@ class SpecDecision:
     """Accepted over proposed in the last 50 cycles; None before the first."""
     retry_in: int | None = None
     """While speculation is off: output tokens until it is tried again; None if it never is."""
+
+
+class Undrafted(NamedTuple):
+    """A sequence that a step decoded without draft tokens although there are proposers, and why.
+
+    `measures`: plain steps come first, to know what one takes. `off`: draft tokens do not pay, as `decision` says.
+    `no_proposal`: no proposer had one. `pauses`: none had one for a while, so none was asked. `no_room`: no block, or
+    no token of the step's budget, was left for one. `last_token`: the sequence ends with this token. `not_wanted`: the
+    request wants none, or its proposers are gone.
+    """
+
+    seq_id: int
+    reason: UndraftedReason
+    left: int | None = None
+    """`measures`: plain steps to come, with this one. `off` and `pauses`: output tokens until it is tried again."""
+    decision: SpecDecision | None = None
+    """`off`: the decision that it follows."""
 
 
 class CachedPositions(NamedTuple):
@@ -615,3 +582,8 @@ class SpecCycle:
     def num_accepted(self) -> int:
         """Accepted tokens."""
         return sum(verdict.accepted for verdict in self.verdicts)
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens that the sequence got from it."""
+        return len(self.emitted)

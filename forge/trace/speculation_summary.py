@@ -6,7 +6,7 @@ verifying K draft tokens costs as much as one row, and with the measured cost of
 the second prediction and the measured figure is work outside the models.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -54,23 +54,34 @@ def add_cycles(found: dict[str, DraftTotals], cycles: Iterable[tuple[str, int, i
     of them were accepted, and whether it won."""
     proposed = [cycle for cycle in cycles if cycle[1]]
     for cycle in proposed:
-        others = [other[2] for other in proposed if other is not cycle]
-        found.setdefault(cycle[0], DraftTotals(cycle[0])).add(*cycle[1:], max(others, default=0))
+        rivals = [rival[2] for rival in proposed if rival is not cycle]
+        found.setdefault(cycle[0], DraftTotals(cycle[0])).add(*cycle[1:], max(rivals, default=0))
 
 
 def draft_totals(steps: Iterable[Sequence[SpecCycle]]) -> tuple[DraftTotals, ...]:
     """The totals of every proposer that proposed, from the cycles of each step."""
-    found: dict[str, DraftTotals] = {}
+    totals: dict[str, DraftTotals] = {}
     for cycles in steps:
         by_sequence: dict[int, list[tuple[str, int, int, bool]]] = defaultdict(list)
         for cycle in cycles:
             numbers = (cycle.proposer, len(cycle.proposed), cycle.num_accepted, cycle.won)
             by_sequence[cycle.seq_id].append(numbers)
-        for own in by_sequence.values():
-            add_cycles(found, own)
+        for cycles_of_sequence in by_sequence.values():
+            add_cycles(totals, cycles_of_sequence)
         for name, milliseconds in {cycle.proposer: cycle.draft_ms for cycle in cycles if cycle.proposed}.items():
-            found[name].ms += milliseconds
-    return tuple(found.values())
+            totals[name].ms += milliseconds
+    return tuple(totals.values())
+
+
+def undrafted_counts(records: Iterable[StepRecord]) -> dict[str, int]:
+    """How many decodes had no draft tokens, by reason: that of `Undrafted`, or of its decision."""
+    return dict(
+        Counter(
+            undrafted.decision.reason if undrafted.decision is not None else undrafted.reason
+            for record in records
+            for undrafted in record.undrafted
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -210,6 +221,16 @@ class SpeculationSummary:
         """The same with the measured cost of verification in place of the 1."""
         passes = 1 + self.drafting_share * (self.verify_cost - 1)
         return self.tokens_per_pass / (passes + self.drafted_per_step * self.draft_cost)
+
+    def predicted_for(self, k: int) -> float:
+        """The speed-up with K draft tokens in each cycle, where a verification costs more by the same for each row."""
+        row = max(0.0, self.verify_cost - 1) / self.mean_k
+        return self.expected_tokens(k) / (1 + k * (row + self.draft_cost))
+
+    def best_k(self, most: int) -> int:
+        """The K up to `most` for which the greatest speed-up is predicted; 0 where none is above 1."""
+        best = max(range(1, most + 1), key=self.predicted_for)
+        return best if self.predicted_for(best) > 1 else 0
 
     @property
     def measured(self) -> float:

@@ -1,32 +1,31 @@
 """The timeline of every request: its times, waits, preemptions, forwards and draft cycles, read from `StepRecord`s.
 
-`Timeline` is the one reader of step records. The engine feeds one while it runs and takes `RequestMetrics` from it; the
-server, the views, replay and the exports read the same class, so that all of them tell the same story. It holds plain
-data and never touches the engine: a recorded run gives the timeline that the run itself had.
+The engine writes what happens into the `journal` and calls no reader; a timeline reads the journal when it is asked.
+The server, the views, replay and the exports read records by the same class, so a recorded run has the timeline that
+the run itself had.
 
-A step's record names the sequence at the front of the queue and the reason why it waits; the sequences behind it wait
-for it. To keep a step's cost independent of the length of the queue, `Timeline` counts each kind of reason once per
-step, for the whole queue; what held for one sequence is the difference between two moments.
+Why did a sequence wait? One tally for the whole queue counts the steps in which its front waited for each kind of
+reason. A wait notes the tally when it begins, and advances its note in steps in which the sequence had a reason of its
+own; the difference at the end is what it waited for behind others.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from forge.reasons import AGING_TOKENS, Deferred, FinishReason, WaitReason
 from forge.trace.records import (
-    AGING_TOKENS,
     AdmitRecord,
     ArriveRecord,
     CachedPositions,
-    Deferred,
     EndRecord,
-    FinishReason,
     FinishRecord,
     PreemptRecord,
     RequestMetrics,
     RequestTimes,
+    SpecCycle,
     StepRecord,
-    WaitReason,
     WaitRecord,
 )
 
@@ -103,6 +102,12 @@ class DraftCycle:
     target_positions: CachedPositions
     draft_positions: CachedPositions | None
 
+    @classmethod
+    def of(cls, cycle: SpecCycle, step: int) -> "DraftCycle":
+        """The numbers of a cycle of one step."""
+        counts = len(cycle.proposed), cycle.num_accepted, len(cycle.emitted)
+        return cls(step, cycle.proposer, *counts, cycle.won, cycle.target_positions, cycle.draft_positions)
+
 
 @dataclass(frozen=True)
 class RequestTimeline(RequestTimes):
@@ -154,7 +159,7 @@ class RequestTimeline(RequestTimes):
     @property
     def tokens_recomputed(self) -> int:
         """Tokens that were computed before a preemption and again after it."""
-        return sum(one.tokens_recomputed for one in self.preemptions)
+        return sum(preemption.tokens_recomputed for preemption in self.preemptions)
 
     @property
     def steps_waited(self) -> int:
@@ -163,11 +168,48 @@ class RequestTimeline(RequestTimes):
 
 
 @dataclass(slots=True)
+class _Tally:
+    """The steps in which the front of the queue waited for one kind of reason, over the whole run."""
+
+    front: WaitRecord
+    """As of the last of these steps."""
+    previous: WaitRecord
+    """Of the sequence that was at the front before that one."""
+    steps: int = 0
+    changes: int = 0
+    """How often another sequence came to the front."""
+    last_step: int = 0
+
+    def add(self, front: WaitRecord, step: int) -> bool:
+        """Count a step; whether another sequence has come to the front."""
+        changed = self.front.seq_id != front.seq_id or not self.steps
+        if changed:
+            self.previous = self.front
+        self.front, self.last_step = front, step
+        self.steps, self.changes = self.steps + 1, self.changes + changed
+        return changed
+
+
+@dataclass(slots=True)
+class _OpenWait:
+    """A wait that has not ended."""
+
+    after: QueuedAfter
+    first_step: int
+    since: float
+    before: dict[type, tuple[int, int]]
+    """By kind of reason: the steps and changes of the tally that are not this wait's."""
+    own: dict[type, tuple[WaitRecord, int, int]] = field(default_factory=dict)
+    """By kind: the sequence's own reason, in how many steps it had one, and the last of them."""
+
+
+@dataclass(slots=True)
 class _Sequence:
     """What is known of a sequence so far."""
 
     seq_id: int
     request: ArriveRecord | None = None
+    """None for one that is met before its arrival, in a trace from the middle of a run."""
     sample: int = 0
     arrival: int = 0
     """Its request's place in the order of arrival."""
@@ -193,100 +235,19 @@ class _Sequence:
     def last_token(self) -> float | None:
         return self.token_steps[-1].ended if self.token_steps else None
 
-    def timeline(self, waiting: Wait | None) -> RequestTimeline:
-        """`waiting`: its wait that has not ended."""
-        request = self.request
-        return RequestTimeline(
-            self.seq_id,
-            request.request_id if request else None,
-            self.sample,
-            request.num_prompt_tokens if request else None,
-            request.arrived if request else None,
-            self.admitted,
-            self.first_token,
-            self.last_token,
-            len(self.token_steps),
-            self.tokens_cached,
-            tuple(self.forwards),
-            tuple(self.rows),
-            tuple(self.token_steps),
-            self.finish,
-            self.finished_step,
-            tuple(self.admissions),
-            (*self.waits, waiting) if waiting else tuple(self.waits),
-            tuple(self.preemptions),
-            tuple(self.cycles),
-        )
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Over the whole run: the steps in which the front of the queue waited for one kind of reason."""
-
-    reason: WaitReason
-    front: int
-    """The sequence at the front, as of the last of these steps."""
-    steps: int = 0
-    changes: int = 0
-    """How often another sequence came to the front."""
-    last_step: int = 0
-
-
-@dataclass(slots=True)
-class _OwnReason:
-    """The steps in which a waiting sequence had a reason of its own, of one kind."""
-
-    reason: WaitReason
-    steps: int = 0
-    last_step: int = 0
-
-
-@dataclass(slots=True)
-class _Apart:
-    """Of one kind of reason, what the run's tally counted in steps in which a sequence had a reason of its own."""
-
-    steps: int = 0
-    changes: int = 0
-
-
-@dataclass(slots=True)
-class _OpenWait:
-    """A wait that has not ended."""
-
-    after: QueuedAfter
-    first_step: int
-    since: float
-    tallies_before: dict[type, tuple[int, int]]
-    """Of each kind of reason, the tally's steps and changes when the wait began."""
-    own: dict[type, _OwnReason] = field(default_factory=dict)
-    apart: dict[type, _Apart] = field(default_factory=dict)
-    front_before: dict[type, tuple[WaitReason, int]] = field(default_factory=dict)
-    """Of each kind, the reason and the front of the queue before this sequence came to the front itself."""
-
-
-class _Sequences(dict[int, _Sequence]):
-    """By sequence id. One that is met before its arrival (a trace from the middle of a run) is entered as unknown."""
-
-    def __init__(self, without_admission: set[int]):
-        self._without_admission = without_admission
-
-    def __missing__(self, seq_id: int) -> _Sequence:
-        self._without_admission.add(seq_id)
-        found = self[seq_id] = _Sequence(seq_id)
-        return found
-
 
 class Timeline:
-    """The timelines of all requests of one engine, fed step by step.
+    """The timelines of all requests of one engine, read step by step.
 
-    `arrive` and `add` take records in the order in which things happened, `end` what ended between two steps, and
-    `forget` drops a sequence, which bounds the memory. `request` and `metrics` may be asked for at any time.
+    `request`, `metrics` and the queue may be asked for at any time. `forget` drops a sequence, which bounds the memory.
     """
 
     def __init__(self) -> None:
+        self.journal: deque[StepRecord | ArriveRecord | FinishRecord] = deque()
+        """What the engine wrote and has not been read: steps, and what happened between them."""
+        self._sequences: dict[int, _Sequence] = {}
         self._without_admission: set[int] = set()
         """Sequences that begin without an `AdmitRecord`: samples after a request's first, and unknown ones."""
-        self._sequences = _Sequences(self._without_admission)
         self._told: set[int] = set()
         """The first sequence of each request that `arrive` told of and no step's record has named yet."""
         self._seq_ids: dict[str, tuple[int, ...]] = {}
@@ -302,6 +263,23 @@ class Timeline:
 
     # Records in
 
+    def read(self) -> None:
+        """Read the journal to its end.
+
+        After an exception in between (Ctrl-C) the next call goes on: an arrival or an end is taken in again, which
+        changes nothing; of a step, times and counts may be missing.
+        """
+        while self.journal:
+            entry = self.journal[0]
+            if isinstance(entry, StepRecord):
+                self.add(self.journal.popleft())  # type: ignore[arg-type]
+                continue
+            if isinstance(entry, ArriveRecord):
+                self.arrive(entry)
+            else:
+                self.end(entry.seq_id, entry.reason)
+            self.journal.popleft()
+
     def arrive(self, request: ArriveRecord) -> None:
         """Take in a request as soon as it is queued. The next step's record names it again, which changes nothing, even
         if it has ended and been forgotten meanwhile."""
@@ -310,143 +288,166 @@ class Timeline:
 
     def add(self, record: StepRecord) -> None:
         """Take in the next step."""
-        if record.arrived:
-            for request in record.arrived:
-                if request.seq_ids[0] in self._told:
-                    self._told.discard(request.seq_ids[0])
-                else:
-                    self._arrive(request, record.step)
-        if record.admitted:
-            for admission in record.admitted:
-                self._admit(admission, record)
-        if record.preempted:
-            for preemption in record.preempted:
-                self._preempt(preemption, record)
+        for request in record.arrived:
+            if request.seq_ids[0] in self._told:
+                self._told.discard(request.seq_ids[0])
+            else:
+                self._arrive(request, record.step)
+        for admission in record.admitted:
+            self._admit(admission, record)
+        for preemption in record.preempted:
+            self._preempt(preemption, record)
+        if record.execution_class == "prefill_only" or (record.items and record.items[-1].phase == "prefill_only"):
+            self._begin_prefill_only(record)  # they come last
         if record.waiting:
             self._count_waits(record.waiting, record)
         self._step, self._now = record.step, record.ended
-        sequences = self._sequences
-        times = StepSpan(record.step, record.started, record.ended, record.forward_ms)
-        for (
-            seq_id,
-            _,
-            _,
-            num_tokens,
-            _,
-            num_draft_tokens,
-        ) in record.items:  # faster than by field: there may be thousands
-            own = sequences[seq_id]
-            own.forwards.append(times)
-            own.rows.append(num_tokens + num_draft_tokens)
+        sequences, span = self._sequences, StepSpan(record.step, record.started, record.ended, record.forward_ms)
+        for seq_id, _, _, num_tokens, _, num_draft_tokens in record.items:  # by place: there may be thousands
+            sequence = sequences.get(seq_id) or self._unknown(seq_id)
+            sequence.forwards.append(span)
+            sequence.rows.append(num_tokens + num_draft_tokens)
         for token in record.tokens:
-            sequences[token.seq_id].token_steps.append(times)
-        if record.execution_class == "prefill_only" or (record.items and record.items[-1].phase == "prefill_only"):
-            self._begin_prefill_only(record)  # they come last
+            (sequences.get(token.seq_id) or self._unknown(token.seq_id)).token_steps.append(span)
         if self._without_admission:
             self._begin_without_admission(record)
-        if record.cycles:
-            self._count_cycles(record)
-        if record.finished:
-            for finish in record.finished:
-                self._finish(finish)
+        for cycle in record.cycles:
+            self._known(cycle.seq_id).cycles.append(DraftCycle.of(cycle, record.step))
+        for finish in record.finished:
+            self._finish(finish)
 
     def end(self, seq_id: int, reason: FinishReason) -> None:
         """End a sequence between two steps, unless it has ended."""
-        if self._sequences[seq_id].finish is None:
+        if self._known(seq_id).finish is None:
             self._finish(FinishRecord(seq_id, reason))
 
     def end_request(self, record: EndRecord) -> None:
         """End all sequences of a request that have not, as a recorded run says of requests that ended between steps."""
-        for seq_id, reason in zip(self._seq_ids.get(record.request_id, ()), record.reasons, strict=False):
-            self.end(seq_id, reason)
+        if seq_ids := self._seq_ids.get(record.request_id):
+            for seq_id, reason in zip(seq_ids, record.reasons, strict=True):
+                self.end(seq_id, reason)
 
     def forget(self, seq_id: int) -> None:
         """Drop a sequence."""
-        own = self._sequences.pop(seq_id, None)
-        if (
-            own is not None
-            and own.request is not None
-            and self._seq_ids.get(own.request.request_id) == own.request.seq_ids
-        ):
-            del self._seq_ids[own.request.request_id]
+        self.read()
+        sequence = self._sequences.pop(seq_id, None)
+        request = sequence.request if sequence is not None else None
+        if request is not None and self._seq_ids.get(request.request_id) == request.seq_ids:
+            del self._seq_ids[request.request_id]
         self._leave(seq_id)
 
     # Timelines out
 
     def __contains__(self, seq_id: int) -> bool:
+        self.read()
         return seq_id in self._sequences
 
     @property
     def running(self) -> tuple[int, ...]:
         """Sequences that have a place in the batch after the last step, in the order of admission."""
+        self.read()
         return tuple(self._running)
 
     def queue(self, order: str = "fcfs", most: int | None = None) -> tuple[int, ...]:
         """Sequences that wait for a place, in the order in which they will get one; the first `most`. order: the name
         of one of the engine's admission orders."""
+        self.read()
         return tuple(sorted(self._waiting, key=lambda seq_id: self._queue_key(seq_id, order))[:most])
 
     def request(self, seq_id: int) -> RequestTimeline:
-        """The timeline of one sequence until now."""
-        return self._sequences[seq_id].timeline(self._wait(seq_id, self._step, self._now, ended=False))
+        """The timeline of one sequence until now. Raises `KeyError` for one that is not known."""
+        self.read()
+        sequence, waiting = self._sequences[seq_id], self._wait(seq_id, self._step, self._now, ended=False)
+        request = sequence.request
+        return RequestTimeline(
+            seq_id=seq_id,
+            request_id=request.request_id if request else None,
+            sample=sequence.sample,
+            num_prompt_tokens=request.num_prompt_tokens if request else None,
+            arrived=request.arrived if request else None,
+            admitted=sequence.admitted,
+            first_token=sequence.first_token,
+            last_token=sequence.last_token,
+            num_output_tokens=len(sequence.token_steps),
+            tokens_cached=sequence.tokens_cached,
+            forwards=tuple(sequence.forwards),
+            rows=tuple(sequence.rows),
+            token_steps=tuple(sequence.token_steps),
+            finish=sequence.finish,
+            finished_step=sequence.finished_step,
+            admissions=tuple(sequence.admissions),
+            waits=(*sequence.waits, *([waiting] if waiting else ())),
+            preemptions=tuple(sequence.preemptions),
+            cycles=tuple(sequence.cycles),
+        )
 
     def requests(self) -> tuple[RequestTimeline, ...]:
         """The timelines of all sequences, in the order of their ids."""
+        self.read()
         return tuple(self.request(seq_id) for seq_id in sorted(self._sequences))
 
     def metrics(self, seq_id: int) -> RequestMetrics:
         """The metrics of one sequence until now. Its arrival must be known."""
-        own = self._sequences[seq_id]
-        assert own.request is not None, f"no arrival of sequence {seq_id}"
+        self.read()
+        sequence = self._sequences[seq_id]
+        assert sequence.request is not None, f"no arrival of sequence {seq_id}"
         return RequestMetrics(
-            num_prompt_tokens=own.request.num_prompt_tokens,
-            num_output_tokens=len(own.token_steps),
-            arrived=own.request.arrived,
-            first_token=own.first_token,
-            last_token=own.last_token,
-            forward_ms=tuple([step.forward_ms for step in own.forwards]),
-            forward_tokens=tuple(own.rows),
-            admitted=own.admitted,
-            times_preempted=len(own.preemptions),
-            tokens_recomputed=sum([one.tokens_recomputed for one in own.preemptions]),
-            tokens_cached=own.tokens_cached,
+            num_prompt_tokens=sequence.request.num_prompt_tokens,
+            num_output_tokens=len(sequence.token_steps),
+            arrived=sequence.request.arrived,
+            first_token=sequence.first_token,
+            last_token=sequence.last_token,
+            forward_ms=tuple([span.forward_ms for span in sequence.forwards]),
+            forward_tokens=tuple(sequence.rows),
+            admitted=sequence.admitted,
+            times_preempted=len(sequence.preemptions),
+            tokens_recomputed=sum([preemption.tokens_recomputed for preemption in sequence.preemptions]),
+            tokens_cached=sequence.tokens_cached,
         )
 
     # Arrivals, admissions, preemptions, ends
 
+    def _known(self, seq_id: int) -> _Sequence:
+        return self._sequences.get(seq_id) or self._unknown(seq_id)
+
+    def _unknown(self, seq_id: int) -> _Sequence:
+        """Enter a sequence whose arrival the records do not have."""
+        self._without_admission.add(seq_id)
+        sequence = self._sequences[seq_id] = _Sequence(seq_id)
+        return sequence
+
     def _arrive(self, request: ArriveRecord, first_step: int) -> None:
-        """The first sample waits in the queue; the others begin when the prompt that they share has been computed."""
-        first, *others = request.seq_ids
+        """The first sample waits in the queue; further ones begin when the prompt that they share has been computed."""
         self._seq_ids[request.request_id] = request.seq_ids
         self._num_arrived += 1
-        self._sequences[first] = _Sequence(first, request, arrival=self._num_arrived)
-        self._waiting[first] = self._open_wait("arrival", first_step, request.arrived)
-        for sample, seq_id in enumerate(others, start=1):
+        for sample, seq_id in enumerate(request.seq_ids):
             self._sequences[seq_id] = _Sequence(seq_id, request, sample, self._num_arrived)
-            self._without_admission.add(seq_id)
+        self._without_admission.update(request.seq_ids[1:])
+        self._waiting[request.seq_ids[0]] = self._open_wait("arrival", first_step, request.arrived)
 
     def _admit(self, admission: AdmitRecord, record: StepRecord) -> None:
-        seq_id = admission.seq_id
-        own = self._sequences[seq_id]
-        self._close_wait(own, record.step - 1, record.started, ended=True)
-        self._leave(seq_id)
-        self._running[seq_id] = None
-        own.admissions.append(Admission(record.step, admission))
-        if own.admitted is None:
-            own.admitted, own.tokens_cached = record.started, admission.num_cached
-        if own.tokens_lost:
-            recomputed = max(0, own.tokens_lost - admission.num_cached)
-            own.preemptions[-1] = replace(own.preemptions[-1], tokens_recomputed=recomputed)
-            own.tokens_lost = 0
+        sequence = self._known(admission.seq_id)
+        self._begin(sequence, record, admission.num_cached)
+        self._running[admission.seq_id] = None
+        sequence.admissions.append(Admission(record.step, admission))
+        if sequence.tokens_lost:
+            recomputed = max(0, sequence.tokens_lost - admission.num_cached)
+            sequence.preemptions[-1] = replace(sequence.preemptions[-1], tokens_recomputed=recomputed)
+            sequence.tokens_lost = 0
+
+    def _begin(self, sequence: _Sequence, record: StepRecord, num_cached: int) -> None:
+        """A sequence leaves the queue with this step."""
+        self._close_wait(sequence, record.step - 1, record.started, ended=True)
+        self._leave(sequence.seq_id)
+        if sequence.admitted is None:
+            sequence.admitted, sequence.tokens_cached = record.started, num_cached
 
     def _begin_prefill_only(self, record: StepRecord) -> None:
         """Prefill-only requests begin and end in one step, and need no admission."""
         for item in record.items:
-            own = self._sequences[item.seq_id]
-            if item.phase == "prefill_only" and own.admitted is None:
-                own.admitted, own.tokens_cached = record.started, item.start
-                self._close_wait(own, record.step - 1, record.started, ended=True)
-                self._leave(item.seq_id)
+            sequence = self._known(item.seq_id)
+            if item.phase == "prefill_only" and sequence.admitted is None:
+                self._begin(sequence, record, item.start)
 
     def _begin_without_admission(self, record: StepRecord) -> None:
         """A further sample has its first token when the prompt is computed, and runs from its first own row on."""
@@ -461,34 +462,18 @@ class Timeline:
                 self._running[item.seq_id] = None
 
     def _preempt(self, preemption: PreemptRecord, record: StepRecord) -> None:
-        seq_id = preemption.seq_id
-        own = self._sequences[seq_id]
-        own.preemptions.append(Preemption(record.step, preemption))
-        own.tokens_lost = preemption.tokens_lost
-        self._leave(seq_id)
-        self._waiting[seq_id] = self._open_wait("preemption", record.step, record.started)
-
-    def _count_cycles(self, record: StepRecord) -> None:
-        for cycle in record.cycles:
-            self._sequences[cycle.seq_id].cycles.append(
-                DraftCycle(
-                    record.step,
-                    cycle.proposer,
-                    len(cycle.proposed),
-                    cycle.num_accepted,
-                    len(cycle.emitted),
-                    cycle.won,
-                    cycle.target_positions,
-                    cycle.draft_positions,
-                )
-            )
+        sequence = self._known(preemption.seq_id)
+        sequence.preemptions.append(Preemption(record.step, preemption))
+        sequence.tokens_lost = preemption.tokens_lost
+        self._leave(preemption.seq_id)
+        self._waiting[preemption.seq_id] = self._open_wait("preemption", record.step, record.started)
 
     def _finish(self, finish: FinishRecord) -> None:
-        own = self._sequences[finish.seq_id]
-        self._close_wait(own, self._step, self._now, ended=False)
+        sequence = self._known(finish.seq_id)
+        self._close_wait(sequence, self._step, self._now, ended=False)
         self._leave(finish.seq_id)
-        if own.finish is None or own.finish == FinishRecord(finish.seq_id, finish.reason):
-            own.finish, own.finished_step = finish, self._step  # a step's record may say more than `end` did
+        if sequence.finish is None or sequence.finish == FinishRecord(finish.seq_id, finish.reason):
+            sequence.finish, sequence.finished_step = finish, self._step  # a step's record may say more than `end` did
 
     def _leave(self, seq_id: int) -> None:
         """Take a sequence out of the queue and out of the batch, wherever it is."""
@@ -498,55 +483,44 @@ class Timeline:
 
     # Waits
 
-    def _close_wait(self, own: _Sequence, last_step: int, until: float, ended: bool) -> None:
-        wait = self._wait(own.seq_id, last_step, until, ended)
-        if wait is not None:
-            own.waits.append(wait)
-
     def _queue_key(self, seq_id: int, order: str) -> tuple[int, float, int]:
-        request = self._sequences[seq_id].request
+        sequence = self._sequences[seq_id]
+        request = sequence.request
         if request is None:
             return 0, -1.0, seq_id  # it came before the records began
         tokens = request.num_prompt_tokens + request.max_output_tokens
-        aged = tokens + AGING_TOKENS * self._sequences[seq_id].arrival
+        aged = tokens + AGING_TOKENS * sequence.arrival
         return {"priority": request.priority, "sjf": tokens, "sjf-aged": aged}.get(order, 0), request.arrived, seq_id
 
     def _open_wait(self, after: QueuedAfter, first_step: int, since: float) -> _OpenWait:
         before = {kind: (tally.steps, tally.changes) for kind, tally in self._tallies.items()}
         return _OpenWait(after, first_step, since, before)
 
-    def _count_waits(self, waits: Iterable[WaitRecord], record: StepRecord) -> None:
-        """Count the step for the front of the queue and all behind it, and apart from them for those with a reason of
-        their own. A deferred sequence lets others pass, so it is never the front that others wait for."""
-        front = next((one for one in waits if not isinstance(one.reason, Deferred)), None)
-        changed = front is not None and self._count_front(front, record.step)
-        for one in waits:
-            wait = self._waiting.get(one.seq_id)
-            if wait is None:  # its arrival was not recorded
-                self._sequences[one.seq_id]
-                wait = self._waiting[one.seq_id] = self._open_wait("arrival", record.step, record.started)
-                if front is not None:  # the tally has counted this step already
-                    steps, changes = wait.tallies_before[type(front.reason)]
-                    wait.tallies_before[type(front.reason)] = steps - 1, changes - changed
-            own = wait.own.setdefault(type(one.reason), _OwnReason(one.reason))
-            own.reason, own.steps, own.last_step = one.reason, own.steps + 1, record.step
-            if front is not None:
-                apart = wait.apart.setdefault(type(front.reason), _Apart())
-                apart.steps, apart.changes = apart.steps + 1, apart.changes + changed
+    def _close_wait(self, sequence: _Sequence, last_step: int, until: float, ended: bool) -> None:
+        wait = self._wait(sequence.seq_id, last_step, until, ended)
+        if wait is not None:
+            sequence.waits.append(wait)
 
-    def _count_front(self, front: WaitRecord, step: int) -> bool:
-        """Enter the front of the queue into the tally of its kind; whether it is another sequence than before."""
-        kind = type(front.reason)
-        tally = self._tallies.get(kind)
-        changed = tally is None or tally.front != front.seq_id
-        if tally is None:
-            tally = self._tallies[kind] = _Tally(front.reason, front.seq_id)
-        elif changed and front.seq_id in self._waiting:
-            self._waiting[front.seq_id].front_before[kind] = tally.reason, tally.front
-        tally.reason, tally.front, tally.last_step = front.reason, front.seq_id, step
-        tally.steps += 1
-        tally.changes += changed
-        return changed
+    def _count_waits(self, waits: Sequence[WaitRecord], record: StepRecord) -> None:
+        """Count the step for the queue, except for the sequences that had reasons of their own.
+
+        A deferred sequence lets others pass, so it is never the front that they wait for."""
+        front = next((wait for wait in waits if not isinstance(wait.reason, Deferred)), None)
+        for named in waits:
+            if named.seq_id not in self._waiting:  # its arrival was not recorded
+                self._known(named.seq_id)
+                self._waiting[named.seq_id] = self._open_wait("arrival", record.step, record.started)
+        changed = False
+        if front is not None:
+            tally = self._tallies.setdefault(type(front.reason), _Tally(front, front))
+            changed = tally.add(front, record.step)
+        for named in waits:
+            wait, kind = self._waiting[named.seq_id], type(named.reason)
+            _, num_steps, _ = wait.own.get(kind, (named, 0, 0))
+            wait.own[kind] = named, num_steps + 1, record.step
+            if front is not None:
+                steps, changes = wait.before.get(type(front.reason), (0, 0))
+                wait.before[type(front.reason)] = steps + 1, changes + changed
 
     def _wait(self, seq_id: int, last_step: int, until: float, ended: bool) -> Wait | None:
         """The open wait of a sequence up to `last_step`; None where no step left it out."""
@@ -554,22 +528,20 @@ class Timeline:
         if wait is None or last_step < wait.first_step:
             return None
         num_steps = last_step - wait.first_step + 1
-        causes = tuple(self._causes(seq_id, wait))
-        return Wait(wait.after, wait.first_step, num_steps, max(0.0, until - wait.since), causes, ended)
+        return Wait(wait.after, wait.first_step, num_steps, max(0.0, until - wait.since), self._causes(wait), ended)
 
-    def _causes(self, seq_id: int, wait: _OpenWait) -> list[Cause]:
-        found: list[tuple[int, int, Cause]] = []
+    def _causes(self, wait: _OpenWait) -> tuple[Cause, ...]:
+        """The reasons of the queue's front that are this wait's, and the sequence's own, in the order of their last
+        steps."""
+        causes = [(step, 1, Cause(named.reason, named.seq_id, steps)) for named, steps, step in wait.own.values()]
+        fronts = {named.seq_id for named, _, _ in wait.own.values()}
         for kind, tally in self._tallies.items():
-            steps, changes = wait.tallies_before.get(kind, (0, 0))
-            apart = wait.apart.get(kind, _Apart())
-            behind = tally.steps - steps - apart.steps
-            if behind:
-                reason, front = wait.front_before[kind] if tally.front == seq_id else (tally.reason, tally.front)
-                others_before = tally.changes - changes - apart.changes > 1
-                found.append((tally.last_step, 0, Cause(reason, front, behind, others_before)))
-        for own in wait.own.values():
-            found.append((own.last_step, 1, Cause(own.reason, seq_id, own.steps)))
-        return [cause for _, _, cause in sorted(found, key=lambda one: one[:2])]
+            steps, changes = wait.before.get(kind, (0, 0))
+            if tally.steps > steps:
+                front = tally.previous if tally.front.seq_id in fronts else tally.front
+                cause = Cause(front.reason, front.seq_id, tally.steps - steps, tally.changes - changes > 1)
+                causes.append((tally.last_step, 0, cause))
+        return tuple([cause for _, _, cause in sorted(causes, key=lambda entry: entry[:2])])
 
 
 def timeline_of(steps: Iterable[StepRecord], ends: Iterable[EndRecord] = ()) -> Timeline:

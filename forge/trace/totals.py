@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import inf
 from statistics import fmean
 
-from forge.trace.records import ExecutionClass, StepRecord
+from forge.reasons import ExecutionClass
+from forge.trace.records import StepRecord
 from forge.trace.timeline import RequestTimeline
 
 STARVED = 8
@@ -94,7 +95,7 @@ def totals_of(steps: Sequence[StepRecord], requests: Sequence[RequestTimeline]) 
     """Raises ValueError where there is no step."""
     if not steps:
         raise ValueError("no step, no totals")
-    preempted = [one for step in steps for one in step.preempted]
+    preempted = [preemption for step in steps for preemption in step.preempted]
     batches = [len(step.items) for step in steps]
     overtakers = times_overtaken(requests)
     return Totals(
@@ -103,39 +104,43 @@ def totals_of(steps: Sequence[StepRecord], requests: Sequence[RequestTimeline]) 
         seconds=steps[-1].ended - steps[0].started,
         output_tokens=sum(len(step.tokens) for step in steps),
         tokens_computed=sum(step.tokens_computed for step in steps),
-        tokens_recomputed=sum(one.tokens_recomputed for one in requests),
-        tokens_cached=sum(one.tokens_cached for one in requests),
-        ended=dict(Counter(one.finish_reason for one in requests if one.finish_reason is not None)),
-        pool_exhausted=sum(one.finish is not None and one.finish.why is not None for one in requests),
+        tokens_recomputed=sum(request.tokens_recomputed for request in requests),
+        tokens_cached=sum(request.tokens_cached for request in requests),
+        ended=dict(Counter(request.finish_reason for request in requests if request.finish_reason is not None)),
+        pool_exhausted=sum(request.finish is not None and request.finish.why is not None for request in requests),
         preemptions=len(preempted),
-        swaps=sum(one.mode == "swap" for one in preempted),
-        sequences_preempted=len({one.seq_id for one in preempted}),
+        swaps=sum(preemption.mode == "swap" for preemption in preempted),
+        sequences_preempted=len({preemption.seq_id for preemption in preempted}),
         rejected=sum(len(step.rejected) for step in steps),
-        queue=Percentiles.of([one.queue_ms for one in requests]),
-        first_token=Percentiles.of([one.time_to_first_token_ms for one in requests]),
-        per_token=Percentiles.of([one.time_per_output_token_ms for one in requests]),
-        end_to_end=Percentiles.of([one.end_to_end_ms for one in requests]),
+        queue=Percentiles.of([request.queue_ms for request in requests]),
+        first_token=Percentiles.of([request.time_to_first_token_ms for request in requests]),
+        per_token=Percentiles.of([request.time_per_output_token_ms for request in requests]),
+        end_to_end=Percentiles.of([request.end_to_end_ms for request in requests]),
         utilization=_mean_and_most([step.cache.utilization for step in steps]),
         fragmentation=_mean_and_most([step.cache.internal_fragmentation for step in steps]),
         sharing=_mean_and_most([step.cache.sharing for step in steps]),
         batch=(fmean(batches), max(batches)),
         starved=sum(number > STARVED for number in overtakers),
         most_overtaken=max(overtakers, default=0),
-        longest_wait=max((one.steps_waited for one in requests), default=0),
+        longest_wait=max((request.steps_waited for request in requests), default=0),
     )
 
 
 def times_overtaken(requests: Sequence[RequestTimeline]) -> list[int]:
     """Of each request, in the order of arrival: how many that came later were admitted before it. One that was never
     admitted is overtaken by every later one that was."""
-    known = [(one.arrived, one.seq_id, one.admitted) for one in requests if one.arrived is not None and not one.sample]
-    found: list[int] = []
+    known = [
+        (request.arrived, request.seq_id, request.admitted)
+        for request in requests
+        if request.arrived is not None and not request.sample
+    ]
+    waits: list[int] = []
     later: list[float] = []
     for _, _, admitted in sorted(known, reverse=True):
-        found.append(bisect_left(later, inf if admitted is None else admitted))
+        waits.append(bisect_left(later, inf if admitted is None else admitted))
         if admitted is not None:
             insort(later, admitted)
-    return found[::-1]
+    return waits[::-1]
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from forge.backends.devices import DEFAULT_DEVICE, DEVICES, check_kv_dtype, create_backend
+from forge.backends.choices import DEFAULT_DEVICE, DEVICES
+from forge.backends.devices import check_kv_dtype, create_backend
 from forge.engine_args import EngineArgs
 from forge.errors import UsageError
 
@@ -33,14 +34,6 @@ def test_cuda_without_a_gpu_says_what_to_do_in_one_line():
     with pytest.raises(UsageError, match="--device cuda needs") as raised:
         create_backend("cuda")
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("device", ["cpu", "reference"])
-def test_what_only_cuda_has_to_be_asked_for_is_refused_elsewhere(device):
-    with pytest.raises(UsageError, match=f"--invariant is for --device cuda: on {device} a row's bits never depend"):
-        create_backend(device, invariant=True)
-    with pytest.raises(UsageError, match="--kernels is for --device cuda"):
-        create_backend(device, kernels="torch")
 
 
 def test_int8_keys_and_values_are_refused_where_there_are_none():

@@ -10,6 +10,7 @@ import numpy as np
 
 from forge.cache.factory import CacheSize, create_kv_cache
 from forge.cache.kv_storage import KvLayout, NumpyKvStorage
+from forge.engine.async_scheduling import AsyncEngine
 from forge.engine.engine import Engine
 from forge.engine.outputs import CompletionOutput
 from forge.engine.policies import SchedulerConfig
@@ -31,7 +32,8 @@ class PieceTokenizer:
 
     def __init__(self, pieces: Sequence[str | bytes] = PIECES):
         self.pieces = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
-        self.eos_token_ids = frozenset({EOS})
+        self.eos_token_ids, self.vocab_size = frozenset({EOS}), len(pieces)
+        self.shown_bytes = [b"" if token_id == EOS else piece for token_id, piece in enumerate(self.pieces)]
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id]
@@ -100,7 +102,8 @@ def new_engine(
     model = ScriptedModel(script, len(pieces))
     scratch = range(storage_blocks, storage_blocks + 64)
     config = SchedulerConfig(max_num_seqs, **scheduling)
-    return Engine(model, PieceTokenizer(pieces), cache, storage, max_model_len, config, scratch, speculation)
+    create = AsyncEngine if model.runs_ahead else Engine
+    return create(model, PieceTokenizer(pieces), cache, storage, max_model_len, config, scratch, speculation)
 
 
 def letters(text: str) -> list[int]:

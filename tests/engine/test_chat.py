@@ -290,6 +290,6 @@ def test_a_fork_is_no_sequence_that_has_ended(path):
     session = llm.chat_session()
     say(session, "one")
     session.fork()
-    llm.engine._operating = True  # as an interrupted operation leaves it
+    llm.engine.operation.unfinished = True  # as an interrupted operation leaves it
     say(session, "two")
     assert llm.engine.scheduler.num_finished == 2

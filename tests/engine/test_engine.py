@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
+from forge.engine.engine import MAX_UNREAD
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.task import Task
 from forge.errors import UsageError
-from forge.trace.records import PoolExhausted
+from forge.reasons import PoolExhausted
+from forge.speculation.ngram import NgramProposer
 from tests.engine.scripted import (
     EOS,
     PIECES,
@@ -17,6 +20,7 @@ from tests.engine.scripted import (
     run_all,
     saying,
 )
+from tests.speculation.proposers import speculator
 
 KV = pytest.mark.parametrize("kv", ["off", "basic", "paged", "prefix"])
 
@@ -111,6 +115,51 @@ def test_until_min_tokens_nothing_ends_the_output(sampling, min_tokens):
     assert (output.text, output.stop_reason) == ("b" * min_tokens, EOS)
     output = complete(new_engine(script), "xy", **asked | {"ignore_eos": True, "stop_token_ids": ()})
     assert len(output.token_ids) == 9 and set(output.token_ids) == {EOS}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_with_min_tokens_log_probabilities_are_the_models_own(sampling, drafts):
+    logits = np.full(len(PIECES), -5.0, np.float32)
+    logits[[EOS, *letters("ab")]] = (1.0, 0.5, 0.25)
+    speculation = speculator(NgramProposer(1, 2), k=3) if drafts else None
+    engine = new_engine(lambda tokens: logits, speculation=speculation)
+
+    output = complete(engine, "xaaaa", max_tokens=5, min_tokens=3, logprobs=2, **sampling)
+
+    log_total = float(np.log(np.exp(logits.astype(np.float64)).sum()))
+    assert len(output.token_ids) >= 3 and output.logprobs is not None
+    for token_id, listed in zip(output.token_ids, output.logprobs, strict=True):
+        assert [top for top, _ in listed[:2]] == [EOS, *letters("a")]
+        assert dict(listed)[token_id] == pytest.approx(float(logits[token_id]) - log_total)
+
+
+def test_min_tokens_holds_beside_allowed_tokens():
+    script = lambda tokens: np.linspace(9, 0, len(PIECES), dtype=np.float32)  # noqa: E731
+    output = complete(new_engine(script), "xy", max_tokens=5, min_tokens=3, allowed_token_ids=[EOS, *letters("ab")])
+
+    assert (output.text, output.stop_reason) == ("aaa", EOS)
+
+
+def test_where_every_token_would_end_it_before_min_tokens_the_request_alone_is_an_error():
+    engine = new_engine(muddled)
+    engine.add_request("none", letters("ab"), SamplingParams(min_tokens=1, stop_token_ids=range(len(PIECES))))
+    engine.add_request("other", letters("ab"), SamplingParams(max_tokens=3, ignore_eos=True))
+    run_all(engine)
+
+    (failed,) = engine.output("none").outputs
+    reason = "allowed_token_ids, bad_words, min_tokens and the grammar leave no token"
+    assert (failed.finish_reason, failed.errors) == ("error", (reason,))
+    assert engine.output("other").outputs[0].finish_reason == "length"
+
+
+def test_a_task_of_tokens_alone_is_an_ordinary_generation():
+    engine = new_engine(muddled)
+    params = SamplingParams(max_tokens=5, ignore_eos=True, n=2)
+    engine.add_request("task", letters("ab"), params, task=Task(sample=True))
+    run_all(engine)
+
+    assert [len(one.token_ids) for one in engine.output("task").outputs] == [5, 5]
 
 
 def test_eos_on_the_token_that_fills_the_context_ends_as_stop():
@@ -548,3 +597,14 @@ def test_a_sequence_that_the_pool_ends_says_so():
     records = run_all(engine)
     assert records[-1].finished[0].reason == "length"
     assert records[-1].finished[0].why == PoolExhausted(num_tokens=12)
+
+
+def test_a_run_whose_timeline_is_not_asked_keeps_few_records():
+    engine = new_engine(muddled, max_model_len=2 * MAX_UNREAD)
+    engine.add_request("long", letters("a"), SamplingParams(max_tokens=MAX_UNREAD + 40, ignore_eos=True))
+    unread = []
+    while engine.has_unfinished():
+        engine.step()
+        unread.append(len(engine.timeline.journal))
+    assert max(unread) == MAX_UNREAD and unread[3] == 5
+    assert len(engine.output("long").outputs[0].metrics.forward_ms) == MAX_UNREAD + 40

@@ -1,7 +1,7 @@
 """Ctrl-C anywhere: an exception between any two lines of a step leaves an engine that can abort, answer and go on.
 
-`interrupted_at(n, call)` raises KeyboardInterrupt before the n-th line that `call` executes in forge's engine, cache or
-speculation, by way of Python's own tracing, so every place is tried and not only those that somebody thought of.
+`interrupted_at(n, call)` raises KeyboardInterrupt before the n-th line that `call` executes in the packages that a step
+runs, by way of Python's own tracing, so every place is tried and not only those that somebody thought of.
 """
 
 import sys
@@ -18,7 +18,10 @@ from forge.engine.sampling_params import SamplingParams
 from forge.llm import Run
 from tests.engine.scripted import assert_nothing_held, complete, letters, muddled, new_engine, run_all
 
-PACKAGES = tuple(str(Path(forge.__file__).parent / name) for name in ("engine", "cache", "speculation"))
+PACKAGES = tuple(
+    str(Path(forge.__file__).parent / name)
+    for name in ("engine", "cache", "speculation", "trace", "tokenizer", "grammar")
+)
 
 REQUESTS = {
     "ends first": ("ab", SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=2, logprobs=1)),
@@ -181,6 +184,24 @@ def test_an_interrupted_abort_can_be_repeated(kv):
         assert_nothing_held(engine)
 
 
+def test_reading_an_output_can_be_interrupted_anywhere_and_repeated():
+    def read_all(engine: Engine) -> None:
+        for name in REQUESTS:
+            engine.output(name)
+
+    expected = uninterrupted("paged")
+    for line in range(0, lines_of(partial(read_all, busy_engine("paged", 4)[0])), 5):
+        engine, run = busy_engine("paged", 4)
+        assert interrupted_at(line, partial(read_all, engine))
+
+        read_all(engine)
+        for _ in run:
+            engine.scheduler.check_invariants()
+
+        assert results(run) == expected, f"line {line}"
+        assert_nothing_held(engine)
+
+
 @pytest.mark.parametrize("place", ["forward", "copy_blocks", "on_logits"])
 def test_nothing_stays_held_when_the_forward_is_interrupted(place):
     def interrupt(*arguments):
@@ -248,3 +269,25 @@ def test_an_interrupted_release_or_forget_can_be_repeated(kv):
         if "first" in engine._requests:
             engine.forget("first")
         assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kv", ["basic", "paged", "prefix"])
+def test_an_interrupted_fork_of_a_retained_cache_leaves_the_count_of_ended_sequences(kv):
+    def ended() -> tuple[Engine, int]:
+        engine = new_engine(muddled, kv=kv)
+        (seq_id,) = engine.add_request("first", letters("hello"), SamplingParams(max_tokens=3), retain_cache=True)
+        run_all(engine)
+        return engine, seq_id
+
+    engine, seq_id = ended()
+    lines = lines_of(partial(engine.fork_retained, seq_id))
+    assert engine.scheduler.num_finished == 1 and lines > 5
+    for line in range(lines):
+        engine, seq_id = ended()
+        assert interrupted_at(line, partial(engine.fork_retained, seq_id))
+
+        assert not engine.has_unfinished()
+        assert engine.scheduler.num_finished == 1, f"line {line}"
+        (next_id,) = engine.add_request("next", letters("ab"), SamplingParams(max_tokens=2))
+        run_all(engine)
+        assert engine.scheduler.num_finished == 2 and next_id > seq_id, f"line {line}"

@@ -6,15 +6,17 @@ from functools import partial
 import numpy as np
 import pytest
 
-from forge.engine.async_scheduling import InFlightStep
+from forge.engine.async_scheduling import AsyncEngine
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.step_record import LaunchedStep
 from forge.llm import Run
 from forge.model.forward_batch import SequenceRows, flat_batch
 from forge.model.hash_model import HashModel
+from forge.reasons import Deferred
 from forge.speculation.leases import lease_model
 from forge.trace.codec import codec_of
-from forge.trace.records import Deferred, StepRecord
+from forge.trace.records import StepRecord
 from tests.engine.random_cases import MAX_MODEL_LEN, Case, new_engine, new_speculator
 from tests.engine.scripted import assert_nothing_held, run_all
 from tests.engine.test_interruption import interrupted_at, lines_of, results
@@ -28,8 +30,8 @@ def engine_of(runs_ahead: bool = True, **case) -> Engine:
     return new_engine(Case(runs_ahead=runs_ahead, **{"num_blocks": 65} | case))  # three runs, where they are whole
 
 
-def in_flight(engine: Engine) -> InFlightStep | None:
-    return engine._async.in_flight if engine._async is not None else None
+def in_flight(engine: Engine) -> LaunchedStep | None:
+    return engine._in_flight if isinstance(engine, AsyncEngine) else None
 
 
 def start(engine: Engine, params: SamplingParams = ON, prompts=PROMPTS) -> Run:
@@ -315,6 +317,29 @@ def test_a_revoked_lease_ends_everybody_with_the_next_step():
     assert_nothing_held(engine)
 
 
+def test_an_error_while_a_step_in_flight_is_read_fails_none_that_came_after_it():
+    engine = engine_of()
+    start(engine)
+    while in_flight(engine) is None:
+        engine.step()
+    engine.add_request("late", (3, 1), ON)
+
+    def fail(*arguments):
+        raise ArithmeticError
+
+    commit, engine.scheduler.commit = engine.scheduler.commit, fail
+    with pytest.raises(ArithmeticError):
+        engine.step()
+    engine.scheduler.commit = commit
+
+    assert engine.fail_step() == tuple(PROMPTS)
+    run_all(engine)
+    alone = engine_of(False)
+    alone.add_request("late", (3, 1), ON)
+    run_all(alone)
+    assert engine.output("late").outputs[0].token_ids == alone.output("late").outputs[0].token_ids
+
+
 def test_a_kept_cache_is_continued_where_its_sequence_ended_with_a_row_in_flight():
     engine, first_prompt = engine_of(), (2, 1)
     (kept,) = engine.add_request("first", first_prompt, SamplingParams(max_tokens=22), retain_cache=True)
@@ -433,20 +458,19 @@ def test_the_longest_sequences_are_planned_ahead_up_to_their_last_token():
 def test_a_refused_sequence_is_tried_again_only_after_an_arrival_or_an_end():
     engine = engine_of(max_num_seqs=2)
     start(engine)
-    asynchronous = engine._async
-    assert asynchronous.may_admit()
+    assert engine.may_admit()
     engine.step()
-    assert not asynchronous.may_admit()
+    assert not engine.may_admit()
     engine.abort("a")
-    assert asynchronous.may_admit()
+    assert engine.may_admit()
     engine.step()
-    assert not asynchronous.may_admit(), "the last one runs"
+    assert not engine.may_admit(), "the last one runs"
     engine.add_request("d", (1,), ON)
-    assert asynchronous.may_admit()
+    assert engine.may_admit()
     engine.step()
-    assert not asynchronous.may_admit()
+    assert not engine.may_admit()
     engine.abort("d")
-    assert not asynchronous.may_admit(), "none waits"
+    assert not engine.may_admit(), "none waits"
     run_all(engine)
 
 
@@ -454,8 +478,8 @@ def test_a_sequence_that_waits_for_the_budget_or_for_a_prefix_owner_may_be_admit
     engine = engine_of(max_num_batched_tokens=4)
     start(engine, prompts={"a": (1,) * 9, "b": (2,) * 9})
     engine.step()
-    assert engine._async.may_admit()
+    assert engine.may_admit()
     engine = engine_of(kv="prefix", prefix_planning=True)
     start(engine, prompts={"a": (1,) * 9, "b": (1,) * 9})
     assert isinstance(engine.step().waiting[0].reason, Deferred)
-    assert engine._async.may_admit()
+    assert engine.may_admit()

@@ -7,7 +7,9 @@ from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Task
 from forge.errors import UsageError
-from tests.engine.scripted import assert_nothing_held, letters, muddled, new_engine, run_all
+from forge.reasons import NoBudget
+from forge.trace.records import StepRecord, WaitRecord
+from tests.engine.scripted import ScriptedModel, assert_nothing_held, letters, muddled, new_engine, run_all
 from tests.engine.test_interruption import interrupted_at, lines_of
 
 KINDS = ("off", "basic", "paged", "prefix")
@@ -246,6 +248,95 @@ def test_beside_generations_they_take_what_is_left_of_the_step():
     assert phases == [["decode", "prefill_only", "prefill_only"], ["decode", "prefill_only"]]
 
 
+class EmbeddingModel(ScriptedModel):
+    """Its hidden states are its logits."""
+
+    embeds = True
+
+    def hidden(self, batch, storage) -> np.ndarray:
+        return self.forward(batch, storage)
+
+
+LENGTHY = "a long prompt of which every token counts"
+"""41 tokens."""
+ASKED = {
+    "two tokens": {"params": SamplingParams(max_tokens=2, ignore_eos=True)},
+    "one token": {"params": ONE},
+    "one token, and the prompt's": {"params": SamplingParams(max_tokens=1, prompt_logprobs=2, ignore_eos=True)},
+    "prompt log probabilities": {"params": SamplingParams(max_tokens=0, prompt_logprobs=1)},
+    "scores": {"task": Task(score_from=1, top=2)},
+    "scores of its end": {"task": Task(score_from=30)},
+    "candidates": {"task": Task(candidates=(3, 1))},
+    "scores and a token": {"task": Task(sample=True, score_from=9)},
+    "mean embedding": {"task": Task(pooling="mean")},
+    "last embedding": {"task": Task(pooling="last")},
+}
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("kv", ["basic", "paged", "prefix"])
+def test_whatever_is_asked_of_long_prompts_a_stream_beside_them_has_one_budget_of_rows(kv, asked):
+    def run(streams: int, number: int) -> tuple[list[StepRecord], list]:
+        engine = engine_of(kv, num_blocks=None if kv == "basic" else 64, max_num_batched_tokens=16, max_num_seqs=3)
+        engine.model = EmbeddingModel(muddled, 28)
+        generations(engine, streams)
+        records = [engine.step() for _ in range(streams)]
+        for place in range(number):
+            text = f"{'abcdefgh'[place]} {LENGTHY}"
+            engine.add_request(f"r{place}", letters(text), **{"params": SamplingParams()} | asked)
+        while any(engine.is_unfinished(f"r{place}") for place in range(number)):
+            records.append(engine.step())
+            engine.scheduler.check_invariants()
+        outputs = [engine.output(f"r{place}") for place in range(number)]
+        readouts = [output.outputs[0].readout for output in outputs]
+        vectors = [one.embedding.tobytes() for one in readouts if one is not None and one.embedding is not None]
+        seen = [answers(engine, [f"r{place}" for place in range(number)]), vectors]
+        if not vectors:
+            seen.append(readouts)
+        return records, seen
+
+    records, found = run(streams=1, number=5)
+
+    assert max(sum(item.num_tokens for item in record.items) for record in records) == 16
+    assert all(0 in {token.seq_id for token in record.tokens} for record in records), (
+        "a step without the stream's token"
+    )
+    assert len(records) <= 5 * 43 // 15 + 3, "the budget is used"
+    assert found == run(streams=0, number=5)[1]
+
+
+def test_a_generation_admitted_behind_prefill_only_requests_keeps_the_steps_budget():
+    engine = engine_of("paged", max_num_batched_tokens=12)
+    ask(engine, "abcd")
+    engine.add_request("g", letters("hello"), LONG)
+    for text in ("efgh", "ijkl", "mnop"):
+        engine.add_request(text, letters(text), ONE)
+    records = [engine.step() for _ in range(3)]
+    assert [sum(item.num_tokens for item in record.items) for record in records] == [9, 9, 5]
+    assert answers(engine, ["efgh", "ijkl", "mnop"]) == [alone(text) for text in ("efgh", "ijkl", "mnop")]
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "reason"),
+    [
+        (("abcd", "efgh"), {"prefill_only_tokens": 7}, NoBudget(7, "prefill_only_tokens")),
+        (("abcd", "efgh"), {"prefill_only_memory": 9}, NoBudget(9, "prefill_only_memory")),
+    ],
+)
+def test_a_request_that_waits_names_the_limit_that_it_waits_for(texts, options, reason):
+    engine = engine_of("paged", **options)
+    ask(engine, *texts)
+    assert engine.step().waiting == (WaitRecord(1, reason),)
+
+
+def test_beside_a_stream_the_limit_is_the_steps():
+    engine = engine_of("paged", max_num_batched_tokens=6)
+    engine.add_request("g", letters("ab"), LONG)
+    engine.step()
+    ask(engine, "abcd", "efgh")
+    assert engine.step().waiting == (WaitRecord(2, NoBudget(6)),)
+
+
 # Capacity
 
 
@@ -355,7 +446,7 @@ def test_scores_are_the_log_probabilities_of_the_prompt():
 def test_what_needs_every_token_takes_no_hit_over_them():
     engine = engine_of()
     for place in range(3):  # the third time it would be cached
-        engine.add_request(f"warm {place}", letters("abcdefghijkl"), SamplingParams(), task=Task(sample=True))
+        engine.add_request(f"warm {place}", letters("abcdefghijkl"), SamplingParams(max_tokens=1))
         run_all(engine)
     tasks = {
         "last": (Task(sample=True), 8),
@@ -364,7 +455,7 @@ def test_what_needs_every_token_takes_no_hit_over_them():
         "from the tenth": (Task(score_from=10), 8),
     }
     for name, (task, cached) in tasks.items():
-        engine.add_request(name, letters("abcdefghijkl"), SamplingParams(), task=task)
+        engine.add_request(name, letters("abcdefghijkl"), SamplingParams(max_tokens=1), task=task)
         run_all(engine)
         assert engine.output(name).metrics.tokens_cached == cached, name
 

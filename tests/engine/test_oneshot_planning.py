@@ -8,7 +8,8 @@ from forge.engine.engine import Engine
 from forge.engine.prefix_planner import MAX_DEFERRALS
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Task
-from forge.trace.records import Deferred, StepRecord
+from forge.reasons import Deferred
+from forge.trace.records import StepRecord
 from tests.engine.scripted import letters, run_all
 from tests.engine.test_oneshot import ONE, alone, answers, ask, engine_of
 
@@ -119,34 +120,28 @@ def long_leader(engine: Engine, *, length: int = 60) -> str:
     return text
 
 
-def test_a_peer_waits_a_bounded_number_of_steps_and_later_requests_pass_meanwhile():
-    engine = engine_of(max_num_batched_tokens=2, max_num_seqs=1, num_blocks=130, max_model_len=500)
-    text = long_leader(engine, length=400)
-    engine.step()
-    engine.add_request("peer", letters(text[:240]), ONE)
-    waits = passed = steps = 0
-    while engine.is_unfinished("peer"):
-        engine.add_request(f"later {steps}", letters("z"), ONE)
-        record = engine.step()
-        steps += 1
-        waits += 1 in deferred(record)
-        passed = sum(not engine.is_unfinished(f"later {place}") for place in range(steps))
-    assert waits == MAX_DEFERRALS
-    assert steps == (MAX_DEFERRALS + 1) ** 2, "the leader's chunks take all of a step, but for each ninth"
-    assert passed == 2 * MAX_DEFERRALS, "what fits beside its chunk, in each of the steps that the peer waited"
-    run_all(engine)
-    assert answers(engine, ["peer"]) == [alone(text[:240], max_model_len=500)]
+def test_a_peer_that_has_waited_often_enough_computes_for_itself():
+    engine = engine_of()
+    names = ask(engine, PREFIX + "ij", PREFIX + "kl")
+    engine.scheduler.find(1).times_deferred = MAX_DEFERRALS
+    record = engine.step()
+    assert (deferred(record), computed(record)) == ({}, {0: (0, 10), 1: (0, 10)})
+    assert answers(engine, names) == [alone(PREFIX + "ij"), alone(PREFIX + "kl")]
 
 
-def test_prompts_without_end_do_not_starve_requests_that_keep_nothing():
+def test_the_first_tokens_that_a_prompt_in_chunks_leaves_go_to_the_first_that_waits():
     engine = engine_of(max_num_batched_tokens=4, num_blocks=64)
     long_leader(engine)
     (name,) = ask(engine, "xyzzy")
+    engine.add_request("later", letters("later"), TWO)
     records = run_all(engine)
-    assert [any(item.phase == "prefill_only" for item in record.items) for record in records].index(
-        True
-    ) == MAX_DEFERRALS
-    assert [one.seq_id for one in records[0].waiting] == [1]
+    assert [computed(record) for record in records[14:18]] == [
+        {0: (56, 4)},
+        {0: (60, 1), 1: (0, 3)},
+        {1: (3, 2), 2: (0, 2)},
+        {2: (2, 3)},
+    ]
+    assert [one.seq_id for one in records[0].waiting] == [1, 2]
     assert answers(engine, [name]) == [alone("xyzzy")]
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from forge import LLM
 from forge.engine.engine import Engine
+from forge.engine.policies import VICTIM_POLICIES
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
 from forge.trace.records import StepRecord
@@ -47,7 +48,7 @@ def preemptions(records: list[StepRecord]) -> list:
 @pytest.mark.parametrize("kv", ["paged", "prefix"])
 @pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("victim", ["lifo", "least-progressed"])
+@pytest.mark.parametrize("victim", VICTIM_POLICIES)
 def test_preempted_sequences_say_what_they_say_undisturbed_and_each_token_once(kv, block_size, preemption, victim):
     engine = pressed(kv, 24 // block_size, block_size=block_size, preemption=preemption, victim=victim)
     add_all(engine)
@@ -88,6 +89,27 @@ def test_metrics_count_preemptions_and_what_had_to_be_computed_again(kv):
     assert any(one.how == "recompute" and one.num_cached for record in records for one in record.admitted) == (
         kv == "prefix"
     )
+
+
+@pytest.mark.parametrize("kv", ["paged", "prefix"])
+def test_a_victim_whose_block_this_step_was_to_copy_is_swapped_out_from_the_copys_source(kv):
+    def outputs_in(num_blocks: int) -> tuple[list, list]:
+        engine = pressed(kv, num_blocks, preemption="swap", max_num_batched_tokens=12, order="priority")
+        samples = SamplingParams(max_tokens=10, n=2, temperature=1.0, seed=3, **UNENDING)
+        engine.add_request("samples", letters("abcdefghijklmn"), samples, priority=9)
+        records = [engine.step()]
+        for name in ("one", "two"):
+            engine.add_request(name, letters("wxyz"), SamplingParams(max_tokens=10, **UNENDING))
+        records += run_all(engine)
+        found = [engine.output(name).outputs for name in ("samples", "one", "two")]
+        return [one.token_ids for samples in found for one in samples], records
+
+    expected, _ = outputs_in(num_blocks=60)
+    found, records = outputs_in(num_blocks=7)
+
+    assert {one.seq_id for one in records[2].preempted} == {0, 1}
+    assert {one.mode for one in preemptions(records)} == {"swap"}
+    assert found == expected
 
 
 @pytest.mark.parametrize("config", [{"max_num_batched_tokens": 4}, {"chunked_prefill": False}, {}])

@@ -8,8 +8,9 @@ from forge.cache.off import OffKvCache
 from forge.engine.policies import SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
-from forge.trace.records import MaxNumSeqs, NoBlocks, WaitRecord
-from tests.engine.schedules import admitted, sequence, step
+from forge.reasons import MaxNumSeqs, NoBlocks
+from forge.trace.records import WaitRecord
+from tests.engine.schedules import admitted, new_scheduler, sequence, step
 
 
 def basic(num_runs: int = 4, max_num_seqs: int = 4) -> Scheduler:
@@ -183,6 +184,21 @@ def test_a_continuation_whose_cache_gave_way_starts_from_nothing():
     (item,) = step(scheduler).items
 
     assert (item.seq_id, item.start) == (2, 0)
+
+
+def test_a_continuation_that_was_swapped_out_begins_from_the_host_and_not_from_a_cache_kept_since():
+    scheduler = new_scheduler(4, preemption="swap")
+    scheduler.add(sequence(0, tokens=5, retain_cache=True))
+    step(scheduler)
+    scheduler.add(sequence(1, tokens=6, continues_from=0))  # sequence 0 still runs: it begins from nothing
+    while not scheduler.swapped:
+        step(scheduler)
+    step(scheduler, ending=(0,))
+
+    plan = step(scheduler)
+
+    assert [(one.seq_id, one.how) for one in plan.admitted] == [(1, "swap")]
+    assert not scheduler.retained.sequences, "the kept cache gives way"
 
 
 def test_aborting_a_waiting_continuation_leaves_the_kept_cache():

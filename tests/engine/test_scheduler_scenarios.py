@@ -4,11 +4,12 @@ import pytest
 
 from forge.cache.kv_storage import BlockCopy
 from forge.cache.paged import PagedKvCache
-from forge.engine.policies import SchedulerConfig
+from forge.engine.policies import VICTIM_POLICIES, SchedulerConfig
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.step_plan import StepPlan, Swap
-from forge.trace.records import HostPoolFull, MaxNumSeqs, NoBlocks, NoBudget, PreemptRecord, Queues, WaitRecord
+from forge.reasons import HostPoolFull, MaxNumSeqs, NoBlocks, NoBudget
+from forge.trace.records import PreemptRecord, Queues, WaitRecord
 from tests.engine.schedules import admitted, new_scheduler, outcomes_of, sequence, step
 
 
@@ -140,6 +141,35 @@ def test_a_prompt_whose_log_probabilities_are_wanted_takes_no_hit():
     assert (plan.admitted[0].num_cached, plan.items[0].logit_rows) == (0, range(9))
 
 
+def test_samples_have_their_slots_from_admission_on():
+    scheduler = new_scheduler(32, max_num_seqs=3)
+    first, second = sequence(0), sequence(1)
+    first.forks, second.forked_from = [second], first
+    for one in (first, sequence(2), sequence(3)):
+        scheduler.add(one)
+
+    plan = step(scheduler)
+
+    assert admitted(plan) == (0, 2)
+    assert plan.waiting == (WaitRecord(3, MaxNumSeqs(3)),)
+    assert list(scheduler.running) == [0, 2, 1]
+
+
+def test_of_more_samples_than_slots_those_that_wait_come_before_later_requests():
+    scheduler = new_scheduler(32, max_num_seqs=2)
+    samples = [sequence(seq_id) for seq_id in range(3)]
+    samples[0].forks = samples[1:]
+    for fork in samples[1:]:
+        fork.forked_from = samples[0]
+    for one in (samples[0], sequence(3)):
+        scheduler.add(one)
+
+    assert admitted(step(scheduler)) == (0,)
+    assert list(scheduler.running) == [0, 1]
+    step(scheduler, ending=(0,))
+    assert admitted(step(scheduler)) == (2,)
+
+
 # Chunked prefill
 
 
@@ -268,6 +298,30 @@ def test_least_progressed_spares_the_one_that_asks():
     assert (preemption.seq_id, preemption.victim_of) == (0, 1), "two tokens against one, but the one asks"
 
 
+@pytest.mark.parametrize(
+    ("victim", "expected"), [("lifo", (2, 2)), ("lifo-others", (1, 2)), ("least-progressed", (1, 2))]
+)
+def test_where_the_newest_asks_only_lifo_makes_it_its_own_victim(victim, expected):
+    scheduler = running(3, 3, 4, num_blocks=3, victim=victim)
+
+    (preemption,) = step(scheduler).preempted
+
+    assert ((preemption.seq_id, preemption.victim_of), preemption.policy) == (expected, victim)
+
+
+def test_lifo_others_takes_the_newest_other_one_however_far_it_is():
+    scheduler = running(4, num_blocks=4, victim="lifo-others")
+    for _ in range(2):
+        step(scheduler)
+    for seq_id in (1, 2):
+        scheduler.add(sequence(seq_id, tokens=4))
+    step(scheduler)
+
+    (preemption,) = step(scheduler).preempted
+
+    assert (preemption.seq_id, preemption.victim_of, preemption.policy) == (2, 1, "lifo-others")
+
+
 def test_priority_inversion_a_worse_placed_requester_gives_way_itself():
     scheduler = new_scheduler(3, order="priority")
     scheduler.add(sequence(0, tokens=4, priority=5))
@@ -320,7 +374,7 @@ def test_what_waits_for_more_than_the_pool_ends_and_the_next_one_begins():
     assert admitted(step(scheduler)) == (1,)
 
 
-@pytest.mark.parametrize("victim", ["lifo", "least-progressed"])
+@pytest.mark.parametrize("victim", VICTIM_POLICIES)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_no_cycle_of_mutual_preemption(victim, preemption, block_size):

@@ -264,19 +264,24 @@ def test_a_vocabulary_without_the_word_is_refused(llm):
 # Beside one another
 
 
-def test_tasks_run_beside_generations_and_change_nothing(path):
-    llm = LLM(path, kv="prefix")
+@pytest.mark.parametrize("budget", [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 8}], ids=["whole", "in chunks"])
+def test_tasks_run_beside_generations_and_change_nothing(path, budget):
+    llm = LLM(path, kv="prefix", **budget)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in LLM(path, kv="off").generate(PROMPTS, params)]
-    quiet = llm.embed(PROMPTS), llm.classify(PROMPTS, ["a", "bc"]), llm.score([("the", " tin hat")])
+
+    def answers() -> tuple:
+        vectors = [llm.embed(PROMPTS, pooling).tobytes() for pooling in ("mean", "last")]
+        return vectors, llm.classify(PROMPTS, ["a", "bc"]), llm.score([("the", " tin hat")])
+
+    quiet = answers()
     run = llm.start(PROMPTS, params)
     next(iter(run))
-    beside = llm.embed(PROMPTS), llm.classify(PROMPTS, ["a", "bc"]), llm.score([("the", " tin hat")])
+    beside = answers()
     for _ in run:
         pass
     assert [output.outputs[0].token_ids for output in run.outputs] == expected
-    assert beside[0].tobytes() == quiet[0].tobytes()
-    assert beside[1:] == quiet[1:]
+    assert beside == quiet
 
 
 def test_progress_counts_every_answer(llm):

@@ -11,7 +11,7 @@ from forge.engine.tasks import rerank_candidates, rerank_prompt
 from forge.gguf import GGMLType, GGUFFile
 from forge.gguf.writer import NewTensor, write_gguf
 from forge.model.hf_directory import ModelFolderError
-from forge.model.weight_source import open_weights
+from forge.model.loader import open_weights
 from tests.model.raw_safetensors import CONFIG, random_tensors, write_folder
 from tests.model.test_transformers_parity import hugging_face_model
 from tests.small_models import small_config, small_metadata, small_tensors, write_small_qwen3

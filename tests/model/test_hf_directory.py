@@ -12,10 +12,10 @@ from forge.gguf import GGUFFile
 from forge.model.catalog import model_name, resolve_model
 from forge.model.config import expected_tensors
 from forge.model.hf_directory import HuggingFaceDirectory, ModelFolderError, hugging_face_name, read_config
-from forge.model.loader import load_qwen3
+from forge.model.loader import load_qwen3, open_weights
 from forge.model.manual_batch import one_prefill
 from forge.model.safetensors_file import SafetensorsError
-from forge.model.weight_source import GGUFWeights, WeightSource, open_weights
+from forge.model.weight_source import GGUFWeights, WeightSource
 from forge.tokenizer import Tokenizer, TokenizerError, TokenType
 from tests.model.raw_safetensors import CONFIG, config_json, encoded, packed, random_tensors, write_folder
 from tests.small_models import write_small_qwen3

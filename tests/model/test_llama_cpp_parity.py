@@ -6,9 +6,8 @@ import pytest
 from forge import LLM
 from forge.backends.devices import create_backend
 from forge.engine.tasks import rerank_prompt
-from forge.model.loader import load_qwen3
+from forge.model.loader import load_qwen3, open_weights
 from forge.model.manual_batch import one_prefill
-from forge.model.weight_source import open_weights
 from tests.backends.cpu.models import QUANTIZED, WHOLE_BLOCKS
 from tests.model.test_heads import reranker_gguf
 from tests.model.test_rope import YARN

@@ -11,10 +11,10 @@ from forge.backends.devices import create_backend
 from forge.errors import ForgeError
 from forge.gguf import GGUFFile
 from forge.model.config import Qwen3Config
-from forge.model.loader import load_qwen3
+from forge.model.loader import load_qwen3, open_weights
 from forge.model.manual_batch import one_prefill
 from forge.model.rope import Rope, Yarn
-from forge.model.weight_source import GGUFWeights, open_weights
+from forge.model.weight_source import GGUFWeights
 from tests.model.raw_safetensors import write_folder
 from tests.model.test_transformers_parity import hugging_face_model
 from tests.small_models import write_small_qwen3

@@ -12,7 +12,7 @@ from forge.gguf import GGMLType, GGUFFile
 from forge.gguf.block_formats import dequantize
 from forge.model import synth as synth_module
 from forge.model.config import expected_tensors
-from forge.model.loader import load_qwen3
+from forge.model.loader import load_qwen3, open_weights
 from forge.model.manual_batch import one_prefill
 from forge.model.synth import (
     FULL_VOCABULARY,
@@ -26,7 +26,6 @@ from forge.model.synth import (
     tensor_types,
 )
 from forge.model.synthetic_vocabulary import MIN_VOCABULARY, synthetic_vocabulary
-from forge.model.weight_source import open_weights
 from forge.tokenizer import Tokenizer, TokenType, spec_from_gguf
 
 

@@ -60,9 +60,9 @@ def test_with_one_size_of_step_only_the_price_of_rows_stays_assumed(rows):
 
 
 def test_a_forward_is_known_once_it_was_measured_eight_times():
-    assert not metered({1: 10.0, 4: 11.0}, times=7).has_plain_forwards
-    assert metered({1: 10.0}, times=8).has_plain_forwards
-    assert metered({4: 10.0}, times=8).has_plain_forwards
+    assert metered({1: 10.0, 4: 11.0}, times=7).plain_forwards_left == 1
+    assert metered({1: 10.0}, times=8).plain_forwards_left == 0
+    assert metered({4: 10.0}, times=9).plain_forwards_left == 0
 
 
 def test_guesses_that_are_cheaper_than_was_known_make_it_unlearn_what_it_knew():

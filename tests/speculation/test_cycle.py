@@ -8,10 +8,9 @@ from forge.cache.basic import BasicKvCache
 from forge.engine.sampling_params import SamplingParams
 from forge.model.catalog import resolve_model
 from forge.model.forward_batch import SequenceRows, flat_batch
-from forge.model.loader import load_qwen3
+from forge.model.loader import load_qwen3, open_weights
 from forge.model.manual_batch import Part, new_storage, one_prefill
 from forge.model.qwen3 import Qwen3
-from forge.model.weight_source import open_weights
 from forge.speculation.controller import RecentCycles
 from forge.speculation.draft import DraftProposer
 from forge.speculation.ngram import NgramProposer

@@ -14,10 +14,9 @@ from forge.engine.proposer import ProposalRequest
 from forge.engine.rng import Purpose
 from forge.engine.sampling import BrokenLogits, choose, distribution, penalized
 from forge.engine.sampling_params import SamplingParams
-from forge.model.loader import load_qwen3
+from forge.model.loader import load_qwen3, open_weights
 from forge.model.manual_batch import one_prefill
 from forge.model.qwen3 import Qwen3
-from forge.model.weight_source import open_weights
 from forge.speculation import draft as draft_module
 from forge.speculation.draft import DraftProposer, check_same_tokenizer
 from forge.speculation.leases import Lease, LeaseRevoked, lease_model

@@ -1,10 +1,12 @@
 """Speculation in the engine changes when tokens come, and never which: for every proposer, cache, batch and ending."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
+from forge.engine import readout
 from forge.engine.engine import Engine
 from forge.engine.proposer import NO_PROPOSAL, NoSpeculation, Proposal, Proposer
 from forge.engine.sampling_params import SamplingParams
@@ -440,9 +442,41 @@ def test_one_that_cannot_win_never_begins_and_says_so():
     engine = new_engine(muddled, speculation=speculator(draft, fixed=False, costs=Costs(2.0)))
     engine.add_request("plain", letters("ab"), REQUESTS["plain"][1])
 
-    (cycle,) = cycles_of(run_all(engine))
+    records = run_all(engine)
 
-    assert (cycle.proposed, cycle.decision.k, cycle.decision.reason) == ((), 0, "cannot_win")
+    undrafted = [undrafted for record in records for undrafted in record.undrafted]
+    assert len(undrafted) == len(records) - 1 and cycles_of(records) == []
+    assert {(told.reason, told.decision.k, told.decision.reason) for told in undrafted} == {("off", 0, "cannot_win")}
+
+
+def test_a_step_of_separate_forwards_alone_says_nothing_of_what_a_row_costs():
+    engine = new_engine(muddled, speculation=speculator(scripted_draft(), fixed=False))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    with patch.multiple(readout, SLICE_BYTES=0, MIN_SLICE_ROWS=2):
+        engine.scheduler.prefill_only._max_logit_rows = 2
+        engine.add_request("before", letters("ab"), replace(REQUESTS["plain"][1], num_speculative_tokens=1))
+        run_all(engine)
+        for number in range(20):
+            engine.add_request(f"separate {number}", letters("abcdef"), params)
+            engine.step()
+        assert engine.speculation._batch == 1, "costs are asked for a batch of none"
+        engine.add_request("plain", letters("ab"), REQUESTS["plain"][1])
+        run_all(engine)
+    assert engine.output("plain").outputs[0].finish_reason == "length"
+
+
+def test_a_decision_not_to_begin_is_recorded_beside_a_prefill_only_request():
+    engine = new_engine(muddled, speculation=speculator(scripted_draft(), fixed=False, costs=Costs(2.0)))
+    engine.add_request("plain", letters("ab"), REQUESTS["plain"][1])
+    engine.step()
+    engine.add_request("prefill-only", letters("abc"), SamplingParams(max_tokens=1))
+
+    record = engine.step()
+
+    (undrafted,) = record.undrafted
+    assert (undrafted.seq_id, undrafted.decision.reason) == (0, "cannot_win")
+    assert [item.phase for item in record.items] == ["decode", "prefill_only"]
+    run_all(engine)
 
 
 # Leases and other failures

@@ -74,7 +74,7 @@ def test_speculative_batched_verify_paged_matches_sequential_decode_one(k, kv_dt
             kv="paged",
             threads=1,
             speculate=speculate,
-            draft=files["same"],
+            draft=files["same"] if speculate == "draft" else (),
             k=k,
             kv_dtype=kv_dtype,
             max_model_len=96,

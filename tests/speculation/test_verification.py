@@ -298,12 +298,15 @@ def test_rows_and_proposal_must_fit():
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_logits_that_are_no_numbers_are_refused_where_they_are_needed(params, value, row):
+def test_logits_that_are_no_numbers_are_refused_where_they_are_needed_and_the_tokens_before_stand(params, value, row):
     rows = rows_saying([7, 8, 9]) * 20  # so that sampling, too, takes the likeliest
     rows[row, 5] = value
 
+    if row:
+        found = run(rows, [7, 8], params)
+        assert (found.token_ids, found.num_accepted) == ((7, 8)[:row], row - 1)
     with pytest.raises(BrokenLogits):
-        run(rows, [7, 8], params)
+        run(rows[row:], [7, 8][row:], params)
     rejected_first = run(rows, [6, 8], params) if row > 0 else None  # later rows follow a token that is not there
     assert rejected_first is None or rejected_first.token_ids == (7,)
 

@@ -5,6 +5,17 @@ from typing import get_args
 
 import pytest
 
+from forge.reasons import (
+    Deferred,
+    FinishReason,
+    HostPoolFull,
+    MaxNumSeqs,
+    NoBlocks,
+    NoBudget,
+    PoolExhausted,
+    PreemptionMode,
+    WaitReason,
+)
 from forge.trace.explain import (
     Reason,
     explain,
@@ -15,21 +26,7 @@ from forge.trace.explain import (
     explain_request,
     explain_wait,
 )
-from forge.trace.records import (
-    AdmitRecord,
-    Deferred,
-    FinishReason,
-    FinishRecord,
-    HostPoolFull,
-    MaxNumSeqs,
-    NoBlocks,
-    NoBudget,
-    PoolExhausted,
-    PreemptionMode,
-    PreemptRecord,
-    WaitReason,
-    WaitRecord,
-)
+from forge.trace.records import AdmitRecord, FinishRecord, PreemptRecord, WaitRecord
 from forge.trace.timeline import Cause, Preemption, Wait, timeline_of
 from tests.trace.runs import crowded
 from tests.trace.test_timeline import step
@@ -37,7 +34,9 @@ from tests.trace.test_timeline import step
 IN_A_STEP = {
     NoBlocks(8, 2): "no_blocks: needs 8, free 2",
     MaxNumSeqs(16): "max_num_seqs: 16 run",
-    NoBudget(512): "budget: the step's 512 tokens are spent",
+    NoBudget(512): "budget: too few of the step's 512 tokens are left",
+    NoBudget(2048, "prefill_only_tokens"): "budget: too few of the step's 2,048 prefill-only tokens are left",
+    NoBudget(64, "prefill_only_memory"): "budget: too few of the step's 64 bytes for prefill-only requests are left",
     Deferred(4, 48): "deferred: seq 4 computes the same 48-token prefix",
     HostPoolFull(3, 1): "no swap: needs 3 host blocks, free 1",
     PoolExhausted(32): "the pool holds 32 tokens",
@@ -46,6 +45,12 @@ OF_A_WAIT = {
     NoBlocks(8, 1): "it needed 8 blocks and 1 was free",
     MaxNumSeqs(16): "16 sequences ran, the limit (--max-num-seqs)",
     NoBudget(512): "other sequences had the step's 512 tokens (--max-num-batched-tokens)",
+    NoBudget(2048, "prefill_only_tokens"): (
+        "other sequences had the step's 2,048 prefill-only tokens (--prefill-only-tokens)"
+    ),
+    NoBudget(64, "prefill_only_memory"): (
+        "other sequences had the step's 64 bytes for prefill-only requests (--prefill-only-memory)"
+    ),
     Deferred(4, 48): "deferred while seq 4 computed the same 48-token prefix",
 }
 LOST = PreemptRecord(1, 12, 1, 0, "lifo", "recompute", 37, 3)

@@ -8,19 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forge.errors import UsageError
+from forge.reasons import Deferred, NoBlocks
 from forge.trace.codec import codec_of
 from forge.trace.recorder import SCHEMA_VERSION, Trace, TraceError, TraceWriter, read_trace
-from forge.trace.records import (
-    Deferred,
-    EndRecord,
-    FinishRecord,
-    ItemRecord,
-    NoBlocks,
-    SpecCycle,
-    StepRecord,
-    TokenRecord,
-    WaitRecord,
-)
+from forge.trace.records import EndRecord, FinishRecord, ItemRecord, SpecCycle, StepRecord, TokenRecord, WaitRecord
 from tests.trace.runs import HEADER, crowded, write_trace
 
 RUN = crowded()
@@ -135,9 +127,9 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path, content):
 
 
 def test_no_such_file_and_no_such_folder(tmp_path):
-    with pytest.raises(TraceError, match="cannot read the trace: No such file"):
+    with pytest.raises(UsageError, match="cannot read the trace: No such file"):
         read_trace(tmp_path / "none")
-    with pytest.raises(TraceError, match="cannot write the trace"):
+    with pytest.raises(UsageError, match="cannot write the trace"):
         TraceWriter(tmp_path / "none" / "run.jsonl")
 
 

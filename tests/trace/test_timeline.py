@@ -6,16 +6,14 @@ from dataclasses import replace
 import pytest
 
 from forge.engine.sampling_params import SamplingParams
+from forge.reasons import Deferred, MaxNumSeqs, NoBlocks
 from forge.trace.records import (
     AdmitRecord,
     ArriveRecord,
     CacheRecord,
-    Deferred,
     EndRecord,
     FinishRecord,
     ItemRecord,
-    MaxNumSeqs,
-    NoBlocks,
     PreemptRecord,
     RequestMetrics,
     SpecCycle,
@@ -25,7 +23,7 @@ from forge.trace.records import (
     WaitRecord,
 )
 from forge.trace.timeline import Cause, Timeline, timeline_of
-from tests.engine.scripted import muddled, new_engine
+from tests.engine.scripted import muddled, new_engine, run_all
 from tests.trace.runs import crowded
 
 
@@ -93,6 +91,17 @@ def test_metrics_of_prefill_only_requests_are_those_that_the_engine_reports():
         assert timeline.metrics(seq_id) == engine.output(request_id).outputs[0].metrics
     assert any(wait.causes for one in timeline.requests() for wait in one.waits)
     assert timeline.running == () and timeline.queue() == ()
+
+
+def test_a_prefill_only_request_waits_for_nothing_in_the_step_that_answers_it():
+    engine = new_engine(muddled, kv="paged", prefill_only_tokens=8)
+    for number in range(9):
+        engine.add_request(f"r{number}", [1, 2, 3, 4], SamplingParams(max_tokens=1, ignore_eos=True))
+    steps = run_all(engine)
+    waits = [wait for request in timeline_of(steps).requests() for wait in request.waits]
+    assert len(waits) == 7 and max(wait.num_steps for wait in waits) == 4
+    for wait in waits:
+        assert sum(cause.num_steps for cause in wait.causes) == wait.num_steps
 
 
 def test_an_arrival_that_was_told_at_once_is_not_counted_again():

@@ -50,6 +50,8 @@ _SLOWEST = "attention"
 """The kernel that takes a third of the time of all. It comes first, so that the others are compiled beside it."""
 _ITEMS_PER_HELPER = 4
 """Kernels to compile for which another process is worth its start, which takes as long as one of them."""
+KERNEL_BYTES = 4 << 20
+"""About what the compiled code of all kernels takes."""
 KEEP_SECONDS = 30 * 86_400
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -75,11 +77,12 @@ def cache_folder() -> Path | None:
 def cache_problem() -> str | None:
     """Why compiled code cannot be kept, and what to do; None if it can."""
     try:
-        _made_folder()
+        with tempfile.TemporaryFile(dir=_made_folder()) as file:
+            file.write(bytes(KERNEL_BYTES))  # a disk that is full takes an empty file
     except OSError as error:
         why = f"{error.filename or cache_root()}: {error.strerror or error}"
         return f"the kernels are compiled at each start, as no folder keeps them ({why}); " + (
-            "set XDG_CACHE_HOME to a folder that can be written"
+            "make room, or set XDG_CACHE_HOME to a folder that can be written"
         )
     return None
 
@@ -341,9 +344,9 @@ def compile_all(wanted: Iterable[Kernel | TileSet], on_progress: CompileProgress
     """Make all of `wanted` ready. `on_progress` is called only if something really has to be compiled."""
     wanted = list(dict.fromkeys(wanted))
     missing = deque(sorted((item for item in wanted if not item.is_cached), key=lambda item: item.name != _SLOWEST))
-    total = len(missing)
-    if missing and cache_folder() is None:
-        logging.getLogger("forge").warning("forge: %s", cache_problem())
+    queued, total = tuple(missing), len(missing)
+    if missing and (problem := cache_problem()) is not None:
+        logging.getLogger("forge").warning("forge: %s", problem)
     tell = on_progress if on_progress is not None and missing else lambda done, total: None
     tell(0, total)
     helpers = [_Helper(missing) for _ in range(_helpers_for(total))]
@@ -354,7 +357,7 @@ def compile_all(wanted: Iterable[Kernel | TileSet], on_progress: CompileProgress
             with contextlib.suppress(IndexError):  # a helper took the last one
                 missing.popleft().compile()
             if missing:
-                tell(total - len(missing), total)
+                tell(sum(item.is_cached for item in queued), total)
         for helper in helpers:
             helper.join()
     finally:
@@ -385,7 +388,7 @@ class _Helper(threading.Thread):
 
     def run(self) -> None:
         paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-        command = [sys.executable, "-c", f"from {__name__} import compile_what_is_named as run; run()"]
+        command = [sys.executable, "-c", "from forge.backends.cpu.compile_helper import run; run()"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         with (
@@ -396,23 +399,6 @@ class _Helper(threading.Thread):
                 print(self._queue.popleft().name, file=process.stdin, flush=True)
                 if not process.stdout.readline():
                     break
-
-
-def compile_what_is_named() -> None:
-    """A helper process: compile what standard input names, line by line, and answer each with a line."""
-    from forge.backends.cpu import kernel_table, packing, thread_pool
-
-    gc.disable()
-    tiles = [tile_set(layout) for layout in packing.LAYOUT_OF_TYPE.values()]
-    known = {
-        item.name: item
-        for item in (*vars(kernel_table).values(), *thread_pool.POOL_KERNELS, *tiles)
-        if isinstance(item, MachineCode)
-    }
-    for line in sys.stdin:
-        known[line.strip()].compile()
-        print(flush=True)
-    os._exit(0)  # without freeing every object that Numba made
 
 
 def _read_object(name: str) -> bytes | None:

@@ -33,12 +33,12 @@ from typing import Any
 
 import numpy as np
 
+from forge.backends.choices import packed_weights_wanted
 from forge.backends.cpu import packing, tiles
 from forge.backends.cpu.compilation import KEEP_SECONDS, cache_root
 from forge.backends.cpu.packing import LINE, FloatMatrix, PackedMatrix, QuantizedMatrix, padded
 from forge.backends.cpu.tiles import TileLayout
 
-SWITCH = "FORGE_PACKED_WEIGHTS"
 LEAST_BYTES = 64 << 20
 """Of tensors: repacking fewer takes less time than can be noticed."""
 SAMPLED_PAGES = 64
@@ -81,8 +81,7 @@ class PackedCache:
 def packed_cache(path: Path | None, nbytes: int, quantize: str | None) -> Iterator[PackedCache | None]:
     """The cache of the model at `path`, whose tensors take `nbytes`: filled when the block ends without an exception.
     None where nothing is to be kept."""
-    wanted = nbytes >= LEAST_BYTES and os.environ.get(SWITCH, "").lower() not in ("off", "0")
-    if path is None or not wanted:
+    if path is None or nbytes < LEAST_BYTES or not packed_weights_wanted():
         yield None
         return
     cache = PackedCache(cache_root() / "weights" / f"{_key(path, quantize)}.packed")

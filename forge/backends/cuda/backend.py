@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from forge.backends.choices import KERNELS
 from forge.backends.cuda import warm_up
 from forge.backends.cuda.graphs import Graphs
 from forge.backends.cuda.inputs import InputBuffer, Policy, Shape, expected_shapes, shape_of
@@ -33,7 +34,6 @@ from forge.backends.cuda.shapes import DEFAULT_TUNING, MULTIPROCESSORS, Tuning
 from forge.backends.cuda.storage import TorchKvStorage
 from forge.backends.cuda.timing import StepClock
 from forge.backends.cuda.weights import Matrix, load_matrix
-from forge.backends.devices import KERNELS
 from forge.backends.fusion import Fusion
 from forge.backends.timed import TimedOperations
 from forge.cache.kv_storage import KvLayout

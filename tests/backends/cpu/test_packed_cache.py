@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forge.backends.choices import PACKED_WEIGHTS
 from forge.backends.cpu import packed_cache
 from forge.backends.cpu.backend import CpuBackend
 from forge.backends.cpu.packing import FloatMatrix
-from forge.model.loader import load_qwen3
+from forge.model.loader import load_qwen3, open_weights
 from forge.model.manual_batch import one_prefill
 from forge.model.qwen3 import Qwen3
-from forge.model.weight_source import open_weights
 from tests.small_models import write_small_qwen3
 
 TOKENS = np.random.default_rng(0).integers(0, 280, 20).tolist()
@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     """Where packed weights are kept, of the smallest model too."""
     monkeypatch.setattr(packed_cache, "cache_root", lambda: tmp_path / "cache")
     monkeypatch.setattr(packed_cache, "LEAST_BYTES", 1)
-    monkeypatch.delenv(packed_cache.SWITCH, raising=False)
+    monkeypatch.delenv(PACKED_WEIGHTS, raising=False)
     return tmp_path / "cache" / "weights"
 
 
@@ -99,7 +99,7 @@ def test_what_floats_are_quantized_to_makes_another_file(folder, tmp_path):
 
 @pytest.mark.parametrize("value", ["off", "0"])
 def test_it_can_be_switched_off(folder, tmp_path, monkeypatch, value):
-    monkeypatch.setenv(packed_cache.SWITCH, value)
+    monkeypatch.setenv(PACKED_WEIGHTS, value)
     path = write_small_qwen3(tmp_path / "m.gguf", tensor_type="Q8_0")
     assert not is_mapped(load(path)) and not is_mapped(load(path)) and not folder.exists()
 

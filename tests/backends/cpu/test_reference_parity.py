@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from forge.backends.reference import ReferenceBackend
-from forge.model.loader import load_qwen3
+from forge.model.loader import load_qwen3, open_weights
 from forge.model.manual_batch import Part, flat_batch, new_storage, one_prefill
-from forge.model.weight_source import open_weights
 from forge.tokenizer import Tokenizer
 from tests.backends.cpu.models import FLOATS, QUANTIZED, ROOT, ThreadedBackend, small_model
 

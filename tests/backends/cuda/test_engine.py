@@ -26,7 +26,8 @@ def path(tmp_path_factory) -> str:
 def engine_on(path, monkeypatch):
     def make(backend, kv: str = "basic", **options) -> LLM:
         monkeypatch.setattr(llm_module, "create_backend", lambda *_, **__: backend)
-        return LLM(path, kv=kv, kv_dtype="float32", max_model_len=32, block_size=4, **options)
+        blocks = {} if kv == "off" else {"block_size": 4}
+        return LLM(path, kv=kv, kv_dtype="float32", max_model_len=32, **blocks, **options)
 
     return make
 

@@ -55,8 +55,8 @@ def test_a_model_on_a_large_gpu_has_its_blocks_from_memory_and_large_steps(memor
 
 
 def test_elsewhere_the_share_is_refused_and_nothing_changes():
-    with pytest.raises(UsageError, match="--gpu-memory-utilization is for --device cuda"):
-        LLM("hash", gpu_memory_utilization=0.5)
+    with pytest.raises(UsageError, match="--gpu-memory-utilization means nothing with --device cpu"):
+        LLM("hash", kv="paged", gpu_memory_utilization=0.5)
     with pytest.raises(UsageError, match="say how large"):
-        LLM("hash", device="cuda", gpu_memory_utilization=0.5, num_blocks=4)
+        LLM("hash", kv="paged", device="cuda", gpu_memory_utilization=0.5, num_blocks=4)
     assert LLM("hash", kv="paged").engine.scheduler.config.token_budget == 512

@@ -1,0 +1,335 @@
+"""The registry: every request that an engine knows, from its arrival until it is forgotten.
+
+Requests are added, aborted, read and forgotten between steps; `Engine.step` advances them. Each of these is an
+operation that happens whole or not at all (`operation`). If one never ended, the next one calls `_recover` first: the
+tokens that had been chosen stay, and each unfinished sequence begins again from its tokens, as after a preemption.
+"""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from forge.cache.host_pool import HostEntry
+from forge.cache.kv_cache import KvCache, OutOfBlocks
+from forge.cache.kv_storage import KvStorage
+from forge.engine.outputs import RequestOutput
+from forge.engine.proposer import Speculation
+from forge.engine.requests import PromptLimits, RequestState, check_answerable, check_drafts
+from forge.engine.sampler import StepResults
+from forge.engine.sampling_params import SamplingParams
+from forge.engine.scheduler import Scheduler
+from forge.engine.sequence import Sequence
+from forge.engine.sequence_builder import SequenceBuilder
+from forge.engine.step_plan import Outcome, StepPlan, flat
+from forge.engine.step_record import RecordBuilder
+from forge.engine.structured_output import CompileGrammar, Grammar
+from forge.engine.task import GENERATE, Logprobs, Task
+from forge.engine.token_filter import TokenFilters
+from forge.errors import UsageError
+from forge.model.model import Model, ModelUnavailable
+from forge.reasons import FinishReason
+from forge.tokenizer import Tokenizer
+from forge.trace.records import ArriveRecord, FinishRecord, RejectRecord
+from forge.trace.timeline import Timeline
+
+
+class _Issued(NamedTuple):
+    """The ids that were given out. Replaced as a whole, so that an interruption cannot part its numbers."""
+
+    seq_ids: int
+    retained_forks: int
+    """Of these ids, those of retained caches that were forked: no request has them."""
+
+    @property
+    def sequences(self) -> int:
+        """Ids of requests' sequences."""
+        return self.seq_ids - self.retained_forks
+
+
+class RequestRegistry(ABC):
+    """Adds, aborts, reads and drops the requests of an engine, which derives from it."""
+
+    model: Model
+    cache: KvCache
+    storage: KvStorage
+    tokenizer: Tokenizer
+    speculation: Speculation
+    scheduler: Scheduler
+    operation: AbstractContextManager[None]
+    """What changes the engine runs inside. Operations do not nest."""
+    compile_grammar: CompileGrammar | None = None
+    """For requests with structured output; without it they are refused."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: PromptLimits, scheduler: Scheduler, records: RecordBuilder):
+        self.tokenizer, self.scheduler, self._limits, self._records = tokenizer, scheduler, limits, records
+        self._token_filters = TokenFilters(tokenizer, limits.vocab_size)
+        has_scratch = bool(scheduler.prefill_only.scratch)
+        self._sequence_builder = SequenceBuilder(tokenizer, limits, scheduler.config, has_scratch)
+        self.timeline = Timeline()
+        """Times, waits and metrics of every request that has not been forgotten."""
+        self._requests: dict[str, RequestState] = {}
+        """Every request that has not been forgotten. What is not in here does not exist."""
+        self._issued = _Issued(0, 0)
+        self._has_grammars = False
+        """There has been a request with a grammar or a token filter."""
+        self._unavailable: ModelUnavailable | None = None
+        """The error that ended every sequence, once the model is gone."""
+        self._decided: Items[Outcome] = ()
+        """The outcomes of a step whose tokens are all chosen, until they are committed."""
+        self._plan: StepPlan | None = None
+        """Of the step that is carried out; None until it is decided."""
+
+    @abstractmethod
+    def _drop_state(self, seq_id: int) -> None:
+        """Drop what further steps would need of a sequence, which has ended."""
+
+    def _drop_steps(self) -> None:  # noqa: B027 (optional: a synchronous engine has none)
+        """Drop the steps in flight: every sequence begins again from its tokens."""
+
+    # Requests in
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Items[int],
+        params: SamplingParams,
+        *,
+        task: Task = GENERATE,
+        prompt: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+        retain_cache: bool = False,
+        continues_from: int | None = None,
+        computed: HostEntry | None = None,
+    ) -> tuple[int, ...]:
+        """Queue a request; return the ids of its `params.n` sequences.
+
+        task: what is wanted; generated tokens, or what one forward pass can answer. priority: lower is served first,
+        where the scheduler's order is by priority. salt: requests with different salts share nothing in the cache.
+        retain_cache: leave the cache in place when it ends. continues_from: the id of such an ended sequence, whose
+        cache is taken over if it is still there. computed: keys and values of the prompt's beginning, from another
+        engine (`handoff`).
+
+        Raises `UsageError`, with nothing changed, for what cannot run, and `ModelUnavailable` once the model is gone.
+        """
+        if self._unavailable is not None:
+            raise self._unavailable
+        try:
+            token_ids = self._checked(request_id, prompt_token_ids, params, task)
+            grammar = self._grammar(params)
+        except UsageError as error:
+            self._records.rejected.append(RejectRecord(request_id, str(error)))
+            raise
+        seed = params.seed if params.seed is not None else secrets.randbits(32)
+        with self.operation:
+            first = Sequence(
+                seq_id=self._issued.seq_ids,
+                request_id=request_id,
+                sample_index=0,
+                token_ids=token_ids,
+                num_prompt_tokens=len(token_ids),
+                max_output_tokens=self._sequence_builder.max_output_tokens(len(token_ids), params),
+                params=params,
+                seed=seed,
+                output_text=self._sequence_builder.new_text(params),
+                task=GENERATE if task == GENERATE else task,  # compared by identity in every step
+                matcher=grammar.new_matcher() if grammar is not None else None,
+                priority=priority,
+                salt=salt,
+                retain_cache=retain_cache,
+                continues_from=continues_from,
+            )
+            sequences = self._sequence_builder.complete(first, grammar, begins_computed=computed is not None)
+            self._register(RequestState(request_id, prompt, seed, sequences), computed)
+            return self._requests[request_id].seq_ids
+
+    def append_emitted(self, request_id: str, emitted: Items[tuple[Items[int], Items[Logprobs]]]) -> None:
+        """Append output tokens, with their log probabilities, that another engine has chosen to each sample of a
+        request that no step has seen. Its samples wait apart, as after a preemption. See `forge.engine.resume`."""
+        sequences = self._requests[request_id].sequences
+        with self.operation:
+            for sequence, (token_ids, logprobs) in zip(sequences, emitted, strict=True):
+                sequence.token_ids += token_ids
+                sequence.logprobs += logprobs
+                self._sequence_builder.rebuild_text(sequence)
+            self.scheduler.separate(sequences[0])
+
+    def _register(self, request: RequestState, computed: HostEntry | None) -> None:
+        """Make a request known, and queue its sequences."""
+        first, *samples = request.sequences
+        first.forks = samples
+        for sample in samples:
+            sample.forked_from = first
+        self._requests[request.request_id] = request  # from here on the request exists
+        self._issued = _Issued(first.seq_id + len(request.sequences), self._issued.retained_forks)
+        self.scheduler.add(first, computed)
+        self._announce(request)
+
+    def _announce(self, request: RequestState) -> None:
+        """Put an arrival into the timeline and the next record, unless it is there."""
+        first, now = request.sequences[0], time.perf_counter()
+        length, limit = first.num_prompt_tokens, first.max_output_tokens
+        arrival = ArriveRecord(request.request_id, request.seq_ids, length, limit, now, first.priority)
+        if not any(record.request_id == request.request_id for record in self._records.arrived[-1:]):
+            self._records.arrived.append(arrival)
+        self.timeline.journal.append(arrival)
+
+    def _checked(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, task: Task) -> list[int]:
+        """The prompt's tokens, if all that is asked for can be done."""
+        token_ids = self._limits.checked(prompt_token_ids)
+        self._limits.check_bias(params)
+        check_drafts(params.drafts or (), [proposer.name for proposer in self.speculation.proposers])
+        self._limits.check_ids(task.candidates)
+        check_answerable(task, self.model)
+        if request_id in self._requests:
+            raise UsageError(f"request {request_id!r} is already running")
+        return token_ids
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """What says which tokens may come: the compiled grammar of a request with structured output, its token filter,
+        or both. Raises `UsageError`."""
+        if not params.has_matcher:
+            return None
+        form = None
+        if params.structured is not None:
+            if self.compile_grammar is None:
+                raise UsageError("this engine has no grammars: leave structured output out")
+            form = self.compile_grammar(params.structured)
+        self._has_grammars = True
+        return self._token_filters.applied(params, form)
+
+    # Requests out
+
+    def has_unfinished(self) -> bool:
+        """True while `step` has something to do."""
+        with self.operation:
+            return self.scheduler.has_unfinished()
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """True while a sequence of a request has yet to end. Raises `KeyError` for a request that is not known."""
+        request = self._requests[request_id]
+        with self.operation:
+            return request.is_unfinished
+
+    def output(self, request_id: str) -> RequestOutput:
+        """A request's output as it stands. Raises `KeyError` for a request that is not known."""
+        request = self._requests[request_id]
+        with self.operation:
+            return request.output(self.timeline.metrics)
+
+    def abort(self, request_id: str) -> None:
+        """End a request's unfinished sequences, keeping what they produced. Raises `KeyError` for an unknown one."""
+        self._end(self._requests[request_id], "abort")
+
+    def fail(self, request_id: str) -> None:
+        """End a request's unfinished sequences as `error`, as for a fault that concerns this request only."""
+        self._end(self._requests[request_id], "error")
+
+    def fail_step(self) -> tuple[str, ...]:
+        """After an exception from `step`: end the requests that took part in that step as `error`, so that all others
+        can go on. Returns their ids: all unfinished ones, if the step failed before it was planned. A step that was
+        launched ahead was planned by the step before it."""
+        plan = self._plan
+        seq_ids = None if plan is None else {item.seq_id for item in (*plan.items, *plan.separate)}
+        failed = [
+            request_id
+            for request_id, request in self._requests.items()
+            if (request.is_unfinished if seq_ids is None else not seq_ids.isdisjoint(request.seq_ids))
+        ]
+        for request_id in failed:
+            self.fail(request_id)
+        return tuple(failed)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is known of a request whose sequences have all ended. Raises `KeyError` for an unknown one."""
+        request = self._requests[request_id]
+        assert not request.is_unfinished, "it is still running"
+        with self.operation:
+            for seq_id in request.seq_ids:
+                self.timeline.forget(seq_id)
+            del self._requests[request_id]
+
+    def _end(self, request: RequestState, reason: FinishReason) -> None:
+        with self.operation:
+            self._end_sequences(request, reason)
+
+    def _end_all(self, error: ModelUnavailable) -> StepResults:
+        """The model is gone: recover, and end every sequence with what it has."""
+        self._recover()
+        self._unavailable = error
+        finished = [self._end_sequences(request, "error", str(error)) for request in self._requests.values()]
+        return StepResults(finished=[record for records in finished for record in records])
+
+    def _end_sequences(
+        self, request: RequestState, reason: FinishReason, error: str | None = None
+    ) -> list[FinishRecord]:
+        """End a request's unfinished sequences between steps, wherever they are."""
+        finished = []
+        for sequence in reversed(request.sequences):  # forks before those whose prompt they share
+            if sequence.finish_reason is not None:
+                continue
+            if error is not None:
+                sequence.add_error(error)
+            self.scheduler.abort(sequence, reason)
+            record = FinishRecord(sequence.seq_id, reason, sequence.output_text.finish(), error=error)
+            self.timeline.journal.append(record)
+            self._drop_state(sequence.seq_id)
+            finished.append(record)
+        return finished
+
+    # Retained caches
+
+    def is_retained(self, seq_id: int) -> bool:
+        """True if an ended sequence's cache can be continued. It is released when others need its blocks."""
+        with self.operation:
+            return seq_id in self.scheduler.retained.sequences
+
+    def release(self, seq_id: int) -> None:
+        """Release the retained cache of an ended sequence, if it still has one."""
+        with self.operation:
+            self.scheduler.retained.release(seq_id)
+
+    def fork_retained(self, seq_id: int) -> int | None:
+        """Retain an ended sequence's cache a second time; return the id under which it can be continued too.
+
+        None if it is no longer there, or where the cache cannot share blocks and has no room for a copy.
+        """
+        with self.operation:
+            child = self._issued.seq_ids
+            try:
+                copies = self.scheduler.retained.fork(seq_id, child)
+            except (KeyError, OutOfBlocks):
+                return None
+            self._issued = _Issued(child + 1, self._issued.retained_forks + 1)
+            self.storage.copy_blocks(copies)
+            return child
+
+    # Interrupted operations
+
+    def _recover(self) -> None:
+        """An operation never ended: take the outcomes that were decided, and begin again from the tokens. If this is
+        interrupted, the next operation repeats it."""
+        sequences = {sequence.seq_id: sequence for state in self._requests.values() for sequence in state.sequences}
+        for outcome in flat(self._decided):
+            sequence = sequences[outcome.seq_id]
+            if len(sequence.token_ids) == outcome.position:
+                sequence.token_ids += outcome.token_ids
+            if outcome.finish_reason is not None:
+                sequence.stop_reason, sequence.finish_reason = outcome.stop_reason, outcome.finish_reason
+        self._issued = self._issued._replace(seq_ids=max(self._issued.seq_ids, max(sequences, default=-1) + 1))
+        unfinished = [sequence for sequence in sequences.values() if sequence.finish_reason is None]
+        self.scheduler.restart(unfinished, self._issued.sequences - len(unfinished))
+        for sequence in unfinished:
+            self._sequence_builder.rebuild_text(sequence)
+        for sequence in sequences.values():
+            if sequence.finish_reason is not None:
+                self._drop_state(sequence.seq_id)
+        self._drop_steps()
+        for request in self._requests.values():
+            if request.seq_ids[0] not in self.timeline:
+                self._announce(request)
+        self.cache.take_events()
+        self._decided = ()
