@@ -1,15 +1,18 @@
 """From a JSON Schema, a regular expression, choices or a Lark grammar to a compiled grammar, by `llguidance`.
 
-Compiling is bounded: by the text's size, and by the library's own limits, which count work and memory instead of time,
-so that a grammar is refused or compiled everywhere alike. What was compiled last is kept by its content.
+Compiling is bounded by the text's size and by the library's own limits, which count work and memory instead of time.
+They do not count all of it: a client's grammar is compiled in `sandbox` first, where time and memory end, and here only
+once it is known to be affordable. What was compiled last is kept by its content.
 
 JSON is written as Python's `json.dumps` writes it, with one space after a colon and a comma: the form that models have
 read most of, and one that leaves the most text with no choice (`Matcher.forced`).
 """
 
 import json
+import re
 from collections import OrderedDict
 from dataclasses import replace
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +22,12 @@ from forge.engine.structured_output import Grammar, MatcherError, StructuredOutp
 from forge.errors import UsageError
 from forge.grammar.matcher import CompiledGrammar
 from forge.grammar.thinking import ThinkingGrammar
-from forge.grammar.vocabulary import ll_tokenizer
-from forge.tokenizer import Tokenizer
+from forge.grammar.vocabulary import Encode, Vocabulary, ll_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
+
+    from forge.tokenizer import Tokenizer
 
 MAX_CHARS = 64 << 10
 """Of a grammar's text."""
@@ -41,19 +45,34 @@ _TRIED = 2
 """Tokens of a walk through every new grammar. One whose masks take too much work is refused here, and not while it
 holds up a step."""
 _JSON_FORM: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_LARK = re.compile(r"^[ \t]*(%llguidance\b|start\s*:)", re.MULTILINE)
+"""What GBNF never has. The library's own expression takes time that grows with the square of the empty lines."""
 _MAX_MESSAGE = 300
+TOO_DEEP = "it is nested too deeply: make it simpler"
 
 
 class GrammarCompiler:
-    """Compiles for one vocabulary. May be called from several threads, and is cheap to make: `llguidance` and the
-    vocabulary are loaded with the first grammar."""
+    """Compiles for one vocabulary, in this process and without a limit of time. May be called from several threads, and
+    is cheap to make: `llguidance` and the vocabulary are loaded with the first grammar."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._ll_tokenizer: LLTokenizer | None = None
+        self._encode = Encode(lambda text: tokenizer.encode(text, add_special_tokens=False))
+        self._library: LLTokenizer | None = None
         self._compiled: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
         """The last used is the last."""
         self._lock = Lock()
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary.of(self._tokenizer, self._vocab_size)
+
+    def load(self) -> "LLTokenizer":
+        """Load the library and the vocabulary, if that has not happened."""
+        with self._lock:
+            if self._library is None:
+                self._library = ll_tokenizer(self.vocabulary, self._encode)
+            return self._library
 
     def __call__(self, structured: StructuredOutput) -> Grammar:
         """Raises `UsageError` for a grammar that is wrong, too large, or needs what is not supported, naming it."""
@@ -65,8 +84,9 @@ class GrammarCompiler:
     def _cached(self, structured: StructuredOutput) -> CompiledGrammar:
         with self._lock:
             compiled = self._compiled.get(structured)
-        if compiled is None:
-            compiled = self._compile(structured)  # a slow one holds no other up
+        if compiled is None or compiled.is_spent:
+            check_size(structured)
+            compiled = compile_grammar(structured, self.load(), self.vocabulary, self._encode)  # holds no other up
         with self._lock:
             self._compiled[structured] = compiled
             self._compiled.move_to_end(structured)
@@ -74,31 +94,45 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _compile(self, structured: StructuredOutput) -> CompiledGrammar:
-        from llguidance import LLMatcher
 
-        source = _source(structured)
-        if len(source) > MAX_CHARS:
-            raise UsageError(f"a grammar has at most {MAX_CHARS} characters, and this one has {len(source)}")
-        try:
-            grammar = _library_grammar(structured, source)
-            matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=_limits())
-        except ValueError as error:
-            raise _refusal(structured, str(error)) from None
-        if matcher.is_error():
-            raise _refusal(structured, matcher.get_error())
-        compiled = CompiledGrammar(matcher, self._tokenizer.eos_token_ids, self._vocab_size)
-        try:
-            _try(compiled)
-        except MatcherError as error:
-            raise _refusal(structured, str(error)) from None
-        return compiled
+def check_size(structured: StructuredOutput) -> None:
+    """Raises `UsageError` for a grammar whose text is too long."""
+    length = len(_source(structured))
+    if length > MAX_CHARS:
+        raise UsageError(f"a grammar has at most {MAX_CHARS} characters, and this one has {length}")
 
-    def _vocabulary(self) -> "LLTokenizer":
-        with self._lock:
-            if self._ll_tokenizer is None:
-                self._ll_tokenizer = ll_tokenizer(self._tokenizer, self._vocab_size)
-            return self._ll_tokenizer
+
+def compile_grammar(
+    structured: StructuredOutput, library: "LLTokenizer", vocabulary: Vocabulary, encode: Encode | None = None
+) -> CompiledGrammar:
+    """Compile without thinking. encode: what the library encodes texts by, if not by itself. Raises `UsageError`."""
+    from llguidance import LLMatcher
+
+    try:
+        grammar = _library_grammar(structured, _source(structured))
+        matcher = LLMatcher(library, grammar, log_level=0, limits=_limits())
+    except ValueError as error:
+        raise refusal(structured, str(error)) from None
+    except RecursionError:
+        raise refusal(structured, TOO_DEEP) from None
+    if matcher.is_error():
+        raise refusal(structured, matcher.get_error())
+    compiled = CompiledGrammar(matcher, vocabulary.eos_token_ids, len(vocabulary.tokens), encode)
+    try:
+        _try(compiled)
+    except MatcherError as error:
+        raise refusal(structured, str(error)) from None
+    return compiled
+
+
+def without_gbnf(structured: StructuredOutput) -> StructuredOutput:
+    """GBNF, the notation of llama.cpp, as Lark. Converting takes Python up to half a second. Raises `UsageError`."""
+    if structured.grammar is None:
+        return structured
+    try:
+        return replace(structured, grammar=_lark(structured.grammar))
+    except ValueError as error:
+        raise refusal(structured, str(error)) from None
 
 
 def _try(compiled: CompiledGrammar) -> None:
@@ -131,10 +165,19 @@ def _library_grammar(structured: StructuredOutput, source: str) -> str:
         return LLMatcher.grammar_from_regex(source)
     if structured.choice is not None:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_lark_text, structured.choice)))
-    from llguidance.gbnf_to_lark import any_to_lark
+    return LLMatcher.grammar_from_lark(_lark(source))
 
+
+def _lark(grammar: str) -> str:
+    """A grammar in Lark's notation, whichever of the two it has. Raises ValueError."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if _LARK.search(grammar):
+        return grammar
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(source))  # GBNF, the notation of llama.cpp, is taken too
+        return gbnf_to_lark(grammar)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
     except Exception as error:  # its parser has errors of several kinds
         raise ValueError(str(error)) from None
 
@@ -145,8 +188,8 @@ def _check_exclusive_bounds(schema: Any, is_joined: bool) -> None:
     is_joined: bounds may come from several places, so none is known to be alone. Raises ValueError.
     """
     if isinstance(schema, list):
-        for one in schema:
-            _check_exclusive_bounds(one, is_joined)
+        for member in schema:
+            _check_exclusive_bounds(member, is_joined)
     if not isinstance(schema, dict):
         return
     exclusive = [schema[name] for name in ("exclusiveMinimum", "exclusiveMaximum") if _is_number(schema.get(name))]
@@ -157,8 +200,8 @@ def _check_exclusive_bounds(schema: Any, is_joined: bool) -> None:
             raise ValueError(
                 "an exclusive bound of a range less than 1 wide is not supported; take minimum and maximum"
             )
-    for one in schema.values():
-        _check_exclusive_bounds(one, is_joined)
+    for member in schema.values():
+        _check_exclusive_bounds(member, is_joined)
 
 
 def _is_number(value: object) -> bool:
@@ -176,8 +219,8 @@ def _limits() -> "LLParserLimits":
     return LLParserLimits(**limits, verbose_errors=False)
 
 
-def _refusal(structured: StructuredOutput, message: str) -> UsageError:
-    """In one line."""
+def refusal(structured: StructuredOutput, message: str) -> UsageError:
+    """Why a grammar is refused, in one line."""
     line = " ".join(message.split())
     if "Unimplemented keys" in line:
         keys = line.partition("[")[2].partition("]")[0].replace('"', "")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forge.engine.structured_output import MatcherError
+from forge.grammar.vocabulary import Encode
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -25,14 +26,24 @@ _MAX_MASKS = 16
 class CompiledGrammar:
     """A `Grammar`: a parser at its beginning, which is copied for every sequence."""
 
-    def __init__(self, parser: "LLMatcher", eos_token_ids: frozenset[int], vocab_size: int):
+    def __init__(
+        self, parser: "LLMatcher", eos_token_ids: frozenset[int], vocab_size: int, encode: Encode | None = None
+    ):
+        """encode: what the parser calls for forced text."""
+        self.encode = encode
         self._parser, self.eos_token_ids, self.vocab_size = parser, eos_token_ids, vocab_size
         self.anything = np.ones(vocab_size, bool)
         """The mask after the end."""
         self.anything.flags.writeable = False
+        self.is_spent = False
+        """The states that its sequences have visited, and share, are as many as the library allows: it answers no more
+        and has to be compiled again."""
 
     def new_matcher(self) -> "GrammarMatcher":
-        return GrammarMatcher(self, self._parser.deep_copy())
+        return GrammarMatcher(self, self.new_parser())
+
+    def new_parser(self) -> "LLMatcher":
+        return self._parser.deep_copy()
 
 
 class GrammarMatcher:
@@ -50,7 +61,9 @@ class GrammarMatcher:
         if self._has_ended(output):
             return self._grammar.anything
         if not self._move_to(output):
-            raise MatcherError(TOO_COMPLEX if self._parser.is_error() else "the output does not follow its grammar")
+            if self._parser.is_error():
+                raise self._too_complex()
+            raise MatcherError("the output does not follow its grammar")
         mask = self._masks.get(len(output))
         if mask is None:
             if len(self._masks) >= _MAX_MASKS:
@@ -65,6 +78,7 @@ class GrammarMatcher:
         eos = self._grammar.eos_token_ids
         text = next((index for index, token_id in enumerate(token_ids) if token_id in eos), len(token_ids))
         allowed = self._parser.validate_tokens(list(token_ids[:text])) if text else 0
+        self._reraise()
         if allowed == text < len(token_ids) and self._move_to([*output, *token_ids[:text]]):
             allowed += self._parser.is_accepting()
         return max(0, allowed)
@@ -74,6 +88,7 @@ class GrammarMatcher:
         if self._has_ended(output) or not self._move_to(output):
             return ()
         token_ids = tuple(self._parser.compute_ff_tokens())
+        self._reraise()
         if not token_ids and self._parser.is_stopped() and self._parser.is_accepting():
             return (min(self._grammar.eos_token_ids),)
         return token_ids
@@ -83,8 +98,9 @@ class GrammarMatcher:
 
     def _compute(self) -> np.ndarray:
         bits = np.frombuffer(self._parser.compute_bitmask(), np.uint8)
+        self._reraise()
         if self._parser.is_error():
-            raise MatcherError(TOO_COMPLEX)
+            raise self._too_complex()
         words = bits.reshape(-1, 4)
         some = np.flatnonzero(bits.view(np.uint32))
         if len(some) < len(words) // _FEW:  # a third of the time of all
@@ -97,6 +113,10 @@ class GrammarMatcher:
             raise MatcherError("no token of this model's vocabulary may come next by the grammar")
         mask.flags.writeable = False
         return mask
+
+    def _too_complex(self) -> MatcherError:
+        self._grammar.is_spent = True
+        return MatcherError(TOO_COMPLEX)
 
     def _move_to(self, output: Sequence[int]) -> bool:
         """Bring the parser to where these tokens end; False if the grammar refuses one of them."""
@@ -112,13 +132,20 @@ class GrammarMatcher:
             self._masks = {position: mask for position, mask in self._masks.items() if position <= agreeing}
         missing = output[agreeing:]
         moved = self._parser.try_consume_tokens(missing) if missing else 0
+        self._reraise()
         self._consumed = output[: agreeing + moved]
         return moved == len(missing) and not self._parser.is_error()
+
+    def _reraise(self) -> None:
+        """Raise what the parser's callback raised and the parser swallowed. The next call begins with a new parser."""
+        if self._grammar.encode is not None and self._grammar.encode.has_raised:
+            self._parser, self._consumed = self._grammar.new_parser(), None
+            self._grammar.encode.reraise()
 
 
 def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the longest common beginning."""
-    for index, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
+    for index, (ours, theirs) in enumerate(zip(left, right, strict=False)):
+        if ours != theirs:
             return index
     return min(len(left), len(right))

@@ -18,7 +18,7 @@ OPEN, CLOSE, BLANK_LINE = "<think>", "</think>", "\n\n"
 
 def thinks(tokenizer: Tokenizer) -> bool:
     """Whether the vocabulary has the tokens that thinking begins and ends with."""
-    return {OPEN, CLOSE} <= {tokenizer.spec.tokens[one] for one in tokenizer.spec.user_defined_ids}
+    return {OPEN, CLOSE} <= {tokenizer.spec.tokens[token_id] for token_id in tokenizer.spec.user_defined_ids}
 
 
 class ThinkingGrammar:
@@ -27,7 +27,7 @@ class ThinkingGrammar:
     def __init__(self, grammar: Grammar, tokenizer: Tokenizer, vocab_size: int, is_open: bool):
         """is_open: the prompt ends inside the thinking; otherwise the output may open it. Raises `UsageError` if the
         tokenizer has no tokens for that."""
-        tokens = {tokenizer.spec.tokens[one]: one for one in tokenizer.spec.user_defined_ids}
+        tokens = {tokenizer.spec.tokens[token_id]: token_id for token_id in tokenizer.spec.user_defined_ids}
         if OPEN not in tokens or CLOSE not in tokens:
             raise UsageError(f"this model does not think: its vocabulary has no {OPEN}")
         self._grammar, self.is_open = grammar, is_open

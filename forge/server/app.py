@@ -1,9 +1,6 @@
 """The endpoints: each reads a body, submits it, and gives the engine's output OpenAI's shape."""
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,31 +10,31 @@ from fastapi.routing import APIRoute
 
 from forge import __version__
 from forge.engine.outputs import RequestOutput
-from forge.engine.sampling_params import SamplingParams
-from forge.errors import ForgeError
-from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, ShuttingDown
+from forge.server.engine_client import EngineClient, EngineDead, Generation
 from forge.server.errors import ApiError, install_handlers
+from forge.server.exchange import Exchanges
+from forge.server.http_metrics import process_families
 from forge.server.messages import Ready
-from forge.server.metrics import CONTENT_TYPE
-from forge.server.middleware import Draining, Gate
-from forge.server.redaction import without_texts
-from forge.server.requests import DEFAULT_TOKENS, RequestReader, beside_the_loop, special_of
-from forge.server.responses import ChatShape, CompletionShape, Shape, ends_in_thinking, size_of, usage_object
-from forge.server.responses_api import ResponsesRequest, ResponseWriter, chat_request, own_names
+from forge.server.messages_api import add_messages
+from forge.server.metrics import CONTENT_TYPE, grammar_family, text_of
+from forge.server.middleware import Gate
+from forge.server.requests import DEFAULT_TOKENS, LONG_WORK, beside_the_loop, special_of
+from forge.server.responses import ChatShape, CompletionShape, size_of, usage_object
+from forge.server.responses_api import add_responses
+from forge.server.resumption import shown_id
 from forge.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
-    Sampling,
     TokenizeRequest,
 )
 from forge.server.scores import add_scores
+from forge.server.service import Service
 from forge.server.settings import Settings
-from forge.server.streaming import DONE, EventStream, event, leaving_client
-from forge.server.strict_json import JsonAnswer, StrictRoute, to_json
-from forge.trace.codec import codec_of
-from forge.trace.records import StepRecord
+from forge.server.streaming import DONE, EventStream, event
+from forge.server.strict_json import BodyParser, JsonAnswer, StrictRoute, to_json
+from forge.tokenizer import Tokenizer
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
@@ -60,76 +57,6 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Service:
-    """What the endpoints share."""
-
-    def __init__(self, client: EngineClient, ready: Ready, settings: Settings):
-        self.client, self.ready, self.settings = client, ready, settings
-        self.limits = settings.limits
-        self.started = int(time.time())
-        self.draining = Draining()
-        names = tuple(dict.fromkeys((*settings.model_names, ready.model_name)))
-        self.tokenizer = ready.tokenizer()
-        self.reader = RequestReader(
-            self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits, ready.default_sampling
-        )
-        self.metrics = client.new_metrics(names[0], ready)
-        client.on_step = self.metrics.take_step
-        client.on_death = self.metrics.take_failures
-        client.on_end = lambda generation, output: self.metrics.take_output(
-            output, generation.params, generation.arrived
-        )
-
-    def submit(
-        self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling, stream: bool
-    ) -> Generation:
-        self.check_queue(len(prompts))
-        return self.client.submit(
-            request_id, prompts, params, stream=stream, priority=body.priority or 0, salt=body.cache_salt or ""
-        )
-
-    def check_queue(self, num_prompts: int) -> None:
-        """Raises where so many more would be too many."""
-        if num_prompts > self.limits.max_queue:
-            raise ApiError(f"that asks for {num_prompts} answers at once, and {self.limits.max_queue} go: ask for less")
-        if self.client.num_unfinished + num_prompts > self.limits.max_queue:
-            message = f"{self.client.num_unfinished} prompts are waiting already: come back later"
-            raise ApiError(message, 429, code="queue_full", retry_after=1)
-
-    def give_up(self, generation: Generation) -> None:
-        """Abort a generation whose client has left."""
-        if not generation.ended:
-            self.metrics.take_abort()
-            self.client.abort(generation)
-
-    @asynccontextmanager
-    async def followed(self, generation: Generation, request: Request) -> AsyncIterator[None]:
-        """Within it, the client's leaving ends the generation."""
-        try:
-            async with leaving_client(request):
-                yield
-        finally:
-            self.give_up(generation)
-
-    async def whole(self, generation: Generation, request: Request) -> list[RequestOutput]:
-        """The outputs, when all have ended."""
-        async with self.followed(generation, request):
-            return await generation.finished()
-
-    async def answer(self, generation: Generation, request: Request, shape: Shape) -> JsonAnswer:
-        outputs = await self.whole(generation, request)
-        return JsonAnswer(await beside_the_loop(size_of(outputs), lambda: shape.body(outputs)))
-
-    async def stream(self, generation: Generation, events: AsyncIterator[bytes]) -> EventStream:
-        """The answer that sends `events`. Raises, before anything is sent, what the engine has against a prompt."""
-        try:
-            await generation.accepted()
-        except BaseException:
-            self.give_up(generation)
-            raise
-        return EventStream(events, self.limits.stall_timeout, lambda: self.give_up(generation))
-
-
 def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAPI:
     """The application around a connected engine."""
     service = Service(client, ready, settings)
@@ -137,19 +64,28 @@ def create_app(client: EngineClient, ready: Ready, settings: Settings) -> FastAP
         title="forge", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS, redirect_slashes=False
     )
     app.state.service = service
+    app.state.body_parser = BodyParser(ready.max_model_len)
     app.router.route_class = StrictRoute
     install_handlers(app)
     _add_generation(app, service)
     _add_text(app, service)
+    add_responses(app, service, _STREAMED)
+    add_messages(app, service, _STREAMED)
     add_scores(app, service)
     _add_watching(app, service)
     _add_aliases(app)
     _describe(app)
-    app.add_middleware(Gate, settings=settings, draining=service.draining)
+    app.add_middleware(Gate, settings=settings, keys=service.keys, draining=service.draining)
     if settings.allow_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=list(settings.allow_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
         )
+    routes = [route.path for route in app.routes if isinstance(route, APIRoute)]
+    app.state.exchanges = Exchanges(app, settings.access_log, routes, service.http.take)
     return app
 
 
@@ -157,14 +93,19 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
-        reader, request_id = service.reader, f"cmpl-{secrets.token_hex(12)}"
-        model = reader.model(body.model)
-        prompts = await reader.prompts(body.prompt, **special_of(body))
-        params = await reader.compiled(reader.completion_params(body, prompts), body)
-        shape = CompletionShape(request_id, model, service.tokenizer, body, prompts)
+        reader, request_id = service.reader, service.id_of(body, "cmpl")
+        model = reader.accept(body)
+        cut = reader.cut_of(body, DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens)
+        prompts = await reader.prompts(body.prompt, **special_of(body), cut=cut)
+        params = await service.compiled(reader.completion_params(body, prompts), body, request)
+        shape = CompletionShape(request_id, model, service.tokenizer, body, prompts, service.fingerprint)
         # The prompt's log probabilities are there when it has ended: such a stream has one chunk per choice.
         piecemeal = bool(body.stream) and not (body.echo and params.prompt_logprobs is not None)
-        generation = service.submit(request_id, prompts, params, body, piecemeal)
+        if piecemeal and (seen := service.seen_of(body, request)) is not None:
+            shape = CompletionShape(shown_id(seen), model, service.tokenizer, body, prompts, service.fingerprint)
+            generation = await service.resume(seen, prompts, params, body)
+        else:
+            generation = service.submit(request_id, prompts, params, body, piecemeal)
         if not body.stream:
             return await service.answer(generation, request, shape)
         return await service.stream(generation, (_events if piecemeal else _whole_events)(shape, generation))
@@ -172,37 +113,25 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        request_id = f"chatcmpl-{secrets.token_hex(12)}"
-        shape, generation = await _begin_chat(service, request_id, body)
+        request_id = service.id_of(body, "chatcmpl")
+        shape, generation = await service.begin_chat(request_id, body, request)
         if not body.stream:
             return await service.answer(generation, request, shape)
         return await service.stream(generation, _events(shape, generation))
 
-    @app.post("/v1/responses", responses=_STREAMED)
-    async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a conversation with a list of items. Nothing is stored."""
-        request_id = f"resp_{secrets.token_hex(12)}"
-        with own_names():
-            shape, generation = await _begin_chat(service, request_id, chat_request(body))
-        writer = ResponseWriter(request_id, service.reader.model(body.model), body, generation.params, shape)
-        if not body.stream:
-            outputs = await service.whole(generation, request)
-            return JsonAnswer(await beside_the_loop(size_of(outputs), lambda: writer.body(outputs)))
-        return await service.stream(generation, _response_events(writer, generation))
-
     @app.post("/generate", responses=_STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue a text, and say what it cost and why it waited."""
-        reader, request_id = service.reader, f"gen-{secrets.token_hex(12)}"
-        reader.model(body.model)
-        reader.check_supported(body)
-        prompt = await reader.one_prompt(body.prompt, **special_of(body))
+        reader, request_id = service.reader, service.id_of(body, "gen")
+        reader.accept(body)
+        cut = reader.cut_of(body, DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens)
+        prompt = await reader.one_prompt(body.prompt, **special_of(body), cut=cut)
         max_tokens = reader.max_tokens(body.max_tokens, DEFAULT_TOKENS, len(prompt.token_ids), "max_tokens")
-        params = await reader.compiled(reader.params(body, 1, max_tokens), body)
+        params = await service.compiled(reader.params(body, 1, max_tokens), body, request)
         generation = service.submit(request_id, [prompt], params, body, bool(body.stream))
         if not body.stream:
             await service.whole(generation, request)
-            return JSONResponse(await _native_body(service, generation))
+            return JsonAnswer(await _native_body(service, generation))
         return await service.stream(generation, _native_events(service, generation))
 
 
@@ -210,8 +139,10 @@ def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
-        reader = service.reader
-        reader.model(body.model)
+        reader, tokenizer = service.reader, service.tokenizer
+        reader.accept(body)
+        if body.add_special is not None:
+            body.add_special_tokens = body.add_special
         given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
         if len(given) != 1:
             raise ApiError("give either prompt or messages", param="prompt")
@@ -219,13 +150,21 @@ def _add_text(app: FastAPI, service: Service) -> None:
             token_ids = (await reader.chat_prompt(body)).token_ids
         else:
             token_ids = await reader.encode(getattr(body, given[0]), given[0], **special_of(body))
-        found = {"count": len(token_ids), "max_model_len": service.ready.max_model_len, "tokens": token_ids}
-        return JsonAnswer(to_json(found))
+        answer = {"count": len(token_ids), "max_model_len": service.ready.max_model_len, "tokens": token_ids}
+
+        def encoded() -> bytes:
+            if body.with_pieces:
+                answer["tokens"] = [{"id": token_id, "piece": _piece(tokenizer, token_id)} for token_id in token_ids]
+            if body.return_token_strs:
+                answer["token_strs"] = list(map(tokenizer.token_text, token_ids))
+            return to_json(answer)
+
+        return JsonAnswer(await beside_the_loop(len(token_ids), encoded))
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
-        service.reader.model(body.model)
+        service.reader.accept(body)
         text = await beside_the_loop(len(body.tokens), lambda: service.tokenizer.decode(body.tokens))
         return JsonAnswer(to_json({"prompt": text, "content": text}))
 
@@ -246,33 +185,44 @@ def _add_watching(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     @app.get("/ping", include_in_schema=False)
     async def health() -> Response:
-        """Whether requests are answered."""
-        if service.client.dead:
-            raise EngineDead
-        if service.draining.begun:
-            raise ShuttingDown
+        """Liveness: whether the server should go on, busy as it may be. 503 where its engine is gone, or where a step
+        takes longer than `--step-timeout`."""
+        service.check_alive()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Readiness: whether a new request would be taken now. 503 also while the server closes, and while its queue or
+        its connections are full."""
+        service.check_alive()
+        service.check_ready()
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Everything that is counted, for Prometheus."""
-        return Response(service.metrics.text(service.client.gauges), media_type=CONTENT_TYPE)
+        families = [*service.http.families(app.state.exchanges.num_open), *process_families(service.processes())]
+        families.append(grammar_family(service.reader.grammars.num_waiting))
+        text = service.metrics.text(service.client.gauges) + text_of(families)
+        return Response(text, media_type=CONTENT_TYPE)
 
     @app.get("/debug/requests/{request_id}")
-    async def debug_request(request_id: str) -> dict[str, Any]:
+    async def debug_request(request_id: str) -> Response:
         """What happened to a request, step by step. The last few hundred are remembered."""
         timeline = await service.client.ask("timeline", request_id)
         if timeline is None:
             raise ApiError("no such request is remembered", 404)
-        return timeline
+        return JsonAnswer(await beside_the_loop(LONG_WORK, lambda: to_json(timeline)))
 
     @app.get("/debug/steps", responses=_STREAMED)
     async def debug_steps() -> Response:
         """The engine's steps from now on, as server-sent events; without texts unless the server shows them."""
         if service.client.dead:
             raise EngineDead
-        events = _step_events(service.client, service.settings.debug_texts)
-        return EventStream(events, service.limits.stall_timeout, lambda: None)
+        watcher = service.steps.join()
+        return EventStream(
+            service.steps.pieces(watcher), service.limits.stall_timeout, lambda: service.steps.leave(watcher)
+        )
 
 
 def _add_aliases(app: FastAPI) -> None:
@@ -291,22 +241,17 @@ def _describe(app: FastAPI) -> None:
         document["components"]["schemas"].pop(name, None)
 
 
-async def _begin_chat(service: Service, request_id: str, body: ChatRequest) -> tuple[ChatShape, Generation]:
-    """Submit a chat. Raises `ApiError` for one that is wrong."""
-    reader = service.reader
-    model = reader.model(body.model)
-    reader.check_supported(body)
-    prompt = await reader.chat_prompt(body)
-    params = await reader.compiled(reader.chat_params(body, len(prompt.token_ids), ends_in_thinking(prompt)), body)
-    shape = ChatShape(request_id, model, service.tokenizer, body, [prompt])
-    return shape, service.submit(request_id, [prompt], params, body, bool(body.stream))
-
-
 async def _events(shape: CompletionShape | ChatShape, generation: Generation) -> AsyncIterator[bytes]:
-    if begin := b"".join(map(event, shape.begin(generation.params.n))):
-        yield begin
+    position = generation.position
+    begin = b"".join(map(event, shape.begin(generation.params.n)))
+    if begin and (position is None or position.seen is None):
+        yield begin if position is None else position.mark(begin)
     async for deltas in generation.updates():
-        piece = b"".join([event(chunk) for delta in deltas for chunk in shape.delta(delta)])
+        if position is None:
+            piece = b"".join([event(chunk) for delta in deltas for chunk in shape.delta(delta)])
+        else:
+            chunks = [chunk for delta in deltas for chunk in position.new_chunks(delta, shape.delta(delta))]
+            piece = position.mark(b"".join(map(event, chunks)))
         if generation.has_nothing_more:
             yield piece + await _last_events(shape, generation)
             return
@@ -324,18 +269,6 @@ async def _whole_events(shape: CompletionShape, generation: Generation) -> Async
     yield await _last_events(shape, generation)
 
 
-async def _response_events(writer: ResponseWriter, generation: Generation) -> AsyncIterator[bytes]:
-    yield b"".join(writer.begin())
-    try:
-        async for deltas in generation.updates():
-            piece = b"".join([event for delta in deltas for event in writer.push(delta)])
-            if piece:
-                yield piece
-        yield b"".join(writer.finish(await generation.finished()))
-    except ForgeError as error:
-        yield writer.fail(error)
-
-
 async def _last_events(shape: CompletionShape | ChatShape, generation: Generation) -> bytes:
     """What follows the last choice's end: usage, where it is wanted, and the mark of the end."""
     outputs = await generation.finished()
@@ -346,18 +279,21 @@ async def _native_events(service: Service, generation: Generation) -> AsyncItera
     async for deltas in generation.updates():
         for delta in deltas:
             yield event({"index": delta.choice, "text": delta.text, "token_ids": delta.token_ids})
-    yield event(await _native_body(service, generation))
-    yield DONE
+    yield b"data: " + await _native_body(service, generation) + b"\n\n" + DONE
 
 
-async def _native_body(service: Service, generation: Generation) -> dict[str, Any]:
+async def _native_body(service: Service, generation: Generation) -> bytes:
     """All of a request's choices with the milliseconds of each token, and what happened to it."""
     outputs = await generation.finished()
     timeline = await service.client.ask("timeline", generation.request_id)
+    return await beside_the_loop(size_of(outputs), lambda: to_json(_native_object(service, outputs, timeline)))
+
+
+def _native_object(service: Service, outputs: Sequence[RequestOutput], timeline: dict[str, Any]) -> dict[str, Any]:
     samples = outputs[0].outputs
     steps = [sample["tokens"] for sample in timeline["samples"]]
     return {
-        "id": generation.request_id,
+        "id": timeline["request_id"],
         "model": service.reader.model_names[0],
         "seed": outputs[0].seed,
         "choices": [
@@ -380,11 +316,13 @@ async def _native_body(service: Service, generation: Generation) -> dict[str, An
     }
 
 
-async def _step_events(client: EngineClient, texts: bool) -> AsyncIterator[bytes]:
-    encode = codec_of(StepRecord).encode
-    async for record in client.records():
-        yield event(encode(record if texts else without_texts(record)))
-    yield DONE
+def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
+    """A token's text, or its bytes where they are no text by themselves."""
+    token = tokenizer.token_bytes(token_id)
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return list(token)
 
 
 def _model_object(service: Service, name: str) -> dict[str, Any]:

@@ -9,12 +9,14 @@ several streams stay below `EVENTS_PER_SECOND`: alone, every token is an event; 
 import asyncio
 import logging
 import multiprocessing
+import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from threading import Thread
 from typing import Any
 
 from forge.engine.outputs import RequestOutput
@@ -41,6 +43,7 @@ from forge.server.messages import (
     prompt_id,
 )
 from forge.server.metrics import Metrics
+from forge.server.resumption import SeenStream, StreamPosition
 from forge.trace.records import StepRecord
 
 logger = logging.getLogger("forge.server")
@@ -109,9 +112,14 @@ class Generation:
         self.params = params
         self.stream = stream
         self.keys: list[int] = []
+        self._num_streamed = 0
         self.arrived = time.perf_counter()
         self.outputs: list[RequestOutput | None] = [None] * len(self.prompts)
         self.error: ForgeError | None = None
+        self.position: StreamPosition | None = None
+        """What its events are marked with, where its stream can be resumed."""
+        self._num_tokens: dict[int, int] = {}
+        """Of each choice, counted while a client resumes."""
         self._num_accepted = 0
         self._deltas: list[Delta] = []
         self._last: dict[int, Delta] = {}
@@ -123,6 +131,13 @@ class Generation:
     @property
     def ended(self) -> bool:
         return self.error is not None or all(output is not None for output in self.outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far, as far as they are known here: of a request that is not streamed, of its ended
+        prompts."""
+        ended = sum(len(sample.token_ids) for output in self.outputs if output is not None for sample in output.outputs)
+        return max(self._num_streamed, ended)
 
     @property
     def has_nothing_more(self) -> bool:
@@ -190,6 +205,7 @@ class Generation:
         to be taken."""
         if apart and len(self._deltas) < MAX_DELTAS:
             self._last.pop(choice, None)
+        self._num_streamed += 1
         delta = self.delta(choice)
         delta.text += text
         delta.token_ids.append(token_id)
@@ -197,6 +213,10 @@ class Generation:
         if logprobs is not None:
             delta.logprobs.append(logprobs)
             self._pending_chars += 32 * len(logprobs)
+        if self.position is not None and self.position.seen is not None:
+            number = self._num_tokens[choice] = self._num_tokens.get(choice, 0) + 1
+            if self.position.splits_before(choice, number):
+                self._last.pop(choice, None)
         if choice in self._begun:
             return False
         self._begun.add(choice)
@@ -212,6 +232,9 @@ class EngineClient(asyncio.BufferedProtocol):
 
     It is made before the loop runs, so that a bad model is a plain error.
     """
+
+    is_resumable = False
+    """Whether its streams have ids, by which a client resumes them."""
 
     def __init__(self, model: str, options: dict[str, Any]):
         self._model, self._options = model, options
@@ -231,6 +254,8 @@ class EngineClient(asyncio.BufferedProtocol):
         self._keys, self._numbers = count(), count()
         self._questions: dict[int, asyncio.Future] = {}
         self._num_asked = 0
+        self._probe: tuple[int, float] | None = None
+        """The question that shows whether the engine's loop turns, and when it was sent."""
         self._watchers: set[asyncio.Queue] = set()
         self._dirty: set[Generation] = set()
         self._streams: set[Generation] = set()
@@ -292,6 +317,11 @@ class EngineClient(asyncio.BufferedProtocol):
         """What counts this engine's work."""
         return Metrics(model_name, ready.max_model_len, ready.num_blocks, ready.block_size)
 
+    def check_ready(self) -> None:
+        """Raises `EngineDead` where no engine would answer a request."""
+        if self.dead:
+            raise EngineDead
+
     def disconnect(self) -> None:
         """Leave the loop; the engine's process ends when its socket closes."""
         self._is_leaving = True
@@ -309,11 +339,43 @@ class EngineClient(asyncio.BufferedProtocol):
             self.process.join()
 
     @property
+    def pid(self) -> int | None:
+        """The engine's process, where it is one of this machine's own."""
+        return self.process.pid
+
+    def is_answering(self, patience: float) -> bool:
+        """Whether the engine's loop turns: False when it is gone, or has not answered a question of such a kind as this
+        for `patience` seconds, which it does between two steps."""
+        if self.dead:
+            return False
+        if self._probe is None:
+            self._probe = next(self._numbers), time.monotonic()
+            self._send(Ask(self._probe[0], "alive"))
+        return time.monotonic() - self._probe[1] < patience
+
+    def end_by_force(self, after: float) -> None:
+        """End both processes in `after` seconds, whatever they do then: threads that are stuck cannot be ended."""
+
+        def end() -> None:
+            time.sleep(after)
+            logger.warning("still busy: the server ends with its work undone")
+            logging.shutdown()
+            self.process.kill()
+            os._exit(0)
+
+        Thread(target=end, daemon=True).start()
+
+    @property
     def num_unfinished(self) -> int:
         """Prompts that have not ended, and requests whose answers are not here."""
         return len(self._generations) + self._num_asked
 
     # Requests
+
+    def is_running(self, request_id: str) -> bool:
+        """Whether a request of this id has not ended, or one of several prompts whose prompts have such ids."""
+        names = [generation.request_id for generation, _ in self._generations.values()]
+        return any(request_id == name or request_id.startswith(f"{name}-") for name in names)
 
     def submit(
         self,
@@ -338,6 +400,19 @@ class EngineClient(asyncio.BufferedProtocol):
         if stream:
             self._streams.add(generation)
         return generation
+
+    async def resume(
+        self,
+        seen: SeenStream,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+    ) -> Generation:
+        """Begin a stream again that another connection began, without what its client has seen. Raises `UsageError`
+        where that is of another request."""
+        raise NotImplementedError
 
     def abort(self, generation: Generation, error: ForgeError | None = None) -> None:
         """Abort it. What it holds is free before the next step."""
@@ -401,7 +476,7 @@ class EngineClient(asyncio.BufferedProtocol):
     def end_records(self) -> None:
         """End the iteration of every reader of `records`."""
         for queue in self._watchers:
-            _offer(queue, None)
+            offer(queue, None)
 
     def _send(self, command: Any) -> None:
         """Send `command`, with all others of this turn of the loop as one piece."""
@@ -425,7 +500,7 @@ class EngineClient(asyncio.BufferedProtocol):
         self._flush_when_due()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.dead = True
+        self.dead, self._probe = True, None
         self.gauges = Gauges()
         for generation, _ in self._generations.values():
             generation.fail(EngineDead())
@@ -466,8 +541,8 @@ class EngineClient(asyncio.BufferedProtocol):
                 delta.text += text
                 delta.finish_reason, delta.stop_reason = reason, stop
                 generation.wake()
-        for key, output, error in update.ends:
-            self._take_end(key, output, error)
+        for key, output, fault in update.ends:
+            self._take_end(key, output, fault)
         for answer in update.answers:
             self._take_answer(answer)
         for step in update.steps:
@@ -476,19 +551,20 @@ class EngineClient(asyncio.BufferedProtocol):
             self.gauges = update.gauges
         for record in update.records:
             for queue in self._watchers:
-                _offer(queue, record)
+                offer(queue, record)
             if self.on_record is not None:
                 self.on_record(record)
 
-    def _take_end(self, key: int, output: RequestOutput, error: str | None) -> None:
+    def _take_end(self, key: int, output: RequestOutput, fault: Fault | None) -> None:
         found = self._generations.pop(key, None)
         if found is None:
             return
         generation, index = found
-        failed = error is not None or any(sample.finish_reason == "error" for sample in output.outputs)
+        if fault is None and any(sample.finish_reason == "error" for sample in output.outputs):
+            fault = Fault("the engine could not finish this request", internal=True)
         self.on_end(generation, output)
-        if failed:
-            self.abort(generation, RequestFailed(error or "the engine could not finish this request"))
+        if fault is not None:
+            self.abort(generation, _error_of(fault))
             return
         generation.outputs[index] = output
         if generation.ended:
@@ -496,6 +572,8 @@ class EngineClient(asyncio.BufferedProtocol):
             generation.wake()
 
     def _take_answer(self, answer: Answer) -> None:
+        if self._probe is not None and answer.number == self._probe[0]:
+            self._probe = None
         future = self._questions.get(answer.number)
         if future is None or future.done():
             return
@@ -527,7 +605,7 @@ def _error_of(fault: Fault) -> ForgeError:
     return RequestFailed(fault.message) if fault.internal else UsageError(fault.message)
 
 
-def _offer(queue: asyncio.Queue, item: Any) -> None:
+def offer(queue: asyncio.Queue, item: Any) -> None:
     """Put `item` in; the oldest goes where there is no room."""
     if queue.full():
         queue.get_nowait()

@@ -12,7 +12,7 @@ import select
 import signal
 import socket
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,7 @@ from typing import Any
 
 from forge.engine.engine import Engine
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.token_filter import vocabulary_bytes
 from forge.errors import ForgeError, UsageError
 from forge.llm import LLM
 from forge.server.messages import (
@@ -53,6 +54,8 @@ _RECEIVE = 1 << 16
 """Bytes at once. Room for more takes 20 µs to get from the system, whatever comes."""
 _MOST_SECONDS = 0.05
 """Between two updates, where no stream is waiting for one."""
+_TOKENS_BETWEEN_STEPS = 1 << 17
+"""Of prompts that are queued between two steps. Each takes some 0.1 µs: a question may have millions of them."""
 _COMPILER_POLL = 0.002
 """Seconds between two looks at the grammars that are being compiled, while there is nothing else to do."""
 
@@ -65,6 +68,7 @@ def main(connection: socket.socket, model: str, options: dict[str, Any]) -> None
     try:
         llm = LLM(model, **options)
         connection.sendall(frame(ready_message(llm)))
+        llm.trust_grammars()  # while the other process makes its application
         gc.freeze()  # a model's objects stay: no collection has to look at them
         EngineServer(llm, connection).run()
     except ForgeError as error:
@@ -118,6 +122,8 @@ class _Request:
     stream: bool
     silent: set[int]
     """The samples whose first token is yet to come."""
+    fault: Fault | None = None
+    """Why a sample of it ended as an error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +134,7 @@ class _Group:
     requests: dict[int, str] = field(default_factory=dict)
     """From the sequence's id to the request's."""
     missing: int = 0
+    """Requests that have not ended, queued or not."""
 
 
 class EngineServer:
@@ -152,20 +159,24 @@ class EngineServer:
         """From a question's number."""
         self._group_of: dict[int, _Group] = {}
         """From a one-shot's sequence id to the question that it belongs to."""
+        self._asked: deque[tuple[_Group, list[int], Any]] = deque()
+        """Requests of questions that are not queued yet."""
         self._watched = False
         self._gauges: Gauges | None = None
         self._log = RequestLog(self.engine.timeline)
         self._open = True
         self._compiling: list[tuple[Submit, Future[Any]]] = []
         """Requests that wait for their grammar, which is compiled on another thread."""
-        self._compilers = ThreadPoolExecutor(1, "forge-grammars")
+        self._compilers = {slow: ThreadPoolExecutor(1, "forge-grammars") for slow in (False, True)}
+        """Those that take long hold no other up."""
 
     def run(self) -> None:
         """Until the socket closes."""
         while self._open:
-            busy = self.engine.has_unfinished()
+            busy = self.engine.has_unfinished() or self._asked
             self._receive(wait=not busy)
             self._submit_compiled()
+            self._queue_asked()
             if self.engine.has_unfinished():
                 self._step()
             self._send()
@@ -191,8 +202,7 @@ class EngineServer:
                 try:
                     self._carry_out(command)
                 except Exception as error:
-                    logger.error("a command failed", exc_info=error)
-                    self._answer_for(command, Fault(f"the engine failed at it ({type(error).__name__})", True))
+                    self._answer_for(command, fault_of(error))
 
     def _answer_for(self, command: Any, fault: Fault) -> None:
         """Report a failed command to the client that waits for its result."""
@@ -220,11 +230,19 @@ class EngineServer:
             self._update.answers.append(self._answer(command))
 
     def _submit(self, command: Submit) -> None:
-        structured = command.params.structured
-        if structured is None or self.engine.compile_grammar is None:
+        params = command.params
+        if params.structured is None and not params.bad_words:
             self._queue(command)
         else:
-            self._compiling.append((command, self._compilers.submit(self.engine.compile_grammar, structured)))
+            is_slow = params.structured is not None and params.structured.is_slow
+            self._compiling.append((command, self._compilers[is_slow].submit(self._prepare, params)))
+
+    def _prepare(self, params: SamplingParams) -> None:
+        """Do on another thread what takes long of queueing a request; it is kept for then."""
+        if params.bad_words:
+            vocabulary_bytes(self.engine.tokenizer, self.llm.model.vocab_size)
+        if params.structured is not None and self.engine.compile_grammar is not None:
+            self.engine.compile_grammar(params.structured)
 
     def _submit_compiled(self) -> None:
         """Queue the requests whose grammars are compiled, which the engine then finds in the compiler's cache."""
@@ -261,23 +279,33 @@ class EngineServer:
         except ForgeError as error:
             return Answer(question.number, None, Fault(str(error)))
 
+    def _answer_alive(self) -> bool:
+        return True
+
     def _answer_timeline(self, request_id: str) -> dict[str, Any] | None:
         """What happened to a request; None if it is not known (any more)."""
         return self._log.timeline(request_id)
 
     def _begin_group(self, question: AskTasks) -> None:
-        """Queue all of a question's requests, or none."""
-        group = self._groups[question.number] = _Group(question.number)
-        try:
-            for index, (token_ids, task) in enumerate(question.requests):
-                request_id = f"ask-{question.number}-{index}"
+        group = self._groups[question.number] = _Group(question.number, missing=len(question.requests))
+        self._asked.extend([(group, token_ids, task) for token_ids, task in question.requests])
+
+    def _queue_asked(self) -> None:
+        """Queue requests of questions, `_TOKENS_BETWEEN_STEPS` or little more. A refused one ends its question."""
+        num_tokens = 0
+        while self._asked and num_tokens < _TOKENS_BETWEEN_STEPS:
+            group, token_ids, task = self._asked.popleft()
+            if group.number not in self._groups:
+                continue  # the question has ended
+            num_tokens += len(token_ids)
+            request_id = f"ask-{group.number}-{len(group.requests)}"
+            try:
                 (seq_id,) = self.engine.add_request(request_id, token_ids, SamplingParams(), task=task)
-                group.requests[seq_id] = request_id
-                self._group_of[seq_id] = group
-        except ForgeError as error:
-            self._end_group(group, Fault(str(error)))
-            return
-        group.missing = len(group.requests)
+            except Exception as error:
+                self._end_group(group, fault_of(error))
+                continue
+            group.requests[seq_id] = request_id
+            self._group_of[seq_id] = group
 
     def _end_group(self, group: _Group, fault: Fault | None) -> None:
         """Answer a question: its requests have all ended, or end now."""
@@ -310,21 +338,23 @@ class EngineServer:
                 if sample in request.silent:
                     request.silent.remove(sample)
                     self._urgent = True
-        ended: dict[_Request, str | None] = {}
+        ended: dict[_Request, None] = {}
         for finish in record.finished:
             if finish.seq_id not in samples:
                 self._take_readout(finish)
                 continue
             request, sample = samples[finish.seq_id]
-            ended[request] = finish.error
+            ended[request] = None
+            if finish.error is not None:
+                request.fault = Fault(finish.error, internal=not finish.by_request)
             if request.stream:
                 update.sample_ends.append(SampleEnd(request.key, sample, finish.reason, finish.text, finish.stop))
         update.steps.append(_summary(record))
         if self._watched:
             update.records.append(record)
-        for request, why in ended.items():
+        for request in ended:
             if not self.engine.is_unfinished(request.request_id):
-                self._take_output(request, why)
+                self._take_output(request, request.fault)
 
     def _take_readout(self, finish: FinishRecord) -> None:
         group = self._group_of.get(finish.seq_id)
@@ -348,9 +378,9 @@ class EngineServer:
             if not failed.isdisjoint(group.requests.values()):
                 self._end_group(group, Fault(message, internal=True))
         for request in [self._requests[self._keys[name]] for name in failed if name in self._keys]:
-            self._take_output(request, message)
+            self._take_output(request, Fault(message, internal=True))
 
-    def _take_output(self, request: _Request, error: str | None) -> None:
+    def _take_output(self, request: _Request, fault: Fault | None) -> None:
         """A request has ended: send its output and forget it."""
         output = self.engine.output(request.request_id)
         self._log.end(request.request_id)
@@ -359,7 +389,7 @@ class EngineServer:
         del self._requests[request.key], self._keys[request.request_id]
         for seq_id in self._log.seq_ids(request.request_id):
             del self._samples[seq_id]
-        self._update.ends.append(RequestEnd(request.key, output, error))
+        self._update.ends.append(RequestEnd(request.key, output, fault))
 
     # Updates
 
@@ -398,6 +428,14 @@ class EngineServer:
             stats.prefix_queries,
             stats.prefix_hits,
         )
+
+
+def fault_of(error: Exception) -> Fault:
+    """What a client is told of an error in carrying out its command. The log has one that is the engine's own."""
+    if isinstance(error, ForgeError):
+        return Fault(str(error))
+    logger.error("a command failed", exc_info=error)
+    return Fault(f"the engine failed at it ({type(error).__name__})", True)
 
 
 def _summary(record: StepRecord) -> StepSummary:

@@ -5,11 +5,15 @@ did wrong is 400, 401, 404, 405, 413 or 415. 429 and 503 say when to come back, 
 """
 
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -59,9 +63,23 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError("the server made a mistake; its log says which", 500, code="internal_error")
 
 
+@contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Within it, an error about a parameter of `names` is about the one that the client knows it by."""
+    try:
+        yield
+    except ApiError as error:
+        name = names.get(error.param or "")
+        if name is None or error.code == "unsupported_parameter":
+            raise
+        message = str(error).replace(error.param or "", name)
+        raise ApiError(message, error.status, param=name, code=error.code, retry_after=error.retry_after) from None
+
+
 def error_object(error: ApiError) -> dict[str, Any]:
+    """OpenAI's error object; with `type` beside it, which Anthropic's has."""
     kind = _TYPES.get(error.status, "invalid_request_error")
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    return {"type": "error", "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
 def error_response(error: Exception) -> JSONResponse:
@@ -77,6 +95,9 @@ def validation_error(errors: list[dict[str, Any]]) -> ApiError:
     first = next((error for error in errors if error["type"] == "too_long"), errors[0])
     place = [part for part in first["loc"][1:] if not isinstance(part, int)]
     param = str(place[0]) if place else None
+    if first["type"] == "extra_forbidden":
+        name = ".".join(place)
+        return ApiError(f"{name} is not supported by this server", param=param, code="unsupported_parameter")
     if first["type"] == "json_invalid":
         return ApiError("the body is not JSON", code="invalid_json")
     if param is None:
@@ -84,6 +105,19 @@ def validation_error(errors: list[dict[str, Any]]) -> ApiError:
     if len({error["loc"][2] for error in errors if len(error["loc"]) > 2 and error["loc"][1] == param}) > 1:
         return ApiError(f"{param} has none of the types that it may have", param=param)
     return ApiError(f"{param}: {first['msg']}"[:500], param=param)
+
+
+def _explained(request: Request, error: HTTPException) -> str:
+    """The framework's words, or what there is instead of a route or method that there is not."""
+    path, routes = request.scope["path"], [route for route in request.app.routes if isinstance(route, APIRoute)]
+    if error.status_code == 405:
+        methods = sorted({method for route in routes if route.path_regex.match(path) for method in route.methods or ()})
+        return f"{path[:80]} takes {' and '.join(methods)}, not {request.method}"
+    if error.status_code != 404 or error.detail != HTTPException(404).detail:
+        return str(error.detail)
+    names = list(dict.fromkeys(route.path for route in routes if route.include_in_schema))
+    nearest = get_close_matches(path, names, 3, 0.6) or names
+    return f"there is no {path[:80]} here; there is {', '.join(nearest)}"
 
 
 def install_handlers(app: FastAPI) -> None:
@@ -95,7 +129,7 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        found = error_response(ApiError(str(error.detail), error.status_code))
+        found = error_response(ApiError(_explained(request, error), error.status_code))
         found.headers.update(error.headers or {})
         return found
 

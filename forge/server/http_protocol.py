@@ -11,6 +11,7 @@ import asyncio
 import logging
 import re
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,6 +21,10 @@ logger = logging.getLogger("forge.server")
 MAX_HEAD_BYTES = 1 << 16
 """Of a request's line and headers."""
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_OF_PROBES = tuple(f"GET {path}".encode() for path in ("/health", "/ping", "/ready", "/metrics"))
+"""How requests begin that are answered on a connection beyond the most: what watches a full server must get through."""
+_PROBE_TIMEOUT = 1.0
+"""Seconds in which such a request must come."""
 _PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
 _EMPTY_EVENT = b"3\r\n:\n\n\r\n"
 """A comment in a stream of events, as a chunk."""
@@ -36,6 +41,8 @@ class CorkedTransport:
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, linger: float):
         self._transport, self._loop, self._linger = transport, loop, linger
         self._pieces: list[bytes] = []
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -47,10 +54,18 @@ class CorkedTransport:
 
     def close(self) -> None:
         """Close once all has been taken, or after `linger` seconds."""
+        if self._is_closed:
+            return
         self._flush()
         self._transport.close()
-        if self._transport.get_write_buffer_size():
-            self._loop.call_later(self._linger, self._transport.abort)
+        if self._giving_up is None and self._transport.get_write_buffer_size():
+            self._giving_up = self._loop.call_later(self._linger, self._transport.abort)
+
+    def closed(self) -> None:
+        """The connection is closed: all has been taken, or it is lost."""
+        self._is_closed = True
+        if self._giving_up is not None:
+            self._giving_up.cancel()
 
     def _flush(self) -> None:
         pieces, self._pieces = self._pieces, []
@@ -63,25 +78,46 @@ class HttpProtocol(HttpToolsProtocol):
 
     _deadline: asyncio.TimerHandle | None = None
     _head_bytes = 0
-    _is_refused = False
+    _is_refused = _is_surplus = False
 
-    def __init__(self, *, header_timeout: float, max_connections: int, **uvicorns: Any):
+    def __init__(
+        self,
+        *,
+        header_timeout: float,
+        max_connections: int,
+        num_surplus: int,
+        on_refused: Callable[[], None],
+        **uvicorns: Any,
+    ):
+        """num_surplus: connections beyond the most on which probes are answered. on_refused: called with each
+        connection that is refused."""
         super().__init__(**uvicorns)
-        self._header_timeout, self._max_connections = header_timeout, max_connections
+        self._on_refused = on_refused
+        self._header_timeout, self._max_connections, self._num_surplus = header_timeout, max_connections, num_surplus
 
     def connection_made(self, transport) -> None:
-        if len(self.connections) >= self._max_connections:
-            logger.warning("%d connections are open: more are refused", self._max_connections)
-            transport.write(_FULL)
-            transport.close()
+        num_beyond = len(self.connections) - self._max_connections
+        if num_beyond >= self._num_surplus:
             self._is_refused = True
+            self._refuse(transport)
             return
+        if num_beyond >= 0:
+            self._is_surplus, self._header_timeout = True, _PROBE_TIMEOUT
         corked = CorkedTransport(transport, self.loop, self._header_timeout)
         super().connection_made(corked)  # type: ignore[arg-type]  # it has all that uvicorn uses of one
         self._expect_head()
 
+    def _refuse(self, transport) -> None:
+        logger.warning("%d connections are open: more are refused", self._max_connections)
+        self._on_refused()
+        transport.write(_FULL)
+        transport.close()
+
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
+            return
+        if self._is_surplus and not self._is_answering and not data.startswith(_OF_PROBES):
+            self._refuse(self.transport)
             return
         if b"pgrade" in data:
             data = _without_upgrade(data)
@@ -103,7 +139,8 @@ class HttpProtocol(HttpToolsProtocol):
         """The client has left, or has only closed its sending half and waits. What is sent to one that left comes
         back as a reset, so something harmless is sent."""
         cycle = self.cycle
-        if not self._is_answering or cycle.more_body or not hasattr(socket, "TCP_INFO"):
+        is_encrypted = self.transport.get_extra_info("sslcontext") is not None  # which cannot be half closed
+        if not self._is_answering or cycle.more_body or is_encrypted or not hasattr(socket, "TCP_INFO"):
             return None  # closes the connection
         if not cycle.response_started:
             if cycle.scope["http_version"] != "1.1":
@@ -132,6 +169,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, error) -> None:
         self._stop_expecting()
         if not self._is_refused:
+            self.transport.closed()  # type: ignore[attr-defined]  # a `CorkedTransport`
             super().connection_lost(error)
 
     def _expect_head(self) -> None:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Logprobs
+from forge.reasons import Pooling
 from forge.tokenizer import Tokenizer, TokenizerSpec
-from forge.trace.records import Pooling, StepRecord
+from forge.trace.records import StepRecord
 
 _LENGTH = Struct("<I")
 
@@ -141,7 +142,7 @@ class RequestEnd(NamedTuple):
 
     key: int
     output: RequestOutput
-    error: str | None
+    fault: "Fault | None"
 
 
 class Fault(NamedTuple):

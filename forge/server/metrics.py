@@ -224,6 +224,13 @@ class Metrics:
         return _header(f"vllm:{name}", kind, help_text), lines
 
 
+def grammar_family(num_compiling: int) -> Family:
+    """The queue of the grammars that are compiled before their requests are queued."""
+    name = "forge:num_grammars_compiling"
+    header = _header(name, "gauge", "Grammars that wait to be compiled, or are being compiled.")
+    return header, [f"{name} {num_compiling}"]
+
+
 def text_of(families: Iterable[Family]) -> str:
     """Prometheus' text format: each name once, with the values of all its families under it."""
     by_header: dict[str, list[str]] = {}

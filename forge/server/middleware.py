@@ -4,16 +4,17 @@ An ASGI application around another. It reads the whole body, so that what is beh
 """
 
 import asyncio
-import hmac
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from forge.errors import ForgeError
 from forge.server.engine_client import ShuttingDown
 from forge.server.errors import ApiError, error_response
+from forge.server.exchange import current_exchange
+from forge.server.keys import Keys
 from forge.server.settings import Settings, is_loopback
 
-OPEN_PATHS = frozenset({"/health", "/ping"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 """What needs no key."""
 
 
@@ -27,12 +28,11 @@ class Draining:
 class Gate:
     """Admission control: refuses connections and requests beyond the server's limits."""
 
-    def __init__(self, app, settings: Settings, draining: Draining):
-        self._app = app
-        self._key = None if settings.api_key is None else settings.api_key.encode()
+    def __init__(self, app, settings: Settings, keys: Keys, draining: Draining):
+        self._app, self._keys = app, keys
         self._limits = settings.limits
         self._hosts = None
-        if self._key is None and is_loopback(settings.host):
+        if not keys.are_needed and is_loopback(settings.host):
             self._hosts = {"localhost", settings.host, *settings.allowed_hosts}
         self._draining = draining
 
@@ -44,7 +44,7 @@ class Gate:
             if scope["path"] not in OPEN_PATHS:
                 headers = dict(scope["headers"])
                 self._check_host(headers.get(b"host", b"").decode("latin-1"))
-                self._check_key(headers.get(b"authorization", b""))
+                self._check_key(headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b""))
             if self._draining.begun and scope["method"] == "POST":
                 raise ShuttingDown
             receive = await self._with_body(scope, receive)
@@ -73,8 +73,12 @@ class Gate:
 
     def _check_key(self, given: bytes) -> None:
         scheme, _, key = given.partition(b" ")
-        if self._key is not None and not (scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)):
+        if not self._keys.are_needed:
+            return
+        if scheme.lower() != b"bearer" or not self._keys.opens(key.strip()):
             raise ApiError("a valid API key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key")
+        if (exchange := current_exchange()) is not None:
+            exchange.key = self._keys.name_of(key.strip())
 
     async def _with_body(self, scope, receive):
         """A `receive` that gives the whole body at once, and from then on what the real one gives."""

@@ -2,24 +2,30 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from forge.engine.sampling_params import SamplingParams
 from forge.errors import UsageError
-from forge.grammar.compiler import GrammarCompiler
+from forge.grammar.sandbox import CompilersBusy, GrammarSandbox
 from forge.grammar.thinking import thinks
+from forge.grammar.vocabulary import Vocabulary
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError
+from forge.server.fields import check_supported, unsupported
 from forge.server.schema import (
     ChatRequest,
     ChatTemplateVariables,
     CompletionRequest,
+    Conversation,
+    CutPrompt,
+    Message,
     OpenAiRequest,
+    RequestBody,
     Sampling,
     TokenizeRequest,
-    unsupported_parameter,
 )
 from forge.server.settings import Limits
 from forge.server.structured import param_of, parts_of, structured_output
@@ -32,8 +38,20 @@ _AS_GIVEN = (
     *("min_tokens", "drafts", "num_speculative_tokens", "include_stop_str_in_output"),
 )
 """Fields of a body that are fields of `SamplingParams`."""
-_LONG_WORK = 8_192
+LONG_WORK = 8_192
 """Characters, tokens or log probabilities from which on a text or an answer is handled beside the loop."""
+
+
+class Cut(NamedTuple):
+    """Where a prompt that is too long is cut, instead of being refused."""
+
+    num_tokens: int
+    """What is kept."""
+    side: str
+
+    def applied(self, items: Any) -> Any:
+        """Of token ids or a text."""
+        return items[: self.num_tokens] if self.side == "right" else items[max(0, len(items) - self.num_tokens) :]
 
 
 class RequestReader:
@@ -56,8 +74,8 @@ class RequestReader:
         self.limits = limits
         self.default_sampling = default_sampling
         self._longest = f"this model's maximum context length is {max_model_len} tokens"  # clients look for these words
-        self._compile_grammar = GrammarCompiler(tokenizer, vocab_size)
-        self._longest_token = max(map(len, tokenizer.spec.tokens))
+        self._most_chars = max_model_len * max(map(len, tokenizer.spec.tokens))
+        self.grammars = GrammarSandbox(lambda: Vocabulary.of(tokenizer, vocab_size))
 
     def model(self, name: str | None) -> str:
         """The model's name as the answer has it."""
@@ -70,44 +88,66 @@ class RequestReader:
             )
         return name or self.model_names[0]
 
-    def check_supported(self, body: Sampling) -> None:
-        name = unsupported_parameter(body)
-        if name is not None:
-            raise ApiError(f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+    def accept(self, body: RequestBody) -> str:
+        """The model's name as the answer has it. Raises `ApiError` for another model, and for a parameter that asks for
+        what this server does not do."""
+        undeclared = body.model_extra or {}
+        check_supported(undeclared)
+        if undeclared.get("best_of") not in (None, getattr(body, "n", None) or 1):
+            raise unsupported("best_of")
+        return self.model(body.model)
+
+    def cut_of(self, body: CutPrompt, max_tokens: int | None = 0) -> Cut | None:
+        """max_tokens: of the answer, for which room is left where as much is kept as fits."""
+        number = body.truncate_prompt_tokens
+        if number is None:
+            return None
+        if number == 0:
+            raise ApiError("truncate_prompt_tokens keeps at least 1 token", param="truncate_prompt_tokens")
+        return Cut(
+            number if number > 0 else max(1, self.max_model_len - (max_tokens or 0)), body.truncation_side or "left"
+        )
 
     # Prompts
 
-    async def prompts(self, prompt: str | list, param: str = "prompt", **special: bool | None) -> list[Prompt]:
-        """One `Prompt` for each that the body has under the name `param`. `special` as for `one_prompt`."""
+    async def prompts(self, prompt: str | list, param: str = "prompt", **how: Any) -> list[Prompt]:
+        """One `Prompt` for each that the body has under the name `param`. `how` as for `one_prompt`."""
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
             raise ApiError(f"{param} is empty: give one or more texts or lists of token ids", param=param)
         if len(prompt) > self.limits.max_prompts:
             raise ApiError(f"{param} has {len(prompt)} entries, at most {self.limits.max_prompts} go", param=param)
-        return [await self.one_prompt(one, param, **special) for one in prompt]
+        return [await self.one_prompt(one, param, **how) for one in prompt]
 
     async def one_prompt(
-        self, prompt: str | list[int], param: str = "prompt", *, parse: bool | None = False, bos: bool | None = None
+        self,
+        prompt: str | list[int],
+        param: str = "prompt",
+        *,
+        parse: bool | None = False,
+        bos: bool | None = None,
+        cut: Cut | None = None,
     ) -> Prompt:
         """`parse`: whether the text of a control token becomes that token. `bos` false: never put BOS first."""
         if not isinstance(prompt, str):
-            return Prompt(self._checked_ids(prompt, param))
-        return Prompt(self._checked_ids(await self.encode(prompt, param, parse=parse, bos=bos), param), prompt)
+            return Prompt(self.checked_ids(prompt if cut is None else cut.applied(prompt), param))
+        if cut is None:
+            return Prompt(self.checked_ids(await self.encode(prompt, param, parse=parse, bos=bos), param), prompt)
+        part = cut._replace(num_tokens=self._most_chars).applied(prompt)  # which has all the tokens that are kept
+        token_ids = cut.applied(await self.encode(part, param, parse=parse, bos=bos))
+        return Prompt(self.checked_ids(token_ids, param), self.tokenizer.decode(token_ids))
 
-    async def chat_prompt(self, body: ChatRequest | TokenizeRequest) -> Prompt:
+    async def chat_prompt(self, body: Conversation, cut: Cut | None = None) -> Prompt:
         """A conversation as the model's chat template has it."""
-        continues = isinstance(body, ChatRequest) and bool(body.continue_final_message)
+        continues = bool(body.continue_final_message)
         if continues and body.add_generation_prompt:
             message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
             raise ApiError(message, param="continue_final_message")
         messages = body.messages or []
         begins = not continues and body.add_generation_prompt is not False
         template: dict[str, Any] = {"add_generation_prompt": begins, "continue_final_message": continues}
-        if isinstance(body, ChatRequest):
-            template["tools"] = shown_tools(body)
-            if body.chat_template_kwargs is not None:
-                template["enable_thinking"] = body.chat_template_kwargs.enable_thinking
+        template |= {"tools": shown_tools(body), "enable_thinking": thinking_of(body)}
 
         def encode() -> tuple[str, list[int]]:
             turns = [message.model_dump(exclude_none=True) for message in messages]
@@ -119,36 +159,44 @@ class RequestReader:
             special = {"parse_special": bool(body.parse_special), "add_special_tokens": bool(body.add_special_tokens)}
             return self.tokenizer.encode_chat(turns, **special, **template)
 
-        size = sum([len(message.content or "") for message in messages])
+        size = sum(map(_num_chars, messages))
         self._check_size(size, "messages")
-        num_parts = len(messages) + 10 * len(template.get("tools") or ())
+        is_plain = not template["tools"] and not any(message.tool_calls or message.model_extra for message in messages)
         try:
-            rendered, token_ids = await beside_the_loop(size + 100 * num_parts, encode)
+            rendered, token_ids = await beside_the_loop(size + 100 * len(messages) if is_plain else LONG_WORK, encode)
         except UsageError as error:
             raise ApiError(str(error), param="messages") from None
         except RecursionError:
             raise ApiError("the messages or tools are nested too deeply", param="messages") from None
-        return Prompt(self._checked_ids(token_ids, "messages"), rendered)
+        if cut is not None and len(token_ids) > cut.num_tokens:
+            token_ids = cut.applied(token_ids)
+            rendered = self.tokenizer.decode(token_ids)
+        return Prompt(self.checked_ids(token_ids, "messages"), rendered)
 
     async def encode(
         self, text: str, param: str = "prompt", *, parse: bool | None = False, bos: bool | None = None
     ) -> list[int]:
-        """Token ids of `text`. One that no number of tokens could hold is refused before it is looked at."""
-        self._check_size(len(text), param)
+        """Token ids of `text`."""
 
         def encode() -> list[int]:
             return self.tokenizer.encode(text, allow_special=bool(parse), add_special_tokens=bos is not False)
 
+        return await self.encoded(len(text), encode, param)
+
+    async def encoded(self, num_chars: int, encode: Callable[[], list[int]], param: str) -> list[int]:
+        """What `encode` makes of a text. One that no number of tokens could hold is refused before it is looked at."""
+        self._check_size(num_chars, param)
         try:
-            return await beside_the_loop(len(text), encode)
+            return await beside_the_loop(num_chars, encode)
         except UsageError as error:
             raise ApiError(str(error), param=param) from None
 
     def _check_size(self, num_chars: int, param: str) -> None:
-        if num_chars > self.max_model_len * self._longest_token:
+        if num_chars > self._most_chars:
             raise self.too_long(f"{num_chars} characters", param)
 
-    def _checked_ids(self, token_ids: list[int], param: str) -> list[int]:
+    def checked_ids(self, token_ids: list[int], param: str) -> list[int]:
+        """A prompt's tokens. Raises `ApiError` for none, too many, or one that is not in the vocabulary."""
         if not token_ids:
             raise ApiError(f"{param} is empty: give it at least one token", param=param)
         if len(token_ids) > self.max_model_len:
@@ -180,7 +228,6 @@ class RequestReader:
 
     def completion_params(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> SamplingParams:
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        self.check_supported(body)
         max_tokens = self.max_tokens(body.max_tokens, DEFAULT_TOKENS, longest, "max_tokens")
         if max_tokens == 0 and not body.echo:
             raise ApiError("max_tokens is 0: ask for at least 1 token, or for the prompt with echo", param="max_tokens")
@@ -195,7 +242,6 @@ class RequestReader:
 
     def chat_params(self, body: ChatRequest, num_prompt_tokens: int, is_thinking: bool = False) -> SamplingParams:
         """is_thinking: the prompt ends inside the thinking part."""
-        self.check_supported(body)
         self._check_logprobs(body.top_logprobs, "top_logprobs")
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -215,17 +261,15 @@ class RequestReader:
     def _may_think(self, body: ChatRequest) -> bool:
         """Whether thinking may come before the form: where it is asked for, and before text that only tool calls
         constrain."""
-        variables = body.chat_template_kwargs or ChatTemplateVariables()
-        if variables.enable_thinking is None and body.tools and body.response_format is None:
+        thinking = thinking_of(body)
+        if thinking is None and body.tools and body.response_format is None and body.json_schema is None:
             return body.tool_choice in (None, "auto") and thinks(self.tokenizer)
-        return bool(variables.enable_thinking)
+        return bool(thinking)
 
     def params(self, body: Sampling, num_prompts: int, max_tokens: int, **others: Any) -> SamplingParams:
         n, limits = body.n or 1, self.limits
         if body.stream_options is not None and not body.stream:
             raise ApiError("stream_options are for streams: set stream to true", param="stream_options")
-        if body.stream_options is not None and body.stream_options.continuous_usage_stats and not body.usage_wanted:
-            raise ApiError("continuous_usage_stats needs include_usage to be true", param="stream_options")
         if n > limits.max_n:
             raise ApiError(f"n is {n}, at most {limits.max_n} go", param="n")
         if n * num_prompts > limits.max_choices:
@@ -235,8 +279,10 @@ class RequestReader:
             "top_k": None if body.top_k is None else max(0, body.top_k),
             "logit_bias": self._bias(body.logit_bias),
             "seed": None if body.seed is None else body.seed % 2**64,
-            "stop": self._stop(body.stop),
-            "stop_token_ids": self._stop_ids(body.stop_token_ids),
+            "stop": self._texts((body.stop,) if isinstance(body.stop, str) else body.stop, "stop"),
+            "bad_words": self._texts(body.bad_words, "bad_words"),
+            "stop_token_ids": self._ids(body.stop_token_ids, "stop_token_ids"),
+            "allowed_token_ids": self._ids(body.allowed_token_ids, "allowed_token_ids"),
             "n": n,
             **({} if "structured" in others else {"structured": structured_output(body)}),
             **others,
@@ -248,27 +294,32 @@ class RequestReader:
             raise ApiError(str(error), param=str(error).split()[0]) from None
 
     async def compiled(self, params: SamplingParams, body: Sampling) -> SamplingParams:
-        """`params`, once their grammar is known to compile. Others are read meanwhile. Raises `ApiError`."""
-        if params.structured is not None:
-            for beginning, param, part in (*parts_of(body), ("", param_of(body), params.structured)):
-                try:
-                    await asyncio.to_thread(self._compile_grammar, part)
-                except UsageError as error:
-                    raise ApiError(beginning + str(error), param=param) from None
-        return params
+        """`params`, once their grammar is known to compile within the limits. Others are read meanwhile. Raises
+        `ApiError`."""
+        structured = params.structured
+        if structured is None:
+            return params
+        for beginning, param, part in (*parts_of(body), ("", param_of(body), structured)):
+            try:
+                checked = await asyncio.wrap_future(self.grammars.check(part))
+            except UsageError as error:
+                raise ApiError(beginning + str(error), param=param) from None
+            except CompilersBusy as error:
+                raise ApiError(str(error), 429, param=param, code="queue_full", retry_after=1) from None
+        return replace(params, structured=replace(checked, thinking=structured.thinking))
 
-    def _stop(self, stop: str | list[str] | None) -> tuple[str, ...]:
-        strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        if len(strings) > self.limits.max_stop:
-            raise ApiError(f"stop has {len(strings)} strings, at most {self.limits.max_stop} go", param="stop")
-        if not all(1 <= len(text) <= self.limits.max_stop_chars for text in strings):
-            raise ApiError(f"a stop string has between 1 and {self.limits.max_stop_chars} characters", param="stop")
-        return strings
+    def _texts(self, texts: Sequence[str] | None, param: str) -> tuple[str, ...]:
+        most, longest = self.limits.max_stop, self.limits.max_stop_chars
+        if len(texts or ()) > most:
+            raise ApiError(f"{param} has {len(texts or ())} strings, at most {most} go", param=param)
+        if not all(1 <= len(text) <= longest for text in texts or ()):
+            raise ApiError(f"a string of {param} has between 1 and {longest} characters", param=param)
+        return tuple(texts or ())
 
-    def _stop_ids(self, token_ids: list[int] | None) -> tuple[int, ...]:
+    def _ids(self, token_ids: list[int] | None, param: str) -> list[int] | None:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param="stop_token_ids")
-        return tuple(token_ids or ())
+            raise ApiError(f"token ids lie between 0 and {self.vocab_size - 1}", param=param)
+        return token_ids
 
     def _bias(self, bias: dict[str, float] | None) -> dict[int, float] | None:
         if bias is None:
@@ -291,11 +342,30 @@ class RequestReader:
             raise ApiError("prompt_logprobs are for whole answers: set stream to false", param="prompt_logprobs")
 
 
+def _num_chars(message: Message) -> int:
+    """Characters of a message's texts."""
+    if isinstance(message.content, list):
+        return sum([len(text) for part in message.content if isinstance(text := part.get("text"), str)])
+    return len(message.content or "")
+
+
 def special_of(body: Sampling | TokenizeRequest) -> dict[str, Any]:
     """What a body says about control tokens in a prompt's text, as `one_prompt` wants it."""
     return {"parse": body.parse_special is not False, "bos": body.add_special_tokens}
 
 
+def thinking_of(body: Conversation) -> bool | None:
+    """Whether the template is asked for thinking; None leaves it to the template."""
+    thinking = (body.chat_template_kwargs or ChatTemplateVariables()).enable_thinking
+    if thinking is None and isinstance(body, ChatRequest) and body.reasoning_effort == "none":
+        return False
+    return thinking
+
+
+_BESIDE = ThreadPoolExecutor(1, "forge-beside-the-loop")
+"""One thread: each that waits for the interpreter's lock makes the loop wait a switch interval longer for it."""
+
+
 async def beside_the_loop(size: int, work: Callable[[], Any]) -> Any:
     """Do `work` on another thread where it takes long: `size` is in characters, tokens or log probabilities."""
-    return await asyncio.to_thread(work) if size > _LONG_WORK else work()
+    return await asyncio.get_running_loop().run_in_executor(_BESIDE, work) if size >= LONG_WORK else work()

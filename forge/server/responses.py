@@ -37,6 +37,29 @@ def size_of(outputs: Sequence[RequestOutput]) -> int:
     )
 
 
+def timings_object(
+    num_prompt_tokens: int, prompt_seconds: float, num_tokens: int, seconds: float, num_cached: int | None = None
+) -> dict[str, Any]:
+    """llama-server's `timings`. num_prompt_tokens: without the cached ones, where their number is given."""
+    times: dict[str, Any] = {"cache_n": num_cached} if num_cached is not None else {}
+    for name, number, elapsed in (("prompt", num_prompt_tokens, prompt_seconds), ("predicted", num_tokens, seconds)):
+        times |= {f"{name}_n": number, f"{name}_ms": elapsed * 1e3}
+        times[f"{name}_per_token_ms"] = elapsed * 1e3 / number if number else 0.0
+        times[f"{name}_per_second"] = number / elapsed if elapsed else 0.0
+    return times
+
+
+def whole_timings(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Those of a request that has ended: up to the first token of all of its choices, and from there to the last."""
+    metrics = [sample.metrics for output in outputs for sample in output.outputs]
+    first = min((one.first_token for one in metrics if one.first_token is not None), default=metrics[0].arrived)
+    last = max((one.last_token for one in metrics if one.last_token is not None), default=first)
+    usage = usage_object(outputs)
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    waited = first - metrics[0].arrived
+    return timings_object(usage["prompt_tokens"] - cached, waited, usage["completion_tokens"], last - first, cached)
+
+
 class Shape:
     """What all answers to one request share."""
 
@@ -44,7 +67,13 @@ class Shape:
     chunk: str
 
     def __init__(
-        self, request_id: str, model: str, tokenizer: Tokenizer, body: OpenAiRequest, prompts: Sequence[Prompt]
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        body: OpenAiRequest,
+        prompts: Sequence[Prompt],
+        fingerprint: str | None = None,
     ):
         self.tokenizer = tokenizer
         self.usage_wanted = body.usage_wanted
@@ -54,13 +83,17 @@ class Shape:
         self._num_tokens = 0
         """Output tokens in the chunks so far."""
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
+        self._began, self._first_token = time.perf_counter(), 0.0
+        if fingerprint is not None:
+            self._head["system_fingerprint"] = fingerprint
 
     def choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         raise NotImplementedError
 
     def facts(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """A whole answer without its choices."""
-        return {**self._head, "object": self.whole, "usage": usage_object(outputs)}
+        facts = {**self._head, "object": self.whole, "usage": usage_object(outputs)}
+        return facts | ({"timings": whole_timings(outputs)} if self._body.timings_per_token else {})
 
     def body(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The whole answer, made and encoded one choice at a time: one with many log probabilities is large."""
@@ -71,7 +104,18 @@ class Shape:
         chunk = {**self._head, "object": self.chunk, "choices": choices}
         if self.usage_wanted:
             chunk["usage"] = self._usage_so_far() if self._body.continuous_usage else None
+        if self._body.timings_per_token:
+            chunk["timings"] = self._timings_so_far()
         return chunk
+
+    def _timings_so_far(self) -> dict[str, Any]:
+        """How much of the prompt was cached is not known before the end."""
+        now = time.perf_counter()
+        if self._num_tokens and not self._first_token:
+            self._first_token = now
+        first = self._first_token or now
+        prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
+        return timings_object(prompt, first - self._began, self._num_tokens, now - first)
 
     def _usage_so_far(self) -> dict[str, int]:
         prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
@@ -102,7 +146,8 @@ class Shape:
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The last chunk where usage was asked for: it has no choices."""
-        return {**self.chunk_of([]), "usage": usage_object(outputs)}
+        timings = {"timings": whole_timings(outputs)} if self._body.timings_per_token else {}
+        return {**self.chunk_of([]), "usage": usage_object(outputs), **timings}
 
 
 class CompletionShape(Shape):
@@ -111,9 +156,15 @@ class CompletionShape(Shape):
     whole = chunk = "text_completion"
 
     def __init__(
-        self, request_id: str, model: str, tokenizer: Tokenizer, body: CompletionRequest, prompts: Sequence[Prompt]
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        body: CompletionRequest,
+        prompts: Sequence[Prompt],
+        fingerprint: str | None = None,
     ):
-        super().__init__(request_id, model, tokenizer, body, prompts)
+        super().__init__(request_id, model, tokenizer, body, prompts, fingerprint)
         self._echo = [self._text_of(prompt) if body.echo else None for prompt in prompts]
         """For each prompt the text to begin its choices with, or None."""
         self._begun: set[int] = set()
@@ -194,6 +245,11 @@ def _reason_of_calls(reason: str | None) -> str | None:
     return "tool_calls" if reason == "stop" else reason
 
 
+def _is_cut(end: CompletionOutput | Delta) -> bool:
+    """Whether a choice would have gone on."""
+    return end.finish_reason != "stop" or isinstance(end.stop_reason, str)
+
+
 def ends_in_thinking(prompt: Prompt) -> bool:
     """Whether a prompt ends inside the thinking part."""
     return prompt.text is not None and prompt.text.rstrip().endswith("<think>")
@@ -204,8 +260,16 @@ class ChatShape(Shape):
 
     whole, chunk = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, body: ChatRequest, prompts: Sequence[Prompt]):
-        super().__init__(request_id, model, tokenizer, body, prompts)
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        body: ChatRequest,
+        prompts: Sequence[Prompt],
+        fingerprint: str | None = None,
+    ):
+        super().__init__(request_id, model, tokenizer, body, prompts, fingerprint)
         self._top = body.top_logprobs or 0
         self._in_reasoning = ends_in_thinking(prompts[0])
         tools = tool_use(body)
@@ -230,7 +294,7 @@ class ChatShape(Shape):
             message["reasoning_content"] = reasoning
         reason: str | None = sample.finish_reason
         if self._callable:
-            content, calls = split_tool_calls(answer, self._callable)
+            content, calls = split_tool_calls(answer, self._callable, _is_cut(sample))
             message["content"] = content or (None if calls else "")
             if calls:
                 message["tool_calls"] = calls
@@ -261,7 +325,7 @@ class ChatShape(Shape):
         if self._callable:
             answer, calls = calling.push(answer)
             if delta.finish_reason is not None:
-                answer += calling.finish()
+                answer += calling.finish(_is_cut(delta))
         named = (("reasoning_content", reasoning), ("content", answer), ("tool_calls", calls))
         fields = {name: value for name, value in named if value}
         logprobs = self._logprobs(delta.token_ids, delta.logprobs) if delta.logprobs else None

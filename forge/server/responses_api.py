@@ -1,120 +1,99 @@
-"""`/v1/responses`, stateless: a body becomes a chat's, and the chat's chunks become the items and events of a response.
+"""`/v1/responses`: a body becomes a chat's, and the chat's chunks become the items and events of a response.
 
-Nothing is stored, so the conversation comes with every request, and what refers to an earlier response is refused by
-name. A whole response is made of the same events as a streamed one.
+A response is stored unless the client says otherwise (`response_store`), so that the next one continues from it: its
+prompt begins with the tokens of the last, as they were generated, and finds their keys and values in the cache.
 """
 
 import secrets
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import ValidationError
 
 from forge.engine.outputs import RequestOutput
-from forge.engine.sampling_params import SamplingParams
-from forge.server.engine_client import Delta
-from forge.server.errors import ApiError, to_api_error, validation_error
-from forge.server.responses import ChatShape, usage_object
-from forge.server.schema import MAX_ITEMS, MAX_TOOLS, Body, ChatRequest
-from forge.server.strict_json import to_json
+from forge.errors import ForgeError
+from forge.server.continuation import continued_prompt
+from forge.server.engine_client import Generation, Prompt
+from forge.server.errors import ApiError, named_as, validation_error
+from forge.server.exchange import current_exchange
+from forge.server.fields import check_supported
+from forge.server.requests import beside_the_loop, thinking_of
+from forge.server.response_store import ResponseKey, ResponseStore, StoredResponse
+from forge.server.response_writer import ResponseWriter, new_id
+from forge.server.responses import size_of
+from forge.server.schema import (
+    ChatRequest,
+    ResponsesRequest,
+)
+from forge.server.service import Service
+from forge.server.strict_json import JsonAnswer, to_json
+from forge.server.tools import shown_tools
 
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
-    "chat_template_kwargs": "reasoning",
+    "reasoning_effort": "reasoning",
 }
 """A chat's parameters by their names here."""
-_STATEFUL = {"previous_response_id": None, "conversation": None, "prompt": None, "store": False, "background": False}
-"""Parameters that need stored responses, with the value that asks for nothing."""
-_REFUSED = {"truncation": "disabled", "n": 1, "top_logprobs": 0, "logprobs": False}
-_OF_A_CHAT = ("messages", "max_tokens", "max_completion_tokens", "response_format", "stream_options")
+_NOT_HERE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "response_format", "prompt", "request_id"), ()),
+    **{
+        "logprobs": (False,),
+        "n": (1,),
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+        "timings_per_token": (False,),
+    },
+}
+"""A chat's parameters that have another name here, or no place in a response; with the values that ask for nothing."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_HARMLESS_INCLUDE = "reasoning.encrypted_content"
-"""What stateless clients ask for; there is none, and they go on without."""
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = (_LOGPROBS, "reasoning.encrypted_content")
+"""The second is what stateless clients ask for; there is none, and they go on without."""
 
 
-class TextOptions(Body):
-    """The form of the answer, as OpenAI's `text`."""
+class Conversation:
+    """The items that a response answers."""
 
-    format: dict[str, Any] | None = None
-
-
-class ReasoningOptions(Body):
-    """OpenAI's `reasoning`: an effort of `none` turns thinking off, any other leaves it to the model."""
-
-    effort: str | None = None
-
-
-class ResponsesRequest(Body):
-    """The body of `/v1/responses`. What else it has is the chat's: `temperature`, `top_k`, `seed` and so on."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str | None = None
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
-    instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    include: list[str] | None = None
-    stream: bool | None = None
+    def __init__(self, body: ResponsesRequest, previous: StoredResponse | None):
+        self.previous = previous
+        new = (
+            [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+        )
+        self.new = [{"id": new_id("item"), **item} for item in new]
+        self.items = [*(previous.conversation() if previous is not None else ()), *self.new]
 
 
-def chat_request(body: ResponsesRequest) -> ChatRequest:
-    """The chat that answers it. Raises `ApiError`."""
+def chat_request(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
+    """The chat that answers it: items is the whole conversation. Raises `ApiError`."""
     extra = body.model_extra or {}
-    for name, harmless in _STATEFUL.items():
-        if extra.get(name) not in (None, harmless):
-            raise ApiError(
-                f"{name} is not supported: this server stores no responses; send the conversation in input",
-                param=name,
-                code="unsupported_parameter",
-            )
-    refused = [name for name, harmless in _REFUSED.items() if extra.get(name) not in (None, harmless)]
-    if refused or any(one != _HARMLESS_INCLUDE for one in body.include or ()):
-        name = refused[0] if refused else "include"
-        raise ApiError(f"{name} is not supported by this server", param=name, code="unsupported_parameter")
-    own = {*_STATEFUL, *_REFUSED, *_OF_A_CHAT}
-    chat: dict[str, Any] = {name: value for name, value in extra.items() if name not in own}
+    check_supported(extra, _NOT_HERE)
+    for name in body.include or ():
+        if name not in _INCLUDES:
+            raise ApiError(f"include: {name[:60]} is not supported by this server", param="include")
+    chat: dict[str, Any] = {name: value for name, value in extra.items() if name not in _NOT_HERE}
     chat |= {"model": body.model, "stream": body.stream, "max_completion_tokens": body.max_output_tokens}
-    chat |= {"messages": list(_messages(body)), "tools": _tools(body), "tool_choice": _tool_choice(body)}
-    chat["response_format"] = _response_format(body)
-    if body.reasoning is not None and body.reasoning.effort == "none":
-        chat["chat_template_kwargs"] = {"enable_thinking": False}
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    chat["messages"] = [*instructions, *_messages(items)]
+    chat |= {"tools": _tools(body), "tool_choice": _tool_choice(body), "response_format": _response_format(body)}
+    if body.top_logprobs is not None or _LOGPROBS in (body.include or ()):
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if body.reasoning is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
     try:
         return ChatRequest.model_validate(chat)
     except ValidationError as error:
-        with own_names():
-            raise validation_error([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
+        raise validation_error([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
 
 
-@contextmanager
-def own_names() -> Iterator[None]:
-    """An error about a chat's parameter names the one that it comes from."""
-    try:
-        yield
-    except ApiError as error:
-        name = _NAMES.get(error.param or "")
-        if name is None:
-            raise
-        message = str(error).replace(error.param or "", name)
-        raise ApiError(message, error.status, param=name, code=error.code) from None
-
-
-def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
+def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The turns of a conversation. Reasoning and calls belong to the answer that they stand beside."""
-    if body.instructions:
-        yield {"role": "system", "content": body.instructions}
-    if isinstance(body.input, str):
-        yield {"role": "user", "content": body.input}
-        return
     answer: dict[str, Any] = {}
-    for item in body.input:
+    for item in items:
         kind = item.get("type") or "message"
         if kind == "reasoning" or kind == "function_call" or (kind == "message" and item.get("role") == "assistant"):
             if answer and (kind == "reasoning" or (kind == "message" and set(answer) != {"reasoning_content"})):
@@ -140,7 +119,9 @@ def _extend(answer: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
     if kind == "message":
         answer["content"] = _parts(item.get("content"))
     elif kind == "reasoning":
-        texts = [part.get("text") for part in item.get("content") or () if isinstance(part, Mapping)]
+        content = item.get("content")
+        parts = content if isinstance(content, list) else ()
+        texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
         answer["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))
     else:
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -189,154 +170,136 @@ def _response_format(body: ResponsesRequest) -> Any:
     return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
 
 
-class ResponseWriter:
-    """From a chat's chunks to the events of one response, and the response that they add up to."""
+@dataclass
+class _Answering:
+    """A response that is being made."""
 
-    def __init__(self, request_id: str, model: str, body: ResponsesRequest, params: SamplingParams, shape: ChatShape):
-        self._request_id, self._model, self._body, self._params, self._shape = request_id, model, body, params, shape
-        self._created = int(time.time())
-        self._num_events = 0
-        self._items: list[dict[str, Any]] = []
-        """Of the output, the last of them perhaps still growing."""
-        self._open = ""
-        """What the last item is, while it grows: reasoning, message, function_call."""
+    writer: ResponseWriter
+    generation: Generation
+    keep: Callable[[list[RequestOutput], dict[str, Any]], None]
+    """Stores it, when it has ended."""
 
-    def begin(self) -> Iterator[bytes]:
-        for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=self._response("in_progress"))
 
-    def push(self, delta: Delta) -> Iterator[bytes]:
-        for chunk in self._shape.delta(delta):
-            fields = chunk["choices"][0]["delta"]
-            if "reasoning_content" in fields:
-                yield from self._grow("reasoning", fields["reasoning_content"])
-            if "content" in fields:
-                yield from self._grow("message", fields["content"])
-            for call in fields.get("tool_calls", ()):
-                yield from self._call(call)
+def add_responses(app: FastAPI, service: Service, streamed: dict[int | str, dict[str, Any]]) -> None:
+    """streamed: how an endpoint that may stream is described."""
+    store = ResponseStore(service.limits.max_stored_bytes)
 
-    def finish(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
-        is_cut = outputs[0].outputs[0].finish_reason == "length"
-        yield from self._close("incomplete" if is_cut else "completed")
-        response = self.response(outputs)
-        yield self._event(f"response.{response['status']}", response=response)
+    @app.post("/v1/responses", responses=streamed)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation with a list of items, and store the answer unless `store` is false."""
+        with named_as(_NAMES):
+            answering = await _begin(service, store, body, request)
+        writer, generation = answering.writer, answering.generation
+        if body.stream:
+            return await service.stream(generation, _events(answering))
+        outputs = await service.whole(generation, request)
+        response = await beside_the_loop(size_of(outputs), lambda: writer.whole(outputs))
+        answering.keep(outputs, response)
+        return JsonAnswer(to_json(response))
 
-    def fail(self, error: Exception) -> bytes:
-        shown = to_api_error(error)
-        response = self._response("failed") | {"error": {"code": "server_error", "message": str(shown)}}
-        return self._event("response.failed", response=response)
+    @app.post("/v1/responses/input_tokens")
+    async def input_tokens(body: ResponsesRequest) -> dict[str, Any]:
+        """How many tokens the conversation is."""
+        with named_as(_NAMES):
+            conversation, chat = read(store, body)
+            service.reader.accept(chat)
+            prompt = await _prompt(service, body, conversation, chat)
+        return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 
-    def body(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The whole response."""
-        sample = outputs[0].outputs[0]
-        delta = Delta(0, sample.text, list(sample.token_ids), [], sample.finish_reason, sample.stop_reason)
-        for _ in (*self.push(delta), *self.finish(outputs)):
-            pass
-        return to_json(self.response(outputs))
+    @app.get("/v1/responses/{response_id}")
+    async def stored_response(response_id: str, stream: bool = False) -> Response:
+        """A stored response."""
+        if stream:
+            raise ApiError("stream is not supported for a stored response", param="stream")
+        return JsonAnswer(store.get(owned(response_id)).body)
 
-    def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response when it has ended."""
-        usage = usage_object(outputs)
-        is_cut = outputs[0].outputs[0].finish_reason == "length"
-        return self._response("incomplete" if is_cut else "completed") | {
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
-            },
-        }
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str) -> dict[str, Any]:
+        """Forget a stored response."""
+        store.delete(owned(response_id))
+        return {"id": response_id, "object": "response", "deleted": True}
 
-    def _response(self, status: str) -> dict[str, Any]:
-        body, extra = self._body, self._body.model_extra or {}
-        return {
-            "id": self._request_id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": extra.get("metadata") or {},
-            "model": self._model,
-            "output": self._items,
-            "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
-            "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "store": False,
-            "temperature": self._params.temperature,
-            "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "top_p": self._params.top_p,
-            "truncation": "disabled",
-            "usage": None,
-        }
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def input_items(
+        response_id: str, limit: int = 20, order: Literal["asc", "desc"] = "desc", after: str | None = None
+    ) -> dict[str, Any]:
+        """The items that a stored response answers, the last first."""
+        stored = store.get(owned(response_id))
+        items = stored.conversation()[: stored.num_input_items]
+        items = items if order == "asc" else items[::-1]
+        begin = next((place for place, item in enumerate(items, 1) if item["id"] == after), 0)
+        page = items[begin : begin + max(1, min(limit, 100))]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return {"object": "list", "data": page, **ends, "has_more": begin + len(page) < len(items)}
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        data = {"type": kind, "sequence_number": self._num_events, **fields}
-        self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + to_json(data) + b"\n\n"
 
-    def _grow(self, kind: str, text: str) -> Iterator[bytes]:
-        """More reasoning, or more of the message."""
-        name = "output_text" if kind == "message" else "reasoning_text"
-        if self._open != kind:
-            yield from self._close()
-            part: dict[str, Any] = {"type": name, "text": ""}
-            if kind == "message":
-                item: dict[str, Any] = {"id": _new_id("msg"), "type": "message", "role": "assistant"}
-                part |= {"annotations": [], "logprobs": []}
-            else:
-                item = {"id": _new_id("rs"), "type": "reasoning", "summary": []}
-            yield self._add(kind, item | {"content": []})
-            yield self._event("response.content_part.added", **self._place(), content_index=0, part=part)
-            self._items[-1]["content"].append(part)
-        self._items[-1]["content"][0]["text"] += text
-        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield self._event(f"response.{name}.delta", **self._place(), content_index=0, delta=text, **logprobs)
+def owned(response_id: str) -> ResponseKey:
+    """What a response is stored as: a client whose key has a name finds those of this name only."""
+    exchange = current_exchange()
+    return ResponseKey(None if exchange is None else exchange.key, response_id)
 
-    def _call(self, call: Mapping[str, Any]) -> Iterator[bytes]:
-        """A new call, or more of the last one's arguments."""
-        function = call["function"]
-        if "id" in call:
-            yield from self._close()
-            item = {"id": _new_id("fc"), "type": "function_call", "call_id": call["id"], "name": function["name"]}
-            yield self._add("function_call", item | {"arguments": ""})
-        if function["arguments"]:
-            self._items[-1]["arguments"] += function["arguments"]
-            kind = "response.function_call_arguments.delta"
-            yield self._event(kind, **self._place(), delta=function["arguments"])
 
-    def _add(self, kind: str, item: dict[str, Any]) -> bytes:
-        self._open = kind
-        self._items.append(item | {"status": "in_progress"})
-        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
+def read(store: ResponseStore, body: ResponsesRequest) -> tuple[Conversation, ChatRequest]:
+    """The conversation that a body is about, and the chat that answers it. Decides whether the answer is stored. Raises
+    `ApiError`."""
+    if body.store and not store.stores:
+        raise ApiError(
+            "store: this server stores no responses (it was started with --max-stored-bytes 0)", param="store"
+        )
+    body.store = store.stores if body.store is None else body.store
+    previous = None if body.previous_response_id is None else store.get(owned(body.previous_response_id), 400)
+    conversation = Conversation(body, previous)
+    return conversation, chat_request(body, conversation.items)
 
-    def _close(self, status: str = "completed") -> Iterator[bytes]:
-        """The item that grew is whole, or all that there is of it."""
-        if not self._open:
+
+async def _prompt(service: Service, body: ResponsesRequest, conversation: Conversation, chat: ChatRequest) -> Prompt:
+    """The tokens of the last response and the new turns, where they begin as its prompt began; else all of it anew."""
+    previous, reader = conversation.previous, service.reader
+    token_ids = None if previous is None or previous.setting != _setting(body, chat) else previous.token_ids
+    if token_ids is not None and chat.truncate_prompt_tokens is None:
+        prompt = await continued_prompt(reader, token_ids.tolist(), chat, list(_messages(conversation.new)))
+        if prompt is not None:
+            return prompt
+    return await reader.chat_prompt(chat, reader.cut_of(chat, chat.max_completion_tokens or 1))
+
+
+def _setting(body: ResponsesRequest, chat: ChatRequest) -> bytes:
+    return to_json([body.instructions or "", shown_tools(chat), thinking_of(chat), bool(chat.add_special_tokens)])
+
+
+async def _begin(service: Service, store: ResponseStore, body: ResponsesRequest, request: Request) -> _Answering:
+    """Submit it. Raises `ApiError`."""
+    conversation, chat = read(store, body)
+    service.reader.accept(chat)
+    prompt = await _prompt(service, body, conversation, chat)
+    request_id = f"resp_{secrets.token_hex(12)}"
+    shape, generation = await service.begin_chat(request_id, chat, request, prompt)
+    stored_as = owned(request_id)
+    writer = ResponseWriter(request_id, service.reader.model(body.model), body, generation.params, shape)
+
+    def keep(outputs: list[RequestOutput], response: dict[str, Any]) -> None:
+        if not body.store:
             return
-        item, kind, self._open = self._items[-1], self._open, ""
-        item["status"] = status
-        if kind == "function_call":
-            done = {"arguments": item["arguments"], "name": item["name"]}
-            yield self._event("response.function_call_arguments.done", **self._place(), **done)
-        else:
-            part = item["content"][0]
-            name = part["type"]
-            logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            yield self._event(f"response.{name}.done", **self._place(), content_index=0, text=part["text"], **logprobs)
-            yield self._event("response.content_part.done", **self._place(), content_index=0, part=part)
-        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+        sample = outputs[0].outputs[0]
+        ends_plainly = sample.finish_reason == "length" or sample.stop_reason in service.tokenizer.eos_token_ids
+        token_ids = [*prompt.token_ids, *sample.token_ids] if ends_plainly else None
+        output, setting = response["output"], _setting(body, chat)
+        store.put(stored_as, StoredResponse.of(to_json(response), conversation.items, output, setting, token_ids))
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+    return _Answering(writer, generation, keep)
 
 
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(12)}"
+async def _events(answering: _Answering) -> AsyncIterator[bytes]:
+    writer, generation = answering.writer, answering.generation
+    yield b"".join(writer.begin())
+    try:
+        async for deltas in generation.updates():
+            piece = b"".join([event for delta in deltas for event in writer.push(delta)])
+            if piece:
+                yield piece
+        outputs = await generation.finished()
+        last = b"".join(writer.finish(outputs))
+        answering.keep(outputs, writer.response(outputs))
+        yield last
+    except ForgeError as error:
+        yield writer.fail(error)

@@ -1,7 +1,6 @@
 """What clients may send: OpenAI's parameters, the field's extensions to them, and the native ones.
 
-Types are strict and numbers finite. A parameter of the field's that this server does not have, and that cannot be
-ignored without giving another answer, is refused by its name; an unknown one is ignored, as everywhere.
+Types are strict and numbers finite. What a body may have beside what stands here is `fields`' business.
 
 pydantic, which FastAPI brings, and not msgspec beside it: one more dependency and 99 ms of start-up would replace no
 class here, as the description of the endpoints is made from them.
@@ -38,6 +37,28 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
 
 
+class RequestBody(Body):
+    """What every endpoint's body has. What else a body has is kept, to be looked through (`fields.check_supported`)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+
+
+RequestId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._:-]{1,128}$")]
+
+
+class CutPrompt(RequestBody):
+    """vLLM's: a prompt that is too long is cut instead of refused."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    """Tokens that are kept; -1 keeps what fits beside the answer."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where tokens are cut off: on the left unless it says otherwise."""
+    add_special_tokens: bool | None = None
+    """Whether BOS is put before the prompt where the model wants it: by default yes, and no in a chat."""
+
+
 class StreamOptions(Body):
     """OpenAI's `stream_options`."""
 
@@ -72,16 +93,17 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """OpenAI's `response_format`."""
 
+    model_config = ConfigDict(populate_by_name=True)
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """llama.cpp's place for the schema, of `json_object` too."""
 
 
-class Sampling(Body):
-    """What all endpoints that generate have in common. What else a body has is kept, to be looked through."""
+class Sampling(CutPrompt):
+    """What all endpoints that generate have in common."""
 
-    model_config = ConfigDict(extra="allow")
-
-    model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -102,11 +124,17 @@ class Sampling(Body):
     stream_options: StreamOptions | None = None
     parse_special: bool | None = None
     """Whether the text of a control token becomes that token: by default in a prompt, and not in a chat's messages."""
-    add_special_tokens: bool | None = None
-    """Whether BOS is put before the prompt where the model wants it: by default yes, and no in a chat."""
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
     cache_salt: str | None = None
+    request_id: RequestId | None = None
+    """What the answer's id ends with."""
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     structured_outputs: StructuredOutputs | None = None
+    grammar: str | None = None
+    """llama.cpp's: the same as `structured_outputs.grammar`."""
+    json_schema: dict[str, Any] | None = None
+    """llama.cpp's: the same as `structured_outputs.json`."""
     drafts: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     """Which drafts propose for this request, by name: by default all, none of them for an empty list."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
@@ -129,6 +157,8 @@ class OpenAiRequest(Sampling):
     response_format: ResponseFormat | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     return_token_ids: bool | None = None
+    timings_per_token: bool | None = None
+    """llama.cpp's: every chunk has the times so far, a whole answer those of all of it."""
 
 
 class CompletionRequest(OpenAiRequest):
@@ -199,28 +229,41 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ChatTemplateVariables(Body):
-    """vLLM's `chat_template_kwargs`."""
+    """vLLM's `chat_template_kwargs`. Others than these are refused."""
+
+    model_config = ConfigDict(extra="forbid")
 
     enable_thinking: bool | None = None
 
 
-class ChatRequest(OpenAiRequest):
-    """The body of `/v1/chat/completions`."""
+class Conversation(RequestBody):
+    """What becomes a prompt by the model's chat template."""
 
-    messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    messages: Messages | None = None
     chat_template_kwargs: ChatTemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """Go on with the last message instead of answering it."""
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
+    parse_special: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatRequest(Conversation, OpenAiRequest):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    """`none` turns thinking off; any other leaves it to the model."""
     parallel_tool_calls: bool | None = None
 
 
@@ -230,125 +273,94 @@ class GenerateRequest(Sampling):
     prompt: str | TokenIds
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Conversation):
     """The body of `/tokenize`: a text, or a conversation."""
 
-    model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: Messages | None = None
-    add_generation_prompt: bool | None = True
-    parse_special: bool | None = None
-    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    """llama.cpp's name of `add_special_tokens`."""
+    return_token_strs: bool | None = None
+    with_pieces: bool | None = None
+    """llama.cpp's: each token with its text, or its bytes where they are no text."""
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     """The body of `/detokenize`."""
 
-    model: str | None = None
     tokens: TokenIds
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(CutPrompt):
     """The body of `/v1/embeddings`."""
 
     input: Prompts
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    request_id: RequestId | None = None
 
 
-class RerankRequest(Body):
+class RerankRequest(RequestBody):
     """The body of `/v1/rerank`."""
 
     query: str
     documents: Texts
-    model: str | None = None
     top_n: Annotated[int, Field(ge=0)] | None = None
+    return_documents: bool | None = None
+    request_id: RequestId | None = None
 
 
-class ScoreRequest(Body):
+class ScoreRequest(RequestBody):
     """The body of `/v1/score`."""
 
     text_1: str | Texts
     text_2: str | Texts
-    model: str | None = None
+    request_id: RequestId | None = None
 
 
-class ClassifyRequest(Body):
+class ClassifyRequest(CutPrompt):
     """The body of `/classify`."""
 
     input: str | Texts
     labels: Annotated[list[str], Field(min_length=2, max_length=100, fail_fast=True)] | None = None
-    model: str | None = None
+    request_id: RequestId | None = None
 
 
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    # OpenAI's
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "suffix": ("",),
-    "echo": (False,),
-    "max_completion_tokens": (),
-    # vLLM's
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "skip_special_tokens": (True,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "prompt_embeds": (),
-    "return_tokens_as_token_ids": (False,),
-    "logprob_token_ids": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "chat_template": (),
-    "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    # SGLang's
-    "regex": ("",),
-    "ebnf": ("",),
-    "json_schema": (),
-    "min_new_tokens": (0,),
-    "stop_regex": ([], ""),
-    "lora_path": (),
-    "custom_logit_processor": (),
-    # llama.cpp's
-    "grammar": ("",),
-    "lora": ([],),
-    "n_predict": (),
-    "n_probs": (0,),
-    "repeat_penalty": (1,),
-    "typical_p": (1,),
-    "mirostat": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "dynatemp_range": (0,),
-    "top_n_sigma": (-1, 0),
-    "samplers": ([],),
-}
-"""Parameters that are not supported, with the values that ask for nothing."""
+class TextOptions(Body):
+    """The form of the answer, as OpenAI's `text`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
 
 
-def unsupported_parameter(body: Sampling) -> str | None:
-    """The first parameter that asks for what this server does not do."""
-    for name, value in (body.model_extra or {}).items():
-        if value is None:
-            continue
-        if name in _HARMLESS and value not in _HARMLESS[name]:
-            return name
-        if name == "best_of" and value != (body.n or 1):
-            return name
-    return None
+class ReasoningOptions(Body):
+    """OpenAI's `reasoning`: an effort of `none` turns thinking off, any other leaves it to the model. Thinking is shown
+    as it is, and never summarized."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class ResponsesRequest(RequestBody):
+    """The body of `/v1/responses`. What else it has is the chat's: `temperature`, `top_k`, `seed` and so on."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    """Keep it for `previous_response_id`: yes, unless it says no or the server stores nothing."""
+    previous_response_id: str | None = None
+    metadata: dict[str, str] | None = None

@@ -7,23 +7,28 @@ import base64
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
+from fastapi.responses import Response
 
 from forge.engine import tasks
 from forge.server.engine_client import Prompt
 from forge.server.errors import ApiError
+from forge.server.exchange import current_exchange
 from forge.server.requests import beside_the_loop
 from forge.server.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from forge.server.service import Service
 from forge.server.streaming import leaving_client
-
-if TYPE_CHECKING:
-    from forge.server.app import Service
+from forge.server.strict_json import JsonAnswer, to_json
 
 Requests = Sequence[tuple[Sequence[int], Any]]
 Work = Callable[[Callable[[Requests], list[Any]]], Any]
+
+MAX_TOKENS = 1 << 21
+"""Of the prompts of one question, with what is scored behind them: they go to the engine's process in one piece."""
 
 
 class _Asked(Exception):
@@ -34,7 +39,7 @@ class _Asked(Exception):
         self.requests = [(list(token_ids), task) for token_ids, task in requests]
 
 
-async def _run(service: "Service", request: Request, work: Work, param: str) -> Any:
+async def _run(service: Service, request: Request, work: Work, param: str) -> Any:
     """`work(answer)`, where `answer` runs one-shot requests, or none of them when the client leaves.
 
     A task asks once, at its beginning, and waits for the answer. So it is run up to its question, which it leaves
@@ -45,18 +50,24 @@ async def _run(service: "Service", request: Request, work: Work, param: str) -> 
     if longest > service.ready.max_model_len:
         raise service.reader.too_long(f"{longest} tokens with what it follows", param)
     service.check_queue(len(requests))
+    num_tokens = sum([len(token_ids) for token_ids, _ in requests])
+    if num_tokens > MAX_TOKENS:
+        raise ApiError(f"that asks for {num_tokens} tokens at once, and {MAX_TOKENS} go: send less in one request", 413)
     began = time.perf_counter()
     async with leaving_client(request):
         answers = await service.client.answer(requests)
+    if (exchange := current_exchange()) is not None:
+        exchange.num_prompt_tokens += num_tokens
     service.metrics.take_answers([len(token_ids) for token_ids, _ in requests], time.perf_counter() - began)
     return work(lambda asked: answers)
 
 
-def _body(prefix: str, model: str, prompts: Sequence[Prompt], **fields: Any) -> dict[str, Any]:
+def _answer(prefix: str, body: Any, model: str, prompts: Sequence[Prompt], **fields: Any) -> JsonAnswer:
     """What all these answers have in common."""
     tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
-    return {**head, "model": model, **fields, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    head = {"id": f"{prefix}-{body.request_id or secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return JsonAnswer(to_json({**head, "model": model, **fields, "usage": usage}))
 
 
 def _requests_of(work: Work) -> list[tuple[list[int], Any]]:
@@ -72,79 +83,90 @@ def _requests_of(work: Work) -> list[tuple[list[int], Any]]:
     raise AssertionError("a task without a question")
 
 
-def add_scores(app: FastAPI, service: "Service") -> None:
-    model_of, prompts_of = service.reader.model, service.reader.prompts
+def add_scores(app: FastAPI, service: Service) -> None:
+    accept, prompts_of, cut_of = service.reader.accept, service.reader.prompts, service.reader.cut_of
 
     @app.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """A unit vector for each text, of the hidden states of all tokens or of the last as the model's file says."""
-        model = model_of(body.model)
-        prompts = await prompts_of(body.input, "input")
+        model = accept(body)
+        prompts = await prompts_of(body.input, "input", bos=body.add_special_tokens, cut=cut_of(body))
         vectors = await _run(
             service, request, lambda answer: tasks.embed(_ids(prompts), service.ready.pooling, answer), "input"
         )
         if body.dimensions is not None:
             vectors = _shortened(vectors, body.dimensions)
-        if body.encoding_format == "base64":
-            shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
-        else:
-            shown = vectors.tolist()
-        data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(shown)]
-        return _body("embd", model, prompts, data=data)
+
+        def written() -> Response:
+            if body.encoding_format == "base64":
+                shown = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+            else:
+                shown = vectors.tolist()
+            data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(shown)]
+            return _answer("embd", body, model, prompts, data=data)
+
+        return await beside_the_loop(vectors.size, written)
 
     @app.post("/v1/rerank")
-    async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
+    async def rerank(body: RerankRequest, request: Request) -> Response:
         """How relevant each document is to the query, the most relevant first."""
-        model, tokenizer = model_of(body.model), service.tokenizer
+        model, tokenizer = accept(body), service.tokenizer
         _check_number(service, "documents", body.documents)
         words = tasks.rerank_candidates(tokenizer, service.ready.labels)
-        size = sum(map(len, body.documents)) + len(body.query) * len(body.documents)
-        ids = await beside_the_loop(
-            size, lambda: [tasks.rerank_prompt(tokenizer, body.query, document) for document in body.documents]
-        )
-        prompts = await prompts_of(ids, "documents")
+        prompts = []
+        for document in body.documents:
+            encode = partial(tasks.rerank_prompt, tokenizer, body.query, document)
+            ids = await service.reader.encoded(len(body.query) + len(document), encode, "documents")
+            prompts.append(await service.reader.one_prompt(ids, "documents"))
         scores = await _run(service, request, lambda answer: tasks.rerank(_ids(prompts), *words, answer), "documents")
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results = [
-            {"index": index, "document": {"text": body.documents[index]}, "relevance_score": scores[index]}
+            {"index": index, "relevance_score": scores[index]}
+            | ({} if body.return_documents is False else {"document": {"text": body.documents[index]}})
             for index in order
         ]
-        return _body("rerank", model, prompts, results=results)
+        return _answer("rerank", body, model, prompts, results=results)
 
     @app.post("/v1/score")
-    async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
+    async def score(body: ScoreRequest, request: Request) -> Response:
         """How likely each `text_2` is to follow its `text_1`: the natural log probability of all its tokens."""
-        model = model_of(body.model)
+        model = accept(body)
         texts_1, texts_2 = _pairs(body)
         _check_number(service, "text_2", texts_2)
         firsts, seconds = await prompts_of(texts_1, "text_1"), await prompts_of(texts_2, "text_2")
         pairs = list(zip(_ids(firsts), _ids(seconds), strict=True))
         scores = await _run(service, request, lambda answer: tasks.score(pairs, 0, answer), "text_2")
-        data = [
-            {
-                "index": index,
-                "object": "score",
-                "score": one.total,
-                "tokens": [service.tokenizer.token_text(token_id) for token_id in one.token_ids],
-                "token_logprobs": list(one.logprobs),
-            }
-            for index, one in enumerate(scores)
-        ]
-        return _body("score", model, [*firsts, *seconds], data=data)
+
+        def written() -> Response:
+            data = [
+                {
+                    "index": index,
+                    "object": "score",
+                    "score": one.total,
+                    "tokens": [service.tokenizer.token_text(token_id) for token_id in one.token_ids],
+                    "token_logprobs": list(one.logprobs),
+                }
+                for index, one in enumerate(scores)
+            ]
+            return _answer("score", body, model, [*firsts, *seconds], data=data)
+
+        return await beside_the_loop(sum([len(one.token_ids) for one in scores]), written)
 
     @app.post("/classify")
-    async def classify(body: ClassifyRequest, request: Request) -> dict[str, Any]:
+    async def classify(body: ClassifyRequest, request: Request) -> Response:
         """How likely each of the labels is to follow each input; without labels, those of the model's own head."""
-        model, own = model_of(body.model), service.ready.labels
+        model, own = accept(body), service.ready.labels
         if (body.labels is None) != bool(own):
             which = f"this model has labels of its own: {', '.join(own)}" if own else "labels are missing"
             raise ApiError(which, param="labels")
-        prompts = await prompts_of(body.input, "input")
+        prompts = await prompts_of(body.input, "input", bos=body.add_special_tokens, cut=cut_of(body))
         names = body.labels or list(own)
         encode = service.reader.encode
         labels = [await encode(label, "labels", bos=False) for label in body.labels or ()]
         if not all(labels):
             raise ApiError("a label must not be empty", param="labels")
+        if any(len(label) > 1 for label in labels):
+            service.check_queue(len(prompts) * len(labels))  # each label is scored behind each prompt
 
         def work(answer: tasks.Answer) -> list[tasks.Classification]:
             if own:
@@ -160,7 +182,7 @@ def add_scores(app: FastAPI, service: "Service") -> None:
             }
             for index, one in enumerate(await _run(service, request, work, "labels"))
         ]
-        return _body("classify", model, prompts, data=data)
+        return _answer("classify", body, model, prompts, data=data)
 
 
 def _shortened(vectors: np.ndarray, dimensions: int) -> np.ndarray:
@@ -185,7 +207,7 @@ def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
     return firsts, seconds
 
 
-def _check_number(service: "Service", param: str, texts: Sequence[str]) -> None:
+def _check_number(service: Service, param: str, texts: Sequence[str]) -> None:
     if not 1 <= len(texts) <= service.limits.max_prompts:
         most = service.limits.max_prompts
         raise ApiError(f"{param} has {len(texts)} entries; between 1 and {most} go", param=param)

@@ -10,6 +10,7 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +23,12 @@ import uvicorn
 from forge.errors import ForgeError, UsageError
 from forge.server.app import create_app
 from forge.server.engine_client import EngineClient, ShuttingDown
+from forge.server.exchange import Exchanges, WithRequestId, access
 from forge.server.http_protocol import HttpProtocol
+from forge.server.keys import Keys
 from forge.server.messages import Ready
 from forge.server.metrics import ThroughputLine
-from forge.server.settings import Settings, is_loopback
+from forge.server.settings import AccessLog, Settings, is_loopback
 from forge.trace.records import StepRecord
 
 logger = logging.getLogger("forge.server")
@@ -33,8 +36,18 @@ logger = logging.getLogger("forge.server")
 _COLLECT_EVERY = 20_000
 """New objects between two collections. A burst of requests makes some 10,000, and leaves no circles of them."""
 
+_SWITCH_EVERY = 0.001
+"""Seconds that a thread beside the loop may keep the interpreter's lock from it: each system call of the loop waits so
+long behind one that encodes a text."""
+
 _OTHER_FILES = 64
 """Open files that are no connections."""
+_QUEUE = 4096
+"""Connections that may wait to be accepted, as far as the system lets them: those above it try again in a second."""
+_END_BY_FORCE = 2.0
+"""Seconds after the grace time in which a server ends by itself."""
+_LAST_ANSWERS = 0.3
+"""Seconds in which aborted requests are answered."""
 _ON_DEATH = {"exit": "the server exits", "restart": "starting another"}
 
 
@@ -62,21 +75,37 @@ def serve(
         listening.close()
 
 
-def listen(settings: Settings) -> socket.socket:
-    """A socket bound to the address. Raises `UsageError` where it cannot be had."""
+def listen(settings: Settings, share: bool = False) -> socket.socket:
+    """A socket bound to the address; `share` it with other processes that do. Raises `UsageError` where it cannot be
+    had, and for keys and certificates that cannot be read."""
+    has_keys = Keys(settings.api_key, settings.api_key_file).are_needed
+    _check_certificate(settings)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listening.bind(address)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from None
-    if settings.api_key is None and not is_loopback(settings.host):
+    if not has_keys and not is_loopback(settings.host):
         logger.warning("%s can be reached from other machines and there is no --api-key", settings.host)
     return listening
+
+
+def _check_certificate(settings: Settings) -> None:
+    """Raises `UsageError` where certificate and key are no pair that can be read."""
+    if settings.ssl_certfile is None or settings.ssl_keyfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except OSError as error:  # SSLError is one
+        files = f"--ssl-certfile {settings.ssl_certfile} --ssl-keyfile {settings.ssl_keyfile}"
+        raise UsageError(f"{files}: {error.strerror or error}") from None
 
 
 def start_listening(listening: socket.socket, settings: Settings, backlog: int) -> None:
@@ -99,7 +128,7 @@ def connection_limits() -> tuple[int, int]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536) if hard > 0 else 65_536, hard))
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     backlog = min(2048, most // 16)  # a turn of the loop accepts so many, and a refused one takes some turns to close
-    return max(1, most - 4 * backlog - _OTHER_FILES), backlog
+    return max(1, most - 5 * backlog - _OTHER_FILES), backlog
 
 
 async def serve_client(client: EngineClient, ready: Ready, settings: Settings, listening, on_ready) -> int:
@@ -111,12 +140,17 @@ async def serve_client(client: EngineClient, ready: Ready, settings: Settings, l
     gc.collect()
     gc.freeze()  # what stays (libraries, vocabulary, app) no collection has to look at
     gc.set_threshold(_COLLECT_EVERY)
+    sys.setswitchinterval(_SWITCH_EVERY)
     service = app.state.service
     server = _Server(
         uvicorn.Config(
-            app,
+            app.state.exchanges,
             http=partial(  # type: ignore[arg-type]  # is called as the class is
-                HttpProtocol, header_timeout=settings.limits.header_timeout, max_connections=max_connections
+                HttpProtocol,
+                header_timeout=settings.limits.header_timeout,
+                max_connections=max_connections,
+                num_surplus=backlog,
+                on_refused=service.http.take_refused_connection,
             ),
             ws="none",
             proxy_headers=False,
@@ -127,25 +161,32 @@ async def serve_client(client: EngineClient, ready: Ready, settings: Settings, l
             timeout_keep_alive=settings.limits.keep_alive,  # type: ignore[arg-type]  # a fraction of a second works too
             timeout_graceful_shutdown=1,
             backlog=backlog,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
         )
     )
-    ending = _Ending(client, service, server, settings.limits.grace)
+    connections = server.server_state.connections
+    service.has_room_for_connections = lambda: len(connections) < max_connections
+    ending = _Ending(client, service, server, app.state.exchanges, settings.limits.grace)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.begin)
+    loop.add_signal_handler(signal.SIGHUP, _load_keys, service.keys)
     tasks = [
         asyncio.create_task(_log_throughput(client, service, settings.log_interval)),
         asyncio.create_task(_follow_engine(client, server, settings.on_engine_death)),
     ]
     if on_ready is not None:
         host, port = listening.getsockname()[:2]
-        server.on_started = lambda: on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", ready)
+        scheme = "http" if settings.ssl_certfile is None else "https"
+        server.on_started = lambda: on_ready(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", ready)
     try:
         await server.serve([listening])
         return 1 if client.dead else 0
     finally:
         for task in tasks:
             task.cancel()
+        service.reader.grammars.close()
         client.disconnect()
 
 
@@ -160,6 +201,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets=None) -> None:
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_QUEUE)  # uvicorn's `backlog` is also how many are accepted in a turn of the loop
         if self.on_started is not None:
             self.on_started()
 
@@ -167,26 +210,47 @@ class _Server(uvicorn.Server):
 class _Ending:
     """From the first signal to the server's end."""
 
-    def __init__(self, client: EngineClient, service, server: uvicorn.Server, grace: float):
-        self._client, self._service, self._server, self._grace = client, service, server, grace
+    def __init__(self, client: EngineClient, service, server: uvicorn.Server, exchanges: Exchanges, grace: float):
+        self._client, self._service, self._server, self._exchanges = client, service, server, exchanges
+        self._grace = grace
         self._hurry = asyncio.Event()
         self._task: asyncio.Task | None = None
 
     def begin(self) -> None:
         if self._task is not None:
             self._hurry.set()
+            self._client.end_by_force(_END_BY_FORCE)
             return
         self._service.draining.begun = True
+        self._client.end_by_force(self._grace + _END_BY_FORCE)
         self._task = asyncio.create_task(self._end())
+
+    @property
+    def _num_running(self) -> int:
+        return max(self._exchanges.num_open - self._service.steps.num_watchers, 0)
 
     async def _end(self) -> None:
         deadline = time.monotonic() + self._grace
-        while self._client.num_unfinished and not self._hurry.is_set() and time.monotonic() < deadline:
+        running = self._num_running
+        logger.info("draining %d: requests that run have %g s to end, new ones are refused", running, self._grace)
+        while self._num_running and not self._hurry.is_set() and time.monotonic() < deadline:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), 0.05)
+        if self._num_running:
+            logger.warning("%d requests have not ended: they are aborted", self._num_running)
         self._client.abort_all(ShuttingDown())
         self._client.end_records()
         self._server.should_exit = True
+        await asyncio.sleep(_LAST_ANSWERS)
+        self._exchanges.end_all()
+
+
+def _load_keys(keys: Keys) -> None:
+    """Read the file of keys again. Where it cannot be read, the keys stay as they are."""
+    try:
+        logger.info("%d API keys", keys.load())
+    except UsageError as error:
+        logger.error("%s: the keys stay as they were", error)
 
 
 async def _follow_engine(client: EngineClient, server: uvicorn.Server, on_death: str) -> None:
@@ -238,11 +302,19 @@ class OncePerSecond(logging.Filter):
         return True
 
 
-def configure_logging() -> None:
-    """Lines on standard error, in the form that the field's servers have."""
+def configure_logging(access_log: AccessLog = "off") -> None:
+    """Lines on standard error, in the form that the field's servers have; those of a request begin with its id."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(OncePerSecond())
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
+    handler.addFilter(WithRequestId())
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(request)s%(message)s", "%m-%d %H:%M:%S"))
     for name, level in (("forge", logging.INFO), ("uvicorn", logging.WARNING), ("asyncio", logging.WARNING)):
         named = logging.getLogger(name)
         named.handlers, named.level = [handler], level
+    lines = logging.StreamHandler(sys.stderr)  # whose records have a form of their own
+    lines.setFormatter(
+        logging.Formatter(
+            "%(message)s" if access_log == "json" else "%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"
+        )
+    )
+    access.handlers, access.propagate = [lines], False

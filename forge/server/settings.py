@@ -9,6 +9,7 @@ from forge.option import option
 
 _DAY = 86_400.0
 OnEngineDeath = Literal["exit", "restart"]
+AccessLog = Literal["off", "text", "json"]
 
 
 def is_loopback(host: str) -> bool:
@@ -29,9 +30,11 @@ class Limits:
     max_n: int = 16
     max_choices: int = 256
     """Prompts times `n` of one request."""
-    max_stop: int = 4
+    max_stop: int = 32
     max_stop_chars: int = 256
     max_logprobs: int = 20
+    max_stored_bytes: int = option(64 << 20, "Memory for stored responses; 0 stores none.", "Limits")
+    """The least recently used are dropped. They are in memory only, and end with the server."""
     stall_timeout: float = option(30.0, "Seconds that a streaming client may stall.", "Limits")
     """That it may take nothing before its request is aborted."""
     header_timeout: float = option(10.0, "Seconds for a request to arrive.", "Limits")
@@ -40,11 +43,14 @@ class Limits:
     keep_alive: float = 15.0
     """Seconds that an idle connection stays open."""
     grace: float = option(10.0, "Seconds to finish after SIGTERM.", "Limits")
+    step_timeout: float = option(60.0, "Seconds that a step may take before /health fails.", "Limits")
+    """Longer than the longest step: on a CPU a prefill of a large model takes a while."""
 
     def __post_init__(self):
         for name in ("max_body_bytes", "max_queue"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        for name in ("header_timeout", "body_timeout", "keep_alive", "stall_timeout"):
+        _check("max_stored_bytes", self.max_stored_bytes, self.max_stored_bytes >= 0, "at least 0")
+        for name in ("header_timeout", "body_timeout", "keep_alive", "stall_timeout", "step_timeout"):
             _check(name, getattr(self, name), 0 < getattr(self, name) <= _DAY, "above 0 and at most a day")
         _check("grace", self.grace, 0 <= self.grace <= _DAY, "0 to a day")
 
@@ -56,6 +62,12 @@ class Settings:
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8080, "Port to listen on; 0 takes any.")
     api_key: str | None = option(None, "What clients must send; /health is open.", "Server", envvar="FORGE_API_KEY")
+    api_key_file: str | None = option(
+        None, "A file of such keys, one to a line; a name may stand before a key.", "Server"
+    )
+    ssl_certfile: str | None = option(None, "Certificate chain (PEM), to serve HTTPS.", "Server")
+    ssl_keyfile: str | None = option(None, "Its private key (PEM).", "Server")
+    access_log: AccessLog = option("off", "A line per request on standard error: off, text or json.", "Server")
     allow_origins: tuple[str, ...] = option(
         (), "A web origin that may call; may be repeated.", "Server", flags="--allow-origin"
     )
@@ -75,6 +87,10 @@ class Settings:
 
     def __post_init__(self):
         _check("log_interval", self.log_interval, 0 <= self.log_interval <= _DAY, "0, for no lines, to a day")
+        if self.access_log not in get_args(AccessLog):
+            raise UsageError(f"--access-log is off, text or json, and not {self.access_log!r}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise UsageError("--ssl-certfile and --ssl-keyfile go together: give both")
         if self.on_engine_death not in get_args(OnEngineDeath):
             raise UsageError(f"--on-engine-death is exit or restart, and not {self.on_engine_death!r}")
 

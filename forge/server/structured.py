@@ -15,8 +15,8 @@ def structured_output(body: Sampling) -> StructuredOutput | None:
     name, form = _form(body)
     tools = tool_use(body)
     if tools is not None:
-        if name == "structured_outputs":
-            raise ApiError("give tools or structured_outputs, not both", param=name)
+        if name in ("structured_outputs", "grammar"):
+            raise ApiError(f"give tools or {name}, not both", param=name)
         answer = None if form is None else form["json"]
         return tools.structured(answer) if answer is not None or tools.constrains() else None
     if form is None:
@@ -42,7 +42,7 @@ def param_of(body: Sampling) -> str:
     """The parameter that an error about the whole form is about."""
     if tool_use(body) is not None:
         return "tools"
-    return "structured_outputs" if body.structured_outputs is not None else "response_format"
+    return _form(body)[0]
 
 
 def _form(body: Sampling) -> tuple[str, dict[str, Any] | None]:
@@ -53,22 +53,23 @@ def _form(body: Sampling) -> tuple[str, dict[str, Any] | None]:
         for name, given in (
             ("response_format", _of_response_format(response_format)),
             ("structured_outputs", _of_structured_outputs(body.structured_outputs)),
+            ("json_schema", None if body.json_schema is None else {"json": body.json_schema}),
+            ("grammar", {"grammar": body.grammar} if body.grammar else None),
         )
         if given is not None
     ]
     if len(forms) > 1:
-        raise ApiError("give response_format or structured_outputs, not both", param="structured_outputs")
+        raise ApiError(f"give {forms[0][0]} or {forms[1][0]}, not both", param=forms[1][0])
     return forms[0] if forms else ("response_format", None)
 
 
 def _of_response_format(given: ResponseFormat | None) -> dict[str, Any] | None:
     if given is None or given.type == "text":
         return None
-    if given.type == "json_object":
-        return {"json": {"type": "object"}}
-    if given.json_schema is None or given.json_schema.schema_ is None:
+    schema = given.schema_ if given.json_schema is None else given.json_schema.schema_
+    if schema is None and given.type == "json_schema":
         raise ApiError("response_format of type json_schema needs json_schema.schema", param="response_format")
-    return {"json": given.json_schema.schema_}
+    return {"json": {"type": "object"} if schema is None else schema}
 
 
 def _of_structured_outputs(given: StructuredOutputs | None) -> dict[str, Any] | None:

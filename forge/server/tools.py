@@ -18,7 +18,7 @@ from forge.errors import UsageError
 from forge.grammar.tool_calls import BEGIN, END, tool_call_grammar
 from forge.server.errors import ApiError
 from forge.server.reasoning import partial_tag
-from forge.server.schema import ChatRequest, Function, NamedTool
+from forge.server.schema import ChatRequest, Conversation, Function, NamedTool
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL)
 """Of a call, up to its arguments."""
@@ -98,7 +98,7 @@ def arguments_schema(function: Function) -> Mapping[str, Any]:
     return {"type": "object", **function.parameters}
 
 
-def shown_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
+def shown_tools(body: Conversation) -> list[dict[str, Any]] | None:
     """As the chat template lists them."""
     if not body.tools or body.tool_choice == "none":
         return None
@@ -147,7 +147,8 @@ class ToolCallSplitter:
         """Within arguments."""
 
     def push(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """The (content, entries of `tool_calls`) that `text` makes certain."""
+        """The (content, entries of `tool_calls`) that `text` makes certain: one entry per call, as clients expect it of
+        a chunk."""
         self._held += text
         content, calls = "", []
         while True:
@@ -163,13 +164,16 @@ class ToolCallSplitter:
             else:
                 self._tail()
             if before == (self._state, len(self._held)):
-                return content, calls
+                return content, _joined(calls)
 
-    def finish(self) -> str:
-        """Nothing follows: the content that was held back."""
+    def finish(self, is_cut: bool = False) -> str:
+        """Nothing follows: the content that was held back. is_cut: more would have followed, so that the beginning of a
+        call is none."""
         held, self._held = self._held, ""
         if self._state == "head":
-            return self._space + BEGIN + held
+            return "" if is_cut else self._space + BEGIN + held
+        if is_cut and (length := partial_tag(held, BEGIN)) > 1:
+            held = held[:-length].rstrip()
         if self._state == "text" and (held.strip() or not self.num_calls):
             return self._content(held)
         return ""
@@ -246,17 +250,23 @@ class ToolCallSplitter:
             self._state, self._held = "text", after
 
 
-def split_tool_calls(text: str, names: Collection[str]) -> tuple[str, list[dict[str, Any]]]:
-    """The (content, tool calls) of a whole text."""
-    splitter = ToolCallSplitter(names)
-    content, pieces = splitter.push(text)
-    calls: list[dict[str, Any]] = []
-    for piece in pieces:
-        if "id" in piece:
-            calls.append({name: value for name, value in piece.items() if name != "index"})
+def _joined(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per index: clients add up what chunks have, and not what one chunk has twice."""
+    joined: list[dict[str, Any]] = []
+    for entry in entries:
+        if joined and joined[-1]["index"] == entry["index"]:
+            joined[-1]["function"]["arguments"] += entry["function"]["arguments"]
         else:
-            calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
-    return content + splitter.finish(), calls
+            joined.append(entry)
+    return joined
+
+
+def split_tool_calls(text: str, names: Collection[str], is_cut: bool = False) -> tuple[str, list[dict[str, Any]]]:
+    """The (content, tool calls) of a whole text. is_cut: as for `ToolCallSplitter.finish`."""
+    splitter = ToolCallSplitter(names)
+    content, entries = splitter.push(text)
+    calls = [{name: value for name, value in entry.items() if name != "index"} for entry in entries]
+    return content + splitter.finish(is_cut), calls
 
 
 def _parsed(text: str) -> Any:

@@ -4,7 +4,7 @@ import pytest
 
 from forge.grammar.compiler import GrammarCompiler
 from forge.model.catalog import resolve_model
-from forge.model.weight_source import open_weights
+from forge.model.loader import open_weights
 from forge.tokenizer import Tokenizer
 
 

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from forge import LLM, SamplingParams, StructuredOutput
-from forge.engine.async_scheduling import AsyncScheduling
+from forge.engine.async_scheduling import AsyncEngine
 from forge.engine.sampler import Sampler, StepLogits
 from forge.engine.tasks import classify_prompt
 
@@ -134,11 +134,37 @@ def test_an_interrupted_step_changes_nothing(llm, monkeypatch):
     assert [one.token_ids for output in run.outputs for one in output.outputs] == expected
 
 
+def test_ctrl_c_while_the_grammar_encodes_forced_text_is_no_fault_of_the_grammar(monkeypatch):
+    llm = LLM("tales", kv="paged", speculate="grammar", speculate_fixed=True)
+    expected = says(llm, temperature=1.0)
+    run = llm.start(["Once upon a time", "The fox"], SamplingParams(150, 1.0, structured=FORM, seed=4))
+    whole, calls = llm.tokenizer.encode, 0
+
+    def interrupted(text, **options):
+        nonlocal calls
+        calls += 1
+        if calls in (3, 10, 30):
+            raise KeyboardInterrupt
+        return whole(text, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", interrupted)
+    ended, num_interrupted = False, 0
+    while not ended:
+        try:
+            for _ in run:
+                pass
+            ended = True
+        except KeyboardInterrupt:
+            num_interrupted += 1
+    assert num_interrupted == 3
+    assert [one.token_ids for output in run.outputs for one in output.outputs] == expected
+
+
 def test_masks_are_computed_while_a_device_computes(monkeypatch):
     """A model that returns before it has computed: when its logits are read, the masks are there."""
     llm, ready = LLM("hash", kv="paged"), []
     engine = llm.engine
-    engine._async = AsyncScheduling(engine.scheduler)
+    engine.__class__ = AsyncEngine
     of = StepLogits.of
 
     def read(rows) -> StepLogits:

@@ -29,10 +29,10 @@ PATIENCE = 120
 class Server:
     """`forge serve` on a port of its own."""
 
-    def __init__(self, *args: str, **options: Any):
-        """`options` are those of `Popen`."""
+    def __init__(self, *args: str, script: Path | None = None, **options: Any):
+        """`script` runs in place of `forge`. `options` are those of `Popen`."""
         options = {"stdout": subprocess.DEVNULL, "text": True} | options
-        self.process = start("serve", "--port", "0", "--log-interval", "0", *args, **options)
+        self.process = start("serve", "--port", "0", "--log-interval", "0", *args, script=script, **options)
         self.log: list[str] = []
         self._has_begun = threading.Event()
         self.url = ""
@@ -46,7 +46,7 @@ class Server:
     def _read(self) -> None:
         for line in self.process.stderr:
             self.log.append(line)
-            if found := re.search(r"served at (http://\S+)", line):
+            if found := re.search(r"served at (https?://\S+)", line):
                 self.url = found[1]
                 self._has_begun.set()
         self._has_begun.set()
@@ -68,7 +68,7 @@ class Server:
     def metric(self, name: str, headers: dict[str, str] | None = None) -> float:
         """The sum of a metric over its labels."""
         _, text = self.request("/metrics", headers=headers)
-        found = [line.rsplit(" ", 1)[1] for line in text.splitlines() if re.match(rf"{name}(\{{|_total\{{)", line)]
+        found = [line.rsplit(" ", 1)[1] for line in text.splitlines() if re.match(rf"{name}(\{{|_total\{{| )", line)]
         assert found, f"no metric {name}"
         return sum(map(float, found))
 

@@ -107,14 +107,15 @@ def test_slow_readers_get_everything_and_hold_up_nobody(server):
     asked = {"prompt": "slow", "max_tokens": 300, "ignore_eos": True, "seed": 3, "logprobs": 5}
     expected = server.request("/v1/completions", asked)[1]["choices"][0]
 
-    async def read_slowly() -> str:
+    async def read_slowly(answered: asyncio.Event) -> str:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(raw, ("127.0.0.1", server.port))
         await loop.sock_sendall(raw, request_bytes("/v1/completions", asked | {"stream": True}))
-        data = b""
+        data = await loop.sock_recv(raw, 2048)
+        await answered.wait()  # it leaves its stream unread until another client has its answer
         while piece := await loop.sock_recv(raw, 2048):
             data += piece
             await asyncio.sleep(0.002)
@@ -125,10 +126,11 @@ def test_slow_readers_get_everything_and_hold_up_nobody(server):
         return "".join(event["choices"][0]["text"] for event in events)
 
     async def all_at_once() -> tuple[list[str], tuple[int, bytes]]:
-        slow = [asyncio.create_task(read_slowly()) for _ in range(12)]
+        answered = asyncio.Event()
+        slow = [asyncio.create_task(read_slowly(answered)) for _ in range(12)]
         await asyncio.sleep(0.05)
-        quick = await post(server.port, "/v1/completions", {"prompt": "x", "max_tokens": 2})
-        assert not any(task.done() for task in slow)
+        quick = await asyncio.wait_for(post(server.port, "/v1/completions", {"prompt": "x", "max_tokens": 2}), 30)
+        answered.set()
         return await asyncio.gather(*slow), quick
 
     texts, (status, _) = asyncio.run(all_at_once())
@@ -196,6 +198,9 @@ def test_an_allowed_origin_may_ask_first_and_others_may_not(strict):
 
     assert preflight("http://app.example") == "http://app.example"
     assert preflight("http://elsewhere.example") is None
+    request = urllib.request.Request(strict.url + "/v1/models", headers=KEY | {"origin": "http://app.example"})
+    with urllib.request.urlopen(request) as answer:
+        assert answer.headers["access-control-expose-headers"] == "x-request-id"
 
 
 def test_there_is_no_cors_unless_asked_for(server):

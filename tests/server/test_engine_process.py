@@ -9,6 +9,7 @@ import pytest
 
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.task import Task
+from forge.server import engine_process
 from forge.server.engine_process import EngineServer
 from forge.server.messages import Abort, Ask, AskTasks, Inbox, Submit, Update, Watch, Withdraw, frame
 from tests.engine.scripted import PIECES, letters, muddled, new_engine
@@ -93,11 +94,11 @@ def test_a_failing_step_fails_its_requests_and_the_next_ones_run(peer):
     one.submit(1, "ab", max_tokens=4, stop=["z"], logit_bias={broken: -100.0})
     one.submit(2, "az", max_tokens=4)
     found = one.until(lambda update: len(update.ends) == 2)
-    errors = {end.key: end.error for end in found.ends}
-    assert "ZeroDivisionError" in errors[2] and "secret" not in errors[2]
+    faults = {end.key: end.fault for end in found.ends}
+    assert "ZeroDivisionError" in faults[2].message and "secret" not in faults[2].message
     one.submit(3, "abc", max_tokens=4, logit_bias={broken: -100.0})
     found = one.until(lambda update: update.ends)
-    assert found.ends[0].error is None and found.ends[0].output.outputs[0].finish_reason in ("stop", "length")
+    assert found.ends[0].fault is None and found.ends[0].output.outputs[0].finish_reason in ("stop", "length")
 
 
 def test_a_failing_step_leaves_those_alone_that_were_not_in_it(peer):
@@ -117,8 +118,8 @@ def test_a_failing_step_leaves_those_alone_that_were_not_in_it(peer):
     ]
     one.socket.sendall(b"".join(map(frame, submits)))
     ends = {end.key: end for end in one.until(lambda update: len(update.ends) == 2).ends}
-    assert "ZeroDivisionError" in ends[1].error
-    assert ends[2].error is None and len(ends[2].output.outputs[0].token_ids) == 3
+    assert "ZeroDivisionError" in ends[1].fault.message
+    assert ends[2].fault is None and len(ends[2].output.outputs[0].token_ids) == 3
 
 
 def test_questions_fail_with_the_step_they_are_in_and_others_do_not(peer):
@@ -143,7 +144,7 @@ def test_questions_fail_with_the_step_they_are_in_and_others_do_not(peer):
 def test_broken_logits_say_what_is_broken(peer):
     one = peer(lambda tokens: np.full(len(PIECES), np.nan, np.float32))
     one.submit(1, "ab")
-    assert "not finite" in one.until(lambda update: update.ends).ends[0].error
+    assert "not finite" in one.until(lambda update: update.ends).ends[0].fault.message
 
 
 def test_a_request_that_cannot_run_is_refused(peer):
@@ -163,7 +164,7 @@ def test_a_command_that_fails_is_the_engines_own_fault_and_the_next_one_runs(pee
     assert refused.fault.internal and "ZeroDivisionError" in refused.fault.message
     one.server.engine.add_request = add
     one.submit(2, "ab", max_tokens=2)
-    assert one.until(lambda update: update.ends).ends[0].error is None
+    assert one.until(lambda update: update.ends).ends[0].fault is None
 
 
 def test_questions_in_a_failing_step_are_the_engines_own_fault(peer):
@@ -183,7 +184,35 @@ def test_a_withdrawn_question_leaves_nothing(peer):
     assert len(found.answers) == 1 and found.gauges.used_blocks == 0
     one.send(Withdraw(7))
     one.submit(2, "ab", max_tokens=2)
-    assert one.until(lambda update: update.ends).ends[0].error is None
+    assert one.until(lambda update: update.ends).ends[0].fault is None
+
+
+def test_the_requests_of_a_long_question_are_queued_over_several_steps(peer, monkeypatch):
+    monkeypatch.setattr(engine_process, "_TOKENS_BETWEEN_STEPS", 8)
+    one = peer(muddled, kv="prefix")
+    queue, queued = one.server._queue_asked, []
+
+    def count() -> None:
+        before = len(one.server._asked)
+        queue()
+        queued.append(before - len(one.server._asked))
+
+    one.server._queue_asked = count
+    task = Task(candidates=(0, 1))
+    one.send(AskTasks(7, [(letters("abcd"), task)] * 20))
+    (answer,) = one.until(lambda update: update.answers).answers
+    assert len(answer.value) == 20
+    assert max(queued) == 2 and sum(queued) == 20
+
+
+def test_a_question_whose_later_request_is_refused_fails_as_a_whole(peer, monkeypatch):
+    monkeypatch.setattr(engine_process, "_TOKENS_BETWEEN_STEPS", 1)
+    one = peer(muddled, kv="prefix", max_model_len=8)
+    task = Task(candidates=(0, 1))
+    one.send(AskTasks(7, [(letters("ab"), task), (letters("abcdefghijkl"), task), (letters("ab"), task)]))
+    one.send(AskTasks(8, [(letters("ab"), task)]))
+    answers = {answer.number: answer for answer in one.until(lambda update: len(update.answers) == 2).answers}
+    assert "context" in answers[7].fault.message and answers[8].fault is None and len(answers[8].value) == 1
 
 
 def test_an_aborted_request_holds_nothing_after_the_next_update(peer):

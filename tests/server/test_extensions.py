@@ -56,6 +56,18 @@ def test_usage_comes_with_every_chunk_where_asked(server, path, asked):
 
 
 @BOTH
+def test_usage_with_every_chunk_is_accepted_and_left_out_where_usage_is_not_asked_for(server, path, asked):
+    parts = chunks(server, path, **asked, stream_options={"continuous_usage_stats": True})
+    assert parts and not any("usage" in chunk for chunk in parts)
+
+
+@BOTH
+def test_every_answer_and_chunk_has_the_same_fingerprint_of_the_system(server, path, asked):
+    prints = {chunk["system_fingerprint"] for chunk in chunks(server, path, **asked)}
+    assert prints == {whole(server, path, **asked)["system_fingerprint"]} and prints.pop().startswith("fp_")
+
+
+@BOTH
 def test_a_stop_token_ends_the_answer_and_is_its_reason(server, path, asked):
     token_ids = whole(server, path, **asked, return_token_ids=True)["choices"][0]["token_ids"]
     stop = token_ids[2]

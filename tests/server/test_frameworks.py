@@ -1,8 +1,4 @@
-"""LangChain's, instructor's and llama-index's own classes for OpenAI, unmodified.
-
-llama-index and instructor are not among the development requirements: the one brings 115 MB, and both want an older
-`openai` than the others.
-"""
+"""LangChain's, instructor's and llama-index's own classes for OpenAI, unmodified."""
 
 import asyncio
 from typing import Literal
@@ -14,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from forge import LLM
 
 QUESTION = "Tell me a story."
-INSTRUCTOR_NEEDED = "needs instructor, which wants older libraries: pip install --no-deps instructor docstring_parser"
+INSTRUCTOR_NEEDED = "needs instructor: pip install instructor"
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +147,14 @@ def test_langchain_speaks_to_responses(langchain, roomy_server):
 # instructor
 
 
+class PartialWeather(BaseModel):
+    """The weather of a day."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    day: Literal["today", "tomorrow"]
+
+
 @pytest.fixture(scope="module")
 def instructor():
     return pytest.importorskip("instructor", reason=INSTRUCTOR_NEEDED)
@@ -164,7 +168,42 @@ def test_instructor_gives_pydantic_objects(instructor, roomy_client, mode):
     assert isinstance(found, Weather)
 
 
+def test_instructor_fills_a_partial_object_as_its_arguments_come(instructor, roomy_client):
+    client = instructor.from_openai(roomy_client, mode=instructor.Mode.TOOLS)
+    asked = {"model": "small", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 300, "seed": 5}
+    parts = list(client.chat.completions.create_partial(**asked, response_model=PartialWeather, max_retries=0))
+    days = [part.day for part in parts]
+    assert days[0] is None and days[-1] in ("today", "tomorrow")
+    whole = client.chat.completions.create(**asked, response_model=PartialWeather, max_retries=0)
+    assert parts[-1].model_dump() == whole.model_dump()
+
+
 # llama-index
+
+
+def test_llama_indexs_agent_calls_a_function_with_its_arguments(like, roomy_server):
+    from llama_index.core.agent.workflow import FunctionAgent
+    from llama_index.core.tools import FunctionTool
+
+    called = []
+
+    def weather(city: str, day: Literal["today", "tomorrow"]) -> str:
+        """The weather of a place."""
+        called.append((city, day))
+        return "sunny"
+
+    options = {"api_base": f"{roomy_server.url}/v1", "api_key": "none", "max_retries": 0, "context_window": 4096}
+    options |= {"is_chat_model": True, "is_function_calling_model": True, "temperature": 1, "max_tokens": 300}
+    required = {"tool_choice": "required", "parallel_tool_calls": False, "seed": 3}
+    tool = FunctionTool.from_defaults(weather, return_direct=True, fn_schema=Weather)
+    agent = FunctionAgent(tools=[tool], llm=like(**options, model="small", additional_kwargs=required))
+
+    async def run() -> str:
+        return str(await agent.run(QUESTION))
+
+    assert "sunny" in asyncio.run(run())
+    ((city, day),) = called
+    assert len(city) <= 4 and day in ("today", "tomorrow")
 
 
 @pytest.fixture(scope="module")

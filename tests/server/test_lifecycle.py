@@ -6,8 +6,11 @@ import resource
 import select
 import signal
 import socket
+import ssl
+import subprocess
 import threading
 import time
+import urllib.request
 
 import openai
 import pytest
@@ -46,7 +49,7 @@ def rest(raw: socket.socket) -> str:
 
 
 def test_sigterm_lets_a_stream_finish_and_refuses_new_work(long_model):
-    server = Server("-m", long_model)
+    server = Server("-m", long_model, "--grace", "100")
     idle = socket.create_connection(("127.0.0.1", server.port))
     raw = begin_stream(server)
     server.process.send_signal(signal.SIGTERM)
@@ -136,6 +139,85 @@ def test_an_engine_whose_server_was_killed_ends(long_model):
             return True
 
     assert until(is_gone)
+
+
+def code_of(answer: tuple[int, dict]) -> tuple[int, str | None]:
+    status, body = answer
+    return status, body["error"]["code"] if "error" in body else None
+
+
+def test_a_full_queue_is_alive_and_not_ready(long_model):
+    server = Server("-m", long_model, "--max-queue", "2", "--max-num-seqs", "1")
+    assert server.request("/ready")[0] == 200
+    raws = [begin_stream(server)]
+    raws.append(socket.create_connection(("127.0.0.1", server.port)))
+    raws[1].sendall(request_bytes("/v1/completions", LONG))
+    assert until(lambda: code_of(server.request("/ready")) == (503, "queue_full"))
+    assert server.request("/health")[0] == 200
+    for raw in raws:
+        raw.close()
+    assert until(lambda: server.request("/ready")[0] == 200)
+    assert server.stop() == 0
+
+
+def test_a_server_that_closes_is_alive_and_not_ready(long_model):
+    server = Server("-m", long_model)
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+    raw = begin_stream(server, LONG | {"n": 4, "temperature": 1})
+    server.process.send_signal(signal.SIGTERM)
+    assert until(lambda: any("draining 1: " in line for line in server.log))
+    answers = []
+    for probe, path in zip(idle, ("/health", "/ready"), strict=True):
+        probe.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+        answers.append(rest(probe))
+    assert answers[0].startswith("HTTP/1.1 200") and answers[1].startswith("HTTP/1.1 503")
+    server.process.send_signal(signal.SIGTERM)  # a second one does not wait
+    assert '"code":"shutting_down"' in rest(raw)
+    assert server.process.wait(PATIENCE) == 0
+
+
+def test_a_step_that_does_not_end_is_neither_alive_nor_ready(long_model):
+    server = Server("-m", long_model, "--step-timeout", "0.3")
+    assert server.request("/health")[0] == 200
+    engine = server.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        assert until(lambda: code_of(server.request("/health")) == (503, "engine_hung"))
+        assert code_of(server.request("/ready")) == (503, "engine_hung")
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    assert until(lambda: server.request("/health")[0] == 200)
+    assert server.stop() == 0
+
+
+STUCK = """
+import sys, time
+from forge.cli.main import main
+from forge.tokenizer import Tokenizer
+if __name__ == "__main__":
+    Tokenizer.encode_chat = lambda *arguments, **options: time.sleep(1000)
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("grace", [0.2, 60.0], ids=["after the grace time", "at a second signal"])
+def test_sigterm_ends_a_server_whose_thread_is_stuck_and_dumps_nothing(long_model, tmp_path, grace):
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    server = Server("-m", long_model, "--grace", str(grace), script=script)
+    raw = socket.create_connection(("127.0.0.1", server.port))
+    raw.settimeout(PATIENCE)
+    raw.sendall(request_bytes("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 9000}]}))
+    assert until(lambda: "http_requests_in_progress 2" in server.request("/metrics")[1])
+    server.process.send_signal(signal.SIGTERM)
+    if grace > 1:
+        assert until(lambda: any("draining 1: " in line for line in server.log))
+        server.process.send_signal(signal.SIGTERM)
+    answer = rest(raw)
+    assert answer.startswith("HTTP/1.1 503") and "shutting_down" in answer
+    assert server.process.wait(PATIENCE) == 0
+    assert any("have not ended: they are aborted" in line for line in server.log)
+    assert not [line for line in server.log if "Traceback" in line or "ERROR" in line]
 
 
 def test_clients_survive_a_restart_under_load(long_model):
@@ -229,6 +311,7 @@ OUT_OF_BOUNDS = {
     "--log-interval": ("-3", "nan"),
     "--max-queue": ("0", "-1"),
     "--max-body-bytes": ("-5", "0"),
+    "--max-stored-bytes": ("-1",),
     "--header-timeout": ("0", "inf"),
     "--grace": ("-1", "nan"),
     "--stall-timeout": ("-1", "0"),
@@ -267,6 +350,67 @@ def test_without_files_to_spare_connections_are_refused_in_a_few_lines(long_mode
     assert server.stop() == 0
 
 
+def test_three_hundred_connections_at_once_wait_for_no_second_try(long_model):
+    """The system queues them, though the server takes few of them in a turn: it is stopped here, and takes none."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+
+    server = Server("-m", long_model, preexec_fn=limit)
+    server.process.send_signal(signal.SIGSTOP)
+    raws = [socket.socket() for _ in range(300)]
+    for raw in raws:
+        raw.setblocking(False)
+        raw.connect_ex(("127.0.0.1", server.port))
+    time.sleep(0.3)
+    connected = select.select([], raws, [], 0)[1]
+    server.process.send_signal(signal.SIGCONT)
+    assert len(connected) == 300
+    for raw in raws:
+        raw.close()
+    assert server.stop() == 0
+
+
+def test_a_server_of_full_connections_answers_probes_and_nothing_else(long_model):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+    server = Server("-m", long_model, preexec_fn=limit)
+    raws = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(112)]
+    assert until(lambda: code_of(server.request("/ready")) == (503, "connections_full"))
+    assert server.request("/health")[0] == 200 and server.request("/metrics")[0] == 200
+    assert server.metric("http_connections_refused_total") == 0
+    assert server.request("/v1/models")[0] == 503
+    assert server.metric("http_connections_refused_total") == 1
+    for raw in raws:
+        raw.close()
+    assert until(lambda: server.request("/ready")[0] == 200) and server.request("/v1/models")[0] == 200
+    assert server.stop() == 0
+
+
+def test_https_is_served_with_a_certificate_and_a_wrong_one_is_one_line(forge, long_model, tmp_path):
+    certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
+    try:
+        subprocess.run([*command, "-subj", "/CN=localhost"], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    server = Server("-m", long_model, "--ssl-certfile", certificate, "--ssl-keyfile", key)
+    assert server.url.startswith("https://")
+    trusting = ssl.create_default_context(cafile=certificate)
+    trusting.check_hostname = False
+    body = json.dumps({"prompt": "abc", "max_tokens": 3, "ignore_eos": True, "stream": True}).encode()
+    request = urllib.request.Request(f"{server.url}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE, context=trusting) as answer:
+        assert answer.read().rstrip().endswith(b"data: [DONE]")
+    assert server.stop() == 0
+    assert not [line for line in server.log if "ERROR" in line]
+    found = forge("serve", "-m", long_model, "--port", "0", "--ssl-certfile", key, "--ssl-keyfile", key)
+    assert found.status == 2 and "--ssl-certfile" in found.err and found.err.count("\n") == 1
+    found = forge("serve", "-m", long_model, "--port", "0", "--ssl-certfile", certificate)
+    assert found.status == 2 and "go together" in found.err and found.err.count("\n") == 1
+
+
 def test_a_public_address_without_a_key_warns(caplog):
     from forge.server.serving import listen
     from forge.server.settings import Settings
@@ -280,8 +424,6 @@ def test_a_public_address_without_a_key_warns(caplog):
 
 
 def test_live_prints_every_step(long_model):
-    import subprocess
-
     from tests.cli.conftest import start
 
     process = start("serve", "--port", "0", "-m", long_model, "--live", stdout=subprocess.PIPE, text=True)
@@ -297,8 +439,6 @@ def test_live_prints_every_step(long_model):
 
 
 def test_watch_shows_the_steps_of_a_server_elsewhere(long_model):
-    import subprocess
-
     from tests.cli.conftest import environment, start
 
     server = Server("-m", long_model)

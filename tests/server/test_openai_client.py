@@ -141,7 +141,7 @@ def test_models_are_listed_by_name(client):
         ({"model": "gpt-9"}, openai.NotFoundError, "model"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"n": 1000}, openai.BadRequestError, "n"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, openai.BadRequestError, "stop"),
+        ({"stop": ["a"] * 33}, openai.BadRequestError, "stop"),
         ({"stop": [""]}, openai.BadRequestError, "stop"),
         ({"logprobs": 1000}, openai.BadRequestError, "logprobs"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),

@@ -6,6 +6,7 @@ import logging
 import re
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,11 @@ from pydantic import ValidationError
 
 from forge.engine.outputs import CompletionOutput, RequestOutput
 from forge.engine.sampling_params import SamplingParams
+from forge.engine.structured_output import StructuredOutput
+from forge.grammar.sandbox import CompilersBusy
 from forge.server import schema
 from forge.server.engine_client import MAX_DELTAS, Delta, Generation, Prompt
+from forge.server.errors import ApiError
 from forge.server.http_protocol import CorkedTransport
 from forge.server.messages import Abort, Gauges, Inbox, Outbox, StepSummary, frame
 from forge.server.metrics import Histogram, Metrics, ThroughputLine
@@ -131,6 +135,37 @@ def test_what_is_written_in_one_turn_goes_out_as_one_piece():
 
     wire = asyncio.run(write())
     assert wire.writes == [b"ab", b"c"] and wire.closed
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["taken", "not taken"])
+def test_an_answer_that_is_taken_late_or_not_at_all_leaves_no_error_behind(taken):
+    """A transport has no loop any more once it has closed, and must not be aborted then."""
+    errors, answer = [], b"x" * (8 << 20)
+
+    class Answering(asyncio.Protocol):
+        def connection_made(self, transport) -> None:
+            self.corked = CorkedTransport(transport, asyncio.get_running_loop(), 0.1)
+            self.corked.write(answer)
+            self.corked.close()
+
+        def connection_lost(self, error) -> None:
+            self.corked.closed()
+            self.corked.close()  # as uvicorn does
+
+    async def read() -> bytes:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        serving = await asyncio.get_running_loop().create_server(Answering, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*serving.sockets[0].getsockname(), limit=1 << 16)
+        data = await reader.read() if taken else b""
+        await asyncio.sleep(0.2)
+        with suppress(ConnectionError):
+            data += await reader.read()
+        writer.close()
+        serving.close()
+        return data
+
+    assert (asyncio.run(read()) == answer) == taken
+    assert not errors
 
 
 MANY = 100_000
@@ -250,3 +285,16 @@ def test_what_goes_wrong_over_and_over_is_logged_once_a_second():
     assert [passes("a", second) for second in (10.0, 10.1, 10.9, 11.0)] == [True, False, False, True]
     assert passes("b", 11.0) and all(passes("c", 11.0, logging.INFO) for _ in range(3))
     assert [passes("%d died", 12.0, logging.ERROR, process) for process in (7, 8, 8)] == [True, True, False]
+
+
+def test_more_grammars_than_may_wait_are_429():
+    def busy(structured):
+        raise CompilersBusy(128)
+
+    tokenizer, body = ByteTokenizer(), schema.CompletionRequest(prompt="x", structured_outputs={"regex": "a"})
+    reader = RequestReader(tokenizer, ["m"], tokenizer.vocab_size, 100, Limits())
+    reader.grammars.check = busy
+    params = SamplingParams(structured=StructuredOutput(regex="a"))
+    with pytest.raises(ApiError, match="128 grammars are waiting") as caught:
+        asyncio.run(reader.compiled(params, body))
+    assert (caught.value.status, caught.value.param) == (429, "structured_outputs") and caught.value.retry_after

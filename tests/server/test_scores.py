@@ -3,12 +3,21 @@
 import base64
 import socket
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import openai
 import pytest
+from starlette.testclient import TestClient
 
 from forge import LLM
+from forge.engine import tasks
+from forge.server import scores
+from forge.server.app import create_app
+from forge.server.messages import Ready
+from forge.server.metrics import Metrics
+from forge.server.settings import Settings
+from forge.tokenizer.byte_tokenizer import ByteTokenizer
 from tests.model.test_heads import reranker_gguf
 from tests.server.conftest import Server, request_bytes, until
 from tests.small_models import write_small_qwen3
@@ -103,6 +112,36 @@ def test_classification_gives_each_label_its_share(server, library):
 def test_reranking_needs_a_model_that_has_yes_and_no(server):
     status, found = server.request("/v1/rerank", {"query": "q", "documents": ["a"]})
     assert status == 400 and "'yes'" in found["error"]["message"]
+
+
+@pytest.fixture
+def no_engine() -> TestClient:
+    """The application on a tokenizer of bytes, without an engine behind it."""
+    sampling, labels = {}, ("yes", "no")
+    facts = ("small", "prefix", "cpu", "", 64, 256, 0.0, "mean", sampling, labels, 40, 16, ByteTokenizer, None)
+    client = SimpleNamespace(new_metrics=lambda name, ready: Metrics(name, 64, 40, 16), num_unfinished=0, dead=False)
+    return TestClient(create_app(client, Ready(*facts), Settings()), base_url="http://localhost")
+
+
+def test_reranking_encodes_no_document_behind_one_that_is_too_long(no_engine, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(tasks, "rerank_prompt", lambda tokenizer, query, document: encoded.append(document) or [1] * 65)
+    answer = no_engine.post("/v1/rerank", json={"query": "q", "documents": ["a", "b", "c"]})
+    assert answer.status_code == 400 and "maximum context length" in answer.json()["error"]["message"]
+    assert encoded == ["a"]
+    answer = no_engine.post("/v1/rerank", json={"query": "q" * 60_000, "documents": ["a", "b", "c"]})
+    assert answer.status_code == 400 and encoded == ["a"], "so many characters cannot be 64 tokens"
+
+
+def test_labels_times_inputs_are_counted_before_requests_are_made_of_them(no_engine, monkeypatch):
+    def make(work):
+        raise AssertionError("requests were made")
+
+    monkeypatch.setattr(scores, "_requests_of", make)
+    no_engine.app.state.service.ready = no_engine.app.state.service.ready._replace(labels=())
+    body = {"input": ["x"] * 128, "labels": [f"label {number}" for number in range(100)]}
+    answer = no_engine.post("/classify", json=body)
+    assert answer.status_code == 400 and "12800 answers at once" in answer.json()["error"]["message"]
 
 
 def test_what_is_too_long_or_empty_is_refused(server):

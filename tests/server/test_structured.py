@@ -2,12 +2,14 @@
 
 import json
 import re
-import threading
+import socket
 from typing import Literal
 
 import openai
 import pytest
 from pydantic import BaseModel, Field
+
+from tests.server.conftest import request_bytes, until
 
 MESSAGES = [{"role": "user", "content": "Who?"}]
 SCHEMA = {
@@ -102,17 +104,83 @@ def test_a_form_that_is_wrong_is_400(server, name):
     assert found["error"]["param"].split(".")[0] in asked
 
 
-def test_a_hostile_grammar_holds_no_other_request_up(server, client):
-    """While it is compiled, and refused, others are answered."""
-    hostile = {"structured_outputs": {"regex": "((a{900}){900}){9}"}, "max_tokens": 3, "prompt": "x"}
-    statuses: list[int] = []
-    thread = threading.Thread(target=lambda: statuses.append(server.request("/v1/completions", hostile)[0]))
-    thread.start()
-    answered = 0
-    while thread.is_alive():
-        client.completions.create(model="small", prompt="x", max_tokens=2)
-        answered += 1
-    assert statuses == [400] and answered > 1
+EXPLODING = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)}
+"""2.3 kB that stand for 2**30 schemas."""
+
+
+def exploding(name: str = "x") -> dict:
+    return {
+        "type": "object",
+        "$defs": EXPLODING | {"a30": {"const": name}},
+        "properties": {"x": {"$ref": "#/$defs/a0"}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "response_format": schema_format(exploding())},
+            "response_format",
+        ),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": exploding()}}, "structured_outputs"),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": MESSAGES,
+                "tools": [
+                    {"type": "function", "function": {"name": "find", "strict": True, "parameters": exploding()}}
+                ],
+            },
+            "tools",
+        ),
+        (
+            "/v1/responses",
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "r", "schema": exploding()}}},
+            "text",
+        ),
+    ],
+    ids=["chat", "completions", "strict tool", "responses"],
+)
+def test_a_schema_that_explodes_is_400_and_named(roomy_server, path, asked, param):
+    status, found = roomy_server.request(path, asked | {"stream": True})
+    assert status == 400 and found["error"]["param"] == param
+    assert "the JSON schema is refused: it takes more than" in found["error"]["message"]
+    assert ("find: " in found["error"]["message"]) == (param == "tools")
+
+
+def test_exploding_grammars_fill_no_pool_and_end_with_their_clients(server):
+    """More of them than the pool that long texts share has threads."""
+    form = [{"structured_outputs": {"json": exploding(f"y{number}")}, "prompt": "x"} for number in range(20)]
+    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in form]
+    for connection, body in zip(clients, form, strict=True):
+        connection.sendall(request_bytes("/v1/completions", body))
+    assert until(lambda: server.metric("forge:num_grammars_compiling") > 10)
+    assert server.request("/detokenize", {"tokens": [65] * 10_000})[0] == 200
+    sound = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": "sound"}}
+    assert server.request("/v1/completions", sound)[1]["choices"][0]["text"] == "sound"
+    assert server.metric("forge:num_grammars_compiling") > 5, "they did not wait for those"
+    for connection in clients:
+        connection.close()
+    assert until(lambda: server.metric("forge:num_grammars_compiling") == 0, 1.0)
+
+
+HARD_AT_RUN_TIME = {"regex": "a([ab]{0,99}a[ab]{0,50}){40,50}"}
+"""It can be compiled; the first tokens are cheap, the fiftieth is not."""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"])
+def test_a_grammar_that_needs_too_much_work_at_run_time_is_the_requests_mistake(server, path):
+    prompt = {"messages": MESSAGES} if "chat" in path else {"input": "x"} if "resp" in path else {"prompt": "x"}
+    limit = {"max_output_tokens" if "resp" in path else "max_tokens": 200}
+    asked = prompt | limit | {"seed": 1, "temperature": 1, "structured_outputs": HARD_AT_RUN_TIME}
+    status, found = server.request(path, asked)
+    assert status == 400 and "the grammar needs more work for one token" in found["error"]["message"]
+    status, text = server.request(path, asked | {"stream": True})
+    assert status == 200 and text.count("data:") > 20, "what came before is sent, and the grammar was compiled anew"
+    assert "the grammar needs more work for one token" in text
+    assert "server_error" not in text
 
 
 def test_free_requests_say_the_same_beside_constrained_ones(client):

@@ -53,6 +53,31 @@ def test_content_and_calls_of_a_whole_text(name):
     assert (found[0], calls_of(found[1])) == (content, calls)
 
 
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("so <tool_c", "so", []),
+        ('so <tool_call>\n{"na', "so", []),
+        ('<tool_call>\n{"name": "find', "", []),
+        (tag("time", ROME) + "\n<tool_call>", "", [("time", ROME)]),
+        (*CASES["cut in the arguments"],),
+        ("1 <", "1 <", []),
+    ],
+)
+def test_the_beginning_of_a_call_that_was_cut_is_no_content(text, content, calls):
+    found = split_tool_calls(text, NAMES, is_cut=True)
+    assert (found[0], calls_of(found[1])) == (content, calls)
+
+
+@pytest.mark.parametrize("length", [1, 7, 1000])
+def test_a_chunk_has_one_entry_for_each_call(length):
+    text, splitter = "\n".join([tag("time", ROME), tag("weather", NOON), tag("time", "{}")]), ToolCallSplitter(NAMES)
+    for start in range(0, len(text), length):
+        _, entries = splitter.push(text[start : start + length])
+        assert len({entry["index"] for entry in entries}) == len(entries)
+    assert splitter.num_calls == 3
+
+
 @given(name=st.sampled_from(sorted(CASES)), data=st.data())
 def test_pieces_add_up_to_the_same_however_the_text_is_cut(name, data):
     text, content, calls = CASES[name]
@@ -74,6 +99,6 @@ def test_pieces_add_up_to_the_same_however_the_text_is_cut(name, data):
 def test_arguments_come_before_the_call_is_whole():
     splitter = ToolCallSplitter(NAMES)
     _, pieces = splitter.push('<tool_call>\n{"name": "weather", "arguments": {"ci')
-    assert pieces[0]["function"] == {"name": "weather", "arguments": ""}
-    assert pieces[1] == {"index": 0, "function": {"arguments": '{"ci'}}
+    (piece,) = pieces
+    assert piece["function"] == {"name": "weather", "arguments": '{"ci'}
     assert json.loads('{"ci' + splitter.push('ty": 1}}\n</tool')[1][0]["function"]["arguments"]) == {"city": 1}

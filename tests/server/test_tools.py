@@ -83,12 +83,11 @@ def test_a_streams_pieces_are_the_whole_call(roomy_client):
     for chunk in roomy_client.chat.completions.create(**asked, stream=True):
         choice = chunk.choices[0]
         for piece in choice.delta.tool_calls or ():
-            assert piece.index == 0
+            assert piece.index == 0 and len(choice.delta.tool_calls) == 1
             if piece.id is not None:
-                assert choice.index not in calls and piece.type == "function" and piece.function.arguments == ""
+                assert choice.index not in calls and piece.type == "function"
                 calls[choice.index] = [piece.function.name]
-            else:
-                calls[choice.index].append(piece.function.arguments)
+            calls[choice.index].append(piece.function.arguments)
         assert not choice.delta.content
         reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
     for choice in whole.choices:
@@ -104,10 +103,38 @@ def test_openais_parse_gives_pydantic_arguments(roomy_client):
     call = roomy_client.chat.completions.parse(**asked).choices[0].message.tool_calls[0]
     assert isinstance(call.function.parsed_arguments, Weather)
     with roomy_client.chat.completions.stream(**asked, seed=2) as stream:
-        kinds = {event.type for event in stream}
-        streamed = stream.get_final_completion().choices[0].message.tool_calls[0]
-    assert isinstance(streamed.function.parsed_arguments, Weather)
+        events = list(stream)
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    kinds = {event.type for event in events}
+    pieces = [event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert isinstance(streamed.function.parsed_arguments, Weather) and streamed.id is not None
+    assert "".join(pieces) == streamed.function.arguments
     assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+
+
+@pytest.mark.parametrize("max_tokens", [3, 12, 25])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_beginning_of_a_call_that_is_cut_is_no_content(roomy_server, max_tokens, stream):
+    """Before its name is certain, in a chat and in a response."""
+    asked = {"seed": 1, "temperature": 1, "tool_choice": "required", "stream": stream}
+    status, found = roomy_server.request(
+        "/v1/chat/completions", asked | {"messages": MESSAGES, "tools": TOOLS, "max_tokens": max_tokens}
+    )
+    if stream:
+        chunks = [json.loads(line[6:]) for line in found.splitlines() if line.startswith("data: {")]
+        said = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+        reason = chunks[-1]["choices"][0]["finish_reason"]
+    else:
+        said, reason = found["choices"][0]["message"]["content"], found["choices"][0]["finish_reason"]
+    assert (status, said, reason) == (200, "", "length")
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    status, found = roomy_server.request(
+        "/v1/responses", asked | {"input": "x", "tools": tools, "max_output_tokens": max_tokens}
+    )
+    if stream:
+        assert "output_text" not in found
+        found = json.loads(found.rstrip().splitlines()[-1][6:])["response"]
+    assert found["status"] == "incomplete" and found["output"] == []
 
 
 def test_auto_leaves_the_text_free(roomy_client):

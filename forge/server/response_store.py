@@ -1,0 +1,111 @@
+"""Stored responses of `/v1/responses`, for `previous_response_id`, retrieval and deletion.
+
+They are in this process's memory alone, as JSON and token ids, `max_bytes` of them together: the least recently used
+are dropped. They end with the server. A client whose key has a name finds those of this name only; without names, a
+client that knows a response's id, which cannot be guessed, may read it.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic_core import from_json
+
+from forge.server.errors import ApiError
+from forge.server.strict_json import to_json
+
+_OVERHEAD = 1024
+"""Bytes of a stored response beside its parts."""
+
+
+class ResponseKey(NamedTuple):
+    """What a response is stored as."""
+
+    owner: str | None
+    """The name of the API key that it was made with, where keys have names."""
+    response_id: str
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response that has ended, and what the next one needs to continue from it."""
+
+    body: bytes
+    """The response, as it was sent."""
+    items: bytes
+    """JSON: the conversation's items, what the model said included."""
+    num_input_items: int
+    """How many of them came before what the model said."""
+    setting: bytes
+    """What else the prompt was made of: instructions, tools, thinking. A response of another setting has another
+    prompt."""
+    token_ids: np.ndarray | None
+    """The prompt and the output, int32 `[n]`; None where the output did not end as the chat template ends an answer."""
+
+    @classmethod
+    def of(
+        cls,
+        body: bytes,
+        input_items: list[dict[str, Any]],
+        output: list[dict[str, Any]],
+        setting: bytes,
+        token_ids: list[int] | None,
+    ) -> "StoredResponse":
+        ids = None if token_ids is None else np.array(token_ids, np.int32)
+        return cls(body, to_json([*input_items, *output]), len(input_items), setting, ids)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        num_tokens = 0 if self.token_ids is None else len(self.token_ids)
+        return len(self.body) + len(self.items) + len(self.setting) + 4 * num_tokens + _OVERHEAD
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The items of the conversation so far."""
+        return from_json(self.items)
+
+
+class ResponseStore:
+    """Responses by their owners and ids."""
+
+    def __init__(self, max_bytes: int):
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._responses: OrderedDict[ResponseKey, StoredResponse] = OrderedDict()
+        """The last used is the last."""
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    @property
+    def stores(self) -> bool:
+        """Whether it stores anything at all."""
+        return self._max_bytes > 0
+
+    def put(self, key: ResponseKey, response: StoredResponse) -> None:
+        """Store a response; the least recently used are dropped where there is no room."""
+        self._responses[key] = response
+        self._num_bytes += response.size
+        while self._num_bytes > self._max_bytes:
+            _, dropped = self._responses.popitem(last=False)
+            self._num_bytes -= dropped.size
+
+    def get(self, key: ResponseKey, status: int = 404) -> StoredResponse:
+        """Raises `ApiError` with `status` for one that is not stored, or not any more."""
+        response = self._responses.get(key)
+        if response is None:
+            raise _not_found(key.response_id, status)
+        self._responses.move_to_end(key)
+        return response
+
+    def delete(self, key: ResponseKey) -> None:
+        """Raises `ApiError` as `get` does."""
+        self._num_bytes -= self.get(key).size
+        del self._responses[key]
+
+
+def _not_found(response_id: str, status: int) -> ApiError:
+    reasons = "it was dropped, deleted, sent with store false, or stored by another front of these engines"
+    message = f"no response {response_id[:80]!r} is stored here: {reasons}"
+    param = "previous_response_id" if status == 400 else None
+    return ApiError(message, status, param=param, code="previous_response_not_found" if status == 400 else None)

@@ -1,0 +1,105 @@
+"""Event ids: what a client sends as `Last-Event-ID` to go on with a stream whose connection is gone.
+
+An id says everything that another server needs: the request's id, the seed of its draws, how many tokens of each choice
+the client has, and a checksum of prompt and parameters. The client sends the same body again; the tokens follow from it
+and the seed, and those that it has are left out. (The header is that of server-sent events in the HTML standard.)
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+from zlib import crc32
+
+import numpy as np
+
+from forge.engine.sampling_params import SamplingParams
+from forge.errors import UsageError
+
+_ID = re.compile(r"([A-Za-z0-9_.~-]{1,200}):([0-9a-f]{1,16}):([0-9a-f]{8}):([0-9]+e?(?:,[0-9]+e?)*)")
+
+
+class Part(Protocol):
+    """What is new of one choice."""
+
+    choice: int
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class SeenStream:
+    """What a client has of a stream."""
+
+    request_id: str
+    seed: int
+    checksum: int
+    tokens: tuple[int, ...]
+    """Of each choice, how many."""
+    ended: tuple[bool, ...]
+    """Of each choice, whether the client knows of its end."""
+
+
+def parse_event_id(text: str) -> SeenStream:
+    """Raises `UsageError` for what is no id of this server's events."""
+    match = _ID.fullmatch(text)
+    if match is None:
+        raise UsageError("Last-Event-ID is no id of an event of this server: leave it out")
+    counts = match[4].split(",")
+    return SeenStream(
+        match[1],
+        int(match[2], 16),
+        int(match[3], 16),
+        tuple([int(count.rstrip("e")) for count in counts]),
+        tuple([count.endswith("e") for count in counts]),
+    )
+
+
+def shown_id(seen: SeenStream) -> str:
+    """The request's id in the events of a stream that is resumed: the one that it began with."""
+    return seen.request_id.partition("~")[0]
+
+
+def checksum_of(prompts: Iterable[Sequence[int]], params: SamplingParams) -> int:
+    """Of what the tokens follow from, beside the seed."""
+    value = crc32(repr(replace(params, seed=None)).encode())
+    for token_ids in prompts:
+        value = crc32(np.asarray(token_ids, np.int32).tobytes(), value)
+    return value
+
+
+class StreamPosition:
+    """Counts the tokens that a stream has sent, and marks its events with them."""
+
+    def __init__(self, request_id: str, seed: int, checksum: int, num_choices: int, seen: SeenStream | None = None):
+        """seen: what the client has already. Raises `UsageError` if that is of another request."""
+        self._head = f"{request_id}:{seed:x}:{checksum:08x}:"
+        self._tokens, self._ended = [0] * num_choices, [False] * num_choices
+        self.seen = seen
+        if seen is not None and (seen.checksum != checksum or len(seen.tokens) != num_choices):
+            raise UsageError("Last-Event-ID is of another request: send the body that the stream began with")
+
+    def splits_before(self, choice: int, num_tokens: int) -> bool:
+        """Whether the client has exactly the first `num_tokens` of a choice: what follows is sent apart."""
+        return self.seen is not None and num_tokens == self.seen.tokens[choice]
+
+    def is_new(self, part: Part) -> bool:
+        """Count a part of the stream; whether the client does not have it yet."""
+        choice = part.choice
+        self._tokens[choice] += len(part.token_ids)
+        self._ended[choice] = self._ended[choice] or part.finish_reason is not None
+        if self.seen is None or self._tokens[choice] > self.seen.tokens[choice]:
+            return True
+        return self._ended[choice] and not self.seen.ended[choice]
+
+    def new_chunks(self, part: Part, chunks: Iterable[Any]) -> list[Any]:
+        """The chunks of a part, or none if the client has them."""
+        made = list(chunks)  # what makes them counts on
+        return made if self.is_new(part) else []
+
+    def mark(self, events: bytes) -> bytes:
+        """Events with an id, after the last of them."""
+        counts = ",".join(
+            [f"{count}e" if end else str(count) for count, end in zip(self._tokens, self._ended, strict=True)]
+        )
+        return events[:-1] + f"id: {self._head}{counts}\n\n".encode() if events else events

@@ -1,0 +1,194 @@
+"""What the endpoints share: the engine's client, the limits, and the ways to submit a request and to answer it."""
+
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from fastapi import Request
+
+from forge import __version__
+from forge.engine.outputs import RequestOutput
+from forge.engine.sampling_params import SamplingParams
+from forge.server.engine_client import EngineClient, EngineDead, Generation, Prompt, ShuttingDown
+from forge.server.errors import ApiError
+from forge.server.exchange import current_exchange
+from forge.server.http_metrics import HttpMetrics
+from forge.server.keys import Keys
+from forge.server.messages import Ready
+from forge.server.middleware import Draining
+from forge.server.requests import RequestReader, beside_the_loop
+from forge.server.responses import ChatShape, Shape, ends_in_thinking, size_of
+from forge.server.resumption import SeenStream, parse_event_id, shown_id
+from forge.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Sampling,
+)
+from forge.server.settings import Settings
+from forge.server.step_feed import StepFeed
+from forge.server.streaming import EventStream, leaving_client
+from forge.server.strict_json import JsonAnswer
+
+
+class Service:
+    """What the endpoints share."""
+
+    def __init__(self, client: EngineClient, ready: Ready, settings: Settings):
+        self.client, self.ready, self.settings = client, ready, settings
+        self.limits = settings.limits
+        self.started = int(time.time())
+        self.draining = Draining()
+        self.keys = Keys(settings.api_key, settings.api_key_file)
+        self.http = HttpMetrics()
+        self.has_room_for_connections: Callable[[], bool] = lambda: True
+        self.fingerprint = _fingerprint(ready)
+        self.steps = StepFeed(client, settings.debug_texts)
+        names = tuple(dict.fromkeys((*settings.model_names, ready.model_name)))
+        self.tokenizer = ready.tokenizer()
+        self.reader = RequestReader(
+            self.tokenizer, names, ready.vocab_size, ready.max_model_len, settings.limits, ready.default_sampling
+        )
+        self.reader.grammars.start()
+        self.metrics = client.new_metrics(names[0], ready)
+        client.on_step = self.metrics.take_step
+        client.on_death = self.metrics.take_failures
+        client.on_end = lambda generation, output: self.metrics.take_output(
+            output, generation.params, generation.arrived
+        )
+
+    async def compiled(self, params: SamplingParams, body: Sampling, request: Request) -> SamplingParams:
+        """`params`, once their grammar is known to compile; the client's leaving ends that. Raises `ApiError`."""
+        if params.structured is None:
+            return params
+        async with leaving_client(request):
+            return await self.reader.compiled(params, body)
+
+    def seen_of(self, body: ChatRequest | CompletionRequest, request: Request) -> SeenStream | None:
+        """What the client has of a stream that it resumes. Raises `UsageError` for an id that is none."""
+        event_id = request.headers.get("last-event-id")
+        if not event_id or not body.stream or not self.client.is_resumable:
+            return None
+        return parse_event_id(event_id)
+
+    async def resume(
+        self, seen: SeenStream, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling
+    ) -> Generation:
+        self.check_queue(len(prompts))
+        priority, salt = body.priority or 0, body.cache_salt or ""
+        return await self.client.resume(seen, prompts, params, priority=priority, salt=salt)
+
+    def submit(
+        self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling, stream: bool
+    ) -> Generation:
+        self.check_queue(len(prompts))
+        generation = self.client.submit(
+            request_id, prompts, params, stream=stream, priority=body.priority or 0, salt=body.cache_salt or ""
+        )
+        if (exchange := current_exchange()) is not None:
+            exchange.generations.append(generation)
+        return generation
+
+    async def begin_chat(
+        self, request_id: str, body: ChatRequest, request: Request, prompt: Prompt | None = None
+    ) -> tuple[ChatShape, Generation]:
+        """Submit a chat. prompt: its own, where it is not the messages'. Raises `ApiError` for one that is wrong."""
+        reader = self.reader
+        model = reader.accept(body)
+        if prompt is None:
+            cut = reader.cut_of(body, body.max_completion_tokens or body.max_tokens or 1)
+            prompt = await reader.chat_prompt(body, cut)
+        params = reader.chat_params(body, len(prompt.token_ids), ends_in_thinking(prompt))
+        params = await self.compiled(params, body, request)
+        seen = self.seen_of(body, request)
+        if seen is not None:
+            shape = ChatShape(shown_id(seen), model, self.tokenizer, body, [prompt], self.fingerprint)
+            return shape, await self.resume(seen, [prompt], params, body)
+        shape = ChatShape(request_id, model, self.tokenizer, body, [prompt], self.fingerprint)
+        return shape, self.submit(request_id, [prompt], params, body, bool(body.stream))
+
+    def id_of(self, body: Sampling, prefix: str) -> str:
+        """The request's id, with the end that the body gives. Raises `ApiError` where a request of that id runs."""
+        request_id = f"{prefix}-{body.request_id or secrets.token_hex(12)}"
+        if body.request_id is not None and self.client.is_running(request_id):
+            raise ApiError(f"a request with the request_id {body.request_id} runs already", param="request_id")
+        return request_id
+
+    def check_queue(self, num_prompts: int) -> None:
+        """Raises where so many more would be too many."""
+        if num_prompts > self.limits.max_queue:
+            raise ApiError(f"that asks for {num_prompts} answers at once, and {self.limits.max_queue} go: ask for less")
+        if self.client.num_unfinished + num_prompts > self.limits.max_queue:
+            message = f"{self.client.num_unfinished} prompts are waiting already: come back later"
+            raise ApiError(message, 429, code="queue_full", retry_after=1)
+
+    def check_alive(self) -> None:
+        """Raises where no request will be answered any more."""
+        if self.client.dead:
+            raise EngineDead
+        if not self.client.is_answering(self.limits.step_timeout):
+            message = f"the engine has not ended a step for {self.limits.step_timeout:g} s"
+            raise ApiError(message, 503, code="engine_hung", retry_after=5)
+
+    def check_ready(self) -> None:
+        """Raises where a new request would be refused."""
+        self.client.check_ready()
+        if self.draining.begun:
+            raise ShuttingDown
+        if self.client.num_unfinished >= self.limits.max_queue:
+            raise ApiError(f"{self.client.num_unfinished} prompts are waiting", 503, code="queue_full", retry_after=1)
+        if not self.has_room_for_connections():
+            raise ApiError("all connections are in use", 503, code="connections_full", retry_after=1)
+
+    def processes(self) -> dict[str, int]:
+        """The server's processes on this machine, by name."""
+        engine = self.client.pid
+        return {"server": os.getpid()} | ({} if engine is None else {"engine": engine})
+
+    def give_up(self, generation: Generation) -> None:
+        """Abort a generation whose client has left."""
+        if not generation.ended:
+            self.metrics.take_abort()
+            self.client.abort(generation)
+
+    @asynccontextmanager
+    async def followed(self, generation: Generation, request: Request) -> AsyncIterator[None]:
+        """Within it, the client's leaving ends the generation."""
+        try:
+            async with leaving_client(request):
+                yield
+        finally:
+            self.give_up(generation)
+
+    async def whole(self, generation: Generation, request: Request) -> list[RequestOutput]:
+        """The outputs, when all have ended."""
+        async with self.followed(generation, request):
+            return await generation.finished()
+
+    async def answer(self, generation: Generation, request: Request, shape: Shape) -> JsonAnswer:
+        outputs = await self.whole(generation, request)
+        return JsonAnswer(await beside_the_loop(size_of(outputs), lambda: shape.body(outputs)))
+
+    async def stream(self, generation: Generation, events: AsyncIterator[bytes]) -> EventStream:
+        """The answer that sends `events`. Raises, before anything is sent, what the engine has against a prompt."""
+        try:
+            await generation.accepted()
+        except BaseException:
+            self.give_up(generation)
+            raise
+        return EventStream(events, self.limits.stall_timeout, lambda: self.give_up(generation))
+
+
+def _fingerprint(ready: Ready) -> str:
+    """OpenAI's `system_fingerprint`: the same as long as one seed gives the same answer."""
+    facts = (
+        __version__,
+        ready.model_name,
+        ready.device,
+        ready.device_description,
+        ready.vocab_size,
+        ready.max_model_len,
+    )
+    return f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
