@@ -1,20 +1,42 @@
 """Exercise 4: a block pool. Random operations on it, held against the tables; then a paged cache on it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from forge.cache.block_pool import BlockError, BlockPool
-from forge.cache.factory import CacheSize
+from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheSize
 from forge.cache.kv_cache import OutOfBlocks
 from forge.cache.paged import PagedKvCache
-from forge.exercises.exercise import Exercise, Operation, Rule, Trial, drawing, search
+from forge.engine.outputs import RequestOutput
+from forge.engine.sampling_params import SamplingParams
+from forge.exercises.exercise import Cost, Exercise, Operation, Part, Rule, Trial, drawing, search
+from forge.llm import LLM
 from forge.testing import check_cache
-from forge.trace.records import BlockMap, TableRecord
+from forge.trace.records import BlockMap, StepRecord, TableRecord
 
 _BLOCKS = 6
 _KINDS = {"allocate": 6, "share": 3, "release": 5, "misuse": 1, "recount": 1}
+
+
+class PoolBase(BlockPool):
+    """What exercise 4 gives: the pool's check of itself, and what exercise 6 needs of it."""
+
+    def allocate(self, number: int) -> tuple[int, ...]:
+        raise NotImplementedError("allocate")
+
+    def incref(self, block: int) -> None:
+        raise NotImplementedError("incref")
+
+    def decref(self, block: int) -> None:
+        raise NotImplementedError("decref")
+
+    def recount(self, tables: Iterable[tuple[int, ...]]) -> None:
+        raise NotImplementedError("recount")
+
 
 RULES = {
     "first-reference": Rule(
@@ -51,7 +73,18 @@ RULES = {
         "recount(tables) starts again from the tables: it forgets every count from before.",
         "What is left of the old counts and of the old free list after it?",
     ),
-    "conforms": Rule("A paged cache on this pool keeps every promise of a cache.", "Which call of the pool is it?"),
+    "stack": Rule(
+        "The free list is a stack: a block that becomes free goes to its end, and allocate takes from its end.",
+        "At which end is a block put down, and from which is one taken?",
+    ),
+    "same-list": Rule(
+        "reference_counts stays the same list for the pool's life.",
+        "Which line makes another list, and who has the old?",
+    ),
+    "result": Rule("incref, decref and recount return nothing.", "What is returned?"),
+    "conforms": Rule(
+        "A paged cache on this pool shares and frees its blocks rightly.", "Which call of the pool is it?"
+    ),
 }
 
 
@@ -62,6 +95,7 @@ class PoolTrial(Trial):
         super().__init__(piece, f"pool = piece.MyBlockPool({_BLOCKS})")
         self.tables: list[tuple[int, ...]] = []
         self.pool: BlockPool = piece.MyBlockPool(_BLOCKS)
+        self.counts = self.pool.reference_counts
 
     def draw(self) -> str:
         return self.capture()()
@@ -93,8 +127,11 @@ class PoolTrial(Trial):
             "allocated",
             f"it returned {blocks!r}; free were {free}",
         )
+        said = f"it returned {blocks!r}; free were {free}, and are {self.pool.free}"
         for block in blocks:
             self.require(block not in self.pool.free, "allocated", f"block {block} is still on the free list")
+        self.require(self.pool.free == free[: len(free) - number], "stack", said)
+        for block in blocks:
             count = self.pool.reference_counts[block]
             self.require(count == 1, "first-reference", f"block {block} has {count}")
         if blocks:
@@ -109,7 +146,8 @@ class PoolTrial(Trial):
         if len(self.tables) < 4:
             table = self.tables[which % len(self.tables)]
             for block in table:
-                self.call(f"pool.incref({block})", self.pool.incref, block)
+                found = self.call(f"pool.incref({block})", self.pool.incref, block)
+                self.require(found is None, "result", f"it returned {found!r}")
             self.tables.append(table)
 
     def _release(self, which: int, count: int, word: int) -> None:
@@ -117,22 +155,29 @@ class PoolTrial(Trial):
         place = which % len(self.tables)
         while table := self.tables[place]:
             *rest, block = table
-            self.call(f"pool.decref({block})", self.pool.decref, block)
+            free = list(self.pool.free)
+            is_last = sum(block in other for other in self.tables) == 1
+            found = self.call(f"pool.decref({block})", self.pool.decref, block)
             self.tables[place] = tuple(rest)
+            self.require(found is None, "result", f"it returned {found!r}")
+            if is_last and self.pool.free.count(block) == 1:
+                said = f"block {block} became free; the free list was {free}, and is {self.pool.free}"
+                self.require(self.pool.free == [*free, block], "stack", said)
             if rest:
                 self._check_state()
         del self.tables[place]
 
     def _misuse(self, which: int, count: int, word: int) -> None:
         free = [block for block in range(_BLOCKS) if all(block not in table for table in self.tables)]
-        block = free[which % len(free)] if free and word % 3 else _BLOCKS + word % 3
+        block = free[which % len(free)] if free and word % 3 else (_BLOCKS, -1, _BLOCKS + 2, -_BLOCKS)[word >> 4 & 3]
         name = "decref" if word & 8 else "incref"
-        before = self.pool.reference_counts[:], self.pool.free[:]
-        problem = "does not exist" if block >= _BLOCKS else "is free"
+        before = self.pool.reference_counts[:], self.pool.free[:], self.pool.num_references
+        problem = "is free" if 0 <= block < _BLOCKS else "does not exist"
         try:
             self.call(f"pool.{name}({block})", getattr(self.pool, name), block, expect=(BlockError, IndexError))
-        except BlockError:
-            unchanged = before == (self.pool.reference_counts, self.pool.free)
+        except BlockError as error:
+            self.require(error.block == block, "misuse", f"block {block} {problem}; the error names {error.block!r}")
+            unchanged = before == (self.pool.reference_counts, self.pool.free, self.pool.num_references)
             self.require(unchanged, "misuse", f"block {block} {problem}; it raised, and changed something")
         except IndexError:
             self.require(False, "misuse", f"block {block} {problem}, and it raised IndexError")
@@ -142,7 +187,8 @@ class PoolTrial(Trial):
     def _recount(self, which: int, count: int, word: int) -> None:
         if word % 2 and self.tables:  # an exception lost a table
             self.tables.pop(which % len(self.tables))
-        self.call(f"pool.recount({self.tables})", self.pool.recount, list(self.tables))
+        found = self.call(f"pool.recount(iter({self.tables}))", self.pool.recount, iter(list(self.tables)))
+        self.require(found is None, "result", f"it returned {found!r}")
 
     def _check_state(self, rule: str | None = None) -> None:
         pool = self.pool
@@ -156,6 +202,8 @@ class PoolTrial(Trial):
             )
             if not expected:
                 self.require(times == 1, rule or "returned", f"block {block} is on the free list {times} times")
+        is_same = pool.reference_counts is self.counts
+        self.require(is_same, "same-list", "reference_counts is another list than in the beginning")
         total = sum(pool.reference_counts)
         self.require(pool.num_references == total, rule or "sum", f"it is {pool.num_references}, the sum is {total}")
 
@@ -177,21 +225,80 @@ def _cache(piece: ModuleType, num_blocks: int, block_size: int) -> PagedKvCache:
     return cache
 
 
-def check(piece: ModuleType) -> None:
-    search(lambda: PoolTrial(piece), _KINDS)
+def _check(piece: ModuleType, *kinds: str) -> None:
+    search(lambda: PoolTrial(piece), {kind: _KINDS[kind] for kind in kinds or _KINDS})
+
+
+def _check_all(piece: ModuleType) -> None:
+    _check(piece)
     check_cache(lambda: _cache(piece, 12, 4), lists=5)
+
+    def work(size: int) -> Callable[[], None]:
+        pool = piece.MyBlockPool(size)
+        held = list(pool.allocate(size // 2))
+
+        def steps() -> None:
+            for _ in range(30):
+                pool.incref(held[7])
+                pool.decref(held[7])
+                pool.decref(held.pop())
+                held.extend(pool.allocate(1))
+
+        return steps
+
+    line = "pool.incref(7); pool.decref(7); pool.decref(8); pool.allocate(1)  # in a pool of 400,000 blocks"
+    PoolTrial(piece).require_growth(line, work, 400, 400_000, 20)
 
 
 @contextmanager
 def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
     def new_cache(size: CacheSize) -> PagedKvCache:
-        return _cache(piece, size.num_blocks or 64, size.block_size)
+        return _cache(piece, size.num_blocks or DEFAULT_NUM_BLOCKS, size.block_size)
 
-    yield {"kv": new_cache, "num_blocks": 64}
+    yield _OPTIONS | {"kv": new_cache, "drive": _drive}
 
+
+def _drive(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> tuple[list[RequestOutput], list[StepRecord]]:
+    """A run that an exception interrupts: the engine then counts all references again from the tables."""
+    run, model = llm.start(list(prompts), params), llm.engine.model
+    steps = iter(run)
+    records = [next(steps) for _ in range(6)]
+    with patch.object(type(model), "forward", side_effect=RuntimeError("interrupted")), suppress(RuntimeError):
+        llm.engine.step()
+    records += steps
+    return run.outputs, records
+
+
+def _costs(piece: ModuleType) -> list[Cost]:
+    def work(pool: Any, number: int) -> None:
+        for _ in range(50):
+            blocks = pool.allocate(number)
+            for block in blocks:
+                pool.incref(block)
+            for block in (*blocks, *blocks):
+                pool.decref(block)
+
+    return [
+        Cost(
+            f"{number} blocks, taken, shared and given back 50 times",
+            partial(work, piece.MyBlockPool(1024), number),
+            partial(work, BlockPool(1024), number),
+        )
+        for number in (1, 16, 256)
+    ]
+
+
+_OPTIONS = {"kv": "paged", "num_blocks": 64}
+_NAMES = tuple(f"MyBlockPool.{name}" for name in ("allocate", "incref", "decref", "recount"))
 
 EXERCISE = Exercise(
-    names=("MyBlockPool",),
+    parts=(
+        Part(_NAMES[:1], lambda piece: _check(piece, "allocate"), True),
+        Part(_NAMES[:2], lambda piece: _check(piece, "allocate", "share"), True),
+        Part((_NAMES[0], _NAMES[2]), lambda piece: _check(piece, "allocate", "release"), True),
+        Part((_NAMES[0], _NAMES[3]), lambda piece: _check(piece, "allocate", "recount"), True),
+        Part(_NAMES, _check_all),
+    ),
     rules=RULES,
     hints=(
         "Two facts describe a block: its reference count, and whether it is on the free list. Write down, for each of "
@@ -202,10 +309,19 @@ EXERCISE = Exercise(
         "recount knows the tables and nothing else: set every count to zero, count each block of each table, then make "
         "the free list of the blocks that nothing counted. Change the list of counts in place: the cache holds it.",
     ),
-    solution=("forge.cache.block_pool.BlockPool",),
-    check=check,
+    solution=(
+        "forge.cache.block_pool.BlockPool.allocate",
+        "forge.cache.block_pool.BlockPool.incref",
+        "forge.cache.block_pool.BlockPool.decref",
+    ),
+    differs="The engine's own knows a third state: a block whose content a later prompt may need is cached and not "
+    "free when its last reference goes. So incref may bring a block back that no table has.",
+    next_question="Why is the free list a stack and not a queue: what do the processor's caches hold of a block that "
+    "was freed a moment ago?",
+    costs=_costs,
     engine=engine,
-    own={"kv": "paged", "num_blocks": 64},
+    own=_OPTIONS | {"drive": _drive},
     prompts=("Once upon a time", "The fox and the lantern", "An owl"),
+    params=({"max_tokens": 40, "ignore_eos": True, "n": 2, "temperature": 0.8, "seed": 1},),
     view="blocks",
 )

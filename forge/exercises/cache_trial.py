@@ -12,7 +12,8 @@ from typing import Any
 
 from forge.cache.block_pool import BlockError
 from forge.cache.kv_cache import KvCache, OutOfBlocks
-from forge.exercises.exercise import Endless, Mistake, Operation, Trial, drawing, time_limit
+from forge.exercises.exercise import BROKEN, Mistake, Operation, Trial, copied, drawing, same
+from forge.exercises.limits import time_limit
 from forge.exercises.loading import line_in
 from forge.testing.caches import Oracle
 from forge.trace.records import BlockMap
@@ -55,7 +56,7 @@ class CacheTrial(Trial):
             self.oracle.perform(operation)
         except AssertionError as error:
             raise self.named(error) from None
-        except (Exception, Endless) as error:
+        except BROKEN as error:
             raise self.mistake_of(error) from None
 
     def named(self, error: BaseException, line: str | None = None) -> Mistake:
@@ -76,6 +77,7 @@ class CacheTrial(Trial):
         """A call of the reader's code, from outside of it."""
         self.state, self.available = self.cache.block_map(), self.cache.num_available
         self.calls.append(f"cache.{name}({', '.join(map(_literal, arguments))})")
+        copies = [copied(argument) for argument in arguments]
         try:
             with time_limit():
                 found = function(*arguments)
@@ -84,8 +86,9 @@ class CacheTrial(Trial):
             raise
         except BlockError as error:
             raise self.named(error, line_in(self.path, error)) from None
-        except (Exception, Endless) as error:
+        except BROKEN as error:
             raise self.mistake_of(error) from None
+        self.require(all(map(same, arguments, copies)), "untouched", f"{copies} have become {list(arguments)}")
         if name == "remove" and arguments[0] in self.cache:
             raise self.broken("removed", f"the cache still has sequence {arguments[0]}")
         if found not in (None, ()):

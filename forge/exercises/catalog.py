@@ -49,6 +49,8 @@ ENTRIES = (
     Entry(9, "verification", "Verification of draft tokens", "speculation", "1 to 2"),
     Entry(10, "ngram_proposer", "A proposer: n-gram lookup", "speculation", "1"),
     Entry(11, "router", "A router that knows prefixes", "cluster", "1"),
+    Entry(12, "streaming_text", "Text while it comes, and stop strings", "serving", "1"),
+    Entry(13, "grammar_mask", "A mask for a small grammar", "constrained", "1 to 2"),
 )
 
 

@@ -1,59 +1,93 @@
-"""`python -m forge.exercises.child NUMBER FILE RESULT`
+"""`python -m forge.exercises.child TASK NUMBER FILE RESULT TRACES [OPTIONS]`
 
-Check a reader's file in this process, and write the result to RESULT as
-JSON."""
+Run a reader's file in this process, within limits, and write the result to RESULT as JSON. TASK: `check`, `run` or
+`cost`. TRACES: where to write at which line the process was, should it have to be ended. OPTIONS: of `run`, as JSON.
+"""
 
 import json
+import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from forge.exercises.catalog import Entry, find_entry
-from forge.exercises.exercise import Endless, Exercise, Mistake, Trial, time_limit
-from forge.exercises.loading import line_in, load
-from forge.exercises.result import Result
+from forge.exercises.exercise import BROKEN, Exercise, Mistake, Trial
+from forge.exercises.limits import Endless, limit_process, time_limit
+from forge.exercises.loading import is_missing, line_in, load, unwritten
+from forge.exercises.result import Result, State
+
+_IMPORT_SECONDS = 10
 
 
 def check_here(entry: Entry, path: Path) -> Result:
     """Check a file in this process."""
     exercise = entry.exercise()
+    states: dict[str, State] = dict.fromkeys(exercise.functions, "not checked")
     try:
-        piece = _loaded(exercise, path)
-        try:
-            exercise.check(piece)
-        except (Exception, Endless) as error:
-            raise (error if isinstance(error, Mistake) else _unforeseen(piece, error)) from None
+        piece = loaded(exercise, path)
     except Mistake as mistake:
-        return _failed(entry, exercise, mistake)
-    return Result(entry.number, entry.name, True)
+        return _failed(entry, exercise, mistake, states)
+    missing = set(unwritten(path, exercise.functions))
+    states |= dict.fromkeys(missing, "not written")
+    first: Mistake | None = None
+    for part in exercise.parts:
+        if not missing.isdisjoint(part.functions) or (part.alone and not missing):
+            continue
+        try:
+            _run_part(piece, part.check)
+        except Mistake as mistake:
+            first = first or mistake
+            states[part.functions[-1]] = "wrong"
+            if not missing:
+                break
+        else:
+            states |= {name: "right" for name in part.functions if states[name] == "not checked"}
+    if first is None and missing:
+        names = ", ".join(name for name in exercise.functions if name in missing)
+        first = Mistake("unwritten", f"not written yet: {names}")
+    if first is not None:
+        return _failed(entry, exercise, first, states)
+    return Result(entry.number, entry.name, True, functions=states)
 
 
-def _loaded(exercise: Exercise, path: Path) -> ModuleType:
+def _run_part(piece: ModuleType, check: Any) -> None:
+    try:
+        check(piece)
+    except BROKEN as error:
+        raise (error if isinstance(error, Mistake) else _unforeseen(piece, error)) from None
+
+
+def loaded(exercise: Exercise, path: Path) -> ModuleType:
+    """The file as a module. Raises `Mistake`."""
     where = str(path.resolve())
     try:
-        with time_limit(10):
+        with time_limit(_IMPORT_SECONDS):
             piece = load(where)
     except Endless as error:
         raise Mistake("endless", f"importing the file: {error}", line=line_in(where, error)) from None
-    except (Exception, SystemExit) as error:
+    except BROKEN as error:
         raise Mistake("imports", f"{type(error).__name__}: {error}", line=line_in(where, error)) from None
-    for name in exercise.names:
-        if not hasattr(piece, name):
+    for name in exercise.functions:
+        if is_missing(piece, name):
             raise Mistake("missing", f"there is no {name} in the file")
     return piece
 
 
 def _unforeseen(piece: ModuleType, error: BaseException) -> BaseException:
-    """An exception that came through the reader's code is a mistake of it; any other is one of the check."""
+    """What an exception of the check itself says of the reader's code, on which everything in it runs."""
     trial = Trial(piece)
-    if isinstance(error, AssertionError) and line_in(trial.path, error) is None:
-        return Mistake("conforms", str(error)) if str(error) else error
-    return trial.mistake_of(error) if line_in(trial.path, error) or isinstance(error, Endless) else error
+    if line_in(trial.path, error) or isinstance(error, Endless | SystemExit | MemoryError):
+        return trial.mistake_of(error)
+    if isinstance(error, AssertionError) and str(error):
+        return Mistake("conforms", str(error))
+    return Mistake("unusable", f"{type(error).__name__}: {error}")
 
 
-def _failed(entry: Entry, exercise: Exercise, mistake: Mistake) -> Result:
+def _failed(entry: Entry, exercise: Exercise, mistake: Mistake, states: dict[str, State]) -> Result:
     rule = exercise.rule(mistake.rule)
     return Result(
         entry.number,
@@ -67,13 +101,40 @@ def _failed(entry: Entry, exercise: Exercise, mistake: Mistake) -> Result:
         mistake.after,
         mistake.line,
         rule.question,
+        states,
     )
 
 
 def main(args: Sequence[str]) -> None:
-    number, path, written = args
-    result = check_here(find_entry(number), Path(path))
-    Path(written).write_text(json.dumps(asdict(result)), encoding="utf-8")
+    task, number, path, written, traces, *options = args
+    entry, file = find_entry(number), Path(path)
+    with open(traces, "w", encoding="utf-8") as trace:
+        status = 0
+        try:
+            found = _performed(task, entry, file, options, lambda: limit_process(trace))
+            Path(written).write_text(json.dumps(found), encoding="utf-8")
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # threads that the reader's code has left behind are not waited for
+
+
+def _performed(
+    task: str, entry: Entry, file: Path, options: Sequence[str], limit: Callable[[], None]
+) -> Mapping[str, Any]:
+    if task == "run":
+        from forge.exercises.running import run_here
+
+        return run_here(entry, file, json.loads(options[0]), limit)
+    entry.exercise()
+    limit()
+    if task == "cost":
+        from forge.exercises.cost import measure
+
+        return {"costs": [asdict(measured) for measured in measure(entry, file)]}
+    return asdict(check_here(entry, file))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """Exercise 3: a contiguous KV cache. The conformance operations on it, then the engine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from forge.cache.basic import BasicKvCache, _Run
 from forge.cache.factory import CacheSize
+from forge.cache.kv_cache import OutOfBlocks
+from forge.cache.kv_storage import BlockCopy
 from forge.exercises.cache_trial import CacheTrial
-from forge.exercises.exercise import Exercise, Rule, search
+from forge.exercises.exercise import Cost, Exercise, Part, Rule, search
 from forge.testing import check_cache
 
 _RUNS, _LENGTH, _BLOCK = 3, 10, 4
@@ -27,6 +30,21 @@ class ContiguousBase(BasicKvCache):
 
     def free_run(self) -> range:
         raise NotImplementedError("free_run")
+
+    def add(self, seq_id: int, token_ids: Sequence[int], salt: str = "", max_cached: int | None = None) -> int:
+        raise NotImplementedError("add")
+
+    def reserve(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
+        raise NotImplementedError("reserve")
+
+    def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        raise NotImplementedError("commit")
+
+    def truncate(self, seq_id: int, length: int) -> None:
+        raise NotImplementedError("truncate")
+
+    def remove(self, seq_id: int) -> None:
+        raise NotImplementedError("remove")
 
     def _free_run(self, length: int = 0) -> _Run:
         return Run(self.free_run(), length, length)
@@ -63,7 +81,10 @@ RULES = {
         "Which other sequence wrote there?",
     ),
     "removed": Rule("remove drops the sequence, and its run is free.", "Which runs does free_run take for taken?"),
-    "conforms": Rule("It keeps every promise of a cache.", "Which of its functions is it?"),
+    "lowest": Rule("free_run is the lowest run that is free.", "In which order are the runs looked at?"),
+    "shortage": Rule("OutOfBlocks says how many blocks are missing.", "What are needed and free here?"),
+    "result": Rule("Each function returns what its docstring says.", "What is returned, and of what type?"),
+    "conforms": Rule("A sequence has its own slots and tokens, whatever the others do.", "Which call came before?"),
 }
 
 _WORDS = (
@@ -71,7 +92,7 @@ _WORDS = (
     ("no run", "run"),
     ("lengths out of order", "computed"),
     ("refused operation|no shortage", "all-or-nothing"),
-    ("reserved length", "reserved"),
+    ("reserved length|a new sequence has", "reserved"),
     ("computed length|tokens held", "computed"),
     ("contents", "contents"),
     ("table of", "reserved"),
@@ -90,30 +111,39 @@ class ContiguousTrial(CacheTrial):
         runs = len(self.cache.runs) if isinstance(self.cache, ContiguousBase) else 0
         seq_id, *more = arguments
         reserved = self.cache.reserved_length(seq_id) if name != "add" else 0
+        taken = {run.blocks.start for run in self.cache._runs()}  # type: ignore[attr-defined]
+        per_run = self.cache.blocks_per_run  # type: ignore[attr-defined]
         try:
             found = super().record(name, function, *arguments)
-        except Exception as error:
-            is_full = type(error).__name__ == "OutOfBlocks"
+        except OutOfBlocks as error:
+            shortage = error.needed, error.free
             if name == "add":
-                self.require(not is_full or runs == _RUNS, "full", f"{runs} of {_RUNS} runs were taken; it raised")
-            elif name == "reserve" and is_full:
+                self.require(runs == _RUNS, "full", f"{runs} of {_RUNS} runs were taken; it raised")
+                self.require(shortage == (per_run, 0), "shortage", f"needed and free are {shortage}")
+            elif name == "reserve":
                 wanted = reserved + more[0]
                 self.require(wanted > _LENGTH, "limit", f"{wanted} of {_LENGTH} slots were wanted, and it raised")
+                self.require(shortage == (1, 0), "shortage", f"needed and free are {shortage}")
             raise
         if name == "add":
             self.require(runs < _RUNS, "full", f"all {_RUNS} runs were taken; nothing was raised")
-            self.require(found == 0, "conforms", f"nothing is cached, and add returned {found!r}")
+            self.require(found == 0, "result", f"nothing is cached, and add returned {found!r}")
             run = self.cache.runs[seq_id].blocks  # type: ignore[attr-defined]
-            per_run = self.cache.blocks_per_run  # type: ignore[attr-defined]
-            fits = len(run) == per_run and run[0] % per_run == 0 and run[-1] < _RUNS * per_run
-            self.require(fits, "run", f"the run of sequence {seq_id} is {run}, and a run has {per_run} blocks")
+            said = f"the run of sequence {seq_id} is {run}, and a run has {per_run} blocks"
+            fits = len(run) == per_run and run[0] % per_run == 0 and 0 <= run[0] <= run[-1] < _RUNS * per_run
+            self.require(fits and isinstance(run, range), "run", said)
+            lowest = next(start for start in range(0, _RUNS * per_run, per_run) if start not in taken)
+            self.require(run[0] == lowest or run[0] in taken, "lowest", f"{said}; block {lowest} begins a free one")
         elif name == "reserve":
             wanted = reserved + more[0]
             said = f"{wanted} slots were reserved of {_LENGTH}, and nothing was raised"
             self.require(wanted <= _LENGTH, "all-or-nothing", said)
+            self.require(found == (), "result", f"there is nothing to copy, and reserve returned {found!r}")
         elif name == "truncate":
             left, expected = self.cache.reserved_length(seq_id), min(reserved, more[0])
             self.require(left == expected, "truncate", f"of {reserved} slots {left} are left, and not {expected}")
+        if name in ("commit", "truncate", "remove"):
+            self.require(found is None, "result", f"{name} returned {found!r}")
         return found
 
 
@@ -121,9 +151,29 @@ def _small(piece: ModuleType) -> BasicKvCache:
     return piece.MyContiguousCache(_RUNS, _LENGTH, _BLOCK)
 
 
-def check(piece: ModuleType) -> None:
-    search(lambda: ContiguousTrial(piece), _KINDS, lists=30)
+def _check(piece: ModuleType, *kinds: str) -> None:
+    chosen = {kind: _KINDS[kind] for kind in kinds} if kinds else _KINDS
+    search(lambda: ContiguousTrial(piece), chosen, lists=30)
+
+
+def _check_all(piece: ModuleType) -> None:
+    _check(piece)
     check_cache(lambda: _small(piece), lists=3)
+    trial = ContiguousTrial(piece)
+
+    def work(size: int) -> Callable[[], None]:
+        cache = piece.MyContiguousCache(4, 8 * size, 1)
+        cache.add(1, [])
+
+        def steps() -> None:
+            for _ in range(20):
+                cache.reserve(1, 1)
+                cache.commit(1, [5])
+            cache.truncate(1, 3)
+
+        return steps
+
+    trial.require_growth("cache.reserve(1, 1); cache.commit(1, [5])  # in runs of 400,000 blocks", work, 50, 50_000, 20)
 
 
 @contextmanager
@@ -131,11 +181,51 @@ def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
     def new_cache(size: CacheSize) -> BasicKvCache:
         return piece.MyContiguousCache(size.max_num_seqs, size.max_model_len, size.block_size)
 
-    yield {"kv": new_cache, "max_model_len": 128, "max_num_seqs": 4}
+    yield _OPTIONS | {"kv": new_cache}
 
+
+def _costs(piece: ModuleType) -> list[Cost]:
+    def work(kind: Any, number: int) -> None:
+        cache = kind(number, 64, 16)
+        for seq_id in range(number):
+            cache.add(seq_id, [])
+            cache.reserve(seq_id, 40)
+            cache.commit(seq_id, [1] * 40)
+            cache.truncate(seq_id, 30)
+        for seq_id in range(number):
+            cache.remove(seq_id)
+
+    return [
+        Cost(f"{number} sequences", partial(work, piece.MyContiguousCache, number), partial(work, BasicKvCache, number))
+        for number in (4, 32, 256)
+    ]
+
+
+_OPTIONS = {"kv": "basic", "max_model_len": 256, "max_num_seqs": 4, "speculate": "ngram", "speculate_fixed": True}
+_STORY = "The fox lit the lantern and went home. The owl lit the lantern and went home. "
 
 EXERCISE = Exercise(
-    names=("MyContiguousCache",),
+    parts=(
+        Part(
+            tuple(f"MyContiguousCache.{name}" for name in ("free_run", "add")), lambda piece: _check(piece, "add"), True
+        ),
+        Part(
+            tuple(f"MyContiguousCache.{name}" for name in ("free_run", "add", "remove")),
+            lambda piece: _check(piece, "add", "remove"),
+            True,
+        ),
+        Part(
+            tuple(f"MyContiguousCache.{name}" for name in ("free_run", "add", "reserve")),
+            lambda piece: _check(piece, "add", "reserve"),
+            True,
+        ),
+        Part(
+            tuple(
+                f"MyContiguousCache.{name}" for name in ("free_run", "add", "reserve", "commit", "truncate", "remove")
+            ),
+            _check_all,
+        ),
+    ),
     rules=RULES,
     hints=(
         "Draw the pool: runs of blocks_per_run blocks, one after another. Which block does run number i begin with?",
@@ -144,12 +234,18 @@ EXERCISE = Exercise(
         "reserve can fail in one way: the sequence would be longer than max_model_len. Compare first.",
         "Two lengths: reserve moves `reserved`, commit moves `computed`, truncate cuts both, and neither may grow.",
     ),
-    solution=("forge.cache.basic.BasicKvCache",),
-    check=check,
+    solution=(
+        "forge.cache.basic.BasicKvCache._free_run",
+        "forge.cache.basic.BasicKvCache.reserve",
+        "forge.cache.basic.BasicKvCache.truncate",
+    ),
+    differs="The engine's own also asserts what its callers promise: that a new sequence is new, and that no more is "
+    "committed than was reserved. A wrong caller is then found at once, and not by wrong text later.",
+    next_question="Ten requests of 30 tokens run, with runs of 4,096 slots. How much of the memory holds something?",
+    costs=_costs,
     engine=engine,
-    own={"kv": "off"},
-    beside="no cache",
-    prompts=("Once upon a time",),
-    params={"max_tokens": 96, "ignore_eos": True},
+    own=_OPTIONS,
+    prompts=(3 * _STORY + "The hen",),
+    params=({"max_tokens": 64, "ignore_eos": True},),
     view="blocks",
 )

@@ -1,10 +1,12 @@
 """An engine of the hash model on the reader's code: requests run to their ends, with every rule of the scheduler looked
 at after each step, and compared with what each request says alone."""
 
+from functools import cache
 from typing import Any
 
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Endless, Trial, time_limit
+from forge.exercises.exercise import BROKEN, Trial
+from forge.exercises.limits import time_limit
 from forge.llm import LLM
 
 _MOST_STEPS = 1500
@@ -48,8 +50,7 @@ class EngineTrial(Trial):
 
     def compare(self, prompts: list[list[int]]) -> None:
         found = self.limited(prompts)
-        alone = LLM("hash", kv="off", max_num_seqs=1).generate(prompts, SamplingParams(**GREEDY, n=self.n))
-        expected = [tuple(sample.token_ids) for output in alone for sample in output.outputs]
+        expected = _alone(tuple(map(tuple, prompts)), self.n)
         for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             self.require(ours == theirs, "same-tokens", f"sample {number} says {ours[:8]}…, and alone {theirs[:8]}…")
 
@@ -57,5 +58,13 @@ class EngineTrial(Trial):
         try:
             with time_limit(_RUN_SECONDS):
                 return self.run(prompts)
-        except (Exception, Endless) as error:
+        except BROKEN as error:
             raise self.mistake_of(error) from None
+
+
+@cache
+def _alone(prompts: tuple[tuple[int, ...], ...], n: int) -> list[tuple[int, ...]]:
+    """The tokens of each sample without a cache, one request after another."""
+    llm = LLM("hash", kv="off", max_num_seqs=1)
+    outputs = llm.generate([list(prompt) for prompt in prompts], SamplingParams(**GREEDY, n=n))
+    return [tuple(sample.token_ids) for output in outputs for sample in output.outputs]

@@ -6,24 +6,27 @@ before and after the last of them, and a question.
 """
 
 import os
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from types import FrameType, ModuleType
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from forge.errors import ForgeError
+from forge.exercises.limits import Endless, time_limit
 from forge.exercises.loading import line_in
 from forge.testing.caches import Operation, failure, random_operations, shrunk
 from forge.trace.records import BlockMap
 
-CALL_SECONDS = 2.0
-"""A call of the reader's code that takes longer does not end."""
 _TRIES = 400
 """How many shorter lists a failing list is compared with."""
 _LENGTHS = (4, 8, 16, 40, 120)
 """Of random lists of operations: short ones first, so that what fails is short already."""
+BROKEN = (Exception, Endless, SystemExit)
+"""What a call of the reader's code may raise."""
 
 
 @dataclass(frozen=True)
@@ -40,33 +43,78 @@ UNIVERSAL = {
     "endless": Rule("Every call returns.", "Which condition ends this loop, and what makes it true?"),
     "raises": Rule("No call raises an exception but those that its docstring names.", "What was this line given?"),
     "imports": Rule("The file can be imported.", "Does `python` on this file alone say the same?"),
-    "missing": Rule("The names of the template stay as they are.", "Was a class or a function renamed?"),
+    "missing": Rule(
+        "The names of the template stay as they are, and each function is your own.",
+        "Was a class or a function renamed or deleted?",
+    ),
+    "untouched": Rule(
+        "Arguments belong to the caller: a call changes none of them.", "Which line writes into its argument?"
+    ),
+    "again": Rule("The same call has the same result.", "What does the code remember from the call before?"),
+    "exits": Rule("No call ends the process.", "Which line calls exit?"),
+    "unusable": Rule(
+        "forge can go on with what a call returns and leaves behind.", "What has its type, and which line sets it?"
+    ),
+    "memory": Rule("A call takes no more memory than the exercise has.", "Which list or array grows here, and when?"),
+    "slow": Rule(
+        "The time of a call does not grow faster than the exercise says.",
+        "What does the call look at, and how much of that does it need?",
+    ),
 }
 
 
 @dataclass(frozen=True)
-class Exercise:
-    """One exercise. `check` raises `Mistake`; `engine` puts the reader's part into the engine."""
+class Part:
+    """Functions that are checked together, as soon as all of them are written."""
 
-    names: tuple[str, ...]
-    """What the template defines."""
+    functions: tuple[str, ...]
+    """Names as in the file: `greedy`, `MyBlockPool.allocate`."""
+    check: Callable[[ModuleType], None]
+    """Raises `Mistake`."""
+    alone: bool = False
+    """Only while other functions are not written yet: a later part checks the same and more."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One size of the benchmark: the same work for the reader's part and for the engine's own."""
+
+    size: str
+    yours: Callable[[], object]
+    own: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise. `engine` puts the reader's part into the engine."""
+
+    parts: Sequence[Part]
     rules: Mapping[str, Rule]
     hints: Sequence[str]
     solution: Sequence[str]
-    """The engine's own, by dotted name."""
-    check: Callable[[ModuleType], None]
+    """The engine's own, by dotted name: at most 30 lines together."""
+    differs: str
+    """Why the engine's own is written differently."""
+    next_question: str
+    """What to think about after passing."""
+    costs: Callable[[ModuleType], Sequence[Cost]]
+    """The benchmark: three sizes, from small to large."""
     engine: Callable[[ModuleType], AbstractContextManager[Mapping[str, Any]]]
-    """The options of an `LLM` that runs on the reader's part, for as long as the context lasts. If options are not
-    enough: as `prepare`, a function of that `LLM`; or as `drive`, one of it, the prompts and the `SamplingParams`,
-    which returns outputs and steps."""
+    """The options of an `LLM` that runs on the reader's part, for as long as the context lasts. With `drive`, a
+    function of that `LLM`, the prompts and the `SamplingParams` that returns outputs and steps, if options are not
+    enough."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """The options of the same `LLM` on the engine's own part."""
-    beside: str = "forge's own"
-    """What a run calls the engine's own part."""
     prompts: Sequence[str] = ("Once upon a time",)
-    params: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": 48, "ignore_eos": True})
+    params: Sequence[Mapping[str, Any]] = ({"max_tokens": 48, "ignore_eos": True},)
+    """All prompts run once with each of these."""
     view: str = "text"
     """What `run` shows beside the text: `blocks`, `scheduler` or `speculation`."""
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """What the template defines, in its order."""
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.functions))
 
     def rule(self, name: str) -> Rule:
         return self.rules[name] if name in self.rules else UNIVERSAL[name]
@@ -89,29 +137,6 @@ class Mistake(Exception):
         self.before, self.after, self.line = before, after, line
 
 
-class Endless(BaseException):
-    """A call took too long. No `Exception`: the reader's own `except` must not catch it."""
-
-
-@contextmanager
-def time_limit(seconds: float = CALL_SECONDS) -> Iterator[None]:
-    """Raise `Endless` in what runs too long. Inside another limit it changes nothing."""
-    if signal.getitimer(signal.ITIMER_REAL)[0]:
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Endless(f"it had not returned after {seconds:g} seconds")
-
-    previous = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
 class Trial:
     """Calls of the reader's code, each written down as a line of Python that can be pasted."""
 
@@ -132,17 +157,22 @@ class Trial:
         return lambda: drawn
 
     def call(self, line: str, function: Callable[..., Any], *arguments: Any, expect: tuple[type, ...] = ()) -> Any:
-        """What the function returns. Raises `Mistake` for any exception but those of `expect`."""
+        """What the function returns. Raises `Mistake` for any exception but those of `expect`, and for an argument that
+        the call has changed."""
         self.before = self.capture()
         self.calls.append(line)
+        copies = [copied(argument) for argument in arguments]
         try:
             with time_limit():
                 result = function(*arguments)
-        except (Exception, Endless) as error:
+        except BROKEN as error:
             if isinstance(error, expect):
                 self.calls[-1] = f"{line}  # {type(error).__name__}: {error}"
                 raise
             raise self.mistake_of(error) from None
+        for argument, copy in zip(arguments, copies, strict=True):
+            if not same(argument, copy):
+                raise self.broken("untouched", f"{_short(copy)} has become {_short(argument)}")
         if result is not None:
             self.calls[-1] = f"{line}  # {_short(result)}"
         return result
@@ -155,6 +185,10 @@ class Trial:
             return Mistake("unwritten", f"not written yet: {error}", line=where)
         if isinstance(error, Endless):
             return self.broken("endless", str(error), where)
+        if isinstance(error, SystemExit):
+            return self.broken("exits", f"it called exit({error.code!r})", where)
+        if isinstance(error, MemoryError):
+            return self.broken("memory", "no memory was left", where)
         said = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
         return self.broken("raises", said, where)
 
@@ -165,11 +199,50 @@ class Trial:
         if not holds:
             raise self.broken(rule, found)
 
+    def require_growth(
+        self, line: str, work: Callable[[int], Callable[[], object]], small: int, large: int, most: float
+    ) -> None:
+        """The work on `large` takes at most `most` times as long as that on `small`, each the fastest of several.
+
+        line: the work on `large` as Python. work: prepares it. By the processor's clock, which a busy machine does not
+        change; `most` is several times what a right solution needs.
+        """
+        self.calls.append(line)
+        factor = float("inf")
+        for _ in range(3):  # a busy machine can only make one of the two slower
+            seconds = [self._fastest(work(size), size) for size in (small, large)]
+            factor = min(factor, seconds[1] / seconds[0])
+            if factor <= most:
+                break
+        said = (
+            f"{large // small} times the size takes {factor:.0f} times as long, and {most:g} times are more than enough"
+        )
+        self.require(factor <= most, "slow", said)
+        self.calls.pop()
+
+    def _fastest(self, prepared: Callable[[], object], size: int) -> float:
+        """Seconds of the fastest of several calls."""
+        best, spent, repeats = float("inf"), 0.0, 0
+        while repeats < 2 or (spent < 0.03 and repeats < 40):
+            started = time.thread_time()
+            try:
+                with time_limit():
+                    prepared()
+            except Endless as error:
+                raise self.broken("slow", f"for a size of {size:,} {error}", line_in(self.path, error)) from None
+            except BROKEN as error:
+                raise self.mistake_of(error) from None
+            seconds = time.thread_time() - started
+            best, spent, repeats = min(best, seconds), spent + seconds, repeats + 1
+            if spent > 1:
+                break
+        return max(best, 2e-6)
+
     def _drawn(self) -> str:
         try:
             with time_limit():
                 return self.draw()
-        except (Exception, Endless):  # the reader's state may be anything
+        except BROKEN:  # the reader's state may be anything
             return ""
 
 
@@ -182,6 +255,42 @@ def _shown(path: str) -> str:
 def _short(value: object) -> str:
     text = repr(value).replace("\n", " ")
     return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def copied(value: Any) -> Any:
+    """A copy of lists, arrays and plain dataclasses, however deep; anything else is itself."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(copied(item) for item in value)
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if _is_frozen(value):
+        held = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
+        if any(isinstance(item, np.ndarray | list) for item in held.values()):
+            return replace(value, **{name: copied(item) for name, item in held.items()})
+    return value
+
+
+def _is_frozen(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type) and value.__dataclass_params__.frozen  # type: ignore
+
+
+def same(value: Any, copy: Any) -> bool:
+    """Whether a value is what it was when `copied` was called."""
+    if value is copy:
+        return True
+    if type(value) is not type(copy):
+        return False
+    if isinstance(value, np.ndarray):
+        return value.shape == copy.shape and np.array_equal(value, copy, equal_nan=value.dtype.kind == "f")
+    if isinstance(value, list | tuple):
+        return len(value) == len(copy) and all(map(same, value, copy))
+    if isinstance(value, dict):
+        return value.keys() == copy.keys() and all(same(value[key], copy[key]) for key in value)
+    if _is_frozen(value):
+        return all(same(getattr(value, one.name), getattr(copy, one.name)) for one in fields(value) if one.init)
+    return bool(value == copy)
 
 
 def search(new: Callable[[], Any], weighted: Mapping[str, int], lists: int = 60) -> None:
@@ -221,4 +330,4 @@ def drawing(block_map: BlockMap) -> str:
     return "\n".join(line.plain for line in lines)
 
 
-__all__ = ["Exercise", "Mistake", "Operation", "Rule", "Trial", "drawing", "search", "time_limit"]
+__all__ = ["BROKEN", "Cost", "Exercise", "Mistake", "Operation", "Part", "Rule", "Trial", "drawing", "search"]

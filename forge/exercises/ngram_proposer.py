@@ -3,6 +3,8 @@ how many of its draft tokens a held-out text accepts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from numbers import Integral
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from forge.engine.proposer import Proposal, ProposalRequest, Proposer
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Exercise, Rule, Trial
+from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
 from forge.speculation.ngram import NgramProposer
 from forge.testing import check_proposer
 from forge.workload.judging import HELD_OUT
@@ -26,10 +28,10 @@ RULES = {
         "What does it return for a request without a match, and what where there are two requests?",
     ),
     "at-most": Rule("A proposal has at most max_tokens tokens.", "What if max_tokens is 0, or 1?"),
-    "untouched": Rule(
-        "A request's tokens belong to the caller: they are read and not changed.",
-        "Which list does the code append to, and whose is it?",
+    "bounds": Rule(
+        "min_ngram and max_ngram bound the n-grams, whatever they are.", "Which number stands in their place?"
     ),
+    "result": Rule("A proposal has token ids, which are whole numbers.", "What is in it?"),
     "follows": Rule(
         "What is proposed followed an earlier occurrence of the text's last tokens.",
         "At which index does the occurrence end, and at which does what follows it begin?",
@@ -51,7 +53,10 @@ RULES = {
     "own-text": Rule(
         "A proposal follows from its own request's tokens alone.", "What does the object remember from earlier calls?"
     ),
-    "conforms": Rule("With its draft tokens the engine says what it says without.", "Which call was the first?"),
+    "conforms": Rule(
+        "With its draft tokens the engine says what it says without, and the order of requests changes no proposal.",
+        "What is kept from one call to the next?",
+    ),
     "accepted": Rule(
         "A held-out text accepts at least half as many of its draft tokens as of the ones of forge.",
         "How many tokens does it propose where it could propose more?",
@@ -65,6 +70,7 @@ _KNOWN: tuple[tuple[str, list[int], int], ...] = (
     ("missed", [7, 7, 7], 1),
     ("latest", [1, 2, 3, 1, 2, 4, 1, 2], 1),
     ("longest", [9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2], 1),
+    ("longest", [9, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4, 6, 9, 1, 2, 3, 4], 1),
     ("missed", [1, 2, 1, 2], 2),
     ("at-most", [1, 2, 3, 9, 1, 2], 0),
     ("at-most", [1, 2, 3, 9, 1, 2], 1),
@@ -92,29 +98,53 @@ class ProposerTrial(Trial):
             "from forge import SamplingParams",
             "proposer = piece.MyProposer()",
         )
-        self.proposer: Proposer = piece.MyProposer()
+        self.proposer: Any = piece.MyProposer()
         self.reference = NgramProposer(2, 4)
+        self.next_id = 0
         self.setup = len(self.calls)
 
-    def propose(self, texts: Sequence[list[int]], max_tokens: int) -> list[Proposal]:
-        del self.calls[self.setup :]
-        given = [list(text) for text in texts]
-        asked = [_request(text, max_tokens, number) for number, text in enumerate(given)]
-        line = ", ".join(f"Request({n}, {text}, {max_tokens}, SamplingParams(), 0, 0)" for n, text in enumerate(texts))
-        found = self.call(f"proposer.propose([{line}])", self.proposer.propose, asked)
-        self.require(given == list(texts), "untouched", f"{list(texts)} has become {given}")
-        is_list = isinstance(found, list) and all(isinstance(one, Proposal) for one in found)
-        self.require(is_list and len(found) == len(texts), "one-each", f"{_plural(len(texts))}; it returned {found!r}")
-        for proposal in found:
-            said = f"asked for {max_tokens} at most, it proposed {proposal.token_ids}"
-            self.require(len(proposal) <= max_tokens, "at-most", said)
-        return found
+    def bound(self, least: int, most: int) -> None:
+        self.proposer.min_ngram, self.proposer.max_ngram = least, most
+        self.reference = NgramProposer(least, most)
+        self.calls[self.setup :] = [f"proposer.min_ngram, proposer.max_ngram = {least}, {most}"]
+        self.setup = len(self.calls)
 
-    def known(self, rule: str, text: list[int], max_tokens: int) -> None:
+    def propose(self, texts: Sequence[list[int]], max_tokens: int, seq_id: int | None = None) -> list[tuple[int, ...]]:
+        """seq_id: of a text that has grown since it was asked about under this id; None for new texts."""
+        del self.calls[self.setup :]
+        first = self.next_id if seq_id is None else seq_id
+        self.next_id += len(texts)
+        asked = [_request(list(text), max_tokens, first + number) for number, text in enumerate(texts)]
+        shown = ", ".join(
+            f"Request({first + n}, {text}, {max_tokens}, SamplingParams(), 0, 0)" for n, text in enumerate(texts)
+        )
+        found = self.call(f"proposer.propose([{shown}])", self.proposer.propose, asked)
+        is_list = isinstance(found, list | tuple) and all(isinstance(one, Proposal) for one in found)
+        self.require(is_list and len(found) == len(texts), "one-each", f"{_plural(len(texts))}; it returned {found!r}")
+        return [self._checked(proposal.token_ids, max_tokens) for proposal in found]
+
+    def _checked(self, token_ids: Any, max_tokens: int) -> tuple[int, ...]:
+        is_ids = isinstance(token_ids, tuple | list | np.ndarray) and all(
+            isinstance(one, Integral) for one in token_ids
+        )
+        self.require(is_ids, "result", f"the token ids are {token_ids!r}")
+        said = f"asked for {max_tokens} at most, it proposed {tuple(token_ids)}"
+        self.require(len(token_ids) <= max_tokens, "at-most", said)
+        return tuple(map(int, token_ids))
+
+    def known(self, rule: str, text: list[int], max_tokens: int, seq_id: int | None = None) -> None:
         """Where the answer is known: its first tokens must be those of forge's own lookup."""
-        (found,) = self.propose([text], max_tokens)
+        (found,) = self.propose([text], max_tokens, seq_id)
+        self._compare(rule, text, max_tokens, found)
+
+    def looked_up(self, rule: str, text: list[int], max_tokens: int) -> None:
+        del self.calls[self.setup :]
+        found = self.call(f"proposer.lookup({text}, {max_tokens})", self.proposer.lookup, list(text), max_tokens)
+        self._compare(rule, text, max_tokens, self._checked(found, max_tokens))
+
+    def _compare(self, rule: str, text: list[int], max_tokens: int, ours: tuple[int, ...]) -> None:
         (expected,) = self.reference.propose([_request(text, max_tokens, 1)])
-        ours, theirs = found.token_ids, expected.token_ids
+        theirs = expected.token_ids
         if not theirs:
             self.require(not ours, rule, f"after {text} it proposed {ours}; there is nothing to propose")
         elif max_tokens:
@@ -128,8 +158,8 @@ class ProposerTrial(Trial):
         together = self.propose(texts, _K)
         for text, beside in zip(texts, together, strict=True):
             (found,) = self.propose([text], _K)
-            said = f"after {text} it proposes {found.token_ids}, and beside other requests {beside.token_ids}"
-            self.require(found.token_ids == beside.token_ids, "own-text", said)
+            said = f"after {text} it proposes {found}, and beside other requests {beside}"
+            self.require(found == beside, "own-text", said)
 
 
 def _plural(number: int) -> str:
@@ -140,16 +170,46 @@ def _instead(text: list[int], ours: tuple[int, ...], theirs: tuple[int, ...]) ->
     return f"after {text} it proposed {ours}, and not {theirs}"
 
 
-def check(piece: ModuleType) -> None:
+def _texts() -> Iterator[list[int]]:
+    rng = np.random.default_rng(0)
+    for length in (2, 3, 5, 8, 13, 30, 60):
+        for _ in range(20):
+            yield rng.integers(0, 3, length).tolist()
+
+
+def _check_lookup(piece: ModuleType) -> None:
+    trial = ProposerTrial(piece)
+    for rule, text, max_tokens in _KNOWN:
+        trial.looked_up(rule, text, max_tokens)
+    for number, text in enumerate(_texts()):
+        trial.looked_up("follows", text, 1 + number % 6)
+    for least, most in ((1, 3), (3, 3), (2, 6)):
+        trial = ProposerTrial(piece)
+        trial.bound(least, most)
+        for text in _texts():
+            trial.looked_up("bounds", text, _K)
+
+    def work(length: int) -> Any:
+        text = np.random.default_rng(0).permutation(length).tolist()
+        return partial(trial.proposer.lookup, text, _K)
+
+    trial.require_growth("proposer.lookup(list(range(16_000)), 4)", work, 500, 16_000, 160)
+
+
+def _check_proposer(piece: ModuleType) -> None:
     trial = ProposerTrial(piece)
     for rule, text, max_tokens in _KNOWN:
         trial.known(rule, text, max_tokens)
     trial.alone([[1, 2, 3, 9, 1, 2], [5, 6, 7], [3, 9, 4, 3, 9]])
-    rng = np.random.default_rng(0)
-    for length in (2, 3, 5, 8, 13, 30, 60):
-        for _ in range(20):
-            trial.known("follows", rng.integers(0, 3, length).tolist(), _K)
-    check_proposer(piece.MyProposer, [[1, 2, 3, 9, 1, 2], [1, 2, 1, 2]])
+    trial.require(list(trial.propose([], _K)) == [], "one-each", "there was no request")
+    for text in _texts():
+        trial.known("follows", text, _K)
+    for number in range(6):
+        text = np.random.default_rng(number).integers(0, 3, 40).tolist()
+        trial.next_id += 1
+        for length in range(1, len(text)):
+            trial.known("follows", text[:length], _K, 10_000 + number)
+    check_proposer(piece.MyProposer, [[1, 2, 3, 9, 1, 2], [1, 2, 1, 2]], reuses_ids=False)
     text = list(HELD_OUT.read_bytes())[:6000]
     ours, theirs = _accepted(piece.MyProposer(), text), _accepted(NgramProposer(2, 4), text)
     said = f"of a text of {len(text)} bytes it got {ours} draft tokens accepted, and forge's own {theirs}"
@@ -171,11 +231,43 @@ def _accepted(proposer: Proposer, text: list[int]) -> int:
 
 @contextmanager
 def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    yield {"kv": "paged", "speculate": piece.MyProposer()}
+    yield _OPTIONS | {"speculate": PlainIds(piece.MyProposer())}
+
+
+class PlainIds(Proposer):
+    """The reader's proposer, with ids as Python's own whole numbers, which records and JSON need."""
+
+    def __init__(self, proposer: Proposer):
+        self._proposer, self.name = proposer, proposer.name
+
+    def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
+        found = self._proposer.propose(requests)
+        return [Proposal(tuple(map(int, proposal.token_ids))) for proposal in found]
+
+    def forget(self, seq_id: int) -> None:
+        self._proposer.forget(seq_id)
+
+
+def _costs(piece: ModuleType) -> list[Cost]:
+    costs = []
+    for length in (64, 512, 4096):
+        text = np.random.default_rng(0).integers(0, 3 * length, length).tolist()
+        yours, own = piece.MyProposer(), NgramProposer(2, 4)
+        requests = [_request(text, _K)]
+        costs.append(
+            Cost(f"a text of {length:,} tokens", partial(yours.propose, requests), partial(own.propose, requests))
+        )
+    return costs
+
+
+_OPTIONS = {"kv": "paged", "speculate": "ngram", "speculate_fixed": True}
 
 
 EXERCISE = Exercise(
-    names=("MyProposer",),
+    parts=(
+        Part(("MyProposer.lookup",), _check_lookup),
+        Part(("MyProposer.lookup", "MyProposer.propose"), _check_proposer),
+    ),
     rules=RULES,
     hints=(
         "Start with propose: one line, if lookup is there. What is Proposal(()) worth?",
@@ -186,11 +278,16 @@ EXERCISE = Exercise(
         "What follows an occurrence at i begins at i + n. It may be short where the occurrence is near the end; in "
         "'ab ab ab' it is worth reading on from the proposal itself: token p of it is token p modulo its length.",
     ),
-    solution=("forge.speculation.ngram.NgramProposer", "forge.speculation.ngram._index_after_match"),
-    check=check,
+    solution=("forge.speculation.ngram._index_after_match", "forge.speculation.ngram.NgramProposer._propose"),
+    differs="The engine's own compares the whole text with its last token at once, in NumPy, and then only the places "
+    "that matched with the token before. It keeps each text as an array that grows, because converting a long list "
+    "takes longer than looking it up.",
+    next_question="A proposal costs time even if none of its tokens stands. After how many cycles without an accepted "
+    "token would you stop asking, and when would you ask again?",
+    costs=_costs,
     engine=engine,
-    own={"kv": "paged", "speculate": "ngram"},
+    own=_OPTIONS,
     prompts=(" ".join([_STORY, _STORY, _STORY[:60]]),),
-    params={"max_tokens": 96, "ignore_eos": True},
+    params=({"max_tokens": 96, "ignore_eos": True},),
     view="speculation",
 )

@@ -3,19 +3,38 @@ preemption and after each step, and compared with what each request says alone."
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-from forge.engine.policies import VictimPolicy
+from forge.cache.kv_storage import BlockCopy
+from forge.engine import engine as engine_module
+from forge.engine import scheduler as scheduler_module
+from forge.engine.policies import VictimPolicy, lifo
+from forge.engine.preemption import Preemption
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.sequence import Sequence as TokenSequence
 from forge.engine.step_plan import PlanBuilder
 from forge.exercises.engine_trial import GREEDY, EngineTrial
-from forge.exercises.exercise import Exercise, Rule, Trial
+from forge.exercises.exercise import BROKEN, Cost, Exercise, Part, Rule, Trial
+from forge.exercises.parts import passed_part
 from forge.llm import LLM
-from forge.trace.records import NoBlocks
+from forge.reasons import NoBlocks, PoolExhausted
+from forge.trace.records import PreemptRecord
 
 _BLOCK = 4
+
+
+class PreemptionBase(Preemption):
+    """What exercise 8 gives: the scheduler's own containers."""
+
+    def reserve(self, sequence: TokenSequence, num_tokens: int, plan: PlanBuilder) -> bool:
+        raise NotImplementedError("reserve")
+
+    def _preempt(self, victim: TokenSequence, requester: TokenSequence, shortage: NoBlocks, plan: PlanBuilder) -> None:
+        raise NotImplementedError("_preempt")
+
 
 RULES = {
     "one-of-running": Rule("The victim is one of the running sequences.", "Which sequences may be chosen from?"),
@@ -34,8 +53,19 @@ RULES = {
     ),
     "tokens": Rule("A victim keeps its tokens.", "From what is it computed again?"),
     "counted": Rule("times_preempted counts each preemption.", "Who tells a view how often it happened?"),
+    "policy": Rule(
+        "The victim is the one that the policy chooses, of all that run and for the one that needs blocks.",
+        "Who decides which sequence gives way, and what is the policy given?",
+    ),
+    "no-more": Rule("No sequence is preempted if the blocks are there.", "How many victims does this request take?"),
+    "copies-into": Rule(
+        "No copy is made into a victim's blocks, and every other copy stays in the plan.",
+        "Which blocks does plan.drop need to know?",
+    ),
+    "result": Rule("The functions return what their docstrings say.", "What is returned?"),
     "recorded": Rule(
-        "plan.preempted has a record of each preemption: the victim, the requester, tokens lost and blocks freed.",
+        "plan.preempted has a record of each preemption: the victim, the requester, what was needed and free, tokens "
+        "lost and blocks freed.",
         "When are the computed tokens counted: before the cache drops the sequence, or after?",
     ),
     "until-enough": Rule(
@@ -61,25 +91,38 @@ RULES = {
 }
 
 
+def new_llm(preemption: type[Preemption], num_blocks: int, policy: VictimPolicy = lifo) -> LLM:
+    """A small engine that preempts as this class does."""
+    with patch.object(scheduler_module, "Preemption", preemption):
+        return LLM("hash", kv="paged", block_size=_BLOCK, num_blocks=num_blocks, preempt=policy)
+
+
 class PreemptionTrial(EngineTrial):
     """An engine in a small pool, with the reader's preemption under observation."""
 
     def __init__(self, piece: ModuleType, num_blocks: int, n: int = 1, policy: VictimPolicy | None = None):
         """policy: one in place of the reader's."""
-        options = f'kv="paged", block_size={_BLOCK}, num_blocks={num_blocks}'
         super().__init__(
             piece,
-            "from forge import LLM, SamplingParams; from forge.exercises.preemption import oldest_first, put",
-            f'llm = LLM("hash", {options}, preempt={"oldest_first" if policy else "piece.victim"}); put(llm, piece)',
+            "from forge import SamplingParams; from forge.exercises.preemption import new_llm, oldest_first",
+            f"llm = new_llm(piece.MyPreemption, {num_blocks}, {'oldest_first' if policy else 'piece.victim'})",
         )
-        chosen = policy or self._policy(piece)
-        self.llm = LLM("hash", kv="paged", block_size=_BLOCK, num_blocks=num_blocks, preempt=chosen)
-        self.n = n
-        put(self.llm, SimpleNamespace(MyPreemption=self._observed(piece)))
+        self.piece, self.n = piece, n
+        self.chosen: TokenSequence | None = None
+        self.gave_way: TokenSequence | None = None
+        self.llm = new_llm(self._observed(piece), num_blocks, self._policy(policy or piece.victim))
 
-    def _policy(self, piece: ModuleType) -> Any:
+    requester: TokenSequence
+    """The one that needs blocks now."""
+
+    def _policy(self, choose: VictimPolicy) -> VictimPolicy:
         def mine(running: Sequence[TokenSequence], requester: TokenSequence) -> TokenSequence | None:
-            found = piece.victim(running, requester)
+            all_running = list(self.llm.engine.scheduler.running.values())
+            said = f"it was asked about {[one.seq_id for one in running]} for {getattr(requester, 'seq_id', requester)}"
+            is_all = len(running) == len(all_running) and all(map(_is, running, all_running))
+            self.require(is_all, "policy", f"{said}; {[one.seq_id for one in all_running]} run")
+            self.require(requester is self.requester, "policy", f"{said}; {self.requester.seq_id} needs blocks")
+            found = choose(running, requester)
             ids = [one.seq_id for one in running]
             said = f"of {ids} it chose {getattr(found, 'seq_id', found)} for {requester.seq_id}"
             if len(running) == 1:
@@ -87,11 +130,12 @@ class PreemptionTrial(EngineTrial):
             else:
                 self.require(found is not None, "someone", said)
                 self.require(any(found is one for one in running), "one-of-running", said)
+            self.chosen = found
             return found
 
         return mine
 
-    def _observed(self, piece: ModuleType) -> type:
+    def _observed(self, piece: ModuleType) -> type[Preemption]:
         trial = self
 
         class Observed(piece.MyPreemption):  # type: ignore[name-defined, misc]
@@ -100,7 +144,9 @@ class PreemptionTrial(EngineTrial):
             def reserve(self, sequence: TokenSequence, num_tokens: int, plan: PlanBuilder) -> bool:
                 wanted = self._cache.reserved_length(sequence.seq_id) + num_tokens
                 seq_id, splits = sequence.seq_id, self._cache.stats().splits
+                trial.requester = sequence
                 done = super().reserve(sequence, num_tokens, plan)
+                trial.require(done in (True, False), "result", f"reserve returned {done!r}")
                 if done:
                     got = self._cache.reserved_length(seq_id) if seq_id in self._cache else 0
                     said = f"{seq_id} needs {wanted} slots in all; it returned True with {got}"
@@ -110,33 +156,88 @@ class PreemptionTrial(EngineTrial):
                     trial.require(copied or not split, "copies", f"no copy is made into a block of {table}")
                     return True
                 gave_way = seq_id not in self._running
-                exhausted = seq_id in plan.exhausted and sequence.length_limit is not None
-                trial.require(gave_way or exhausted, "exhausted", f"it returned {done!r}; {seq_id} still runs")
+                said = f"it returned {done!r}; {seq_id} still runs"
+                trial.require(gave_way or trial.is_exhausted(sequence, plan), "exhausted", said)
+                trial.require(not gave_way or trial.gave_way is sequence, "gives-way", f"{seq_id} was not chosen")
                 return False
 
             def _preempt(
                 self, victim: TokenSequence, requester: TokenSequence, shortage: NoBlocks, plan: PlanBuilder
             ) -> None:
-                seq_id, cache, times = victim.seq_id, self._cache, victim.times_preempted
-                computed, before = cache.computed_length(seq_id), cache.num_available
-                tokens, recorded = list(victim.token_ids), len(plan.preempted)
-                super()._preempt(victim, requester, shortage, plan)
-                name = f"sequence {seq_id}"
-                trial.require(seq_id not in self._running, "left-running", f"{name} is still among the running ones")
-                trial.require(seq_id not in cache, "left-cache", f"the cache still has {name}")
-                trial.require(seq_id in self._queue.sequences, "waits", f"{name} is not in the queue")
-                trial.require(seq_id not in plan.items, "left-plan", f"{name} is still in plan.items")
-                trial.require(victim.token_ids == tokens, "tokens", f"{name} had {len(tokens)} tokens")
-                trial.require(victim.times_preempted == times + 1, "counted", f"it is {victim.times_preempted}")
-                trial.require(len(plan.preempted) == recorded + 1, "recorded", f"there is no record of {name}")
-                record = plan.preempted[-1]
-                found = record.seq_id, record.victim_of, record.tokens_lost, record.blocks_freed
-                expected = seq_id, requester.seq_id, computed, cache.num_available - before
-                said = f"(victim, requester, tokens lost, blocks freed) are {found}, and should be {expected}"
-                trial.require(found == expected, "recorded", said)
+                cache = self._cache
+                said = f"the policy chose {getattr(trial.chosen, 'seq_id', None)}, and {victim.seq_id} is preempted"
+                trial.require(victim is trial.chosen and requester is trial.requester, "policy", said)
+                missing = len(requester.token_ids) - cache.reserved_length(requester.seq_id)
+                needed = cache.blocks_needed(requester.seq_id, missing)
+                said = f"{needed} blocks are needed, {cache.num_available} are available"
+                trial.require(needed > cache.num_available, "no-more", said)
+                found = shortage.needed, shortage.free
+                expected = needed, cache.num_available
+                trial.require(found == expected, "recorded", f"the shortage is {found}, and should be {expected}")
+                trial.chosen, trial.gave_way = None, victim
+                trial.preempting(super()._preempt, victim, requester, shortage, plan)
 
         Observed.__name__ = "MyPreemption"
         return Observed
+
+    def preempting(
+        self, preempt: Any, victim: TokenSequence, requester: TokenSequence, shortage: NoBlocks, plan: PlanBuilder
+    ) -> None:
+        """Call `_preempt`, and look at everything that it has to change."""
+        scheduler, cache = self.llm.engine.scheduler, self.llm.engine.cache
+        seq_id, times, before = victim.seq_id, victim.times_preempted, cache.num_available
+        computed, table = cache.computed_length(seq_id), cache.block_table(seq_id)
+        tokens, recorded = list(victim.token_ids), len(plan.preempted)
+        scheduled = plan.items[seq_id].num_tokens if seq_id in plan.items else 0
+        budget, copies = plan.budget, [copy for copy in plan.copies if copy.destination not in table]
+        others = {name for name in plan.items if name != seq_id}
+        found = preempt(victim, requester, shortage, plan)
+        name = f"sequence {seq_id}"
+        self.require(found is None, "result", f"_preempt returned {found!r}")
+        self.require(seq_id not in scheduler.running, "left-running", f"{name} is still among the running ones")
+        self.require(seq_id not in cache, "left-cache", f"the cache still has {name}")
+        self.require(seq_id in scheduler.queue.sequences, "waits", f"{name} is not in the queue")
+        scheduler.queue.check_invariants()
+        self.require(seq_id not in plan.items, "left-plan", f"{name} is still in plan.items")
+        said = f"the budget was {budget}, {name} had {scheduled} tokens of it, and it is {plan.budget}"
+        self.require(plan.budget == budget + scheduled and plan.items.keys() == others, "left-plan", said)
+        said = f"{name} had blocks {table}; the copies are {plan.copies}, and should be {copies}"
+        self.require(plan.copies == copies, "copies-into", said)
+        self.require(victim.token_ids == tokens, "tokens", f"{name} had {len(tokens)} tokens")
+        self.require(victim.times_preempted == times + 1, "counted", f"it is {victim.times_preempted}")
+        self.require(len(plan.preempted) == recorded + 1, "recorded", f"there is no one record of {name}")
+        freed = cache.num_available - before
+        expected = PreemptRecord(
+            seq_id, requester.seq_id, shortage.needed, shortage.free, "mine", "recompute", computed, freed
+        )
+        said = f"the record is {plan.preempted[-1]}, and should be {expected}"
+        self.require(plan.preempted[-1] == expected, "recorded", said)
+
+    def is_exhausted(self, sequence: TokenSequence, plan: PlanBuilder) -> bool:
+        limit = PoolExhausted(self.llm.engine.cache.max_sequence_length)
+        return plan.exhausted.count(sequence.seq_id) == 1 and sequence.length_limit == limit
+
+    def copies_into_a_victim(self) -> None:
+        """A plan with copies into the blocks of several sequences, one of which is preempted."""
+        steps = iter(self.llm.start([[97 + number] * 5 for number in range(3)], SamplingParams(**GREEDY)))
+        next(steps)
+        scheduler, cache = self.llm.engine.scheduler, self.llm.engine.cache
+        requester, victim, other = scheduler.running.values()
+        plan = PlanBuilder(512, 512)
+        plan.copies = [
+            BlockCopy(9, cache.block_table(other.seq_id)[0]),
+            BlockCopy(9, cache.block_table(victim.seq_id)[1]),
+            BlockCopy(8, cache.block_table(requester.seq_id)[1]),
+        ]
+        self.calls += [
+            "# three sequences of two blocks run, and the plan has a copy into one block of each",
+            "scheduler._preemption._preempt(victim, requester, NoBlocks(2, 1), plan)",
+        ]
+        preempt: Any = partial(self.piece.MyPreemption._preempt, scheduler._preemption)
+        try:
+            self.preempting(preempt, victim, requester, NoBlocks(2, 1), plan)
+        except BROKEN as error:
+            raise self.mistake_of(error) from None
 
     def outgrow(self) -> None:
         """A single sequence asks for more than the pool has."""
@@ -149,11 +250,15 @@ class PreemptionTrial(EngineTrial):
         ]
         scheduler, plan = self.llm.engine.scheduler, PlanBuilder(512, 512)
         (sequence,) = scheduler.running.values()
+        sequence.length_limit = None
         reserve = scheduler._preemption.reserve
         done = self.call("scheduler._preemption.reserve(sequence, 100, plan)", reserve, sequence, 100, plan)
         said = f"it returned {done!r}; plan.exhausted is {plan.exhausted}, length_limit {sequence.length_limit}"
-        holds = done is False and plan.exhausted == [sequence.seq_id] and sequence.length_limit is not None
-        self.require(holds, "exhausted", said)
+        self.require(done is False and self.is_exhausted(sequence, plan), "exhausted", said)
+
+
+def _is(left: object, right: object) -> bool:
+    return left is right
 
 
 def oldest_first(running: Sequence[TokenSequence], requester: TokenSequence) -> TokenSequence | None:
@@ -161,19 +266,10 @@ def oldest_first(running: Sequence[TokenSequence], requester: TokenSequence) -> 
     return next((one for one in running if one is not requester), None)
 
 
-def put(llm: LLM, piece: Any) -> None:
-    """Let the engine of this model preempt as the reader's class does."""
-    scheduler = llm.engine.scheduler
-    old = scheduler._preemption
-    scheduler._preemption = piece.MyPreemption(
-        old._cache, scheduler.config, scheduler.queue, scheduler.running, scheduler.host, scheduler.retained
-    )
-
-
-def check(piece: ModuleType) -> None:
-    _ask_policy(piece)
+def _check_preemption(piece: ModuleType) -> None:
     short = [[97 + number] * (3 + number) for number in range(3)]
     many = [[97 + number] * (3 + 5 * number % 23) for number in range(8)]
+    PreemptionTrial(piece, 12).copies_into_a_victim()
     for num_blocks, n, prompts in (
         (8, 1, short),
         (7, 1, short),
@@ -199,28 +295,53 @@ def _ask_policy(piece: ModuleType) -> None:
         for one in running
     )
     trial.calls.append(f"running = [{names}]")
-    for several in (running[:1], running):
+    for several in (running[:1], running[:2], running):
         for requester in several:
             line = f"piece.victim(running[:{len(several)}], running[{requester.seq_id}])"
             found = trial.call(line, piece.victim, tuple(several), requester)
-            said = f"it returned {found!r}"
+            said = f"it returned {getattr(found, 'seq_id', found)!r}"
             if len(several) == 1:
                 trial.require(found is None, "alone", said)
             else:
                 trial.require(found is not None, "someone", said)
                 trial.require(any(found is one for one in several), "one-of-running", said)
-            trial.calls.pop()
+            again = trial.call(line, piece.victim, tuple(several), requester)
+            trial.require(again is found, "again", f"{said}, and then {getattr(again, 'seq_id', again)!r}")
+            del trial.calls[-2:]
 
 
 @contextmanager
 def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    yield _SMALL | {"preempt": piece.victim, "prepare": lambda llm: put(llm, piece)}
+    """On the reader's own scheduler, if exercise 7 has passed."""
+    part = passed_part(piece, "scheduler")
+    scheduler = scheduler_module.Scheduler if part is None else part.MyScheduler
+    with (
+        patch.object(scheduler_module, "Preemption", piece.MyPreemption),
+        patch.object(engine_module, "Scheduler", scheduler),
+    ):
+        yield _OPTIONS | {"preempt": piece.victim}
 
 
-_SMALL = {"kv": "paged", "num_blocks": 12, "max_model_len": 160}
+def _costs(piece: ModuleType) -> list[Cost]:
+    def work(kind: type[Preemption], policy: VictimPolicy, number: int) -> None:
+        llm = new_llm(kind, 3 * number, policy)
+        llm.generate([[97] * 6] * number, SamplingParams(max_tokens=20, ignore_eos=True))
+
+    return [
+        Cost(
+            f"{number} requests in a pool of {3 * number} blocks",
+            partial(work, piece.MyPreemption, piece.victim, number),
+            partial(work, Preemption, lifo, number),
+        )
+        for number in (2, 4, 8)
+    ]
+
+
+_OPTIONS = {"kv": "paged", "num_blocks": 12, "max_model_len": 160}
+_NAMES = ("victim", "MyPreemption.reserve", "MyPreemption._preempt")
 
 EXERCISE = Exercise(
-    names=("victim", "MyPreemption"),
+    parts=(Part(_NAMES[:1], _ask_policy), Part(_NAMES, _check_preemption)),
     rules=RULES,
     hints=(
         "A policy in one line: of the running sequences the last, which is the newest. When is there no victim at all?",
@@ -229,10 +350,15 @@ EXERCISE = Exercise(
         "In _preempt, ask the cache for the table and the computed length before you remove the sequence from it.",
         "A sequence is in exactly one container. It leaves self._running and the cache, and enters self._queue.",
     ),
-    solution=("forge.engine.policies.lifo", "forge.engine.preemption.Preemption"),
-    check=check,
+    solution=("forge.engine.policies.lifo", "forge.engine.preemption.Preemption._preempt"),
+    differs="The engine's own can also swap: it moves a victim's blocks to the host's memory in place of dropping "
+    "them. Before any victim it gives up caches that it had only kept for a later turn of a conversation.",
+    next_question="A victim has 20 blocks and a prompt of 300 tokens. Is it cheaper to swap its blocks out and in, or "
+    "to compute the prompt again?",
+    costs=_costs,
     engine=engine,
-    own=_SMALL,
+    own=_OPTIONS,
     prompts=("Once upon a time", "The fox and the lantern", "An owl", "A turtle on a bridge"),
+    params=({"max_tokens": 60, "ignore_eos": True},),
     view="scheduler",
 )

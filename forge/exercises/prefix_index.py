@@ -1,21 +1,40 @@
 """Exercise 6: a prefix index, and eviction. The index alone; then a prefix cache on it under the conformance
 operations, with exact hits and the exact order of eviction."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from forge.cache.block_table import BlockTable
-from forge.cache.factory import CacheSize
+from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheSize
 from forge.cache.prefix import PrefixKvCache
+from forge.cache.prefix_index import ChainHash, Node, PrefixIndex, Tokens, chain_hash
 from forge.exercises.cache_trial import CacheTrial
-from forge.exercises.exercise import Exercise, Rule, Trial, search
+from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial, search
 from forge.testing import check_cache
 from forge.trace.records import BlockEvicted
 
 _BLOCKS, _BLOCK = 6, 4
 _KINDS = {"begin": 8, "add": 2, "fill": 8, "commit": 3, "truncate": 1, "fork": 2, "remove": 7}
+
+
+class IndexBase(PrefixIndex):
+    """What exercise 6 gives: the roots, the hash, and the index's check of itself."""
+
+    def keys(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> tuple[int, ...]:
+        raise NotImplementedError("keys")
+
+    def child(self, parent: Node, token_ids: Tokens) -> Node | None:
+        raise NotImplementedError("child")
+
+    def insert(self, parent: Node, token_ids: Tokens, block: int) -> Node | None:
+        raise NotImplementedError("insert")
+
+    def drop(self, block: int) -> list[int]:
+        raise NotImplementedError("drop")
 
 
 class PrefixBase(PrefixKvCache):
@@ -76,7 +95,14 @@ RULES = {
     ),
     "contents": Rule("Only exactly the same tokens behind the same tokens are shared.", "Whose keys are served here?"),
     "removed": Rule("A removed sequence releases all of its blocks.", "Which of its blocks is still held?"),
-    "conforms": Rule("It keeps every promise of a cache.", "Which of its functions is it?"),
+    "same-order": Rule(
+        "release_order is the blocks that it is given, each once.", "Which block is missing, or there twice?"
+    ),
+    "as-one": Rule(
+        "However blocks come and go, the index holds what a plain tree would.", "Which of its tables was not told?"
+    ),
+    "result": Rule("Each function returns what its docstring says.", "What is returned, and of what type?"),
+    "conforms": Rule("A sequence has its own slots and tokens, whatever the others do.", "Which call came before?"),
 }
 
 _WORDS = (
@@ -94,23 +120,120 @@ class IndexTrial(Trial):
 
     def __init__(self, piece: ModuleType, *arguments: Any, line: str = ""):
         super().__init__(piece, f"index = piece.MyPrefixIndex({line})", "root = index.root('')")
+        self.piece = piece
         self.index = piece.MyPrefixIndex(*arguments)
         self.root = self.index.root("")
+        self.setup = len(self.calls)
 
     def keys(self) -> None:
-        ask = self.index.keys
-        first = self.call("index.keys([1, 2, 3, 4, 5], 2)", ask, [1, 2, 3, 4, 5], 2)
-        self.require(isinstance(first, tuple) and len(first) == 2, "keys", f"5 tokens in blocks of 2: {first!r}")
-        full = self.call("index.keys([1, 2, 3, 4], 2)", ask, [1, 2, 3, 4], 2)
-        self.require(full == first, "keys", f"4 tokens in blocks of 2 have 2 keys, those from before: {full!r}")
-        other = self.call("index.keys([9, 2, 3, 4], 2)", ask, [9, 2, 3, 4], 2)
-        self.require(other[1] != first[1], "chained", "the second block has the same key behind another first block")
-        salted = self.call("index.keys([1, 2, 3, 4], 2, 'a')", ask, [1, 2, 3, 4], 2, "a")
-        self.require(not set(salted) & set(first), "chained", "another salt has the same keys")
-        node = self.index.root("")
-        for number, key in enumerate(first):
-            node_key = self.index._hash(node.key if number == 0 else first[0], (1, 2) if number == 0 else (3, 4))
-            self.require(key == node_key, "chained", f"key {number} is not the hash of the key before and its tokens")
+        index = self.index
+        for length in (5, 4, 0, 1, 9, 3):
+            for size in (1, 2, 4):
+                tokens = [(7 * place + length) % 11 for place in range(length)]
+                for salt in ("", "a", "tenant 2", "ü"):
+                    del self.calls[self.setup :]
+                    line = f"index.keys({tokens}, {size}, {salt!r})"
+                    found = self.call(line, index.keys, tokens, size, salt)
+                    self.require(isinstance(found, tuple), "result", f"keys returned {found!r}")
+                    said = f"{length} tokens in blocks of {size} have {length // size} keys: {found!r}"
+                    self.require(len(found) == length // size, "keys", said)
+                    expected = PrefixIndex().keys(tokens, size, salt)
+                    wrong = next(
+                        (n for n, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]), None
+                    )
+                    said = f"key {wrong} is not the hash of the key before it and its tokens"
+                    self.require(wrong is None, "chained", said)
+        self.require(not index._nodes and not index.node_of, "result", "keys has changed the index")
+        del self.calls[self.setup :]
+
+        def work(blocks: int) -> Callable[[], object]:
+            tokens = [number % 50 for number in range(4 * blocks)]
+            return lambda: index.keys(tokens, 4)
+
+        self.require_growth("index.keys(list(range(128_000)), 4)", work, 1_000, 32_000, 120)
+
+    def deep(self) -> None:
+        """A prompt of thousands of blocks: no recursion, and no time that grows with the square."""
+
+        def work(blocks: int) -> Callable[[], None]:
+            def steps() -> None:
+                index = self.piece.MyPrefixIndex()
+                root = node = index.root("")
+                for block in range(blocks):
+                    node = index.insert(node, (block, 1), block)
+                for block in range(blocks):
+                    root = index.child(root, (block, 1))
+                lost = index.drop(0)
+                assert len(lost) == blocks - 1, f"{len(lost)} blocks stood behind block 0, and not {blocks - 1}"
+
+            return steps
+
+        line = "index.drop(0); index.insert(root, (0,), 0); index.child(root, (0,))  # among 30,000 contents"
+        self.require_growth(line, self._wide, 100, 30_000, 20)
+        line = (
+            "node = root; for block in range(6_000): node = index.insert(node, (block, 1), block); then index.drop(0)"
+        )
+        self.require_growth(line, work, 300, 6_000, 100)
+
+    def _wide(self, contents: int) -> Callable[[], None]:
+        index = self.piece.MyPrefixIndex()
+        root = index.root("")
+        for block in range(contents):
+            index.insert(root, (block,), block)
+
+        def steps() -> None:
+            for block in range(20):
+                index.drop(block)
+                index.insert(root, (block,), block)
+                index.child(root, (block,))
+
+        return steps
+
+    def beside_a_tree(self, seed: int, chain: ChainHash) -> None:
+        """Random blocks come and go; the engine's own index is told the same."""
+        random_, own = random.Random(seed), PrefixIndex(chain)
+        ours: dict[str, Node] = {"root": self.root}
+        theirs = {"root": own.root("")}
+        for number in range(30):
+            names = list(ours)
+            name, tokens = random_.choice(names[-5:]), (random_.randrange(3), 1)
+            if random_.random() < 0.3 and own.node_of:
+                block = random_.choice(sorted(own.node_of))
+                lost, expected = self.call(f"index.drop({block})", self.index.drop, block), own.drop(block)
+                self.require(isinstance(lost, list), "result", f"drop returned {lost!r}")
+                said = f"the blocks behind it are {sorted(expected)}, and it returned {lost!r}"
+                self.require(sorted(lost) == sorted(expected), "lost" if expected else "take-over", said)
+            else:
+                line = f"n{number} = index.insert({name}, {tokens}, {number})"
+                found = self.call(line, self.index.insert, ours[name], tokens, number)
+                expected_node = own.insert(theirs[name], tokens, number)
+                said = f"it returned {found!r}"
+                self.require((found is None) == (expected_node is None), "proof" if found else "tree", said)
+                if expected_node is not None:
+                    ours[f"n{number}"], theirs[f"n{number}"] = found, expected_node
+            alive = [
+                name
+                for name, node in theirs.items()
+                if name == "root" or (node.blocks and own._nodes.get(node.key) is node)
+            ]
+            ours, theirs = {name: ours[name] for name in alive}, {name: theirs[name] for name in alive}
+            for name, node in theirs.items():
+                same = ours[name].blocks == node.blocks and ours[name].depth == node.depth
+                said = (
+                    f"{name} has blocks {ours[name].blocks} at depth {ours[name].depth}, and should have {node.blocks}"
+                )
+                self.require(same and ours[name].token_ids == node.token_ids, "as-one", said)
+            for name in (random_.choice(list(ours)) for _ in range(3)):
+                tokens = (random_.randrange(3), 1)
+                found = self.call(f"index.child({name}, {tokens})", self.index.child, ours[name], tokens)
+                expected_node = own.child(theirs[name], tokens)
+                blocks = None if expected_node is None else expected_node.blocks
+                theirs_now = None if found is None else found.blocks
+                self.require(theirs_now == blocks, "as-one", f"its blocks are {theirs_now}, and should be {blocks}")
+                self.calls.pop()
+            known = self.index.node_of.keys() == own.node_of.keys() and self.index._nodes.keys() == own._nodes.keys()
+            said = f"indexed are blocks {sorted(self.index.node_of)}, and should be {sorted(own.node_of)}"
+            self.require(known, "as-one", said)
 
     def tree(self) -> None:
         index, root = self.index, self.root
@@ -126,6 +249,9 @@ class IndexTrial(Trial):
         for parent, name in ((root, "root"), (one, "one")):
             found = self.call(f"index.child({name}, (3, 4))", index.child, parent, (3, 4))
             self.require((found is two) == (name == "one"), "child", f"behind {name} it is {found!r}")
+        again = self.call("index.insert(root, (1, 2), 7)", index.insert, root, (1, 2), 7)
+        said = f"block 7 was there already; its blocks are {one.blocks}"
+        self.require(again is one and one.blocks == [7], "same-content", said)
         again = self.call("index.insert(root, (1, 2), 8)", index.insert, root, (1, 2), 8)
         self.require(again is one and one.blocks == [7, 8], "same-content", f"its blocks are {one.blocks}")
         lost = self.call("index.drop(7)", index.drop, 7)
@@ -166,10 +292,27 @@ def cache_of(piece: ModuleType, num_blocks: int, block_size: int) -> PrefixBase:
     return cache
 
 
-def check(piece: ModuleType) -> None:
-    IndexTrial(piece).keys()
+def _check_index(piece: ModuleType) -> None:
     IndexTrial(piece).tree()
     IndexTrial(piece, lambda key, tokens: 1, line="lambda key, tokens: 1").collide()
+    for seed in range(12):
+        IndexTrial(piece).beside_a_tree(seed, chain_hash)
+        few = IndexTrial(piece, _few_hashes, line="lambda key, tokens: hash((key, tokens)) % 5 + 1")
+        few.beside_a_tree(seed, _few_hashes)
+    IndexTrial(piece).deep()
+
+
+def _few_hashes(key: int, tokens: Tokens) -> int:
+    return hash((key, tokens)) % 5 + 1
+
+
+def _check_cache(piece: ModuleType) -> None:
+    trial = PrefixTrial(piece)
+    for blocks in ((3, 0, 4), (2,), ()):
+        found = trial.call(f"cache.release_order({blocks})", trial.cache.release_order, blocks)  # type: ignore[attr-defined]
+        found = list(found) if isinstance(found, Iterable) else found
+        said = f"of {blocks} it returned {found!r}"
+        trial.require(isinstance(found, list) and sorted(found) == sorted(blocks), "same-order", said)
     search(lambda: PrefixTrial(piece), _KINDS, lists=40)
     check_cache(lambda: cache_of(piece, 12, 4), lists=4)
 
@@ -177,15 +320,55 @@ def check(piece: ModuleType) -> None:
 @contextmanager
 def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
     def new_cache(size: CacheSize) -> PrefixKvCache:
-        return cache_of(piece, size.num_blocks or 64, size.block_size)
+        return cache_of(piece, size.num_blocks or DEFAULT_NUM_BLOCKS, size.block_size)
 
-    yield {"kv": new_cache, "num_blocks": 64}
+    yield _OPTIONS | {"kv": new_cache}
+
+
+def _costs(piece: ModuleType) -> list[Cost]:
+    def work(cache: PrefixKvCache, blocks: int) -> None:
+        tokens = [number % 100 for number in range(16 * blocks)]
+        for seq_id in range(4):
+            cache.add(seq_id, tokens)
+            cache.reserve(seq_id, len(tokens) - cache.reserved_length(seq_id))
+            cache.commit(seq_id, tokens[cache.computed_length(seq_id) :])
+            cache.remove(seq_id)
+
+    return [
+        Cost(
+            f"the same prompt of {blocks} blocks 4 times",
+            partial(work, cache_of(piece, 300, 16), blocks),
+            partial(work, PrefixKvCache(300, 16), blocks),
+        )
+        for blocks in (4, 32, 256)
+    ]
+
+
+_OPTIONS = {"kv": "prefix", "num_blocks": 22, "max_num_seqs": 4, "max_model_len": 256}
 
 
 _RUBRIC = "Read the story and say whether the fox in it was kind to the turtle, to the owl and to the hen. "
 
+_STORIES = (
+    "the fox lent the turtle a lantern, and the turtle brought it back in the morning.",
+    "the owl had lost a feather, and the fox looked for it under every oak of the wood.",
+    "the hen was alone in the snow until a mole dug a way from her door to the mill.",
+    "the duck sang so loudly that the whole village lay awake until midnight.",
+)
+
 EXERCISE = Exercise(
-    names=("MyPrefixIndex", "MyPrefixCache"),
+    parts=(
+        Part(("MyPrefixIndex.keys",), lambda piece: IndexTrial(piece).keys()),
+        Part(tuple(f"MyPrefixIndex.{name}" for name in ("child", "insert", "drop")), _check_index),
+        Part(
+            (
+                *(f"MyPrefixIndex.{name}" for name in ("keys", "child", "insert", "drop")),
+                "MyPrefixCache.release_order",
+                "MyPrefixCache.next_to_evict",
+            ),
+            _check_cache,
+        ),
+    ),
     rules=RULES,
     hints=(
         "keys and insert hash the same: the key of what precedes, and the tokens of the block as a tuple.",
@@ -194,11 +377,18 @@ EXERCISE = Exercise(
         "Otherwise walk the tree from this node down.",
         "pool.cached is ordered by release. So the order of eviction is decided when a sequence releases its blocks.",
     ),
-    solution=("forge.cache.prefix_index.PrefixIndex", "forge.cache.prefix.PrefixKvCache._allocate"),
-    check=check,
+    solution=("forge.cache.prefix_index.PrefixIndex.insert", "forge.cache.prefix.PrefixKvCache._allocate"),
+    differs="The engine's own also tells an observer what is published and evicted: a router before several engines "
+    "lives on these events. The order of eviction is no code of its own: blocks are released the last one first.",
+    next_question="Two blocks have the same content, and a sequence reads each. Why is the second not given back at "
+    "once?",
+    costs=_costs,
     engine=engine,
-    own={"kv": "prefix", "num_blocks": 64},
-    prompts=tuple(_RUBRIC + f"Story {number}:" for number in range(16)),
-    params={"max_tokens": 8, "ignore_eos": True},
+    own=_OPTIONS,
+    prompts=(
+        *(_RUBRIC + f"Story {number}: {_STORIES[number % 4]}" for number in range(8)),
+        *(f"{_STORIES[number]} That was story {number}. {_STORIES[number - 1]}" for number in range(4)),
+    ),
+    params=({"max_tokens": 8, "ignore_eos": True},),
     view="blocks",
 )

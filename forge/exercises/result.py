@@ -1,6 +1,10 @@
 """What a check found, as data: a child process prints it as JSON, and `--json` shows it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+State = Literal["right", "wrong", "not written", "not checked"]
 
 
 @dataclass(frozen=True)
@@ -21,5 +25,9 @@ class Result:
     line: str | None = None
     """The reader's line, where there is one."""
     question: str = ""
+    functions: Mapping[str, State] = field(default_factory=dict)
+    """The state of each function of the exercise."""
     printed: str = ""
     """What the reader's code printed, the last lines of it."""
+    changed: bool = False
+    """Whether the exercise has changed since the reader's file was begun."""

@@ -2,18 +2,20 @@
 a replica that runs, and little is computed twice."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from numbers import Integral
 from types import ModuleType
 from typing import Any
 
 from forge.cluster.events import CacheEvents
 from forge.cluster.fleet import Fleet, RouteRequest
 from forge.cluster.local import LocalCluster, LocalRun, Talk, run_talks
-from forge.cluster.routers import PrefixRouter, Router
+from forge.cluster.routers import PrefixRouter
 from forge.engine.outputs import RequestOutput
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Exercise, Rule, Trial
+from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
 from forge.llm import LLM
 from forge.trace.records import RouteRecord, StepRecord
 
@@ -26,8 +28,11 @@ RULES = {
         "A request goes to one of the candidates, by its name.", "Which replicas may be there and not be candidates?"
     ),
     "counted": Rule(
-        "choose changes no replica: the request is counted once, afterwards.", "Who counts a request, and when?"
+        "choose changes nothing of the fleet, neither a replica nor what is known of its blocks: the request is "
+        "counted once, afterwards.",
+        "Who counts a request, and when?",
     ),
+    "result": Rule("num_blocks returns a whole number, choose what decision returns.", "What is returned?"),
     "least-busy": Rule(
         "Without a prefix, the replica with the fewest outstanding tokens is chosen.",
         "What does it compare, and does it take the least or the most?",
@@ -75,12 +80,6 @@ _KNOWN: tuple[tuple[str, dict[str, tuple[int, int, str]], str, str], ...] = (
 blocks, the candidates)."""
 
 
-class _Known(PrefixRouter):
-    """forge's own, with the exercise's threshold."""
-
-    name = "own"
-
-
 class RouterTrial(Trial):
     """Asks the reader's router about fleets whose right choice is known."""
 
@@ -93,10 +92,12 @@ class RouterTrial(Trial):
         self.piece = piece
         self.setup = len(self.calls)
 
-    def known(self, rule: str, fleet: dict[str, tuple[int, int, str]], prompt: str, among: str) -> None:
-        """One fleet: the choice must be that of forge's own router."""
+    def ask(
+        self, fleet: Mapping[str, tuple[int, int, str]], function: str, arguments: Callable[[Fleet], tuple[str, tuple]]
+    ) -> Any:
+        """The result of a call on this fleet, which has to stay as it is."""
         del self.calls[self.setup :]
-        given, request = _fleet(fleet), RouteRequest("r", _keys(prompt), 16 * len(prompt) + 8, 8, _BLOCK)
+        given = _fleet(fleet)
         self.calls += [
             "fleet = Fleet()",
             *(
@@ -105,36 +106,94 @@ class RouterTrial(Trial):
                 for name, (tokens, routed, blocks) in fleet.items()
             ),
         ]
-        candidates = given.candidates(list(among))
-        before = [(one.requests, one.tokens, one.routed_tokens) for one in given.replicas.values()]
-        router: Router = self.call("router = piece.MyRouter(fleet)", lambda: self.piece.MyRouter(given))
-        line = (
-            f'router.choose(RouteRequest("r", {request.keys}, {request.num_prompt_tokens}, 8, 16), '
-            f"fleet.candidates({list(among)}))"
-        )
-        found: RouteRecord = self.call(line, router.choose, request, candidates)
-        after = [(one.requests, one.tokens, one.routed_tokens) for one in given.replicas.values()]
-        self.require(before == after, "counted", f"requests, tokens and tokens given were {before}, and are {after}")
-        name = getattr(found, "replica", None)
-        self.require(name in list(among), "candidate", f"it chose {name!r}, and the candidates are {list(among)}")
-        own = _Known(given).choose(request, candidates)
-        said = f"it chose {found.replica}, and not {own.replica}; {_shown(fleet)}"
-        self.require(found.replica == own.replica, self._rule(rule, given, own, found), said)
-        self.require(found.why == own.why, "told", f'it said "{found.why}", and it is "{own.why}"; {_shown(fleet)}')
-        cached = own.cached_tokens // _BLOCK * _BLOCK
+        before = _state(given)
+        router = self.call("router = piece.MyRouter(fleet)", lambda: self.piece.MyRouter(given))
+        if self.threshold != 512:
+            router.threshold = self.threshold
+            self.calls.append(f"router.threshold = {self.threshold}")
+        shown, values = arguments(given)
+        found = self.call(f"router.{function}({shown})", getattr(router, function), *values)
+        said = f"requests, tokens, tokens given and blocks were {before}, and are {_state(given)}"
+        self.require(_state(given) == before, "counted", said)
+        return found
+
+    threshold = 512
+
+    def blocks(self, fleet: Mapping[str, tuple[int, int, str]], prompt: str) -> None:
+        for name, (_, _, blocks) in fleet.items():
+            request = RouteRequest("r", _keys(prompt), 16 * len(prompt) + 8, _BLOCK)
+            shown = f'fleet.replicas["{name}"], RouteRequest("r", {request.keys})'
+            found = self.ask(fleet, "num_blocks", lambda given: (shown, (given.replicas[name], request)))  # noqa: B023
+            self.require(isinstance(found, Integral), "result", f"it returned {found!r}")
+            expected = _held(blocks, prompt)
+            said = f"it is {found}, and not {expected}; {name} has blocks {blocks or 'none'} of {prompt or 'none'}"
+            self.require(found == expected, "gap", said)
+
+    def known(self, rule: str, fleet: Mapping[str, tuple[int, int, str]], prompt: str, among: str) -> None:
+        """One fleet: the choice must be the one that the template states."""
+        request = RouteRequest("r", _keys(prompt), 16 * len(prompt) + 8, _BLOCK)
+        left_out = frozenset(fleet) - frozenset(among)
+        shown = f'RouteRequest("r", {request.keys}, {request.num_prompt_tokens}, 16), fleet.candidates({left_out})'
+        found = self.ask(fleet, "choose", lambda given: (shown, (request, given.candidates(left_out))))
+        self.require(isinstance(found, RouteRecord), "result", f"it returned {found!r}")
+        self.require(found.replica in among, "candidate", f"it chose {found.replica!r} of {list(among)}")
+        names, why = _expected(fleet, prompt, among, self.threshold)
+        said = f"it chose {found.replica}, and not {' or '.join(names)}; {_shown(fleet)}"
+        self.require(found.replica in names, self._rule(rule, fleet, names, why, found), said)
+        self.require(found.why == why, "told", f'it said "{found.why}", and it is "{why}"; {_shown(fleet)}')
+        told = found.request_id, found.num_candidates, found.load, found.least_load
+        tokens = [tokens for tokens, _, _ in fleet.values()]
+        expected = "r", len(fleet), fleet[found.replica][0], min(tokens)
+        self.require(told == expected, "told", f"the decision has {told}, and should have {expected}")
+        cached = _held(fleet[found.replica][2], prompt) * _BLOCK
         said = f"it said {found.cached_tokens} cached tokens, and {found.replica} has {cached}; {_shown(fleet)}"
         self.require(found.cached_tokens == cached, "told", said)
 
-    def _rule(self, rule: str, fleet: Fleet, own: RouteRecord, found: RouteRecord) -> str:
+    def _rule(
+        self,
+        rule: str,
+        fleet: Mapping[str, tuple[int, int, str]],
+        names: Sequence[str],
+        why: str,
+        found: RouteRecord,
+    ) -> str:
         """The rule that a wrong choice breaks. For a random fleet it follows from the two decisions."""
-        if rule in ("random", "longest") and "holder_busy" in (own.why, found.why):
+        if rule in ("random", "longest") and "holder_busy" in (why, found.why):
             return "threshold"
         if rule not in ("random", "candidate"):
             return rule
-        if own.why == "prefix":
+        if why == "prefix":
             return "longest"
-        chosen = fleet.replicas[found.replica]
-        return "tie" if chosen.tokens == own.least_load else "least-busy"
+        return "tie" if fleet[found.replica][0] == fleet[names[0]][0] else "least-busy"
+
+
+def _held(blocks: str, prompt: str) -> int:
+    """How many of the prompt's first blocks are there."""
+    return next((number for number, block in enumerate(prompt) if block not in blocks), len(prompt))
+
+
+def _expected(
+    fleet: Mapping[str, tuple[int, int, str]], prompt: str, among: str, threshold: int
+) -> tuple[tuple[str, ...], str]:
+    """The replicas of which any is right, and why."""
+
+    def least_busy(names: Sequence[str]) -> tuple[str, ...]:
+        least = min(fleet[name][:2] for name in names)
+        return tuple(name for name in names if fleet[name][:2] == least)
+
+    least = least_busy(among)
+    held = {name: _held(fleet[name][2], prompt) for name in among}
+    longest = max(held.values())
+    if not longest:
+        return least, "no_prefix"
+    holders = least_busy([name for name in among if held[name] == longest])
+    is_busy = fleet[holders[0]][0] - fleet[least[0]][0] > threshold
+    return (least, "holder_busy") if is_busy else (holders, "prefix")
+
+
+def _state(fleet: Fleet) -> tuple[Any, ...]:
+    replicas = [(one.requests, one.tokens, one.routed_tokens) for one in fleet.replicas.values()]
+    return replicas, dict(fleet.prefixes.holders), fleet.mask
 
 
 def _keys(blocks: str) -> tuple[int, ...]:
@@ -175,18 +234,34 @@ def _run(router: Any) -> LocalRun:
     return run_talks(engines, router, _talks(), _PARAMS, clients=4)
 
 
-def check(piece: ModuleType) -> None:
-    trial = RouterTrial(piece)
-    for rule, fleet, prompt, among in _KNOWN:
-        trial.known(rule, fleet, prompt, among)
+def _fleets(number: int) -> Iterator[tuple[dict[str, tuple[int, int, str]], str]]:
     random_ = random.Random(0)
-    for _ in range(_FLEETS):
-        blocks = ("", "x", "xy", "xyz", "yz", "z")
+    for _ in range(number):
+        blocks = ("", "x", "xy", "xyz", "yz", "z", "xz")
         fleet = {
             name: (random_.choice((0, 40, 300, 512, 560, 900)), random_.randrange(4), random_.choice(blocks))
             for name in _NAMES
         }
-        trial.known("random", fleet, "xyz", "".join(random_.sample(_NAMES, random_.randint(1, 3))))
+        yield fleet, "".join(random_.sample(_NAMES, random_.randint(1, 3)))
+
+
+def _check_blocks(piece: ModuleType) -> None:
+    trial = RouterTrial(piece)
+    for fleet, _ in _fleets(12):
+        for prompt in ("xyz", "", "zyx", "q"):
+            trial.blocks(fleet, prompt)
+
+
+def _check_choose(piece: ModuleType) -> None:
+    trial = RouterTrial(piece)
+    for rule, fleet, prompt, among in _KNOWN:
+        trial.known(rule, fleet, prompt, among)
+    for fleet, among in _fleets(_FLEETS):
+        trial.known("random", fleet, "xyz", among)
+    for threshold in (0, 40, 10_000):
+        trial.threshold = threshold
+        for fleet, among in _fleets(40):
+            trial.known("random", fleet, "xyz", among)
     del trial.calls[trial.setup :]
     ours: LocalRun = trial.call(f"two engines, {_TALKS * _TURNS} requests", lambda: _run(piece.MyRouter))
     theirs = _run(PrefixRouter)
@@ -214,11 +289,30 @@ def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
     yield _OPTIONS | {"drive": lambda llm, prompts, params: drive(llm, piece.MyRouter, prompts, params)}
 
 
+def _costs(piece: ModuleType) -> list[Cost]:
+    costs = []
+    for number in (2, 16, 128):
+        fleet = _fleet({f"r{index}": (37 * index % 500, index, "xyzuvw"[: index % 7]) for index in range(number)})
+        request, candidates = RouteRequest("r", _keys("xyzuvw"), 104, _BLOCK), fleet.candidates()
+        yours, own = piece.MyRouter(fleet), PrefixRouter(fleet)
+        costs.append(
+            Cost(
+                f"{number} replicas",
+                partial(yours.choose, request, candidates),
+                partial(own.choose, request, candidates),
+            )
+        )
+    return costs
+
+
 _OPTIONS = {"kv": "prefix", "num_blocks": 128, "max_num_seqs": 8}
 _STORY = "Once upon a time there was a fox who lived in a den under an old oak, and every evening a turtle came. "
 
 EXERCISE = Exercise(
-    names=("MyRouter",),
+    parts=(
+        Part(("MyRouter.num_blocks",), _check_blocks),
+        Part(("MyRouter.num_blocks", "MyRouter.choose"), _check_choose),
+    ),
     rules=RULES,
     hints=(
         "num_blocks is a loop over request.keys that ends at the first block that the replica does not have.",
@@ -229,10 +323,15 @@ EXERCISE = Exercise(
         "The last argument of decision is about the chosen replica: for holder_busy those are the blocks of the least "
         "busy one, which may be some.",
     ),
-    solution=("forge.cluster.routers.PrefixRouter", "forge.cluster.fleet.PrefixMap.longest"),
-    check=check,
+    solution=("forge.cluster.fleet.PrefixMap.longest", "forge.cluster.routers.PrefixRouter.choose"),
+    differs="The engine's own asks once for all replicas: for each block it has one integer with a bit for every "
+    "replica that holds it, and walks along the prompt as long as a bit is left. Yours asks every replica about every "
+    "block.",
+    next_question="A router learns of a block when its event arrives. What goes wrong, and what does not, if that "
+    "takes half a second?",
+    costs=_costs,
     engine=engine,
     own=_OPTIONS | {"drive": lambda llm, prompts, params: drive(llm, PrefixRouter, prompts, params)},
     prompts=tuple(f"{_STORY}The {name}" for name in ("fox", "owl", "hen", "mole", "turtle", "duck", "mouse", "bee")),
-    params={"max_tokens": 24, "ignore_eos": True},
+    params=({"max_tokens": 24, "ignore_eos": True},),
 )

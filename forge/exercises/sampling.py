@@ -1,18 +1,19 @@
-"""Exercise 1: greedy choice, the filters of sampling, one draw. Exact sets of tokens, and chi-squared on the draws."""
+"""Exercise 1: greedy choice, the filters of sampling, one draw. Exact sets of tokens, and draws with given noise."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from numbers import Integral
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from forge.engine import rng, sampling
+from forge.engine import rng, sampler, sampling
 from forge.engine.sampling_params import SamplingParams
-from forge.exercises.exercise import Exercise, Rule, Trial
+from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
 
-_DRAWS = 4000
 _ROW = [2.0, -1.0, 2.0, 0.5, 1.0, -3.0, 1.5, 0.0]
 _LOGS = [-0.6931472, -1.3862944, -2.0794415, -2.7725887, -2.7725887]
 """Of the probabilities 1/2, 1/4, 1/8, 1/16, 1/16."""
@@ -47,8 +48,11 @@ RULES = {
         "How likely is the likeliest token, and what is min_p of it?",
     ),
     "ascending": Rule("The ids are ascending, and scores stand in the same order.", "Which order has the result?"),
-    "result": Rule("filtered returns two arrays of one length: token ids and scores.", "What are their shapes?"),
-    "unchanged": Rule("The row of logits belongs to the caller and is not changed.", "Which line writes into it?"),
+    "result": Rule(
+        "filtered returns two sequences of one length: token ids, which are whole numbers, and scores.",
+        "What are their shapes and types?",
+    ),
+    "id": Rule("A token id is a whole number.", "What type has the result?"),
     "drawn-from": Rule("A draw is one of the token ids.", "Is it an index, or the id at that index?"),
     "argmax": Rule("The greatest score plus noise wins.", "What is added to a score before the argmax?"),
     "distribution": Rule(
@@ -63,11 +67,16 @@ _CASES: tuple[tuple[str, list[float], dict[str, Any]], ...] = (
     ("top-k", _ROW, {"temperature": 1.0, "top_k": 4}),
     ("ties", _ROW, {"temperature": 1.0, "top_k": 1}),
     ("ties", [1.0, 3.0, 2.0, 2.0, 2.0, 0.0], {"temperature": 1.0, "top_k": 3}),
+    ("top-p", [1.0, 1.0, 1.0, 1.0], {"temperature": 1.0, "top_p": 0.5}),
+    ("min-p", [2.0, 0.0, 2.0], {"temperature": 1.0, "min_p": 1.0}),
+    ("min-p", [0.5], {"temperature": 0.7, "top_k": 1, "top_p": 0.01, "min_p": 1.0}),
+    ("min-p", _LOGS, {"temperature": 3.0, "min_p": 0.6}),
     ("all", _ROW, {"temperature": 1.0, "top_k": 99}),
     ("top-p", _LOGS, {"temperature": 1.0, "top_p": 0.7}),
     ("top-p", _LOGS, {"temperature": 1.0, "top_p": 0.45}),
     ("top-p", _LOGS, {"temperature": 1.0, "top_p": 0.01}),
     ("top-p-order", _LOGS[::-1], {"temperature": 1.0, "top_p": 0.7}),
+    ("ties", [0.0, 2.0, 2.0, 2.0, 2.0], {"temperature": 0.25, "top_p": 0.3}),
     ("top-p-temperature", _LOGS, {"temperature": 3.0, "top_p": 0.7}),
     ("top-p-after-top-k", _LOGS, {"temperature": 1.0, "top_k": 3, "top_p": 0.8}),
     ("min-p", _LOGS, {"temperature": 1.0, "min_p": 0.2}),
@@ -88,85 +97,134 @@ class SamplingTrial(Trial):
     def greedy(self, row: list[float]) -> None:
         del self.calls[self.setup :]
         logits = np.array(row, np.float32)
-        found = self.call(f"piece.greedy(np.array({row}, np.float32))", self.piece.greedy, logits)
         expected = int(logits.argmax())
+        line = f"piece.greedy(np.array({row}, np.float32))"
+        found = self.call(line, self.piece.greedy, logits)
+        self.require(isinstance(found, Integral), "id", f"it returned {found!r}")
         self.require(found == expected, "greedy", f"of {row} it takes token {found}, and not {expected}")
 
     def filtered(self, rule: str, row: list[float], options: dict[str, Any]) -> None:
         del self.calls[self.setup :]
         logits, params = np.array(row, np.float32), SamplingParams(**options)
+        expected_ids, expected = sampling.filtered(logits.copy(), params)
         given = ", ".join(f"{name}={value}" for name, value in options.items())
-        shown = [round(value, 3) for value in row]
-        line = f"piece.filtered(np.array({shown}, np.float32), SamplingParams({given}))"
-        found = self.call(line, self.piece.filtered, logits.copy(), params)
-        copied = logits.copy()
-        self.call(line, self.piece.filtered, copied, params)
-        self.calls.pop()
-        self.require((copied == logits).all(), "unchanged", f"the row has become {copied.tolist()}")
-        is_pair = isinstance(found, tuple) and len(found) == 2 and all(isinstance(one, np.ndarray) for one in found)
-        self.require(is_pair and found[0].shape == found[1].shape and found[0].ndim == 1, "result", f"it is {found!r}")
-        ids, scores = found[0].tolist(), found[1].astype(np.float64)
-        wanted_ids, wanted = sampling.filtered(logits, params)
-        expected = wanted_ids.tolist()
-        self.require(sorted(ids) == expected, rule, f"with {given} it keeps tokens {ids}, and should keep {expected}")
-        self.require(ids == expected, "ascending", f"the ids are {ids}")
-        same = np.allclose(scores, wanted, rtol=1e-5, atol=1e-6)
+        line = f"piece.filtered(np.array({[round(value, 3) for value in row]}, np.float32), SamplingParams({given}))"
+        found = self.call(line, self.piece.filtered, logits, params)
+        self.require(isinstance(found, tuple | list) and len(found) == 2, "result", f"it returned {found!r}")
+        ids, scores = self._listed(found[0]), self._listed(found[1])
+        is_pair = len(ids) == len(scores) and all(isinstance(one, Integral) for one in ids)
+        self.require(is_pair, "result", f"it returned {found!r}")
+        kept = expected_ids.tolist()
+        self.require(sorted(ids) == kept, rule, f"with {given} it keeps tokens {ids}, and should keep {kept}")
+        self.require(ids == kept, "ascending", f"the ids are {ids}")
+        same = np.allclose(scores, expected, rtol=1e-5, atol=1e-6)
         rule = "overflow" if rule == "overflow" else "temperature"
-        self.require(same, rule, f"the scores are {np.round(scores, 3).tolist()}, not {np.round(wanted, 3).tolist()}")
+        self.require(same, rule, f"the scores are {np.round(scores, 3).tolist()}, not {np.round(expected, 3).tolist()}")
+        again = self.call(line, self.piece.filtered, logits, params)
+        self.require(self._listed(again[0]) == ids and self._listed(again[1]) == scores, "again", f"then {again!r}")
 
-    def drawn(self) -> None:
+    def _listed(self, values: Any) -> list[Any]:
+        """Plain lists and arrays of one dimension alike."""
+        listed = values.tolist() if isinstance(values, np.ndarray) else values
+        is_flat = isinstance(listed, list | tuple) and not any(isinstance(one, list | tuple) for one in listed)
+        self.require(is_flat, "result", f"{values!r} has not one dimension")
+        return [one.item() if isinstance(one, np.generic) else one for one in listed]
+
+    def drawn(self, rule: str, ids: np.ndarray, scores: np.ndarray, uniform: np.ndarray) -> None:
         del self.calls[self.setup :]
-        ids, uniform = np.array([3, 8, 20]), np.array([0.5, 0.9, 0.1])
-        for scores, expected in ((np.zeros(3), 8), (np.array([5.0, 0.0, 0.0]), 3), (np.array([0.0, 0.0, 9.0]), 20)):
-            arrays = ", ".join(f"np.array({one.tolist()})" for one in (ids, scores, uniform))
-            found = self.call(f"piece.draw({arrays})", self.piece.draw, ids, scores, uniform)
-            self.require(found in ids.tolist(), "drawn-from", f"it is {found!r}, and the ids are {ids.tolist()}")
-            self.require(found == expected, "argmax", f"it is {found}, and not {expected}")
-            self.calls.pop()
-        self._chi_squared(ids)
-
-    def _chi_squared(self, ids: np.ndarray) -> None:
-        probabilities = np.array([0.6, 0.3, 0.1])
-        noise = np.random.default_rng(0).random((_DRAWS, 3))
-        counts = dict.fromkeys(ids.tolist(), 0)
-        line = "[piece.draw(ids, np.log([0.6, 0.3, 0.1]), u) for u in np.random.default_rng(0).random((4000, 3))]"
-        self.calls.append(line)
-        for uniform in noise:
-            counts[int(self.piece.draw(ids, np.log(probabilities), uniform))] += 1
-        found = np.array([*counts.values()])
-        statistic = float((((found - _DRAWS * probabilities) ** 2) / (_DRAWS * probabilities)).sum())
-        said = f"of {_DRAWS} draws {found.tolist()}; {(probabilities * _DRAWS).round().tolist()} are expected"
-        self.require(statistic < 20, "distribution", said)  # two degrees of freedom: 1 in 20,000 by chance
+        expected = int(ids[np.argmax(scores - np.log(-np.log(uniform)))])
+        arrays = ", ".join(f"np.array({one.round(6).tolist()})" for one in (ids, scores, uniform))
+        found = self.call(f"piece.draw({arrays})", self.piece.draw, ids, scores, uniform)
+        self.require(isinstance(found, Integral), "id", f"it returned {found!r}")
+        self.require(found in ids.tolist(), "drawn-from", f"it is {found!r}, and the ids are {ids.tolist()}")
+        self.require(found == expected, rule, f"it is {found}, and not {expected}")
 
 
-def check(piece: ModuleType) -> None:
+def _check_greedy(piece: ModuleType) -> None:
     trial = SamplingTrial(piece)
-    for row in (_ROW, [-5.0, -2.0, -2.0], [1.0], [0.0, 7.0, 7.5, 7.5]):
+    for row in (_ROW, [-5.0, -2.0, -2.0], [1.0], [0.0, 7.0, 7.5, 7.5], [3.0, 1.0, 3.0], [-1.0, -2.0]):
         trial.greedy(row)
+
+
+def _check_filtered(piece: ModuleType) -> None:
+    trial = SamplingTrial(piece)
     for case in _CASES:
         trial.filtered(*case)
     generator = np.random.default_rng(0)
-    for _ in range(60):
-        row = (generator.standard_normal(12) * 3).round(2).tolist()
+    for number in range(60):
+        row = (generator.standard_normal(1 + number % 12) * 3).round(2).tolist()
         options = {"temperature": 0.7, "top_k": int(generator.integers(0, 12)), "top_p": 0.9, "min_p": 0.05}
         trial.filtered("top-p-after-top-k", row, options)
-    trial.drawn()
+    del trial.calls[trial.setup :]
+    params = SamplingParams(temperature=0.8, top_k=200, top_p=0.95, min_p=0.01)
+    trial.require_growth(
+        "piece.filtered(np.random.default_rng(0).standard_normal(16_000), SamplingParams(top_k=200, top_p=0.95))",
+        lambda size: partial(piece.filtered, np.random.default_rng(0).standard_normal(size).astype(np.float32), params),
+        500,
+        16_000,
+        200,
+    )
+
+
+def _check_draw(piece: ModuleType) -> None:
+    trial = SamplingTrial(piece)
+    ids, uniform = np.array([3, 8, 20]), np.array([0.5, 0.9, 0.1])
+    trial.drawn("argmax", ids, np.array([5.0, 0.0, 0.0]), uniform)
+    trial.drawn("argmax", ids, np.zeros(3), uniform)
+    trial.drawn("argmax", ids, np.array([0.0, 0.0, 9.0]), uniform)
+    trial.drawn("argmax", ids, np.zeros(3), np.array([0.2, 0.7, 0.7]))
+    trial.drawn("argmax", np.array([6]), np.zeros(1), np.array([0.3]))
+    trial.drawn("argmax", np.array([0, 7]), np.array([0.0, -1.0]), np.array([0.5, 0.5]))
+    generator = np.random.default_rng(0)
+    for number in range(200):
+        size = 2 + number % 7
+        scores = generator.standard_normal(size) - 2
+        trial.drawn("distribution", np.arange(size) * 3 + number, scores, generator.random(size))
 
 
 @contextmanager
 def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
+    def filtered(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+        ids, scores = piece.filtered(logits, params)
+        return np.asarray(ids, np.int64), np.asarray(scores, np.float64)
+
     def drawn(token_ids: np.ndarray, scores: np.ndarray, *name: Any) -> int:
         uniform = (rng.token_words(token_ids, *name) + 0.5) * 2.0**-32
         return int(piece.draw(token_ids, scores, uniform))
 
-    with patch.object(sampling, "filtered", piece.filtered), patch.object(sampling, "gumbel_argmax", drawn):
+    def argmax_rows(rows: Any) -> tuple[list[int], list[float]]:
+        ids = [int(piece.greedy(np.asarray(row))) for row in rows]
+        return ids, [float(row[token_id]) for row, token_id in zip(rows, ids, strict=True)]
+
+    with (
+        patch.object(sampling, "filtered", filtered),
+        patch.object(sampling, "gumbel_argmax", drawn),
+        patch.object(sampler, "argmax_rows", argmax_rows),
+    ):
         yield _OPTIONS
+
+
+def _costs(piece: ModuleType) -> list[Cost]:
+    params = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.02)
+    rows = [np.random.default_rng(0).standard_normal(size).astype(np.float32) for size in (4_000, 32_000, 151_936)]
+    return [
+        Cost(
+            f"filtered, {len(row):,} logits",
+            partial(piece.filtered, row, params),
+            partial(sampling.filtered, row, params),
+        )
+        for row in rows
+    ]
 
 
 _OPTIONS = {"kv": "paged"}
 
 EXERCISE = Exercise(
-    names=("greedy", "filtered", "draw"),
+    parts=(
+        Part(("greedy",), _check_greedy),
+        Part(("filtered",), _check_filtered),
+        Part(("draw",), _check_draw),
+    ),
     rules=RULES,
     hints=(
         "Sort once: np.argsort(-logits, kind='stable') has the tokens from the greatest logit down, equals by id. Each "
@@ -177,9 +235,15 @@ EXERCISE = Exercise(
         "min-p: the likeliest token has score 0, so a token's probability relative to it is exp(score).",
         "draw: argmax of scores - log(-log(u)) is an index. The answer is the id at that index.",
     ),
-    solution=("forge.engine.sampling.filtered", "forge.engine.sampling._nucleus", "forge.engine.rng.gumbel_argmax"),
-    check=check,
+    solution=("forge.engine.sampling.filtered",),
+    differs="The engine never sorts a row of 151,936 logits: it splits the top k off by partitioning, and for top-p it "
+    "drops what is too small to matter first. Your argsort sorts everything, and is easier to read.",
+    next_question="Under which top_k and top_p does your sort cost more than the rest of a decode step?",
+    costs=_costs,
     engine=engine,
     own=_OPTIONS,
-    params={"max_tokens": 96, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "seed": 7},
+    params=(
+        {"max_tokens": 32, "temperature": 0.0},
+        {"max_tokens": 96, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "seed": 7},
+    ),
 )

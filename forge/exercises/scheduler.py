@@ -1,19 +1,25 @@
 """Exercise 7: a scheduler's decision. Workloads on the hash model, each step's plan held against the rules."""
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-from forge.engine.admission import Admission, generation_item
+from forge.engine import engine as engine_module
+from forge.engine.admission import generation_item
+from forge.engine.policies import VictimPolicy
 from forge.engine.sampling_params import SamplingParams
 from forge.engine.scheduler import Scheduler
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder, StepPlan
 from forge.exercises.engine_trial import EngineTrial
-from forge.exercises.exercise import Exercise, Rule
+from forge.exercises.exercise import Cost, Exercise, Part, Rule
 from forge.llm import LLM
-from forge.trace.records import MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted, PreemptRecord, WaitReason, WaitRecord
+from forge.reasons import MaxNumSeqs, NoBlocks, NoBudget, PoolExhausted, WaitReason
+from forge.trace.records import PreemptRecord, WaitRecord
 
 _BLOCK, _BUDGET, _MAX_SEQS = 4, 12, 4
 
@@ -21,8 +27,11 @@ _BLOCK, _BUDGET, _MAX_SEQS = 4, 12, 4
 class SchedulerBase(Scheduler):
     """What exercise 7 gives: everything of a scheduler but its decision."""
 
-    _given: Admission
-    """The engine's own, set by `put`."""
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._given = self._admission
+        """The engine's own."""
+        self._admission: Any = SimpleNamespace(admit=lambda plan: self.admit(plan))
 
     def schedule_running(self, plan: PlanBuilder) -> None:
         raise NotImplementedError("schedule_running")
@@ -57,12 +66,24 @@ class SchedulerBase(Scheduler):
         self.schedule_running(plan)
 
 
-def put(llm: LLM, piece: Any) -> None:
-    """Let the reader's class decide for the engine of this model."""
-    scheduler: Any = llm.engine.scheduler
-    scheduler.__class__ = piece.MyScheduler
-    scheduler._given = scheduler._admission
-    scheduler._admission = SimpleNamespace(admit=scheduler.admit)
+def first_of_others(running: Items[Sequence], requester: Sequence) -> Sequence | None:
+    """A victim that the plan may have been made for already."""
+    return next((one for one in running if one is not requester), None)
+
+
+def new_llm(scheduler: type[Scheduler], num_blocks: int, policy: str | VictimPolicy = "lifo") -> LLM:
+    """A small engine on which this class schedules."""
+    with patch.object(engine_module, "Scheduler", scheduler):
+        return LLM(
+            "hash",
+            kv="paged",
+            block_size=_BLOCK,
+            num_blocks=num_blocks,
+            max_num_seqs=_MAX_SEQS,
+            max_num_batched_tokens=_BUDGET,
+            prefill_only=False,
+            preempt=policy,
+        )
 
 
 RULES = {
@@ -93,7 +114,13 @@ RULES = {
         "A step that preempts a sequence admits none.", "Whose blocks would the admitted sequence take?"
     ),
     "blocks": Rule("A sequence is admitted with blocks for all of its tokens.", "How many blocks are available?"),
-    "reason": Rule("The plan says why the first one waits.", "Which of the three reasons holds?"),
+    "reason": Rule(
+        "The plan says once why the first one waits, and of no other: a reason that holds, with its numbers.",
+        "Which of the three reasons holds, and what are its numbers?",
+    ),
+    "asking": Rule("reason_to_wait changes nothing.", "Which line of it changes the plan or the queue?"),
+    "once": Rule("A step computes a sequence once.", "How often is compute called for this sequence?"),
+    "result": Rule("The functions return what their docstrings say.", "What is returned?"),
     "ends": Rule("Every request ends.", "Which request waits for ever, and for what?"),
     "same-tokens": Rule("A request says what it says alone.", "Which tokens were computed, and where?"),
     "conforms": Rule("Every rule of the scheduler holds after every step.", "Which container was not told?"),
@@ -103,26 +130,16 @@ RULES = {
 class SchedulerTrial(EngineTrial):
     """An engine whose plans are looked at as they are made."""
 
-    def __init__(self, piece: ModuleType, num_blocks: int):
-        options = (
-            f'kv="paged", block_size={_BLOCK}, num_blocks={num_blocks}, max_num_seqs={_MAX_SEQS}, '
-            f"max_num_batched_tokens={_BUDGET}, prefill_only=False"
-        )
+    def __init__(
+        self, piece: ModuleType, num_blocks: int, kind: type | None = None, policy: str | VictimPolicy = "lifo"
+    ):
+        """kind: a class in the place of the reader's."""
         super().__init__(
             piece,
-            "from forge import LLM, SamplingParams; from forge.exercises.scheduler import put",
-            f'llm = LLM("hash", {options}); put(llm, piece)',
+            "from forge import SamplingParams; from forge.exercises.scheduler import first_of_others, new_llm",
+            f"llm = new_llm(piece.MyScheduler, {num_blocks}{', first_of_others' if callable(policy) else ''})",
         )
-        self.llm = LLM(
-            "hash",
-            kv="paged",
-            block_size=_BLOCK,
-            num_blocks=num_blocks,
-            max_num_seqs=_MAX_SEQS,
-            max_num_batched_tokens=_BUDGET,
-            prefill_only=False,
-        )
-        put(self.llm, SimpleNamespace(MyScheduler=self._observed(piece)))
+        self.llm = new_llm(kind or self._observed(piece), num_blocks, policy)
 
     def _observed(self, piece: ModuleType) -> type:
         trial = self
@@ -132,7 +149,9 @@ class SchedulerTrial(EngineTrial):
 
             def begin(self, sequence: Sequence, plan: PlanBuilder) -> None:
                 needed, free = self.blocks_to_begin(sequence), self.cache.num_available
-                first, name = next(iter(self.queue)), f"sequence {sequence.seq_id}"
+                name = f"sequence {sequence.seq_id}"
+                trial.require(sequence.seq_id in self.queue.sequences, "once", f"{name} does not wait")
+                first = next(iter(self.queue))
                 said = f"{name} is admitted, and sequence {first.seq_id} stands before it"
                 trial.require(first is sequence, "no-overtaking", said)
                 trial.require(not plan.preempted, "after-preemption", f"{name} is admitted after a preemption")
@@ -145,6 +164,7 @@ class SchedulerTrial(EngineTrial):
             def compute(self, sequence: Sequence, num_tokens: int, plan: PlanBuilder) -> None:
                 seq_id = sequence.seq_id
                 trial.require(seq_id in self.running, "preempted", f"sequence {seq_id} no longer runs")
+                trial.require(seq_id not in plan.items, "once", f"sequence {seq_id} is scheduled already")
                 end = self.cache.computed_length(seq_id) + num_tokens
                 slots = self.cache.reserved_length(seq_id)
                 late = f"sequence {seq_id} is to compute position {end - 1}, and has {slots} slots"
@@ -161,6 +181,18 @@ class SchedulerTrial(EngineTrial):
                 plan = super().schedule()
                 trial.look(self, before, plan)
                 return plan
+
+            def reason_to_wait(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
+                state = self.observed(plan)
+                reason = super().reason_to_wait(sequence, plan)
+                trial.require(self.observed(plan) == state, "asking", "the queue or the plan is another one now")
+                is_reason = reason is None or isinstance(reason, MaxNumSeqs | NoBudget | NoBlocks)
+                trial.require(is_reason, "result", f"it returned {reason!r}")
+                return reason
+
+            def observed(self, plan: PlanBuilder) -> tuple[Any, ...]:
+                plans = plan.budget, list(plan.items), list(plan.waiting), list(plan.admitted), list(plan.preempted)
+                return plans, list(self.queue.sequences), list(self.running), self.cache.block_map()
 
         Observed.__name__ = "MyScheduler"
         return Observed
@@ -183,7 +215,27 @@ class SchedulerTrial(EngineTrial):
         ]
         record = PreemptRecord(9, 8, 1, 0, "lifo", "recompute", 5, 2)
         plan = PlanBuilder(_BUDGET, _BUDGET, preempted=[record])
-        self.call("llm.engine.scheduler.admit(plan)", self.llm.engine.scheduler.admit, plan)  # type: ignore[attr-defined]
+        found = self.call("llm.engine.scheduler.admit(plan)", self.llm.engine.scheduler.admit, plan)  # type: ignore[attr-defined]
+        self.require(found is None, "result", f"it returned {found!r}")
+
+    def ask(self, waiting: int, running: int, budget: int) -> None:
+        """`reason_to_wait` alone, with sequences that forge's own scheduler has admitted."""
+        scheduler: Any = self.llm.engine.scheduler
+        prompts = [[97 + number] * 3 for number in range(running)]
+        steps = iter(self.llm.start(prompts, SamplingParams(max_tokens=9, ignore_eos=True)) if prompts else ())
+        next(steps, None)
+        self.llm.start([[97] * waiting], SamplingParams(max_tokens=2))
+        (sequence,) = scheduler.queue
+        plan = PlanBuilder(_BUDGET, budget)
+        self.calls += [f"# {running} sequences of 3 tokens run, one of {waiting} tokens waits, the budget is {budget}"]
+        needed, free = scheduler.blocks_to_begin(sequence), scheduler.cache.num_available
+        reasons: list[WaitReason | None] = []
+        reasons += [MaxNumSeqs(_MAX_SEQS)] if running >= _MAX_SEQS else []
+        reasons += [NoBudget(_BUDGET)] if budget <= 0 else []
+        reasons += [NoBlocks(needed, free)] if needed > free else []
+        found = self.call("scheduler.reason_to_wait(sequence, plan)", scheduler.reason_to_wait, sequence, plan)
+        said = f"{running} run, budget {budget}, {needed} blocks needed and {free} available; it returned {found!r}"
+        self.require(found in (reasons or [None]), "reason" if reasons else "idle", said)
 
     def look(self, scheduler: Any, before: dict[int, Sequence], plan: StepPlan) -> None:
         items, cache = {item.seq_id: item for item in plan.items}, scheduler.cache
@@ -202,29 +254,64 @@ class SchedulerTrial(EngineTrial):
         if head is None or plan.preempted or plan.exhausted:
             return
         needed, free = scheduler.blocks_to_begin(head), cache.num_available
-        reasons = {
-            MaxNumSeqs: len(scheduler.running) >= _MAX_SEQS,
-            NoBudget: left <= 0,
-            NoBlocks: needed > free,
-        }
+        reasons: list[WaitReason] = []
+        reasons += [MaxNumSeqs(_MAX_SEQS)] if len(scheduler.running) >= _MAX_SEQS else []
+        reasons += [NoBudget(_BUDGET)] if left <= 0 else []
+        reasons += [NoBlocks(needed, free)] if needed > free else []
         said = f"sequence {head.seq_id} waits: {len(scheduler.running)} run, budget {left}, {needed} of {free} blocks"
-        self.require(any(reasons.values()), "idle", said)
-        noted = next((one.reason for one in plan.waiting if one.seq_id == head.seq_id), None)
-        self.require(reasons.get(type(noted)), "reason", f"{said}; the reason is {noted}")
+        self.require(reasons, "idle", said)
+        notes = [(one.seq_id, one.reason) for one in plan.waiting]
+        is_noted = len(notes) == 1 and notes[0][0] == head.seq_id and notes[0][1] in reasons
+        self.require(is_noted, "reason", f"{said}; the plan notes {notes}")
 
 
-def check(piece: ModuleType) -> None:
+def _check_reason(piece: ModuleType) -> None:
+    class Partial(piece.MyScheduler):  # type: ignore[name-defined, misc]
+        """The reader's reasons; what is scheduled and admitted forge's own scheduler decides."""
+
+        def schedule_running(self, plan: PlanBuilder) -> None:
+            Scheduler._schedule_running(self, plan)
+
+        def admit(self, plan: PlanBuilder) -> None:
+            self._given.admit(plan)
+
+    for num_blocks in (5, 7, 8, 9, 20):
+        for running in (0, 2, 3, 4):
+            if running <= num_blocks // 2:
+                for budget in (0, 1, 12):
+                    for waiting in (3, 4, 5, 12):
+                        if waiting <= _BLOCK * num_blocks:
+                            SchedulerTrial(piece, num_blocks, Partial).ask(waiting, running, budget)
+
+
+def _check_all(piece: ModuleType) -> None:
     short = [[97 + number] * (3 + number) for number in range(6)]
     mixed = [[97 + number] * (30 if number % 3 == 1 else 4) for number in range(7)]
     many = [[97 + number] * (3 + 5 * number % 23) for number in range(9)]
-    for num_blocks, prompts in ((64, short), (64, mixed), (15, mixed), (14, many), (8, short)):
+    long = [[97 + number] * (40 - 5 * number) for number in range(4)]
+    for num_blocks, prompts in ((64, short), (64, mixed), (15, mixed), (14, many), (8, short), (64, long)):
         SchedulerTrial(piece, num_blocks).compare(prompts)
+    under_way = [[97] * 2, [98] * 2, [99] * 2, [100] * 28]  # preempted before its last chunk
+    SchedulerTrial(piece, 12, policy=first_of_others).compare(under_way)
     SchedulerTrial(piece, 64).admit_after_preemption()
 
 
 @contextmanager
 def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    yield _OPTIONS | {"prepare": lambda llm: put(llm, piece)}
+    with patch.object(engine_module, "Scheduler", piece.MyScheduler):
+        yield _OPTIONS
+
+
+def _costs(piece: ModuleType) -> list[Cost]:
+    def work(kind: type[Scheduler], number: int) -> None:
+        with patch.object(engine_module, "Scheduler", kind):
+            llm = LLM("hash", kv="paged", num_blocks=4 * number, max_num_seqs=64, max_num_batched_tokens=64)
+        llm.generate([[97] * 20] * number, SamplingParams(max_tokens=10, ignore_eos=True))
+
+    return [
+        Cost(f"{number} requests", partial(work, piece.MyScheduler, number), partial(work, Scheduler, number))
+        for number in (4, 16, 64)
+    ]
 
 
 _OPTIONS = {
@@ -236,8 +323,10 @@ _OPTIONS = {
     "prefill_only": False,
 }
 
+_NAMES = tuple(f"MyScheduler.{name}" for name in ("schedule_running", "reason_to_wait", "admit"))
+
 EXERCISE = Exercise(
-    names=("MyScheduler",),
+    parts=(Part(_NAMES[1:2], _check_reason), Part(_NAMES, _check_all)),
     rules=RULES,
     hints=(
         "schedule_running is two loops: the sequences that decode, then the prompts. The first loop may preempt, so it "
@@ -248,11 +337,16 @@ EXERCISE = Exercise(
         "admit: for each waiting sequence, in order (over a copy), ask for a reason to wait. With one: note it and "
         "stop. Without: begin.",
     ),
-    solution=("forge.engine.scheduler.Scheduler._schedule_running", "forge.engine.admission.Admission.admit"),
-    check=check,
+    solution=("forge.engine.scheduler.Scheduler._schedule_running",),
+    differs="The engine's own loop reserves first and asks questions later: nearly every sequence of nearly every step "
+    "decodes, so that case is written out, and preemption is only called after a shortage. Its admission also defers "
+    "requests whose prefix another one is computing.",
+    next_question="A prompt of 4,000 tokens arrives while 15 sequences decode. How long are their steps with a budget "
+    "of 512, and how long with one of 4,096?",
+    costs=_costs,
     engine=engine,
     own=_OPTIONS,
     prompts=("Once upon a time", "The fox and the lantern", "An owl", "A turtle on a bridge", "The hen", "A mill"),
-    params={"max_tokens": 40, "ignore_eos": True},
+    params=({"max_tokens": 40, "ignore_eos": True},),
     view="scheduler",
 )

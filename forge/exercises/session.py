@@ -1,15 +1,20 @@
-"""The exercises of one reader: the files in a folder, the checks of them, and how far the reader is.
+"""The exercises of one reader: the files in a folder, what is run of them, and how far the reader is in that folder.
 
-Progress lies beside the book's, as one small JSON file: which exercises have passed and how many hints were read.
+Progress lies beside the book's, as one small JSON file: of each folder which exercises have passed, how many hints were
+read, and from which template each file was begun.
 """
 
+import hashlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +23,45 @@ from forge.errors import ForgeError, UsageError
 from forge.exercises.catalog import Entry, available
 from forge.exercises.result import Result
 
-DEADLINE = 120.0
-"""Seconds that a whole check may take. A single call is ended much earlier (`exercise.time_limit`)."""
+DEADLINE = 90.0
+"""Seconds that a whole check or run may take. A single call is ended much earlier (`limits.time_limit`)."""
+DEFAULT_FOLDER = "exercises"
 _PRINTED_LINES = 12
+_LAST_WORDS_SECONDS = 3
+_MEMORY = "Cannot allocate memory|MemoryError|bad_alloc|out of memory"
 
 
 @dataclass
 class Builds:
-    """How far a reader is."""
+    """How far a reader is in one folder."""
 
     passed: set[int] = field(default_factory=set)
     hints: dict[int, int] = field(default_factory=dict)
     """How many were read, by exercise."""
+    templates: dict[int, str] = field(default_factory=dict)
+    """The fingerprint of the template that each file was begun from."""
     last: int | None = None
     """The exercise that was started or checked last."""
 
 
-def load_builds() -> Builds:
+def load_builds(folder: Path) -> Builds:
     """What cannot be read counts as empty."""
     try:
-        found: dict[str, Any] = json.loads(_file().read_text(encoding="utf-8"))
+        found = _load_state()["folders"][str(folder.resolve())]
         hints = {int(number): int(read) for number, read in found["hints"].items()}
-        return Builds(set(map(int, found["passed"])), hints, found["last"] and int(found["last"]))
-    except (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError):
+        templates = {int(number): str(text) for number, text in found["templates"].items()}
+        return Builds(set(map(int, found["passed"])), hints, templates, found["last"] and int(found["last"]))
+    except (ValueError, TypeError, AttributeError, LookupError):
         return Builds()
 
 
-def save_builds(builds: Builds) -> None:
+def save_builds(folder: Path, builds: Builds) -> None:
     """What cannot be written is not written."""
-    state = {"passed": sorted(builds.passed), "hints": builds.hints, "last": builds.last}
+    state = _load_state()
+    folders = state.get("folders")
+    state["folders"] = folders if isinstance(folders, dict) else {}
+    state["folders"][str(folder.resolve())] = asdict(builds) | {"passed": sorted(builds.passed)}
+    state["folder"] = str(folder.resolve())
     with suppress(OSError, RuntimeError):
         path = _file()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +70,29 @@ def save_builds(builds: Builds) -> None:
         written.replace(path)
 
 
+def _load_state() -> dict[str, Any]:
+    try:
+        found = json.loads(_file().read_text(encoding="utf-8"))
+    except (OSError, RuntimeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _file() -> Path:
     return state_file().with_name("exercises.json")
+
+
+def find_folder(given: Path | None = None) -> Path:
+    """Where the reader's files are: what was given; else the working folder, `exercises` in it or in a folder above it,
+    whichever has such a file; else the folder that was used last; else `exercises` in the working folder."""
+    if given is not None:
+        return given
+    here = Path.cwd()
+    for folder in (here, *(above / DEFAULT_FOLDER for above in (here, *here.parents))):
+        if any((folder / entry.file_name).is_file() for entry in available()):
+            return Path(os.path.relpath(folder)) if folder.is_relative_to(here) else folder
+    last = _load_state().get("folder")
+    return Path(last) if isinstance(last, str) and Path(last).is_dir() else Path(DEFAULT_FOLDER)
 
 
 def next_entry(builds: Builds) -> Entry | None:
@@ -68,18 +104,46 @@ def next_entry(builds: Builds) -> Entry | None:
 def start(entry: Entry, folder: Path) -> Path:
     """Write the template. Raises `UsageError` where there is a file already."""
     path = folder / entry.file_name
+    text = entry.template.read_text(encoding="utf-8")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
-            file.write(entry.template.read_text(encoding="utf-8"))
+            file.write(text)
     except FileExistsError:
-        raise UsageError(f"{path} is there already: forge build check {entry.number}, or move it away") from None
+        raise UsageError(
+            f"{path} is there already: forge build check {entry.number}, or forge build reset {entry.number}"
+        ) from None
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
-    builds = load_builds()
+    builds = load_builds(folder)
     builds.last = entry.number
-    save_builds(builds)
+    builds.templates[entry.number] = _fingerprint(text)
+    save_builds(folder, builds)
     return path
+
+
+def reset(entry: Entry, folder: Path) -> tuple[Path, Path]:
+    """Begin an exercise again: the file is kept under another name, its ✓ and its hints are forgotten, the template is
+    written. Returns the new file and the old one's new name. Raises `UsageError` if the exercise was not started."""
+    path = path_of(entry, folder)
+    numbers = (number for number in range(1, 10_000))
+    kept = next(old for number in numbers if not (old := path.with_suffix(f".{number}.py")).exists())
+    path.rename(kept)
+    builds = load_builds(folder)
+    builds.passed.discard(entry.number)
+    builds.hints.pop(entry.number, None)
+    save_builds(folder, builds)
+    return start(entry, folder), kept
+
+
+def has_changed(entry: Entry, builds: Builds) -> bool:
+    """Whether the exercise is another one than when the reader's file was begun."""
+    begun = builds.templates.get(entry.number)
+    return begun is not None and begun != _fingerprint(entry.template.read_text(encoding="utf-8"))
+
+
+def _fingerprint(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def path_of(entry: Entry, folder: Path) -> Path:
@@ -90,61 +154,126 @@ def path_of(entry: Entry, folder: Path) -> Path:
     return path
 
 
-def check(entry: Entry, path: Path, deadline: float = DEADLINE) -> Result:
-    """Check a file in a process of its own, and keep what came of it."""
-    with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder, "result.json")
-        command = [sys.executable, "-m", "forge.exercises.child", str(entry.number), str(path), str(written)]
-        ran = _run(command, deadline)
-        try:
-            found: dict[str, Any] = json.loads(written.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return _ended(entry, ran, deadline)
-    result = Result(**found | {"calls": tuple(found["calls"]), "printed": _last_lines(ran.stdout)})
-    builds = load_builds()
-    builds.last = entry.number
-    (builds.passed.add if result.passed else builds.passed.discard)(entry.number)
-    save_builds(builds)
-    return result
-
-
 @dataclass(frozen=True)
-class _Ran:
+class Ended:
+    """A child process that has ended."""
+
     status: int | None
     """None: it ran past the deadline."""
-    stdout: str
+    found: Mapping[str, Any] | None
+    """What it has written; None if it ended before that."""
+    printed: str
     stderr: str
+    line: str | None
+    """The reader's line that was running when the process had to be ended."""
+
+    @property
+    def failure(self) -> tuple[str, str]:
+        """Of a process without a result: the rule that is broken, and what happened. Raises `ForgeError` for a mistake
+        that is not the reader's."""
+        if self.status is None:
+            return "endless", "it had not ended at the deadline, and was stopped"
+        if "Timeout (" in self.stderr:
+            return "endless", "one operation did not end, and the process was stopped"
+        if re.search(_MEMORY, self.stderr):
+            return "memory", "no memory was left"
+        if self.status < 0 or not self.stderr.strip():
+            return "exits", f"the process ended with status {self.status}"
+        raise ForgeError(f"the exercise failed itself: {self.stderr.strip().splitlines()[-1]}")
 
 
-def _run(command: list[str], deadline: float) -> _Ran:
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
+def in_child(task: str, entry: Entry, path: Path, options: str = "", deadline: float = DEADLINE) -> Ended:
+    """Run a task of `child` in a process of its own. When it ends so do all processes that it has started."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, traces, out, err = (Path(folder, name) for name in ("result.json", "traces", "out", "err"))
+        command = [sys.executable, "-m", "forge.exercises.child", task, str(entry.number), str(path)]
+        command += [str(result), str(traces), *([options] if options else [])]
+        with out.open("w") as stdout, err.open("w") as stderr:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+            )
+            try:
+                status: int | None = process.wait(deadline)
+            except subprocess.TimeoutExpired:
+                status = None
+                with suppress(OSError, subprocess.TimeoutExpired):
+                    process.send_signal(signal.SIGABRT)  # on which it writes where it is
+                    process.wait(_LAST_WORDS_SECONDS)
+            finally:
+                with suppress(OSError):
+                    if hasattr(os, "killpg"):
+                        os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+                process.wait()
+        trace = _text(traces)
+        try:
+            found = json.loads(result.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found = None
+        return Ended(status, found, _last_lines(_text(out)), _text(err) + trace, _line_in_trace(trace, path))
+
+
+def run_engine(folder: Path, arguments: Sequence[str]) -> int:
+    """A command on the reader's own engine, in a process of its own on this terminal; its exit status."""
+    command = [sys.executable, "-m", "forge.cli.build_engine", str(folder), *arguments]
+    process = subprocess.Popen(command)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the process has it too, and ends as the command does
+            continue
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+
+
+def _text(path: Path) -> str:
     try:
-        out, err = process.communicate(timeout=deadline)
-        return _Ran(process.returncode, out, err)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        return _Ran(None, out, err)
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 20)
+    except OSError:
+        return ""
 
 
-def _ended(entry: Entry, ran: _Ran, deadline: float) -> Result:
-    """The process ended without a result."""
+def _line_in_trace(trace: str, path: Path) -> str | None:
+    """The reader's line that is nearest to where the process was."""
+    from forge.exercises.loading import line_at
+
+    where = re.search(rf'File "{re.escape(str(path.resolve()))}", line (\d+)', trace)
+    return line_at(str(path.resolve()), int(where.group(1))) if where else None
+
+
+def check(entry: Entry, path: Path, deadline: float = DEADLINE) -> Result:
+    """Check a file in a process of its own, and keep what came of it."""
+    ended = in_child("check", entry, path, deadline=deadline)
+    if ended.found is not None:
+        result = Result(**dict(ended.found) | {"calls": tuple(ended.found["calls"]), "printed": ended.printed})
+    else:
+        result = _without_result(entry, ended)
+    builds = load_builds(path.parent)
+    builds.last = entry.number
+    (builds.passed.add if result.passed else builds.passed.discard)(entry.number)
+    save_builds(path.parent, builds)
+    return replace(result, changed=has_changed(entry, builds))
+
+
+def _without_result(entry: Entry, ended: Ended) -> Result:
     from forge.exercises.exercise import UNIVERSAL
 
-    if ran.status is None:
-        rule, found = "endless", f"the check had not ended after {deadline:g} seconds, and was stopped"
-    elif ran.status < 0 or "os._exit" in ran.stderr or not ran.stderr:
-        rule, found = "raises", f"the process that ran the check ended with status {ran.status}"
-    else:
-        raise ForgeError(f"the check of exercise {entry.number} failed itself: {ran.stderr.strip().splitlines()[-1]}")
-    sentence, question = UNIVERSAL[rule].sentence, UNIVERSAL[rule].question
-    return Result(entry.number, entry.name, False, rule, sentence, found, question=question)
+    name, found = ended.failure
+    rule = UNIVERSAL[name]
+    return Result(
+        entry.number,
+        entry.name,
+        False,
+        name,
+        rule.sentence,
+        found,
+        line=ended.line,
+        question=rule.question,
+        printed=ended.printed,
+    )
 
 
 def _last_lines(text: str) -> str:

@@ -1,22 +1,34 @@
-"""Exercise 9: verification. Known cases, chi-squared of what is emitted against the target's own distribution, and the
-engine."""
+"""Exercise 9: verification. Every draft over small vocabularies, with every outcome of every decision: what is emitted,
+and from which distribution the last token is drawn, is compared exactly."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from numbers import Integral
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from forge.engine.rng import Purpose, uniform
-from forge.engine.sampling import Distribution, check_logits, distribution, log_sum_exp, penalized, sampled_token
-from forge.engine.scheduler import Scheduler
-from forge.exercises.exercise import Exercise, Rule, Trial
+from forge.engine.proposer import Proposal, Verification
+from forge.engine.rng import Purpose, gumbel_argmax, uniform
+from forge.engine.sampling import (
+    Distribution,
+    SampledToken,
+    distribution,
+    filtered,
+    log_sum_exp,
+    penalized,
+    sampled_token,
+)
+from forge.engine.sequence import Sequence as TokenSequence
+from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
+from forge.llm import LLM
 from forge.speculation import verification
-from forge.trace.records import TokenVerdict
-
-_TRIALS = 4000
+from forge.speculation.speculator import Speculator
+from forge.trace.records import StepRecord, TokenVerdict
 
 RULES = {
     "greedy": Rule(
@@ -31,7 +43,12 @@ RULES = {
         "After the first rejected draft token no other stands.", "Before which tokens were the later rows computed?"
     ),
     "accept": Rule(
-        "A draft token stands with probability min(1, p / q).", "What if the draft proposes it as often as the target?"
+        "A draft token stands if the draw is below p / q, and so with probability min(1, p / q).",
+        "What if the draft proposes it as often as the target? And what if the draw is p / q itself?",
+    ),
+    "each-position": Rule(
+        "Each draft token is decided by its own p, its own q and its own draw.",
+        "Which rows and which draw belong to draft token i?",
     ),
     "residual": Rule(
         "In place of a rejected token one is drawn from the positive part of p - q, normalized.",
@@ -44,8 +61,9 @@ RULES = {
     ),
     "nothing-left": Rule("Where nothing is left of p - q the residual is p.", "What is divided by the sum then?"),
     "distribution": Rule(
-        "What is emitted has the target's distribution, whatever the draft proposes.",
-        "Which token comes too often: one that the draft likes, or one that it does not?",
+        "In place of the first rejected token one is drawn from the residual of its own rows, so that what is emitted "
+        "has the target's distribution.",
+        "From which distribution is the token drawn, at this position?",
     ),
     "bonus": Rule("The bonus token is drawn from the last row of p.", "Which of the K + 1 rows follows draft token K?"),
     "kept": Rule(
@@ -68,18 +86,23 @@ class VerificationTrial(Trial):
         del self.calls[self.setup :]
         return self.call(line, function, *arguments)
 
-    def greedy(self, argmax: list[int], draft: list[int]) -> None:
-        found = self.ask(f"piece.verify_greedy({argmax}, {draft})", self.piece.verify_greedy, argmax, draft)
-        self.require(isinstance(found, list | tuple), "result", f"it returned {found!r}")
+    def greedy(self, argmax: Sequence[int], draft: Sequence[int]) -> None:
         agreed = next((i for i, token in enumerate(draft) if argmax[i] != token), len(draft))
         expected = [*draft[:agreed], argmax[agreed]]
-        said = f"it emits {list(found)}, and the target alone would say {expected}"
-        if list(found) == expected:
+        found = self.ask(f"piece.verify_greedy({argmax}, {draft})", self.piece.verify_greedy, argmax, draft)
+        emitted = self._tokens(found)
+        said = f"it emits {emitted}, and the target alone would say {expected}"
+        if emitted == expected:
             return
-        self.require(len(found) <= len(expected), "first-rejected", said)
-        self.require(list(found) != expected[:-1], "own-token", said)
-        self.require(len(found) != len(expected), "own-token", said)
+        self.require(len(emitted) <= len(expected), "first-rejected", said)
+        self.require(emitted != expected[:-1], "own-token", said)
+        self.require(len(emitted) != len(expected), "own-token", said)
         self.require(False, "greedy", said)
+
+    def _tokens(self, found: Any) -> list[int]:
+        is_list = isinstance(found, list | tuple | np.ndarray) and all(isinstance(one, Integral) for one in found)
+        self.require(is_list, "result", f"it returned {found!r}")
+        return [int(token) for token in found]
 
     def accept(self, p: float, q: float, draw: float) -> None:
         found = self.ask(f"piece.accept({p}, {q}, {draw})", self.piece.accept, p, q, draw)
@@ -88,62 +111,84 @@ class VerificationTrial(Trial):
         self.require(bool(found) == (draw < p / q), "accept", said)
 
     def residual(self, p: Distribution, q: Distribution) -> None:
+        expected = verification.residual(p, q)
+        is_p = expected is p
         found = self.ask(f"piece.residual({_shown(p)}, {_shown(q)})", self.piece.residual, p, q)
         self.require(isinstance(found, Distribution), "result", f"it returned {found!r}")
-        expected = verification.residual(p, q)
+        ids, probabilities = np.asarray(found.token_ids), np.asarray(found.probabilities, np.float64)
+        is_sound = ids.shape == probabilities.shape and ids.ndim == 1 and ids.dtype.kind in "iu"
+        self.require(is_sound, "result", f"it returned {found!r}")
         said = f"it is {_shown(found)}, and should be {_shown(expected)}"
-        is_p = expected is p
         if not is_p:
-            positive = (found.probabilities > 0).all() and (np.diff(found.token_ids) > 0).all()
-            self.require(positive, "support", said)
-            self.require(abs(found.probabilities.sum() - 1) < 1e-6, "normalized", said)
-        same = found.token_ids.tolist() == expected.token_ids.tolist()
-        same = same and np.allclose(found.probabilities, expected.probabilities)
+            self.require((probabilities > 0).all() and (np.diff(ids) > 0).all(), "support", said)
+            self.require(abs(probabilities.sum() - 1) < 1e-6, "normalized", said)
+        same = ids.tolist() == expected.token_ids.tolist()
+        same = same and np.allclose(probabilities, expected.probabilities, atol=1e-9)
         self.require(same, "nothing-left" if is_p else "residual", said)
 
     def sampled(self, p: list[Distribution], q: list[Distribution]) -> None:
-        """Chi-squared of the first emitted token, and of the bonus token."""
-        del self.calls[self.setup :]
-        rng = np.random.default_rng(0)
-        self.calls.append(f"p = [{', '.join(map(_shown, p))}]; q = [{', '.join(map(_shown, q))}]")
-        self.calls.append("piece.verify_sampled(p, q, draft, draws, choose)  # 4,000 times, draft drawn from q")
+        """Every draft that q can propose, and for each of its tokens a draw on either side of p / q: all that can
+        happen, and exactly what has to."""
+        shown = f"p = [{', '.join(map(_shown, p))}]; q = [{', '.join(map(_shown, q))}]"
+        for draft in product(*(one.token_ids.tolist() for one in q)):
+            odds = [p[i].probability(token) / q[i].probability(token) for i, token in enumerate(draft)]
+            for sides in product((False, True), repeat=len(draft)):
+                draws = [_draw(ratio, stands) for ratio, stands in zip(odds, sides, strict=True)]
+                if None not in draws:
+                    del self.calls[self.setup :]
+                    self.calls.append(shown)
+                    self._walk(p, q, list(draft), draws, sides)  # type: ignore[arg-type]
+
+    def _walk(
+        self,
+        p: list[Distribution],
+        q: list[Distribution],
+        draft: list[int],
+        draws: list[float],
+        sides: Sequence[bool],
+    ) -> None:
+        accepted = next((i for i, stands in enumerate(sides) if not stands), len(draft))
+        expected = verification.residual(p[accepted], q[accepted]) if accepted < len(draft) else p[-1]
+        drawn: list[tuple[Distribution, int]] = []
 
         def choose(given: Distribution) -> int:
-            return int(rng.choice(given.token_ids, p=given.probabilities))
+            drawn.append((given, -1 - len(drawn)))  # a token that nothing else can bring
+            return drawn[-1][1]
 
-        first, bonus = dict.fromkeys(p[0].token_ids.tolist(), 0), dict.fromkeys(p[-1].token_ids.tolist(), 0)
-        for _ in range(_TRIALS):
-            draft = [choose(one) for one in q]
-            found = self.piece.verify_sampled(p, q, draft, rng.random(len(q)).tolist(), choose)
-            self.require(isinstance(found, list | tuple) and found, "result", f"it returned {found!r}")
-            said = f"draft {draft}, emitted {list(found)}"
-            self.require(len(found) <= len(draft) + 1, "own-token", said)
-            self.require(list(found[:-1]) == draft[: len(found) - 1], "first-rejected", said)
-            self.require(found[0] in first, "distribution", f"{said}: p gives token {found[0]} no probability")
-            first[found[0]] += 1
-            if len(found) == len(draft) + 1:
-                self.require(found[-1] in bonus, "bonus", f"{said}: the last row gives {found[-1]} no probability")
-                bonus[found[-1]] += 1
-        self._compare(first, p[0], "distribution")
-        self.require(sum(bonus.values()) > 0, "own-token", "no bonus token was ever emitted")
-        self._compare(bonus, p[-1], "bonus")
-
-    def _compare(self, counts: dict[int, int], p: Distribution, rule: str) -> None:
-        total = sum(counts.values())
-        expected = total * p.probabilities
-        statistic = float(((np.array([*counts.values()]) - expected) ** 2 / expected).sum())
-        said = f"of {total} tokens {counts}; {dict(zip(counts, expected.round().tolist(), strict=True))} are expected"
-        self.require(statistic < 25, rule, said)
+        line = f"piece.verify_sampled(p, q, {draft}, {np.round(draws, 4).tolist()}, choose)"
+        found = self.call(line, self.piece.verify_sampled, p, q, draft, draws, choose)
+        emitted = self._tokens(found)
+        said = f"of {draft} {accepted} stand; emitted is {emitted}, where negative numbers are tokens drawn by choose"
+        stood = next((i for i, pair in enumerate(zip(emitted, draft, strict=False)) if pair[0] != pair[1]), None)
+        stood = min(len(emitted), len(draft)) if stood is None else stood
+        self.require(stood == accepted, "accept" if len(draft) == 1 else "each-position", said)
+        self.require(len(emitted) <= accepted + 1, "first-rejected", said)
+        self.require(len(emitted) == accepted + 1, "own-token", said)
+        given = next((one for one, token in drawn if token == emitted[-1]), None)
+        self.require(given is not None, "own-token", said)
+        rule = "bonus" if accepted == len(draft) else "distribution"
+        said = f"{said}; it was drawn from {_shown(given)}, and should be from {_shown(expected)}"
+        same = np.asarray(given.token_ids).tolist() == expected.token_ids.tolist()  # type: ignore[union-attr]
+        same = same and np.allclose(given.probabilities, expected.probabilities)  # type: ignore[union-attr]
+        self.require(same, rule, said)
 
     def kept(self, start: int, known: int, accepted: int) -> None:
         line = f"piece.kept_length({start}, {known}, {accepted})"
         found = self.ask(line, self.piece.kept_length, start, known, accepted)
         last = start + known + accepted
+        self.require(isinstance(found, Integral), "result", f"it returned {found!r}")
         self.require(found == last, "kept", f"it is {found!r}; positions 0 to {last - 1} hold what is right")
 
 
-def _shown(given: Distribution) -> str:
-    return f"D(np.array({given.token_ids.tolist()}), np.array({np.round(given.probabilities, 3).tolist()}))"
+def _draw(ratio: float, stands: bool) -> float | None:
+    """A draw that decides so; None if no draw does."""
+    if stands:
+        return None if ratio == 0 else min(ratio, 1.0) * 0.75
+    return None if ratio >= 1 else ratio + (1 - ratio) * 0.25
+
+
+def _shown(given: Any) -> str:
+    return f"D(np.array({np.asarray(given.token_ids).tolist()}), np.array({np.round(given.probabilities, 3).tolist()}))"
 
 
 def _distribution(**probabilities: float) -> Distribution:
@@ -156,55 +201,185 @@ _P, _Q = _distribution(t1=0.5, t4=0.3, t7=0.2), _distribution(t1=0.2, t4=0.7, t9
 _LAST = _distribution(t2=0.9, t5=0.1)
 
 
-def check(piece: ModuleType) -> None:
+def _check_greedy(piece: ModuleType) -> None:
     trial = VerificationTrial(piece)
     for argmax, draft in (([5], []), ([5, 6], [5]), ([5, 6], [4]), ([5, 6, 7], [5, 9]), ([5, 6, 7], [9, 6])):
         trial.greedy(argmax, draft)
-    rng = np.random.default_rng(1)
-    for _ in range(50):
-        trial.greedy(rng.integers(0, 2, 5).tolist(), rng.integers(0, 2, 4).tolist())
+    for length in range(5):
+        for tokens in product((0, 1), repeat=2 * length + 1):
+            trial.greedy(list(tokens[length:]), list(tokens[:length]))
+
+
+def _check_accept(piece: ModuleType) -> None:
+    trial = VerificationTrial(piece)
     for p, q, draw in ((0.5, 0.5, 0.99), (0.6, 0.3, 0.9), (0.2, 0.4, 0.45), (0.2, 0.4, 0.55), (0.0, 0.4, 0.001)):
         trial.accept(p, q, draw)
+    for p, q, draw in ((0.25, 0.5, 0.5), (0.0, 0.5, 0.0), (1.0, 1.0, 0.999), (1.0, 0.25, 0.0), (0.5, 1.0, 0.5)):
+        trial.accept(p, q, draw)
+    for p, q, draw in product((0.1, 0.3, 0.9), (0.1, 0.3, 0.9), (0.05, 0.2, 0.5, 0.7, 0.95)):
+        trial.accept(p, q, draw)
+
+
+def _check_residual(piece: ModuleType) -> None:
+    trial = VerificationTrial(piece)
     trial.residual(_P, _Q)
     trial.residual(_distribution(t0=0.1, t3=0.9), _distribution(t0=0.6, t2=0.4))
     trial.residual(_P, _P)
+    trial.residual(_distribution(t2=1.0), _distribution(t5=1.0))
+    trial.residual(_distribution(t2=1.0), _distribution(t2=1.0))
+    trial.residual(_distribution(t2=0.5, t9=0.5), _distribution(t0=1.0))
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        p, q = (_random(rng) for _ in range(2))
+        trial.residual(p, q)
+
+
+def _random(rng: np.random.Generator, vocab: int = 6) -> Distribution:
+    ids = np.flatnonzero(rng.random(vocab) < 0.6)
+    ids = ids if len(ids) else np.array([2])
+    weights = rng.random(len(ids)) + 0.05
+    return Distribution(ids, weights / weights.sum())
+
+
+def _check_sampled(piece: ModuleType) -> None:
+    trial = VerificationTrial(piece)
+    trial.sampled([_P], [])
     trial.sampled([_P, _LAST], [_Q])
     trial.sampled([_P, _P, _LAST], [_Q, _P])
-    for start, known, accepted in ((10, 1, 3), (10, 1, 0), (0, 7, 2)):
+    rng = np.random.default_rng(0)
+    for length in (1, 2, 3, 4):
+        for _ in range(3):
+            p = [_random(rng, 3) for _ in range(length + 1)]
+            trial.sampled(p, [_random(rng, 3) for _ in range(length)])
+
+
+def _check_kept(piece: ModuleType) -> None:
+    trial = VerificationTrial(piece)
+    for start, known, accepted in ((10, 1, 3), (10, 1, 0), (0, 7, 2), (3, 2, 4), (0, 1, 0), (100, 5, 9)):
         trial.kept(start, known, accepted)
 
 
 @contextmanager
 def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
-    commit = Scheduler._commit_draft_tokens
+    with patch.object(Speculator, "verify", _verify_with(piece)):
+        yield _OPTIONS | {"drive": partial(_drive, piece)}
 
-    def decide(logits: np.ndarray, drafts: Any, params: Any, history: Sequence[int], prompt: Any, name: Any) -> Any:
-        seed, sample_index, position = name
-        best, scores = check_logits(logits), penalized(logits, history, params, prompt)
-        p, log_total = distribution(scores, params), log_sum_exp(logits, float(logits.max()))
-        (draft,) = drafts
-        draw = uniform(seed, sample_index, position, Purpose.ACCEPT, draft.run)
-        odds = p.probability(draft.token_id), draft.q.probability(draft.token_id)
-        stands = piece.accept(*odds, draw)
-        emitted = draft.token_id if stands else piece.residual(p, draft.q).draw(*name, Purpose.RESAMPLE)
-        verdict = TokenVerdict(draft.token_id, draft.token_id == emitted, best, odds[0], *odds, draw)
-        return sampled_token(logits, log_total, emitted, params), [verdict]
 
-    def roll_back(scheduler: Scheduler, item: Any, outcome: Any) -> Any:
-        kept = piece.kept_length(item.start, item.num_tokens, outcome.num_accepted)
-        return commit(scheduler, item, outcome._replace(num_accepted=kept - item.start - item.num_tokens))
+_verified: dict[int, tuple[int, int]] = {}
+"""By sequence: where its last verification began, and how many draft tokens stood."""
 
-    with (
-        patch.object(verification, "_accept_or_resample", decide),
-        patch.object(Scheduler, "_commit_draft_tokens", roll_back),
-    ):
-        yield _OPTIONS
+
+def _verify_with(piece: ModuleType) -> Callable[..., Verification]:
+    """`Speculator.verify` by the reader's functions. The engine's own decides where there are several proposers, or a
+    token was not drawn from a distribution."""
+    own = Speculator.verify
+
+    def verify(
+        self: Speculator,
+        sequence: TokenSequence,
+        runs: Sequence[Proposal],
+        logits_of_run: Callable[[int], np.ndarray],
+        argmax_of_runs: Sequence[Sequence[int]],
+        max_logits_of_runs: Sequence[Sequence[float]],
+        wants_probabilities: bool,
+    ) -> Verification:
+        arguments = sequence, runs, logits_of_run, argmax_of_runs, max_logits_of_runs, wants_probabilities
+        params = sequence.params
+        if len(runs) != 1 or sequence.matcher is not None:
+            return own(self, *arguments)
+        (proposal,), draft, start = runs, list(runs[0].token_ids), len(sequence.token_ids) - 1
+        if params.plain_greedy:
+            emitted = [int(token) for token in piece.verify_greedy(list(argmax_of_runs[0]), draft)]
+            verdicts = [
+                TokenVerdict(token, index < len(emitted) - 1, int(argmax_of_runs[0][index]))
+                for index, token in enumerate(draft[: len(emitted)])
+            ]
+            _verified[sequence.seq_id] = start, len(emitted) - 1
+            if not wants_probabilities:
+                tokens = [SampledToken(token, None, None) for token in emitted]
+                return Verification(tuple(tokens), (tuple(verdicts),), 0)
+        elif self.acceptance != "rejection" or proposal.distributions is None:
+            return own(self, *arguments)
+        else:
+            emitted, verdicts = _sampled(piece, sequence, proposal, logits_of_run(0))
+            _verified[sequence.seq_id] = start, len(emitted) - 1
+        rows = logits_of_run(0)
+        tokens = [
+            sampled_token(row, log_sum_exp(row, float(row.max())), token, params)
+            for row, token in zip(rows, emitted, strict=False)
+        ]
+        return Verification(tuple(tokens), (tuple(verdicts),), 0)
+
+    return verify
+
+
+def _sampled(
+    piece: ModuleType, sequence: TokenSequence, proposal: Proposal, rows: np.ndarray
+) -> tuple[list[int], list[TokenVerdict]]:
+    """The tokens that the reader's `verify_sampled` emits, drawn with the noise that the engine's own would use."""
+    params, draft, history = sequence.params, list(proposal.token_ids), list(sequence.token_ids)
+    scores = [
+        penalized(row, [*history, *draft[:index]], params, sequence.num_prompt_tokens) for index, row in enumerate(rows)
+    ]
+    p, q = [distribution(row, params) for row in scores], list(proposal.distributions or ())
+    names = [(sequence.seed, sequence.sample_index, len(history) + index) for index in range(len(rows))]
+    draws = [uniform(*name, Purpose.ACCEPT, 0) for name in names[:-1]]
+    odds = [(p[i].probability(token), q[i].probability(token)) for i, token in enumerate(draft)]
+    accepted = next((i for i, pair in enumerate(odds) if draws[i] * pair[1] >= pair[0]), len(draft))
+
+    def choose(given: Distribution) -> int:
+        if accepted == len(draft):
+            return gumbel_argmax(*filtered(scores[-1], params), *names[-1])
+        return given.draw(*names[accepted], Purpose.RESAMPLE)
+
+    emitted = [int(token) for token in piece.verify_sampled(p, q, draft, draws, choose)]
+    verdicts = [
+        TokenVerdict(token, index < len(emitted) - 1, int(scores[index].argmax()), None, *odds[index], draws[index])
+        for index, token in enumerate(draft[: len(emitted)])
+    ]
+    return emitted, verdicts
+
+
+def roll_back_with(piece: ModuleType, cache: Any) -> None:
+    """Let rejected tokens leave the cache as the reader's `kept_length` says."""
+    truncate = cache.truncate
+
+    def rolled_back(seq_id: int, length: int) -> None:
+        verified = _verified.pop(seq_id, None)
+        truncate(seq_id, length if verified is None else piece.kept_length(verified[0], 1, verified[1]))
+
+    cache.truncate = rolled_back
+
+
+def _drive(piece: ModuleType, llm: LLM, prompts: Sequence[str], params: Any) -> tuple[list[Any], list[StepRecord]]:
+    if "truncate" not in vars(llm.engine.cache):
+        roll_back_with(piece, llm.engine.cache)
+    run = llm.start(list(prompts), params)
+    records = list(run)
+    return run.outputs, records
+
+
+def _costs(piece: ModuleType) -> list[Cost]:
+    costs = []
+    for size in (16, 256, 4096):
+        rng = np.random.default_rng(0)
+        p, q = (_random(rng, size) for _ in range(2))
+        costs.append(
+            Cost(f"residual over {size:,} tokens", partial(piece.residual, p, q), partial(verification.residual, p, q))
+        )
+    return costs
 
 
 _OPTIONS = {"kv": "paged", "speculate": "draft", "k": 4, "speculate_fixed": True, "acceptance": "rejection"}
 
 EXERCISE = Exercise(
-    names=("verify_greedy", "accept", "residual", "verify_sampled", "kept_length"),
+    parts=(
+        Part(("verify_greedy",), _check_greedy),
+        Part(("accept",), _check_accept),
+        Part(("residual",), _check_residual),
+        Part(("accept", "residual", "verify_sampled"), _check_sampled),
+        Part(("kept_length",), _check_kept),
+    ),
     rules=RULES,
     hints=(
         "verify_greedy: walk along draft and argmax together. Each step emits the target's token; stop after the first "
@@ -214,10 +389,17 @@ EXERCISE = Exercise(
         "verify_sampled: the same walk. Accepted: go on. Rejected: draw from residual(p[i], q[i]) and stop.",
         "kept_length: the emitted token that is the target's own is computed in the next step, as any new token is.",
     ),
-    solution=("forge.speculation.verification._verify", "forge.speculation.verification._accept_or_resample"),
-    check=check,
+    solution=("forge.speculation.verification.residual", "forge.speculation.verification._accept_or_resample"),
+    differs="Several proposers may guess for one sequence: the engine's own tries their tokens in turn, each against "
+    "what the ones before have left of p. With one proposer that is what you wrote.",
+    next_question="A draft that is accepted four times out of five: how many tokens does a cycle with K = 4 emit on "
+    "average, and how many with K = 8?",
+    costs=_costs,
     engine=engine,
     own=_OPTIONS,
-    params={"max_tokens": 64, "ignore_eos": True, "temperature": 0.8, "seed": 3},
+    params=(
+        {"max_tokens": 32, "ignore_eos": True, "temperature": 0.0},
+        {"max_tokens": 64, "ignore_eos": True, "temperature": 0.8, "seed": 3},
+    ),
     view="speculation",
 )

@@ -1,8 +1,8 @@
-"""Solutions of the exercises: a right one each, and wrong ones that differ from it in one place.
+"""Solutions of the exercises: a right one each, right ones in another style, and wrong ones.
 
 `solutions/NAME.wrong` has the wrong ones as hunks of a diff: a line `## mistake -> rule`, then the lines of the right
 solution that are replaced (`-`) and what stands in their place (`+`), with their indentation. `rule` is the one
-that the check has to name.
+that the check has to name. `solutions/NAME.right` has the right ones in the same form, after a line `## style`.
 """
 
 import re
@@ -18,12 +18,13 @@ _FOLDER = Path(__file__).parent / "solutions"
 SOLVED = [entry.name for entry in ENTRIES if (_FOLDER / f"{entry.name}.py").is_file()]
 
 
-class Wrong(NamedTuple):
-    """One wrong solution."""
+class Variant(NamedTuple):
+    """A solution that differs from the right one."""
 
     name: str
-    mistake: str
-    rule: str
+    what: str
+    rule: str | None
+    """None: it is right too."""
     hunks: tuple[tuple[str, str], ...]
     """What is replaced, and by what."""
 
@@ -41,24 +42,33 @@ def right(name: str) -> str:
     return (_FOLDER / f"{name}.py").read_text(encoding="utf-8")
 
 
-def wrong_ones(name: str) -> list[Wrong]:
-    text = (_FOLDER / f"{name}.wrong").read_text(encoding="utf-8")
+def wrong_ones(name: str) -> list[Variant]:
+    return _variants(name, "wrong")
+
+
+def right_ones(name: str) -> list[Variant]:
+    """In other styles."""
+    return _variants(name, "right")
+
+
+def _variants(name: str, kind: str) -> list[Variant]:
+    text = (_FOLDER / f"{name}.{kind}").read_text(encoding="utf-8")
     return [_parsed(name, part) for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
 
 
-def _parsed(name: str, text: str) -> Wrong:
+def _parsed(name: str, text: str) -> Variant:
     title, *lines = text.rstrip("\n").split("\n")
-    mistake, rule = title.split(" -> ")
+    what, _, rule = title.partition(" -> ")
     signs = [(line[0], line[1:] + "\n") for line in lines if line.strip()]
     hunks: list[tuple[str, str]] = []
     for sign, run in groupby(signs, key=lambda one: one[0]):
         block = "".join(line for _, line in run)
-        assert sign in "-+", f"{name}.wrong: {block}"
+        assert sign in "-+", f"{name}: {block}"
         if sign == "-":
             hunks.append(("\n" + block, "\n"))
         else:
             hunks[-1] = (hunks[-1][0], "\n" + block)
-    return Wrong(name, mistake, rule, tuple(hunks))
+    return Variant(name, what, rule or None, tuple(hunks))
 
 
 def checked(name: str, source: str, folder: Path) -> Result:

@@ -8,7 +8,7 @@ each position that it may see: its own, and all before it. The softmax of that w
 Several query heads share one key/value head (grouped-query attention): with 4 query heads and 2 of keys and values,
 query heads 0 and 1 read key/value head 0, query heads 2 and 3 read head 1.
 
-Fill in the two functions. Then:
+Fill in the two functions. Both return arrays of float32 and change no argument. Then:
 
     forge build check 2      every position, against the reference
     forge build run 2        the bundled model with your attention, slowly
@@ -30,7 +30,8 @@ def attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np
     """All rows and heads of one sequence: float32 `[rows, heads, head_dim]`.
 
     q: `[rows, heads, head_dim]`. keys, values: `[n, kv_heads, head_dim]`, of positions 0 to n - 1. positions: `[rows]`,
-    where each row stands in the text; a chunk of a prompt begins anywhere. Row r may see the keys 0 to positions[r].
+    where each row stands in the text, in any order: a chunk of a prompt begins anywhere. Row r may see the keys 0 to
+    positions[r], and there may be keys behind them. kv_heads divides heads.
     """
     raise NotImplementedError("attention")
 

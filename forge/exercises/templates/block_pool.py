@@ -16,11 +16,14 @@ Fill in the four functions. Then:
 
 from collections.abc import Iterable
 
-from forge.cache.block_pool import BlockPool
+from forge.cache.block_pool import BlockError  # BlockError(block, problem): a block was used against the rules
+from forge.cache.kv_cache import OutOfBlocks  # OutOfBlocks(needed, free): fewer are free than are needed
+from forge.exercises.block_pool import PoolBase
 
 
-class MyBlockPool(BlockPool):
-    """Hands out blocks and counts the references to each. A call that raises changes nothing."""
+class MyBlockPool(PoolBase):
+    """Hands out blocks and counts the references to each. A call that raises changes nothing. The first three take the
+    same short time however large the pool is."""
 
     def __init__(self, num_blocks: int):
         super().__init__(num_blocks)
@@ -30,7 +33,7 @@ class MyBlockPool(BlockPool):
         self.free = list(range(num_blocks - 1, -1, -1))  # free blocks, the one to take next at the end
 
     def allocate(self, number: int) -> tuple[int, ...]:
-        """Take free blocks from the end of the free list, with one reference each.
+        """Take free blocks from the end of the free list, with one reference each. Their order in the tuple is free.
 
         Raises `OutOfBlocks(needed, free)`, with nothing taken, if there are too few.
         """
@@ -41,7 +44,8 @@ class MyBlockPool(BlockPool):
         raise NotImplementedError("incref")
 
     def decref(self, block: int) -> None:
-        """One table fewer has this block; after the last it is free, and the next to be taken.
+        """One table fewer has this block; after the last it goes to the end of the free list, and is the next to be
+        taken: what it held may still be in the processor's caches, so it is the fastest to write.
 
         Raises `BlockError(block, problem)` if it is free already or does not exist.
         """
@@ -49,7 +53,7 @@ class MyBlockPool(BlockPool):
 
     def recount(self, tables: Iterable[tuple[int, ...]]) -> None:
         """Start again from these tables, whatever was before: a reference for each time that a block is in one, all
-        other blocks free. The engine calls it after an exception."""
+        other blocks free, in any order. `tables` can be gone through once. The engine calls it after an exception."""
         raise NotImplementedError("recount")
 
 

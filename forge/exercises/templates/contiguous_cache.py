@@ -6,7 +6,8 @@ for the longest sequence that there may be. No table is needed to find position 
     run      0         1         2
     blocks   0 1 2     3 4 5     6 7 8        blocks_per_run = 3
 
-Fill in the six functions. Then:
+Fill in the six functions. A new run is empty: 0 slots reserved, 0 computed. None of the calls may take longer for a
+longer run. Then:
 
     forge build check 3      does it keep its promises?
     forge build run 3        the engine with your cache, and without any
@@ -14,8 +15,9 @@ Fill in the six functions. Then:
 
 from collections.abc import Sequence
 
-from forge.cache.kv_storage import BlockCopy
-from forge.exercises.contiguous_cache import ContiguousBase
+from forge.cache.kv_cache import OutOfBlocks  # OutOfBlocks(needed, free): raise it if blocks are missing
+from forge.cache.kv_storage import BlockCopy  # what a cache asks to be copied; a contiguous one asks for nothing
+from forge.exercises.contiguous_cache import ContiguousBase, Run  # Run(blocks, reserved=0, computed=0)
 
 
 class MyContiguousCache(ContiguousBase):

@@ -14,7 +14,7 @@ Fill in the two functions. Then:
 
 from collections.abc import Sequence
 
-from forge.engine.proposer import Proposal, ProposalRequest, Proposer
+from forge.engine.proposer import NO_PROPOSAL, Proposal, ProposalRequest, Proposer  # Proposal((3, 9)), NO_PROPOSAL
 
 
 class MyProposer(Proposer):
@@ -27,16 +27,18 @@ class MyProposer(Proposer):
         """One proposal per request, in order: `Proposal(token_ids)`, or `NO_PROPOSAL` where nothing is found.
 
         Of a request you need `token_ids` (the sequence's tokens so far: read them, and never change them) and
-        `max_tokens` (propose that many at most; may be 0).
+        `max_tokens` (propose that many at most; may be 0). You may remember a text under its `seq_id`: under one id it
+        only grows, until `forget(seq_id)`. A proposal follows from its own text alone.
         """
         raise NotImplementedError("propose")
 
     def lookup(self, token_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
         """The tokens that followed an earlier occurrence of the text's last n tokens.
 
-        The longest n from `max_ngram` down to `min_ngram` that has an earlier occurrence; of several occurrences the
-        latest one. Where the text ends before `max_tokens` are found, propose fewer, or read on from your own proposal.
-        () if there is no earlier occurrence.
+        The longest n from `self.max_ngram` down to `self.min_ngram` that has an earlier occurrence; of several
+        occurrences the latest one, which may overlap the end of the text but not be it. token_ids: a list. Where the
+        text ends before `max_tokens` are found, propose fewer, or read on from your own proposal. () if there is no
+        earlier occurrence. The time may grow with the length of the text, not with its square.
         """
         raise NotImplementedError("lookup")
 

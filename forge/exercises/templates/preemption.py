@@ -12,23 +12,25 @@ Fill in the three functions. Then:
 
 from collections.abc import Sequence as Items
 
-from forge.engine.preemption import Preemption
+from forge.cache.kv_cache import OutOfBlocks  # what reserve raises: it has `needed` and `free`
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder
-from forge.trace.records import NoBlocks
+from forge.exercises.preemption import NoBlocks, PoolExhausted, PreemptionBase, PreemptRecord
+
+# NoBlocks(needed, free): a shortage. PoolExhausted(max_tokens): why a sequence can never go on. PreemptRecord: below.
 
 
 def victim(running: Items[Sequence], requester: Sequence) -> Sequence | None:
     """The sequence that gives its blocks up.
 
     running: all that run, in the order of their admission; requester: one of them, which needs blocks. Return one of
-    `running`, also the requester if you like, or None if the requester runs alone. A sequence has `token_ids`,
-    `num_output_tokens`, `arrival`, `seq_id`.
+    `running`, also the requester if you like, or None if the requester runs alone; which one is up to you, and always
+    the same for the same sequences. A sequence has `token_ids`, `num_output_tokens`, `arrival`, `seq_id`.
     """
     raise NotImplementedError("victim")
 
 
-class MyPreemption(Preemption):
+class MyPreemption(PreemptionBase):
     """Frees blocks for running sequences.
 
     You have: `self._cache` (a `KvCache`), `self._queue` (`add(sequence)`), `self._running` (a dictionary from id to
@@ -39,9 +41,10 @@ class MyPreemption(Preemption):
         """Reserve slots for a running sequence, preempting others until they are there; False if it gives way itself.
 
         `self._cache.reserve(seq_id, num_tokens)` returns block copies, which belong into `plan.copies`, or raises
-        `OutOfBlocks`. Then ask the policy, and preempt the victim: `self._preempt(victim, sequence, NoBlocks(needed,
-        free), plan)`. Without a victim the pool is the sequence's limit: set `sequence.length_limit` to
-        `PoolExhausted(self._cache.max_sequence_length)`, add its id to `plan.exhausted`, and return False.
+        `OutOfBlocks`. Then ask the policy, with a tuple of all that run and with the sequence, and preempt the victim:
+        `self._preempt(victim, sequence, NoBlocks(needed, free), plan)`. Try again until it fits. Without a victim the
+        pool is the sequence's limit: set `sequence.length_limit` to `PoolExhausted(self._cache.max_sequence_length)`,
+        add its id to `plan.exhausted`, and return False.
         """
         raise NotImplementedError("reserve")
 

@@ -9,7 +9,8 @@ tokens *and* all that precedes them: a chain of hashes, a tree of blocks.
 A block that no table has any more stays cached until its room is needed. The least recently used one goes first, and a
 leaf before what it stands behind.
 
-Fill in the six functions. Then:
+Fill in the six functions. A prompt may have thousands of blocks: the time of keys and drop may grow with their number
+and not with its square, and a recursion would be too deep. Then:
 
     forge build check 6      exact hits, exact order of eviction
     forge build run 6        the engine: requests that begin alike
@@ -17,11 +18,11 @@ Fill in the six functions. Then:
 
 from collections.abc import Sequence
 
-from forge.cache.prefix_index import Node, PrefixIndex, Tokens
-from forge.exercises.prefix_index import PrefixBase
+from forge.cache.prefix_index import Node, Tokens  # Node(key, parent, depth, token_ids); Tokens is a tuple of ints
+from forge.exercises.prefix_index import IndexBase, PrefixBase
 
 
-class MyPrefixIndex(PrefixIndex):
+class MyPrefixIndex(IndexBase):
     """Finds the block that holds given tokens behind given tokens.
 
     You have `self._hash(preceding, token_ids)`, `self._nodes` (a dictionary from hash to `Node`), `self.node_of` (from
@@ -46,7 +47,8 @@ class MyPrefixIndex(PrefixIndex):
     def insert(self, parent: Node, token_ids: Tokens, block: int) -> Node | None:
         """Index a block under its content, behind other blocks that have the same; return the node.
 
-        A new `Node(key, parent, depth, token_ids)` is entered in `self._nodes` and in its parent's children. Returns
+        A new `Node(key, parent, depth, token_ids)`, one deeper than its parent, is entered in `self._nodes` and in its
+        parent's children; the block in the node's `blocks` and in `self.node_of`, unless it is there already. Returns
         None, with nothing indexed, if another content has the same hash.
         """
         raise NotImplementedError("insert")
@@ -55,7 +57,7 @@ class MyPrefixIndex(PrefixIndex):
         """This block no longer has its content. If another block has the same, that one takes over: return [].
 
         Otherwise its node goes, and with it all that stands behind it, which cannot be found any more: return the
-        blocks of those nodes.
+        blocks of those nodes, in any order, without the block itself. What goes leaves every table that it is in.
         """
         raise NotImplementedError("drop")
 
@@ -65,7 +67,7 @@ class MyPrefixCache(PrefixBase):
 
     def release_order(self, blocks: Sequence[int]) -> Sequence[int]:
         """In which order a sequence that ends releases its blocks, so that a leaf is evicted before what it stands
-        behind. blocks: in the order of the positions that they hold."""
+        behind. blocks: a tuple, in the order of the positions that they hold."""
         raise NotImplementedError("release_order")
 
     def next_to_evict(self) -> int:

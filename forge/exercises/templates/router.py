@@ -31,9 +31,10 @@ class MyRouter(Router):
     def choose(self, request: RouteRequest, candidates: Sequence[Replica]) -> RouteRecord:
         """One of the candidates, of which there is at least one. Changes nothing: the request is counted afterwards.
 
-        Of a replica you need `tokens` (outstanding), `routed_tokens` (ever given to it: of several with as few tokens
-        take the one with the fewest of these) and `name`. Where no candidate has the prompt's first block, take the
-        least busy one. Of several holders of the longest prefix, take the least busy one.
+        Of a replica you need `tokens` (outstanding), `routed_tokens` (ever given to it) and `name`. The least busy one
+        has the fewest tokens; of several the one with the fewest routed tokens; of several of these take any. Where no
+        candidate has the prompt's first block, take the least busy one. Of several holders of the longest prefix, take
+        the least busy one, unless it has more tokens than the least busy candidate by more than `self.threshold`.
 
         Return `self.decision(request, chosen, why, num_blocks)`, with the number of blocks that the chosen replica has,
         and as `why` "prefix", "no_prefix" or "holder_busy".

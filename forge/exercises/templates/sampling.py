@@ -4,9 +4,10 @@ Read chapter 1 first (forge naive). The model gives a row of logits, one per tok
 takes the greatest. Sampling filters, in this order: top-k, temperature, top-p, min-p; then it draws one of the tokens
 that are left.
 
-Fill in the three functions. Then:
+Fill in the three functions. Arrays may be given back as lists, and ids as NumPy's integers. An argument belongs to the
+caller: change none. Then:
 
-    forge build check 1      exact sets, and the distribution of the draws
+    forge build check 1      exact sets, and draws with given noise
     forge build run 1        a story, drawn by your code
 """
 
@@ -28,8 +29,11 @@ def filtered(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np
 
     - `params.top_k`: the k tokens with the greatest logits, of equals those with the lower ids; 0 keeps all.
     - `params.temperature`, above 0: makes scores of logits. softmax(scores) are the probabilities.
-    - `params.top_p`: the fewest tokens, the likeliest first, whose probabilities reach this sum; 1 keeps all.
+    - `params.top_p`: the fewest tokens, the likeliest first and of equals the lower ids first, whose probabilities
+      together are at least this; 1 keeps all. The probabilities of what top-k has left sum to 1.
     - `params.min_p`: tokens at least this times as likely as the likeliest; 0 keeps all.
+
+    A row has 151,936 logits in Qwen3: the time may grow as that of a sort, and not with the square.
     """
     raise NotImplementedError("filtered")
 

@@ -12,8 +12,9 @@ Fill in the three functions. Then:
 
 from forge.engine.sequence import Sequence
 from forge.engine.step_plan import PlanBuilder
-from forge.exercises.scheduler import SchedulerBase
-from forge.trace.records import WaitReason
+from forge.exercises.scheduler import MaxNumSeqs, NoBlocks, NoBudget, SchedulerBase, WaitReason
+
+# MaxNumSeqs(limit), NoBudget(limit) and NoBlocks(needed, free) are the reasons to wait; WaitReason is any of them.
 
 
 class MyScheduler(SchedulerBase):
@@ -36,11 +37,14 @@ class MyScheduler(SchedulerBase):
 
         A sequence has `len(sequence.token_ids)` tokens, of which `self.cache.computed_length(seq_id)` are computed. If
         one is left it decodes, and needs `reserve`. If more are left its prompt is under way: its slots are reserved.
+        A prompt gets as much of what is left of the budget as it can use. Decodes come in any order, and there is
+        always budget for all of them.
         """
         raise NotImplementedError("schedule_running")
 
     def reason_to_wait(self, sequence: Sequence, plan: PlanBuilder) -> WaitReason | None:
-        """Why a waiting sequence cannot be admitted now; None if it can.
+        """Why a waiting sequence cannot be admitted now; None if it can. Changes nothing. If several reasons hold,
+        any of them.
 
         `MaxNumSeqs(limit)`: as many run as may. `NoBudget(plan.limit)`: no token of the budget is left.
         `NoBlocks(needed, free)`: it needs more blocks than are available (`self.cache.num_available`).
@@ -48,7 +52,8 @@ class MyScheduler(SchedulerBase):
         raise NotImplementedError("reason_to_wait")
 
     def admit(self, plan: PlanBuilder) -> None:
-        """Admit waiting sequences in order, until one has to wait; none in a step that has preempted one."""
+        """Admit waiting sequences in order, until one has to wait, and note why that one does (`self.wait`); none in a
+        step that has preempted one. `begin` takes the sequence out of the queue."""
         raise NotImplementedError("admit")
 
 

@@ -3,7 +3,7 @@
 Read chapter 7 first (forge speculation). A draft model has proposed K tokens; the target has computed a row after the
 last known token and after each of them, K + 1 rows in one forward. Which of them stand?
 
-Fill in the five functions. Then:
+Fill in the five functions. None changes its arguments. Then:
 
     forge build check 9      exactness, and the target's own distribution
     forge build run 9        the engine, with draft tokens that your code verifies
@@ -11,7 +11,7 @@ Fill in the five functions. Then:
 
 from collections.abc import Callable, Sequence
 
-from forge.engine.sampling import Distribution
+from forge.engine.sampling import Distribution  # Distribution(token_ids, probabilities): two arrays
 
 
 def verify_greedy(argmax: Sequence[int], draft: Sequence[int]) -> list[int]:
@@ -23,9 +23,9 @@ def verify_greedy(argmax: Sequence[int], draft: Sequence[int]) -> list[int]:
 
 
 def accept(p: float, q: float, draw: float) -> bool:
-    """Whether a draft token stands: with probability min(1, p / q).
+    """Whether a draft token stands: with probability min(1, p / q), which is if the draw is below p / q.
 
-    p, q: the token's probability of the target and of the draft, q above 0. draw: a number between 0 and 1.
+    p, q: the token's probability of the target and of the draft, q above 0. draw: a number from 0 on and below 1.
     """
     raise NotImplementedError("accept")
 
@@ -48,9 +48,9 @@ def verify_sampled(
 ) -> list[int]:
     """The tokens to emit: draft tokens for as long as they are accepted, then one token more.
 
-    p: `[K + 1]`, the target's distributions; q, draft and draws: `[K]`. choose: draws a token from a distribution. In
-    place of the first rejected token one is drawn from the residual; after K accepted ones a bonus token from the last
-    p.
+    p: `[K + 1]`, the target's distributions; q, draft and draws: `[K]`, and K may be 0. choose: draws a token from a
+    distribution; call it once. In place of the first rejected token one is drawn from the residual; after K accepted
+    ones a bonus token from the last p.
     """
     raise NotImplementedError("verify_sampled")
 

@@ -1,6 +1,7 @@
 from forge.cache.kv_cache import OutOfBlocks
 from forge.engine.preemption import Preemption
-from forge.trace.records import NoBlocks, PoolExhausted, PreemptRecord
+from forge.reasons import NoBlocks, PoolExhausted
+from forge.trace.records import PreemptRecord
 
 
 def victim(running, requester):

@@ -1,5 +1,5 @@
 from forge.exercises.scheduler import SchedulerBase
-from forge.trace.records import MaxNumSeqs, NoBlocks, NoBudget
+from forge.reasons import MaxNumSeqs, NoBlocks, NoBudget
 
 
 class MyScheduler(SchedulerBase):

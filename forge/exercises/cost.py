@@ -1,0 +1,58 @@
+"""What the reader's piece costs beside the engine's own: the same work at three sizes, in turns."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from forge.exercises.catalog import Entry
+from forge.exercises.loading import load
+
+_ROUNDS = 9
+_ROUND_SECONDS = 0.01
+"""How long a round of one side is at least: short work is repeated."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One size: microseconds of each round."""
+
+    size: str
+    yours: tuple[float, ...]
+    own: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long the reader's takes, by the medians."""
+        return median(self.yours) / median(self.own)
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the middle halves of the two sides' rounds overlap: then the medians say nothing."""
+        yours, own = sorted(self.yours), sorted(self.own)
+        quarter = len(yours) // 4
+        return yours[quarter] <= own[-1 - quarter] and own[quarter] <= yours[-1 - quarter]
+
+
+def measure(entry: Entry, path: Path) -> list[Measured]:
+    """All sizes of an exercise's benchmark."""
+    measured = []
+    for cost in entry.exercise().costs(load(path)):
+        sides = [(work, _repeats(work)) for work in (cost.yours, cost.own)]
+        rounds = [[_timed(*side) for side in sides] for _ in range(_ROUNDS)]
+        yours, own = zip(*rounds, strict=True)
+        measured.append(Measured(cost.size, yours, own))
+    return measured
+
+
+def _repeats(work: Callable[[], object]) -> int:
+    work()
+    return max(1, min(10_000, round(_ROUND_SECONDS * 1e6 / max(1.0, _timed(work, 1)))))
+
+
+def _timed(work: Callable[[], object], repeats: int) -> float:
+    started = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return (time.perf_counter() - started) / repeats * 1e6

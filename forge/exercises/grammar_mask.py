@@ -1,0 +1,319 @@
+"""Exercise 13: a mask for a small grammar. Every text of a few characters, every way to cut it, masks over small
+vocabularies; then the bundled model beside the engine's own grammar library."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from forge.engine.outputs import RequestOutput
+from forge.engine.sampling_params import SamplingParams
+from forge.engine.structured_output import StructuredOutput
+from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
+from forge.llm import LLM
+from forge.trace.records import StepRecord
+
+GRAMMAR = 'start: list\nlist: "[" (value ("," value)*)? "]"\nvalue: NUMBER | list\nNUMBER: /[0-9]+/\n'
+_ALPHABET = b"[],17 "
+_VOCABULARY = (
+    *(
+        b"[",
+        b"]",
+        b",",
+        b"0",
+        b"9",
+        b"12",
+        b",1",
+        b"],",
+        b"],[",
+        b"[]",
+        b"]]",
+        b"]]]",
+        b"[[",
+        b",,",
+        b"1]",
+        b",[",
+        b"[,",
+    ),
+    *(b"", b" ", b"a", b"\xc3", b"[1,2],", b"[1]]", b"", b"-1", b"[1,[2]]", b"1,[", b"<eos>"),
+)
+_EOS = len(_VOCABULARY) - 1
+
+RULES = {
+    "refused": Rule(
+        "advance returns None if no list begins with what has come.",
+        "Which characters may follow the last one, and does it matter how deep it is?",
+    ),
+    "possible": Rule(
+        "advance returns a state as long as what has come can become a list.", "What may follow here, and how often?"
+    ),
+    "split": Rule(
+        "A text has the same state however it is cut into pieces.", "What is kept from one piece to the next?"
+    ),
+    "complete": Rule("is_complete is True for a whole list, and for nothing else.", "How many brackets are open?"),
+    "nothing-follows": Rule("Nothing can follow a whole list.", "What does advance do once every bracket is closed?"),
+    "tokens": Rule(
+        "A token may come if and only if all of its bytes may, one after another.", "Where in this token does it fail?"
+    ),
+    "empty": Rule("A token without bytes may never come.", 'What does advance say of b""?'),
+    "eos": Rule("The end may come if and only if the list is complete.", "Which entry of the mask is that of eos?"),
+    "result": Rule("The functions return what their docstrings say.", "What is its type, and how long is it?"),
+}
+
+
+def viable(text: bytes) -> bool:
+    """Whether a list begins with these bytes."""
+    depth, last = 0, b""
+    for place in range(len(text)):
+        character = text[place : place + 1]
+        if place and not depth:
+            return False
+        if character == b"[":
+            allowed = last in (b"", b"[", b",")
+            depth += 1
+        elif character == b"]":
+            allowed = depth > 0 and last != b","
+            depth -= 1
+        elif character == b",":
+            allowed = depth > 0 and last not in (b"[", b",")
+        else:
+            allowed = character.isdigit() and depth > 0 and last != b"]"
+        if not allowed:
+            return False
+        last = character
+    return True
+
+
+def complete(text: bytes) -> bool:
+    return viable(text) and text.count(b"[") == text.count(b"]") > 0
+
+
+class MaskTrial(Trial):
+    """Compares the reader's states and masks with all lists that there are."""
+
+    def __init__(self, piece: ModuleType):
+        super().__init__(piece)
+        self.piece = piece
+        self.setup = len(self.calls)
+
+    def state(self, pieces: Sequence[bytes]) -> Any:
+        """The reader's state after these pieces, each of which has to be refused or not as it should."""
+        del self.calls[self.setup :]
+        state, text = self.call("state = piece.start()", self.piece.start), b""
+        self.require(state is not None, "result", "it returned None")
+        for part in pieces:
+            text += part
+            found = self.call(f"state = piece.advance(state, {part!r})", self.piece.advance, state, part)
+            again = self.piece.advance(state, part)
+            self.require((found is None) == (again is None), "again", f"it returned {found!r}, and then {again!r}")
+            was_complete = complete(text[: len(text) - len(part)])
+            rule = "nothing-follows" if was_complete else "refused" if len(pieces) == 1 else "split"
+            said = f"after {text!r} it returned {found!r}"
+            if viable(text):
+                self.require(found is not None, "possible" if len(pieces) == 1 else "split", said)
+            else:
+                self.require(found is None, rule, said)
+                return None
+            state = found
+        return state
+
+    def text(self, pieces: Sequence[bytes]) -> None:
+        state, text = self.state(pieces), b"".join(pieces)
+        if state is not None:
+            found = self.call("piece.is_complete(state)", self.piece.is_complete, state)
+            self.require(found in (True, False), "result", f"it returned {found!r}")
+            self.require(found == complete(text), "complete", f"after {text!r} it returned {found!r}")
+
+    def mask(self, text: bytes, vocabulary: Sequence[bytes] = _VOCABULARY, eos: int = _EOS) -> None:
+        state = self.state([text])
+        tokens = list(vocabulary)
+        found = self.call(f"piece.mask(state, {tokens}, {eos})", self.piece.mask, state, tokens, eos)
+        is_list = isinstance(found, list | tuple | np.ndarray) and len(found) == len(tokens)
+        self.require(is_list and all(one in (True, False) for one in found), "result", f"it returned {found!r}")
+        for token_id, (token, allowed) in enumerate(zip(tokens, found, strict=True)):
+            if token_id == eos:
+                said = f"after {text!r} the mask says {allowed} of the end"
+                self.require(allowed == complete(text), "eos", said)
+            else:
+                expected = token != b"" and viable(text + token)
+                said = f"after {text!r} the mask says {allowed} of token {token_id}, {token!r}"
+                self.require(allowed == expected, "tokens" if token else "empty", said)
+        again = self.call("piece.mask(state, …)", self.piece.mask, state, tokens, eos)
+        self.require(list(again) == list(found), "again", "the same call has another mask")
+
+
+def _check_advance(piece: ModuleType) -> None:
+    trial = MaskTrial(piece)
+    for length in range(5):
+        for characters in product(_ALPHABET, repeat=length):
+            text = bytes(characters)
+            if viable(text[:-1]):
+                trial.text([text])
+    for text in (
+        b"[[1,[2,34]],[],5]",
+        b"[[[]]]",
+        b"[10,200,[3000]]",
+        b"[[],[[]],[1]]",
+        b"[1",
+        b"[]]",
+        b"[1]1",
+        b"[[1],,",
+    ):
+        trial.text([text])
+        trial.text([bytes([character]) for character in text])
+        for cut in range(len(text) + 1):
+            trial.text([text[:cut], text[cut:]])
+            trial.text([text[:cut], b"", text[cut:]])
+    random_ = random.Random(0)
+    for _ in range(150):
+        text = bytes(random_.choice(b"[[],1") for _ in range(12))
+        trial.text([b"[", text[:4], text[4:]])
+    deep = b"[" * 3000 + b"]" * 3000
+    trial.text([deep])
+    del trial.calls[trial.setup :]
+    trial.require_growth(
+        'piece.advance(piece.start(), b"[1," * 20_000)',
+        lambda size: partial(piece.advance, piece.start(), b"[1," * size),
+        1_000,
+        20_000,
+        200,
+    )
+
+
+def _check_mask(piece: ModuleType) -> None:
+    trial = MaskTrial(piece)
+    for text in (
+        b"",
+        b"[",
+        b"[1",
+        b"[1,",
+        b"[[",
+        b"[[1",
+        b"[[1]",
+        b"[]",
+        b"[[]",
+        b"[[],",
+        b"[[1]]",
+        b"[12,[3,[4",
+        b"[[[1]]",
+    ):
+        trial.mask(text)
+    trial.mask(b"[1]", [b"", b"]", b"[", b"1"], 0)
+    trial.mask(b"[1", [b"]", b"2", b"", b"x"], 2)
+    trial.mask(b"[1", [b"]", b"]", b"2"], 1)
+    del trial.calls[trial.setup :]
+    state = piece.advance(piece.start(), b"[[1")
+    trial.require_growth(
+        "piece.mask(state, [b'12', b'],[', b'a'] * 10_000, 0)",
+        lambda size: partial(piece.mask, state, [b"12", b"],[", b"a"] * size, 0),
+        250,
+        10_000,
+        250,
+    )
+
+
+class _ReadersGrammar:
+    """A `Grammar` whose masks are the reader's."""
+
+    def __init__(self, piece: ModuleType, llm: LLM):
+        self.piece, self.eos_token_ids = piece, llm.tokenizer.eos_token_ids
+        tokenizer, size = llm.tokenizer, llm.model.vocab_size
+        known = range(min(size, tokenizer.vocab_size))
+        self.vocabulary = [b"" if tokenizer.is_hidden(one) else tokenizer.token_bytes(one) for one in known]
+        self.vocabulary += [b""] * (size - len(self.vocabulary))
+
+    def new_matcher(self) -> "_ReadersMatcher":
+        return _ReadersMatcher(self)
+
+
+class _ReadersMatcher:
+    """A `Matcher` of the reader's."""
+
+    def __init__(self, grammar: _ReadersGrammar):
+        self._grammar = grammar
+
+    def mask(self, output: Sequence[int]) -> np.ndarray:
+        grammar, piece = self._grammar, self._grammar.piece
+        if not grammar.eos_token_ids.isdisjoint(output):
+            return np.ones(len(grammar.vocabulary), bool)
+        state = piece.start()
+        for token_id in output:
+            state = piece.advance(state, grammar.vocabulary[token_id])
+        allowed = np.array(piece.mask(state, grammar.vocabulary, min(grammar.eos_token_ids)), bool)
+        allowed[list(grammar.eos_token_ids)] = piece.is_complete(state)
+        return allowed
+
+    def num_allowed(self, output: Sequence[int], token_ids: Sequence[int]) -> int:
+        for number, token_id in enumerate(token_ids):
+            if not self.mask([*output, *token_ids[:number]])[token_id]:
+                return number
+        return len(token_ids)
+
+    def forced(self, output: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
+
+@contextmanager
+def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
+    def drive(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> tuple[list[RequestOutput], list[StepRecord]]:
+        grammar = _ReadersGrammar(piece, llm)
+        llm.engine.compile_grammar = lambda structured: grammar
+        run = llm.start(list(prompts), params)
+        records = list(run)
+        return run.outputs, records
+
+    yield _OPTIONS | {"drive": drive}
+
+
+def _costs(piece: ModuleType) -> list[Cost]:
+    from forge.grammar.compiler import GrammarCompiler
+
+    llm = LLM("tales", kv="paged")
+    own = GrammarCompiler(llm.tokenizer, llm.model.vocab_size)(StructuredOutput(grammar=GRAMMAR))
+    readers = _ReadersGrammar(piece, llm)
+    costs = []
+    for length in (1, 5, 17):
+        output = llm.tokenizer.encode("[" * length)
+        yours = partial(_fresh_mask, readers, output)
+        costs.append(Cost(f"mask after {length} brackets", yours, partial(_fresh_mask, own, output)))
+    return costs
+
+
+def _fresh_mask(grammar: Any, output: Sequence[int]) -> np.ndarray:
+    return grammar.new_matcher().mask(output)
+
+
+_OPTIONS = {"kv": "paged"}
+_FORM = StructuredOutput(grammar=GRAMMAR)
+
+EXERCISE = Exercise(
+    parts=(
+        Part(("start", "advance", "is_complete"), _check_advance),
+        Part(("start", "advance", "is_complete", "mask"), _check_mask),
+    ),
+    rules=RULES,
+    hints=(
+        "A state needs two facts: how many brackets are open, and what the last character was.",
+        "For each last character write down which characters may follow: after [ a digit, [ or ]; after a comma a "
+        "digit or [; after a digit a digit, a comma or ]; after ] a comma or ], as long as a bracket is open.",
+        "advance is a loop over the characters that returns None at the first that may not follow. Once every bracket "
+        "is closed none may.",
+        "mask: a token may come if it has bytes and advance(state, token) is not None; at eos stands "
+        "is_complete(state).",
+    ),
+    solution=("forge.grammar.matcher.GrammarMatcher.mask", "forge.grammar.matcher.GrammarMatcher._compute"),
+    differs="The engine's own works for every grammar: a library parses, walks through a tree of all tokens' bytes "
+    "once for all that begin alike, and gives a bit for each token. Yours tries each token alone, for one grammar.",
+    next_question="A vocabulary has 151,936 tokens, and most of them are letters. How would you order the tokens so "
+    "that one refused byte rules out thousands of them?",
+    costs=_costs,
+    engine=engine,
+    own=_OPTIONS,
+    prompts=("The numbers of the house are", "The list:"),
+    params=({"max_tokens": 24, "temperature": 0.9, "seed": 5, "structured": _FORM},),
+)

@@ -1,0 +1,262 @@
+"""`forge build engine COMMAND …`: an ordinary command on an engine with all of the reader's passed parts at once.
+
+The parts stand where the engine looks for its own: caches behind `--kv basic`, `paged` and `prefix`, the scheduler,
+preemption, sampling, verification, the proposer behind `--speculate ngram`. Afterwards the same requests run on
+forge's own engine, for equal tokens and for its speed.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+from rich.text import Text
+
+from forge import llm as llm_module
+from forge.cache.block_table import blocks_for
+from forge.cache.factory import DEFAULT_NUM_BLOCKS, CacheFactory, CacheSize, create_kv_cache
+from forge.cache.kv_cache import KvCache
+from forge.engine import engine as engine_module
+from forge.engine import policies
+from forge.engine import scheduler as scheduler_module
+from forge.engine.engine import Engine
+from forge.engine.sampling_params import SamplingParams
+from forge.engine_args import EngineArgs
+from forge.errors import UsageError
+from forge.exercises import ngram_proposer, verification
+from forge.exercises.catalog import Entry, find_entry
+from forge.exercises.limits import limit_process
+from forge.exercises.loading import load
+from forge.exercises.parts import passed_entries
+from forge.exercises.running import counted
+from forge.llm import LLM
+from forge.speculation import setup
+from forge.trace.records import StepRecord
+from forge.views.formatting import plural, rate
+from forge.views.palette import GOOD, QUIET, TITLE, TROUBLE
+from forge.views.terminal import open_console
+
+COMMANDS = ("generate", "compare", "trace-scheduler", "serve")
+ELSEWHERE = ("router", "grammar_mask")
+"""Parts that stand before engines, or serve one request's form alone."""
+_MEMORY_BYTES = 4 << 30
+_MOST_COMPARED = 64
+_PROBE = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+def engine_entries(folder: Path) -> tuple[Entry, ...]:
+    """The passed exercises that an engine can be built of. Raises `UsageError` if there are none."""
+    entries = tuple(entry for entry in passed_entries(folder) if entry.name not in ELSEWHERE)
+    if not entries:
+        raise UsageError(f"no exercise in {folder} has passed yet: forge build check NUMBER")
+    return entries
+
+
+def with_defaults(entries: Sequence[Entry], arguments: Sequence[str]) -> list[str]:
+    """The command's arguments, with options that bring in as many of the parts as can be: those not given."""
+    names = {entry.name for entry in entries}
+    command, *rest = arguments
+    given = {argument.partition("=")[0] for argument in rest}
+    kinds = {"prefix_index": "prefix", "paged_cache": "paged", "block_pool": "paged", "contiguous_cache": "basic"}
+    kind = next((kind for name, kind in kinds.items() if name in names), "paged")
+    added = ["--kv", kind]
+    if "ngram_proposer" in names or "verification" in names:
+        added += ["--speculate", "ngram" if "ngram_proposer" in names else "draft"]
+    if "attention" in names and "--model" not in given and "-m" not in given:
+        added += ["--device", "reference"]
+    pairs = zip(added[::2], added[1::2], strict=True)
+    return [command, *rest, *(word for pair in pairs if pair[0] not in given for word in pair)]
+
+
+def title(entries: Sequence[Entry]) -> str:
+    return "your engine: " + ", ".join(f"{entry.name.replace('_', ' ')} ({entry.number})" for entry in entries)
+
+
+@contextmanager
+def assembled(folder: Path) -> Iterator[dict[str, dict[str, int]]]:
+    """Every engine that is made in the meantime has the reader's parts. Returns how often each function of each part
+    was called."""
+    entries = engine_entries(folder)
+    parts = {entry.name: load(folder / entry.file_name) for entry in entries}
+    with ExitStack() as stack:
+        calls = {
+            entry.name: stack.enter_context(counted(parts[entry.name], entry.exercise().functions)) for entry in entries
+        }
+        for name in ("sampling", "attention", "verification", "streaming_text"):
+            if name in parts:
+                stack.enter_context(find_entry(name).exercise().engine(parts[name]))
+        stack.enter_context(patch.object(llm_module, "create_kv_cache", _caches(parts)))
+        if "scheduler" in parts:
+            stack.enter_context(patch.object(engine_module, "Scheduler", parts["scheduler"].MyScheduler))
+        if "preemption" in parts:
+            stack.enter_context(patch.object(scheduler_module, "Preemption", parts["preemption"].MyPreemption))
+            stack.enter_context(patch.dict(policies.VICTIM_POLICIES, lifo=parts["preemption"].victim))
+        if "ngram_proposer" in parts:
+            new = parts["ngram_proposer"].MyProposer
+            stack.enter_context(patch.object(setup, "NgramProposer", lambda *bounds: ngram_proposer.PlainIds(new())))
+        yield calls
+
+
+def _caches(parts: dict[str, ModuleType]) -> Callable[[str | CacheFactory, CacheSize], tuple[KvCache, int]]:
+    """`create_kv_cache` with the reader's caches in the place of the engine's own."""
+
+    def create(mode: str | CacheFactory, size: CacheSize) -> tuple[KvCache, int]:
+        own, num_blocks = create_kv_cache(mode, size)
+        cache = _cache(own, size)
+        if "verification" in parts:
+            verification.roll_back_with(parts["verification"], cache)
+        return cache, num_blocks
+
+    def _cache(own: Any, size: CacheSize) -> KvCache:
+        blocks = own.stats().num_blocks or DEFAULT_NUM_BLOCKS
+        if own.kind == "basic" and "contiguous_cache" in parts:
+            runs = blocks // blocks_for(size.max_model_len, size.block_size)
+            return parts["contiguous_cache"].MyContiguousCache(runs, size.max_model_len, size.block_size)
+        if own.kind == "prefix" and "prefix_index" in parts:
+            cache = parts["prefix_index"].MyPrefixCache(blocks, size.block_size)
+            cache.index = parts["prefix_index"].MyPrefixIndex()
+            return cache
+        if own.kind == "paged":
+            if "paged_cache" in parts:
+                own = parts["paged_cache"].MyPagedCache(blocks, size.block_size)
+            if "block_pool" in parts:
+                own.pool = parts["block_pool"].MyBlockPool(blocks)
+        return own
+
+    return create
+
+
+@dataclass
+class Ran:
+    """What ran on the engines of one `LLM`."""
+
+    args: EngineArgs
+    requests: list[tuple[tuple[int, ...], SamplingParams, tuple[int, ...]]] = field(default_factory=list)
+    """Of each its prompt, its parameters with a seed, and the ids of its sequences."""
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """By sequence."""
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.tokens.values())) / self.seconds if self.seconds else 0.0
+
+
+@contextmanager
+def observed() -> Iterator[list[Ran]]:
+    """What runs in the meantime, to be run again."""
+    runs: list[Ran] = []
+    create, add_request, step = LLM.from_engine_args, Engine.add_request, Engine.step
+
+    def from_engine_args(args: EngineArgs) -> LLM:
+        runs.append(Ran(replace(args, on_load_progress=None, on_compile_progress=None)))
+        return create(args)
+
+    def add(self: Engine, request_id: str, token_ids: Sequence[int], params: SamplingParams, **named: Any) -> Any:
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(32))
+        seq_ids = add_request(self, request_id, token_ids, params, **named)
+        if runs:
+            runs[-1].requests.append((tuple(token_ids), params, tuple(seq_ids)))
+        return seq_ids
+
+    def one_step(self: Engine) -> StepRecord:
+        record = step(self)
+        if runs:
+            runs[-1].seconds += record.ended - record.started
+            for token in record.tokens:
+                runs[-1].tokens.setdefault(token.seq_id, []).append(token.token_id)
+        return record
+
+    with (
+        patch.object(LLM, "from_engine_args", from_engine_args),
+        patch.object(Engine, "add_request", add),
+        patch.object(Engine, "step", one_step),
+    ):
+        yield runs
+
+
+def print_beside_own(ran: Ran) -> bool:
+    """The same requests on forge's own engine; whether the tokens are the same."""
+    requests = [request for request in ran.requests[-_MOST_COMPARED:] if request[1].structured is None]
+    if not requests:
+        return True
+    own = LLM.from_engine_args(ran.args)
+    own.generate("warm up", SamplingParams(max_tokens=2))
+    engine, seconds, num_tokens, num_different = own.engine, 0.0, 0, 0
+    for number, (prompt, params, _) in enumerate(requests):
+        engine.add_request(f"own-{number}", list(prompt), params)
+    while engine.has_unfinished():
+        record = engine.step()
+        seconds += record.ended - record.started
+    for number, (_, _, seq_ids) in enumerate(requests):
+        for sample, seq_id in zip(engine.output(f"own-{number}").outputs, seq_ids, strict=False):
+            yours = ran.tokens.get(seq_id, [])
+            num_tokens += len(sample.token_ids)
+            num_different += list(sample.token_ids)[: len(yours)] != yours
+    console, many = open_console(), plural(len(requests), "request")
+    if num_different:
+        console.print(Text.assemble(("✗ ", TROUBLE), f"{num_different} of {many} differ from forge's own"))
+    else:
+        console.print(Text.assemble(("✓ ", GOOD), f"identical to forge's own: {num_tokens} tokens of {many}"))
+    speeds = f"yours {rate(ran.tokens_per_second)} tokens/s, forge's own {rate(num_tokens / seconds)}"
+    console.print(Text(speeds, QUIET))
+    return not num_different
+
+
+class Assembling(str):
+    """A `--kv` that assembles the reader's engine in the process to which it is sent, and is plain text there."""
+
+    folder: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _assemble_for_good, (self.folder, str(self))
+
+
+_for_good = ExitStack()
+"""What stays until the process ends."""
+
+
+def _assemble_for_good(folder: str, kind: str) -> str:
+    _for_good.enter_context(assembled(Path(folder)))
+    return kind
+
+
+def _serve(folder: Path) -> Callable[..., int]:
+    """`serving.serve` for an engine of the reader's, which runs in another process."""
+    from forge.server import serving
+
+    own = serving.serve
+
+    def serve(model: str, options: dict[str, Any], *others: Any, **named: Any) -> int:
+        args = EngineArgs(model, **options)
+        with assembled(folder), observed() as runs:
+            LLM.from_engine_args(args).generate("Once upon a time", _PROBE)
+        print_beside_own(runs[-1])
+        kind = Assembling(args.cache)
+        kind.folder = str(folder)
+        return own(model, options | {"kv": kind}, *others, **named)
+
+    return serve
+
+
+def run_command(folder: Path, arguments: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
+    """Run a command line on the reader's engine, then its requests on forge's own; the exit status."""
+    from forge.server import serving
+
+    where = folder.resolve()
+    entries = engine_entries(where)
+    limit_process(memory_bytes=_MEMORY_BYTES)
+    open_console().print(Text(title(entries), TITLE))
+    if arguments[0] == "serve":
+        with patch.object(serving, "serve", _serve(where)):
+            return run(with_defaults(entries, arguments))
+    with assembled(where), observed() as runs:
+        status = run(with_defaults(entries, arguments))
+    if status or "--json" in arguments:
+        return status
+    return 0 if sum(not print_beside_own(ran) for ran in runs) == 0 else 1

@@ -1,0 +1,282 @@
+"""Exercise 12: streaming text. Every way to cut texts into tokens, held against the engine's own text, and the "
+"engine."""
+
+import random
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+from forge.engine import sequence_builder
+from forge.engine.output_text import OutputText
+from forge.exercises.exercise import Cost, Exercise, Part, Rule, Trial
+from forge.tokenizer import StreamingDetokenizer, Tokenizer
+
+RULES = {
+    "whole": Rule(
+        "Text holds whole characters: bytes that may still become one are held back, and no others.",
+        "How many bytes does the first byte of a character announce, and how many of them are there?",
+    ),
+    "invalid": Rule(
+        "Bytes that can never become a character are U+FFFD at once, as decode makes of them.",
+        "Which bytes may follow this one, and which byte follows it?",
+    ),
+    "soon": Rule("All text that is certain is returned at once.", "With which of these characters can a stop begin?"),
+    "never-sooner": Rule(
+        "Nothing is returned in which a stop string may begin.", "Which end of the text is the beginning of a stop?"
+    ),
+    "found": Rule(
+        "A stop string is found however it is cut into tokens, and neither it nor what follows is shown.",
+        "Where in the held text and the new text together does the stop string end?",
+    ),
+    "first": Rule(
+        "Of several stop strings the one that ends first is found, of those the longest.",
+        "At which place does each of them end?",
+    ),
+    "named": Rule("stopped_by is the stop string that was found, and None before.", "Where is it set?"),
+    "after": Rule("After a stop string nothing is returned.", "What does push do once stopped_by is set?"),
+    "rest": Rule("finish returns what was held back.", "What is in held_bytes and held_text at the end?"),
+    "own-text": Rule("Each text has a state of its own.", "Which value do two texts share?"),
+    "result": Rule("The functions return what their docstrings say.", "What is its type?"),
+}
+
+_TEXTS = ("café", "a<b", "ab<end>c", "🦊🦊x", "ü<en<end>", "aaab", "…<e")
+_STOPS = ((), ("<end>",), ("aab", "ab"), ("é", "🦊x"), ("a<b", "<"), ("aa", "aaab", "b"), ("nd>", "<end>"))
+_INVALID = (
+    b"\xff",
+    b"a\xc3(",
+    b"\xe2\x82",
+    b"\xf0\x9f\xa6",
+    b"\xc3\xc3\xa9",
+    b"\x80\x80",
+    b"\xf0\x9fa",
+)
+
+
+class _Bytes:
+    """A detokenizer whose tokens are numbers of a list of bytes."""
+
+    def __init__(self, tokens: Sequence[bytes]):
+        self._tokens = tokens
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._tokens[token_id])
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class TextTrial(Trial):
+    """Compares the reader's text with the engine's own, token by token."""
+
+    def __init__(self, piece: ModuleType):
+        super().__init__(piece)
+        self.piece = piece
+        self.setup = len(self.calls)
+
+    def characters(self, rule: str, data: bytes) -> None:
+        del self.calls[self.setup :]
+        found = self.call(f"piece.whole_characters({data!r})", self.piece.whole_characters, data)
+        is_pair = isinstance(found, tuple | list) and len(found) == 2
+        is_pair = is_pair and isinstance(found[0], str) and isinstance(found[1], bytes | bytearray)
+        self.require(is_pair, "result", f"it returned {found!r}")
+        own = _Bytes([data])
+        text = own.push(0)
+        rest = data[len(data) - _num_held(data) :]
+        said = f"of {data!r} the text is {found[0]!r} and {bytes(found[1])!r} is held back: {text!r} and {rest!r}"
+        self.require(bytes(found[1]) == rest, "whole", said)
+        self.require(found[0] == text, rule, said)
+
+    def text(self, tokens: Sequence[bytes], stop: Sequence[str]) -> None:
+        del self.calls[self.setup :]
+        own = OutputText(_Bytes(tokens), stop)
+        text = self.call(f"text = piece.MyText({tuple(stop)!r})", lambda: self.piece.MyText(stop))
+        other = self.piece.MyText(stop)
+        for number, token in enumerate(tokens):
+            was_stopped = own.stopped_by is not None
+            expected = own.push(number)
+            found = self.call(f"text.push({token!r})", text.push, token)
+            self._compare(found, expected, text, own, stop, "after" if was_stopped else None)
+        expected, was_stopped = own.finish(), own.stopped_by is not None
+        found = self.call("text.finish()", text.finish)
+        self._compare(found, expected, text, own, stop, "after" if was_stopped else "rest")
+        found = self.call("piece.MyText(text.stop).finish()", other.finish)
+        self.require(found == "", "own-text", f"a text without tokens is {found!r}")
+
+    def _compare(
+        self, found: Any, expected: str, text: Any, own: OutputText, stop: Sequence[str], rule: str | None
+    ) -> None:
+        self.require(isinstance(found, str), "result", f"it returned {found!r}")
+        said = f"it returned {found!r}, and should return {expected!r}"
+        if found != expected:
+            if rule is None and own.stopped_by is not None:
+                rule = "found" if text.stopped_by is None or len(stop) == 1 else "first"
+            elif rule is None:
+                is_too_much = found.startswith(expected)
+                broken = "\ufffd" in found and "\ufffd" not in expected
+                rule = "whole" if broken else "never-sooner" if is_too_much else "soon"
+            self.require(False, rule, said)
+        said = f"stopped_by is {text.stopped_by!r}, and should be {own.stopped_by!r}"
+        several = text.stopped_by is not None and own.stopped_by is not None
+        self.require(text.stopped_by == own.stopped_by, "first" if several else "named", said)
+
+
+def _num_held(data: bytes) -> int:
+    """How many bytes at the end may still become a character."""
+    decoder = getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(data)
+    return len(decoder.getstate()[0])
+
+
+def _cuts(data: bytes) -> Iterator[list[bytes]]:
+    """Every way to cut a few bytes into tokens, and some ways for more."""
+    places = range(1, len(data))
+    random_ = random.Random(len(data))
+    ways = range(1 << len(places)) if len(data) <= 6 else [random_.getrandbits(len(places)) for _ in range(40)]
+    for way in [0, (1 << len(places)) - 1, *ways]:
+        at = [0, *(place for place in places if way >> (place - 1) & 1), len(data)]
+        yield [data[start:end] for start, end in pairwise(at)]
+
+
+def _check_characters(piece: ModuleType) -> None:
+    trial = TextTrial(piece)
+    for text in (*_TEXTS, "", "\x00\x7f\u07ff\u0800\uffff\U0010ffff"):
+        data = text.encode()
+        for end in range(len(data) + 1):
+            trial.characters("whole", data[:end])
+    for data in _INVALID:
+        trial.characters("invalid", data)
+    random_ = random.Random(0)
+    for _ in range(300):
+        trial.characters("invalid", bytes(random_.choice(b"a\x80\x9f\xa6\xbf\xc3\xe2\xf0\xf4\xff") for _ in range(5)))
+
+
+def _check_text(piece: ModuleType) -> None:
+    trial = TextTrial(piece)
+    for stop in _STOPS:
+        for text in _TEXTS:
+            for tokens in _cuts(text.encode()):
+                trial.text(tokens, stop)
+        for data in _INVALID:
+            trial.text([data[:1], b"", data[1:]], stop)
+    trial.text([b"a\xc3"], ["\ufffd"])
+    random_ = random.Random(0)
+    for _ in range(200):
+        words = ["".join(random_.choice("abé") for _ in range(random_.randint(1, 4))) for _ in range(3)]
+        data = "".join(random_.choice("abé") for _ in range(9)).encode()
+        trial.text(random_.choice(list(_cuts(data))), words)
+    del trial.calls[trial.setup :]
+
+    def work(number: int) -> Callable[[], None]:
+        def steps() -> None:
+            text = piece.MyText(["<end>"])
+            for _ in range(number):
+                text.push(b"word <")
+
+        return steps
+
+    trial.require_growth("for _ in range(20_000): text.push(b'word <')", work, 500, 20_000, 250)
+
+
+@contextmanager
+def engine(piece: ModuleType) -> Iterator[Mapping[str, Any]]:
+    with (
+        patch.object(sequence_builder, "StreamingDetokenizer", lambda tokenizer: tokenizer),
+        patch.object(sequence_builder, "OutputText", _text_of(piece)),
+    ):
+        yield _OPTIONS
+
+
+def _text_of(piece: ModuleType) -> Callable[..., Any]:
+    """`OutputText` by the reader's class. Options that the exercise does not know are the engine's own."""
+
+    class ReadersText:
+        """The reader's text of one sequence."""
+
+        def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+            self._tokenizer, self._text = tokenizer, piece.MyText(stop)
+            self._begun: list[str] = []
+
+        @property
+        def text(self) -> str:
+            return "".join(self._begun)
+
+        @property
+        def stopped_by(self) -> str | None:
+            return self._text.stopped_by
+
+        def push(self, token_id: int) -> str:
+            token = b"" if self._tokenizer.is_hidden(token_id) else self._tokenizer.token_bytes(token_id)
+            self._begun.append(self._text.push(token))
+            return self._begun[-1]
+
+        def finish(self) -> str:
+            self._begun.append(self._text.finish())
+            return self._begun[-1]
+
+    def new(tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0) -> Any:
+        if include_stop or min_tokens:
+            return OutputText(StreamingDetokenizer(tokenizer), stop, include_stop, min_tokens)
+        return ReadersText(tokenizer, stop)
+
+    return new
+
+
+def _costs(piece: ModuleType) -> list[Cost]:
+    def work(new: Callable[[], Any], tokens: Sequence[Any]) -> None:
+        text = new()
+        for token in tokens:
+            text.push(token)
+        text.finish()
+
+    costs = []
+    for number in (16, 256, 4096):
+        tokens = [b" word", b"\xf0\x9f\xa6", b"\x8a<"] * (number // 3 + 1)
+        yours = partial(work, partial(piece.MyText, ["<end>"]), tokens)
+        own = partial(work, partial(_own_text, tokens), range(len(tokens)))
+        costs.append(Cost(f"{number:,} tokens", yours, own))
+    return costs
+
+
+def _own_text(tokens: Sequence[bytes]) -> OutputText:
+    return OutputText(_Bytes(tokens), ["<end>"])
+
+
+_OPTIONS = {"kv": "paged"}
+
+EXERCISE = Exercise(
+    parts=(
+        Part(("whole_characters",), _check_characters),
+        Part(("whole_characters", "MyText.push", "MyText.finish"), _check_text),
+    ),
+    rules=RULES,
+    hints=(
+        "codecs.getincrementaldecoder('utf-8')(errors='replace') knows which bytes to hold back: decode what you "
+        "have, and getstate()[0] is the rest. By hand: a first byte of 0xC2 to 0xDF announces 2 bytes, to 0xEF 3, to "
+        "0xF4 4.",
+        "push in three steps: bytes to whole characters, whole characters to the held text, held text to what is "
+        "certain.",
+        "What is certain is all but the longest end of the held text with which some stop string begins.",
+        "Look for stop strings in the held text and the new text together: one may have begun before this token.",
+        "finish is push without a token, and then everything: half a character is decoded with errors='replace'.",
+    ),
+    solution=("forge.engine.output_text.OutputText._take", "forge.engine.output_text.OutputText._possible_beginning"),
+    differs="The engine's own leaves the bytes to a detokenizer, which all outputs of a model share the tokens' bytes "
+    "with, and does nothing at all where there is no stop string. It can also show the stop string, and ignore the "
+    "first tokens.",
+    next_question="A client asks for a stop string of eight times the letter a. How many tokens of one letter late is "
+    "a text without that letter at most, and how many a text of nothing else?",
+    costs=_costs,
+    engine=engine,
+    own=_OPTIONS,
+    prompts=("Once upon a time", "The fox and the lantern"),
+    params=(
+        {"max_tokens": 40, "ignore_eos": True, "stop": (" he said", ". The", " and a")},
+        {"max_tokens": 24, "ignore_eos": True},
+    ),
+)

@@ -1,0 +1,152 @@
+"""Mutants of a right solution: the same file with one small mistake, made by rewriting its syntax tree.
+
+Each mutant is one of the mistakes that programmers make: a comparison or a boundary that is off by one, an operator
+that is another one, a statement, a condition or a part of a sum that is left out, an argument in another's place, a
+list that is reversed, a loop that ends too early or goes on too long.
+"""
+
+import ast
+import copy
+from collections.abc import Callable, Iterator
+
+_COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.Gt),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.Lt),
+    ast.GtE: (ast.Gt, ast.LtE),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}
+_OPERATORS: dict[type[ast.operator], tuple[type[ast.operator], ...]] = {
+    ast.Add: (ast.Sub,),
+    ast.Sub: (ast.Add,),
+    ast.Mult: (ast.Add,),
+    ast.Div: (ast.Mult,),
+    ast.FloorDiv: (ast.Mod,),
+    ast.Mod: (ast.FloorDiv,),
+}
+Edit = Callable[[ast.AST], None]
+
+
+def mutants(source: str) -> Iterator[tuple[str, str]]:
+    """(what was changed, the changed source), each once, in the order of the file."""
+    seen = {ast.unparse(ast.parse(source))}
+    tree = ast.parse(source)
+    for index, node in enumerate(ast.walk(tree)):
+        for what, edit in _edits(node):
+            changed = copy.deepcopy(tree)
+            edit(next(one for place, one in enumerate(ast.walk(changed)) if place == index))
+            text = ast.unparse(ast.fix_missing_locations(changed))
+            if text not in seen:
+                seen.add(text)
+                yield f"line {getattr(node, 'lineno', 0)}: {what}", text + "\n"
+
+
+def _edits(node: ast.AST) -> Iterator[tuple[str, Edit]]:
+    match node:
+        case ast.Compare(ops=[operator]):
+            for other in _COMPARISONS[type(operator)]:
+                yield f"{_named(operator)} is {_named(other())}", _set("ops", [other()])
+        case ast.BinOp(op=operator) if type(operator) in _OPERATORS:
+            for other in _OPERATORS[type(operator)]:
+                yield f"{_named(operator)} is {_named(other())}", _set("op", other())
+            yield "without the right side", _become("left")
+        case ast.AugAssign(op=operator) if type(operator) in _OPERATORS:
+            for other in _OPERATORS[type(operator)]:
+                yield f"{_named(operator)}= is {_named(other())}=", _set("op", other())
+        case ast.BoolOp(op=operator):
+            other = ast.And() if isinstance(operator, ast.Or) else ast.Or()
+            yield f"{_named(operator)} is {_named(other)}", _set("op", other)
+            for index in range(len(node.values)):
+                yield f"without operand {index}", _drop("values", index)
+        case ast.UnaryOp(op=ast.Not() | ast.USub()):
+            yield "without its sign", _become("operand")
+        case ast.Constant(value=bool()):
+            yield "the other truth", _set("value", not node.value)
+        case ast.Constant(value=int()):
+            for other in (node.value + 1, node.value - 1):
+                yield f"{node.value} is {other}", _set("value", other)
+        case ast.If() | ast.IfExp() | ast.While():
+            for truth in (True, False) if not isinstance(node, ast.While) else (False,):
+                yield f"the condition is {truth}", _set("test", ast.Constant(truth))
+        case ast.Call(args=[_, _, *_]):
+            yield "arguments exchanged", _exchange("args")
+        case ast.Call(func=ast.Name(id="min" | "max" as name)):
+            yield f"{name} is the other", _set("func", ast.Name("max" if name == "min" else "min"))
+        case ast.For():
+            yield "only the first time", _append("body", ast.Break())
+            yield "not the first time", _set("iter", _called(node.iter, "list", slice(1, None)))
+            yield "reversed", _set("iter", _reversed(node.iter))
+        case ast.Continue():
+            yield "break", _replaced(ast.Break())
+        case ast.Break():
+            yield "continue", _replaced(ast.Continue())
+    for name in ("body", "orelse"):
+        statements = getattr(node, name, None)
+        if isinstance(statements, list) and not isinstance(node, ast.Module | ast.ClassDef):
+            for index, statement in enumerate(statements):
+                if not isinstance(statement, ast.Pass | ast.Import | ast.FunctionDef):
+                    yield f"without {ast.unparse(statement).splitlines()[0][:60]!r}", _drop(name, index)
+
+
+def _named(operator: ast.AST) -> str:
+    return type(operator).__name__
+
+
+def _set(name: str, value: object) -> Edit:
+    return lambda node: setattr(node, name, copy.deepcopy(value))
+
+
+def _drop(name: str, index: int) -> Edit:
+    def edit(node: ast.AST) -> None:
+        items = getattr(node, name)
+        del items[index]
+        if not items and name == "body":
+            items.append(ast.Pass())
+
+    return edit
+
+
+def _append(name: str, statement: ast.stmt) -> Edit:
+    return lambda node: getattr(node, name).append(statement)
+
+
+def _exchange(name: str) -> Edit:
+    def edit(node: ast.AST) -> None:
+        items = getattr(node, name)
+        items[0], items[1] = items[1], items[0]
+
+    return edit
+
+
+def _become(name: str) -> Edit:
+    """The node is replaced by one of its parts."""
+
+    def edit(node: ast.AST) -> None:
+        part = getattr(node, name)
+        node.__class__ = part.__class__
+        node.__dict__ = dict(part.__dict__)
+
+    return edit
+
+
+def _replaced(other: ast.AST) -> Edit:
+    def edit(node: ast.AST) -> None:
+        node.__class__ = other.__class__
+
+    return edit
+
+
+def _called(value: ast.expr, function: str, part: slice) -> ast.expr:
+    listed = ast.Call(ast.Name(function), [value], [])
+    return ast.Subscript(listed, ast.Slice(ast.Constant(part.start)))
+
+
+def _reversed(value: ast.expr) -> ast.expr:
+    return ast.Subscript(
+        ast.Call(ast.Name("list"), [value], []), ast.Slice(None, None, ast.UnaryOp(ast.USub(), ast.Constant(1)))
+    )
